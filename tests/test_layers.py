@@ -32,7 +32,7 @@ compiler.report  compiler.schedules  compiler.steps
 compiler.partition
 interop
 compiler.order
-compiler.deciding compiler.seating  compiler.replicating
+compiler.deciding compiler.seating  compiler.replicating compiler.freezing
 compiler.compile
 compiler.recorded  compiler.whatif
 viz

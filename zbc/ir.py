@@ -10,6 +10,7 @@ messages all show the same text:
     SEND_F s1 m0 >r2 the peer rank follows from the placement; it is printed for the reader
     REDUCE s0        stage-wide: no microbatch
     TIE, VALIDATE    rank-wide: no stage
+    W s1 m3 75%      three quarters of the stage's layers get their weight gradients, the others are frozen (also BW)
     S m3.1           of every rank, for slice 1 of microbatch 3: no stage; of a vocabulary that all ranks share
     REDUCE v         rank-wide: the rows of that vocabulary
     OVERLAP          a mark: the two ops after it are one group
@@ -36,20 +37,26 @@ _PRINTS = {
 }
 COPY = frozenset({Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD})  # of what F keeps, to the host and back
 _KINDS = {kind.value: kind for kind in Kind}
+WHOLE = 100  # percent
 _OP = re.compile(
     r"(?P<kind>[A-Z_]+(?: v)?)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?)?"
-    r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: #(?P<count>\d{1,9}))?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
+    r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: #(?P<count>\d{1,9}))?"
+    r"(?: (?P<share>\d{1,2})%)?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
 )
 
 
 class Op(NamedTuple):
-    """One step of one rank: `kind` of work on `stage` for microbatch `mb` of `pipe`, sequence part `slice`."""
+    """One step of one rank: `kind` of work on `stage` for microbatch `mb` of `pipe`, sequence part `slice`.
+
+    `share` is for W and BW: the percentage of the stage's layers that get weight gradients; the others are frozen.
+    """
 
     kind: Kind
     stage: int
     mb: int = 0
     pipe: int = 0
     slice: int = 0
+    share: int = WHOLE
 
     @property
     def key(self) -> Key:
@@ -58,13 +65,15 @@ class Op(NamedTuple):
 
     def __str__(self) -> str:
         has_stage, has_mb = _PRINTS[self[0]]
-        kind, stage, mb, pipe, part = self
+        kind, stage, mb, pipe, part, share = self
         text = f"{kind} s{stage}" if has_stage else str(kind)
         if has_mb:
             text = f"{text} m{mb}.{part}" if part else f"{text} m{mb}"
         elif mb and kind in COUNTED:
             text = f"{text} #{mb}"
-        return f"{text} {'up' if pipe == 1 else f'pipe{pipe}'}" if pipe and (has_stage or has_mb) else text
+        if pipe and (has_stage or has_mb):
+            text = f"{text} {'up' if pipe == 1 else f'pipe{pipe}'}"
+        return text if share == WHOLE else f"{text} {share}%"
 
     @classmethod
     def parse(cls, text: str) -> Op:
@@ -108,7 +117,17 @@ def parse_line(text: str) -> tuple[Op, int | None]:
         raise _not_an_op(text)
     if arrow is not None and arrow != (">" if kind.is_send else "<" if kind.is_recv else None):
         raise _not_an_op(text)
-    op = Op(kind, int(stage or 0), int(mb or count or 0), 1 if up else int(pipe or 0), int(part or 0))
+    share = match["share"]
+    if share is not None and not kind.makes_part:
+        raise _not_an_op(text)
+    op = Op(
+        kind,
+        int(stage or 0),
+        int(mb or count or 0),
+        1 if up else int(pipe or 0),
+        int(part or 0),
+        WHOLE if share is None else int(share),
+    )
     if str(op) != text.partition(" <")[0].partition(" >")[0]:  # 'F s01 m0', 'VALIDATE up', 'F s0 m0.0'
         raise _not_an_op(text)
     return op, None if peer is None else int(peer)
@@ -266,7 +285,7 @@ class Placement:
 
         An op names an edge by the stage at one end of it. That says too little of a stage with several: None too.
         """
-        kind, stage, mb, pipe, part = op
+        kind, stage, mb, pipe, part, _ = op
         if not kind.is_transfer or pipe >= len(self.pipes) or stage >= self.stages:
             return None
         others = self.beside(stage, kind.takes or kind.gives)
@@ -384,6 +403,11 @@ class Program:
     def where(self) -> dict[Op, tuple[int, int]]:
         """The (rank, step) at which each op runs; only for ops that run once (not collectives)."""
         return {op: (rank, step) for rank, step, op in self if not (op.kind.is_collective or op.kind.is_mark)}
+
+    @property
+    def freezes(self) -> bool:
+        """Whether layers are frozen in some op."""
+        return any(op.share != WHOLE for ops in self.ranks for op in ops)
 
     def text(self, rank: int, step: int) -> str:
         """One op for a message: `rank 0 step 3: SEND_F s0 m1 >r1`."""

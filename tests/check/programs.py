@@ -111,7 +111,7 @@ def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
             if 0 <= there < place.stages and place.crosses(op.stage, there, op.pipe):
                 late = rng.randint(1, 3) if rng.random() < held_back else 0
                 peer = place.rank_of(there, op.pipe)
-                sends[rank, peer].append((min(at + late, len(ops) - 1), Message(op.stage, there, *op[2:])))
+                sends[rank, peer].append((min(at + late, len(ops) - 1), Message(op.stage, there, *op.key[1:])))
     placed: list[list[tuple[int, int, int, Op]]] = [[(at, 1, 0, op) for at, op in enumerate(ops)] for ops in ranks]
     for (rank, peer), messages in sends.items():
         messages.sort(key=lambda sent: sent[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -62,6 +63,7 @@ def make_plan(
     steps: int = 100,
     train: dict[str, Any] | None = None,
     activations: str | dict[str, str] = "keep",
+    freeze: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
     keep: Callable[[Op], bool] = lambda op: True,
     node: Sequence[int] = (),
@@ -94,7 +96,11 @@ def make_plan(
         cuts=rows,
         words=words if program.vocabulary else (),
         predicted={"host": on_host(program)},
-        planning={"model": checked.model_dump(mode="json"), "memory": {"activations": activations}},
+        planning={
+            "model": checked.model_dump(mode="json"),
+            "memory": {"activations": activations},
+            "freeze": freeze or {},
+        },
         training={
             "data": spec.Data.model_validate(data).model_dump(mode="json"),
             "train": {"seed": seed, "steps": steps, **(train or {})},
@@ -142,8 +148,13 @@ class Reference:
     weights: dict[str, torch.Tensor]
 
 
-def reference(plan: StoredPlan, steps: int = 1) -> Reference:
-    """Train the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch."""
+def reference(
+    plan: StoredPlan, steps: int = 1, frozen: Callable[[int, int], set[str]] = lambda step, mb: set()
+) -> Reference:
+    """Train the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch.
+
+    `frozen` names the layers that a microbatch does not train; gradients are means over the other microbatches.
+    """
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     most, size, seed = manifest.topology.batch, manifest.microbatch_size, settings.train.seed
     samples, phases = build_samples(settings.data, settings.model, seed), Phases.of(manifest)
@@ -169,7 +180,10 @@ def reference(plan: StoredPlan, steps: int = 1) -> Reference:
     result = Reference([], [], {}, {})
     for step in range(steps):
         losses, m = [], phases.samples(step) // size
+        trained = Counter(name for mb in range(m) for name in modules.keys() - frozen(step, mb))
         for mb in range(m):
+            for name in frozen(step, mb):
+                modules[name].requires_grad_(False)
             x, target = batches.inputs(step, mb), batches.targets(step, mb)
             with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
                 for name, module in layers:
@@ -179,6 +193,12 @@ def reference(plan: StoredPlan, steps: int = 1) -> Reference:
             losses.append(loss.item())
             if loss.requires_grad:
                 (loss / m).backward()
+            for name in frozen(step, mb):
+                modules[name].requires_grad_(True)
+        for name in (name for name, count in trained.items() if count < m):
+            for p in modules[name].parameters():
+                if p.grad is not None:
+                    p.grad.mul_(m / trained[name])
         result.grads = {name: None if p.grad is None else p.grad.clone() for name, p in weights.items()}
         norm = sum(_squares(p.grad) for p in weights.values() if p.grad is not None) ** 0.5
         result.losses.append(sum(losses) / m)

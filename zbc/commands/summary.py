@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from zbc.compiler.check import Survival
     from zbc.compiler.compile import Compiled
-    from zbc.compiler.report.report import Report
+    from zbc.compiler.report.report import FreezeReport, Report
     from zbc.compiler.whatif.others import Other, Others
     from zbc.compiler.whatif.sharing import Sharing
     from zbc.compiler.whatif.why import Path, WhatIf
@@ -48,6 +48,8 @@ def of_plan(
         yield labelled("faster", _faster(others.faster, compiled), *([] if quicker is None else [quicker]))
     if words is not None and (verbose or pays or words.shared):
         yield labelled("words", *_words(words, compiled, hint=better))
+    if report.freezing is not None:
+        yield labelled("freeze", *_freezing(report.freezing, report.makespan_ms, compiled.job.freeze.after))
     if verbose:
         yield labelled("times", *_times(compiled))
     if compiled.job.links is not None:
@@ -131,6 +133,16 @@ def _words(words: Sharing, compiled: Compiled, *, hint: bool) -> Iterator[str]:
     yield f"the head takes {words.blocks:.1f} blocks; {where}: {short(words.ms)} ms a step ({change}){held}"
     if hint:
         yield f'parallel.vocabulary = "{words.other}"'
+
+
+def _freezing(found: FreezeReport, ms: float, after: int) -> Iterator[str]:
+    """What freezing gains, and what it leaves out."""
+    change = f"{100 * (ms / found.unfrozen_ms - 1):+.1f}%" if found.unfrozen_ms > 0 else "+0.0%"
+    yield f"makespan {short(ms)} ms instead of {short(found.unfrozen_ms)} ms ({change}),"
+    yield f"{percent(found.frozen)} of all weight gradients are left out;"
+    yield f"{percent(found.most)} in each op alike would take {short(found.alike_ms)} ms"
+    yield from wrap(["by stage", *map(percent, found.by_stage)], _TEXT, between=" ")
+    yield f"from step {after + 1} on layers rest in turn: this is another training"
 
 
 def _times(compiled: Compiled) -> list[str]:

@@ -20,6 +20,7 @@ from zbc.compiler.check.orders import order_problems
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.deciding import decided
+from zbc.compiler.freezing import freeze_report, freezes
 from zbc.compiler.graph import build
 from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
@@ -386,7 +387,8 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     """All of `compile_job` but the question whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
-    job, found = seated(replicated(job, table), table, budget)
+    job, before = seated(replicated(job, table), table, budget)
+    found = freezes(job, before, table)
     raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
     found.compute.forget()
     program = found.complete.program
@@ -402,7 +404,10 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     barrier, ahead = either_way(found.complete)
     took = time.perf_counter() - began
     limits = limits_of(job, found.name, found.costs)
-    summary = replace(summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits, compile_seconds=took)
+    freezing = freeze_report(job, before, found)
+    summary = replace(
+        summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits, compile_seconds=took, freezing=freezing
+    )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
     return replace(compiled, report=replace(summary, rates=compiled.rates(compiled.settled_ms)))
 

@@ -10,6 +10,7 @@ The order matters:
    gathers, for which ops wait.
 5. reduce-grads needs all compute and transfers in place.
 6. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
+7. freeze, where asked for, leaves the list as it is and shortens some of its ops.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from zbc.compiler.passes.freeze import Freeze
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.gather_weights import GatherWeights, RenewWeights
 from zbc.compiler.passes.insert_comm import InsertComm
@@ -55,6 +57,7 @@ class Lowering:
     gather: GatherWeights | None = None  # of weights that come and go within a step
     offload: Offload | None = None  # to keep to a limit by moving activations to the host
     weave: Weave | None = None  # of a vocabulary that all ranks share
+    freeze: Freeze | None = None  # of weight gradients that are left out; set once an order is found
 
     @classmethod
     def of(cls, job: Job) -> Lowering:
@@ -92,10 +95,11 @@ class Lowering:
 
     def _last(self, *, sharded: bool) -> list[Pass]:
         moved = [] if self.offload is None else [self.offload]
+        freeze = [] if self.freeze is None else [self.freeze]
         if self.sync == "post-validate":
-            return [*moved, ReduceGrads(), PostValidate()]
+            return [*moved, ReduceGrads(), PostValidate(), *freeze]
         gather = [self.gather or RenewWeights()] if sharded else []
-        return [*moved, *gather, ReduceGrads(), OptimizerStep()]
+        return [*moved, *gather, ReduceGrads(), OptimizerStep(), *freeze]
 
 
 def _through(some: Sequence[Pass], context: Context) -> Context:

@@ -34,6 +34,8 @@ def dumps(program: Program, manifest: Manifest) -> str:
         )
     if program.slices > 1:
         refused.add("it does not cut microbatches into slices")
+    if program.freezes:
+        refused.add("it leaves out no weight gradients (freeze.most)")
     if manifest.ramp:
         refused.add(
             "the training begins with smaller batches (schedule.ramp); export a plan without, add --rampup-batch-size"

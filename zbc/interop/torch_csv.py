@@ -241,6 +241,8 @@ def refuse(program: Program) -> None:
         refused.add(f"it has one pipe, the plan has {len(program.placement.pipes)}: a stage on several ranks")
     if program.slices > 1:
         refused.add(f"it has no slices of a microbatch, the plan has {program.slices}")
+    if program.freezes:
+        refused.add("it leaves out no weight gradients (freeze.most)")
     if program.tied:
         refused.add("it does not sum the gradients of a weight that two stages share (model.tie_embeddings)")
     empty = [str(rank) for rank, ops in enumerate(program.ranks) if not any(op.kind.computes for op in ops)]

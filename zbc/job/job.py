@@ -14,9 +14,11 @@ from zbc.job.sections import (
     PLANNED,
     PLANNING,
     SECTIONS,
+    SINCE,
     Checkpoint,
     Data,
     Filler,
+    Freeze,
     GivenCosts,
     Hardware,
     Log,
@@ -50,6 +52,7 @@ class Job:
     hardware: Hardware
     costs: GivenCosts
     memory: Memory
+    freeze: Freeze
     optimizer: Optimizer
     train: Train
     data: Data
@@ -160,6 +163,7 @@ class Job:
             for key in keys:
                 if data[name][key] == SECTIONS[name].model_fields[key].default:
                     del data[name][key]
+        data = {name: data[name] for name in data if name not in SINCE or getattr(self, name) != SECTIONS[name]()}
         measured = {} if self.profile is None else {"profile": self.profile.plain()}
         links = {} if self.links is None else {"links": self.links.plain()}
         return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured, **links}

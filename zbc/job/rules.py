@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zbc.errors import ZbcError
-from zbc.job import balance, cuts, extent, learning_rate, model_section, ramp, toml
+from zbc.job import balance, cuts, extent, freezing, learning_rate, model_section, ramp, toml
 from zbc.job import unread as idle
 from zbc.job.job import Draft
 from zbc.job.model_section import Model
@@ -309,6 +309,7 @@ def unshareable(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         f'parallel.shard = "{parallel.shard}"': parallel.shard not in ("none", "optimizer"),
         "parallel.tp": parallel.tp > 1,
         "parallel.replicas": parallel.replicas is not None,
+        "freeze.most": "freeze" in sections and sections["freeze"].most > 0,
         "schedule.file": schedule is not None and schedule.file is not None,
         "memory.activations with offload": memory is not None and any("offload" in one for one in memory.chosen()),
     }
@@ -469,6 +470,7 @@ RULES = (
     _order_rule,
     _replica_rule,
     _filler_rule,
+    freezing.problems,
     _reserve_rule,
     _evaluation_rules,
     _sharding_rules,

@@ -335,6 +335,15 @@ class Filler(Section):
     args: dict[str, Any] = Field({}, description="keyword arguments of make, beside rank and ranks")
 
 
+class Freeze(Section):
+    """`[freeze]`: weight gradients that are left out where that makes a step shorter; another training."""
+
+    most: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="largest share of a stage's weight gradients that a step leaves out; 0: none"
+    )
+    after: Annotated[int, Field(ge=0)] = Field(0, description="steps at the beginning that leave out none")
+
+
 class Log(Section):
     """`[log]`."""
 
@@ -357,6 +366,7 @@ SECTIONS: dict[str, type[Section]] = {
     "hardware": Hardware,
     "costs": GivenCosts,
     "memory": Memory,
+    "freeze": Freeze,
     "optimizer": Optimizer,
     "train": Train,
     "data": Data,
@@ -365,8 +375,8 @@ SECTIONS: dict[str, type[Section]] = {
     "filler": Filler,
 }
 # What planning reads, and so what the plan id covers (of optimizer also PLANNED); all else can change under one plan.
-PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory")
-
+PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory", "freeze")
+SINCE = frozenset({"freeze"})  # of these, those that a plan names only where they say something
 
 PLANNED = ("sync", "zero1")
 

@@ -25,6 +25,7 @@ from zbc.job.sections import SECTIONS as SECTIONS
 from zbc.job.sections import Checkpoint as Checkpoint
 from zbc.job.sections import Data as Data
 from zbc.job.sections import Filler as Filler
+from zbc.job.sections import Freeze as Freeze
 from zbc.job.sections import GivenCosts as GivenCosts
 from zbc.job.sections import Hardware as Hardware
 from zbc.job.sections import LayerCost as LayerCost

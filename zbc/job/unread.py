@@ -54,6 +54,14 @@ IDLE = (
         'drop it, or use nonfinite = "skip"',
     ),
     Unread(
+        "freeze",
+        ("after",),
+        "most",
+        lambda most: not most,
+        "says when freezing begins, and with freeze.most = {!r} nothing is frozen",
+        "set freeze.most, or drop it",
+    ),
+    Unread(
         "data",
         ("path",),
         "kind",

@@ -26,6 +26,7 @@ from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.ir import Kind, Op, Program
 from zbc.plan.manifest import FORMAT as FORMAT
+from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
 from zbc.plan.manifest import SLICES as SLICES
 from zbc.plan.manifest import VERSION as VERSION
@@ -154,7 +155,7 @@ def assemble(
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),
-        capabilities=sorted({str(op[0]) for ops in program.ranks for op in ops}) + [SLICES] * (program.slices > 1),
+        capabilities=_capabilities(program),
         predicted=dict(predicted),
         planning=dict(planning),
         training=dict(training),
@@ -167,6 +168,12 @@ def assemble(
         vocabulary=Words(sums=program.vocabulary, rows=list(words)) if program.vocabulary else None,
     )
     return manifest, files
+
+
+def _capabilities(program: Program) -> list[str]:
+    """What a runtime has to know of to run it."""
+    kinds = sorted({str(op[0]) for ops in program.ranks for op in ops})
+    return kinds + [SLICES] * (program.slices > 1) + [FROZEN] * program.freezes
 
 
 def _op_lines(program: Program, rank: int) -> str:

@@ -18,6 +18,7 @@ VERSION = 1
 MANIFEST = "plan.json"
 OPTIONAL = frozenset({"balance", "cuts", "vocabulary"})  # fields that stand in a manifest only where they say something
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
+FROZEN = "frozen"  # capability: ops in which some layers get no weight gradients
 Count = Annotated[int, Field(ge=1)]
 Index = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[\w-]+$")]

@@ -13,11 +13,12 @@ from pydantic import ValidationError
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, parse_line
-from zbc.job.sections import PLANNING, SECTIONS
+from zbc.job.sections import PLANNING, SECTIONS, SINCE
 from zbc.job.wording import sentence
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.manifest import (
     FORMAT,
+    FROZEN,
     MANIFEST,
     OPTIONAL,
     SLICES,
@@ -60,7 +61,7 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
         place = ".".join(str(part) for part in first["loc"])
         raise ZbcError("E404", f"plan: {path}: {place}: {first['msg'].lower()}", hint=REPLAN) from None
     _check_shape(path, manifest)
-    unknown = [name for name in manifest.capabilities if name not in _KINDS and name != SLICES]
+    unknown = [name for name in manifest.capabilities if name not in _KINDS and name not in (SLICES, FROZEN)]
     if unknown:
         text = f"plan: {path} needs op kinds this zbc does not have: {', '.join(unknown)}"
         raise ZbcError("E406", text, hint="use the zbc that made the plan, or plan again with this one")
@@ -126,7 +127,8 @@ def sections_of(manifest: Manifest) -> dict[str, Any]:
     """The sections of the job that a plan was made from. Raises E404 if one is missing or cannot be read."""
     found = {}
     for name, section in SECTIONS.items():
-        values = (manifest.planning if name in PLANNING else manifest.training).get(name)
+        kept = manifest.planning if name in PLANNING else manifest.training
+        values = kept.get(name, {} if name in SINCE else None)
         try:
             found[name] = section.model_validate(values)
         except ValidationError as error:

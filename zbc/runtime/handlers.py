@@ -55,10 +55,14 @@ def forward(worker: Worker, op: Op) -> None:
     clock = worker.clock
     began = clock.start()
     inp: Tensor | Parcel = x
+    turns = run.turns.get(key.stage)
     if moves:
         y, tape, inp = into_parcel(worker, stage, x, step, number, finish, slot)
-    else:
+    elif turns is None:
         y, tape = stage.forward(x, step, number, finish, slot)
+    else:
+        with stage.resting(turns.resting(step, number)):
+            y, tape = stage.forward(x, step, number, finish, slot)
     if last:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
         loss = y.item() if worker.on_host else y.detach().clone()
@@ -303,6 +307,7 @@ def reduce(worker: Worker, op: Op) -> None:
 def validate(worker: Worker, op: Op) -> None:
     """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
     worker.finish_sums()
+    worker.average()
     first, device = worker.phase_run.first, worker.device
     losses = {} if worker.share else {first + mb: loss for mb, loss in worker.losses.items()}
     squares, peak = worker.squares(), peak_bytes(device)

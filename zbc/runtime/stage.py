@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -82,6 +82,7 @@ class Stage:
     came: Packing | None = None  # how its input is packed, if it is several tensors
     goes: Packing | None = None  # how its output is
     part: Part | None = None  # the slice of microbatches that this one runs; None: whole ones
+    asleep: frozenset[int] = frozenset()  # layers, by their place, that are frozen in the forward that runs
     slices: tuple[Stage, ...] = ()  # where microbatches come in slices, the stage for each; this one is for the rest
 
     def at(self, part: int) -> Stage:
@@ -97,6 +98,22 @@ class Stage:
     def alone(self) -> Alone:
         """Keeps the gradients apart from what the runtime still needs. First asked for when parameters are settled."""
         return Alone(self.parameters.values())
+
+    @contextmanager
+    def resting(self, layers: frozenset[int]) -> Iterator[None]:
+        """Freeze some layers, by their place, in the forwards in here, and where a backward runs these again."""
+        _ = self._first_trained  # kept from the first time on, so not to be looked for while layers are frozen
+        modules = [self.layers[index].module for index in layers]
+        frozen = [p for module in modules for p in module.parameters() if p.requires_grad]
+        before, self.asleep = self.asleep, layers
+        for parameter in frozen:
+            parameter.requires_grad = False
+        try:
+            yield
+        finally:
+            self.asleep = before
+            for parameter in frozen:
+                parameter.requires_grad = True
 
     @functools.cached_property
     def casts_weights(self) -> bool:
@@ -204,11 +221,11 @@ class Stage:
             return y
 
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
-        layers, last = self.layers, len(self.layers) - 1
+        layers, last, asleep = self.layers, len(self.layers) - 1, self.asleep
         found: dict[int, list[Kept]] = {}  # layer -> its buffers before its forward
 
         def run(index: int, x: Tensor) -> Tensor:
-            with self.autocast:
+            with self.autocast, self.resting(asleep & {index}) if asleep else nullcontext():
                 try:
                     y = self._run(layers[index], x, step, mb)
                 except IN_A_RANK as error:

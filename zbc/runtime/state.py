@@ -29,6 +29,7 @@ from zbc.plan.phases import Phases
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
 from zbc.runtime.copying import copier_for
+from zbc.runtime.freezing import Turns, scale
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.packing import Rows
 from zbc.runtime.parcels import Parcel, Pool
@@ -123,6 +124,7 @@ class PhaseRun:
     layout: VectorLayout
     script: Script
     ahead: Ahead | None = None  # of a plan without a barrier
+    turns: dict[int, Turns] = field(default_factory=dict)  # of the stages in which layers are frozen
     first: int = 0  # the number of this replica's first microbatch among those of all replicas of the pipeline
     _shares: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
@@ -317,6 +319,11 @@ class Worker:
             one.finish()
         self.summing.clear()
         self.progress.waiting = False
+
+    def average(self) -> None:
+        """Make the gradients of layers that were frozen in some microbatches means over the others."""
+        for stage, turns in self.phase_run.turns.items():
+            scale(self.stages[stage], turns, self.step)
 
     def finish_sent(self) -> None:
         """Block until the other ranks of the pipeline have what this one brought to collectives of the vocabulary."""

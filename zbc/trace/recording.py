@@ -34,14 +34,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbc.errors import ZbcError
 from zbc.host.linefile import LineFile
-from zbc.ir import Op
+from zbc.ir import WHOLE, Op
 from zbc.plan import directory as plans
 from zbc.trace.line import (
     FORMAT,
@@ -339,9 +339,22 @@ def read(run: Path, phase: str | None = None) -> Trace:
     parts = [topology.of(r).pp for r in range(world)]
     found = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[parts[r]]) for r in range(world))
     trace = Trace(run, plan, found, phase, plans.read_manifest(run / FOLDER / PLAN) if phase else None)
+    if plan.program.freezes and trace.steps and trace.steps[-1] <= plan.manifest.planning["freeze"]["after"]:
+        trace = _unfrozen(trace)
     if not trace.steps:
         raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=RECORD)
     return trace
+
+
+def _unfrozen(trace: Trace) -> Trace:
+    """A recording that ended before its training began to freeze layers: of ops that did all of their work."""
+
+    def whole(ops: Sequence[Op]) -> tuple[Op, ...]:
+        return tuple(op._replace(share=WHOLE) for op in ops)
+
+    program = trace.plan.program
+    plan = replace(trace.plan, program=replace(program, ranks=tuple(map(whole, program.ranks))))
+    return replace(trace, plan=plan, ranks=tuple(replace(rank, ops=whole(rank.ops)) for rank in trace.ranks))
 
 
 def _unrecorded(run: Path, phase: str, recorded: Sequence[str]) -> ZbcError:

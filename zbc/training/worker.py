@@ -16,10 +16,11 @@ from zbc.errors import ZbcError
 from zbc.ir import COPY, Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
-from zbc.plan.directory import Manifest, RankPlan, Unequal, meeting
+from zbc.plan.directory import FROZEN, Manifest, RankPlan, Unequal, meeting
 from zbc.plan.phases import Phases
 from zbc.runtime import tensor_parallel
 from zbc.runtime.bucket import Bucket, GradientSum, absent
+from zbc.runtime.freezing import Turns, refuse_frozen, turns_of
 from zbc.runtime.handlers import HANDLERS, in_rows
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead
@@ -62,6 +63,7 @@ class Settings:
     optimizer: spec.Optimizer
     memory: spec.Memory
     checkpoint: spec.Checkpoint
+    freeze: spec.Freeze
     pretrained: str | None = None
 
     @classmethod
@@ -74,6 +76,7 @@ class Settings:
             _section(spec.Optimizer, training["optimizer"]),
             _section(spec.Memory, planning.get("memory", {})),
             _section(spec.Checkpoint, training.get("checkpoint", {})),
+            _section(spec.Freeze, planning.get("freeze", {})),
             training.get("pretrained"),
         )
 
@@ -160,6 +163,7 @@ def build_worker(
         worker.evaluation = build_evaluation(worker, settings.train, kept, lowered=lowered, where=where)
     for run in worker.phase_runs:
         run.ahead = _ahead(worker, run)
+        run.turns = _turns(worker, run, settings)
     return worker
 
 
@@ -383,6 +387,16 @@ def _optimizer(
             frees=bool(manifest.resident),
         )
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
+
+
+def _turns(worker: Worker, run: PhaseRun, settings: Settings) -> dict[int, Turns]:
+    """The stages in which layers are frozen. Raises E406 for plans that freeze beside what that does not go with."""
+    manifest, ops = run.plan.manifest, run.plan.ops
+    if FROZEN in manifest.capabilities:
+        moves = any(op.kind in COPY for op in ops)
+        refuse_frozen(manifest, barrier=run.ahead is None, compiled=settings.model.compile, moves=moves)
+    found = {s: turns_of(ops, stage, manifest, settings.freeze.after) for s, stage in worker.stages.items()}
+    return {s: turns for s, turns in found.items() if turns is not None}
 
 
 def _ahead(worker: Worker, run: PhaseRun) -> Ahead | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.errors import ZbcError
-from zbc.ir import COPY, Edge, Kind, Op, Placement, chain
+from zbc.ir import COPY, WHOLE, Edge, Kind, Op, Placement, chain
 from zbc.ops import VALUES, Ref
 
 
@@ -225,7 +225,16 @@ class Costs:
     def duration(self, op: Op) -> float:
         """ms of an op; 0 of one that takes no time of its own."""
         column = op.kind.row.cost
-        return self.of(column, op.stage, op.slice) if column else 0.0
+        return self.of(column, op.stage, op.slice) - self.frozen(op) if column else 0.0
+
+    def weight_ms(self, op: Op) -> float:
+        """ms of the weight gradients of a W or a BW in which no layer is frozen."""
+        w, stage, part = self.of("w", op.stage, op.slice), op.stage, op.slice
+        return w if op.kind is Kind.W else min(w, max(0.0, self.of("bw", stage, part) - self.of("b", stage, part)))
+
+    def frozen(self, op: Op) -> float:
+        """ms that an op takes less because layers are frozen; layers count alike."""
+        return 0.0 if op.share == WHOLE else self.weight_ms(op) * (WHOLE - op.share) / WHOLE
 
     def _column(self, name: str) -> Column:
         found = self.ms.get(name)

@@ -24,7 +24,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zbc.compiler.graph.layout import EMPTY, CellColumns, Channel, Layout
-from zbc.ir import Op, Program
+from zbc.ir import WHOLE, Op, Program
 from zbc.ops import VALUES, Lane
 
 NOTHING = -1  # in `before`: the beginning of all
@@ -129,6 +129,11 @@ class Graph:
         takes = [row.lane is Lane.COMPUTE and row.row.closes != "barrier" for row in self.rows] + [False]
         row_of = self.row_of
         return [[i for i in self.mine(rank) if takes[row_of[i]]] for rank in range(len(self.first) - 1)]
+
+    @cached_property
+    def frozen(self) -> list[int]:
+        """The ops in which some layers are frozen."""
+        return [i for i, op in enumerate(self.ops) if op[5] != WHOLE]
 
     @cached_property
     def ran(self) -> tuple[list[int], bytearray]:

@@ -100,7 +100,7 @@ class _Walk:
         compute, link, mark = Lane.COMPUTE, Lane.LINK, Lane.MARK
         table: dict[Kind, dict[tuple[int, int, int], _Known]] = {kind: {} for kind in layout.kinds}
         lanes, last = _Lanes(rank), start_of(rank)
-        for i, (kind, stage, mb, pipe, part) in enumerate(ops, g.first[-1]):
+        for i, (kind, stage, mb, pipe, part, _) in enumerate(ops, g.first[-1]):
             known = table[kind].get((pipe, stage, part)) or self._known(table[kind], rank, kind, pipe, stage, part)
             number, lane, reads, frees, writes, posts, step, state = known
             if number < 0 or (step and not 0 <= mb < microbatches):

@@ -76,7 +76,7 @@ def _arriving(program: Program, made: _Places, timeline: Timeline | None) -> lis
     first = 0  # node of the rank's first op
     for ops in program.ranks:
         lines: dict[int, _Line] = {}
-        for i, (kind, stage, mb, pipe, part) in enumerate(ops, first):
+        for i, (kind, stage, mb, pipe, part, _) in enumerate(ops, first):
             for source, sink, _ in made.get((kind, stage, pipe), ()):
                 line = lines.setdefault(pipes[pipe][sink], _Line([], []))
                 line.messages.append((source, sink, mb, pipe, part))
@@ -98,7 +98,7 @@ def _posts(
 ) -> dict[int, list[Op]]:
     """The receives to post right before the op at a step of a rank; `ends` are the times of its ops, if they matter."""
     users: dict[tuple[int, int, int, int, int], int] = {}
-    for step, (kind, stage, mb, pipe, part) in enumerate(ops):
+    for step, (kind, stage, mb, pipe, part, _) in enumerate(ops):
         for source, sink, _ in taken.get((kind, stage, pipe), ()):
             users[source, sink, mb, pipe, part] = step
     posts: dict[int, list[Op]] = {}
@@ -124,7 +124,7 @@ def _woven(ops: Sequence[Op], posts: dict[int, list[Op]], made: _Places, inside:
         if step in posts:
             listed += posts[step]
         listed.append(op)
-        kind, stage, mb, pipe, part = op
+        kind, stage, mb, pipe, part, _ = op
         for source, _, send in made.get((kind, stage, pipe), ()):
             held.append(Op(send, source, mb, pipe, part))
         if held and (step not in inside or inside[step] + 2 == step):

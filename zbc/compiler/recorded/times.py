@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from zbc.compiler.cost.cost import Costs, PerStage
 from zbc.compiler.recorded.view import RecordedStep
-from zbc.ir import Kind
+from zbc.ir import WHOLE, Kind
 from zbc.ops import Lane
 from zbc.trace.recording import Cause
 
@@ -62,7 +62,9 @@ def _rank(found: Times, step: RecordedStep, rank: int) -> None:
     whole: dict[tuple[Kind, int, int, int], list[int]] = defaultdict(list)  # by microbatch and pipe, of its slices
     for index, op in enumerate(one.ops):
         took = one.end[index] - one.start[index] - waited[index]
-        if op.kind.computes:
+        if op.share != WHOLE:  # what it takes depends on the layers whose turn it is
+            around = 0
+        elif op.kind.computes:
             found.work[op.kind, op.stage, rank].append(one.end[index] - one.work[index])
             place = seat if op.kind.unit_wide else op.stage
             whole[op.kind, place, op.mb, op.pipe].append(max(0, took) + around)

@@ -115,7 +115,7 @@ class RecordedStep:
         for rank in range(len(self.ranks)):
             for index, op in self.compute(rank):
                 for sink in placement.beside(op.stage, op.kind.gives):
-                    made[copy[rank], ir.Message(op.stage, sink, *op[2:])] = op, rank, index
+                    made[copy[rank], ir.Message(op.stage, sink, *op.key[1:])] = op, rank, index
         for rank, one in enumerate(self.ranks):
             posted = {placement.message(op): one.end[index] for index, op in enumerate(one.ops) if op.kind.is_recv}
             waited = one.waited(Cause.MESSAGE)
@@ -123,7 +123,7 @@ class RecordedStep:
                 for source in placement.beside(op.stage, op.kind.takes):
                     if not placement.crosses(source, op.stage, op.pipe):
                         continue
-                    message = ir.Message(source, *op[1:])
+                    message = ir.Message(source, *op.key)
                     maker, sender, place = made[copy[rank], message]
                     ns = waited.get(index, 0)
                     there = one.start[index] + ns

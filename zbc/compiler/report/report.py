@@ -121,6 +121,17 @@ class CopyReport:
 
 
 @dataclass(frozen=True, slots=True)
+class FreezeReport:
+    """Weight gradients that a step leaves out, as shares; ms of a step."""
+
+    most: float  # of a stage, as asked
+    frozen: float  # mean over all ops that have weight gradients
+    by_stage: tuple[float, ...]
+    unfrozen_ms: float  # a step that leaves out nothing
+    alike_ms: float  # one in which each op leaves out the share `most`
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryLimits:
     """What a rank may hold: activations in units and in bytes, and bytes of everything; None for no such limit."""
 
@@ -163,6 +174,7 @@ class Report:
     slices: tuple[SliceReport, ...] = ()  # of a microbatch; () where it is one
     host: dict[str, Any] = field(default_factory=dict)  # of the ranks that copy activations there: see memory/host.py
     copied: CopyReport | None = None  # where any do
+    freezing: FreezeReport | None = None  # where weight gradients are left out
 
     def as_json(self) -> dict[str, Any]:
         data = self._data()
@@ -337,8 +349,8 @@ def _slice(costs: Costs, j: int, begin: int, end: int) -> SliceReport:
 
 
 def _without_copies(data: dict[str, Any]) -> None:
-    """Say nothing of the host where nothing is copied there."""
-    for key in ("host", "copied"):
+    """Say nothing of the host where nothing is copied there, nor of freezing where nothing is frozen."""
+    for key in ("host", "copied", "freezing"):
         if not data[key]:
             del data[key]
 
@@ -380,7 +392,7 @@ def _rank(
 ) -> RankReport:
     idle = timeline.idle(rank)
     ops = program.ranks[rank]
-    sends = Counter((kind, stage, 0, pipe, part) for kind, stage, _, pipe, part in ops if kind.is_send)
+    sends = Counter((kind, stage, 0, pipe, part) for kind, stage, _, pipe, part, _ in ops if kind.is_send)
     return RankReport(
         rank=rank,
         stages=program.placement.stages_of(rank),

@@ -241,6 +241,8 @@ def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]
         per_row.append(costs.of(row.row.cost, place, row.slice) if counts else 0.0)
     own = [ms if row.lane is Lane.COMPUTE else 0.0 for ms, row in zip(per_row, graph.rows, strict=True)] + [0.0]
     found = [own[r] for r in graph.row_of]
+    for i in graph.frozen:
+        found[i] -= costs.frozen(graph.ops[i])
     layout = graph.layout
     hop = costs.of("hop") if closing else -math.inf
     for (_, message), base, stop in zip(layout.channels, layout.firsts, layout.stops, strict=True):

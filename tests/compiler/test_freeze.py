@@ -1,0 +1,185 @@
+"""Freezing: the linear program against published instances, its rounding, its bounds, and what it does not go with."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.jobs import job
+from tests.lowered import lower
+from tests.tiers import few
+from zbc.compiler.check import check_all
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage
+from zbc.compiler.passes.freeze_shares import frozen_shares
+from zbc.compiler.recall import timeline_of
+from zbc.compiler.schedules import SCHEDULES, Request, find
+from zbc.compiler.sim.context import Context
+from zbc.errors import ZbcError
+from zbc.ir import WHOLE, Kind, Op
+from zbc.plan.directory import FROZEN, StoredPlan
+
+# schedule, chunks, cap: ms of the step with F = B = W = 1 per rank (p = 4, m = 8), mean frozen share
+INSTANCES = [
+    ("1f1b", None, 0.0, 33.0, 0.0),
+    ("1f1b", None, 0.3, 27.6, 0.24375),
+    ("1f1b", None, 0.5, 26.0, 0.375),
+    ("1f1b", None, 0.8, 23.6, 0.675),
+    ("1f1b", None, 1.0, 22.0, 0.875),
+    ("zb-h1", None, 0.3, 24.6, 0.3),
+    ("zb-h1", None, 0.5, 23.0, 0.5),
+    ("zb-h1", None, 0.8, 22.0, 0.625),
+    ("zb-h1", None, 1.0, 22.0, 0.625),
+    ("interleaved-1f1b", 2, 0.5, 23.0, 0.328125),
+    ("zb-v", None, 0.5, 21.5, 0.40625),
+    ("gpipe", None, 0.5, 26.0, 0.5),
+]
+
+
+def context(schedule, p=4, m=8, v=None, **costs):
+    found = find(schedule)
+    program = lower(found.make(Request(p=p, m=m, v=found.stages_per_rank(v))), "before-step")
+    return Context(program, Costs.uniform(program.placement, **costs))
+
+
+def parts(program):
+    return sum(op.kind.makes_part for _, _, op in program)
+
+
+@pytest.mark.parametrize(("schedule", "v", "most", "ms", "share"), INSTANCES)
+def test_published_instances(schedule, v, most, ms, share):
+    found = context(schedule, v=v)
+    shares = frozen_shares(found.program, found.graph, found.costs, most)
+    assert shares.ms == pytest.approx(ms, rel=1e-6)
+    assert sum(shares.of.values()) / parts(found.program) == pytest.approx(share, abs=1e-6)
+
+
+@pytest.mark.parametrize("m", [32, 128])
+def test_a_large_program_is_solved_at_its_ends(m):
+    """16 ranks: 110 ms with 32 microbatches, solved whole; each further one adds F + B + W / 2."""
+    found = context("1f1b", 16, m)
+    shares = frozen_shares(found.program, found.graph, found.costs, 0.5)
+    assert (shares.ms is None) == (m == 128)
+    after = found.then(Freeze(0.5).run(found.program, found))
+    assert after.timeline.makespan == pytest.approx(110 + 2.5 * (m - 32))
+    assert after.timeline.makespan < alike(found, 0.5)
+    assert max(frozen_by_stage(after.program)) <= 0.5 + 1e-9
+
+
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "gpipe"], ("1f1b", "zb-v")))
+@pytest.mark.parametrize("layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("most", few([0.1, 0.3, 0.5, 1.0], (0.3,)))
+def test_whole_layers_are_frozen_and_the_cap_is_kept(schedule, layers, most):
+    found = context(schedule, f=1.3, b=1.1, w=0.9, comm=0.1)
+    stages = found.program.placement.stages
+    program = Freeze(most, (layers,) * stages).run(found.program, found)
+    check_all(program)
+    possible = {round(WHOLE * k / layers) for k in range(layers + 1)}
+    shares = {op.share for _, _, op in program if op.kind.makes_part}
+    assert shares <= possible
+    assert max(frozen_by_stage(program)) <= most + 0.005
+    asked = frozen_shares(found.program, found.graph, found.costs, most)
+    # A stage rounds by less than a layer, and that can come once on each stage of a path.
+    within = asked.ms + stages * 0.9 / (layers * stages / 4)
+    assert found.then(program).timeline.makespan <= min(within, found.timeline.makespan) + 1e-9
+
+
+def test_what_a_frozen_op_takes():
+    placement = find("1f1b").make(Request(p=2, m=2, v=1)).placement
+    costs = Costs.uniform(placement, f=1.0, b=2.0, w=3.0)
+    assert costs.duration(Op(Kind.W, 0, 0, share=25)) == pytest.approx(0.75)
+    assert costs.duration(Op(Kind.BW, 0, 0, share=0)) == pytest.approx(2.0)
+    cheaper = costs.with_ms(bw=(4.0, 4.0))  # both in one walk: the W part of it is 2
+    assert cheaper.duration(Op(Kind.BW, 0, 0, share=50)) == pytest.approx(3.0)
+
+
+def test_the_same_job_makes_the_same_plan():
+    plans = [compile_job(job(freeze={"most": 0.5})).assemble() for _ in range(3)]
+    assert len({manifest.id for manifest, _ in plans}) == 1
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path):
+    compiled = compile_job(job(freeze={"most": 0.4, "after": 3}, costs={"f": 1.0, "b": 1.0, "w": 1.0}))
+    compiled.write(tmp_path / "plan")
+    plan = StoredPlan.read(tmp_path / "plan")
+    assert plan.program == compiled.program and plan.program.freezes
+    assert FROZEN in plan.manifest.capabilities
+    assert timeline_of(plan)[0].makespan == pytest.approx(compiled.report.makespan_ms)
+    assert load_job(tmp_path / "plan").freeze == compiled.job.freeze
+    assert plan.manifest.predicted["freezing"]["frozen"] == pytest.approx(frozen(plan.program), abs=1e-9)
+
+
+def test_a_plan_without_it_does_not_speak_of_it():
+    manifest, _ = compile_job(job()).assemble()
+    assert "freeze" not in manifest.planning and "freezing" not in manifest.predicted
+    assert FROZEN not in manifest.capabilities
+
+
+@pytest.mark.parametrize("schedule", few(sorted(SCHEDULES), ("1f1b", "zb-v", "gpipe")))
+def test_no_step_is_below_its_bound(schedule):
+    try:
+        report = compile_job(job(kind=schedule, freeze={"most": 0.7}, costs={"f": 1.0, "b": 1.2, "w": 0.8})).report
+    except ZbcError as error:  # of two pipes, or of stages with several ranks
+        assert error.code in ("E110", "E126")
+        return
+    assert report.lower_bound_makespan_ms <= report.makespan_ms + 1e-9
+    assert report.lower_bound_span_ms <= report.span_ms + 1e-9
+    assert report.freezing.unfrozen_ms >= report.makespan_ms - 1e-9
+    assert max(report.freezing.by_stage) <= 0.7 + 0.005
+
+
+REFUSED = [
+    ({"model": {"tie_embeddings": True}}, "tie_embeddings"),
+    ({"model": {"compile": True}}, "compile"),
+    ({"parallel": {"dp": 2, "shard": "weights"}}, "shard"),
+    ({"parallel": {"tp": 2}}, "tp"),
+    ({"schedule": {"slices": 2}}, "slices"),
+    ({"optimizer": {"zero1": True}}, "zero1"),
+    ({"optimizer": {"sync": "post-validate"}}, "post-validate"),
+    ({"memory": {"activations": "offload"}}, "offload"),
+    ({"parallel": {"vocabulary": "shared"}}, "vocabulary"),
+    ({"kind": "chimera"}, "several copies of each stage"),
+    ({"kind": "dualpipe-v", "schedule": {"overlap": True}}, "overlap"),
+    ({"kind": "dualpipe-v", "costs": {"f": 1.0, "b": 1.0, "w": 1.0, "overlap": 0.5}}, "groups of ops"),
+]
+
+
+@pytest.mark.parametrize(("changes", "word"), REFUSED, ids=[word for _, word in REFUSED])
+def test_what_it_does_not_go_with_is_said(changes, word):
+    with pytest.raises(ZbcError, match=word) as caught:
+        compile_job(job(freeze={"most": 0.5}, **changes))
+    assert caught.value.code == "E110" and caught.value.hint
+
+
+def test_after_without_most_is_refused():
+    with pytest.raises(ZbcError, match=r"freeze\.after says when freezing begins"):
+        job(freeze={"after": 3})
+
+
+def test_a_shared_vocabulary_is_not_chosen_beside_it():
+    chosen = compile_job(job(freeze={"most": 0.5}, parallel={"vocabulary": "auto"})).job
+    assert chosen.parallel.vocabulary == "ends"
+
+
+def test_without_ortools_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.linear_solver", None)
+    with pytest.raises(ZbcError, match="ortools") as caught:
+        compile_job(job(freeze={"most": 0.5}))
+    assert caught.value.code == "E602" and "zbc[solve]" in caught.value.hint
+
+
+def test_a_ramp_is_frozen_too():
+    compiled = compile_job(
+        job(m=8, schedule={"ramp": [{"microbatches": 4, "steps": 2}]}, freeze={"most": 0.5}, train={"steps": 9})
+    )
+    assert all(start.compiled.program.freezes for start in compiled.ramp) and compiled.program.freezes
+
+
+def test_shares_print_and_read_back():
+    for text in ("W s1 m3 75%", "BW s0 m12 0%", "W s1 m3 up 5%"):
+        assert str(Op.parse(text)) == text
+    for text in ("F s1 m3 75%", "W s1 m3 075%", "W s1 m3 100%", "W s1 m3 05%", "B s0 m0 50%", "W s0 m0 -5%"):
+        with pytest.raises(ZbcError, match="not an op"):
+            Op.parse(text)

@@ -1,0 +1,194 @@
+"""Frozen layers: what one process with requires_grad=False in the same microbatches trains, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, reference
+from tests.runtime.test_gradients import VECTORS, user
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.errors import ZbcError
+from zbc.ir import WHOLE, Kind
+from zbc.runtime.freezing import Turns
+from zbc.runtime.seeding import seed_of
+
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+SGD = {"kind": "sgd", "lr": 0.1}
+DROPOUT = {"model": user("residual", dropout=0.3), **VECTORS}
+SEED = 7
+
+
+def shared_out(program, share):
+    """The program with `share(stage, mb)` of each W and BW."""
+    ranks = [
+        [op._replace(share=share(op.stage, op.mb)) if op.kind.makes_part else op for op in ops] for ops in program.ranks
+    ]
+    return program.with_ranks(ranks, by="freeze")
+
+
+def mixed(stage, mb):
+    """Between a half and all of a stage, for stages of two layers and more."""
+    return (50, WHOLE, 67)[(stage + mb) % 3]
+
+
+def frozen_plan(schedule="1f1b", p=2, m=4, v=None, *, dp=1, share=mixed, **options):
+    program = shared_out(make_program(schedule, p, m, v, copies=dp), share)
+    return make_plan(program, optimizer=options.pop("optimizer", ADAMW), seed=SEED, **options)
+
+
+def walked(plan, after=0):
+    """(step, mb) -> the names of frozen layers, by going round the ring of each stage one layer after the other."""
+    manifest, found = plan.manifest, {}
+    shares = {(op.stage, op.mb): op.share for _, _, op in plan.program if op.kind.makes_part}
+    for stage, names in enumerate(manifest.layers):
+        at = seed_of(SEED, "freeze", stage) % len(names)
+        for step in range(after, after + 12):
+            for mb in range(manifest.copies * manifest.microbatches):
+                share = shares[stage, mb % manifest.microbatches]
+                for _ in range(round(len(names) * (1 - share / WHOLE))):
+                    found.setdefault((step, mb), set()).add(names[at])
+                    at = (at + 1) % len(names)
+    return lambda step, mb: found.get((step, mb), set())
+
+
+def check(plan, steps=3, *, after=0, tolerance=0.0, **options):
+    wanted = reference(plan, steps, walked(plan, after))
+    workers = run_threads(plan, steps, **options)
+    assert [one.loss for one in workers[0].results] == pytest.approx(wanted.losses, rel=max(1e-6, tolerance))
+    assert [one.grad_norm for one in workers[0].results] == pytest.approx(wanted.norms, rel=max(1e-6, tolerance))
+    for name, p in parameters(workers).items():
+        torch.testing.assert_close(p.detach(), wanted.weights[name], rtol=tolerance, atol=tolerance, msg=name)
+    return workers
+
+
+@pytest.mark.parametrize(
+    ("schedule", "p", "v"),
+    few(
+        [("gpipe", 2, None), ("1f1b", 2, None), ("zb-h1", 2, None), ("zb-h1", 4, None), ("zb-v", 2, None)]
+        + [("interleaved-1f1b", 2, 2), ("looped-zb", 2, 2)],
+        (("1f1b", 2, None), ("zb-h1", 2, None)),
+    ),
+)
+def test_training_is_that_of_one_process_with_the_same_layers_frozen(schedule, p, v):
+    check(frozen_plan(schedule, p, 4, v))
+
+
+@pytest.mark.parametrize("how", [{"activations": "recompute"}, {"model": LLAMA}, DROPOUT])
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1"], ("zb-h1",)))
+def test_recompute_dropout_and_other_models(schedule, how):
+    check(frozen_plan(schedule, **how))
+
+
+@pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}])
+def test_lower_precision(how):
+    check(frozen_plan("zb-h1", model={**GPT, **how}), tolerance=2e-2 if "parameters" in how else 0.0)
+
+
+def test_gradients_are_clipped_after_they_are_means():
+    plan = frozen_plan("zb-h1", optimizer={**ADAMW, "clip_grad_norm": 0.3})
+    check(plan, tolerance=1e-6)
+
+
+def test_replicas_share_the_turns():
+    check(frozen_plan("1f1b", 2, 3, dp=2, optimizer=SGD), tolerance=1e-6)
+
+
+def test_replicas_of_which_one_never_trains_a_layer():
+    """Of two microbatches one is frozen altogether: a mean over the others of both replicas."""
+    check(frozen_plan("1f1b", 2, 2, dp=2, optimizer=SGD, share=lambda stage, mb: 0 if mb else WHOLE), tolerance=1e-6)
+
+
+def test_nothing_is_frozen_at_first():
+    plan = frozen_plan("zb-h1", freeze={"most": 0.5, "after": 2})
+    check(plan, 4, after=2)
+    plain = frozen_plan("zb-h1", share=lambda stage, mb: WHOLE)
+    losses = [[one.loss for one in run_threads(one, 4)[0].results] for one in (plan, plain)]
+    assert losses[0][:3] == losses[1][:3]  # the third loss is that of weights after two steps
+    assert losses[0][3] != losses[1][3]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_that_is_frozen_is_one_without_gradients(schedule):
+    """Bitwise, momentum and decay included: what nobody trained is not stepped."""
+    frozen = run_threads(frozen_plan(schedule, share=lambda stage, mb: 0 if stage == 1 else WHOLE), 3)
+
+    def no_gradients(worker):
+        for stage in worker.stages.values():
+            if stage.index == 1:
+                for parameter in stage.parameters.values():
+                    parameter.requires_grad_(False)
+
+    other = run_threads(frozen_plan(schedule, share=lambda stage, mb: WHOLE), 3, setup=no_gradients)
+    fresh = make_worker(frozen_plan(schedule), 1)
+    begun = {name: p.detach().clone() for name, p in fresh.stages[1].parameters.items()}
+    mine, theirs = parameters(frozen), parameters(other)
+    for name, p in mine.items():
+        assert torch.equal(p, theirs[name]), name
+        if name in begun:
+            assert torch.equal(p, begun[name]), name
+    assert [one.loss for one in frozen[0].results] == [one.loss for one in other[0].results]
+
+
+def test_what_a_frozen_layer_defers_is_nothing():
+    """A W of which all layers rest has no work, and B has left none of a layer's."""
+    plan = frozen_plan("zb-h1", share=lambda stage, mb: 0)
+    left = []
+
+    def watch(worker):
+        run = worker.phase_runs[0]
+        entries = [
+            (lambda w, op, h=h: (left.append(len(w.slots[w.routes[op].key])), h(w, op)), op, text)
+            if op.kind is Kind.W
+            else (h, op, text)
+            for h, op, text in run.script
+        ]
+        run.script = entries
+
+    run_threads(plan, 1, setup=watch)
+    assert left and set(left) == {0}
+
+
+@pytest.mark.parametrize("frozen", [(1, 0, 2), (3, 3, 3), (0, 0, 1), (2, 1, 1)])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_every_layer_has_its_turn(frozen, replicas):
+    turns = Turns(frozen, [0, 2, 3], replicas=replicas, after=5, seed=4)
+    numbers, rests = range(3 * replicas), dict.fromkeys([0, 2, 3], 0)
+    assert all(not turns.resting(step, n) for step in range(5) for n in numbers)
+    assert set(turns.trained(4).values()) == {3 * replicas}
+    for step in range(5, 40):
+        found = [turns.resting(step, n) for n in numbers]
+        assert [len(one) for one in found] == list(frozen) * replicas
+        assert turns.trained(step) == {layer: len(numbers) - sum(layer in one for one in found) for layer in rests}
+        for layer in rests:
+            rests[layer] += sum(layer in one for one in found)
+        assert max(rests.values()) - min(rests.values()) <= 1
+
+
+def test_a_training_goes_on_where_a_checkpoint_was_written(tmp_path):
+    options = {"checkpoint": {"every": 2, "keep": 9, "asynchronous": False}}
+    plan = frozen_plan("zb-h1", **options)
+    whole = run_threads(plan, 4, folder=tmp_path / "a")
+    rest = run_threads(plan, 4, folder=tmp_path / "b", resume=next((tmp_path / "a").glob("*2")))
+    assert [one.loss for one in whole[0].results[2:]] == [one.loss for one in rest[0].results]
+    other = parameters(rest)
+    assert all(torch.equal(p, other[name]) for name, p in parameters(whole).items())
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [({"tied": True}, "share a weight"), ({"sharded": True}, "share out"), ({"tp": 2}, "share layers")],
+)
+def test_plans_that_freeze_beside_something_else_are_refused(change, word):
+    program = shared_out(make_program("1f1b", 2, 4), mixed)
+    if "tied" not in change:
+        plan = make_plan(program)
+        plan = replace(plan, manifest=plan.manifest.model_copy(update=change))
+    else:
+        plan = make_plan(replace(program, **change), model={**GPT, "tie_embeddings": True})
+    with pytest.raises(ZbcError, match=word) as caught:
+        make_worker(plan)
+    assert caught.value.code == "E406"

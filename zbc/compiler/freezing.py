@@ -1,0 +1,59 @@
+"""[freeze]: an order that was found without it gets the shares that make its step shortest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from zbc.compiler.cost import estimate
+from zbc.compiler.partition.limits import bounds_of
+from zbc.compiler.partition.setup import Ordered
+from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage
+from zbc.compiler.report.report import FreezeReport
+from zbc.compiler.sim.bounds import Bounds
+from zbc.errors import ZbcError
+from zbc.job.spec import Job
+
+
+def freezes(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Ordered:
+    """The order with layers frozen, if the job asks for it. Raises E110 for orders in which none can be, E602."""
+    if not job.freeze.most:
+        return found
+    placement, graph = found.program.placement, found.complete.graph
+    reason = None
+    if len(placement.pipes) > 1:
+        reason = "has several copies of each stage, which do not know what the others leave out"
+    elif graph.marks:
+        reason = "has groups of ops, and what a group takes does not follow from the shares of its ops"
+    if reason is not None:
+        text = f"schedule: freeze.most does not go with {found.name}, which {reason}"
+        hint = "drop [freeze], or use another schedule, such as 1f1b or zb-v"
+        raise ZbcError("E110", text, where=job.where("freeze", "most"), hint=hint)
+    layers = tuple(max(1, sum(table[i].w > 0 for i in part)) for part in found.stages)
+    lowering = replace(found.lowering, freeze=Freeze(job.freeze.most, layers))
+    return replace(found, lowering=lowering, bounds=_bounds(job, found))
+
+
+def _bounds(job: Job, found: Ordered) -> Bounds:
+    """What no order can beat: as if weight gradients took no time, but for the work of the busiest rank."""
+    placement, costs, m = found.program.placement, found.costs, job.schedule.microbatches
+    least = bounds_of(job, placement, costs.with_ms(w=(0.0,) * placement.stages, bw=()))
+    weight = costs.least().column("w")
+    columns = zip(*map(costs.column, ("f", "b")), weight, strict=True)
+    work = [m * (f + b + (1 - job.freeze.most) * w) for f, b, w in columns]
+    busiest = max(sum(work[s] for s in placement.stages_of(rank)) for rank in range(placement.ranks))
+    return replace(least, makespan=max(least.makespan, busiest), span=max(least.span, busiest))
+
+
+def freeze_report(job: Job, before: Ordered, found: Ordered) -> FreezeReport | None:
+    """What is frozen, and what that gains over the order as it was `before`."""
+    if not job.freeze.most:
+        return None
+    program, plain = found.complete.program, before.complete
+    return FreezeReport(
+        job.freeze.most,
+        frozen(program),
+        tuple(frozen_by_stage(program)),
+        plain.timeline.makespan,
+        alike(plain, job.freeze.most),
+    )

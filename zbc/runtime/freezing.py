@@ -1,0 +1,105 @@
+"""Which layers of a stage are frozen in which microbatch, and what that does to the gradients of a step.
+
+An op `W s1 m3 75%` leaves out a quarter of the stage's layers: whole layers, whose parameters get no gradient from that
+microbatch. Layers take turns. Think of them in a ring: each op, in the order of the microbatches of all replicas,
+freezes as many as it says, beginning where the one before ended, and a step goes on where the step before ended. So
+within a step the layers of a stage rest equally often, give or take once, and who comes first moves on. It follows from
+(seed, step, stage, microbatch) alone.
+
+The gradient of a layer is the mean over the microbatches in which it was trained: the sum of shares 1/m that backward
+leaves is scaled by m over their number. A layer that was trained in none has no gradient, and its weights, the state of
+the optimizer included, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from zbc.errors import ZbcError
+from zbc.ir import WHOLE, Op
+from zbc.plan.directory import Manifest
+from zbc.runtime.seeding import seed_of
+from zbc.runtime.stage import Stage
+
+
+class Turns:
+    """The turns of one stage in the steps of one plan.
+
+    `frozen` is how many of its `layers` each microbatch of a replica freezes; layers are named by their place in the
+    stage. The first `after` steps freeze none.
+    """
+
+    def __init__(self, frozen: Sequence[int], layers: Sequence[int], *, replicas: int, after: int, seed: int) -> None:
+        self._frozen, self._layers, self._after = frozen, layers, after
+        self._before = [0, *accumulate(list(frozen) * replicas)]  # by number of a microbatch of all replicas
+        self._first = seed % len(layers)
+        self.microbatches = len(frozen) * replicas
+
+    def _start(self, step: int) -> int:
+        return self._first + (step - self._after) * self._before[-1]
+
+    def resting(self, step: int, number: int) -> frozenset[int]:
+        """The layers that are frozen in microbatch `number` of a step."""
+        count = self._frozen[number % len(self._frozen)]
+        if step < self._after or not count:
+            return frozenset()
+        start, ring = self._start(step) + self._before[number], self._layers
+        return frozenset(ring[(start + turn) % len(ring)] for turn in range(count))
+
+    def trained(self, step: int) -> dict[int, int]:
+        """In how many microbatches of a step, over all replicas, each layer is trained."""
+        if step < self._after:
+            return dict.fromkeys(self._layers, self.microbatches)
+        start, size = self._start(step), len(self._layers)
+        rounds, more = divmod(self._before[-1], size)
+        rests = {layer: rounds + ((place - start) % size < more) for place, layer in enumerate(self._layers)}
+        return {layer: self.microbatches - count for layer, count in rests.items()}
+
+
+def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) -> Turns | None:
+    """The turns of a stage of which this rank runs `ops`; None where nothing is frozen."""
+    shares = {op.mb: op.share for op in ops if op.kind.makes_part and op.stage == stage.index}
+    layers = [i for i, one in enumerate(stage.layers) if any(p.requires_grad for p in one.module.parameters())]
+    frozen = [round(len(layers) * (WHOLE - shares.get(mb, WHOLE)) / WHOLE) for mb in range(manifest.microbatches)]
+    if not any(frozen):
+        return None
+    seed = seed_of(stage.seed, "freeze", stage.index)
+    return Turns(frozen, layers, replicas=manifest.copies, after=after, seed=seed)
+
+
+def scale(stage: Stage, turns: Turns, step: int) -> None:
+    """Make the gradients of a stage, summed over all replicas, means over the microbatches in which layers trained.
+
+    Raises E509 for a layer that has gradients from none.
+    """
+    for layer, count in turns.trained(step).items():
+        if count < turns.microbatches:
+            one = stage.layers[layer]
+            grads = [parameter.grad for parameter in one.module.parameters() if parameter.grad is not None]
+            if grads and not count:
+                text = f"model: layer {one.name} computes weight gradients although it is frozen"
+                hint = "in the backward of a torch.autograd.Function ask ctx.needs_input_grad"
+                raise ZbcError("E509", text, hint=hint)
+            for grad in grads:
+                grad.mul_(turns.microbatches / count)
+
+
+def refuse_frozen(manifest: Manifest, *, barrier: bool, compiled: bool, moves: bool) -> None:
+    """Raise E406 for plans with frozen layers beside what they do not go with."""
+    pipes = len(manifest.placement[0])
+    problems = (
+        (pipes > 1, "several copies of a stage in one pipeline"),
+        (manifest.tied, "layers that share a weight"),
+        (manifest.sharded, "an optimizer that replicas share out"),
+        (manifest.tp > 1, "ranks that share layers"),
+        (manifest.slices > 1, "slices of microbatches"),
+        (manifest.vocabulary is not None, "a vocabulary that all ranks share"),
+        (not barrier, "steps without a barrier"),
+        (compiled, "compiled layers"),
+        (moves, "activations that move to the host"),
+    )
+    for wrong, what in problems:
+        if wrong:
+            text = f"run: the plan freezes layers beside {what}, which this runtime does not do"
+            raise ZbcError("E406", text, hint="plan again without [freeze], or without that")
