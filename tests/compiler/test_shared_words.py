@@ -301,3 +301,28 @@ def test_a_small_model_with_a_large_vocabulary_gains_what_was_published():
             model=model, schedule={"kind": kind, "microbatches": 16, "microbatch_size": 1}, hardware=hardware
         )
         assert even.settled_ms >= 1.6 * found.settled_ms, kind
+
+
+def test_logits_of_two_units_wait_where_that_is_faster_and_fits():
+    """A limit in bytes below what that needs keeps it to one."""
+    changes = {
+        "model": {"family": "gpt", "layers": 26, "hidden": 2304, "heads": 8, "vocab": 256_000, "seq_len": 4096},
+        "schedule": {"kind": "1f1b", "microbatches": 16, "microbatch_size": 1},
+    }
+    hardware = {"device": "cuda", "tflops": 400}
+    free = planned(**changes, hardware=hardware)
+    most = max(rank.bytes for rank in free.memory)
+
+    def owed(found):
+        """The most units of a rank between their S and their T."""
+        count = top = 0
+        for ops in found.program.ranks:
+            for op in ops:
+                count += (op.kind is Kind.S) - (op.kind is Kind.T)
+                top = max(top, count)
+        return top
+
+    assert owed(free) == 3, "two wait while a third is made"
+    gib = (most - 1) / 2**30
+    tight = planned(**changes, hardware={**hardware, "memory_gib": gib, "reserve_gib": 0})
+    assert owed(tight) == 2 and tight.step_ms > free.step_ms and max(rank.bytes for rank in tight.memory) < most

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from zbc.job.sections import Memory
 from zbc.job.spec import Job
 
 STEP = 0.25  # activation units: the least by which an order is made for less
+WORTH = 0.002  # of a step, that logits of a second unit have to save
 RETRIES = 4  # with less for activations, until what is on its way fits as well
 
 
@@ -157,8 +159,10 @@ class Setup:
         longer then; by how much less is known when it was woven.
         """
         units, more = self.limit.units, [meetings(self.job)] * self.placement.ranks
-        if units is None or not self.job.vocabulary:
+        if not self.job.vocabulary:
             return self._ordered(units, budget, group, search)
+        if units is None:
+            return self._later(self._ordered(units, budget, group, search))
         least = least_of(self.placement, self.limit.costs)
         for _ in range(RETRIES):
             found = self._ordered(tuple(map(max, least, map(sub, units, more))), budget, group, search)
@@ -168,7 +172,20 @@ class Setup:
             if not any(over):
                 break
             more = list(map(add, more, over))
-        return found
+        return self._later(found)
+
+    def _later(self, found: Ordered) -> Ordered:
+        """The same with the logits of two units at a time, where that makes a step shorter and fits."""
+        weave = found.lowering.weave
+        if weave is None or weave.late != 1:
+            return found
+        other = replace(found, lowering=replace(found.lowering, weave=replace(weave, late=2)))
+        if other.step_ms(self.job) > found.step_ms(self.job) * (1 - WORTH):
+            return found
+        held = [rank.units for rank in peaks(other.complete.program, replace(self.limit.costs, bytes=None, shares=()))]
+        units = self.limit.units or [inf] * len(held)
+        fits = all(now <= most + 1e-6 for now, most in zip(held, units, strict=True))
+        return other if fits and excess(self.job, other.memory, self.costs) <= 0 else found
 
     def _ordered(
         self, units: tuple[float, ...] | None, budget: float | None, group: int | None, search: dict[str, Any]
