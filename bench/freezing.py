@@ -4,7 +4,7 @@
     python bench/freezing.py --quick    fewer steps, writes nothing
     python bench/freezing.py --curves   the training alone, and its picture for docs/exactness.md
 
-Ops of the runs sleep, so ranks do not compete for cores. The training is of a GPT of a million weights on Python's own
+Ops of the runs sleep, so ranks do not compete for cores. The training is of a GPT of some 400,000 weights on Python's own
 sources, on ranks as threads: it shows what freezing does to one loss curve, and no more than that.
 """
 
