@@ -4,8 +4,8 @@
     python bench/freezing.py --quick    fewer steps, writes nothing
     python bench/freezing.py --curves   the training alone, and its picture for docs/exactness.md
 
-Ops of the runs sleep, so ranks do not compete for cores. The training is of a GPT of some 400,000 weights on Python's own
-sources, on ranks as threads: it shows what freezing does to one loss curve, and no more than that.
+Ops of the runs sleep, so ranks do not compete for cores. The training is of a GPT of some 400,000 weights on the
+sources of Python, on ranks as threads: it shows what freezing does to one loss curve, and no more than that.
 """
 
 from __future__ import annotations

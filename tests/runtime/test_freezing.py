@@ -83,6 +83,11 @@ def test_recompute_dropout_and_other_models(schedule, how):
     check(frozen_plan(schedule, **how))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_layers_that_defer_without_asking_do_not_train_either(schedule):
+    check(frozen_plan(schedule, model=user("scales"), optimizer=SGD, **VECTORS), tolerance=1e-6)
+
+
 @pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}])
 def test_lower_precision(how):
     check(frozen_plan("zb-h1", model={**GPT, **how}), tolerance=2e-2 if "parameters" in how else 0.0)
