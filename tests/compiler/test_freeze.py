@@ -137,10 +137,7 @@ def test_no_step_is_below_its_bound(schedule):
 REFUSED = [
     ({"model": {"tie_embeddings": True}}, "tie_embeddings"),
     ({"model": {"compile": True}}, "compile"),
-    ({"parallel": {"dp": 2, "shard": "weights"}}, "shard"),
-    ({"parallel": {"tp": 2}}, "tp"),
     ({"schedule": {"slices": 2}}, "slices"),
-    ({"optimizer": {"zero1": True}}, "zero1"),
     ({"optimizer": {"sync": "post-validate"}}, "post-validate"),
     ({"memory": {"activations": "offload"}}, "offload"),
     ({"parallel": {"vocabulary": "shared"}}, "vocabulary"),
