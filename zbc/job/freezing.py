@@ -39,8 +39,7 @@ def _others(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "schedule.slices", "slices of a microbatch would be trained in different layers"
         if schedule.overlap:
             yield "schedule.overlap", "what a group takes does not follow from the shares of its ops"
-    if optimizer is not None:
-        if optimizer.sync == "post-validate":
-            yield 'optimizer.sync = "post-validate"', "a step that is made again would need what was left out"
+    if optimizer is not None and optimizer.sync == "post-validate":
+        yield 'optimizer.sync = "post-validate"', "a step that is made again would need what was left out"
     if memory is not None and any("offload" in one for one in memory.chosen()):
         yield "memory.activations with offload", "a frozen layer keeps less than the host has room for"
