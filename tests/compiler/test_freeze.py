@@ -189,7 +189,10 @@ def test_a_recording_tells_what_whole_ops_take(tmp_path, after):
 
     trace = record(compiled, tmp_path, World(took))
     assert trace.plan.program.freezes == (after < 4)
-    costs = measured(compiled.costs, times_of(typical(trace)))
+    times = times_of(typical(trace))
+    samples = [ns for (kind, _), some in times.cost.items() for ns in some if kind is Kind.BW]
+    assert samples and {round(ns, -3) for ns in samples} == {4_000_000}
+    costs = measured(compiled.costs, times)
     assert [costs.of("bw", s) for s in range(4)] == pytest.approx([4.0] * 4)
     whole = compiled.report.freezing.unfrozen_ms
     meant = simulate(trace.plan.program, costs).makespan
