@@ -101,8 +101,9 @@ class _Model:
             if op.kind.makes_part and self.costs.weight_ms(op) > 0:
                 low, high = (self.most, self.most) if op.mb in self.alike else (0.0, 1.0)
                 self.x[i] = self.solver.NumVar(low, high, "")
-                cap = caps.setdefault(op.stage, self.solver.Constraint(-self.solver.infinity(), 0.0))
-                cap.SetCoefficient(self.x[i], 1.0)
+                if op.stage not in caps:
+                    caps[op.stage] = self.solver.Constraint(-self.solver.infinity(), 0.0)
+                caps[op.stage].SetCoefficient(self.x[i], 1.0)
                 counts[op.stage] = counts.get(op.stage, 0) + 1
         for stage, cap in caps.items():
             cap.SetUb(self.most * counts[stage])
