@@ -90,6 +90,8 @@ class _Sleep(torch.autograd.Function):
 
         grad_x = grads[0] * weight
         sleep_until(end)
+        if not ctx.needs_input_grad[1]:  # frozen in this microbatch
+            return grad_x, None, None, None
         if slot is None:
             weight_grad()
         else:

@@ -54,7 +54,7 @@ def check_circle(lines: list[re.Match[str]], *, blocking: bool = False) -> None:
 def reads(op: Op) -> tuple[bool, int, int, int, int]:
     """Of a transfer: whether an output, and what reads it (stage, microbatch, pipe, slice)."""
     further = {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(op.kind, 0)
-    return op.kind in (Kind.SEND_F, Kind.RECV_F), op.stage + further, *op[2:]
+    return op.kind in (Kind.SEND_F, Kind.RECV_F), op.stage + further, *op.key[1:]
 
 
 def waits_for(op: Op, other: Op, blocking: bool) -> bool:
@@ -68,7 +68,7 @@ def waits_for(op: Op, other: Op, blocking: bool) -> bool:
     same = op[2:] == other[2:]
     if other.kind.is_transfer:
         forward, *unit = reads(other)
-        return op.kind in (FORWARD if forward else BACKWARD) and tuple(unit) == op[1:]
+        return op.kind in (FORWARD if forward else BACKWARD) and tuple(unit) == op.key
     if op.kind in FORWARD:
         return other.kind in FORWARD and (
             (same and other.stage == op.stage - 1)

@@ -106,7 +106,7 @@ def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
             if op.kind is Kind.W:
                 continue
             forward = op.kind is Kind.F
-            use[forward, op[1:]] = at
+            use[forward, op.key] = at
             there = op.stage + (1 if forward else -1)
             if 0 <= there < place.stages and place.crosses(op.stage, there, op.pipe):
                 late = rng.randint(1, 3) if rng.random() < held_back else 0

@@ -8,6 +8,7 @@ import pytest
 
 from tests.jobs import job
 from tests.lowered import lower
+from tests.recorded_runs import World, record
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job, load_job
@@ -15,8 +16,11 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage
 from zbc.compiler.passes.freeze_shares import frozen_shares
 from zbc.compiler.recall import timeline_of
+from zbc.compiler.recorded.times import measured, times_of
+from zbc.compiler.recorded.view import typical
 from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.ir import WHOLE, Kind, Op
 from zbc.plan.directory import FROZEN, StoredPlan
@@ -133,10 +137,7 @@ def test_no_step_is_below_its_bound(schedule):
 REFUSED = [
     ({"model": {"tie_embeddings": True}}, "tie_embeddings"),
     ({"model": {"compile": True}}, "compile"),
-    ({"parallel": {"dp": 2, "shard": "weights"}}, "shard"),
-    ({"parallel": {"tp": 2}}, "tp"),
     ({"schedule": {"slices": 2}}, "slices"),
-    ({"optimizer": {"zero1": True}}, "zero1"),
     ({"optimizer": {"sync": "post-validate"}}, "post-validate"),
     ({"memory": {"activations": "offload"}}, "offload"),
     ({"parallel": {"vocabulary": "shared"}}, "vocabulary"),
@@ -175,6 +176,27 @@ def test_a_ramp_is_frozen_too():
         job(m=8, schedule={"ramp": [{"microbatches": 4, "steps": 2}]}, freeze={"most": 0.5}, train={"steps": 9})
     )
     assert all(start.compiled.program.freezes for start in compiled.ramp) and compiled.program.freezes
+
+
+@pytest.mark.parametrize("after", [0, 6])
+def test_a_recording_tells_what_whole_ops_take(tmp_path, after):
+    """Ops take twice what the plan was made for; those with frozen layers less, unless the steps come before that."""
+    compiled = compile_job(job(freeze={"most": 0.3, "after": after}, costs={"f": 1.0, "b": 1.0, "w": 1.0}))
+    assert {op.share for _, _, op in compiled.program} > {WHOLE}
+
+    def took(op, rank, step):
+        return 2.0 * compiled.costs.duration(op._replace(share=WHOLE) if step <= after else op)
+
+    trace = record(compiled, tmp_path, World(took))
+    assert trace.plan.program.freezes == (after < 4)
+    times = times_of(typical(trace))
+    samples = [ns for (kind, _), some in times.cost.items() for ns in some if kind is Kind.BW]
+    assert samples and {round(ns, -3) for ns in samples} == {4_000_000}
+    costs = measured(compiled.costs, times)
+    assert [costs.of("bw", s) for s in range(4)] == pytest.approx([4.0] * 4)
+    whole = compiled.report.freezing.unfrozen_ms
+    meant = simulate(trace.plan.program, costs).makespan
+    assert meant == pytest.approx(2 * (compiled.report.makespan_ms if after < 4 else whole))
 
 
 def test_shares_print_and_read_back():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, reference
+from tests.runtime.test_freed_weights import freeing, weights
 from tests.runtime.test_gradients import VECTORS, user
+from tests.runtime.test_tensor_parallel import numbers, plan_of
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
@@ -83,6 +83,11 @@ def test_recompute_dropout_and_other_models(schedule, how):
     check(frozen_plan(schedule, **how))
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_layers_that_defer_without_asking_do_not_train_either(schedule):
+    check(frozen_plan(schedule, model=user("scales"), optimizer=SGD, **VECTORS), tolerance=1e-6)
+
+
 @pytest.mark.parametrize("how", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}])
 def test_lower_precision(how):
     check(frozen_plan("zb-h1", model={**GPT, **how}), tolerance=2e-2 if "parameters" in how else 0.0)
@@ -100,6 +105,40 @@ def test_replicas_share_the_turns():
 def test_replicas_of_which_one_never_trains_a_layer():
     """Of two microbatches one is frozen altogether: a mean over the others of both replicas."""
     check(frozen_plan("1f1b", 2, 2, dp=2, optimizer=SGD, share=lambda stage, mb: 0 if mb else WHOLE), tolerance=1e-6)
+
+
+SOME = {
+    "mixed": mixed,
+    "a microbatch": lambda stage, mb: 0 if mb else WHOLE,
+    "a stage": lambda stage, mb: 0 if stage == 1 else WHOLE,
+}
+
+
+@pytest.mark.parametrize("share", SOME)
+@pytest.mark.parametrize(
+    ("resident", "dtype"), few([(0, "float32"), (1, "float32"), (0, "bfloat16")], ((1, "float32"),))
+)
+def test_an_optimizer_that_replicas_share_out_has_the_same_bits(share, resident, dtype):
+    """`resident`: the weights come and go as well."""
+    plain = make_program("breadth-first", 2, 2, 2, copies=2)
+    sharded = make_program("breadth-first", 2, 2, 2, copies=2, sharded=True)
+    other = freeing("breadth-first", 2, 2, resident, 2) if resident else sharded
+    model = {**GPT, "parameters": dtype, "dtype": dtype}
+    plans = [make_plan(shared_out(one, SOME[share]), optimizer=ADAMW, seed=SEED, model=model) for one in (plain, other)]
+    found = [run_threads(one, 3) for one in plans]
+    assert [one.loss for one in found[0][0].results] == [one.loss for one in found[1][0].results]
+    assert [one.grad_norm for one in found[0][0].results] == [one.grad_norm for one in found[1][0].results]
+    mine, theirs = map(weights, found)
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
+def test_ranks_that_share_layers_freeze_the_same(kind, tmp_path):
+    chosen = {"freeze": {"most": 0.6}, "model_more": {"layers": 6}, "costs": {"f": 1.0, "b": 1.0, "w": 1.0, "tp": 0.0}}
+    plans = [plan_of(tmp_path / f"{tp}", kind, pp=2, tp=tp, **chosen) for tp in (1, 2)]
+    assert plans[0].program.ranks == plans[1].program.ranks and plans[1].program.freezes
+    for found, meant in zip(*(numbers(run_threads(one, 3)) for one in plans), strict=True):
+        assert found == pytest.approx(meant, rel=1e-5)
 
 
 def test_nothing_is_frozen_at_first():
@@ -180,15 +219,20 @@ def test_a_training_goes_on_where_a_checkpoint_was_written(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [({"tied": True}, "share a weight"), ({"sharded": True}, "share out"), ({"tp": 2}, "share layers")],
+    [({"tied": True}, "share a weight"), ({"ahead": True}, "without a barrier"), ({"slices": 2}, "slices")],
 )
 def test_plans_that_freeze_beside_something_else_are_refused(change, word):
-    program = shared_out(make_program("1f1b", 2, 4), mixed)
-    if "tied" not in change:
-        plan = make_plan(program)
-        plan = replace(plan, manifest=plan.manifest.model_copy(update=change))
-    else:
-        plan = make_plan(replace(program, **change), model={**GPT, "tie_embeddings": True})
+    made = make_program(
+        "1f1b",
+        2,
+        4,
+        sync="post-validate" if "ahead" in change else "before-step",
+        **({name: value for name, value in change.items() if name != "ahead"}),
+    )
+    sync = {"sync": "post-validate"} if "ahead" in change else {}
+    rows = [0, 8, 16] if "slices" in change else ()
+    model = {**GPT, "tie_embeddings": "tied" in change}
+    plan = make_plan(shared_out(made, mixed), model=model, optimizer=sync, rows=rows)
     with pytest.raises(ZbcError, match=word) as caught:
         make_worker(plan)
     assert caught.value.code == "E406"

@@ -143,7 +143,7 @@ class Scale(nn.Module):
         self.scale, self.own = nn.Parameter(torch.linspace(0.5, 1.5, width)), own
 
     def forward(self, x: Tensor) -> Tensor:
-        return OwnSplit.apply(x, self.scale) if self.own and current_slot() else x * self.scale
+        return OwnSplit.apply(x, self.scale) if self.own and current_slot() is not None else x * self.scale
 
 
 def scales(width: int = 8, count: int = 4):

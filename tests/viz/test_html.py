@@ -89,6 +89,26 @@ def test_only_the_ranks_asked_for_are_in_the_page():
 needs_browser = pytest.mark.skipif(browser.found() is None, reason="no Chromium on this machine")
 
 
+def frozen():
+    program = make("1f1b", 4, 8)
+    ranks = [
+        [op._replace(share=40) if op.kind.makes_part and op.mb == 2 else op for op in ops] for ops in program.ranks
+    ]
+    program = program.with_ranks(ranks, by="freeze")
+    costs = Costs.uniform(program.placement, *COSTS)
+    return Drawn("frozen", program, once(simulate(program, costs)), costs)
+
+
+@needs_browser
+def test_it_names_the_share_of_ops_with_frozen_layers(tmp_path):
+    (tmp_path / "page.html").write_text(html.draw([frozen()]))
+    chromium = browser.Browser(tmp_path, 1000, 600)
+    chromium.open(tmp_path / "page.html")
+    found = chromium.run("zbc.rows.flatMap(row => Array.from({length: row.n}, (_, i) => zbc.described({row, i}).head))")
+    chromium.close()
+    assert {f"BW s{s} m2 40%" for s in range(4)} <= set(found) and "BW s0 m3" in found and "BW s0 m2" not in found
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """A browser with the page of one plan, fresh for each test by `page.open`."""

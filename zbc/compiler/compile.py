@@ -402,11 +402,12 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     chosen = report.Chosen(layers, again, found.tried, found.all_tried, cuts_of(job))
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
+    without = None if job.freeze.most else ahead  # frozen layers need the barrier
     took = time.perf_counter() - began
     limits = limits_of(job, found.name, found.costs)
     freezing = freeze_report(job, before, found)
     summary = replace(
-        summary, barrier_ms=barrier, ahead_ms=ahead, limits=limits, compile_seconds=took, freezing=freezing
+        summary, barrier_ms=barrier, ahead_ms=without, limits=limits, compile_seconds=took, freezing=freezing
     )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
     return replace(compiled, report=replace(summary, rates=compiled.rates(compiled.settled_ms)))

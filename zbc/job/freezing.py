@@ -9,7 +9,6 @@ from zbc.errors import ZbcError
 from zbc.job.job import Draft
 
 _SHARED = "a gradient that is shared by layers is not the mean over the microbatches of one"
-_PARTS = "gradients are cut into pieces before their mean is known"
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
@@ -33,13 +32,8 @@ def _others(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield ("model.tie_embeddings" if model.tie_embeddings else "model.ties"), _SHARED
         if model.compile:
             yield "model.compile", "a compiled layer cannot leave out its weight gradients in some microbatches only"
-    if parallel is not None:
-        if parallel.shard != "none":
-            yield f'parallel.shard = "{parallel.shard}"', _PARTS
-        if parallel.tp > 1:
-            yield "parallel.tp", "it has not been tried"
-        if parallel.replicas is not None:
-            yield "parallel.replicas", "the replicas of a stage do not know what the others have left out"
+    if parallel is not None and parallel.replicas is not None:
+        yield "parallel.replicas", "the replicas of a stage do not know what the others have left out"
     if schedule is not None:
         if schedule.slices != 1:
             yield "schedule.slices", "slices of a microbatch would be trained in different layers"
@@ -47,10 +41,7 @@ def _others(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "schedule.overlap", "what a group takes does not follow from the shares of its ops"
     if (data := sections.get("data")) is not None and data.balance != "none":
         yield "data.balance", "the shares are those of one number of microbatches"
-    if optimizer is not None:
-        if optimizer.zero1:
-            yield "optimizer.zero1", _PARTS
-        if optimizer.sync == "post-validate":
-            yield 'optimizer.sync = "post-validate"', "a step that is made again would need what was left out"
+    if optimizer is not None and optimizer.sync == "post-validate":
+        yield 'optimizer.sync = "post-validate"', "a step that is made again would need what was left out"
     if memory is not None and any("offload" in one for one in memory.chosen()):
         yield "memory.activations with offload", "a frozen layer keeps less than the host has room for"

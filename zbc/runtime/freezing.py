@@ -13,13 +13,17 @@ the optimizer included, stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+
+from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import WHOLE, Op
 from zbc.plan.directory import Manifest
+from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.seeding import seed_of
+from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage
 
 
@@ -68,21 +72,30 @@ def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) ->
     return Turns(frozen, layers, replicas=manifest.copies, after=after, seed=seed)
 
 
-def scale(stage: Stage, turns: Turns, step: int) -> None:
+def scale(stage: Stage, optimizer: StageOptimizer, turns: Turns, step: int) -> None:
     """Make the gradients of a stage, summed over all replicas, means over the microbatches in which layers trained.
 
     Raises E509 for a layer that has gradients from none.
     """
-    for layer, count in turns.trained(step).items():
-        if count < turns.microbatches:
-            one = stage.layers[layer]
-            grads = [parameter.grad for parameter in one.module.parameters() if parameter.grad is not None]
-            if grads and not count:
-                text = f"model: layer {one.name} computes weight gradients although it is frozen"
-                hint = "in the backward of a torch.autograd.Function ask ctx.needs_input_grad"
-                raise ZbcError("E509", text, hint=hint)
-            for grad in grads:
-                grad.mul_(turns.microbatches / count)
+    of = {
+        f"{layer.name}.{name}": i for i, layer in enumerate(stage.layers) for name, _ in layer.module.named_parameters()
+    }
+    trained, m = turns.trained(step), turns.microbatches
+    for name, grad in _gradients(optimizer):
+        count = trained.get(of[name], m)
+        if not count:
+            text = f"model: layer {stage.layers[of[name]].name} computes weight gradients although it is frozen"
+            hint = "in the backward of a torch.autograd.Function ask ctx.needs_input_grad"
+            raise ZbcError("E509", text, hint=hint)
+        if count < m:
+            grad.mul_(m / count)
+
+
+def _gradients(optimizer: StageOptimizer) -> Iterator[tuple[str, Tensor]]:
+    """What this rank steps with, and of which parameter it is."""
+    if isinstance(optimizer, Sharded):
+        return optimizer.gradients()
+    return ((name, p.grad) for name, p in optimizer.parameters.items() if p.grad is not None)
 
 
 def refuse_frozen(manifest: Manifest, *, barrier: bool, compiled: bool, moves: bool) -> None:
@@ -91,8 +104,6 @@ def refuse_frozen(manifest: Manifest, *, barrier: bool, compiled: bool, moves: b
     problems = (
         (pipes > 1, "several copies of a stage in one pipeline"),
         (manifest.tied, "layers that share a weight"),
-        (manifest.sharded, "an optimizer that replicas share out"),
-        (manifest.tp > 1, "ranks that share layers"),
         (manifest.slices > 1, "slices of microbatches"),
         (manifest.vocabulary is not None, "a vocabulary that all ranks share"),
         (not barrier, "steps without a barrier"),

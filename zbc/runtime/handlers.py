@@ -61,7 +61,8 @@ def forward(worker: Worker, op: Op) -> None:
     elif turns is None:
         y, tape = stage.forward(x, step, number, finish, slot)
     else:
-        with stage.resting(turns.resting(step, number)):
+        with stage.resting(turns.resting(step, number)) as frozen:
+            slot = Slot(frozen) if frozen else slot  # which sees to it that layers of users do not train either
             y, tape = stage.forward(x, step, number, finish, slot)
     if last:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.

@@ -19,7 +19,7 @@ Element by element that is the arithmetic of the ordinary optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -170,6 +170,12 @@ class Sharded:
         self.drop()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Of what this rank steps, once they are summed, with the names of the parameters that they are parts of."""
+        found = [(piece.name, p.grad) for piece, p in self._own.items()]
+        found += [(name, p.grad) for name, p in self._whole.items()]
+        return ((name, grad) for name, grad in found if grad is not None)
 
     def start(self, transport: Transport) -> None:
         if not self._trained:

@@ -16,11 +16,11 @@ Layers of users can take part: read `current_slot()` in forward, call `slot.defe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbc.runtime.private import set_grad_enabled
 
@@ -28,10 +28,11 @@ from zbc.runtime.private import set_grad_enabled
 class Slot:
     """The weight-gradient work of one (stage, microbatch, pipe, slice) between its B and its W."""
 
-    __slots__ = ("__weakref__", "_work", "fills", "split")
+    __slots__ = ("__weakref__", "_work", "fills", "frozen", "split")
 
-    def __init__(self) -> None:
+    def __init__(self, frozen: Iterable[nn.Parameter] = ()) -> None:
         self.split = False
+        self.frozen = frozenset(map(id, frozen))  # parameters that this microbatch does not train
         self.fills = False  # split, and W follows its B at once: what is deferred may run where the B waits
         self._work: list[Callable[[], None]] = []
 
@@ -51,13 +52,16 @@ class Slot:
         """W: run the deferred work in the order it was deferred, releasing what each piece holds as it ends."""
         work = self._work[::-1]
         self._work.clear()
-        before = torch.is_grad_enabled()
+        before, current = torch.is_grad_enabled(), _local.slot
+        if self.frozen:  # for `accumulate`; otherwise none is current, and what runs a forward here defers nothing
+            swap_slot(self)
         set_grad_enabled(False)
         try:
             while work:
                 work.pop()()
         finally:
             set_grad_enabled(before)
+            swap_slot(current)
 
     def __len__(self) -> int:
         return len(self._work)
@@ -95,8 +99,12 @@ def swap_slot(slot: Slot | None) -> Slot | None:
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
     """Add `grad` to `parameter.grad` as autograd does: take it over the first time, add in place afterwards.
 
-    Low-precision parameters may collect their gradients in float32: `parameter.grad_dtype` says so.
+    Low-precision parameters may collect their gradients in float32: `parameter.grad_dtype` says so. A layer that does
+    not ask whether its parameters are frozen in this microbatch has computed one for nothing: it is dropped.
     """
+    slot = _local.slot
+    if slot is not None and slot.frozen and id(parameter) in slot.frozen:
+        return
     wanted = parameter.grad_dtype
     if grad.dtype is not wanted and wanted is not None:
         grad = grad.to(wanted)

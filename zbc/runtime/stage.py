@@ -100,8 +100,9 @@ class Stage:
         return Alone(self.parameters.values())
 
     @contextmanager
-    def resting(self, layers: frozenset[int]) -> Iterator[None]:
-        """Freeze some layers, by their place, in the forwards in here, and where a backward runs these again."""
+    def resting(self, layers: frozenset[int]) -> Iterator[list[nn.Parameter]]:
+        """Freeze some layers, by their place, in the forwards in here, and where a backward runs these again; what is
+        frozen."""
         _ = self._first_trained  # kept from the first time on, so not to be looked for while layers are frozen
         modules = [self.layers[index].module for index in layers]
         frozen = [p for module in modules for p in module.parameters() if p.requires_grad]
@@ -109,7 +110,7 @@ class Stage:
         for parameter in frozen:
             parameter.requires_grad = False
         try:
-            yield
+            yield frozen
         finally:
             self.asleep = before
             for parameter in frozen:

@@ -323,7 +323,7 @@ class Worker:
     def average(self) -> None:
         """Make the gradients of layers that were frozen in some microbatches means over the others."""
         for stage, turns in self.phase_run.turns.items():
-            scale(self.stages[stage], turns, self.step)
+            scale(self.stages[stage], self.optimizers[stage], turns, self.step)
 
     def finish_sent(self) -> None:
         """Block until the other ranks of the pipeline have what this one brought to collectives of the vocabulary."""

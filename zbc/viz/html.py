@@ -155,6 +155,8 @@ def _row(
         row["u"] = [op.pipe for op in ops]
     if one.program.slices > 1:
         row["x"] = [op.slice for op in ops]
+    if one.program.freezes:
+        row["w"] = [op.share for op in ops]
     return row
 
 

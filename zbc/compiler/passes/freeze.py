@@ -9,11 +9,13 @@ from typing import ClassVar
 
 from zbc.compiler.passes.freeze_shares import frozen_shares
 from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import lengths, replay
 from zbc.ir import WHOLE, Op, Program
 
 _ROUND = 1e-6  # of a layer: what a linear program is off by
-_BIASES = (0.0, 0.5)  # of a layer that may be frozen before the program asks for all of it
-_SAME = 1e-9
+# Of even and of odd stages: the part of a layer that may be frozen before the program asks for all of it. Backwards of
+# neighbours that run at once are of neighbouring microbatches, so that with the last they round the same way.
+_BIASES = ((0.0, 0.0), (0.5, 0.5), (0.0, 0.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +45,15 @@ class Freeze:
         plain = context.timeline.makespan
 
         def rank(one: Program) -> tuple[float, float]:
-            ms = context.then(one).timeline.makespan
+            ms = _makespan(context, one)
             return round(ms / plain, 9) if plain else 0.0, frozen(one)
 
         best = min(fits, key=rank, default=program)
         return best if best is not program else program.with_ranks(program.ranks, by=self.name)
 
-    def _rounded(self, program: Program, shares: Mapping[Op, float], bias: float) -> Program:
+    def _rounded(self, program: Program, shares: Mapping[Op, float], bias: tuple[float, float]) -> Program:
         """With whole layers frozen."""
-        due = [bias] * program.placement.stages
+        due = [bias[stage % 2] for stage in range(program.placement.stages)]
 
         def rounded(op: Op) -> Op:
             if not op.kind.makes_part:
@@ -90,4 +92,13 @@ def alike(context: Context, most: float) -> float:
     """ms of a step in which each of its ops is frozen by the same share, rounded to a percentage."""
     program, share = context.program, round(WHOLE * (1 - most))
     ranks = [[op._replace(share=share) if op.kind.makes_part else op for op in ops] for ops in program.ranks]
-    return context.then(program.with_ranks(ranks, by=Freeze.name)).timeline.makespan
+    return _makespan(context, program.with_ranks(ranks, by=Freeze.name))
+
+
+def _makespan(context: Context, program: Program) -> float:
+    """ms of the step of a context, of which `program` freezes some layers; what waits for what is the same."""
+    length = lengths(context.graph, context.costs)
+    for i, (_, _, op) in enumerate(program):
+        if op.share != WHOLE:
+            length[i] -= context.costs.frozen(op)
+    return replay(context.graph, context.costs, length).makespan

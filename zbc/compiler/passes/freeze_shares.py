@@ -7,7 +7,8 @@ Variables are the end of every op, the frozen share x of each W (or of the W par
     mean of x over the ops of a stage <= most
 
 The least T counts first, then the least sum of x at that T. The solver is GLOP (`pip install 'zbc[solve]'`). Above
-`LARGE` ops the program is solved for its first and last microbatches, and those between get the cap.
+`LARGE` ops the program is solved without most of its microbatches: the first and the last p of them are free, and all
+between get the cap, of which some stay to keep both ends apart.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zbc.ir import Op, Program
 from zbc.ops import UNIT_SCOPES
 
 LARGE = 2000  # ops that compute; a program of more is solved in part
-ENDS = 4  # times the ranks: microbatches that are then solved, half of them at each end of the step
+ENDS = 4  # times the ranks: microbatches that stay then, half of them at each end of the step
 _SAME = 1e-9  # how much longer, relatively, a step may be while freezing is minimised
 _LEAST = 1e-7  # a share below this is none: what the solver takes for 0
 
@@ -101,8 +102,9 @@ class _Model:
             if op.kind.makes_part and self.costs.weight_ms(op) > 0:
                 low, high = (self.most, self.most) if op.mb in self.alike else (0.0, 1.0)
                 self.x[i] = self.solver.NumVar(low, high, "")
-                cap = caps.setdefault(op.stage, self.solver.Constraint(-self.solver.infinity(), 0.0))
-                cap.SetCoefficient(self.x[i], 1.0)
+                if op.stage not in caps:
+                    caps[op.stage] = self.solver.Constraint(-self.solver.infinity(), 0.0)
+                caps[op.stage].SetCoefficient(self.x[i], 1.0)
                 counts[op.stage] = counts.get(op.stage, 0) + 1
         for stage, cap in caps.items():
             cap.SetUb(self.most * counts[stage])

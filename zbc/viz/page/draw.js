@@ -16,7 +16,7 @@ for (const [p, panel] of D.panels.entries()) {
       start[i] = at + raw.g[i] * D.unit;
       at = end[i] = start[i] + panel.durations[raw.d[i]];
     }
-    const row = { panel: p, rank: panel.names[k], k: raw.k, s: raw.s, m: raw.m, u: raw.u, x: raw.x, start, end, first: id, n, more: raw.more };
+    const row = { panel: p, rank: panel.names[k], k: raw.k, s: raw.s, m: raw.m, u: raw.u, x: raw.x, w: raw.w, start, end, first: id, n, more: raw.more };
     id += n;
     row.index = rows.push(row) - 1;
     return row;
@@ -40,7 +40,8 @@ const oddOf = (row, i) => D.panels[row.panel].odd[row.rank].includes(pipeOf(row,
 function opText(row, i) {
   const slice = row.x && row.x[i] ? "." + row.x[i] : "";
   if (kindOf(row, i).alone) return kindOf(row, i).op + " s" + row.s[i];
-  return kindOf(row, i).op + " s" + row.s[i] + " m" + row.m[i] + slice + (pipeOf(row, i) ? " up" : "");
+  const share = row.w && row.w[i] < 100 ? " " + row.w[i] + "%" : "";
+  return kindOf(row, i).op + " s" + row.s[i] + " m" + row.m[i] + slice + (pipeOf(row, i) ? " up" : "") + share;
 }
 function labelOf(row, i) {
   const kind = kindOf(row, i), letter = pipeOf(row, i) ? kind.other : kind.letter;
