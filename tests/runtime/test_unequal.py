@@ -265,3 +265,44 @@ def test_plans_that_meet_in_another_order_are_found():
     assert reduced_as(wrong, plan.program).ranks == program.ranks
     (found,) = order_problems([plan.program, wrong])
     assert found.code == "E209" and "rank 1" in found.message and "REDUCE" in found.details[0]
+
+
+class Mixes(torch.nn.Module):
+    """Tokens see those before them in their row: through zbc.attention, or all of them alike."""
+
+    def __init__(self, apart):
+        super().__init__()
+        self.apart, self.map = apart, torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.map(x)
+        if self.apart:
+            y = y.unsqueeze(1)
+            return x + zbc.attention(y, y, y).squeeze(1)
+        return x + y.cumsum(1) / 8
+
+
+def blocks(count, apart=True):
+    middle = [Mixes(apart) for _ in range(count - 2)]
+    return [torch.nn.Embedding(61, 8), *middle, torch.nn.Linear(8, 61)]
+
+
+def padded_mean(output, target):
+    return functional.cross_entropy(output.flatten(0, 1), target.clamp(min=0).flatten())
+
+
+USERS = {"family": f"{__name__}:blocks", "layers": 4, "vocab": 61, "seq_len": 16, "args": {"count": 4}}
+
+
+def test_layers_of_users_keep_samples_apart_or_are_refused():
+    plan = unequal(most=4, mean=2, model=USERS)
+    as_one_process(run_threads(plan, STEPS), plan)
+    with pytest.raises(ZbcError, match="E512") as caught:
+        run_threads(unequal(most=2, mean=1, model={**USERS, "args": {"count": 4, "apart": False}}), 1)
+    assert "samples of one row see each other" in caught.value.message
+
+
+def test_a_loss_that_counts_padding_is_refused():
+    with pytest.raises(ZbcError, match="E513") as caught:
+        run_threads(unequal(most=2, mean=1, model={**USERS, "loss": f"{__name__}:padded_mean"}), 1)
+    assert "with padding behind the samples" in caught.value.message
