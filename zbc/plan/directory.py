@@ -95,6 +95,7 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         run.order,
         m.resident,
         m.with_w,
+        m.scatters,
         0 if m.vocabulary is None else m.vocabulary.sums,
     )
 
@@ -151,6 +152,7 @@ def assemble(
         ties=list(program.ties),
         resident=program.resident,
         with_w=program.with_w,
+        scatters=program.scatters,
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),

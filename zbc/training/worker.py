@@ -401,6 +401,7 @@ def _optimizer(
             lowered=lowered,
             ahead=ahead,
             frees=bool(manifest.resident),
+            scatters=manifest.scatters,
         )
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
 

@@ -401,7 +401,7 @@ def _rank(
         buffer_bytes=round(memory.buffers),
         logit_bytes=round(memory.logits),
         sent_bytes=round(sum(count * _message(program, costs, Op(*op)) for op, count in sends.items())),
-        summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op[0].sums)),
+        summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op[0].sums or op[0] is Kind.SCATTER)),
         kv_bytes=round(memory.kv),
     )
 
