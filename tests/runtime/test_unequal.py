@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import zbc
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
+from tests.runtime.test_freed_weights import freeing, weights
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.check.orders import order_problems
@@ -34,11 +35,14 @@ SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "clip_gra
 DATA = {"kind": "synthetic", "balance": "length"}
 
 
-def unequal(schedule="1f1b", p=2, copies=2, most=8, mean=4, *, rows=1, zero1=False, model=GPT, data=DATA, **how):
+def unequal(
+    schedule="1f1b", p=2, copies=2, most=8, mean=4, *, rows=1, zero1=False, resident=0, model=GPT, data=DATA, **how
+):
     """The plan of `mean` microbatches with those of all other numbers."""
 
     def one(m):
         program = make_program(schedule, p, m, copies=copies, sharded=zero1)
+        program = freeing(schedule, p, m, resident, 2) if resident else program
         return make_plan(program, model=model, data=data, optimizer={**SGD, "zero1": zero1}, size=rows, **how)
 
     plans = {m: one(m) for m in range(1, most + 1)}
@@ -114,7 +118,10 @@ COUNTS = [(5, 3), (6, 2), (7, 1), (1, 3)]
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize(
     ("schedule", "zero1"),
-    few([("1f1b", False), ("zb-h1", True), ("zb-v", False), ("breadth-first", True)], [("1f1b", True)]),
+    few(
+        [("1f1b", True), ("zb-h1", False), ("zb-v", True), ("breadth-first", False), ("chimera", True)],
+        [("1f1b", True)],
+    ),
 )
 def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, counts, monkeypatch):
     """Also replicas whose samples do not fill their microbatches."""
@@ -126,6 +133,21 @@ def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, coun
     for worker in workers:
         assert worker.plan.manifest.microbatches == counts[worker.replica]
     as_one_process(workers, plan)
+
+
+@pytest.mark.parametrize("resident", few([1, 2], (1,)))
+@pytest.mark.parametrize("counts", [(5, 3), (1, 3)])
+def test_weights_come_and_go_with_unequal_counts(counts, resident, monkeypatch):
+    """Breadth-first: as many gathers whatever the number of microbatches."""
+    monkeypatch.setattr("zbc.training.data.unequal.deal", dealt_as(counts))
+    monkeypatch.setattr("zbc.training.data.unequal.samples_of_step", lambda lengths, shape, m: sum(counts) + 1)
+    plan = unequal("breadth-first", resident=resident, zero1=True)
+    workers = run_threads(plan, STEPS)
+    losses, norms, expected = train_alone(plan, STEPS)
+    assert [r.loss for r in workers[0].results] == pytest.approx(losses, abs=1e-6)
+    assert [r.grad_norm for r in workers[0].results] == pytest.approx(norms, rel=1e-5)
+    for name, found in weights(workers).items():
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=1e-6, msg=name)
 
 
 MODELS = {
