@@ -1,13 +1,14 @@
 """Kill a random rank of a run again and again, and see whether the run ends as if nobody had.
 
-    python bench/kills.py [--torchrun] [--kills N] [--steps N] [--seed N] [--quick]
+    python bench/kills.py [--torchrun] [--shard WHAT] [--balance] [--kills N] [--steps N] [--seed N] [--quick]
 
 A run on four gloo processes with a checkpoint every few steps and restarts, by `zbc run --local 4 --max-restarts` or by
 `torchrun --max-restarts`; ranks are killed with SIGKILL. In one
 run at random moments, whatever it is doing then: a step, a checkpoint, a start. In another while a checkpoint is being
 written: its folder is there, and its `.complete` never came (other kills do not count). In the end the losses of all
 steps are compared with those of a run that nobody disturbed, and so is every byte of the last checkpoint: weights,
-optimizer, everything.
+optimizer, everything. With --shard two pipelines of two ranks share out what it says, with two stages on each rank;
+with --balance samples are of unequal length.
 """
 
 from __future__ import annotations
@@ -44,17 +45,12 @@ hidden = 64
 heads = 4
 vocab = 256
 seq_len = 32
-[parallel]
-pp = 4
-[schedule]
-kind = "zb-h1"
-microbatches = 8
-microbatch_size = 2
+{parallel}
 [optimizer]
 lr = 1e-3
 clip_grad_norm = 1.0
 [data]
-kind = "synthetic"
+kind = "synthetic"{balance}
 [train]
 steps = {steps}
 watchdog_s = 20.0
@@ -63,6 +59,37 @@ every = {every}
 [log]
 every = 1000
 """
+
+
+ONE = """\
+[parallel]
+pp = 4
+[schedule]
+kind = "zb-h1"
+microbatches = 8
+microbatch_size = 2"""
+TWO = """\
+[parallel]
+pp = 2
+dp = 2
+shard = "{shard}"
+[schedule]
+kind = "{kind}"
+chunks = 2
+microbatches = 4
+microbatch_size = 2{resident}"""
+KINDS = {"none": "interleaved-1f1b", "optimizer": "interleaved-1f1b", "gradients": "interleaved-1f1b"}
+
+
+def job_of(steps: int, shard: str | None, balance: bool) -> str:
+    """The job to disturb; weights are shared out with room for one stage."""
+    parallel = ONE
+    if shard is not None or balance:
+        kind = KINDS.get(shard or "none", "breadth-first")
+        resident = "\n[memory]\nresident = 1" if shard == "weights" else ""
+        parallel = TWO.format(shard=shard or "none", kind=kind, resident=resident)
+    told = '\nbalance = "length"' if balance else ""
+    return JOB.format(steps=steps, every=max(2, steps // 40), parallel=parallel, balance=told)
 
 
 class Launcher(Protocol):
@@ -253,14 +280,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torchrun", action="store_true", help="torchrun starts the ranks, and starts them again")
+    parser.add_argument("--shard", choices=("optimizer", "gradients", "weights"))
+    parser.add_argument("--balance", action="store_true", help="samples of unequal length")
     parser.add_argument("--quick", action="store_true", help="3 kills in 40 steps, and no record")
     args = parser.parse_args()
     kills, steps = (3, 40) if args.quick else (args.kills, args.steps)
     launcher: Launcher = Torchrun() if args.torchrun else Local()
-    record, fine = Record("kills-torchrun" if args.torchrun else "kills"), True
+    how = ["torchrun"] * args.torchrun + [args.shard or ""] + ["balance"] * args.balance
+    record, fine = Record("-".join(["kills", *filter(None, how)])), True
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        job = JOB.format(steps=steps, every=max(2, steps // 40))
+        job = job_of(steps, args.shard, args.balance)
         record("\n".join(f"    {line}" for line in job.splitlines()))
         (place / "job.toml").write_text(job)
         plan = place / "plan"

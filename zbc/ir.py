@@ -332,6 +332,7 @@ class Program:
         0  # stages whose gathered weights a rank has room for; 0: weights stay, a step begins by renewing them
     )
     with_w: bool = False  # where weights are freed: W needs them, too
+    scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
     vocabulary: int = 0  # sums per unit of an output layer and an embedding that all ranks share; 0: stages have them
 
     def __repr__(self) -> str:

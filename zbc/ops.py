@@ -54,6 +54,7 @@ class Kind(StrEnum):
     TAKE = "TAKE"  # start sending the gradient of the first stage's input to all ranks
     E = "E"  # add it to the gradient of this rank's rows of the embedding
     REDUCE_V = "REDUCE v"  # start summing the gradients of this rank's rows over all replicas; VALIDATE waits
+    SCATTER = "SCATTER"  # start summing what gradients of a stage there are so far into the parts that ranks step
     FREE = "FREE"  # give back the room of a stage's weights; the parts that ranks step stay
 
     # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
@@ -360,6 +361,13 @@ ROWS: dict[Kind, Row] = {
         look=_look("G", "gather of weights", "#d8cfe4", (188,)),
     ),
     Kind.FREE: Row(_STAGE, _COMPUTE, reads=_refs("weights"), frees=_refs("weights")),
+    # ---- gradients in shares
+    Kind.SCATTER: Row(
+        _STAGE,
+        _COLLECTIVE,
+        cost="reduce",
+        look=_look("Z", "sum of some gradients", "#b9a7cf", (146,)),
+    ),
 }
 # ---- a vocabulary that all ranks share
 _EVERY = Scope.EVERY
@@ -467,7 +475,7 @@ VOCABULARY_ROWS[2] = VOCABULARY_ROWS[1] | {
     Kind.T: _also(Kind.T, writes="dtop"),
 }
 VOCABULARY = frozenset(kind for kind, row in ROWS.items() if row.scope is _EVERY) | {Kind.REDUCE_V}
-COUNTED = frozenset({Kind.GATHER, Kind.FREE})  # may stand several times in a step; `Op.mb` counts them
+COUNTED = frozenset({Kind.GATHER, Kind.FREE, Kind.SCATTER})  # may stand several times in a step; `Op.mb` counts them
 
 UNIT_SCOPES = frozenset({Scope.UNIT, Scope.EVERY})
 

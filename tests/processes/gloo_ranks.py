@@ -27,7 +27,8 @@ def open_network(plan: StoredPlan) -> Network:
 def open_worker(rank: int, plan: StoredPlan, *, staged: bool = False) -> Worker:
     part, network = plan.manifest.topology.of(rank).pp, open_network(plan)
     transport = Staged(network, CPU) if staged else network
-    return build_worker(RankPlan(part, plan.program.ranks[part], plan.manifest), transport, CPU)
+    ramp = [RankPlan(part, one.program.ranks[part], one.manifest) for one in plan.ramp]
+    return build_worker(RankPlan(part, plan.program.ranks[part], plan.manifest), transport, CPU, ramp)
 
 
 def train(
@@ -39,6 +40,7 @@ def train(
         warm(worker)
     found = [*(run_step(worker, step) for step in range(steps)), finish(worker)]
     results = [result for result in found if result is not None]
+    worker.gather_all()
     worker.transport.close()
     parameters = worker.primary()
     if worker.vocabulary is not None and worker.replica == 0:

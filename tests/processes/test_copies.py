@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.processes.gloo_ranks import open_network, train, unpack
 from tests.processes.plans import GPT, metrics, processes, run_here, write_plan
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
+from tests.runtime.test_unequal import unequal
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
@@ -28,6 +29,18 @@ def plan_of(schedule, *, zero1=False, tied=False, low=False, sync="before-step",
     options = {"lr": 1e-2, "clip_grad_norm": 0.5, "zero1": zero1, "sync": sync}
     program = make_program(schedule, 2, 4, sync=sync, copies=2, sharded=zero1, tied=tied)
     return make_plan(program, model=model, optimizer=options, node=node)
+
+
+@pytest.mark.parametrize("zero1", few([True, False], ()))
+def test_processes_with_unequal_numbers_of_microbatches_are_threads_with_them(pool, zero1):
+    plan = unequal("zb-h1", zero1=zero1)
+    found, threads = pool.run(train, plan, 3), run_threads(plan, 3)
+    for losses, norms, _, _ in found:
+        assert losses == pytest.approx([r.loss for r in threads[0].results], abs=1e-6)
+        assert norms == pytest.approx([r.grad_norm for r in threads[0].results], rel=1e-6)
+    weights, expected = unpack([one[3] for one in found]), parameters(threads)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name].detach(), rtol=0, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +106,7 @@ def every_weight(rank, plan, steps):
     worker = open_worker(rank, plan)
     for step in range(steps):
         run_step(worker, step)
+    worker.gather_all()
     worker.transport.close()
     named = {name: p for stage in worker.stages.values() for name, p in stage.parameters.items()}
     return {name: p.detach().numpy().tobytes() for name, p in named.items()}

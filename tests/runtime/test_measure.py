@@ -217,7 +217,7 @@ def test_weights_that_are_gathered_count_as_long_as_they_are_there(tmp_path, sha
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
         held = [scales[one].held.peak for one in plan.manifest.topology.ranks([rank])]
         nearest = min(held, key=lambda peak: abs(peak - predicted.bytes))  # what is summed is on one copy's thread
-        assert predicted.bytes == pytest.approx(nearest, rel=0.03)
+        assert predicted.bytes == pytest.approx(nearest, rel=0.03 if kind == "breadth-first" else 0.06)
 
 
 @pytest.mark.parametrize("m", few([1, 2], (1,)))

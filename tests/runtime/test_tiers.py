@@ -37,6 +37,8 @@ def test_the_six_orders_run_every_handler(ran):
     ahead = {"sync": "post-validate", "zero1": True}
     shared = make_program("zb-h1", 2, 4, sync="post-validate", copies=2, sharded=True)
     run_threads(make_plan(shared, model=SMALL, size=1, optimizer=ahead), 2)
+    shares = make_program("interleaved-1f1b", 2, 4, copies=2, sharded=True, scatters=True)
+    run_threads(make_plan(shares, model=SMALL, size=1), 1)
     tied = make_program("1f1b", 2, 4, tied=True)
     run_threads(make_plan(tied, model={**SMALL, "tie_embeddings": True}, size=1), 1)
     groups = lower(SCHEDULES["dualpipe"].make(Request(2, 4, 1, overlap=True)))

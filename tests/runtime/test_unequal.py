@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import re
+from array import array
+
 import pytest
 import torch
 from torch.nn import functional
 
+import zbc
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
+from tests.runtime.test_freed_weights import freeing, weights
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.check.orders import order_problems
+from zbc.compiler.passes.reduce_grads import reduced_as
+from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan.balancing import Shape
 from zbc.plan.directory import StoredPlan
 from zbc.plan.manifest import RampPlan, Unequal
 from zbc.runtime.optimizer import torch_optimizer
-from zbc.training.data.documents import RandomDocuments
+from zbc.runtime.packing import packed
+from zbc.training.data.data import Pairs
+from zbc.training.data.documents import PairDocuments, RandomDocuments, TokenDocuments
+from zbc.training.data.tokenfile import Tokens, write_sidecar
 from zbc.training.data.unequal import Dealer
 from zbc.training.models import model as models
 from zbc.training.worker import Settings
@@ -25,12 +35,15 @@ SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "clip_gra
 DATA = {"kind": "synthetic", "balance": "length"}
 
 
-def unequal(schedule="1f1b", p=2, copies=2, most=8, mean=4, *, rows=1, zero1=False, model=GPT, **how):
+def unequal(
+    schedule="1f1b", p=2, copies=2, most=8, mean=4, *, rows=1, zero1=False, resident=0, model=GPT, data=DATA, **how
+):
     """The plan of `mean` microbatches with those of all other numbers."""
 
     def one(m):
         program = make_program(schedule, p, m, copies=copies, sharded=zero1)
-        return make_plan(program, model=model, data=DATA, optimizer={**SGD, "zero1": zero1}, size=rows, **how)
+        program = freeing(schedule, p, m, resident, 2) if resident else program
+        return make_plan(program, model=model, data=data, optimizer={**SGD, "zero1": zero1}, size=rows, **how)
 
     plans = {m: one(m) for m in range(1, most + 1)}
     assert not [*order_problems([plan.program for plan in plans.values()])]
@@ -41,10 +54,10 @@ def unequal(schedule="1f1b", p=2, copies=2, most=8, mean=4, *, rows=1, zero1=Fal
     return StoredPlan(manifest, main.program, tuple(plans.values()))
 
 
-def train_alone(plan, steps):
+def train_alone(plan, steps, documents=None):
     """Losses, norms and weights of plain autograd in one process, a sample at a time."""
     settings = Settings.of(plan.manifest)
-    documents = RandomDocuments(settings.model.vocab, settings.model.seq_len, settings.train.seed)
+    documents = documents or RandomDocuments(settings.model.vocab, settings.model.seq_len, settings.train.seed)
     manifest = plan.manifest
     shape = Shape(manifest.copies, manifest.balance.room, manifest.microbatch_size, manifest.balance.most)
     dealer = Dealer(documents, shape, manifest.microbatches, settings.train.seed, "")  # which samples a step has
@@ -72,8 +85,8 @@ def train_alone(plan, steps):
     return losses, norms, {name: p.detach() for name, p in parameters.items()}
 
 
-def as_one_process(workers, plan, steps=STEPS):
-    losses, norms, weights = train_alone(plan, steps)
+def as_one_process(workers, plan, steps=STEPS, documents=None):
+    losses, norms, weights = train_alone(plan, steps, documents)
     found = [(r.loss, r.grad_norm) for r in workers[0].results]
     assert all([(r.loss, r.grad_norm) for r in w.results] == found for w in workers)
     assert [loss for loss, _ in found] == pytest.approx(losses, abs=1e-6)
@@ -105,7 +118,10 @@ COUNTS = [(5, 3), (6, 2), (7, 1), (1, 3)]
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize(
     ("schedule", "zero1"),
-    few([("1f1b", False), ("zb-h1", True), ("zb-v", False), ("breadth-first", True)], [("1f1b", True)]),
+    few(
+        [("1f1b", True), ("zb-h1", False), ("zb-v", True), ("breadth-first", False), ("chimera", True)],
+        [("1f1b", True)],
+    ),
 )
 def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, counts, monkeypatch):
     """Also replicas whose samples do not fill their microbatches."""
@@ -117,6 +133,21 @@ def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, coun
     for worker in workers:
         assert worker.plan.manifest.microbatches == counts[worker.replica]
     as_one_process(workers, plan)
+
+
+@pytest.mark.parametrize("resident", few([1, 2], (1,)))
+@pytest.mark.parametrize("counts", [(5, 3), (1, 3)])
+def test_weights_come_and_go_with_unequal_counts(counts, resident, monkeypatch):
+    """Breadth-first: as many gathers whatever the number of microbatches."""
+    monkeypatch.setattr("zbc.training.data.unequal.deal", dealt_as(counts))
+    monkeypatch.setattr("zbc.training.data.unequal.samples_of_step", lambda lengths, shape, m: sum(counts) + 1)
+    plan = unequal("breadth-first", resident=resident, zero1=True)
+    workers = run_threads(plan, STEPS)
+    losses, norms, expected = train_alone(plan, STEPS)
+    assert [r.loss for r in workers[0].results] == pytest.approx(losses, abs=1e-6)
+    assert [r.grad_norm for r in workers[0].results] == pytest.approx(norms, rel=1e-5)
+    for name, found in weights(workers).items():
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=1e-6, msg=name)
 
 
 MODELS = {
@@ -133,3 +164,167 @@ def test_samples_of_a_row_do_not_see_each_other(name, rows):
     plan = unequal("1f1b", rows=rows, model=MODELS[name])
     workers = run_threads(plan, STEPS)
     as_one_process(workers, plan)
+
+
+class Texts:
+    """Sequences of tokens of a user, and how long each is."""
+
+    def __init__(self, count=400, vocab=61, longest=16, wrong=None):
+        source = torch.Generator().manual_seed(3)
+        self.lengths = torch.randint(1, longest + 1, (count,), generator=source).tolist()
+        self._tokens = [torch.randint(vocab, (n + 1,), generator=source) for n in self.lengths]
+        if wrong == "none":
+            del self.lengths
+        elif wrong is not None:
+            self.lengths[7] = wrong
+
+    def __len__(self):
+        return len(self._tokens)
+
+    def __getitem__(self, index):
+        return self._tokens[index][:-1], self._tokens[index][1:]
+
+
+TEXTS = f"{__name__}:Texts"
+
+
+def test_a_dataset_of_a_user_with_lengths_is_dealt_and_packed():
+    plan = unequal(data={"kind": TEXTS, "balance": "length"})
+    workers = run_threads(plan, STEPS)
+    as_one_process(workers, plan, documents=PairDocuments(Pairs(Texts(), "texts"), Texts(), "texts", 16))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [("none", "has no lengths"), (17, "sample 7 of .* has 17 tokens, a row has room for 16"), (0, "has 0 tokens")],
+)
+def test_samples_without_a_length_or_room_are_refused(wrong, text):
+    plan = unequal(data={"kind": TEXTS, "args": {"wrong": wrong}, "balance": "length"})
+    with pytest.raises(ZbcError, match="E117") as caught:
+        run_threads(plan, 1)
+    assert re.search(text, caught.value.message)
+
+
+def test_a_length_that_is_not_that_of_its_sample_is_refused():
+    plan = unequal(data={"kind": TEXTS, "args": {"wrong": 1, "longest": 3}, "balance": "length"})
+    with pytest.raises(ZbcError, match=r"E117.* its length is 1"):
+        run_threads(plan, 20)
+
+
+def test_a_step_with_more_than_there_is_room_for_says_how_much_there_should_be(monkeypatch):
+    monkeypatch.setattr("zbc.training.data.unequal.samples_of_step", lambda lengths, shape, m: 200)
+    with pytest.raises(ZbcError, match="E117") as caught:
+        run_threads(unequal(), 1)
+    assert "16 microbatches" not in caught.value.message and "max_microbatches = " in caught.value.hint
+
+
+def test_ranks_that_know_other_lengths_do_not_begin(monkeypatch):
+    plan = unequal()
+
+    def other(worker):
+        if worker.rank == 2:
+            worker.work.documents.lengths = worker.work.documents.lengths + 0
+            worker.work.documents.lengths[5] += 1
+
+    with pytest.raises(ZbcError, match=r"E117.*other lengths"):
+        run_threads(plan, 1, setup=other)
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_a_training_of_unequal_work_goes_on_where_it_was(tmp_path, zero1):
+    plan = unequal(zero1=zero1, checkpoint={"every": 2, "asynchronous": False})
+    straight = run_threads(plan, 4)
+    run_threads(plan, 2, folder=tmp_path / "run")
+    again = run_threads(plan, 4, resume=next(tmp_path.glob("**/step-*")))
+    assert [r.loss for r in again[0].results] == [r.loss for r in straight[0].results[2:]]
+
+
+def test_layers_run_again_see_the_same_samples():
+    plan = unequal("zb-h1", activations="recompute")
+    as_one_process(run_threads(plan, STEPS), plan)
+
+
+def test_documents_of_token_files_end_where_their_end_token_stands(tmp_path):
+    tokens = [5, 6, 7, 0, 8, 0, 0, *range(10, 15), 0, 9, 9]  # documents of 3, 1, 0, 5 and 2 tokens; the last has no end
+    path = tmp_path / "a.bin"
+    path.write_bytes(array("H", tokens).tobytes())
+    write_sidecar(path, Tokens("uint16", len(tokens), 61, end=0))
+    documents = TokenDocuments([str(path)], None, 4, 61)
+    found = [(x.tolist(), y.tolist()) for x, y in map(documents.pair, range(len(documents)))]
+    assert found == [
+        ([5, 6, 7], [6, 7, 0]),
+        ([8], [0]),
+        ([10, 11, 12, 13], [11, 12, 13, 14]),
+        ([14], [0]),
+        ([9], [9]),
+    ]
+    assert documents.lengths.tolist() == [3, 1, 4, 1, 1]
+    write_sidecar(path, Tokens("uint16", len(tokens), 61))
+    with pytest.raises(ZbcError, match=r"E117.*which token ends a document"):
+        TokenDocuments([str(path)], None, 4, 61)
+
+
+def test_attention_and_positions_of_users_know_the_samples_of_a_row():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 8, 6) for _ in range(3))
+    rows = ((3, 4), (8,))
+    with packed(rows):
+        together, places = zbc.attention(q, k, v), zbc.positions(torch.zeros(2, 8, 5))
+    assert places.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]]
+    for row, start, stop in ((0, 0, 3), (0, 3, 7), (1, 0, 8)):
+        part = [t[row : row + 1, :, start:stop] for t in (q, k, v)]
+        assert torch.equal(together[row : row + 1, :, start:stop], zbc.attention(*part))
+    assert not together[0, :, 7:].any()
+
+
+def test_plans_that_meet_in_another_order_are_found():
+    plan = unequal("breadth-first", zero1=True)
+    program = plan.ramp[0].program
+    ops = list(program.ranks[1])
+    sums = [i for i, op in enumerate(ops) if op.kind.sums]
+    ops[sums[0]], ops[sums[1]] = ops[sums[1]], ops[sums[0]]
+    wrong = program.with_ranks([program.ranks[0], ops], by="test")
+    assert reduced_as(wrong, plan.program).ranks == program.ranks
+    (found,) = order_problems([plan.program, wrong])
+    assert found.code == "E209" and "rank 1" in found.message and "REDUCE" in found.details[0]
+
+
+class Mixes(torch.nn.Module):
+    """Tokens see those before them in their row: through zbc.attention, or all of them alike."""
+
+    def __init__(self, apart):
+        super().__init__()
+        self.apart, self.map = apart, torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.map(x)
+        if self.apart:
+            y = y.unsqueeze(1)
+            return x + zbc.attention(y, y, y).squeeze(1)
+        return x + y.cumsum(1) / 8
+
+
+def blocks(count, apart=True):
+    middle = [Mixes(apart) for _ in range(count - 2)]
+    return [torch.nn.Embedding(61, 8), *middle, torch.nn.Linear(8, 61)]
+
+
+def padded_mean(output, target):
+    return functional.cross_entropy(output.flatten(0, 1), target.clamp(min=0).flatten())
+
+
+USERS = {"family": f"{__name__}:blocks", "layers": 4, "vocab": 61, "seq_len": 16, "args": {"count": 4}}
+
+
+def test_layers_of_users_keep_samples_apart_or_are_refused():
+    plan = unequal(most=4, mean=2, model=USERS)
+    as_one_process(run_threads(plan, STEPS), plan)
+    with pytest.raises(ZbcError, match="E512") as caught:
+        run_threads(unequal(most=2, mean=1, model={**USERS, "args": {"count": 4, "apart": False}}), 1)
+    assert "samples of one row see each other" in caught.value.message
+
+
+def test_a_loss_that_counts_padding_is_refused():
+    with pytest.raises(ZbcError, match="E513") as caught:
+        run_threads(unequal(most=2, mean=1, model={**USERS, "loss": f"{__name__}:padded_mean"}), 1)
+    assert "with padding behind the samples" in caught.value.message

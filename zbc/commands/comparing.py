@@ -79,6 +79,12 @@ _STEADY, _UNITS = "ms of a step with its optimizer, in steady state", "activatio
 _FASTER = "how many times as fast, per sequence"
 _EVEN = "units if ranks shared out attention and slices were even (SlimPipe), which zbc does not run"
 _MOVED = Column("moved", "moved", lambda _, r: r.moved, "rate", "share of activations that go to the host and back")
+_GATHERED = "gathers of weights in a step, on a rank"
+_EXPOSED = "ms by which gathers make a step longer"
+_GATHERS = (
+    Column("gathers", "gathers", lambda _, r: r.gathered.count if r.gathered else None, "count", _GATHERED),
+    Column("gathers_exposed_ms", "exposed", lambda _, r: r.gathered.exposed_ms if r.gathered else None, "ms", _EXPOSED),
+)
 # In the order in which they are printed.
 COLUMNS = (
     Column("makespan_ms", "makespan", lambda _, r: r.makespan_ms, "ms", "ms of a step, first to last"),
@@ -99,6 +105,7 @@ COLUMNS = (
     Column("balance", "balance", lambda _, r: r.balance, "rate", "mean work of a rank over that of the busiest"),
     Column("exchanged_units", "if even", _even, "units", _EVEN),
     _MOVED,
+    *_GATHERS,
     Column("pareto", "front", lambda row, _: row.front, "mark", "* nothing is both faster and smaller"),
 )
 
@@ -236,6 +243,8 @@ def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
         hidden.add("exchanged_units")
     if all(row.report is None or row.report.copied is None for row in rows):
         hidden.add("moved")
+    if all(row.report is None or row.report.gathered is None for row in rows):
+        hidden |= {column.key for column in _GATHERS}
     return [*([_SEQUENCE] if varied else []), *(one for one in COLUMNS if one.key not in hidden)]
 
 

@@ -229,6 +229,10 @@ def _sums(compiled: Compiled) -> Iterator[str]:
     kinds = Counter(one.op.kind.value for one in timeline.sums)
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     over = f" over {program.dp} replicas" if program.dp > 1 else ""
+    gathered = compiled.report.gathered
+    if gathered is not None:
+        each = f"{gathered.count} gather{'s' * (gathered.count > 1)} of weights on a rank, {short(gathered.ms)} ms"
+        yield f"{each}, {short(gathered.exposed_ms)} ms of it exposed"
     text = f"{counted}{over}: up to {short(longest)} ms on a rank, {short(exposed)} ms of it after the last op of all"
     yield from wrap(text.split(" "), _LONG, between=" ")
 

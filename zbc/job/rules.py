@@ -162,8 +162,8 @@ def _sharding_rules(draft: Draft) -> Iterator[ZbcError]:
     if parallel is None or optimizer is None or memory is None:
         return
     where = draft.document.where
-    if parallel.shard == "weights" and optimizer.sync == "post-validate":
-        text = 'config: parallel.shard = "weights" and optimizer.sync = "post-validate" exclude each other'
+    if parallel.shard in ("gradients", "weights") and optimizer.sync == "post-validate":
+        text = f'config: parallel.shard = "{parallel.shard}" and optimizer.sync = "post-validate" exclude each other'
         hint = 'drop sync, or set shard = "optimizer"'
         yield ZbcError("E118", text, where=where(("parallel", "shard")), hint=hint)
     if parallel.shard != "weights" and asks(memory, "resident"):

@@ -33,10 +33,10 @@ class Parallel(Section):
         strict=False,
         description="neighbours of a pipeline, and replicas of each, on a node; default: the fewest bytes between",
     )
-    shard: Literal["none", "optimizer", "weights"] = Field(
+    shard: Literal["none", "optimizer", "gradients", "weights"] = Field(
         "none",
-        description="what replicas of a stage share out: the optimizer's state and work, or the weights as well, which "
-        "are then gathered when ops need them",
+        description="what replicas of a stage share out: the optimizer's state and work; gradients too, after each run "
+        "of backwards of a stage; or the weights, which are then gathered when ops need them",
     )
     replicas: list[Count] | Literal["auto"] | None = Field(
         None, description='replicated-1f1b: ranks of each stage, pp in all; "auto": the fastest'

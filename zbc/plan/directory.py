@@ -96,6 +96,7 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         run.order,
         m.resident,
         m.with_w,
+        m.scatters,
         0 if m.vocabulary is None else m.vocabulary.sums,
     )
 
@@ -152,6 +153,7 @@ def assemble(
         ties=list(program.ties),
         resident=program.resident,
         with_w=program.with_w,
+        scatters=program.scatters,
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),

@@ -16,7 +16,8 @@ from zbc.topology import Topology
 FORMAT = "zbc-plan"
 VERSION = 1
 MANIFEST = "plan.json"
-OPTIONAL = frozenset({"balance", "cuts", "vocabulary"})  # fields that stand in a manifest only where they say something
+# Fields that stand in a manifest only where they say something.
+OPTIONAL = frozenset({"balance", "cuts", "scatters", "vocabulary"})
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 FROZEN = "frozen"  # capability: ops in which some layers get no weight gradients
 Count = Annotated[int, Field(ge=1)]
@@ -81,6 +82,7 @@ class Manifest(_Strict):
     sharded: bool = False  # the copies of a stage share out the optimizer's work
     resident: Index = 0  # stages whose gathered weights a rank has room for; 0: weights stay
     with_w: bool = False  # where weights are freed: W needs them, too
+    scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
     placement: list[list[Index]]  # stage -> rank per pipe
     layers: list[list[str]]  # stage -> layer names
     boundaries: list[Boundary | None]  # after each stage but the last; None: the runtime derives it

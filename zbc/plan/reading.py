@@ -169,6 +169,7 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
             "sharded",
             "resident",
             "with_w",
+            "scatters",
             "node",
             "order",
         ):

@@ -16,6 +16,7 @@ from zbc.runtime.optimizer import set_rate
 from zbc.runtime.packing import packed
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.reading import read
+from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Part
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import Stage, mismatch
@@ -36,6 +37,8 @@ def forward(worker: Worker, op: Op) -> None:
     key, stage, message, _, local, first, last = worker.routes[op]
     if worker.gathering:
         worker.finish_gather(key.stage)
+    if worker.scattering:
+        worker.poll_sums()
     kept, run, step = worker.kept, worker.phase_run, worker.step
     if key in kept:
         raise ZbcError("E703", f"run: {op} runs twice")
@@ -141,6 +144,8 @@ def backward(worker: Worker, op: Op) -> None:
     key, stage, message, _, local, first, last = worker.routes[op]
     if worker.gathering:
         worker.finish_gather(key.stage)
+    if worker.scattering:
+        worker.poll_sums()
     try:
         x, tape, grad, slot = worker.kept.pop(key)
     except KeyError:
@@ -303,6 +308,15 @@ def reduce(worker: Worker, op: Op) -> None:
     one = worker.sums[op]
     one.start(worker.transport)
     worker.summing.append(one)
+    if isinstance(one, Sharded) and one.scatters:
+        worker.scattering.append(one)
+
+
+def scatter(worker: Worker, op: Op) -> None:
+    """SCATTER: the same of what gradients of a stage there are so far; those that follow add up."""
+    one = worker.sharded(op)
+    one.start(worker.transport)
+    worker.scattering.append(one)
 
 
 def validate(worker: Worker, op: Op) -> None:
@@ -385,6 +399,7 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.STEP: optimizer_step,
     Kind.GATHER: gather,
     Kind.FREE: free,
+    Kind.SCATTER: scatter,
     Kind.TENTATIVE: ahead.tentative,
     Kind.NORM: ahead.norm,
     Kind.VERDICT: ahead.verdict,

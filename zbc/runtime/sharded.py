@@ -5,6 +5,7 @@ are dealt to the ranks as evenly as they go (zbc/plan/dealing.py). A rank keeps 
 
     REDUCE   every rank gets the sum of the gradients of its pieces (a reduce-scatter)
     STEP     and updates them, in place: a piece is a view of the working weights
+    SCATTER  the same of what gradients there are so far, where they are shared out: parts of all sums add up
     GATHER   all ranks collect all pieces (an all-gather), before the next step uses them
 
 Without a barrier the pieces are stepped tentatively, and gathered so; where a step does not stand they are stepped as
@@ -75,7 +76,7 @@ class Sharded:
 
     `whole` names parameters that this rank steps all of, and that are summed elsewhere. `lowered` is the type that
     forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only. `frees`: the
-    weights go and come back within a step.
+    weights go and come back within a step; `scatters`: gradients are summed after each run of backwards.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Sharded:
         lowered: torch.dtype | None = None,
         ahead: bool = False,
         frees: bool = False,
+        scatters: bool = False,
     ) -> None:
         self.parameters = parameters
         self._casts, self._frees, self._ahead = tuple(casts), frees, ahead
@@ -112,7 +114,9 @@ class Sharded:
             for piece, parameter in self._own.items():
                 parameter.data = self._place(piece)
         self._flat = Flat([p for p in self._trained.values() if p.is_contiguous()]) if frees else None
+        self.scatters = scatters
         self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None  # and whether all of its gradients were here
+        self._added: tuple[Tensor, bool] | None = None  # the parts of sums that are over; likewise
         self._weights: tuple[Pending, Tensor] | None = None
 
     @property
@@ -180,8 +184,9 @@ class Sharded:
     def start(self, transport: Transport) -> None:
         if not self._trained:
             return
-        if self._sum is not None:
+        if self._sum is not None and not self.scatters:
             raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
+        self._collect()
         first = next(iter(self._trained.values()))
         parts = torch.zeros(len(self._ranks), self._width, dtype=gradient_type(first), device=first.device)
         there = self._move(parts)
@@ -206,15 +211,31 @@ class Sharded:
             parameter.grad = None
         return set(there)
 
-    def finish(self) -> None:
+    def poll(self) -> bool:
+        """Let go of a message whose sum is over; whether none is under way."""
+        if self._sum is not None and self._sum[0].ready():
+            self._collect()
+        return self._sum is None
+
+    def _collect(self) -> None:
+        """Wait for a sum that is under way, and add its part to those before."""
         if self._sum is None:
             return
         pending, _, mine, every = self._sum
         pending.wait()
+        before = self._added
+        self._added = (mine, every) if before is None else (before[0].add_(mine), before[1] or every)
+        self._sum = None
+
+    def finish(self) -> None:
+        self._collect()
+        if self._added is None:
+            return
+        mine, every = self._added
         present = [1.0] * len(self._own) if every else mine[self._length :].tolist()
         for place, parameter, there in zip(_places(mine, self._own), self._own.values(), present, strict=False):
             parameter.grad = place.view(parameter.shape) if there != 0 else None
-        self._sum = None
+        self._added = None
 
     # ---- weights ------------------------------------------------------------------------------------------------
 

@@ -197,6 +197,7 @@ class Worker:
     evaluation: Evaluation | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
     gathering: list[Sharded] = field(default_factory=list)
+    scattering: list[Sharded] = field(default_factory=list)  # sums of gradients that are shared out, under way
     copied: torch.cuda.Event | None = None  # when the state that is copied to the host may change
     renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
 
@@ -318,6 +319,7 @@ class Worker:
         for one in self.summing:
             one.finish()
         self.summing.clear()
+        self.scattering.clear()
         self.progress.waiting = False
 
     def average(self) -> None:
@@ -331,6 +333,10 @@ class Worker:
             self.progress.waiting = True
             self.vocabulary.finish()
             self.progress.waiting = False
+
+    def poll_sums(self) -> None:
+        """Let go of the messages of sums that are over."""
+        self.scattering = [one for one in self.scattering if not one.poll()]
 
     def finish_gathers(self) -> None:
         """Block until the weights that other ranks stepped are here."""

@@ -42,6 +42,7 @@ from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model, pretrained, sharding
 from zbc.training.models.building import build_stage, share_ties
 from zbc.training.models.shared_words import LOGITS, Tables, table_sizes, trunk
+from zbc.training.probing.packable import try_packed, try_padding
 from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes, derive
 from zbc.training.probing.sliceable import refuse_others, try_layers, try_loss
@@ -127,6 +128,8 @@ def build_worker(
             in_slices(stage, slices, [_forms(manifest, stage.index, one) for one in by_slice])
     if slices:
         _refuse_slices(settings, plans, stages, samples, shapes, slices, last=any(not placement.sinks(s) for s in mine))
+    if work is not None:
+        _refuse_rows(settings, plans, stages, samples, shapes, last=any(not placement.sinks(s) for s in mine))
     worker = Worker(
         phase_runs=[_phase_run(part, shapes, manifest.balance) for part in parts],
         work=work,
@@ -220,6 +223,23 @@ def _refuse_slices(
     if last and samples is not None and settings.model.loss not in model.LOSSES:
         known = samples.targets(range(min(len(samples), 8))) if targets is None else targets
         try_loss(settings.model.loss, model.loss(settings.model.loss), shapes.output, known)
+
+
+def _refuse_rows(
+    settings: Settings,
+    plans: Sequence[model.LayerPlan],
+    stages: Mapping[int, Stage],
+    samples: Samples | None,
+    shapes: Shapes,
+    *,
+    last: bool,
+) -> None:
+    """Raise E512 or E513 for layers or a loss that take the samples of a row for one, as far as they are here."""
+    if not settings.model.builtin:
+        try_packed(plans, stages.values(), shapes.before, LOWERED[settings.model.parameters])
+    if last and samples is not None and settings.model.loss not in model.LOSSES:
+        target = samples.targets(range(min(len(samples), 8)))
+        try_padding(settings.model.loss, model.loss(settings.model.loss), shapes.output, target)
 
 
 def _refuse_copies(manifest: Manifest, parts: Sequence[RankPlan], settings: Settings) -> None:
@@ -385,6 +405,7 @@ def _optimizer(
             lowered=lowered,
             ahead=ahead,
             frees=bool(manifest.resident),
+            scatters=manifest.scatters,
         )
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
 

@@ -14,7 +14,7 @@ from zbc.compiler.check import names
 from zbc.compiler.check.copies import copy_problems
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.redo import redo_problems
-from zbc.compiler.check.resident import resident_problems
+from zbc.compiler.check.resident import resident_problems, scatter_problems
 from zbc.compiler.check.vocabulary import vocabulary_problems
 from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
 from zbc.errors import ZbcError
@@ -47,6 +47,7 @@ def complete_problems(g: Graph) -> Iterator[ZbcError]:
     yield from _step_ops(g)
     yield from _misplaced(g)
     yield from resident_problems(g)
+    yield from scatter_problems(g)
     yield from _out_of_order(g)
     yield from redo_problems(g)
 
@@ -77,6 +78,7 @@ _NOTHING = {
     Kind.TIE: "no weight is shared by two stages",
     Kind.GATHER: "no stage is stepped in parts",
     Kind.FREE: "weights stay",
+    Kind.SCATTER: "gradients are not shared out",
     Kind.SUM: "the ranks that share the vocabulary sum once, in MEET",
     Kind.REDUCE_V: "there is one replica, or stages hold the vocabulary",
 }

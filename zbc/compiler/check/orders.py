@@ -22,7 +22,7 @@ def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
                 counts = [f"{each.microbatches} microbatches" for each in (program, first)]
                 text = f"program: rank {rank} meets its replicas in another order with {counts[0]} than {counts[1]}"
                 details = [f"{counts[0]}: {_from(one, other)}", f"{counts[1]}: {_from(other, one)}"]
-                hint = "plan again; weights that come and go need breadth-first, or memory.resident for all stages"
+                hint = 'use breadth-first, parallel.shard = "optimizer", or memory.resident for all stages of a rank'
                 yield ZbcError("E209", text, details=details, hint=hint)
                 break
 

@@ -36,6 +36,19 @@ def resident_problems(g: Graph) -> Iterator[ZbcError]:
                 there[op.stage] = True
 
 
+def scatter_problems(g: Graph) -> Iterator[ZbcError]:
+    """E206 for each SCATTER behind the REDUCE that completes the gradients of its stage."""
+    for rank in range(len(g.program.ranks)) if Kind.SCATTER in g.layout.kinds else ():
+        reduced = dict[int, int]()
+        for i in g.mine(rank):
+            op = g.ops[i]
+            if op.kind is Kind.REDUCE:
+                reduced[op.stage] = i
+            elif op.kind is Kind.SCATTER and op.stage in reduced:
+                text = f"program: {op} comes after {g.ops[reduced[op.stage]]}, which completes its stage's gradients"
+                yield ZbcError("E206", text, where=g.where(i), hint="put it before, or drop it")
+
+
 def _wrong(op: Op, there: dict[int, bool], needs: set[Kind], room: int) -> tuple[str, str] | None:
     """What is wrong with an op, given the stages whose weights are there, and what to do."""
     stage, here = op.stage, op.stage in there

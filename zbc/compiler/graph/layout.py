@@ -241,6 +241,8 @@ class Layout:
             return "E202"
         if kind is Kind.FREE and not self.program.resident:
             return "E202"
+        if kind is Kind.SCATTER and not (self.program.scatters and self.shares[stage]):
+            return "E202"
         if kind in VOCABULARY and not self._has(kind):
             return "E202"
         unit = row.scope is Scope.UNIT or row.scope is Scope.EVERY

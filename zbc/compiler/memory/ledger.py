@@ -12,9 +12,11 @@ posted a buffer and the transfer is over).
     kv            keys, values and their gradients, which the slices of a microbatch share: the same
     vocabulary    of words that all ranks share: a unit's logits, and what ranks tell each other for it
     workspace     what an op needs while it runs, from its beginning to its end
-    gradients     from the first backward that makes them to the step of their stage
+    gradients     from the first backward that makes them to the step of their stage; where they are shared out to the
+                  next SCATTER or REDUCE, and the rank's part of them from the first of these to the step
     weights       that a rank gathers and frees, from GATHER to FREE
-    messages      of a GATHER: from it to the first op that reads what it brings
+    messages      of a GATHER: from it to the first op that reads what it brings; of a SCATTER, and of a REDUCE where
+                  gradients are shared out: while it is under way
     host          values that were copied to the host
 
 Within a rank ops run one after another, so all but the end of a SEND follows from the order alone.
@@ -31,7 +33,7 @@ from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
-from zbc.ops import COUNTED, VALUES, At, Kind, Lane, Ref, Row, Scope
+from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope
 
 HELD = ("activations", "kv")  # categories of what is held of microbatches between F and W
 WIDE = 2**20  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
@@ -154,6 +156,10 @@ class _Clock:
         self._timeline, self._costs = timeline, costs
         self.begin, self.end = ([0.0] * len(timeline.graph.ops) for _ in range(2))
 
+    def over(self, op: int) -> float:
+        """When the event of an op is over."""
+        return self._timeline.end[self._timeline.graph.party[op]]
+
     def set(self, rank: int) -> None:
         """Read the clock of one rank."""
         timeline, graph, now = self._timeline, self._timeline.graph, 0.0
@@ -196,11 +202,14 @@ class _RankLedger:
         self.rows = graph.layout.rows
         self.leaving: list[tuple[float, int, float]] = []  # (when a SEND is over, its op, bytes)
         self.coming: dict[int, float] = {}  # stage -> bytes of the messages that bring its weights
+        self.scattering: list[tuple[float, float]] = []  # (when a sum of shared gradients is over, bytes)
+        self.parts: dict[int, float] = {}  # stage -> bytes of the rank's part of its gradients
         self.readers = {kind for kind, row in self.rows.items() if any(ref.what == "weights" for ref in row.reads)}
         self.effects: dict[tuple[CacheKey, int], _Effect] = {}
 
     def entries(self) -> Iterator[Entry]:
         graph, effects, leaving, start, over = self.graph, self.effects, self.leaving, self.clock.begin, self.clock.end
+        scatters = graph.program.scatters and self.costs.bytes is not None
         gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
         there = gradients.bytes + sum(one.state.gradients for one in self.costs.shares[:1])
         if there:
@@ -214,19 +223,38 @@ class _RankLedger:
                 elif effect.begin:
                     yield Entry(i, effect.begin, ())
                 continue
-            begin, end = effect.begin, effect.end
+            first, more = gradients.after(op, scatters=scatters)
+            begin, end = (effect.begin_first, effect.end_first) if first else (effect.begin, effect.end)
+            if first or more:
+                end = (*end, Delta("gradients", 0.0, more))
+            if scatters:
+                begin, end = self._shared_out(i, op, begin, end)
             if op[1] in self.coming and op[0] in self.readers:
                 begin = (Delta("messages", 0.0, -self.coming.pop(op[1])), *begin)
-            elif op[0] in COUNTED:
+            elif op[0] is Kind.GATHER or op[0] is Kind.FREE:
                 begin, end = self._weights(op, begin, end)
-            first, more = gradients.after(op)
-            if first or more:
-                begin, end = (effect.begin_first, effect.end_first) if first else (begin, end)
-                end = (*end, Delta("gradients", 0.0, more))
             if leaving and leaving[0][0] <= over[i]:
                 yield Entry(i, begin, end, *self._gone(start[i], over[i]))
             else:
                 yield Entry(i, begin, end)
+
+    def _shared_out(self, i: int, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
+        """What sums of gradients that are shared out change: they take a message and the rank's part of the result."""
+        over = [size for ms, size in self.scattering if ms <= self.clock.begin[i]]
+        if over:
+            self.scattering = [one for one in self.scattering if one[0] > self.clock.begin[i]]
+            begin = (Delta("messages", 0.0, -sum(over)), *begin)
+        if op.kind is Kind.STEP:
+            return begin, (*end, Delta("gradients", 0.0, -self.parts.pop(op.stage, 0.0)))
+        if op.kind not in (Kind.SCATTER, Kind.REDUCE) or self.costs.bytes is None:
+            return begin, end
+        message = self.costs.bytes[op.stage].summed
+        part = message / self.graph.program.holders(op)
+        again = op.stage in self.parts
+        self.parts[op.stage] = part
+        self.scattering.append((self.clock.over(i), message + part * again))
+        more = (Delta("messages", 0.0, message + part * again), *([] if again else [Delta("gradients", 0.0, part)]))
+        return (*begin, *more), end
 
     def _weights(self, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
         """What a GATHER before the ops that need it, or a FREE, changes. Those that come behind the tentative steps of
@@ -275,6 +303,8 @@ class _RankLedger:
         return tuple(begin), tuple(end)
 
     def _need(self, op: Op, *, first: bool) -> float:
+        if op.kind is Kind.REDUCE and self.graph.program.scatters:
+            return 0.0  # see `_shared_out`
         if not op.kind.computes:
             return _own(op, self.costs, self.mine)
         change = self.activations.of(op)
@@ -375,15 +405,16 @@ class Gradients:
             if op.kind is Kind.COMMIT:
                 self._have(op.stage, whole=True)
 
-    def after(self, op: Op) -> tuple[bool, float]:
-        """Go on after an op: whether it makes gradients where there are none, and how many bytes more there are."""
+    def after(self, op: Op, *, scatters: bool = False) -> tuple[bool, float]:
+        """Go on after an op: whether it makes gradients where there are none, and how many bytes more there are.
+        `scatters`: a sum takes them."""
         kind, stage, before = op[0], op[1], self.bytes
         if kind in _MAKE_PART or (kind in _MAKE_LEFT and stage not in self._there):
             if stage in self._whole:
                 return False, 0.0
             self._have(stage, whole=kind in _MAKE_PART)
             return True, self.bytes - before
-        if kind is Kind.STEP or kind is Kind.COMMIT:
+        if kind is Kind.STEP or kind is Kind.COMMIT or (scatters and kind in (Kind.SCATTER, Kind.REDUCE)):
             self.bytes -= self._there.pop(stage, 0.0)
             self._whole.discard(stage)
         return False, self.bytes - before

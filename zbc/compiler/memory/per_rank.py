@@ -75,7 +75,7 @@ def _rank(program: Program, rank: int, costs: Costs, by_ledger: _Most) -> RankMe
         peak_op=where,
         in_flight=at_peak,
         weights=_constant(mine, program) + by_ledger.weights,
-        gradients=sum(s.gradients for s in mine),
+        gradients=by_ledger.gradients if program.scatters else sum(s.gradients for s in mine),
         masters=sum(s.masters for s in mine),
         optimizer=sum(s.optimizer for s in mine),
         activations=most,
@@ -98,10 +98,11 @@ class _Most(NamedTuple):
     buffers: float = 0.0  # that are on their way, or that the op needs beyond what is held before and after it
     together: float = 0.0  # of these, of the activations held around it, and of gradients and weights there are by then
     weights: float = 0.0  # of those that are gathered and freed
+    gradients: float = 0.0
 
 
 def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
-    transit = whole = most = together = weights = gathered = 0.0
+    transit = whole = most = together = weights = gathered = there = gradients = 0.0
     changes, more = Activations(costs), dict[tuple[CacheKey, bool], float]()
     for i, begin, end, (_, gone), (_, still) in entries:
         op, need = graph.ops[i], 0.0
@@ -114,6 +115,8 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
             elif category == "weights":
                 weights += size
                 gathered = max(gathered, weights)
+            elif category == "gradients":
+                there += size
         kind = op[0]
         if kind.is_transfer:
             continue
@@ -125,9 +128,10 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
             if category == "transit":
                 transit += size
             elif category == "gradients":
-                first = True
+                first, there = True, there + size
             elif category == "weights":
                 weights += size
+        gradients = max(gradients, there)
         change = changes.of(op)
         if change is not None and not change.begins:
             key = key_of(op), first
@@ -139,7 +143,7 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
         most = max(most, transit + still + need)
         if kind.computes:
             together = max(together, whole + still)
-    return _Most(most, together, gathered)
+    return _Most(most, together, gathered, gradients)
 
 
 class MemoryPoint(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 from zbc.compiler.graph.layout import rows_of
@@ -64,17 +65,19 @@ class GatherWeights:
 
 @dataclass(frozen=True, slots=True)
 class RenewWeights:
-    """Put `GATHER s` for each stage of a rank before all else, in the order in which ops first need them, where ranks
-    with a copy of a stage share out its optimizer and weights stay between steps.
+    """Put `GATHER s` for each stage of a rank ahead of its first use, where ranks with a copy of a stage share out its
+    optimizer and weights stay between steps.
 
         F s0 m0          GATHER s0
         F s4 m0    ->    GATHER s4
-                         F s0 m0
+        F s8 m0          F s0 m0
+                         GATHER s8
                          F s4 m0
+                         F s8 m0
 
-    These are the gathers of `GatherWeights` with room for all stages of a rank: the first F waits for one gather, and
-    the others are under way meanwhile. Ranks of two pipes meet in the gathers of several stages, so all take them in
-    the order in which any holder first needs them.
+    A step takes as long as with `GatherWeights` and room for all stages: its first F waits for one gather, the others
+    come meanwhile. One is ahead of the stage that runs, so messages of two are there at most. Ranks of two pipes meet
+    in the gathers of several stages: there all stand before all else, in the order in which any holder needs them.
     """
 
     name: ClassVar[str] = "gather-weights"
@@ -88,10 +91,23 @@ class RenewWeights:
         for span in context.timeline:
             first[span.op.stage] = min(first.get(span.op.stage, math.inf), span.start)
         gathers.sort(key=lambda op: first.get(op.stage, math.inf))
-        ranks = [
-            [*(op for op in gathers if rank in program.members(op)), *ops] for rank, ops in enumerate(program.ranks)
-        ]
+        ranks = []
+        for rank, ops in enumerate(program.ranks):
+            mine = [op for op in gathers if rank in program.members(op)]
+            ranks.append([*mine, *ops] if len(program.placement.pipes) > 1 else _ahead(mine, ops))
         return program.with_ranks(ranks, by=self.name)
+
+
+def _ahead(gathers: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
+    """The first two of these in front, each other one before the first op of the stage that the one before brings."""
+    inside, before = groups(ops), dict[int, list[Op]]()
+    for bringing, op in pairwise(gathers[1:]):
+        first = next((i for i, other in enumerate(ops) if other.kind.computes and other.stage == bringing.stage), 0)
+        before.setdefault(inside.get(first, first), []).append(op)
+    listed = [*gathers[:2]]
+    for step, op in enumerate(ops):
+        listed += [*before.get(step, ()), op]
+    return listed
 
 
 class _Use(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from zbc.compiler.sim.context import Context
@@ -29,6 +30,8 @@ class ReduceGrads:
     Ranks that meet in more than one sum must start them in one order, so all of a program follow one: that in which
     their gradients are complete on all holders, by what ops cost. Where a rank is done with a stage before its turn in
     that order, its REDUCE stands after the one before it.
+
+    Where gradients are shared out, `SCATTER s1` stands behind each run of backwards of a stage but the last.
     """
 
     name: ClassVar[str] = "reduce-grads"
@@ -44,6 +47,8 @@ class ReduceGrads:
             _insert(ops, sorted((op for op in sums if rank in program.members(op)), key=rank_of(rank)), program)
             for rank, ops in enumerate(program.ranks)
         ]
+        if program.scatters:
+            ranks = [_scattered(ops, program) for ops in ranks]
         return program.with_ranks(ranks, by=self.name)
 
 
@@ -67,6 +72,34 @@ def _turns(program: Program, sums: Sequence[Op], context: Context) -> Callable[[
         done[span.op.stage] = max(done.get(span.op.stage, 0.0), span.end)
     ready = {op: max(done.get(s, 0.0) for s in _closes(program, op)) for op in sums}
     return lambda rank: ready.__getitem__
+
+
+def _scattered(ops: Sequence[Op], program: Program) -> list[Op]:
+    """The ops of a rank with a `SCATTER` behind each run of backwards of a stage but the last, which REDUCE closes.
+
+        BW s1 m3          BW s1 m3
+        BW s0 m0    ->    SCATTER s1
+        BW s1 m4          BW s0 m0
+                          BW s1 m4
+
+    A run ends where the next gradients of weights are those of another stage.
+    """
+    inside, makers = groups(ops), [i for i, op in enumerate(ops) if op.kind.makes_part]
+    final = {ops[i].stage: i for i in makers}
+    behind: dict[int, Op] = {}
+    count: dict[int, int] = {}
+    for i, after in pairwise(makers):
+        stage = ops[i].stage
+        if ops[after].stage != stage and final[stage] != i and program.shared(Op(Kind.SCATTER, stage)):
+            last = inside[i] + 2 if i in inside else i
+            while last + 1 < len(ops) and (ops[last + 1].kind.is_send or ops[last + 1].kind in COUNTED):
+                last += 1
+            number = count[stage] = count.get(stage, -1) + 1
+            behind[last] = Op(Kind.SCATTER, stage, number)
+    listed: list[Op] = []
+    for step, op in enumerate(ops):
+        listed += [op, *([behind[step]] if step in behind else [])]
+    return listed
 
 
 def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program) -> list[Op]:

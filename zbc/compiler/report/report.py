@@ -16,7 +16,7 @@ from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.search.engine import engine_name
 from zbc.compiler.sim.bounds import Bounds
 from zbc.compiler.sim.copies import Copying, copied
-from zbc.compiler.sim.simulate import Timeline, steady_state
+from zbc.compiler.sim.simulate import Timeline, run, steady_state
 from zbc.ir import Kind, Op, Program
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 
@@ -132,6 +132,15 @@ class FreezeReport:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherReport:
+    """Gathers of weights that replicas share out, in a step."""
+
+    count: int  # on the rank with most
+    ms: float  # of all on the rank where they take longest
+    exposed_ms: float  # how much shorter the makespan is if they take no time
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryLimits:
     """What a rank may hold: activations in units and in bytes, and bytes of everything; None for no such limit."""
 
@@ -175,6 +184,7 @@ class Report:
     host: dict[str, Any] = field(default_factory=dict)  # of the ranks that copy activations there: see memory/host.py
     copied: CopyReport | None = None  # where any do
     freezing: FreezeReport | None = None  # where weight gradients are left out
+    gathered: GatherReport | None = None  # where steps gather weights
 
     def as_json(self) -> dict[str, Any]:
         data = self._data()
@@ -338,6 +348,7 @@ def build(
         slices=tuple(_slice(costs, j, begin, end) for j, (begin, end) in enumerate(pairwise(chosen.cuts))),
         host=host.predicted(program, costs),
         copied=_copies(program, costs, timeline),
+        gathered=_gathers(costs, timeline),
     )
 
 
@@ -349,10 +360,21 @@ def _slice(costs: Costs, j: int, begin: int, end: int) -> SliceReport:
 
 
 def _without_copies(data: dict[str, Any]) -> None:
-    """Say nothing of the host where nothing is copied there, nor of freezing where nothing is frozen."""
-    for key in ("host", "copied", "freezing"):
+    """Say nothing of the host where nothing is copied there, of freezing where nothing is frozen, and of gathers where
+    there are none."""
+    for key in ("host", "copied", "freezing", "gathered"):
         if not data[key]:
             del data[key]
+
+
+def _gathers(costs: Costs, timeline: Timeline) -> GatherReport | None:
+    """What gathers of weights take, and what of it the step has to wait for; None where there are none."""
+    gathers = [one for one in timeline.sums if one.op.kind is Kind.GATHER]
+    if not gathers:
+        return None
+    mine = [[one.end - one.start for one in gathers if rank in one.ranks] for rank in range(timeline.ranks)]
+    without = run(timeline.graph, costs.with_ms(gather=(0.0,) * costs.stages)).makespan
+    return GatherReport(max(map(len, mine)), max(map(sum, mine)), max(0.0, timeline.makespan - without))
 
 
 def _copies(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | None:
@@ -413,7 +435,7 @@ def _rank(
         buffer_bytes=round(memory.buffers),
         logit_bytes=round(memory.logits),
         sent_bytes=round(sum(count * _message(program, costs, Op(*op)) for op, count in sends.items())),
-        summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op[0].sums)),
+        summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op[0].sums or op[0] is Kind.SCATTER)),
         kv_bytes=round(memory.kv),
     )
 

@@ -250,7 +250,12 @@ class Asked:
         """One job planned, or why it cannot be."""
         try:
             asked = self._job(schedule, settings)
-            alone = replace(asked, schedule=asked.schedule.model_copy(update={"ramp": []}))  # what most of it will run
+            # What most of it will run, or runs on the mean.
+            alone = replace(
+                asked,
+                schedule=asked.schedule.model_copy(update={"ramp": []}),
+                data=asked.data.model_copy(update={"balance": "none"}),
+            )
             compiled = compile_job(alone, suggest=False, budget=self.budget)
         except ZbcError as error:
             return ComparedPlan(schedule, settings, error=_swept(error, settings))

@@ -50,7 +50,7 @@ def try_layers(
     """
     mine = {layer.name: layer for stage in stages for layer in stage.layers}
     known = set[object]()
-    for group in _groups(plans):
+    for group in groups_of(plans):
         held = [mine[plan.name] for plan in group if plan.name in mine]
         if not held:
             continue
@@ -61,11 +61,11 @@ def try_layers(
             continue
         known.add(what)
         with seeded(seed_of("slices")):
-            modules = [(plan.name, _made_noisy(with_values(plan, lowered))) for plan in group]
+            modules = [(plan.name, made_noisy(with_values(plan, lowered))) for plan in group]
             _try(modules, before[group[0].name].spec, parts)
 
 
-def _groups(plans: Sequence[LayerPlan]) -> Iterator[list[LayerPlan]]:
+def groups_of(plans: Sequence[LayerPlan]) -> Iterator[list[LayerPlan]]:
     """Neighbours between which several tensors pass, together."""
     group: list[LayerPlan] = []
     for plan in plans:
@@ -92,7 +92,7 @@ def _signature(layer: StageLayer) -> str:
     return repr((inner, sizes))
 
 
-def _made_noisy(module: nn.Module) -> nn.Module:
+def made_noisy(module: nn.Module) -> nn.Module:
     """Without dropout, and with weights that hide nothing."""
     for inner in module.modules():
         if isinstance(inner, Dropouts):
@@ -154,13 +154,13 @@ def _both(modules: list[tuple[str, nn.Module]], takes: TensorSpec, parts: Sequen
     drawn = takes.dtype.is_floating_point or takes.dtype.is_complex
     x = torch.randn(shape, dtype=takes.dtype) if drawn else torch.randint(0, 2, shape).to(takes.dtype)
     leaf = x.clone().requires_grad_(drawn)
-    whole = _forward(modules, leaf, None)
-    if not torch.equal(whole[-1][-1], _forward(modules, leaf, None)[-1][-1]):
+    whole = forward_of(modules, leaf, None)
+    if not torch.equal(whole[-1][-1], forward_of(modules, leaf, None)[-1][-1]):
         return [], []  # it draws random numbers, and nobody can tell what is what
     grad = torch.randn(whole[-1][-1].shape, dtype=whole[-1][-1].dtype)
     pasts: Pasts = {}
     leaves = [part.of(x).clone().requires_grad_(drawn) for part in parts]
-    cut = [_forward(modules, one, Inside(part, pasts)) for one, part in zip(leaves, parts, strict=True)]
+    cut = [forward_of(modules, one, Inside(part, pasts)) for one, part in zip(leaves, parts, strict=True)]
     found, wanted = Named(), Named()
     for index, (name, _) in enumerate(modules):
         for place, output in enumerate(whole[index]):
@@ -188,7 +188,7 @@ def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def _forward(modules: list[tuple[str, nn.Module]], x: Tensor, inside: Inside | None) -> list[_Tensors]:
+def forward_of(modules: list[tuple[str, nn.Module]], x: Tensor, inside: Inside | None) -> list[_Tensors]:
     """What each layer returns."""
     given: _Tensors = (x,)
     found = []

@@ -1,0 +1,96 @@
+"""`data.balance`: a plan for each number of microbatches, what it gains, and what it does not go with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.tiers import few
+from zbc.plan import directory as plans
+
+BASE = {
+    "data": {"kind": "synthetic", "balance": "length"},
+    "model": {"seq_len": 64},
+    "parallel": {"dp": 2},
+    "schedule": {"microbatch_size": 1},
+}
+
+
+@pytest.fixture
+def balanced(job, zbc):
+    """A plan for 1 to 6 microbatches, 3 on the mean."""
+    job(**BASE, pp=2, m=3)
+    return zbc("plan", "zbc.toml")
+
+
+def test_the_plan_says_what_it_gains_and_has_every_number_of_microbatches(balanced, zbc, folder):
+    assert balanced.code == 0
+    assert "as fast as equal counts, by the samples of 3 steps" in balanced.out and "ramp" not in balanced.out
+    assert sorted(path.name for path in (folder / "plan").iterdir() if path.is_dir()) == ["m1", "m2", "m4", "m5", "m6"]
+    manifest = plans.read_manifest(folder / "plan")
+    assert (manifest.balance.room, manifest.balance.most, manifest.microbatches) == (64, 6, 3)
+    assert manifest.balance.quadratic == pytest.approx(8 * 32 / (8 * 12 * 32 * 32 + 32 * 256))
+    assert zbc("check", "plan").code == 0
+    report = zbc("plan", "zbc.toml", "-o", "again", "--json").json()
+    assert [one["microbatches"] for one in report["counts"]] == [1, 2, 4, 5, 6] and report["balance"]["gain"] >= 1
+
+
+def test_a_run_trains_with_them(balanced, zbc, folder):
+    ran = zbc("run", "plan", "--local", 4, "--steps", 2, "--out", "run")
+    assert ran.code == 0, ran.err
+    assert "1 to 6 microbatches of 64 tokens" in ran.out + ran.err
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if "loss" in line]) == 2
+
+
+def test_plans_that_meet_in_other_orders_are_refused(job, zbc, folder):
+    job(**BASE, pp=2, m=3, kind="interleaved-1f1b")
+    ran = zbc("plan", "zbc.toml", "--set", 'parallel.shard="weights"', "--set", "memory.resident=1")
+    assert ran.code == 4 and "error[E209]" in ran.err and "breadth-first" in ran.err
+    whole = zbc("plan", "zbc.toml", "--set", 'parallel.shard="weights"', "--set", "memory.resident=2")
+    assert whole.code == 0, whole.err
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+def test_breadth_first_frees_weights_in_one_order_whatever_the_count(resident, job, zbc, folder):
+    job(**BASE, pp=2, m=3, kind="breadth-first")
+    ran = zbc("plan", "zbc.toml", "--set", 'parallel.shard="weights"', "--set", f"memory.resident={resident}")
+    assert ran.code == 0, ran.err
+
+
+WRONG = [
+    ("schedule.max_microbatches=2", "E103", "less than the mean"),
+    ("schedule.tokens_per_microbatch=100", "E117", "set tokens_per_microbatch = 128"),
+    ("data.kind=text", "E117", "text is one long sample"),
+    ("schedule.slices=2", "E118", "slices"),
+    ("optimizer.sync=post-validate", "E118", "sync"),
+    ("train.eval_every=2", "E118", "eval_every"),
+    ("parallel.tp=2", "E118", "tp"),
+    ("model.compile=true", "E118", "compile"),
+    ("schedule.ramp=[{microbatches=1,steps=1}]", "E118", "ramp"),
+    ("data.balance=none", "E110", "balance samples"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "text"), few(WRONG, lambda case: case[1] != "E118"))
+def test_what_does_not_go_together_is_refused(change, code, text, job, zbc, folder):
+    job(**BASE, pp=2, m=3)
+    more = ["--set", "schedule.max_microbatches=6"] if change == "data.balance=none" else []
+    ran = zbc("plan", "zbc.toml", "--set", change, *more)
+    assert ran.code == 3 and f"error[{code}]" in ran.err and text in ran.err, ran.err
+
+
+def test_the_room_of_a_microbatch_says_its_rows(job, zbc, folder):
+    job(**{**BASE, "schedule": {"tokens_per_microbatch": 128}}, pp=2, m=3)
+    text = (folder / "zbc.toml").read_text().replace("microbatch_size = 2\n", "")
+    (folder / "zbc.toml").write_text(text)
+    assert zbc("plan", "zbc.toml", "-q").code == 0
+    assert plans.read_manifest(folder / "plan").microbatch_size == 2
+    both = zbc("plan", "zbc.toml", "--set", "schedule.microbatch_size=3")
+    assert both.code == 3 and "error[E110]" in both.err
+
+
+def test_a_trace_of_unequal_counts_is_refused(balanced, zbc, folder):
+    ran = zbc("run", "plan", "--local", 4, "--steps", 2, "--trace", "1", "--out", "run")
+    assert ran.code != 0 and "error[E118]" in ran.err

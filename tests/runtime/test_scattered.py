@@ -1,0 +1,105 @@
+"""Gradients that replicas share out after each run of backwards (ZeRO-2): the numbers of a training that does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.jobs import job
+from tests.runtime.small_plans import GPT, make_plan, make_program, parameters
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.compiler.check import check_all
+from zbc.compiler.compile import compile_job
+from zbc.compiler.memory.per_rank import peaks
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.plan.directory import StoredPlan
+from zbc.training.recording.measure import Scale
+
+OPTIMIZER = {"lr": 1e-2, "clip_grad_norm": 0.5, "zero1": True}
+STEPS = 3
+
+
+def plan_of(schedule, *, scatters, m=8, model=GPT, **how):
+    program = make_program(schedule, 2, m, copies=2, sharded=True, scatters=scatters, **how)
+    return make_plan(program, model=model, optimizer=OPTIMIZER)
+
+
+def test_a_sum_stands_behind_each_run_of_backwards_but_the_last():
+    program = make_program("interleaved-1f1b", 2, 4, copies=2, sharded=True, scatters=True)
+    backwards = [str(op) for op in program.ranks[0] if op.kind.makes_part or op.kind in (Kind.SCATTER, Kind.REDUCE)]
+    assert backwards == (
+        ["BW s2 m0", "BW s2 m1", "SCATTER s2", "BW s0 m0", "BW s0 m1", "SCATTER s0"]
+        + ["BW s2 m2", "BW s2 m3", "REDUCE s2", "BW s0 m2", "BW s0 m3", "REDUCE s0"]
+    )
+    whole = make_program("breadth-first", 2, 4, copies=2, sharded=True, scatters=True)
+    assert not any(op.kind is Kind.SCATTER for _, _, op in whole), "one run of backwards for each stage"
+
+
+@pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "zb-v", "breadth-first"], 1))
+def test_losses_and_weights_are_those_of_whole_gradients(schedule):
+    """Parts are added up in another order, so not to the bit."""
+    whole, shared = (run_threads(plan_of(schedule, scatters=how), STEPS) for how in (False, True))
+    assert any(op.kind is Kind.SCATTER for op in shared[0].plan.ops) == (schedule != "breadth-first")
+    for one, other in zip(whole, shared, strict=True):
+        assert [r.loss for r in other.results] == pytest.approx([r.loss for r in one.results], abs=1e-6)
+        assert [r.grad_norm for r in other.results] == pytest.approx([r.grad_norm for r in one.results], rel=1e-5)
+    before = parameters(whole)
+    for name, found in parameters(shared).items():
+        torch.testing.assert_close(found, before[name], rtol=0, atol=2e-5, msg=name)
+
+
+def broken(change):
+    program = make_program("interleaved-1f1b", 2, 4, copies=2, sharded=True, scatters=True)
+    ops = list(program.ranks[0])
+    change(ops)
+    return program.with_ranks([ops, program.ranks[1]], by="broken")
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda ops: ops.append(ops.pop(ops.index(Op(Kind.SCATTER, 2)))), "E206"),
+        (lambda ops: ops.insert(1, Op(Kind.SCATTER, 1)), "E205"),
+        (lambda ops: ops.insert(ops.index(Op(Kind.SCATTER, 2)), Op(Kind.SCATTER, 2)), "E202"),
+    ],
+)
+def test_a_sum_out_of_place_is_refused(change, code):
+    with pytest.raises(ZbcError, match=code):
+        check_all(broken(change))
+
+
+def test_no_plan_scatters_what_is_not_shared_out():
+    program = make_program("interleaved-1f1b", 2, 4, copies=2, sharded=True)
+    ops = [Op(Kind.SCATTER, 0), *program.ranks[0]]
+    with pytest.raises(ZbcError, match=r"E202.*gradients are not shared out"):
+        check_all(program.with_ranks([ops, program.ranks[1]], by="broken"))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "breadth-first"])
+def test_gradients_that_are_shared_out_take_less_and_as_much_as_predicted(schedule, tmp_path):
+    found = {}
+    for shard in ("optimizer", "gradients"):
+        asked = job(
+            model={"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16},
+            layers=22,
+            pp=2,
+            parallel={"dp": 2, "shard": shard},
+            schedule={"kind": schedule, "chunks": 4, "microbatches": 4, "microbatch_size": 2},
+            data={"kind": "synthetic"},
+            hardware={"link_gbps": 1e5, "link_us": 0.0},
+        )
+        compiled = compile_job(asked)
+        compiled.write(tmp_path / shard)
+        plan, scales = StoredPlan.read(tmp_path / shard), {}
+        run_threads(plan, 2, setup=lambda worker, scales=scales: scales.update({worker.rank: Scale(worker)}))
+        for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
+            held = [scales[one].held.peak for one in plan.manifest.topology.ranks([rank])]
+            found[shard, rank] = predicted, held
+    for rank in range(2):
+        one, two = found["optimizer", rank], found["gradients", rank]
+        assert two[0].gradients < 0.8 * one[0].gradients
+        if schedule == "interleaved-1f1b":  # the other one is fullest before its first backward
+            assert two[0].bytes < 0.97 * one[0].bytes and min(two[1]) < min(one[1])
+        assert two[0].bytes == pytest.approx(min(two[1], key=lambda peak: abs(peak - two[0].bytes)), rel=0.03)
