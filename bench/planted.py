@@ -161,9 +161,9 @@ BUGS = (
     ),
     Bug(
         "F does not wait for the weights that are on their way",
-        "zbc/runtime/state.py",
-        "            self.progress.waiting = True\n            self.gathering.remove(one)",
-        "            return",
+        "zbc/runtime/handlers.py",
+        "        worker.finish_gather(key.stage)\n    if worker.scattering:\n        worker.poll_sums()\n    kept, ",
+        "        pass\n    if worker.scattering:\n        worker.poll_sums()\n    kept, ",
         (RUNTIME + "test_copies.py", RUNTIME + "test_freed_weights.py"),
     ),
     Bug(
