@@ -26,7 +26,7 @@ class RankMemory:
     masters: float
     optimizer: float
     activations: float
-    buffers: float  # tensors and weights on their way, and what the running op needs beyond what is held
+    buffers: float  # tensors on their way, and what the running op needs beyond what is held
     together: float  # most of all that comes and goes: each category alone may be largest at another op
     logits: float = 0.0  # of the activations, what there is for every word of the vocabulary
     kv: float = 0.0  # of the activations, keys, values and their gradients that slices of a microbatch share
@@ -108,7 +108,7 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
         op, need = graph.ops[i], 0.0
         for category, _, size in begin:
             whole += size
-            if category in ("transit", "messages"):
+            if category == "transit":
                 transit += size
             elif category == "workspace":
                 need = size
