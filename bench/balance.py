@@ -1,6 +1,6 @@
 """Unequal numbers of microbatches beside equal ones, for samples of log-normal lengths: simulated, and measured.
 
-    python bench/balance.py [--draws N] [--steps N] [--quick] [--only balancer|simulated|measured]
+    python bench/balance.py [--draws N] [--steps N] [--quick] [--only balancer|simulated|measured] [--seed N]
 
 Balancer: the fullest of several ranks over what it has at least, beside longest processing time first. Simulated: steps
 of many draws, each replica's pipeline with microbatches that take as long as their rows and samples say; a step lasts
@@ -101,10 +101,12 @@ def step_ms(schedule: str, shape: Shape, replicas: Sequence[Sequence[Microbatch]
     return max(found)
 
 
-def simulated(record: Record, draws: int) -> None:
-    record("# a step with equal counts over one with unequal ones; p = 4, rows of 2,048 tokens, 12 h = 12,288")
+def simulated(record: Record, draws: int, seed: int) -> None:
+    record(
+        f"# a step with equal counts over one with unequal ones; seed {seed}, p = 4, rows of 2,048 tokens, 12 h = 12,288"
+    )
     record("  replicas, samples each, sigma     mean   worst    best   slower")
-    source, slower, count = random.Random(2), 0, 0
+    source, slower, count = random.Random(seed), 0, 0
     grid = [(r, n, s) for r in (2, 4, 8) for n in (4, 8, 16, 32) for s in (0.6, 1.1)]
     for replicas, each, sigma in grid:
         ratios = []
@@ -203,12 +205,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="few draws and steps; writes no file")
     parser.add_argument("--only", choices=("balancer", "simulated", "measured"))
+    parser.add_argument("--seed", type=int, default=2, help="of the draws that are simulated")
     options = parser.parse_args()
     record = Record("balance")
     if options.only in (None, "balancer"):
         balancer(record, 20 if options.quick else 200)
     if options.only in (None, "simulated"):
-        simulated(record, 48 if options.quick else options.draws)
+        simulated(record, 48 if options.quick else options.draws, options.seed)
     if options.only in (None, "measured"):
         measured(record, 2 if options.quick else options.steps)
     if not options.quick and options.only is None:
