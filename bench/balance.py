@@ -102,9 +102,7 @@ def step_ms(schedule: str, shape: Shape, replicas: Sequence[Sequence[Microbatch]
 
 
 def simulated(record: Record, draws: int, seed: int) -> None:
-    record(
-        f"# a step with equal counts over one with unequal ones; seed {seed}, p = 4, rows of 2,048 tokens, 12 h = 12,288"
-    )
+    record(f"# a step with equal counts over one with unequal ones, seed {seed}; p = 4, rows of 2,048, 12 h = 12,288")
     record("  replicas, samples each, sigma     mean   worst    best   slower")
     source, slower, count = random.Random(seed), 0, 0
     grid = [(r, n, s) for r in (2, 4, 8) for n in (4, 8, 16, 32) for s in (0.6, 1.1)]
