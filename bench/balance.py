@@ -16,13 +16,18 @@ import functools
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from ranks import results
 from record import Record
 from sleeping import calibrate, sleep_until
