@@ -350,6 +350,8 @@ def optimizer_step(worker: Worker, op: Op) -> None:
             set_rate(one, worker.rate(worker.phases, worker.step))
             one.step(verdict.clip(worker.clip))
         one.drop()
+        if shared is not None and one is shared.optimizer and not verdict.skipped:
+            shared.optimizer.renew(worker.transport)
 
 
 def gather(worker: Worker, op: Op) -> None:

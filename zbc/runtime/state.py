@@ -403,7 +403,8 @@ class Worker:
             for s, optimizer in self.optimizers.items()
             if isinstance(optimizer, Sharded) or (self.replica == 0 and placement.rank_of(s) == rank)
         ]
-        return [*found, *([self.vocabulary.optimizer] if self.vocabulary is not None and self.replica == 0 else [])]
+        rows = None if self.vocabulary is None else self.vocabulary.optimizer
+        return [*found, *([rows] if rows is not None and (self.replica == 0 or rows.dealt is not None) else [])]
 
     @property
     def every_optimizer(self) -> list[StageOptimizer]:

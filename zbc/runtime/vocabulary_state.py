@@ -22,6 +22,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.dealing import CHUNK
 from zbc.runtime.optimizer import Held, StageOptimizer
+from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Part
 from zbc.runtime.tensors import TensorSpec
 from zbc.runtime.transport import Pending, Transport
@@ -98,7 +99,7 @@ class Vocabulary:
 
     output: Output
     embedding: Embedding
-    optimizer: StageOptimizer
+    optimizer: OfRows
     ranks: tuple[int, ...]
     bounds: tuple[tuple[int, int], ...]
     replicas: tuple[int, ...]
@@ -166,7 +167,10 @@ def _name(mb: int, part: int) -> str:
 
 
 class OfRows:
-    """The optimizer of parameters that are rows of larger ones, as a `StageOptimizer` that says of which."""
+    """The optimizer of parameters that are rows of larger ones, as a `StageOptimizer` that says of which.
+
+    Where replicas share it out, STEP ends with all of the rows on each: no other op of theirs gathers them.
+    """
 
     def __init__(self, inner: StageOptimizer, first: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """They begin with row `first`; `shapes` are those of the whole parameters."""
@@ -176,6 +180,17 @@ class OfRows:
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._inner.parameters
+
+    @property
+    def dealt(self) -> Sharded | None:
+        """What sums this rank's part of the gradients, where replicas share them out."""
+        return self._inner if isinstance(self._inner, Sharded) else None
+
+    def renew(self, transport: Transport) -> None:
+        """Collect what the other replicas stepped; blocks."""
+        if self.dealt is not None:
+            self.dealt.start_gather(transport)
+            self.dealt.finish_gather()
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -203,6 +218,8 @@ class OfRows:
         return [self._of(one) for one in self._inner.held()]
 
     def incomplete(self) -> list[Held]:
+        if self.dealt is not None:
+            return [self._of(Held(name, 0, tuple(p.shape), p)) for name, p in self.parameters.items()]
         return [self._of(one) for one in self._inner.incomplete()]
 
     def _of(self, one: Held) -> Held:

@@ -323,8 +323,11 @@ def _vocabulary(
     parameters = tables.parameters(plans, settings.train.seed, device)
     embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
     output = Output(head, low, torch.bfloat16 if settings.model.dtype == "bfloat16" else None)
-    optimizer = build_optimizer(
-        settings.optimizer, parameters, (output.cast,), lowered=LOWERED[settings.model.parameters]
+    replicas, lowered = run.ranks([plan.rank]), LOWERED[settings.model.parameters]
+    optimizer: StageOptimizer = (
+        Sharded(settings.optimizer, parameters, (output.cast,), ranks=replicas, rank=transport.rank, lowered=lowered)
+        if manifest.sharded and len(replicas) > 1
+        else build_optimizer(settings.optimizer, parameters, (output.cast,), lowered=lowered)
     )
     seat = partial(run.rank, replica)
     ranks = tuple(sorted(map(seat, range(run.pp))))
@@ -334,7 +337,7 @@ def _vocabulary(
         OfRows(optimizer, low, tables.shapes),
         ranks=ranks,
         bounds=tuple((words.rows[part], words.rows[part + 1]) for part in (run.of(rank).pp for rank in ranks)),
-        replicas=run.ranks([plan.rank]),
+        replicas=replicas,
         first=seat(placement.rank_of(0)),
         last=seat(placement.rank_of(placement.ends[-1])),
         last_stage=placement.ends[-1],
@@ -439,7 +442,8 @@ def _sums(worker: Worker, sizes: Mapping[str, int]) -> dict[Op, GradientSum]:
     for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
         if op.kind is Kind.REDUCE_V and worker.vocabulary is not None:
             shared = worker.vocabulary
-            found[op] = Bucket(list(shared.optimizer.parameters.values()), shared.replicas)
+            rows = shared.optimizer
+            found[op] = rows.dealt or Bucket(list(rows.parameters.values()), shared.replicas)
             continue
         if op.kind is Kind.TIE:
             mine = {n: p for s in worker.stages.values() for n, p in s.parameters.items() if n in worker.tied}

@@ -223,7 +223,8 @@ def _with_optimizer(
         step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
     if job.vocabulary and job.costs.optimizer is None:  # a rank steps its words with its first stage
         count, rows = sum(layer.params for layer in table), vocabulary.parameters(job)
-        more, first = sum(step) / (count or 1) * rows, {stages_of[0] for stages_of in _by_rank(placement)}
+        more = sum(step) / (count or 1) * rows + vocabulary.renewal_ms(job)
+        first = {stages_of[0] for stages_of in _by_rank(placement)}
         step = tuple(ms + (more if s in first else 0.0) for s, ms in enumerate(step))
     return costs.with_ms(step=step, tentative=tentative, hop=(hop,))
 

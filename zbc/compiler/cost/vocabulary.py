@@ -126,9 +126,20 @@ def pool_ms(job: Job) -> float:
     """ms of the sum of a rank's rows over all replicas."""
     if job.parallel.dp == 1:
         return 0.0
+    halves = 2 if job.shard == "none" else 1
     if job.costs.reduce is not None:
-        return job.costs.reduce
-    return Machine.of(job).sum_ms(GRAD_BYTES * parameters(job), [0])
+        return job.costs.reduce * halves / 2
+    return Machine.of(job).sum_ms(GRAD_BYTES * parameters(job), [0], halves=halves)
+
+
+def renewal_ms(job: Job) -> float:
+    """ms of collecting a rank's rows behind their step, where replicas each stepped a part of them."""
+    if job.parallel.dp == 1 or job.shard == "none":
+        return 0.0
+    if job.costs.reduce is not None:
+        return job.costs.reduce / 2
+    weight = 2 if job.model.parameters == "bfloat16" else 4
+    return Machine.of(job).sum_ms(weight * parameters(job), [0], halves=1)
 
 
 def share_bytes(job: Job) -> ShareBytes | None:
@@ -154,6 +165,6 @@ def share_bytes(job: Job) -> ShareBytes | None:
         "bottom": stream,
         "dinput": stream,
     }
-    weights = (2.0 if low else 4.0) * count
-    masters = 4.0 * count if low else 0.0
-    return ShareBytes(StageBytes(weights, float(GRAD_BYTES * count), masters, 4.0 * state * count, 0.0), values)
+    stepped = count / job.parallel.dp if job.shard != "none" else count
+    weights, masters = (2.0 if low else 4.0) * count, 4.0 * stepped if low else 0.0
+    return ShareBytes(StageBytes(weights, float(GRAD_BYTES * count), masters, 4.0 * state * stepped, 0.0), values)
