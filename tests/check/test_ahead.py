@@ -22,7 +22,7 @@ from zbc.compiler.check import check_all, check_deadlock, survival, survives_blo
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Placement, Program
+from zbc.ir import Kind, Op, Placement, Program
 
 SCHEDULES = 2000
 BATCHES = [range(start, start + 250) for start in range(0, SCHEDULES, 250)]
@@ -114,7 +114,7 @@ def test_the_programs_are_of_every_kind():
         codes[error.code if error else "passes"] += 1
         breaks[damaged(seed).how] += 1
         ops = schedule(seed).ranks[0]
-        redone[sum(op.kind is Kind.F for op in ops[: ops.index((Kind.REDO, 0, 0, 0, 0))])] += 1
+        redone[sum(op.kind is Kind.F for op in ops[: ops.index(Op(Kind.REDO, 0))])] += 1
     assert min(codes[code] for code in ("E201", "E202", "E203", "E204", "E205", "E206")) >= 10, codes
     assert codes["passes"] >= 200 and len(redone) >= 5, (codes, redone)
     assert min(breaks[how] for how in BREAKS) >= 30, breaks

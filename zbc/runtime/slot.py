@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +103,8 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
     Low-precision parameters may collect their gradients in float32: `parameter.grad_dtype` says so. A layer that does
     not ask whether its parameters are frozen in this microbatch has computed one for nothing: it is dropped.
     """
+    if not isinstance(parameter, nn.Parameter):
+        parameter = _original(parameter)
     slot = _local.slot
     if slot is not None and slot.frozen and id(parameter) in slot.frozen:
         return
@@ -112,3 +115,25 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
         parameter.grad = grad
     else:
         parameter.grad.add_(grad)
+
+
+# Where activations may move, hooks see to what a forward saves, and autograd then hands out another tensor for a saved
+# parameter each time it is asked: parameters by what they have in common with it.
+_Place = tuple[int, int, torch.Size, tuple[int, ...]]
+_parameters: WeakValueDictionary[_Place, nn.Parameter] = WeakValueDictionary()
+
+
+def know(parameters: Iterable[nn.Parameter]) -> None:
+    """Let `accumulate` find these parameters by what forwards save of them."""
+    for parameter in parameters:
+        _parameters[_place(parameter)] = parameter
+
+
+def _place(tensor: Tensor) -> _Place:
+    storage: int = tensor.untyped_storage()._cdata
+    return storage, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+
+
+def _original(tensor: Tensor) -> Tensor:
+    """The parameter that a saved tensor is; the tensor itself where activations stay."""
+    return _parameters.get(_place(tensor), tensor) if len(_parameters) else tensor

@@ -37,7 +37,7 @@ from zbc.runtime.pending import Ahead
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Pasts
-from zbc.runtime.slot import Slot
+from zbc.runtime.slot import Slot, know
 from zbc.runtime.stage import Stage
 from zbc.runtime.stage_slice import StageSlice
 from zbc.runtime.tape import Tape
@@ -263,6 +263,7 @@ class Worker:
         for run in self.phase_runs:
             for stage, count in run.plan.manifest.slabs(run.plan.rank).items():
                 counts[stage] = max(count, counts.get(stage, 0))
+        know(p for stage in self.stages.values() for p in stage.parameters.values())
         return Pool(copier_for(self.device), counts)
 
     @functools.cached_property

@@ -56,6 +56,7 @@ class _Walk:
         g.parties = [1 + g.layout.explicit] * self.messages
         self.origin = [NOTHING] * self.messages  # the node on its sender's compute lane that a message starts after
         self.meetings: dict[tuple[object, ...], int] = {}
+        self.opening: dict[int, int] = {}  # event with which a rank begins -> its start
         self.edges: dict[int, list[int]] = {}  # event -> nodes it waits for; before it is known, by -1 - op
         self.sent: dict[int, list[int]] = {}  # first message of a column -> the ops that send messages of it
         self.taken: dict[int, list[int]] = {}
@@ -86,7 +87,7 @@ class _Walk:
         g.before += self.origin
         g.ptr.extend([g.ptr[self.n]] * self.messages)
         for event in range(self.n + self.messages, self.n + len(g.parties)):
-            g.before.append(NOTHING)
+            g.before.append(self.opening.get(event, NOTHING))
             g.pred += self.edges.get(event, ())
             g.ptr.append(len(g.pred))
         g.waits = {event: nodes for event, nodes in self.edges.items() if event < self.n + self.messages}
@@ -184,7 +185,11 @@ class _Walk:
         count = lanes.count[own] = lanes.count.get(own, -1) + 1
         met = op.kind.is_collective and op.kind is not Kind.REDUCE_V  # whose replicas are not in this program
         e = self._meet((*(tuple(op) if met else own), count), i)
-        self.edges[e] += [w for w in waits if w >= 0]
+        for w in waits:
+            if w >= 0:
+                self.edges[e].append(w)
+            elif w != NOTHING:  # the rank begins with it
+                self.opening[e] = w
         queue = Lane.OUT if lane is Lane.BACK else lane  # a rank copies one thing at a time, out or back
         if queue in lanes.queue:
             self._after(lanes.queue[queue], e)
