@@ -38,7 +38,8 @@ MODELS = {
 
 
 def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sections):
-    parallel, cuts = {"pp": pp, "tp": tp, "dp": dp}, sections.pop("slices", 1)
+    parallel = {"pp": pp, "tp": tp, "dp": dp, **({"shard": sections.pop("shard")} if "shard" in sections else {})}
+    cuts = sections.pop("slices", 1)
     optimizer = {"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5, **sections.pop("optimizer", {})}
     text = toml_text(
         model={**GPT, **MODELS[model], **sections.pop("model_more", {})},
@@ -214,6 +215,33 @@ def test_a_run_goes_on_with_another_tp(first, second, tmp_path):
     assert numbers(workers) == [pytest.approx(pair, rel=1e-5) for pair in numbers(alone)[2:]]
 
 
+SHARDED = [
+    ("1f1b", "optimizer", "gpt", {}),
+    ("zb-h1", "optimizer", "tied", {}),
+    ("zb-v", "optimizer", "llama", {"model_more": {"layers": 6, "parameters": "bfloat16", "dtype": "bfloat16"}}),
+    ("zb-h1", "optimizer", "gpt", {"optimizer": {"sync": "post-validate", "kind": "adamw", "lr": 1e-3}}),
+    ("chimera", "optimizer", "gpt", {"model_more": {"layers": 6}}),
+    ("1f1b", "gradients", "gpt", {}),
+    ("breadth-first", "weights", "gpt", {"model_more": {"layers": 6}}),
+]
+
+
+@pytest.mark.parametrize(("kind", "shard", "model", "more"), few(SHARDED, lambda way: way[2] == "tied"))
+def test_replicas_share_out_the_parts_that_ranks_have(kind, shard, model, more, tmp_path):
+    """2 replicas of 2 ranks of the pipeline, each of 2 that share its layers; a checkpoint goes on as one process."""
+    options = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 4}, **more}
+    options["optimizer"] = {"kind": "adamw", "lr": 1e-3, **more.get("optimizer", {})}
+    found = plan_of(tmp_path / "a", kind, pp=2, tp=2, dp=2, model=model, shard=shard, **options)
+    whole = plan_of(tmp_path / "b", kind, pp=2, tp=2, dp=2, model=model, **options)
+    alone = plan_of(tmp_path / "c", "1f1b", pp=1, model=model, m=8, **options)
+    shared, meant = run_threads(found, 4, folder=tmp_path / "run"), run_threads(whole, 4)
+    near = 1e-3 if "parameters" in options.get("model_more", {}) else 1e-5
+    assert numbers(shared) == [pytest.approx(pair, rel=near) for pair in numbers(meant)]
+    for plan in (found, alone):
+        workers = run_threads(plan, 4, folder=tmp_path / "after", resume=at(tmp_path / "run", 2))
+        assert numbers(workers) == [pytest.approx(pair, rel=near) for pair in numbers(shared)[2:]]
+
+
 def test_a_cut_finds_its_part_again():
     whole = torch.arange(60.0).view(12, 5)
     cuts = [Cut((12, 5), 0, (8, 4), 3, place) for place in range(3)]
@@ -257,7 +285,6 @@ def test_layers_that_cannot_be_shared_are_refused():
     ("change", "code", "said"),
     [
         ({"tp": 3}, "E119", "does not divide model.heads = 4"),
-        ({"optimizer": {"zero1": True}}, "E110", "optimizer.zero1 and parallel.tp"),
         ({"model_more": {"compile": True}}, "E110", "model.compile and parallel.tp"),
         ({"slices": 2}, "E110", "schedule.slices and parallel.tp"),
         ({"model": "llama", "tp": 4, "model_more": {"kv_heads": 2}}, "E119", "model.kv_heads = 2"),

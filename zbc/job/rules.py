@@ -258,12 +258,9 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
         if model.compile:
             text = "config: model.compile and parallel.tp do not go together: compiled layers cannot meet others inside"
             yield ZbcError("E110", text, where=where, hint="drop model.compile, or set tp = 1")
-    optimizer: Optimizer | None = draft.sections.get("optimizer")
     schedule: Schedule | None = draft.sections.get("schedule")
     hardware: Hardware | None = draft.sections.get("hardware")
     others = {
-        "optimizer.zero1": optimizer is not None and optimizer.zero1,
-        "parallel.shard": parallel.shard != "none",
         "schedule.slices": schedule is not None and schedule.slices != 1,
         "parallel.world": parallel.world is not None,
         "parallel.replicas": parallel.replicas is not None,

@@ -235,6 +235,18 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def kept_by(options: spec.Optimizer) -> dict[str, bool]:
+    """What the optimizer keeps for a parameter, by name, and whether it has the parameter's shape or is one number."""
+    tried = nn.Parameter(torch.zeros(2))
+    tried.grad = torch.zeros(2)
+    optimizer = torch_optimizer(options, [tried])
+    if optimizer is None:
+        return {}
+    optimizer.step()
+    found = optimizer.state[tried]
+    return {key: found[key].shape == tried.shape for key in sorted(found) if isinstance(found[key], Tensor)}
+
+
 def torch_optimizer(options: spec.Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
     """`torch.optim` AdamW, Adam or SGD over the parameters that train; None if none does.
 

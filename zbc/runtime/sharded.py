@@ -20,6 +20,7 @@ Element by element that is the arithmetic of the ordinary optimizer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.bucket import flags, gradient_type
 from zbc.runtime.flat import Flat
-from zbc.runtime.optimizer import Held, Masters, build_optimizer
+from zbc.runtime.optimizer import Held, Masters, build_optimizer, kept_by
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.private import copy_all
 from zbc.runtime.split import SplitLinear
@@ -93,7 +94,7 @@ class Sharded:
         frees: bool = False,
         scatters: bool = False,
     ) -> None:
-        self.parameters = parameters
+        self.parameters, self._options = parameters, options
         self._casts, self._frees, self._ahead = tuple(casts), frees, ahead
         self._ranks, self._mine = ranks, ranks.index(rank)
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in whole}
@@ -113,6 +114,8 @@ class Sharded:
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             for piece, parameter in self._own.items():
                 parameter.data = self._place(piece)
+        first = next(iter(self._own.values()), None) if lowered is None else None
+        self._type = torch.float32 if first is None else first.dtype  # of what is stepped
         self._flat = Flat([p for p in self._trained.values() if p.is_contiguous()]) if frees else None
         self.scatters = scatters
         self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None  # and whether all of its gradients were here
@@ -172,6 +175,47 @@ class Sharded:
     def loaded(self) -> None:
         self._inner.loaded()
         self.drop()
+
+    @property
+    def dealt(self) -> frozenset[str]:
+        """The parameters of which ranks hold pieces."""
+        return frozenset(self._trained)
+
+    def collect(self, name: str, transport: Transport) -> tuple[Tensor, dict[str, Tensor]]:
+        """All of a parameter that is dealt, and what the optimizer keeps for it; all with a copy call this, blocks."""
+        kept, shape = kept_by(self._options), self._trained[name].shape
+        wide = [key for key in kept if kept[key]]
+        single = [key for key in kept if not kept[key]]
+        shares = [[piece for piece in share if piece.name == name] for share in self._shares]
+        most = max(sum(piece.size for piece in share) for share in shares)
+        count = 1 + len(wide)
+        mine = torch.zeros(count * most + len(single) + 1, dtype=self._type, device=self._trained[name].device)
+        rows, rest = mine[: count * most].view(count, most), mine[count * most :]
+        state = {} if self.optimizer is None else self.optimizer.state
+        held = {one.name: one.tensor for one in self._inner.held()}
+        at = 0
+        for piece in shares[self._mine]:
+            tensor = held[str(piece)]
+            found = state.get(tensor, {})
+            for row, value in zip(rows, (tensor.data, *(found.get(key) for key in wide)), strict=True):
+                if value is not None:
+                    row[at : at + piece.size].copy_(value.reshape(-1))
+            if found:  # every piece of a parameter has been stepped as often
+                rest.copy_(torch.stack([*(found[key].to(rest) for key in single), rest.new_ones(())]))
+            at += piece.size
+        parts = mine.new_empty(len(self._ranks), len(mine))
+        transport.start_gather(mine, parts, self._ranks).wait()
+        whole = mine.new_empty(count, math.prod(shape))
+        for part, share in zip(parts, shares, strict=True):
+            at = 0
+            for piece in share:
+                whole[:, piece.start : piece.stop] = part[: count * most].view(count, most)[:, at : at + piece.size]
+                at += piece.size
+        told = next((part[count * most :] for part in parts if part[-1]), None)
+        value, *others = whole.view(count, *shape)
+        if told is None:
+            return value, {}
+        return value, dict(zip(wide, others, strict=True)) | dict(zip(single, told, strict=False))
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 

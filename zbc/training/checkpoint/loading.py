@@ -101,17 +101,13 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
 
 def _restore_weights(optimizer: StageOptimizer, reader: Reader, cuts: Mapping[str, Cut]) -> None:
     kept, states = _state_keys(reader), dict[int, dict[str, Tensor]]()
-    for one in optimizer.incomplete():
-        if one.tensor.numel():
-            reader.fill(one.tensor.data, MODEL + one.name, one.start)
     held = optimizer.held()
+    for one in optimizer.incomplete():
+        _fill(one, reader, cuts.get(one.name))
     for place, one in enumerate(held):
         if one.tensor.numel():
             cut = cuts.get(one.name)
-            if cut is None:
-                reader.fill(one.tensor.data, MODEL + one.name, one.start)
-            else:
-                one.tensor.data.copy_(cut.of(_whole(reader, MODEL + one.name)))
+            _fill(one, reader, cut)
             if one.tensor.requires_grad and one.name in kept:
                 states[place] = {key: _state(reader, one, f"{OPTIM}{one.name}.{key}", cut) for key in kept[one.name]}
     _set_state(optimizer, held, states)
@@ -128,18 +124,28 @@ def _state_keys(reader: Reader) -> Mapping[str, list[str]]:
     return found
 
 
-def _whole(reader: Reader, name: str) -> Tensor:
+def _fill(held: Held, reader: Reader, cut: Cut | None) -> None:
+    """Overwrite a parameter, or a piece of one."""
+    if cut is not None:
+        held.tensor.data.copy_(_part(reader, held, MODEL + held.name, cut))
+    elif held.tensor.numel():
+        reader.fill(held.tensor.data, MODEL + held.name, held.start)
+
+
+def _part(reader: Reader, held: Held, name: str, cut: Cut) -> Tensor:
+    """What is held of the part that this rank has of a tensor."""
     about = reader.tensors[name]
-    found = torch.empty(about.shape, dtype=TYPES[about.dtype])
-    reader.fill(found, name)
-    return found
+    whole = torch.empty(about.shape, dtype=TYPES[about.dtype])
+    reader.fill(whole, name)
+    part = cut.of(whole).reshape(-1)
+    return part[held.start : held.start + held.tensor.numel()].view(held.tensor.shape)
 
 
 def _state(reader: Reader, held: Held, name: str, cut: Cut | None) -> Tensor:
     """What the optimizer keeps: shaped like the parameter, of which this rank has a part, or one number."""
     about = reader.tensors[name]
     if cut is not None and about.shape == list(cut.shape):
-        return cut.of(_whole(reader, name))
+        return _part(reader, held, name, cut)
     whole = cut is None and about.shape == list(held.shape)
     if not whole and about.shape:
         raise disk.damaged(reader.folder / disk.INDEX, f"{name} is {about.shape}, its parameter {held.shape}")

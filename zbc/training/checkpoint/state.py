@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import meeting
-from zbc.runtime.optimizer import Held, StageOptimizer
-from zbc.runtime.sharded import Piece, deal
+from zbc.runtime.optimizer import StageOptimizer
+from zbc.runtime.sharded import Piece, Sharded, deal
 from zbc.runtime.stage import StageLayer
 from zbc.runtime.state import Worker
 from zbc.training.checkpoint.files import TensorPart, check_type
@@ -38,7 +38,7 @@ class HeldPart:
 
 def entries(worker: Worker) -> list[HeldPart]:
     """Everything of a rank between two steps. Raises E611 for what the files cannot hold."""
-    found = [entry for stage in worker.stages for entry in (*_weights_of(worker, stage), *_buffers(worker, stage))]
+    found = [entry for stage in sorted(worker.stages) for entry in (*_weights_of(worker, stage), *_buffers(worker, stage))]
     found += _rows(worker)
     for entry in found:
         check_type(entry.part.name, entry.part.tensor)
@@ -60,14 +60,15 @@ def _weights(worker: Worker, stage: int, optimizer: StageOptimizer, usual: tuple
     """Parameters and what the optimizer keeps for them; the ranks with the same, `usual`, share out who writes what."""
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
     shares = _shares(optimizer, usual)
+    if isinstance(optimizer, Sharded):
+        for name in sorted(worker.cuts.keys() & optimizer.dealt):
+            yield from _collected(worker, stage, name, *optimizer.collect(name, worker.transport))
     for held in optimizer.held():
         if not held.tensor.numel():  # there is nothing to keep of it
             continue
-        if held.name in worker.cuts:
-            yield from _collected(worker, stage, held, state.get(held.tensor, {}))
-        if (
-            held.name in worker.cuts or worker.share
-        ):  # of what each holds whole the first of those that share layers has all
+        if held.name in worker.cuts and held.shared:
+            yield from _collected(worker, stage, held.name, held.tensor.data, state.get(held.tensor, {}))
+        if held.name in worker.cuts or worker.share:  # what each holds whole, the first of those that share layers has
             continue
         tied = held.name in worker.tied
         holders = worker.sharing(held.name) if tied else usual
@@ -92,20 +93,22 @@ def _check_tensor(name: str, key: str, value: object) -> None:
         raise ZbcError("E611", text, hint="turn checkpoints off with checkpoint.every = 0")
 
 
-def _collected(worker: Worker, stage: int, held: Held, state: Mapping[str, Any]) -> Iterator[HeldPart]:
+def _collected(
+    worker: Worker, stage: int, parameter: str, part: Tensor, state: Mapping[str, Any]
+) -> Iterator[HeldPart]:
     """What ranks that share layers have parts of, whole again; they all call this for the same, and take turns with
     who keeps and writes it. Of several replicas the first one does.
     """
-    group, cut = worker.group, worker.cuts[held.name]
-    owner = worker.placement.rank_of(worker.tied.get(held.name, (stage,))[0])
+    group, cut = worker.group, worker.cuts[parameter]
+    owner = worker.placement.rank_of(worker.tied.get(parameter, (stage,))[0])
     if group is None or worker.replica or owner != worker.plan.rank:
         return
     seat = group.ranks[0]
-    own = [(MODEL + held.name, held.tensor.data), *((f"{OPTIM}{held.name}.{key}", state[key]) for key in sorted(state))]
+    own = [(MODEL + parameter, part), *((f"{OPTIM}{parameter}.{key}", state[key]) for key in sorted(state))]
     for turn, (name, value) in enumerate((name, value) for name, value in own if value is not None):
-        _check_tensor(held.name, name, value)
+        _check_tensor(parameter, name, value)
         writer = seat + turn % group.size
-        if value.shape != held.tensor.shape:  # one number, alike on all
+        if value.shape != part.shape:  # one number, alike on all
             yield HeldPart(TensorPart(name, tuple(value.shape), 0, value), (writer,), writer)
             continue
         whole = cut.collect(value, group)
