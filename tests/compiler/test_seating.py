@@ -107,6 +107,27 @@ def test_a_pipeline_follows_its_fast_links(tmp_path):
     assert found.costs.links[0][0, 1] == pytest.approx(ms[0][2]) != ms[0][1]
 
 
+def test_ranks_that_share_layers_are_seated_together(tmp_path):
+    """Groups of two: 0-2, 2-3 and 3-1 are fast for both ranks, 0-1 for the first of them only."""
+    wide = [[0.0] * 8 for _ in range(8)]
+    for a, b in itertools.combinations(range(8), 2):
+        near = {a // 2, b // 2} in ({0, 2}, {2, 3}, {1, 3}) or (a, b) == (0, 2)
+        wide[a][b] = 50.0 if a // 2 == b // 2 else 9.0 if near else 1.0
+    wide[4][5] = 20.0
+    path = written(tmp_path, {"gbps": wide, "us": [[0] * 8] * 8}, parallel={"pp": 4, "tp": 2})
+    found = compile_job(load_job(path))
+    assert found.program.topology.order == (0, 2, 3, 1)
+    machine = Machine.of(found.job)
+    assert machine.link((0, 1)).speed == 9e6 and machine.link((0, 3)).speed == 1e6
+    assert machine.shared_ms(1e6) == pytest.approx(1 / 20), "the slowest of the groups"
+    copies = load_job(path, ["parallel.pp=2", "parallel.dp=2", "parallel.order=[0,2,1,3]"])
+    assert Machine.of(copies).sum_ms(1e6, [0]) == pytest.approx(1.0), "0-1: the second ranks meet on a slow link"
+    with pytest.raises(ZbcError, match="each of the groups of 2 ranks 0 to 3 once"):
+        load_job(path, ["parallel.order=[0,1,2,3,4,5,6,7]"])
+    with pytest.raises(ZbcError, match="8 x 8, the run has 4 ranks"):
+        load_job(path, ["parallel.pp=2"])
+
+
 def test_the_machine_asks_the_table(tmp_path):
     job = load_job(written(tmp_path, {"us": [[0, 5, 7, 5]] * 4}, parallel={"order": [3, 1, 0, 2]}))
     machine = Machine.of(job)

@@ -38,7 +38,7 @@ MODELS = {
 
 
 def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sections):
-    parallel = {"pp": pp, "tp": tp, "dp": dp, **({"shard": sections.pop("shard")} if "shard" in sections else {})}
+    parallel = {"pp": pp, "tp": tp, "dp": dp, **sections.pop("more", {})}
     cuts = sections.pop("slices", 1)
     optimizer = {"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5, **sections.pop("optimizer", {})}
     text = toml_text(
@@ -83,6 +83,14 @@ def test_losses_and_norms_are_those_of_one_process(kind, pp, tp, dp, model, tmp_
     assert len(shared) == pp * tp * dp
     for found, meant in zip(numbers(shared), numbers(alone), strict=True):
         assert found == pytest.approx(meant, rel=1e-5)
+
+
+def test_groups_take_other_seats(tmp_path):
+    """The order names groups of ranks that share layers."""
+    numbered, turned = (plan_of(tmp_path / str(i), "zb-v", tp=2, more={"order": o}) for i, o in enumerate(([0, 1], [1, 0])))
+    first, second = run_threads(numbered, 2), run_threads(turned, 2)
+    assert numbers(first) == numbers(second)
+    assert [w.plan.rank for w in second] == [1, 1, 0, 0] and [w.share for w in second] == [0, 1, 0, 1]
 
 
 def test_weights_are_those_of_one_process_and_what_is_whole_stays_alike(tmp_path):
@@ -231,7 +239,7 @@ def test_replicas_share_out_the_parts_that_ranks_have(kind, shard, model, more, 
     """2 replicas of 2 ranks of the pipeline, each of 2 that share its layers; a checkpoint goes on as one process."""
     options = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 4}, **more}
     options["optimizer"] = {"kind": "adamw", "lr": 1e-3, **more.get("optimizer", {})}
-    found = plan_of(tmp_path / "a", kind, pp=2, tp=2, dp=2, model=model, shard=shard, **options)
+    found = plan_of(tmp_path / "a", kind, pp=2, tp=2, dp=2, model=model, more={"shard": shard}, **options)
     whole = plan_of(tmp_path / "b", kind, pp=2, tp=2, dp=2, model=model, **options)
     alone = plan_of(tmp_path / "c", "1f1b", pp=1, model=model, m=8, **options)
     shared, meant = run_threads(found, 4, folder=tmp_path / "run"), run_threads(whole, 4)

@@ -40,10 +40,20 @@ def seated(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> t
 
 
 def transfers(job: Job) -> list[list[float]]:
-    """ms of the tensor between two stages, from any rank of the run to any other."""
+    """ms of the tensor between two stages, from any rank of a pipeline to any other; where ranks share layers, each
+    sends its own to its counterpart."""
     size = estimate.boundary_bytes(job.model, job.schedule.microbatch_size) or _NOMINAL
     machine, world = Machine.of(job), range(job.parallel.pp * job.parallel.dp)
-    return [[0.0 if a == b else machine.between(a, b).ms(size) for b in world] for a in world]
+    count = job.parallel.tp
+    return [
+        [
+            0.0
+            if a == b
+            else max(machine.between(a * count + tp, b * count + tp).ms(size) for tp in range(count))
+            for b in world
+        ]
+        for a in world
+    ]
 
 
 def _with(job: Job, ranks: tuple[int, ...]) -> Job:

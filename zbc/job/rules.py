@@ -259,13 +259,10 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
             text = "config: model.compile and parallel.tp do not go together: compiled layers cannot meet others inside"
             yield ZbcError("E110", text, where=where, hint="drop model.compile, or set tp = 1")
     schedule: Schedule | None = draft.sections.get("schedule")
-    hardware: Hardware | None = draft.sections.get("hardware")
     others = {
         "schedule.slices": schedule is not None and schedule.slices != 1,
         "parallel.world": parallel.world is not None,
         "parallel.replicas": parallel.replicas is not None,
-        "parallel.order": parallel.order is not None,
-        "hardware.links": hardware is not None and hardware.links is not None,
     }
     for key in (key for key, there in others.items() if there):
         text = f"config: {key} and parallel.tp do not go together yet"
@@ -320,7 +317,8 @@ def _order_rule(draft: Draft) -> Iterator[ZbcError]:
         return
     world = parallel.pp * parallel.dp
     if sorted(parallel.order) != list(range(world)):
-        text = f"config: parallel.order does not name each of the ranks 0 to {world - 1} once"
+        what = "ranks" if parallel.tp == 1 else f"groups of {parallel.tp} ranks"
+        text = f"config: parallel.order does not name each of the {what} 0 to {world - 1} once"
         hint = f"write {list(range(world))} in the order of the pipeline" if world <= 16 else "leave it out"
         yield ZbcError("E110", text, where=draft.document.where(("parallel", "order")), hint=hint)
 

@@ -51,7 +51,8 @@ class Parallel(Section):
     )
     order: list[Annotated[int, Field(ge=0)]] | None = Field(
         None,
-        description="the ranks of the run in the order of the pipeline; default: by hardware.links, or as numbered",
+        description="the ranks of the run in the order of the pipeline, or with tp the groups that share layers; "
+        "default: by hardware.links, or as numbered",
     )
 
     @property

@@ -132,7 +132,7 @@ def _read_links(result: Draft) -> None:
     except ZbcError as error:
         result.problems.append(error)
         return
-    wrong = links.misfit(result.links, parallel.pp * parallel.dp, hardware.ranks_per_node, where)
+    wrong = links.misfit(result.links, parallel.ranks, hardware.ranks_per_node, where)
     if wrong is not None:
         result.problems.append(wrong)
     if costs is not None and costs.comm is not None:

@@ -8,7 +8,8 @@ ranks of the run `ranks_per_node` share a node, which nodes.py chooses, and link
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import NamedTuple
@@ -93,24 +94,20 @@ class Machine:
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link among these ranks of a pipeline, in whichever replica of it they are farthest apart."""
-        if self.links is not None:
-            pairs = [
-                (self.topology.rank(dp, a), self.topology.rank(dp, b))
-                for dp in range(self.topology.dp)
-                for a, b in combinations(ranks, 2)
-            ]
-            return self._slowest(pairs)
-        for dp in range(self.topology.dp):
-            if len({self.topology.rank(dp, rank) // self.node for rank in ranks}) > 1:
-                return self.far
-        return self.near
+        seats = itertools.product(range(self.topology.dp), range(self.topology.tp))
+        return self._slowest(
+            (self.topology.rank(dp, a, tp), self.topology.rank(dp, b, tp))
+            for dp, tp in seats
+            for a, b in combinations(ranks, 2)
+        )
 
     def shared_ms(self, size: float) -> float:
         """ms of a sum of `size` bytes over the ranks that share layers; they are neighbours. 0 for one rank."""
         count = self.topology.tp
         if count == 1:
             return 0.0
-        latency, speed = self.near if count <= self.node else self.far
+        groups = (self.topology.sharing(first) for first in range(0, self.topology.world, count))
+        latency, speed = self._slowest(pair for ranks in groups for pair in _ring(ranks))
         return latency + 2 * (count - 1) / count * size / speed
 
     def between(self, a: int, b: int) -> Link:
@@ -123,7 +120,7 @@ class Machine:
 
     def _slowest(self, pairs: Iterable[tuple[int, int]]) -> Link:
         """The longest latency and the least speed of pairs of ranks of the run; the near link where there are none."""
-        found = [self.between(a, b) for a, b in pairs if a != b]
+        found = {self.between(a, b) for a, b in pairs if a != b}
         return Link(max(one.latency for one in found), min(one.speed for one in found)) if found else self.near
 
     def sum_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
@@ -132,12 +129,13 @@ class Machine:
         One half sums each rank's share of the bytes, the other collects the shares: (n-1)/n of the bytes each. A ring
         is as fast as its slowest link.
         """
-        ranks = self.topology.ranks(holders)
-        count = len(ranks)
+        rings = [self.topology.ranks(holders, tp) for tp in range(self.topology.tp)]
+        count = len(rings[0])
         if count == 1:
             return 0.0
-        if self.links is not None:
-            latency, speed = self._slowest(pairwise([*ranks, ranks[0]]))
-        else:
-            latency, speed = self.far if len({rank // self.node for rank in ranks}) > 1 else self.near
+        latency, speed = self._slowest(pair for ranks in rings for pair in _ring(ranks))
         return latency + halves * (count - 1) / count * size / speed
+
+
+def _ring(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return pairwise([*ranks, ranks[0]])
