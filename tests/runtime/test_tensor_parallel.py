@@ -196,8 +196,10 @@ def test_a_loss_of_another_kind_gets_all_logits(tmp_path):
         {"optimizer": {"sync": "post-validate"}},
         {"train": {"eval_every": 2, "eval_batches": 1}, "data": {"validation": 0.2}},
         {"model_more": {"dtype": "bfloat16"}},
+        {"slices": 2},
+        {"slices": 4, "memory": {"activations": "recompute"}, "model": "qwen3"},
     ],
-    ids=["recompute", "post-validate", "evaluation", "bfloat16"],
+    ids=["recompute", "post-validate", "evaluation", "bfloat16", "slices", "slices recomputed"],
 )
 def test_what_else_a_run_may_do(how, tmp_path):
     shared = run_threads(plan_of(tmp_path / "tp", "zb-h1", tp=2, **how), 3)
@@ -294,7 +296,6 @@ def test_layers_that_cannot_be_shared_are_refused():
     [
         ({"tp": 3}, "E119", "does not divide model.heads = 4"),
         ({"model_more": {"compile": True}}, "E110", "model.compile and parallel.tp"),
-        ({"slices": 2}, "E110", "schedule.slices and parallel.tp"),
         ({"model": "llama", "tp": 4, "model_more": {"kv_heads": 2}}, "E119", "model.kv_heads = 2"),
     ],
 )

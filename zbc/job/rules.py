@@ -258,9 +258,7 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
         if model.compile:
             text = "config: model.compile and parallel.tp do not go together: compiled layers cannot meet others inside"
             yield ZbcError("E110", text, where=where, hint="drop model.compile, or set tp = 1")
-    schedule: Schedule | None = draft.sections.get("schedule")
     others = {
-        "schedule.slices": schedule is not None and schedule.slices != 1,
         "parallel.world": parallel.world is not None,
         "parallel.replicas": parallel.replicas is not None,
     }
