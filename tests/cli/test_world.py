@@ -38,6 +38,34 @@ def test_the_best_of_all_divisors_is_taken(tmp_path):
     assert [row.shape.pp for row in chosen.weighed] == [1, 2, 4, 8]
 
 
+def test_ranks_that_share_layers_are_chosen_too(tmp_path):
+    """As many as divide the heads and fit on a node; 4 ranks may share the 4 heads, and 8 are no choice."""
+    path = written(tmp_path, parallel='world = 8\ntp = "auto"', schedule='kind = "1f1b"\nbatch = 16', hardware=HARDWARE)
+    found = load_job(path)
+    assert {row.shape.tp for row in found.weighed} == {1, 2, 4}
+    assert all(row.shape.ranks == 8 for row in found.weighed)
+    assert [row.shape[:2] for row in found.weighed if row.shape.tp == 4] == [(1, 2), (2, 1)]
+    assert found.parallel.ranks == 8 and type(found.parallel.tp) is int
+    fixed = load_job(path, ["parallel.tp=2"])
+    assert {row.shape.tp for row in fixed.weighed} == {2} and fixed.parallel.tp == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["parallel.tp=3"], "parallel.tp = 3 does not divide parallel.world = 8"),
+        (["parallel.tp=2", "parallel.pp=8"], r"pp = 8 does not divide parallel.world = 8 / tp = 4"),
+        (["parallel.pp=3"], "pp = 3 does not divide parallel.world = 8"),
+        (["parallel.pp=2", "parallel.dp=2", "schedule.microbatches=4"], "parallel.world is missing"),
+    ],
+)
+def test_shares_of_layers_that_cannot_be(tmp_path, settings, said):
+    path = written(tmp_path, parallel='world = 8\ntp = "auto"', schedule='kind = "1f1b"\nbatch = 16', hardware=HARDWARE)
+    with pytest.raises(ZbcError, match=said) as caught:
+        load_job(path, settings)
+    assert caught.value.code == "E116"
+
+
 def test_what_is_only_weighed_is_a_bound(tmp_path):
     """Long steps are planned with fewer microbatches: what that says is no more than what the whole step takes."""
     path = written(tmp_path, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 256', hardware=HARDWARE)

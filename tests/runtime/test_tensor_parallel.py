@@ -85,6 +85,15 @@ def test_losses_and_norms_are_those_of_one_process(kind, pp, tp, dp, model, tmp_
         assert found == pytest.approx(meant, rel=1e-5)
 
 
+@pytest.mark.parametrize("counts", [[2, 1], [1, 2]])
+def test_stages_with_replicas_share_their_layers(counts, tmp_path):
+    replicated = plan_of(tmp_path / "a", "replicated-1f1b", pp=3, tp=2, more={"replicas": counts})
+    workers = run_threads(replicated, 3)
+    alone = run_threads(plan_of(tmp_path / "b", pp=1), 3)
+    assert len(workers) == 6
+    assert numbers(workers) == [pytest.approx(pair, rel=1e-5) for pair in numbers(alone)]
+
+
 def test_groups_take_other_seats(tmp_path):
     """The order names groups of ranks that share layers."""
     numbered, turned = (plan_of(tmp_path / str(i), "zb-v", tp=2, more={"order": o}) for i, o in enumerate(([0, 1], [1, 0])))

@@ -22,7 +22,7 @@ def best_of(weighed: Sequence[Weighed]) -> Weighed:
 def chosen_of(weighed: Sequence[Weighed]) -> str:
     """`pp 4, dp 2, the fastest of 8 ranks`."""
     shape = best_of(weighed).shape
-    return f"pp {shape.pp}, dp {shape.dp}, the fastest of {shape.pp * shape.dp} ranks"
+    return f"{shape}, the fastest of {shape.ranks} ranks"
 
 
 def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
@@ -33,14 +33,14 @@ def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
     times = iter(aligned([row.sample_ms or 0.0 for row in planned], 3))
     known = all(row.peak_bytes is not None for row in planned)
     held = iter(aligned([(row.peak_bytes or 0) / GIB for row in planned], 3) if known else [""] * len(planned))
-    rows = []
+    rows, shared = [], any(row.shape.tp > 1 for row in weighed)
     for row in weighed:
-        pp, dp, microbatches, _ = row.shape
+        pp, dp, microbatches, _, tp = row.shape
         cells = ["", ""] if row.sample_ms is None else ["> " * row.at_least + next(times), next(held)]
         mark = "<" if row is best else "" if row.error is None else row.error.code
         note = "no plan" if row.shape.why else mark
-        rows.append([str(pp), str(dp), str(microbatches or ""), *(cells if known else cells[:1]), note])
-    heads = ["pp", "dp", "microbatches", "ms/sample", *(["GiB"] if known else []), ""]
+        rows.append([str(pp), str(dp), *([str(tp)] if shared else []), str(microbatches or ""), *(cells if known else cells[:1]), note])
+    heads = ["pp", "dp", *(["tp"] if shared else []), "microbatches", "ms/sample", *(["GiB"] if known else []), ""]
     yield indented(table(heads, rows, left=0, most=None))
     if any(row.at_least for row in weighed):
         yield indented("> at least: the others are faster, so it was not planned with all of its microbatches")
@@ -50,7 +50,6 @@ def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
 
 def _reason(row: Weighed) -> str:
     """Why a shape was not planned, or may not be taken; "" where it may."""
-    at = f"pp {row.shape.pp}, dp {row.shape.dp}"
     if row.error is not None:
-        return f"{at}: [{row.error.code}] {row.error.message}"
-    return f"{at}: {row.shape.why}" if row.shape.why else ""
+        return f"{row.shape}: [{row.error.code}] {row.error.message}"
+    return f"{row.shape}: {row.shape.why}" if row.shape.why else ""

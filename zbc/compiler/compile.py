@@ -227,13 +227,13 @@ def _none_fits(found: world.World, rows: Sequence[world.Weighed]) -> ZbcError:
     if errors and len(errors) == len(rows) and len(reasons) == 1:
         return errors[0]
     lines = [
-        f"= pp {row.shape.pp}, dp {row.shape.dp}: {row.shape.why or (row.error and row.error.message)}" for row in rows
+        f"= {row.shape}: {row.shape.why or (row.error and row.error.message)}" for row in rows
     ]
     over = [row for row in rows if row.peak_bytes is not None]
     least = min(over, key=lambda row: row.peak_bytes or 0, default=None)
     hint = "set another batch, another number of ranks, or another schedule"
     if least is not None:
-        needs = f"{least.schedule} at pp {least.shape.pp}, dp {least.shape.dp} needs {size(least.peak_bytes or 0)}"
+        needs = f"{least.schedule} at {least.shape} needs {size(least.peak_bytes or 0)}"
         hint = f'of all, {needs} a rank; memory.activations = "auto" makes room'
     where = found.document.where(world.WORLD)
     return ZbcError(

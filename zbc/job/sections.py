@@ -24,7 +24,9 @@ class Parallel(Section):
 
     pp: Count = Field(description="pipeline ranks")
     dp: Count = Field(1, description="data-parallel replicas of the pipeline")
-    tp: Count = Field(1, description="ranks that share each layer of a built-in model (tensor parallel)")
+    tp: Count = Field(
+        1, description='ranks that share each layer of a built-in model (tensor parallel); with world also "auto"'
+    )
     world: Count | Literal["auto"] | None = Field(
         None, description='ranks of the run, instead of pp and dp: the fastest are taken; "auto": the GPUs there are'
     )

@@ -1,12 +1,14 @@
 """A job that says how many ranks there are, and how large a batch: which pp, dp and microbatches it can mean.
 
-`parallel.world` stands for every pp x dp = world, `schedule.batch` for batch / (dp x microbatch_size) microbatches.
+`parallel.world` stands for every pp x dp x tp = world, with the tp that is given, or where that is "auto" every one
+that fits on a node; `schedule.batch` for batch / (dp x microbatch_size) microbatches.
 Where a key and what it stands for are both given, the one from the command line counts, then the one of the file that
 extends the other; of one file E116.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,19 +16,30 @@ from typing import Any, NamedTuple
 from zbc.errors import ZbcError
 from zbc.host.cores import cores
 from zbc.host.gpus import gpus
+from zbc.job.sections import Hardware
 from zbc.job.toml import Document
 
 WORLD, BATCH, MICROBATCHES = ("parallel", "world"), ("schedule", "batch"), ("schedule", "microbatches")
 GIVEN = {"pp": ("parallel", "pp"), "dp": ("parallel", "dp")}
+TP = ("parallel", "tp")
 
 
 class Shape(NamedTuple):
-    """Ranks of a pipeline, replicas of it, and the microbatches of each; `why` there can be no plan of it."""
+    """Ranks of a pipeline, replicas of it, and the microbatches of each; `why` there can be no plan of it; the ranks
+    that share each one's layers."""
 
     pp: int
     dp: int
     microbatches: int
     why: str | None = None
+    tp: int = 1
+
+    def __str__(self) -> str:
+        return f"pp {self.pp}, dp {self.dp}{f', tp {self.tp}' if self.tp > 1 else ''}"
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +55,12 @@ class Weighed:
     error: ZbcError | None = None
 
     def as_json(self) -> dict[str, Any]:
-        pp, dp, microbatches, why = self.shape
+        pp, dp, microbatches, why, tp = self.shape
         reason = why if self.error is None else f"[{self.error.code}] {self.error.message}"
         return {
             "pp": pp,
             "dp": dp,
+            "tp": tp,
             "microbatches": microbatches or None,
             "schedule": self.schedule,
             "step_ms": self.step_ms,
@@ -69,7 +83,7 @@ class World:
         found = self.document
         for path, number in zip((*GIVEN.values(), MICROBATCHES), shape[:3], strict=True):
             found = _with(found, path, number)
-        return found
+        return _with(found, TP, shape.tp) if shape.tp > 1 or found.has(TP) else found
 
 
 def read(document: Document) -> World | Document:
@@ -82,6 +96,9 @@ def read(document: Document) -> World | Document:
     if whole and not {"pp", "world"} & parallel.keys():
         document = _with(document, GIVEN["pp"], sum(counts or ()))
         parallel = document.values["parallel"]
+    if parallel.get("tp") == "auto" and (world is None or not GIVEN.keys() - parallel.keys()):
+        text = 'config: parallel.tp = "auto" is chosen together with pp and dp, and parallel.world is missing'
+        raise ZbcError("E116", text, where=document.where(TP), hint="set parallel.world, or tp = 1")
     if (world is None and batch is None) or not _sound(parallel, schedule):
         return _shown(document)
     document, samples = _batch(document, batch)
@@ -95,11 +112,13 @@ def read(document: Document) -> World | Document:
             raise ZbcError("E116", f"config: {shape.why}", where=document.where(BATCH), hint=_NEAREST)
         return _with(bare, MICROBATCHES, shape.microbatches)
     document, count = _count(document)
-    found = World(_without(_without(document, WORLD), BATCH), tuple(_shapes(document, count, fixed, samples)))
+    shapes = tuple(shape for tp in _shared(document, count) for shape in _shapes(document, count, fixed, samples, tp))
+    found = World(_without(_without(document, WORLD), BATCH), shapes)
     only = found.shapes[0]
     return found.of(only) if len(found.shapes) == 1 and only.microbatches else found
 
 
+_NODE = Hardware.model_fields["ranks_per_node"].default
 _NEAREST = "a batch is dp x microbatch_size samples, or a multiple of it"
 
 
@@ -107,8 +126,7 @@ def _sound(parallel: Mapping[str, Any], schedule: Mapping[str, Any]) -> bool:
     """Whether the numbers are numbers; where they are not, their tables say so."""
     numbers = [parallel.get("pp", 1), parallel.get("dp", 1), schedule.get("microbatches", 1)]
     numbers += [schedule.get("microbatch_size", 1), schedule.get("batch", 1)]
-    if parallel.get("world", 1) != "auto":
-        numbers.append(parallel.get("world", 1))
+    numbers += [one for one in (parallel.get("world", 1), parallel.get("tp", 1)) if one != "auto"]
     return all(type(number) is int and number > 0 for number in numbers)
 
 
@@ -204,18 +222,40 @@ def _launched() -> int:
     return int(size) if size.isdecimal() else 0
 
 
-def _shapes(document: Document, world: int, fixed: Mapping[str, int], batch: int | None) -> list[Shape]:
-    """Every pp x dp = world with what is given of them, short pipelines first."""
+def _shared(document: Document, world: int) -> list[int]:
+    """How many ranks may share layers: as many as is given, or all that divide what they share, on one node."""
+    asked = document.values["parallel"].get("tp", 1)
+    if asked != "auto":
+        if world % asked:
+            text = f"config: parallel.tp = {asked} does not divide parallel.world = {world}"
+            near = max(d for d in range(1, asked) if world % d == 0)
+            raise ZbcError("E116", text, where=document.where(TP), hint=f"set tp = {near}, or another world")
+        return [asked]
+    model, hardware = document.values.get("model"), document.values.get("hardware")
+    counts = [model.get(key) for key in ("heads", "kv_heads", "ffn")] if isinstance(model, Mapping) else []
+    node = hardware.get("ranks_per_node") if isinstance(hardware, Mapping) else None
+    most = math.gcd(world, *(one for one in (*counts, node or _NODE) if type(one) is int and one > 0))
+    return [tp for tp in range(1, most + 1) if most % tp == 0]
+
+
+def _shapes(
+    document: Document, ranks: int, fixed: Mapping[str, int], batch: int | None, tp: int
+) -> list[Shape]:
+    """Every pp x dp x tp = ranks with what is given of them, short pipelines first."""
+    world = ranks // tp
     for key, number in fixed.items():
         if world % number:
-            text = f"config: parallel.{key} = {number} does not divide parallel.world = {world}"
+            if document.values["parallel"].get("tp") == "auto" and tp > 1:
+                return []
+            share = f"{ranks}" if tp == 1 else f"{ranks} / tp = {world}"
+            text = f"config: parallel.{key} = {number} does not divide parallel.world = {share}"
             near = max(d for d in range(1, number) if world % d == 0)
             raise ZbcError("E116", text, where=document.where(GIVEN[key]), hint=f"set {key} = {near}, or another world")
     small = [d for d in range(1, int(world**0.5) + 1) if world % d == 0] if world <= 10**9 else [1]
     every = sorted({*small, *(world // d for d in small)})
     pairs = [(pp, world // pp) for pp in every]
     pairs = [one for one in pairs if fixed.get("pp", one[0]) == one[0] and fixed.get("dp", one[1]) == one[1]]
-    return [_shape(document, pp, dp, batch) for pp, dp in pairs]
+    return [_shape(document, pp, dp, batch)._replace(tp=tp) for pp, dp in pairs]
 
 
 def _shape(document: Document, pp: int, dp: int, batch: int | None) -> Shape:
