@@ -13,7 +13,7 @@ from tests.profiles import layer, profile_of
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.recorded.replan import with_profile
 from zbc.errors import ZbcError
-from zbc.job.profile import Copy, Measured, Profile, misfits, read
+from zbc.job.profile import Copy, LinkProfile, Measured, Profile, misfits, read
 
 
 def test_what_is_written_is_read_again_byte_for_byte(tmp_path):
@@ -95,7 +95,7 @@ def test_a_profile_of_something_else_is_refused_with_every_difference(tmp_path, 
 def test_a_profile_serves_other_numbers_of_blocks_ranks_and_microbatches_and_other_names_of_the_same_widths():
     found = profile_of(job())
     for other in (job(layers=40), job(pp=2, m=32), job(model={"ffn_hidden": 128}), job(optimizer={"kind": "sgd"})):
-        where = {"device": other.hardware.device, "microbatch_size": other.schedule.microbatch_size}
+        where = {"device": other.hardware.device, "microbatch_size": other.schedule.microbatch_size, "tp": 1}
         assert misfits(found, other.model, **where) == []
 
 
@@ -108,12 +108,21 @@ def test_a_profile_serves_other_numbers_of_blocks_ranks_and_microbatches_and_oth
 )
 def test_the_order_of_a_factorys_layers_has_to_be_that_of_the_job(order, text):
     other = job(model={"family": "mine:layers", "loss": "mse"}, data={"kind": "mine:Data"})
-    assert misfits(profile_of(other, order=order), other.model, device="cpu", microbatch_size=2) == [text]
+    assert misfits(profile_of(other, order=order), other.model, device="cpu", microbatch_size=2, tp=1) == [text]
 
 
 def test_an_order_of_a_family_that_is_not_one_is_refused():
     found = profile_of(job(), order=["embed", "head", "block"])
-    assert misfits(found, job().model, device="cpu", microbatch_size=2)
+    assert misfits(found, job().model, device="cpu", microbatch_size=2, tp=1)
+
+
+def test_a_profile_of_parts_of_layers_serves_jobs_with_the_same_parts():
+    shared = job(parallel={"tp": 2})
+    found = profile_of(shared, tp=2, sums=LinkProfile(latency_us=500.0, gbps=2.0))
+    assert Profile.model_validate(found.plain()) == found and "tp" not in profile_of(job()).plain()
+    where = {"device": "cpu", "microbatch_size": 2}
+    assert misfits(found, shared.model, **where, tp=2) == []
+    assert misfits(found, shared.model, **where, tp=4) == ["parallel.tp: 2 in the profile, 4 in the job"]
 
 
 def test_only_wide_spreads_of_times_that_matter_are_named():

@@ -19,7 +19,7 @@ from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Op, Placement
-from zbc.job.profile import Host
+from zbc.job.profile import Host, LinkProfile, Origin
 from zbc.plan.directory import StoredPlan
 
 LINEAR = Placement.linear(4)
@@ -47,6 +47,19 @@ def test_times_are_those_of_the_layers_of_each_stage():
     assert found.column("w") == (6.5, 6.0, 6.0, 6.5)
     assert found.source == "profiled"
     assert found.duration(Op(Kind.BW, 1, 0)) == 10.0
+
+
+def test_ranks_that_share_layers_add_their_sums_to_what_was_measured_of_parts():
+    """Two per block in F and in B, one behind the look-up, one before the head; a BW has room for its own: 1 + 1 ms."""
+    shared = {"parallel": {"tp": 2}, **EVEN}
+    sums = LinkProfile(latency_us=1000.0, gbps=2 * 16 * 32 * 4 / 1e6)
+    found = costs(profile_of(job(), tp=2, sums=sums), **shared)
+    assert found.column("f") == pytest.approx((2.5 + 2 * 5, 2.0 + 2 * 4, 2.0 + 2 * 4, 2.5 + 2 * 4))
+    assert found.column("b") == pytest.approx((4.5 + 2 * 4, 4.0 + 2 * 4, 4.0 + 2 * 4, 4.5 + 2 * 5))
+    assert found.column("w") == (6.5, 6.0, 6.0, 6.5)
+    assert found.duration(Op(Kind.BW, 1, 0)) == 4.0 + 2 * 4, "longer than B + W = 10"
+    traced = profile_of(job(), tp=2, on=Origin(source="trace", device="cpu"))
+    assert costs(traced, **shared).column("f") == (2.5, 2.0, 2.0, 2.5), "ops of a run had their sums"
 
 
 def test_a_fused_backward_takes_what_was_measured_and_bounds_know_it():

@@ -145,7 +145,7 @@ def profile_by(described, rounds=3):
     for _ in range(times.WARM_UP + rounds):
         watch.round()
     watch.close()
-    found = Measurements(dict(watch.samples), weigh(rig, CPU), rig.order, (), {}, None, "a processor")
+    found = Measurements(dict(watch.samples), weigh(rig, CPU), rig.order, (), {}, {}, None, "a processor")
     return assemble(described, Sampling("cpu", 1, 1, rounds), found)
 
 
@@ -242,6 +242,21 @@ def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
         assert z.masters == (4 * one.parameters if case == "masters" else 0)
 
 
+def test_of_layers_that_ranks_share_the_part_of_one_is_measured():
+    """What a block keeps is counted to the byte; sums bring nothing, so one rank can be measured without the others."""
+    described = job(data=NOISE, model={"hidden": 48, "heads": 6, "seq_len": 24, "vocab": 300}, parallel={"tp": 2})
+    table = estimate.layers(described)
+    found = weigh(build_rig(described, CPU), CPU)
+    assert [found[kind].parameters for kind in ("embed", "block", "head")] == [table[i].params for i in (0, 1, -1)]
+    size, z = table[1].size, found["block"].bytes
+    assert (z.kept_b + z.input, z.kept_w, z.more_f, z.more_b) == (size.act_b, size.act_w, size.more_f, size.more_b)
+    watch = Stopwatch(build_rig(described, CPU), CPU)
+    for _ in range(times.WARM_UP + 1):
+        watch.round()
+    assert {kind for kind, name in watch.samples if name == "f"} == {"embed", "block", "head", IDLE}
+    watch.close()
+
+
 SHORT = {"seq_len": 8, "hidden": 96, "vocab": 2000}
 SHAPES = {
     **FAMILIES,
@@ -280,7 +295,7 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
     """Some of these stages end in a layer that keeps what it sends, and some hand that on to a stage of their rank."""
     described = factory("nets", 7, {"width": 24, "classes": 3}, width=24, count=6)
     rig = build_rig(described, CPU)
-    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
+    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, {}, None, "")
     profile = assemble(described, Sampling("cpu", 1, 1, 3), found)
     section = described.schedule.model_copy(update={"kind": kind})
     stages = described.partition.model_copy(update={"layers_per_stage": cut})
@@ -313,7 +328,7 @@ def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp
     profile = assemble(
         described,
         Sampling("cpu", 1, 1, 3),
-        Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, ""),
+        Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, {}, None, ""),
     )
     cut = described.partition.model_copy(update={"layers_per_stage": [3, 2, 2]})
     ranks, section = (
@@ -342,7 +357,7 @@ def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp
 def test_what_ops_need_beside_a_result_that_is_kept_and_sent_follows_too(tmp_path, cut):
     described = factory("nets", 7, {"width": 512, "classes": 3}, width=512, count=6)
     rig = build_rig(described, CPU)
-    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
+    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, {}, None, "")
     profile = assemble(described, Sampling("cpu", 1, 1, 3), found)
     stages = described.partition.model_copy(update={"layers_per_stage": cut})
     compiled = compile_job(replace(described, partition=stages, profile=profile))
@@ -360,7 +375,7 @@ def test_what_backwards_of_a_convolutional_net_rise_to_is_predicted(tmp_path, ac
     """With recompute its blocks need most in their second forward: that makes two tensors of which it keeps none."""
     described = load_job(ROOT / "plans" / "convnet.toml")
     rig = build_rig(described, CPU)
-    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, None, "")
+    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, {}, None, "")
     profile = assemble(described, Sampling("cpu", 1, 1, 3), found)
     changed = {
         "schedule": described.schedule.model_copy(update={"kind": kind, "microbatches": 5}),

@@ -96,7 +96,9 @@ def test_stages_with_replicas_share_their_layers(counts, tmp_path):
 
 def test_groups_take_other_seats(tmp_path):
     """The order names groups of ranks that share layers."""
-    numbered, turned = (plan_of(tmp_path / str(i), "zb-v", tp=2, more={"order": o}) for i, o in enumerate(([0, 1], [1, 0])))
+    numbered, turned = (
+        plan_of(tmp_path / str(i), "zb-v", tp=2, more={"order": o}) for i, o in enumerate(([0, 1], [1, 0]))
+    )
     first, second = run_threads(numbered, 2), run_threads(turned, 2)
     assert numbers(first) == numbers(second)
     assert [w.plan.rank for w in second] == [1, 1, 0, 0] and [w.share for w in second] == [0, 1, 0, 1]

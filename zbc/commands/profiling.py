@@ -171,6 +171,9 @@ def summary(found: Profile) -> Iterator[RenderableType]:
         yield indented(_memory(found, "weights", "gradients", "masters", "optimizer"))
         yield indented(_memory(found, "kept_b", "kept_w", "output"))
     yield labelled("link", _link(found))
+    if found.sums is not None:
+        speed = f"{short(found.sums.latency_us, 3)} us and {short(found.sums.gbps, 3)} GB/s"
+        yield labelled("sums", f"{speed} over {found.tp} ranks that share layers; the layers' times are without")
     if found.copies is not None:
         speeds = (
             f"{short(found.copies.to_device_gbps, 3)} GB/s to the device, {short(found.copies.to_host_gbps, 3)} back"

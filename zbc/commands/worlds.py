@@ -39,7 +39,16 @@ def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
         cells = ["", ""] if row.sample_ms is None else ["> " * row.at_least + next(times), next(held)]
         mark = "<" if row is best else "" if row.error is None else row.error.code
         note = "no plan" if row.shape.why else mark
-        rows.append([str(pp), str(dp), *([str(tp)] if shared else []), str(microbatches or ""), *(cells if known else cells[:1]), note])
+        rows.append(
+            [
+                str(pp),
+                str(dp),
+                *([str(tp)] if shared else []),
+                str(microbatches or ""),
+                *(cells if known else cells[:1]),
+                note,
+            ]
+        )
     heads = ["pp", "dp", *(["tp"] if shared else []), "microbatches", "ms/sample", *(["GiB"] if known else []), ""]
     yield indented(table(heads, rows, left=0, most=None))
     if any(row.at_least for row in weighed):

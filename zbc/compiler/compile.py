@@ -226,9 +226,7 @@ def _none_fits(found: world.World, rows: Sequence[world.Weighed]) -> ZbcError:
     reasons = {tuple((each.code, each.message) for each in error.errors) for error in errors}
     if errors and len(errors) == len(rows) and len(reasons) == 1:
         return errors[0]
-    lines = [
-        f"= {row.shape}: {row.shape.why or (row.error and row.error.message)}" for row in rows
-    ]
+    lines = [f"= {row.shape}: {row.shape.why or (row.error and row.error.message)}" for row in rows]
     over = [row for row in rows if row.peak_bytes is not None]
     least = min(over, key=lambda row: row.peak_bytes or 0, default=None)
     hint = "set another batch, another number of ranks, or another schedule"

@@ -47,9 +47,7 @@ def transfers(job: Job) -> list[list[float]]:
     count = job.parallel.tp
     return [
         [
-            0.0
-            if a == b
-            else max(machine.between(a * count + tp, b * count + tp).ms(size) for tp in range(count))
+            0.0 if a == b else max(machine.between(a * count + tp, b * count + tp).ms(size) for tp in range(count))
             for b in world
         ]
         for a in world

@@ -215,10 +215,12 @@ class Profile(Section):
     on: Origin
     model: dict[str, Any]
     microbatch_size: Count
+    tp: Count = Field(1, description="ranks that share each layer; times and bytes are of the part that one has")
     optimizer: str = Field("", description="the kind of the optimizer that `step` and bytes are of")
     layers: dict[str, LayerProfile]
     order: list[str]
     link: LinkProfile | None = None
+    sums: LinkProfile | None = Field(None, description="a sum over the ranks that share a layer, instead of a transfer")
     copies: Copy | None = Field(None, description="between host and device; on cuda")
     words: WordTimes | None = Field(None, description="of jobs whose ranks may share the vocabulary")
     reserve_bytes: Bytes | None = Field(
@@ -232,8 +234,9 @@ class Profile(Section):
         for layer in found["layers"].values():
             if not layer["slices"]:  # as they were before there were any
                 del layer["slices"]
-        if self.words is None:
-            del found["words"]
+        for name, there in (("words", self.words), ("sums", self.sums), ("tp", self.tp > 1)):
+            if not there:
+                del found[name]
         if self.copies is not None:
             found["copies"] = {name: value for name, value in found["copies"].items() if value is not None}
         return found
@@ -276,7 +279,7 @@ def model_of(model: Model) -> dict[str, Any]:
     return found
 
 
-def misfits(profile: Profile, model: Model, *, device: str, microbatch_size: int) -> list[str]:
+def misfits(profile: Profile, model: Model, *, device: str, microbatch_size: int, tp: int) -> list[str]:
     """In what a profile differs from a job, as lines of text; empty if it fits."""
     wanted = model_of(model)
     defaults = {key: info.default for key, info in Model.model_fields.items()}
@@ -284,6 +287,7 @@ def misfits(profile: Profile, model: Model, *, device: str, microbatch_size: int
     rows += [(f"model.{key}", value, None) for key, value in profile.model.items() if key not in wanted]
     rows.append(("schedule.microbatch_size", profile.microbatch_size, microbatch_size))
     rows.append(("hardware.device", profile.on.device, device))
+    rows.append(("parallel.tp", profile.tp, tp))
     lines = [f"{key}: {_word(a)} in the profile, {_word(b)} in the job" for key, a, b in rows if a != b]
     return lines or _incomplete(profile, model)
 

@@ -258,10 +258,6 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
         if model.compile:
             text = "config: model.compile and parallel.tp do not go together: compiled layers cannot meet others inside"
             yield ZbcError("E110", text, where=where, hint="drop model.compile, or set tp = 1")
-    costs: GivenCosts | None = draft.sections.get("costs")
-    if costs is not None and costs.profile:
-        text = "config: costs.profile and parallel.tp do not go together: a profile is of whole layers"
-        yield ZbcError("E110", text, where=where, hint="drop costs.profile, or set tp = 1")
 
 
 def _vocabulary_rules(draft: Draft) -> Iterator[ZbcError]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tomli
 from pydantic import ValidationError
@@ -97,16 +97,19 @@ def _without_given(document: toml.Document) -> toml.Document:
 def _read_profile(result: Draft) -> None:
     """The profile that costs.profile names; a relative path starts at the folder of the job file it is written in."""
     costs: GivenCosts | None = result.sections.get("costs")
-    model, hardware, schedule = (result.sections.get(name) for name in ("model", "hardware", "schedule"))
-    if costs is None or not costs.profile or model is None or hardware is None or schedule is None:
+    needed = [result.sections.get(name) for name in ("model", "hardware", "schedule", "parallel")]
+    if costs is None or not costs.profile or any(one is None for one in needed):
         return
+    model, hardware, schedule, parallel = cast("list[Any]", needed)
     where, path = _named(result.document, ("costs", "profile"), costs.profile)
     try:
         found = profiles.read(path, where)
     except ZbcError as error:
         result.problems.append(error)
         return
-    wrong = profiles.misfits(found, model, device=hardware.device, microbatch_size=schedule.microbatch_size)
+    wrong = profiles.misfits(
+        found, model, device=hardware.device, microbatch_size=schedule.microbatch_size, tp=parallel.tp
+    )
     if wrong:
         text = f"profile: {path.name} was made for something else"
         hint = "profile this job: `zbc profile JOB.toml -o FILE`"

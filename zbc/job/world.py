@@ -238,9 +238,7 @@ def _shared(document: Document, world: int) -> list[int]:
     return [tp for tp in range(1, most + 1) if most % tp == 0]
 
 
-def _shapes(
-    document: Document, ranks: int, fixed: Mapping[str, int], batch: int | None, tp: int
-) -> list[Shape]:
+def _shapes(document: Document, ranks: int, fixed: Mapping[str, int], batch: int | None, tp: int) -> list[Shape]:
     """Every pp x dp x tp = ranks with what is given of them, short pipelines first."""
     world = ranks // tp
     for key, number in fixed.items():

@@ -166,7 +166,8 @@ def _times(
     fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
     host = profiled.host_ms(job.profile.host, placement)
     f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("F", f), ("B", b), ("W", w), ("B", fused)))
-    return {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
+    times = {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
+    return _with_shared_layers(times, job, stages, table, again)
 
 
 def _with_shared_layers(
@@ -177,17 +178,22 @@ def _with_shared_layers(
     again: Collection[int],
 ) -> dict[str, Column]:
     """The same with the sums of tensor-parallel ranks: two in the F of a block and two in its B, one behind the look-up
-    of the embedding, one before the head. In a BW they hide behind its W.
+    of the embedding, one before the head. In a BW they hide behind its W. Measured times are of parts without sums.
 
     Costs that are given without `costs.tp` mean sums that take no time.
     """
     if job.parallel.tp == 1 or (job.costs.f is not None and not job.costs.tp):
         return times
+    measured = job.profile
+    if measured is not None and measured.on.source == "trace" and job.costs.tp is None:  # its ops had their sums
+        return times
     if job.costs.tp is not None:
         forward = backward = (job.costs.tp,) * len(stages)
     else:
         z = estimate.sizes_of(job)
-        one = Machine.of(job).shared_ms(0.0 if z is None else float(z.tokens * z.hidden * z.width))
+        size = 0.0 if z is None else float(z.tokens * z.hidden * z.width)
+        sums = None if measured is None else measured.sums
+        one = Machine.of(job).shared_ms(size) if sums is None else sums.ms(size)
         last = len(table) - 1
         forward = tuple(one * sum(1 if i == 0 else 0 if i == last else 2 for i in part) for part in stages)
         backward = tuple(one * sum(0 if i == 0 else 1 if i == last else 2 for i in part) for part in stages)
@@ -195,7 +201,8 @@ def _with_shared_layers(
     f = costs.with_ms(a=forward).each(add, "f", "a")
     whole = costs.with_ms(a=tuple(ms + (forward[s] if s in again else 0.0) for s, ms in enumerate(backward)))
     b = whole.each(add, "b", "a")
-    return {"f": f, "b": b, "w": times["w"], "bw": whole.each(lambda b, w, a: max(b + a, b + w), "b", "w", "a")}
+    fused = whole.with_ms(both=times["bw"] if "bw" in times else whole.each(add, "b", "w"))
+    return {"f": f, "b": b, "w": times["w"], "bw": fused.each(lambda b, both, a: max(b + a, both), "b", "both", "a")}
 
 
 def _with_optimizer(

@@ -87,7 +87,8 @@ def with_profile(manifest: Manifest, profile: Profile) -> Job:
 def refuse_misfit(manifest: Manifest, profile: Profile, name: str) -> None:
     """Raise E142 for a profile of something else than a plan is of."""
     job = recall.job_of(manifest)
-    wrong = misfits(profile, job.model, device=job.hardware.device, microbatch_size=manifest.microbatch_size)
+    size, tp = manifest.microbatch_size, job.parallel.tp
+    wrong = misfits(profile, job.model, device=job.hardware.device, microbatch_size=size, tp=tp)
     if wrong:
         text = f"profile: {name} was made for something else than the run"
         raise ZbcError("E142", text, hint="leave --base out, or name a profile of this job", details=wrong)

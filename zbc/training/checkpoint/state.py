@@ -38,7 +38,9 @@ class HeldPart:
 
 def entries(worker: Worker) -> list[HeldPart]:
     """Everything of a rank between two steps. Raises E611 for what the files cannot hold."""
-    found = [entry for stage in sorted(worker.stages) for entry in (*_weights_of(worker, stage), *_buffers(worker, stage))]
+    found = [
+        entry for stage in sorted(worker.stages) for entry in (*_weights_of(worker, stage), *_buffers(worker, stage))
+    ]
     found += _rows(worker)
     for entry in found:
         check_type(entry.part.name, entry.part.tensor)

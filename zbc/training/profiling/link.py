@@ -25,6 +25,7 @@ _BUSY = 0.002  # seconds that the sender computes
 _LATE = 0.004  # seconds after which a message is surely there
 _WARM_UP = 3
 _REPEATS = 6
+_IN_A_ROW = 4  # sums
 
 Samples = dict[str, list[float]]  # bytes of a tensor -> us one way; "send", "post", "take" and "agree" -> us
 
@@ -101,14 +102,40 @@ class Pair:
             torch.cuda.synchronize(self.device)
 
 
-def _manifest(messages: int) -> Manifest:
-    """Of two stages on two ranks; only who talks to whom matters, and how many messages there are."""
-    program = Program(Placement.linear(2), messages, ((Op(Kind.F, 0),), (Op(Kind.F, 1),)), ("link",))
+def sums_of(rank: int, count: int, device: torch.device, sizes: Sequence[int], rounds: int) -> Samples:
+    """us of a sum over all `count` ranks, as they meet inside of ops, by its bytes; some follow one another."""
+    network, everyone, found = (
+        Network(_manifest(1, tp=count), device, timedelta(seconds=300)),
+        (*range(count),),
+        Samples(),
+    )
+    for number in range(_WARM_UP + rounds):
+        for size in sizes:
+            tensor = torch.zeros(-(-size // 4), device=device)
+            network.all_reduce(tensor, everyone)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            for _ in range(_IN_A_ROW):
+                network.start_sum(tensor, everyone).wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            took = 1e6 * (time.perf_counter() - began) / _IN_A_ROW
+            if number >= _WARM_UP:
+                found.setdefault(str(size), []).append(took)
+    network.close()
+    return found
+
+
+def _manifest(messages: int, tp: int = 1) -> Manifest:
+    """Of two stages on two ranks, or of one on `tp`; what matters is who talks to whom, and how many messages."""
+    stages = 2 if tp == 1 else 1
+    ops = tuple((Op(Kind.F, stage),) for stage in range(stages))
     manifest, _ = assemble(
-        program,
+        Program(Placement.linear(stages), messages, ops, ("link",), tp=tp),
         parameters={},
-        layers=[["first"], ["second"]],
-        boundaries=[None],
+        layers=[[f"{stage}"] for stage in range(stages)],
+        boundaries=[None] * (stages - 1),
         microbatch_size=1,
         predicted={},
         planning={},

@@ -16,8 +16,9 @@ from zbc.ir import Kind, Op, Placement, Program
 from zbc.job.learning_rate import RateSchedule
 from zbc.job.spec import Job
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
-from zbc.runtime.hub import Hub
+from zbc.runtime.hub import Hub, HubTransport, Offer, Round, Started
 from zbc.runtime.state import Worker
+from zbc.runtime.tensor_parallel import Group
 from zbc.runtime.tensors import TensorSpec
 from zbc.training.data.data import build_samples
 from zbc.training.models.model import LayerPlan
@@ -46,7 +47,7 @@ class Rig:
         ops = _ops(len(self.layers), microbatches, slices)
         plan = _plan(self.job, names, ops, microbatches, cuts if slices > 1 else ())
         rank = RankPlan(0, plan.program.ranks[0], plan.manifest)
-        return build_worker(rank, Hub(1).end(0), device, plans=self.layers)
+        return build_worker(rank, Apart(Hub(1), 0), device, plans=self.layers)
 
     def plain(self) -> Rig:
         """The same without the layer that does nothing: it would share its tensors with its neighbours.
@@ -68,6 +69,22 @@ class Rig:
         return (*self.inputs[1:], None)[stage]
 
 
+class Idle(nn.Identity):
+    """A layer that does nothing."""
+
+    def shard(self, group: Group) -> dict[str, int]:
+        return {}
+
+
+class Apart(HubTransport):
+    """The end of a rank that has a part of each layer, without those that have the others: sums bring nothing."""
+
+    def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
+        if offer.what == "gather":
+            offer.target.copy_(offer.source.expand_as(offer.target))
+        return Started(self._hub, self.rank, Round(ranks, over=True))
+
+
 def build_rig(job: Job, device: torch.device) -> Rig:
     """Find the kinds of layers of a job. Raises E5xx where its model or its data do not work."""
     plans = [
@@ -77,7 +94,7 @@ def build_rig(job: Job, device: torch.device) -> Rig:
     order = kinds(plans, inputs)
     chosen = chain(order, inputs)
     at = min(1, len(chosen) - 1)
-    idle = LayerPlan(IDLE, nn.Identity)
+    idle = LayerPlan(IDLE, Idle)
     layers = [plans[i] for i in chosen]
     return Rig(
         job,
@@ -110,7 +127,8 @@ def _ops(stages: int, microbatches: int, slices: int) -> list[Op]:
 def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int, cuts: Sequence[int] = ()) -> StoredPlan:
     """A plan of one rank with a stage for each layer."""
     slices = max(1, len(cuts) - 1)
-    program = Program(Placement(((0,) * len(names),)), microbatches, (tuple(ops),), ("profile",), slices)
+    place = Placement(((0,) * len(names),))
+    program = Program(place, microbatches, (tuple(ops),), ("profile",), slices, tp=job.parallel.tp)
     planning, training = job.planning(), job.training()
     still = {"lr": 0.0, "schedule": RateSchedule().model_dump(mode="json"), "sync": "before-step", "zero1": False}
     manifest, _ = assemble(

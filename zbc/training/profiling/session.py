@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as ready
 from pathlib import Path
@@ -34,7 +35,7 @@ from zbc.runtime.network import bind_loopback
 from zbc.runtime.private import workspaces
 from zbc.training import devices, frames
 from zbc.training.launch.forking import fork_server
-from zbc.training.profiling.link import HostCopies, Pair, fit
+from zbc.training.profiling.link import HostCopies, Pair, fit, sums_of
 from zbc.training.profiling.link import Samples as LinkSamples
 from zbc.training.profiling.rig import IDLE, build_rig
 from zbc.training.profiling.slices import BLOCK, Took, slice_times
@@ -61,11 +62,8 @@ class Sampling:
 def effort(job: Job, *, device: str | None, threads: int | None, together: int | None, rounds: int) -> Sampling:
     """The effort with what is left open as a local run of the job would have it.
 
-    Raises E110 for layers that ranks share, E603 without a GPU.
+    Raises E603 without a GPU.
     """
-    if job.parallel.tp > 1:
-        text = f"profile: the job has parallel.tp = {job.parallel.tp}, and parts of layers cannot be measured yet"
-        raise ZbcError("E110", text, hint="plan without a profile: costs are estimated, or given in [costs]")
     device = device or job.hardware.device
     if device == "cuda" and not torch.cuda.is_available():
         hint = "use --device cpu, or a machine with a GPU"
@@ -85,6 +83,7 @@ class Measurements:
     order: tuple[str, ...]
     sizes: tuple[int, ...]  # of the tensors between layers, in bytes
     link: LinkSamples
+    sums: LinkSamples
     copies: Copy | None
     name: str
     reserve: int | None = None  # bytes of the device in use beside torch's own
@@ -99,11 +98,14 @@ def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) ->
     """
     with tempfile.TemporaryDirectory() as folder:
         found = _layers(job, how, done)
-        link: LinkSamples = {}
-        if how.device == "cpu" or torch.cuda.device_count() > 1:
-            link = _exchange(job, how, found["sizes"], folder)
+        link, sums, tp = LinkSamples(), LinkSamples(), job.parallel.tp
+        devices = max(2, tp) if how.device == "cpu" else torch.cuda.device_count()
+        if devices > 1:
+            link = _together(2, _partner, how, _around(found["sizes"]), folder)
+        if 1 < tp <= devices:
+            sums = _together(tp, partial(_sharer, tp), how, _around(found["sizes"]), folder)
         done()
-    return assemble(job, how, Measurements(link=link, **found))
+    return assemble(job, how, Measurements(link=link, sums=sums, **found))
 
 
 def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
@@ -125,7 +127,9 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
         optimizer=job.optimizer.name,
         layers={kind: _layer(found, kind, host) for kind in dict.fromkeys(found.order)},
         order=FAMILY if job.model.builtin else list(found.order),
+        tp=job.parallel.tp,
         link=fit(found.link),
+        sums=fit(found.sums),
         reserve_bytes=found.reserve,
         copies=found.copies,
         words=found.words,
@@ -244,35 +248,54 @@ def processor() -> str:
     return next(named, platform.processor() or platform.machine())
 
 
-# ---- the two ranks that exchange tensors ---------------------------------------------------------------------
+# ---- the ranks that exchange tensors, and those that sum them ------------------------------------------------
 
 
-def _exchange(job: Job, how: Sampling, sizes: tuple[int, ...], folder: str) -> LinkSamples:
-    """Tensors of a few sizes around those of the model."""
+def _around(sizes: tuple[int, ...]) -> list[int]:
+    """A few sizes around those of the model."""
     most = max(sizes, default=2**16)
     wanted = sorted({64, *(size for size in (sizes[0] if sizes else most, most // 4, most, 4 * most) if size > 64)})
-    wanted = [size for size in wanted if size <= max(_LARGEST, most)]
-    with _ranks(2, _partner, (how, wanted, folder)) as pipes:
+    return [size for size in wanted if size <= max(_LARGEST, most)]
+
+
+def _together(
+    count: int, target: Callable[..., LinkSamples], how: Sampling, sizes: list[int], folder: str
+) -> LinkSamples:
+    """What so many processes of `target` measure."""
+    with _ranks(count, target, (how, sizes, folder)) as pipes:
         found: dict[int, Any] = {}
-        while len(found) < 2:
+        while len(found) < count:
             found.update(_heard(pipes))
-    first, second = found[0], found[1]
-    return {name: [*first.get(name, ()), *second.get(name, ())] for name in {**first, **second}}
+    pooled: LinkSamples = {}
+    for rank in range(count):
+        for name, values in found[rank].items():
+            pooled.setdefault(name, []).extend(values)
+    return pooled
 
 
 def _partner(rank: int, how: Sampling, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
+    with _joined(rank, 2, how, f"{folder}/meet") as device:
+        pair = Pair(rank, device, _MOVES)
+        found = pair.measure(sizes)
+        pair.close()
+    return found
+
+
+def _sharer(count: int, rank: int, how: Sampling, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
+    with _joined(rank, count, how, f"{folder}/share") as device:
+        return sums_of(rank, count, device, sizes, _MOVES)
+
+
+@contextmanager
+def _joined(rank: int, count: int, how: Sampling, meeting: str) -> Iterator[torch.device]:
+    """A rank of a run of `count`, and its device."""
     torch.set_num_threads(how.threads)
     cuda = how.device == "cuda"
-    device = devices.place(rank) if cuda else torch.device("cpu")
     bind_loopback()
-    meeting = f"file://{folder}/meet"
-    limit = timedelta(seconds=300)
-    dist.init_process_group("nccl" if cuda else "gloo", init_method=meeting, rank=rank, world_size=2, timeout=limit)
-    pair = Pair(rank, device, _MOVES)
-    found = pair.measure(sizes)
-    pair.close()
+    where, limit = f"file://{meeting}", timedelta(seconds=300)
+    dist.init_process_group("nccl" if cuda else "gloo", init_method=where, rank=rank, world_size=count, timeout=limit)
+    yield devices.place(rank) if cuda else torch.device("cpu")
     dist.destroy_process_group()
-    return found
 
 
 # ---- processes -----------------------------------------------------------------------------------------------
