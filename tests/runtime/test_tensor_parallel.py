@@ -85,6 +85,26 @@ def test_losses_and_norms_are_those_of_one_process(kind, pp, tp, dp, model, tmp_
         assert found == pytest.approx(meant, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"dp": 2}, {"dp": 2, "more": {"shard": "gradients"}}, {"optimizer": {"sync": "post-validate"}}],
+    ids=["alone", "replicas", "scattered", "ahead"],
+)
+def test_norms_of_heads_learn_from_the_heads_of_all_ranks(more, tmp_path):
+    """Each rank has the gradient of its own heads; what comes of it is alike on all, and as in one process."""
+    shared = run_threads(plan_of(tmp_path / "tp", "1f1b", pp=2, tp=2, model="qwen3", **more), 3)
+    sync = {"optimizer": more["optimizer"]} if "optimizer" in more else {}
+    (alone,) = run_threads(plan_of(tmp_path / "one", pp=1, m=4 * more.get("dp", 1), model="qwen3", **sync), 3)
+    whole, seen = dict(alone.stages[0].parameters), {}
+    for worker in shared:
+        for stage in worker.stages.values():
+            for name, parameter in stage.parameters.items():
+                if "norm" in name:
+                    torch.testing.assert_close(parameter, whole[name], rtol=0, atol=2e-7, msg=name)
+                    assert torch.equal(seen.setdefault(name, parameter), parameter), name
+    assert any("norm_q" in name for name in seen)
+
+
 @pytest.mark.parametrize("counts", [[2, 1], [1, 2]])
 def test_stages_with_replicas_share_their_layers(counts, tmp_path):
     replicated = plan_of(tmp_path / "a", "replicated-1f1b", pp=3, tp=2, more={"replicas": counts})
@@ -171,7 +191,7 @@ def test_float64_is_exact_to_its_own_rounding():
         cuts, y, layers = {}, tokens, []
         for plan in plans:
             layer = plan.build(3)
-            cuts[plan.name] = sharding.shard(plan.name, layer, group, joined=False)
+            cuts[plan.name] = sharding.shard(plan.name, layer, group, joined=False).cuts
             layers.append(layer.double())
             y = layers[-1](y)
         loss = tensor_parallel.cross_entropy(group, 259)(y, targets)

@@ -40,6 +40,8 @@ def tentative(worker: Worker, op: Op) -> None:
     The learning rate stays until the next one: COMMIT and REDO come before it and belong to this step.
     """
     worker.finish_sums()
+    if op.stage in worker.incomplete:
+        worker.complete(op.stage)
     worker.before_update()
     masters = masters_of(worker, op)
     set_rate(masters, worker.rate(worker.phases, worker.step))

@@ -306,6 +306,8 @@ def _parcel(op: Op, found: Kept | None) -> Parcel:
 def reduce(worker: Worker, op: Op) -> None:
     """REDUCE, TIE: start to sum the gradients of a stage, or of a weight that two share, over all that hold a copy."""
     one = worker.sums[op]
+    if op.kind is Kind.REDUCE:
+        worker.complete(op.stage)
     one.start(worker.transport)
     worker.summing.append(one)
     if isinstance(one, Sharded) and one.scatters:
@@ -315,6 +317,7 @@ def reduce(worker: Worker, op: Op) -> None:
 def scatter(worker: Worker, op: Op) -> None:
     """SCATTER: the same of what gradients of a stage there are so far; those that follow add up."""
     one = worker.sharded(op)
+    worker.complete(op.stage)
     one.start(worker.transport)
     worker.scattering.append(one)
 
@@ -322,6 +325,8 @@ def scatter(worker: Worker, op: Op) -> None:
 def validate(worker: Worker, op: Op) -> None:
     """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
     worker.finish_sums()
+    for stage in worker.incomplete:
+        worker.complete(stage)
     worker.average()
     first, device = worker.phase_run.first, worker.device
     losses = {} if worker.share else {first + mb: loss for mb, loss in worker.losses.items()}

@@ -176,6 +176,8 @@ class Worker:
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shared weights: their stages, the owner's first
     group: Group | None = None  # the ranks that share this one's layers
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # the parameters of which each of them has a part
+    partial: Mapping[int, Sequence[nn.Parameter]] = field(default_factory=dict)  # by stage: each has it whole, and a
+    # part of its gradient
     vocabulary: Vocabulary | None = None  # this rank's words, if all ranks of the pipeline share them
     work: UnequalWork | None = None  # of unequal work
 
@@ -322,6 +324,23 @@ class Worker:
         self.summing.clear()
         self.scattering.clear()
         self.progress.waiting = False
+
+    def complete(self, stage: int) -> None:
+        """Sum the gradients of which each rank that shares the layers of a stage has a part; blocks."""
+        found = [p for p in self.partial.get(stage, ()) if p.grad is not None]
+        if self.group is None or not found:
+            return
+        self.progress.waiting = True
+        flat = torch.cat([p.grad.reshape(-1) for p in found if p.grad is not None])
+        self.group.start(flat).wait()
+        for parameter, part in zip(found, flat.split([p.numel() for p in found]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        self.progress.waiting = False
+
+    @functools.cached_property
+    def incomplete(self) -> list[int]:
+        """The stages whose gradients no REDUCE sums, of which each rank may have parts."""
+        return [stage for stage in sorted(self.partial) if Op(Kind.REDUCE, stage) not in self.sums]
 
     def average(self) -> None:
         """Make the gradients of layers that were frozen in some microbatches means over the others."""

@@ -119,9 +119,9 @@ def build_worker(
     shapes = by_rows[lengths[0]]
     by_slice = [by_rows[part.rows] for part in slices] or [shapes]
     parts, phases = [*ramp, plan], Phases.of(manifest) if work is None else work.phases
-    group, cuts = _group(manifest, transport), dict[str, Cut]()
+    group, cuts, partial = _group(manifest, transport), dict[str, Cut](), set[str]()
     tables = _tables(manifest, settings, plan.rank)
-    share = _sharing(group, settings, cuts) if tables is None else tables.cut
+    share = _sharing(group, settings, cuts, partial) if tables is None else tables.cut
     stages = _build_stages(parts, settings, plans, shapes, device, share)
     for stage in stages.values():
         if slices:
@@ -151,6 +151,7 @@ def build_worker(
         tied=_shared(manifest, plans),
         group=group,
         cuts=cuts,
+        partial={s: [p for name, p in stages[s].parameters.items() if name in partial] for s in mine},
         vocabulary=None
         if tables is None
         else _vocabulary(plan, settings, plans, tables, by_slice, slices, transport, device),
@@ -354,13 +355,16 @@ def _group(manifest: Manifest, transport: Transport) -> Group | None:
     return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport)
 
 
-def _sharing(group: Group | None, settings: Settings, cuts: dict[str, Cut]) -> Callable[[str, nn.Module], None]:
-    """What leaves this rank's part of a layer, and notes in `cuts` which that is."""
+def _sharing(
+    group: Group | None, settings: Settings, cuts: dict[str, Cut], partial: set[str]
+) -> Callable[[str, nn.Module], None]:
+    """What leaves this rank's part of a layer, and notes in `cuts` and `partial` which that is."""
 
     def share(name: str, layer: nn.Module) -> None:
         if group is not None:
             found = sharding.shard(name, layer, group, joined=not _by_words(settings.model))
-            cuts.update({f"{name}.{local}": cut for local, cut in found.items()})
+            cuts.update({f"{name}.{local}": cut for local, cut in found.cuts.items()})
+            partial.update(f"{name}.{local}" for local in found.partial)
 
     return share
 

@@ -5,14 +5,15 @@
     head     rows of the projection by words                             enter behind the norm
 
 Norms, learned positions and biases behind a sum are whole: the first rank alone adds the biases of proj and down, and
-so holds them. A user's layer has a method `shard(group)` that says which of its parameters are cut, and along which
+so holds them. Norms of queries and keys are whole, too, but each rank has the gradient of its own heads only: what is
+`partial` is summed once per step. A user's layer has a method `shard(group)` that says which of its parameters are cut, and along which
 dimension: {"up.weight": 0, "down.weight": 1}, or (dimension, sizes of blocks) where each block is cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -23,19 +24,27 @@ from zbc.training.models.gpt import Embed, GptBlock, GptHead
 from zbc.training.models.llama import LlamaBlock
 
 
-def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Mapping[str, Cut]:
-    """Leave this rank's part of a layer, in place; the cuts by name inside the layer.
+class Shares(NamedTuple):
+    """Of a layer, by names inside of it: the parameters of which this rank has a part, and those of whose gradient."""
+
+    cuts: Mapping[str, Cut]
+    partial: frozenset[str] = frozenset()
+
+
+def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
+    """Leave this rank's part of a layer, in place.
 
     `joined`: the head returns all logits, for a loss that knows of no parts. Raises E119 for layers without `shard`.
     """
     if isinstance(layer, Embed):
-        return _embed(layer, group)
+        return Shares(_embed(layer, group))
     if isinstance(layer, GptBlock | LlamaBlock):
-        return _block(layer, group)
+        heads = {name for name, _ in layer.named_parameters() if name.startswith(("norm_q.", "norm_k."))}
+        return Shares(_block(layer, group), frozenset(heads))
     if isinstance(layer, GptHead):
-        return _head(layer, group, joined)
+        return Shares(_head(layer, group, joined))
     if callable(getattr(layer, "shard", None)):
-        return _by_its_user(name, layer, group)
+        return Shares(_by_its_user(name, layer, group))
     text = f"model: layer {name} ({type(layer).__name__}) cannot be shared by {group.size} tensor-parallel ranks"
     raise ZbcError("E119", text, hint="give it a method shard(group) (docs/tensor_parallel.md), or set parallel.tp = 1")
 
