@@ -242,14 +242,20 @@ def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
         assert z.masters == (4 * one.parameters if case == "masters" else 0)
 
 
-def test_of_layers_that_ranks_share_the_part_of_one_is_measured():
+@pytest.mark.parametrize("sequence", [False, True])
+def test_of_layers_that_ranks_share_the_part_of_one_is_measured(sequence):
     """What a block keeps is counted to the byte; sums bring nothing, so one rank can be measured without the others."""
-    described = job(data=NOISE, model={"hidden": 48, "heads": 6, "seq_len": 24, "vocab": 300}, parallel={"tp": 2})
+    described = job(
+        data=NOISE,
+        model={"hidden": 48, "heads": 6, "seq_len": 24, "vocab": 300},
+        parallel={"tp": 2, "tp_sequence": sequence},
+    )
     table = estimate.layers(described)
     found = weigh(build_rig(described, CPU), CPU)
     assert [found[kind].parameters for kind in ("embed", "block", "head")] == [table[i].params for i in (0, 1, -1)]
     size, z = table[1].size, found["block"].bytes
     assert (z.kept_b + z.input, z.kept_w, z.more_f, z.more_b) == (size.act_b, size.act_w, size.more_f, size.more_b)
+    assert z.input == z.output == size.entry == 2 * 24 * 48 * 4 / (2 if sequence else 1)
     watch = Stopwatch(build_rig(described, CPU), CPU)
     for _ in range(times.WARM_UP + 1):
         watch.round()

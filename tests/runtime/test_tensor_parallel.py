@@ -142,6 +142,50 @@ def test_weights_are_those_of_one_process_and_what_is_whole_stays_alike(tmp_path
     assert biases == [0], "added once"
 
 
+SEQUENCE = [
+    ("1f1b", 2, 2, "gpt", {}),
+    ("zb-h1", 1, 2, "tied", {}),
+    ("zb-v", 2, 4, "llama", {}),
+    ("1f1b", 2, 2, "qwen3", {"memory": {"activations": "recompute"}}),
+    ("zb-h1", 2, 2, "rotary", {"model_more": {"dtype": "bfloat16"}}),
+    ("zb-h1", 2, 2, "gpt", {"optimizer": {"sync": "post-validate"}}),
+    ("interleaved-1f1b", 2, 2, "gpt", {"dp": 2, "more": {"shard": "optimizer"}}),
+    ("zb-h1", 2, 2, "gpt", {"train": {"eval_every": 2, "eval_batches": 1}, "data": {"validation": 0.2}}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pp", "tp", "model", "how"), few(SEQUENCE, lambda way: way[0] == "1f1b" and way[3] == "gpt")
+)
+def test_ranks_that_share_the_sequence_train_as_one_process(kind, pp, tp, model, how, tmp_path):
+    """Between the layers each has its part of the tokens, and what all hold whole stays alike to the bit."""
+    more = {"tp_sequence": True, **how.get("more", {})}
+    layers = {"layers": 6, **how.get("model_more", {})}
+    options = {key: value for key, value in how.items() if key not in ("more", "model_more")}
+    shared = run_threads(
+        plan_of(tmp_path / "tp", kind, pp=pp, tp=tp, model=model, more=more, model_more=layers, **options), 3
+    )
+    options["m"] = 4 * options.pop("dp", 1)
+    (alone,) = run_threads(plan_of(tmp_path / "one", pp=1, model=model, model_more=layers, **options), 3)
+    near = 2e-2 if "model_more" in how else 1e-5
+    for found, meant in zip(numbers(shared), numbers([alone]), strict=True):
+        assert found == pytest.approx(meant, rel=near)
+    whole, seen = dict(alone.stages[0].parameters), {}
+    for worker in shared:
+        for stage in worker.stages.values():
+            if stage.index:
+                assert stage.takes.shape == (2, 8 // tp, 32)
+            for name, parameter in stage.parameters.items():
+                cut = worker.cuts.get(name)
+                if cut is None:
+                    assert torch.equal(seen.setdefault(name, parameter), parameter), name
+                if near < 1e-3:
+                    expected = whole[name] if cut is None else cut.of(whole[name])
+                    torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5, msg=name)
+        if worker.evaluation is not None:
+            assert worker.evaluation.results[0].loss == pytest.approx(alone.evaluation.results[0].loss, rel=1e-5)
+
+
 def test_two_runs_have_the_same_bits(tmp_path):
     plan = plan_of(tmp_path, "zb-v", tp=2)
     assert numbers(run_threads(plan, 3)) == numbers(run_threads(plan, 3))
@@ -328,6 +372,9 @@ def test_layers_that_cannot_be_shared_are_refused():
         ({"tp": 3}, "E119", "does not divide model.heads = 4"),
         ({"model_more": {"compile": True}}, "E110", "model.compile and parallel.tp"),
         ({"model": "llama", "tp": 4, "model_more": {"kv_heads": 2}}, "E119", "model.kv_heads = 2"),
+        ({"tp": 1, "more": {"tp_sequence": True}}, "E119", "parallel.tp is 1"),
+        ({"more": {"tp_sequence": True}, "model_more": {"seq_len": 9}}, "E119", "does not divide model.seq_len = 9"),
+        ({"more": {"tp_sequence": True}, "slices": 2}, "E110", "both cut the sequence"),
     ],
 )
 def test_jobs_that_cannot_be_are_refused_when_read(change, code, said, tmp_path):

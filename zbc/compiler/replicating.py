@@ -43,7 +43,7 @@ def replicated(job: Job, table: Sequence[estimate.Layer]) -> Job:
 def candidates(job: Job, table: Sequence[estimate.Layer]) -> list[tuple[int, ...]]:
     """Ranks of each stage: the best by the closed form first."""
     machine, pp, m = Machine.of(job), job.parallel.pp, job.schedule.microbatches
-    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
+    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.shared)
     before = [0.0, *((known or layer.size.result) for layer in table[:-1])]
     grads = [float(GRAD_BYTES * layer.params) for layer in table]
     times = [layer.f for layer in table], [layer.backward for layer in table]

@@ -42,7 +42,7 @@ def seated(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> t
 def transfers(job: Job) -> list[list[float]]:
     """ms of the tensor between two stages, from any rank of a pipeline to any other; where ranks share layers, each
     sends its own to its counterpart."""
-    size = estimate.boundary_bytes(job.model, job.schedule.microbatch_size) or _NOMINAL
+    size = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.shared) or _NOMINAL
     machine, world = Machine.of(job), range(job.parallel.pp * job.parallel.dp)
     count = job.parallel.tp
     return [

@@ -260,6 +260,30 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
             yield ZbcError("E110", text, where=where, hint="drop model.compile, or set tp = 1")
 
 
+def _sequence_rules(draft: Draft) -> Iterator[ZbcError]:
+    """What ranks that share tokens do not go with."""
+    parallel: Parallel | None = draft.sections.get("parallel")
+    if parallel is None or not parallel.tp_sequence:
+        return
+    where = draft.document.where(("parallel", "tp_sequence"))
+    if parallel.tp == 1:
+        text = "config: parallel.tp_sequence shares tokens among ranks that share layers, and parallel.tp is 1"
+        yield ZbcError("E119", text, where=where, hint="set parallel.tp, or leave tp_sequence out")
+        return
+    model: Model | None = draft.sections.get("model")
+    schedule: Schedule | None = draft.sections.get("schedule")
+    if model is not None and not model.builtin:
+        text = f"config: parallel.tp_sequence is for the built-in models, model.family is {model.family!r}"
+        yield ZbcError("E119", text, where=where, hint="leave tp_sequence out")
+    elif model is not None and model.seq_len is not None and model.seq_len % parallel.tp:
+        text = f"config: parallel.tp = {parallel.tp} does not divide model.seq_len = {model.seq_len}"
+        near = model.seq_len // parallel.tp * parallel.tp or parallel.tp
+        yield ZbcError("E119", text, where=where, hint=f"set seq_len = {near}, or leave tp_sequence out")
+    if schedule is not None and schedule.slices != 1:
+        text = "config: schedule.slices and parallel.tp_sequence do not go together yet: both cut the sequence"
+        yield ZbcError("E110", text, where=where, hint="drop one of them")
+
+
 def _vocabulary_rules(draft: Draft) -> Iterator[ZbcError]:
     """What a vocabulary that all ranks share does not go with; "auto" leaves it at the ends there."""
     parallel: Parallel | None = draft.sections.get("parallel")
@@ -448,6 +472,7 @@ RULES = (
     _ramp_rules,
     _node_rule,
     _tensor_parallel_rules,
+    _sequence_rules,
     _vocabulary_rules,
     _order_rule,
     _replica_rule,

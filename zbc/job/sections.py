@@ -27,6 +27,7 @@ class Parallel(Section):
     tp: Count = Field(
         1, description='ranks that share each layer of a built-in model (tensor parallel); with world also "auto"'
     )
+    tp_sequence: bool = Field(False, description="these ranks also share the tokens between the layers")
     world: Count | Literal["auto"] | None = Field(
         None, description='ranks of the run, instead of pp and dp: the fastest are taken; "auto": the GPUs there are'
     )
@@ -61,6 +62,11 @@ class Parallel(Section):
     def ranks(self) -> int:
         """The ranks of a run."""
         return self.pp * self.dp * self.tp
+
+    @property
+    def shared(self) -> int:
+        """How many ranks share the tokens of what goes from stage to stage."""
+        return self.tp if self.tp_sequence else 1
 
 
 class Schedule(Section):

@@ -176,8 +176,7 @@ class Worker:
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shared weights: their stages, the owner's first
     group: Group | None = None  # the ranks that share this one's layers
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # the parameters of which each of them has a part
-    partial: Mapping[int, Sequence[nn.Parameter]] = field(default_factory=dict)  # by stage: each has it whole, and a
-    # part of its gradient
+    partial: Mapping[int, list[nn.Parameter]] = field(default_factory=dict)  # by stage: whole here, gradients are not
     vocabulary: Vocabulary | None = None  # this rank's words, if all ranks of the pipeline share them
     work: UnequalWork | None = None  # of unequal work
 
@@ -333,7 +332,8 @@ class Worker:
         self.progress.waiting = True
         flat = torch.cat([p.grad.reshape(-1) for p in found if p.grad is not None])
         self.group.start(flat).wait()
-        for parameter, part in zip(found, flat.split([p.numel() for p in found]), strict=True):
+        parts = torch.split_with_sizes(flat, [p.numel() for p in found])
+        for parameter, part in zip(found, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         self.progress.waiting = False
 

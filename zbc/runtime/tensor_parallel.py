@@ -7,7 +7,12 @@ its own columns. Both meet the whole tensors outside through two functions:
     Group.leave    forward: the sum of outputs  backward: nothing
 
 so F has one sum per pair of linear layers, B another, W none; in a BW the weight gradients that are due run beside the
-sum. All ranks of a group run the same ops in the same order,
+sum. With a shared sequence (arXiv 2205.05198) each rank has its part of the tokens outside of them:
+
+    Group.enter    forward: the tokens of all                backward: the sum of the gradients of one's own tokens
+    Group.leave    forward: the sum of outputs of one's own  backward: the gradients of all
+
+All ranks of a group run the same ops in the same order,
 and get the same bits from every sum: what they hold whole, such as norms, stays alike without being compared.
 """
 
@@ -23,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zbc.runtime import words
-from zbc.runtime.slot import current_slot
+from zbc.runtime.slot import Slot, current_slot
 from zbc.runtime.transport import Pending, Transport
 
 
@@ -33,6 +38,7 @@ class Group(NamedTuple):
     ranks: tuple[int, ...]
     place: int
     transport: Transport
+    sequence: bool = False  # whether each has its part of the tokens between the layers
 
     @property
     def size(self) -> int:
@@ -54,11 +60,26 @@ class Group(NamedTuple):
 
     def enter(self, x: Tensor) -> Tensor:
         """What all ranks have, into layers of which each has a part."""
-        return _apply(_Enter, x, self)
+        return _apply(_EnterWhole if self.sequence else _Enter, x, self)
 
     def leave(self, x: Tensor) -> Tensor:
         """What each rank has a term of: the sum."""
-        return _apply(_Leave, x, self)
+        return _apply(_LeavePart if self.sequence else _Leave, x, self)
+
+    def tokens(self, x: Tensor) -> tuple[Tensor, Pending]:
+        """Start to collect (batch, tokens, ...) of all ranks, each of which has its own; `joined` when it is there."""
+        parts = x.new_empty((self.size, x.numel()))
+        return parts, self.transport.start_gather(x.reshape(-1), parts, self.ranks)
+
+    def joined(self, parts: Tensor, x: Tensor) -> Tensor:
+        """What `tokens` has collected, of tensors like `x`."""
+        return torch.cat(list(parts.view(self.size, *x.shape)), 1)
+
+    def scatter(self, x: Tensor) -> tuple[Tensor, Pending]:
+        """Start to sum (batch, tokens, ...) over all ranks, for each its part of the tokens."""
+        parts = torch.stack(x.chunk(self.size, 1))
+        mine = torch.empty_like(parts[0])
+        return mine, self.transport.start_scatter(parts.view(self.size, -1), mine.view(-1), self.ranks)
 
     def join(self, x: Tensor, count: int) -> Tensor:
         """What each rank has some of the last `count` features of, as `bounds` says: all of them."""
@@ -118,11 +139,8 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, slot = grads[0].clone(memory_format=torch.contiguous_format), ctx.slot
-        pending = ctx.group.start(grad)
-        if slot is not None and slot.fills:
-            slot.run()
-        pending.wait()
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        _meanwhile(ctx.slot, ctx.group.start(grad))
         return grad, None
 
 
@@ -136,6 +154,43 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return grads[0], None
+
+
+class _EnterWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.slot = group, current_slot()
+        parts, pending = group.tokens(x)
+        pending.wait()
+        return group.joined(parts, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        mine, pending = ctx.group.scatter(grads[0])
+        _meanwhile(ctx.slot, pending)
+        return mine, None
+
+
+class _LeavePart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.slot = group, current_slot()
+        mine, pending = group.scatter(x)
+        pending.wait()
+        return mine
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        parts, pending = ctx.group.tokens(grads[0])
+        _meanwhile(ctx.slot, pending)
+        return ctx.group.joined(parts, grads[0]), None
+
+
+def _meanwhile(slot: Slot | None, pending: Pending) -> None:
+    """Wait, and run the weight gradients that are due beside it where they belong to the same op."""
+    if slot is not None and slot.fills:
+        slot.run()
+    pending.wait()
 
 
 class _Join(torch.autograd.Function):

@@ -196,6 +196,8 @@ def shapes_of(
         first = first._replace(shape=(first.shape[0], rows, *first.shape[2:]))
         with within(Inside(Part(0, 0, rows, rows))):
             found = look(plans, first, rows=rows)
+    if _shares_sequence(manifest):
+        found = found.of_tokens(manifest.topology.tp)
     if not shared:
         return found
     sizes = dict(zip(found.parameters, found.sizes, strict=True)) | table_sizes(settings.model)
@@ -352,7 +354,13 @@ def _vocabulary(
 def _group(manifest: Manifest, transport: Transport) -> Group | None:
     """The ranks that share the layers of this one."""
     run, rank = manifest.topology, transport.rank
-    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport)
+    sequence = _shares_sequence(manifest)
+    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport, sequence)
+
+
+def _shares_sequence(manifest: Manifest) -> bool:
+    """Whether each of the ranks that share layers has its part of the tokens between them."""
+    return bool(manifest.planning.get("parallel", {}).get("tp_sequence", False))
 
 
 def _sharing(

@@ -194,6 +194,7 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         experts=model.experts or 0,
         top_k=model.met,
         past=past,
+        shared=job.parallel.shared,
     )
 
 
@@ -276,9 +277,10 @@ def optimizer_bytes(options: Optimizer, parameters: str) -> tuple[float, float]:
     return plain, step + publish + 2 * (4 + state)
 
 
-def boundary_bytes(model: Model, size: int) -> float:
-    """Bytes of the tensor between two stages for one microbatch; 0 where only the runtime can know (factories)."""
+def boundary_bytes(model: Model, size: int, shared: int = 1) -> float:
+    """Bytes of the tensor between two stages for one microbatch, of which each of `shared` ranks has some tokens; 0
+    where only the runtime can know (factories)."""
     if not model.builtin or model.hidden is None or model.seq_len is None:
         return 0.0
     # The residual stream has the type of the parameters, under autocast too.
-    return (2.0 if model.parameters == "bfloat16" else 4.0) * size * model.seq_len * model.hidden
+    return (2.0 if model.parameters == "bfloat16" else 4.0) * size * model.seq_len * model.hidden / shared

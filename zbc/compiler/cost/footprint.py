@@ -122,10 +122,16 @@ class Sizes:
     experts: int = 0  # MLPs of width `mlp` beside each other, of which a token meets `top_k`
     top_k: int = 0
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
+    shared: int = 1  # ranks that each have their part of the tokens outside of the linear layers
 
     @property
     def tokens(self) -> int:
         return self.sequences * self.seq_len
+
+    @property
+    def own(self) -> float:
+        """Of the tokens, what a rank has outside of the linear layers."""
+        return self.tokens / self.shared
 
     @property
     def matrices(self) -> int:
@@ -199,7 +205,7 @@ def _weight_grad(elements: float, width: int, *, first: bool) -> float:
 def embedding(z: Sizes) -> Footprint:
     """Of the embedding of a sequence's tokens, and of their positions where these are learned."""
     rows = z.stream * z.hidden * z.tokens
-    places = 0 if z.rotary else z.stream * z.hidden * z.seq_len  # one row per position, for all sequences
+    places = 0 if z.rotary else z.stream * z.hidden * z.seq_len / z.shared  # a row per position, for all sequences
     more = 0 if z.rotary else rows + places
     table, fresh = (_weight_grad(z.vocab * z.hidden, z.stream, first=first) for first in (False, True))
     came = GRAD_BYTES * (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
@@ -207,8 +213,8 @@ def embedding(z: Sizes) -> Footprint:
         act_b=8 * z.tokens,
         act_w=8 * z.tokens + rows + places,
         entry=8 * z.tokens,
-        result=rows,
-        keeps_given=True,
+        result=rows / z.shared,
+        keeps_given=z.shared == 1,
         more_f=more,
         more_alone=more,
         more_b=places,
@@ -230,6 +236,7 @@ def block(z: Sizes) -> Footprint:
     met = z.top_k or 1
     f = met * z.mlp  # of all MLPs that a token meets
     grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
+    spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a sum
     turned = 2 * q + k if z.rotary else 0  # and a copy of the attention's output, which lies in another order then
     routed = 2 * met * h if z.experts else 0
     inside = 2 * h + 2 * q + 2 * k + turned + routed + (4 if z.gated else 2) * f
@@ -242,18 +249,18 @@ def block(z: Sizes) -> Footprint:
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     rise_w, rise_bw = (None, None) if z.experts else _rises(z, grad)
     return Footprint(
-        act_b=(2 * z.stream * h + 2 * z.norm + z.head_norms + inside * n + 4 * z.heads + 8 * z.experts) * t,
+        act_b=2 * (z.stream * h + z.norm) * z.own + (z.head_norms + inside * n + 4 * z.heads + 8 * z.experts) * t,
         act_w=(2 * h + 2 * met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
-        entry=z.stream * h * t,
-        result=z.stream * h * t,
-        keeps_given=not z.cast,
-        more_f=h * n * t,
+        entry=z.stream * h * z.own,
+        result=z.stream * h * z.own,
+        keeps_given=not z.cast and z.shared == 1,
+        more_f=h * n * t + spread,
         more_alone=(4 if z.gated else 2) * f * n * t,
-        more_b=(3 if z.gated else 2) * f * n * t + grad,
+        more_b=(3 if z.gated else 2) * f * n * t + grad + spread,
         more_w=more_w,
-        more_bw=more_bw,
+        more_bw=more_bw + spread,
         first_w=first_w,
-        first_bw=first_bw,
+        first_bw=first_bw + spread,
         came_b=GRAD_BYTES * z.norms,
         came_w=GRAD_BYTES * (z.matrices + z.vectors - z.norms),
         rise_w=rise_w,
@@ -275,7 +282,7 @@ def _rises(z: Sizes, grad: float) -> tuple[float, float]:
     """
     h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
     f, up = n * z.mlp * t, n * (2 if z.gated else 1) * z.mlp * t
-    inside, norm = n * (4 if z.gated else 2) * z.mlp * t, z.norm * t  # what the MLP kept, and its norm
+    inside, norm = n * (4 if z.gated else 2) * z.mlp * t, z.norm * z.own  # what the MLP kept, and its norm
     attended = n * ((2 * q + k if z.rotary else 0) + q) * t
     near, far, heads = n * h * t, n * q * t, n * (q + 2 * k) * t
     # (inputs, outputs, whether it has a bias, bytes of its input, of its output, what there is more than before BW)
@@ -310,9 +317,9 @@ def head(z: Sizes) -> Footprint:
     norm = h if z.gated else 2 * h
     cast = logits if z.stream < GRAD_BYTES else 0.0  # when the gradient of a narrow weight is, that of logits has gone
     return Footprint(
-        act_b=(z.stream * h + z.norm + h * n + 4 * vocab + 8) * t,
+        act_b=(z.stream * h + z.norm) * z.own + (h * n + 4 * vocab + 8) * t,
         act_w=(h + vocab) * n * t,
-        entry=(z.stream * h + 8) * t,
+        entry=z.stream * h * z.own + 8 * t,
         more_f=logits + wide,
         more_alone=logits + wide + 4 * vocab * t,
         more_b=8 * vocab * t,

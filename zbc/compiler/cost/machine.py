@@ -101,14 +101,17 @@ class Machine:
             for a, b in combinations(ranks, 2)
         )
 
-    def shared_ms(self, size: float) -> float:
-        """ms of a sum of `size` bytes over the ranks that share layers; they are neighbours. 0 for one rank."""
+    def shared_ms(self, size: float, *, halves: int = 2) -> float:
+        """ms of a sum of `size` bytes over the ranks that share layers; they are neighbours. 0 for one rank.
+
+        Its halves are as in `sum_ms`.
+        """
         count = self.topology.tp
         if count == 1:
             return 0.0
         groups = (self.topology.sharing(first) for first in range(0, self.topology.world, count))
         latency, speed = self._slowest(pair for ranks in groups for pair in _ring(ranks))
-        return latency + 2 * (count - 1) / count * size / speed
+        return latency + halves * (count - 1) / count * size / speed
 
     def between(self, a: int, b: int) -> Link:
         """The link of two ranks of the run."""

@@ -192,11 +192,17 @@ def _with_shared_layers(
     else:
         z = estimate.sizes_of(job)
         size = 0.0 if z is None else float(z.tokens * z.hidden * z.width)
-        sums = None if measured is None else measured.sums
-        one = Machine.of(job).shared_ms(size) if sums is None else sums.ms(size)
-        last = len(table) - 1
-        forward = tuple(one * sum(1 if i == 0 else 0 if i == last else 2 for i in part) for part in stages)
-        backward = tuple(one * sum(0 if i == 0 else 1 if i == last else 2 for i in part) for part in stages)
+        sums, last = None if measured is None else measured.sums, len(table) - 1
+        if not job.parallel.tp_sequence:
+            one = Machine.of(job).shared_ms(size) if sums is None else sums.ms(size)
+            first, ends = (1.0, 0.0), (0.0, 1.0)  # of the embedding, and of the head, in F and in B
+        else:  # a half where tokens come together, a half where they are shared out again
+            one = 2 * Machine.of(job).shared_ms(size, halves=1) if sums is None else sums.ms(size)
+            first = ends = (0.5, 0.5)
+        forward, backward = (
+            tuple(one * sum(first[way] if i == 0 else ends[way] if i == last else 2 for i in part) for part in stages)
+            for way in (0, 1)
+        )
     costs = Costs(times, {}, ())
     f = costs.with_ms(a=forward).each(add, "f", "a")
     whole = costs.with_ms(a=tuple(ms + (forward[s] if s in again else 0.0) for s, ms in enumerate(backward)))

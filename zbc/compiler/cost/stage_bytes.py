@@ -164,7 +164,7 @@ def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:
 
 def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
     """Bytes of the tensor after each stage but the last: as a profile saw it, or as it is known of a family."""
-    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size)
+    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.shared)
     return [known or table[part[-1]].size.result for part in stages[:-1]]
 
 

@@ -55,7 +55,7 @@ def embedding(z: Sizes) -> Work:
     """Of looking up the tokens of a microbatch, and their positions where these are learned."""
     params = (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
     rows = z.stream * z.hidden * z.tokens
-    found = Kernel(0, (2 if z.rotary else 5) * rows)
+    found = Kernel(0, (2 + (0 if z.rotary else 3) / z.shared) * rows)
     dense = Kernel(0, rows + 3 * GRAD_BYTES * params)  # a dense gradient is filled, then added
     return Work((found,), (), (dense,))
 
@@ -102,7 +102,7 @@ def _plain_forward(z: Sizes) -> float:
     activation = (5 if z.gated else 2) * n * z.mlp * each
     # A token's row is copied to each of its experts; what they return is read, weighted and added up.
     routed = n * (1 + 3 * z.top_k) * z.hidden + 8 * z.experts if z.experts else 0
-    return _norm_share(z) * _norm_forward(z) + sums + turned + activation + routed
+    return _around(z, _norm_forward(z), sums) + turned + activation + routed
 
 
 def _plain_backward(z: Sizes) -> float:
@@ -114,7 +114,12 @@ def _plain_backward(z: Sizes) -> float:
     routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.experts if z.experts else 0
     biases = 0 if z.gated else n * (z.queries + 2 * z.keys + 2 * z.hidden + z.mlp)
     joined = 2 * n * (z.queries + 2 * z.keys)
-    return _norm_share(z) * _norm_backward(z) + sums + turned + activation + routed + biases + joined
+    return _around(z, _norm_backward(z), sums) + turned + activation + routed + biases + joined
+
+
+def _around(z: Sizes, norm: float, sums: float) -> float:
+    """Of norms and sums, per token; ranks may share the tokens of the residual stream."""
+    return (2 * norm + sums) / z.shared + (_norm_share(z) - 2) * norm
 
 
 def _norm_width(z: Sizes) -> int:
@@ -173,7 +178,7 @@ def head(z: Sizes) -> Work:
 def last_norm(z: Sizes) -> Work:
     """Of the norm before the projection alone."""
     count = _norm_count(z)
-    return Work((Kernel(0, _norm_forward(z) * z.tokens, count),), (Kernel(0, _norm_backward(z) * z.tokens, count),), ())
+    return Work((Kernel(0, _norm_forward(z) * z.own, count),), (Kernel(0, _norm_backward(z) * z.own, count),), ())
 
 
 def words(z: Sizes) -> Work:

@@ -38,6 +38,7 @@ class Embed(nn.Module):
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = nn.Embedding(seq_len, hidden) if learned else None
         self.look_up: Callable[[Tensor], Tensor] = self._look_up
+        self.place = 0  # of this rank's part of the tokens, where ranks share the sequence
         self.index: Tensor
         self.register_buffer("index", torch.arange(seq_len), persistent=False)
         for table in (self.tokens, self.positions):
@@ -52,8 +53,8 @@ class Embed(nn.Module):
             return x
         if rows_now() is not None:
             return x + self.positions(positions(tokens))  # type: ignore[no-any-return]
-        start = first_row()
-        return x + self.positions(self.index[start : start + tokens.shape[1]])  # type: ignore[no-any-return]
+        start = first_row() + self.place * x.shape[1]
+        return x + self.positions(self.index[start : start + x.shape[1]])  # type: ignore[no-any-return]
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         return self.tokens(tokens)  # type: ignore[no-any-return]

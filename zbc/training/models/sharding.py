@@ -6,8 +6,10 @@
 
 Norms, learned positions and biases behind a sum are whole: the first rank alone adds the biases of proj and down, and
 so holds them. Norms of queries and keys are whole, too, but each rank has the gradient of its own heads only: what is
-`partial` is summed once per step. A user's layer has a method `shard(group)` that says which of its parameters are cut, and along which
-dimension: {"up.weight": 0, "down.weight": 1}, or (dimension, sizes of blocks) where each block is cut.
+`partial` is summed once per step. Where ranks share the sequence, so is what each holds whole.
+
+A user's layer has a method `shard(group)` that says which of its parameters are cut, and along which dimension:
+{"up.weight": 0, "down.weight": 1}, or (dimension, sizes of blocks) where each block is cut.
 """
 
 from __future__ import annotations
@@ -36,17 +38,24 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
 
     `joined`: the head returns all logits, for a loss that knows of no parts. Raises E119 for layers without `shard`.
     """
-    if isinstance(layer, Embed):
-        return Shares(_embed(layer, group))
-    if isinstance(layer, GptBlock | LlamaBlock):
-        heads = {name for name, _ in layer.named_parameters() if name.startswith(("norm_q.", "norm_k."))}
-        return Shares(_block(layer, group), frozenset(heads))
-    if isinstance(layer, GptHead):
-        return Shares(_head(layer, group, joined))
+    if isinstance(layer, Embed | GptBlock | LlamaBlock | GptHead):
+        found = _built_in(layer, group, joined)
+        whole = {name for name, _ in layer.named_parameters()} - found.keys() - _ADDED
+        return Shares(found, frozenset(name for name in whole if group.sequence or name.startswith(_OF_HEADS)))
     if callable(getattr(layer, "shard", None)):
         return Shares(_by_its_user(name, layer, group))
     text = f"model: layer {name} ({type(layer).__name__}) cannot be shared by {group.size} tensor-parallel ranks"
     raise ZbcError("E119", text, hint="give it a method shard(group) (docs/tensor_parallel.md), or set parallel.tp = 1")
+
+
+_OF_HEADS = ("norm_q.", "norm_k.")
+_ADDED = {"proj.bias", "down.bias"}  # behind a sum: the first rank's alone
+
+
+def _built_in(layer: Embed | GptBlock | LlamaBlock | GptHead, group: Group, joined: bool) -> dict[str, Cut]:
+    if isinstance(layer, Embed):
+        return _embed(layer, group)
+    return _head(layer, group, joined) if isinstance(layer, GptHead) else _block(layer, group)
 
 
 def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
@@ -69,6 +78,7 @@ def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
     cut = _keep(layer.tokens, "weight", 0, [words], group)
     layer.tokens.num_embeddings = stop - first
     layer.look_up = look_up(group, layer.tokens, first, stop - first)
+    layer.place = group.place if group.sequence else 0
     return {"tokens.weight": cut}
 
 

@@ -57,6 +57,18 @@ class Shapes:
     before: Mapping[str, Laid]
     output: TensorSpec
 
+    def of_tokens(self, count: int) -> Shapes:
+        """The same where each of `count` ranks has its part of the tokens of what goes from layer to layer."""
+
+        def part(laid: Laid) -> Laid:
+            batch, tokens, *rest = laid.spec.shape
+            return Laid(laid.spec._replace(shape=(batch, tokens // count, *rest)))
+
+        laid = self.laid[:1] + tuple(map(part, self.laid[1:]))
+        first, *others = self.before
+        before = {first: self.before[first]} | {name: part(self.before[name]) for name in others}
+        return replace(self, inputs=self.inputs[:1] + tuple(one.spec for one in laid[1:]), laid=laid, before=before)
+
 
 class _Seen(NamedTuple):
     """What a layer did. `trains`: its output wants a gradient; `passes`: the gradient of its output reaches its input,
