@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ranks import results
 from record import Record

@@ -88,10 +88,18 @@ def test_weights_that_layers_share_are_summed_over_all_that_hold_them(pool, sche
     same(unpack([grads for _, _, grads, _ in found]), expected.grads, 1e-6)
 
 
-@pytest.mark.parametrize(("kind", "pp", "tp"), few([("1f1b", 1, 4), ("zb-v", 2, 2)], [("zb-v", 2, 2)]))
-def test_ranks_that_share_layers_find_the_numbers_of_one_process(pool, kind, pp, tp, tmp_path):
-    plan = test_tensor_parallel.plan_of(tmp_path / "tp", kind, pp=pp, tp=tp)
-    (alone,) = run_threads(test_tensor_parallel.plan_of(tmp_path / "one", pp=1), 3)
+SHARING = [
+    ("1f1b", 1, 4, 1, {}),
+    ("zb-v", 2, 2, 1, {}),
+    ("zb-v", 2, 2, 1, {"tp_sequence": True}),
+    ("1f1b", 1, 2, 2, {"tp_sequence": True, "shard": "optimizer"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "pp", "tp", "dp", "more"), few(SHARING, SHARING[1:2]))
+def test_ranks_that_share_layers_find_the_numbers_of_one_process(pool, kind, pp, tp, dp, more, tmp_path):
+    plan = test_tensor_parallel.plan_of(tmp_path / "tp", kind, pp=pp, tp=tp, dp=dp, more=more)
+    (alone,) = run_threads(test_tensor_parallel.plan_of(tmp_path / "one", pp=1, m=4 * dp), 3)
     found = pool.run(train, plan, 3)
     for losses, norms, *_ in found:
         assert losses == pytest.approx([one.loss for one in alone.results], rel=1e-5)
