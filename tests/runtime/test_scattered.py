@@ -50,6 +50,56 @@ def test_losses_and_weights_are_those_of_whole_gradients(schedule):
         torch.testing.assert_close(found, before[name], rtol=0, atol=2e-5, msg=name)
 
 
+def trained(folder, schedule, shard, resident, **model):
+    """Four steps of a job on 2 x 2 ranks, 4 stages each; the predicted and the held peaks of each rank as well."""
+    more = {"memory": {"resident": resident}} if resident else {}
+    asked = job(
+        model={"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, **model},
+        layers=22,
+        pp=2,
+        parallel={"dp": 2, "shard": shard},
+        schedule={"kind": schedule, "chunks": 4, "microbatches": 4, "microbatch_size": 2},
+        optimizer={"lr": 1e-3, "clip_grad_norm": 0.5},
+        data={"kind": "synthetic"},
+        hardware={"link_gbps": 1e5, "link_us": 0.0},
+        **more,
+    )
+    compiled = compile_job(asked)
+    compiled.write(folder)
+    scales = {}
+    plan = StoredPlan.read(folder)
+    workers = run_threads(plan, 4, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
+    found = [[scales[one] for one in plan.manifest.topology.ranks([rank])] for rank in range(2)]
+    return compiled, workers, list(zip(peaks(compiled.program, compiled.costs), found, strict=True))
+
+
+@pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "breadth-first"], 1))
+@pytest.mark.parametrize("resident", few([1, 2], 1))
+def test_weights_and_gradients_are_shared_out_together(schedule, resident, tmp_path):
+    """ZeRO-3: the numbers of a training without. Messages are as large as what they save in a model this small."""
+    _, plain, _ = trained(tmp_path / "plain", schedule, "optimizer", None)
+    _, _, weights = trained(tmp_path / "weights", schedule, "weights", resident)
+    compiled, both, found = trained(tmp_path / "all", schedule, "all", resident)
+    kinds = {op.kind for _, _, op in compiled.program}
+    assert {Kind.FREE, Kind.GATHER} <= kinds and (Kind.SCATTER in kinds) == (schedule != "breadth-first")
+    for one, other in zip(plain, both, strict=True):
+        assert [r.loss for r in other.results] == pytest.approx([r.loss for r in one.results], abs=1e-5)
+    for (predicted, scales), (before, _) in zip(found, weights, strict=True):
+        assert predicted.gradients < 0.8 * before.gradients and predicted.weights == before.weights
+        held = min((one.held.peak for one in scales), key=lambda peak: abs(peak - predicted.bytes))
+        assert predicted.bytes == pytest.approx(held, rel=0.06)
+
+
+@pytest.mark.parametrize("lowered", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}])
+def test_gradients_of_narrow_weights_are_shared_out(lowered, tmp_path):
+    """Gradients are float32 there, too; forward rounds, so another order of their sum shows in the fourth digit."""
+    _, plain, _ = trained(tmp_path / "plain", "interleaved-1f1b", "optimizer", None, **lowered)
+    _, shared, _ = trained(tmp_path / "shared", "interleaved-1f1b", "gradients", None, **lowered)
+    for one, other in zip(plain, shared, strict=True):
+        assert [r.loss for r in other.results] == pytest.approx([r.loss for r in one.results], rel=1e-4)
+        assert [r.grad_norm for r in other.results] == pytest.approx([r.grad_norm for r in one.results], rel=1e-3)
+
+
 def broken(change):
     program = make_program("interleaved-1f1b", 2, 4, copies=2, sharded=True, scatters=True)
     ops = list(program.ranks[0])

@@ -61,7 +61,7 @@ class Lowering:
 
     @classmethod
     def of(cls, job: Job) -> Lowering:
-        if job.shard != "weights":
+        if not job.parallel.frees:
             return cls(job.optimizer.sync, weave=Weave(job.vocabulary) if job.vocabulary else None)
         given = None if isinstance(job.memory.resident, str) else job.memory.resident
         return cls(job.optimizer.sync, GatherWeights(given, with_w=not job.model.builtin, room=job.room))

@@ -32,8 +32,8 @@ def _others(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield ("model.tie_embeddings" if model.tie_embeddings else "model.ties"), _SHARED
         if model.compile:
             yield "model.compile", "a compiled layer cannot leave out its weight gradients in some microbatches only"
-    if parallel is not None and parallel.shard == "gradients":
-        yield 'parallel.shard = "gradients"', "gradients are summed over ranks before their mean is known"
+    if parallel is not None and parallel.scatters:
+        yield f'parallel.shard = "{parallel.shard}"', "gradients are summed over ranks before their mean is known"
     if parallel is not None and parallel.replicas is not None:
         yield "parallel.replicas", "the replicas of a stage do not know what the others have left out"
     if schedule is not None:

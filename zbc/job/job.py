@@ -75,8 +75,7 @@ class Job:
 
     @property
     def shard(self) -> str:
-        """What replicas of a stage share out: "none", "optimizer", "gradients" or "weights"; optimizer.zero1 is the
-        second."""
+        """What replicas of a stage share out, as `parallel.shard`; optimizer.zero1 is "optimizer"."""
         return "optimizer" if self.parallel.shard == "none" and self.optimizer.zero1 else self.parallel.shard
 
     @property

@@ -162,12 +162,12 @@ def _sharding_rules(draft: Draft) -> Iterator[ZbcError]:
     if parallel is None or optimizer is None or memory is None:
         return
     where = draft.document.where
-    if parallel.shard in ("gradients", "weights") and optimizer.sync == "post-validate":
+    if (parallel.frees or parallel.scatters) and optimizer.sync == "post-validate":
         text = f'config: parallel.shard = "{parallel.shard}" and optimizer.sync = "post-validate" exclude each other'
         hint = 'drop sync, or set shard = "optimizer"'
         yield ZbcError("E118", text, where=where(("parallel", "shard")), hint=hint)
-    if parallel.shard != "weights" and asks(memory, "resident"):
-        text = f'config: memory.resident goes with parallel.shard = "weights", shard is "{parallel.shard}"'
+    if not parallel.frees and asks(memory, "resident"):
+        text = f'config: memory.resident goes with parallel.shard = "weights" or "all", shard is "{parallel.shard}"'
         yield ZbcError("E115", text, where=where(("memory", "resident")), hint="drop it, or share out the weights")
 
 
@@ -415,7 +415,7 @@ def _offload_rules(draft: Draft, memory: Memory) -> Iterator[ZbcError]:
         return
     others = {
         "schedule.slices": schedule is not None and schedule.slices != 1,
-        'parallel.shard = "weights"': parallel is not None and parallel.shard == "weights",
+        f'parallel.shard = "{parallel.shard if parallel else ""}"': parallel is not None and parallel.frees,
     }
     for key in (key for key, there in others.items() if there):
         text = f"config: memory.activations with offload and {key} do not go together yet"

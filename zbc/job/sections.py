@@ -36,10 +36,10 @@ class Parallel(Section):
         strict=False,
         description="neighbours of a pipeline, and replicas of each, on a node; default: the fewest bytes between",
     )
-    shard: Literal["none", "optimizer", "gradients", "weights"] = Field(
+    shard: Literal["none", "optimizer", "gradients", "weights", "all"] = Field(
         "none",
         description="what replicas of a stage share out: the optimizer's state and work; gradients too, after each run "
-        "of backwards of a stage; or the weights, which are then gathered when ops need them",
+        "of backwards of a stage; or the weights, which are then gathered when ops need them; or all of that",
     )
     replicas: list[Count] | Literal["auto"] | None = Field(
         None, description='replicated-1f1b: ranks of each stage, pp in all; "auto": the fastest'
@@ -62,6 +62,16 @@ class Parallel(Section):
     def ranks(self) -> int:
         """The ranks of a run."""
         return self.pp * self.dp * self.tp
+
+    @property
+    def frees(self) -> bool:
+        """Whether weights that replicas share out come and go within a step."""
+        return self.shard in ("weights", "all")
+
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients are shared out after each run of backwards of a stage."""
+        return self.shard in ("gradients", "all")
 
     @property
     def shared(self) -> int:

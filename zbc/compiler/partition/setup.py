@@ -286,7 +286,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1 and not job.vocabulary),
         ties=tuple(tied) if len(tied) > 1 else (),
         sharded=_shared_out(job, program.placement),
-        scatters=job.shard == "gradients",
+        scatters=job.parallel.scatters,
     )
 
 
@@ -295,7 +295,7 @@ def _shared_out(job: Job, placement: Placement) -> bool:
     if job.parallel.shard == "none":
         return job.shard != "none"
     where, pipes = job.where("parallel", "shard"), len(placement.pipes)
-    if job.shard in ("gradients", "weights") and pipes > 1:
+    if (job.parallel.frees or job.parallel.scatters) and pipes > 1:
         text = f'config: parallel.shard = "{job.shard}" and a schedule of two pipes exclude each other'
         raise ZbcError("E118", text, where=where, hint='use shard = "optimizer", or a schedule of one pipe')
     if job.parallel.dp == 1 and pipes == 1:
