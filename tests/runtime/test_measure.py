@@ -186,7 +186,8 @@ def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_th
 
     (stage,), (rank,) = compiled.costs.bytes, peaks(compiled.program, compiled.costs)
     assert stage.gradients + stage.summed == pytest.approx(most(Kind.REDUCE))
-    assert rank.buffers >= stage.summed - stage.pending
+    if not zero1 or sync == "post-validate":  # else messages are counted until they are over, in the peak of all
+        assert rank.buffers >= stage.summed - stage.pending
     if zero1:
         assert stage.gathered <= most(Kind.GATHER) * (1 + 1e-9)  # before other copies have taken their sums, those stay
         if sync == "before-step":
@@ -217,7 +218,7 @@ def test_weights_that_are_gathered_count_as_long_as_they_are_there(tmp_path, sha
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
         held = [scales[one].held.peak for one in plan.manifest.topology.ranks([rank])]
         nearest = min(held, key=lambda peak: abs(peak - predicted.bytes))  # what is summed is on one copy's thread
-        assert predicted.bytes == pytest.approx(nearest, rel=0.03 if kind == "breadth-first" else 0.06)
+        assert predicted.bytes == pytest.approx(nearest, rel=0.01)
 
 
 @pytest.mark.parametrize("m", few([1, 2], (1,)))

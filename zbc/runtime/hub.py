@@ -238,9 +238,15 @@ def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
                 offer.target.copy_(sent)
         return
     if what == "gather":
-        rows = torch.stack([offer.source for offer in offers])
         for offer in offers:
-            offer.target.copy_(rows)
+            for row, other in zip(offer.target, offers, strict=True):
+                row.copy_(other.source)
+        return
+    if what == "scatter":  # without a temporary: what a rank needs is weighed
+        for index, offer in enumerate(offers):
+            offer.target.copy_(offers[0].source[index])
+            for other in offers[1:]:
+                offer.target.add_(other.source[index])
         return
     total = offers[0].source.clone()
     for offer in offers[1:]:
@@ -249,7 +255,7 @@ def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
         if what == "reduce" and ranks[index] != root:
             offer.target.fill_(torch.nan)  # as lenient networks may: it is nobody's
         else:
-            offer.target.copy_(total[index] if what == "scatter" else total)
+            offer.target.copy_(total)
 
 
 @dataclass(frozen=True)

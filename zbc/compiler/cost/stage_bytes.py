@@ -41,6 +41,7 @@ class StageBytes:
     summed: float = 0.0  # what REDUCE sends, into which the gradients move
     pending: float = 0.0  # with ZeRO-1, what there is after REDUCE beyond the gradients that have moved
     freed: float = 0.0  # of its weights, those that a rank gathers and frees where they are shared out
+    casts: float = 0.0  # of these, copies in the autocast type, made once the weights are there
     own: float = 0.0  # of these, the part that the rank keeps, in storage of its own
     gathered: float = 0.0  # what there is at a GATHER in place of the gradients
 
@@ -96,6 +97,7 @@ def _stage(
         share=share,
         sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
         freed=weights * (1 - shares.whole / params) + sum(z.casts for z in sizes) if params else 0.0,
+        casts=sum(z.casts for z in sizes),
         own=weights / params * shares.row if params else 0.0,
         summed=each * shares.summed,
         pending=max(0.0, each * shares.summed * (1 + 1 / shares.ranks) - gradients) if shares.row else 0.0,

@@ -24,6 +24,7 @@ Within a rank ops run one after another, so all but the end of a SEND follows fr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -209,7 +210,7 @@ class _RankLedger:
 
     def entries(self) -> Iterator[Entry]:
         graph, effects, leaving, start, over = self.graph, self.effects, self.leaving, self.clock.begin, self.clock.end
-        scatters = graph.program.scatters and self.costs.bytes is not None
+        shared = graph.program.sharded and not graph.layout.ahead and self.costs.bytes is not None
         gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
         there = gradients.bytes + sum(one.state.gradients for one in self.costs.shares[:1])
         if there:
@@ -223,16 +224,17 @@ class _RankLedger:
                 elif effect.begin:
                     yield Entry(i, effect.begin, ())
                 continue
-            first, more = gradients.after(op, scatters=scatters)
+            first, more = gradients.after(op, taken=shared and graph.layout.shares[op[1]])
             begin, end = (effect.begin_first, effect.end_first) if first else (effect.begin, effect.end)
             if first or more:
                 end = (*end, Delta("gradients", 0.0, more))
-            if scatters:
-                begin, end = self._shared_out(i, op, begin, end)
             if op[1] in self.coming and op[0] in self.readers:
-                begin = (Delta("messages", 0.0, -self.coming.pop(op[1])), *begin)
+                casts = Delta("weights", 0.0, self._casts(op))  # made while the messages are still there
+                begin = (*([casts] if casts.bytes else []), Delta("messages", 0.0, -self.coming.pop(op[1])), *begin)
             elif op[0] is Kind.GATHER or op[0] is Kind.FREE:
                 begin, end = self._weights(op, begin, end)
+            if shared:
+                begin, end = self._shared_out(i, op, begin, end)
             if leaving and leaving[0][0] <= over[i]:
                 yield Entry(i, begin, end, *self._gone(start[i], over[i]))
             else:
@@ -240,21 +242,30 @@ class _RankLedger:
 
     def _shared_out(self, i: int, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
         """What sums of gradients that are shared out change: they take a message and the rank's part of the result."""
-        over = [size for ms, size in self.scattering if ms <= self.clock.begin[i]]
+        now = math.inf if op.kind is Kind.VALIDATE else self.clock.begin[i]  # which waits for all of them
+        over = [size for ms, size in self.scattering if ms <= now]
         if over:
-            self.scattering = [one for one in self.scattering if one[0] > self.clock.begin[i]]
+            self.scattering = [one for one in self.scattering if one[0] > now]
             begin = (Delta("messages", 0.0, -sum(over)), *begin)
         if op.kind is Kind.STEP:
             return begin, (*end, Delta("gradients", 0.0, -self.parts.pop(op.stage, 0.0)))
-        if op.kind not in (Kind.SCATTER, Kind.REDUCE) or self.costs.bytes is None:
+        if op.kind not in (Kind.SCATTER, Kind.REDUCE) or not self._shared(op):
             return begin, end
+        assert self.costs.bytes is not None
         message = self.costs.bytes[op.stage].summed
         part = message / self.graph.program.holders(op)
         again = op.stage in self.parts
         self.parts[op.stage] = part
-        self.scattering.append((self.clock.over(i), message + part * again))
-        more = (Delta("messages", 0.0, message + part * again), *([] if again else [Delta("gradients", 0.0, part)]))
-        return (*begin, *more), end
+        over_at = self.clock.over(i) if self.graph.program.scatters else math.inf
+        self.scattering.append((over_at, message + part * again))
+        # The gradients move into the message, and are gone before the rank's part of the sum has its room.
+        mine = Delta("messages" if again else "gradients", 0.0, part)
+        return (*begin, Delta("messages", 0.0, message)), (*end, mine)
+
+    def _shared(self, op: Op) -> bool:
+        """Whether a REDUCE or SCATTER leaves the rank its part of the gradients, in place of all of them."""
+        program, layout = self.graph.program, self.graph.layout
+        return program.sharded and not layout.ahead and layout.shares[op.stage] and self.costs.bytes is not None
 
     def _weights(self, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
         """What a GATHER before the ops that need it, or a FREE, changes. Those that come behind the tentative steps of
@@ -267,7 +278,12 @@ class _RankLedger:
         if op.kind is Kind.FREE:
             return (Delta("messages", 0.0, -self.coming.pop(op.stage, 0.0)),), (Delta("weights", 0.0, -freed),)
         self.coming[op.stage] = size.gathered
-        return (Delta("weights", 0.0, freed), Delta("messages", 0.0, size.gathered)), ()
+        return (Delta("weights", 0.0, freed - self._casts(op)), Delta("messages", 0.0, size.gathered)), ()
+
+    def _casts(self, op: Op) -> float:
+        """Bytes of the casts of a stage's weights, where these come and go."""
+        known = self.costs.bytes is not None and self.graph.program.resident > 0
+        return self.costs.bytes[op.stage].casts if known and self.costs.bytes is not None else 0.0
 
     def _effect(self, op: Op) -> _Effect:
         row = self.rows[op.kind]
@@ -303,7 +319,7 @@ class _RankLedger:
         return tuple(begin), tuple(end)
 
     def _need(self, op: Op, *, first: bool) -> float:
-        if op.kind is Kind.REDUCE and self.graph.program.scatters:
+        if op.kind is Kind.REDUCE and self._shared(op):
             return 0.0  # see `_shared_out`
         if not op.kind.computes:
             return _own(op, self.costs, self.mine)
@@ -405,16 +421,16 @@ class Gradients:
             if op.kind is Kind.COMMIT:
                 self._have(op.stage, whole=True)
 
-    def after(self, op: Op, *, scatters: bool = False) -> tuple[bool, float]:
+    def after(self, op: Op, *, taken: bool = False) -> tuple[bool, float]:
         """Go on after an op: whether it makes gradients where there are none, and how many bytes more there are.
-        `scatters`: a sum takes them."""
+        `taken`: a sum takes them, and leaves a part."""
         kind, stage, before = op[0], op[1], self.bytes
         if kind in _MAKE_PART or (kind in _MAKE_LEFT and stage not in self._there):
             if stage in self._whole:
                 return False, 0.0
             self._have(stage, whole=kind in _MAKE_PART)
             return True, self.bytes - before
-        if kind is Kind.STEP or kind is Kind.COMMIT or (scatters and kind in (Kind.SCATTER, Kind.REDUCE)):
+        if kind is Kind.STEP or kind is Kind.COMMIT or (taken and kind in (Kind.SCATTER, Kind.REDUCE)):
             self.bytes -= self._there.pop(stage, 0.0)
             self._whole.discard(stage)
         return False, self.bytes - before

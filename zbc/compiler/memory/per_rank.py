@@ -114,7 +114,7 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
                 need = size
             elif category == "weights":
                 weights += size
-                gathered = max(gathered, weights)
+                gathered, together = max(gathered, weights), max(together, whole)
             elif category == "gradients":
                 there += size
         kind = op[0]
