@@ -3,8 +3,8 @@
     python bench/shared_run.py [--steps N] [--quick]
 
 Layers take `F`, `B` and `W` ms and meet once in F and once in B, over gloo; a sum that is over sooner is held back
-until it has taken `A` ms. So what one machine can compute is not measured, but what waits for what is: F + a, B + a, and
-a BW whose sum hides behind its W. The step of each schedule beside the predicted one.
+until it has taken `A` ms. So what one machine can compute is not measured, but what waits for what is: F + a, B + a,
+and a BW whose sum hides behind its W. The step of each schedule beside the predicted one.
 """
 
 from __future__ import annotations
