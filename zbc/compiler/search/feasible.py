@@ -83,11 +83,10 @@ def one_by_one(problem: Problem) -> list[int]:
     """The rank-major order that finishes each microbatch before the next: the least memory, the longest time."""
     rows = problem.rows()
     f, b, w = (rows.bases(kind) for kind in KINDS)
-    order = []
+    order = list[int]()
     k = problem.slices
     for stages in problem.stages:
-        for i in range(0, problem.m, k):
-            order += [f[s] + i + j for s in stages for j in range(k)]
-            for s in reversed(stages):
-                order += [base + i + j for j in range(k) for base in (b[s], w[s])]
+        one = [f[s] + j for s in stages for j in range(k)]
+        one += [base + j for s in reversed(stages) for j in range(k) for base in (b[s], w[s])]
+        order += [op + i for i in range(0, problem.m, k) for op in one]
     return order
