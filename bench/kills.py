@@ -86,7 +86,7 @@ def job_of(steps: int, shard: str | None, balance: bool) -> str:
     parallel = ONE
     if shard is not None or balance:
         kind = KINDS.get(shard or "none", "breadth-first")
-        resident = "\n[memory]\nresident = 1" if shard == "weights" else ""
+        resident = "\n[memory]\nresident = 1" if shard in ("weights", "all") else ""
         parallel = TWO.format(shard=shard or "none", kind=kind, resident=resident)
     told = '\nbalance = "length"' if balance else ""
     return JOB.format(steps=steps, every=max(2, steps // 40), parallel=parallel, balance=told)
@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torchrun", action="store_true", help="torchrun starts the ranks, and starts them again")
-    parser.add_argument("--shard", choices=("optimizer", "gradients", "weights"))
+    parser.add_argument("--shard", choices=("optimizer", "gradients", "weights", "all"))
     parser.add_argument("--balance", action="store_true", help="samples of unequal length")
     parser.add_argument("--quick", action="store_true", help="3 kills in 40 steps, and no record")
     args = parser.parse_args()

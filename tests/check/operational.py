@@ -28,7 +28,7 @@ from zbc.ir import Kind, Op, Program
 COMPUTE = {"F", "B", "BW", "W"}
 WORDS = {"S", "T", "I", "E"}  # of every rank, for each unit
 MEETINGS = {"SPREAD", "MEET", "SUM", "GIVE", "TAKE"}  # of the ranks of one copy, for each unit
-SUMS = {"REDUCE", "TIE", "GATHER", "REDUCE v"}
+SUMS = {"REDUCE", "TIE", "GATHER", "SCATTER", "REDUCE v"}
 MARK = {"OVERLAP"}
 AHEAD = {"NORM", "VERDICT", "REDO", "COMMIT", "TENTATIVE"}
 BURSTS = (0, 0, 1, 5, 20)  # ops a rank does on top of the one it was chosen for, if it can
@@ -80,6 +80,8 @@ class Rank:
     validated: bool = False
     stepped: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)
+    there: dict[int, bool] = field(default_factory=dict)  # where weights come and go: stages here, whether used
+    begun: set[Op] = field(default_factory=set)  # GATHER, FREE and SCATTER, which come more than once
     tentative: set[int] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     agreed: set[str] = field(default_factory=set)  # NORM, VERDICT and REDO, once they have run
@@ -101,6 +103,7 @@ class Machine:
         self.channels: dict[tuple[int, int], Channel] = {}
         self.blocking, self.redo, self.device = blocking, redo, device
         self.words = program.vocabulary
+        self.resident, self.with_w, self.scatters = program.resident, program.with_w, program.scatters
         kinds = {op.kind.value for ops in program.ranks for op in ops}
         self.ahead = bool(kinds & AHEAD)
         self.renews = "GATHER" in kinds and not self.ahead  # steps begin with weights that have to be gathered
@@ -148,6 +151,8 @@ class Machine:
                 return False
         elif kind in SUMS:
             self.start(r, op)
+        elif kind == "FREE":
+            self.free(r, op)
         elif kind == "STEP":
             if not self.step(r, op):
                 return False
@@ -215,12 +220,18 @@ class Machine:
         rank, gather = self.ranks[r], Op(Kind.GATHER, op.stage)
         if not self.renews or not self.sharded or len(self.members(gather)) == 1:
             return True
+        if self.resident:
+            require(op.stage in rank.there, f"{op} needs weights that are not here")
+            if any(other.kind is Kind.GATHER and other.stage == op.stage for other in rank.queue):
+                return False
+            rank.there[op.stage] = True
+            return True
         require(op.stage in rank.gathered, f"{op} needs weights that were not gathered")
         return gather not in rank.queue
 
     def compute(self, r: int, op: Op) -> bool:
         rank, key = self.ranks[r], self.key(r, op)
-        if op.kind.value != "W" and not self.renewed(r, op):
+        if (op.kind.value != "W" or (self.resident and self.with_w)) and not self.renewed(r, op):
             return False
         require(not rank.validated, f"{op} comes after the step was judged")
         require(op.stage not in rank.tentative, f"{op} comes after its weights were stepped")
@@ -360,7 +371,20 @@ class Machine:
             self.settle()
             return
         require(r in self.members(op), f"rank {r} has no part in {op}")
-        if kind == "GATHER":
+        if kind in ("GATHER", "SCATTER"):
+            shared = self.sharded and len(self.members(op)) > 1
+            require(op not in rank.begun, f"{op} again")
+            rank.begun.add(op)
+        if kind == "SCATTER":
+            require(self.scatters and shared, f"{op} has nothing to share out")
+            require(op.stage not in rank.summed and not rank.judging, f"{op} comes after the last sum of its stage")
+        elif kind == "GATHER" and self.resident:
+            require(shared and op.stage not in rank.stepped, f"{op} has nothing to gather")
+            require(op.stage not in rank.there, f"{op} gathers what is here")
+            require(len(rank.there) < self.resident, f"{op} finds no room")
+            rank.there[op.stage] = False
+            rank.gathered.add(op.stage)
+        elif kind == "GATHER":
             there = op.stage in rank.tentative if self.ahead else op.stage not in rank.stepped
             require(self.sharded and there, f"{op} has nothing to gather")
             require(op.stage not in rank.gathered, f"{op} again")
@@ -376,6 +400,14 @@ class Machine:
             rank.summed.add(what)
         rank.queue.append(op)
         self.settle()
+
+    def free(self, r: int, op: Op) -> None:
+        """FREE: the room of weights that ops have used."""
+        rank = self.ranks[r]
+        require(r % self.p in self.holders(op.stage) and op not in rank.begun, f"{op} again, or not here")
+        require(self.resident > 0 and rank.there.get(op.stage, False), f"{op} frees what nothing used, or is not here")
+        rank.begun.add(op)
+        del rank.there[op.stage]
 
     def validate(self, r: int, op: Op) -> bool:
         """Wait for the sums, then for everybody."""
@@ -431,7 +463,8 @@ class Machine:
         require(r % self.p in self.holders(op.stage), f"rank {r} has no copy of {op}")
         require(rank.validated, f"{op} comes before the step was judged")
         require(op.stage not in rank.stepped, f"{op} again")
-        if not self.renewed(r, op):
+        require(op.stage not in rank.there, f"{op} leaves weights of before behind")
+        if not self.resident and not self.renewed(r, op):
             return False
         rank.stepped.add(op.stage)
         return True

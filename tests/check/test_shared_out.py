@@ -1,0 +1,53 @@
+"""Weights and gradients that replicas share out: the checks and a machine that runs programs say the same of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.check import operational
+from tests.check.pairs import damaged, verdicts
+from tests.listing import show
+from tests.tiers import few
+from zbc.compiler.lowering import Lowering
+from zbc.compiler.passes.gather_weights import GatherWeights
+from zbc.compiler.schedules import Request, find
+from zbc.compiler.sim.context import Context
+from zbc.ir import Kind, Program
+
+NAMES = ("1f1b", "zb-h1", "interleaved-1f1b", "breadth-first", "zb-v", "looped-zb", "gpipe")
+PROGRAMS = 1000
+BATCHES = [range(start, start + 100) for start in range(0, PROGRAMS, 100)]
+
+
+def drawn(seed: int) -> Program:
+    """A complete program of two replicas that share out weights, gradients, or both."""
+    rng = random.Random(seed)
+    card = find(rng.choice(NAMES))
+    v = rng.choice([v for v in (1, 2, 3) if card.allows(v)])
+    p, m = rng.randint(1, 3), rng.randint(1, 5)
+    scatters, frees = rng.choice([(True, False), (False, True), (True, True)])
+    order = replace(card.make(Request(p=p, m=m, v=v)), dp=rng.choice([2, 2, 3]), sharded=True, scatters=scatters)
+    gather = GatherWeights(rng.randint(1, v), with_w=rng.random() < 0.3) if frees else None
+    return Lowering("before-step", gather).lower(Context.of(order)).program
+
+
+@pytest.mark.parametrize("seeds", few(BATCHES, 1), ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_a_program_that_shares_out_passes_exactly_if_it_runs(seeds):
+    told = [0, 0]
+    for seed in seeds:
+        program, rng = drawn(seed), random.Random(-seed)
+        assert verdicts(program, seed) == (True, True), show(program)
+        for _ in range(3):
+            broken = damaged(program, rng)
+            passes, runs = verdicts(broken, seed)
+            assert passes is runs, f"seed {seed}\n{show(broken)}\n{operational.run(broken, seed=seed)}"
+            told[passes] += 1
+    assert told[0] > told[1] > 0
+
+
+def test_what_is_damaged_are_gathers_and_sums_too():
+    kinds = {op.kind for seed in range(40) for _, _, op in drawn(seed)}
+    assert {Kind.GATHER, Kind.FREE, Kind.SCATTER, Kind.REDUCE} <= kinds
