@@ -74,14 +74,14 @@ class Compiled:
     @property
     def step_ms(self) -> float:
         """What the job's objective says; without a barrier and an objective, a settled step."""
-        if self.job.schedule.objective is None and self.job.optimizer.sync == "post-validate":
+        if self.job.schedule.objective is None and self.job.optimizer.sync != "before-step":
             return self.settled_ms
         return self.report.step_ms(self.job.objective)
 
     @property
     def settled_ms(self) -> float:
         """What a step costs with its optimizer once steps follow one another as they will."""
-        ahead = self.report.ahead_ms if self.job.optimizer.sync == "post-validate" else None
+        ahead = self.report.ahead_ms if self.job.optimizer.sync != "before-step" else None
         return self.report.barrier_ms if ahead is None else ahead
 
     @property
@@ -403,11 +403,18 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
     without = None if job.freeze.most else ahead  # frozen layers need the barrier
+    steps = report.StepsReport(ahead, barrier) if program.flushless else None
     took = time.perf_counter() - began
     limits = limits_of(job, found.name, found.costs)
     freezing = freeze_report(job, before, found)
     summary = replace(
-        summary, barrier_ms=barrier, ahead_ms=without, limits=limits, compile_seconds=took, freezing=freezing
+        summary,
+        barrier_ms=barrier,
+        ahead_ms=without,
+        limits=limits,
+        compile_seconds=took,
+        freezing=freezing,
+        flushless=steps,
     )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
     return replace(compiled, report=replace(summary, rates=compiled.rates(compiled.settled_ms)))

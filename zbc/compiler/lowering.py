@@ -10,6 +10,8 @@ The order matters:
    gathers, for which ops wait.
 5. reduce-grads needs all compute and transfers in place.
 6. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
+   For steps without a flush one pass, two-versions, does all of this at once: what stands where depends on the steps
+   before and after.
 7. freeze, where asked for, leaves the list as it is and shortens some of its ops.
 """
 
@@ -27,6 +29,7 @@ from zbc.compiler.passes.offload import Offload
 from zbc.compiler.passes.optimizer_step import OptimizerStep
 from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.passes.reduce_grads import ReduceGrads
+from zbc.compiler.passes.two_versions import TwoVersions
 from zbc.compiler.passes.weave import Weave
 from zbc.compiler.sim.context import Context
 from zbc.ir import Program
@@ -91,9 +94,13 @@ class Lowering:
             yield one.name, context.program
 
     def _first(self) -> list[Pass]:
+        if self.sync == "two-versions":
+            return [TwoVersions()]
         return [*([] if self.weave is None else [self.weave]), *_FIRST]
 
     def _last(self, *, sharded: bool) -> list[Pass]:
+        if self.sync == "two-versions":
+            return []
         moved = [] if self.offload is None else [self.offload]
         freeze = [] if self.freeze is None else [self.freeze]
         if self.sync == "post-validate":
