@@ -300,13 +300,16 @@ def train_steps(
 
     `show` takes each result as it comes, `evaluated` each evaluation; `asked` says whether this rank wants to stop.
     """
-    stopped = None
+    stopped, stopping = None, False
     agree_on_samples(worker)
     for step in steps:
+        last = step + 1 == steps.stop
+        worker.ends = last or stopping or due(worker, step, last=last) or checkpoints.due(step, last=last)
         result = run(worker, step, stop=True) if asked() else run(worker, step)
         show(result)
-        last = step + 1 == steps.stop
-        stopping = result is not None and result.stop and not last
+        stopping = (stopping or (result is not None and result.stop)) and not last
+        if stopping and worker.cycle is not None and not worker.ends:
+            continue  # forwards of the next step have run, so it is the last one
         evaluating, saving = due(worker, step, last=last), checkpoints.due(step, last=last, stopping=stopping)
         if evaluating or saving or stopping:
             show(finish(worker))

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from zbc.errors import ZbcError
-from zbc.ir import COPY, Kind, Op
+from zbc.ir import COPY, NEXT, Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import FROZEN, Manifest, RankPlan, Unequal, meeting
 from zbc.plan.phases import Phases
 from zbc.runtime import tensor_parallel
 from zbc.runtime.bucket import Bucket, GradientSum, absent
+from zbc.runtime.cycle import Cycle, stage_step
 from zbc.runtime.freezing import Turns, refuse_frozen, turns_of
 from zbc.runtime.handlers import HANDLERS, in_rows
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
@@ -33,6 +34,7 @@ from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import VectorLayout
+from zbc.runtime.versions import TwoVersions
 from zbc.runtime.vocabulary import Embedding, Output
 from zbc.runtime.vocabulary_state import OfRows, Vocabulary
 from zbc.training.data.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
@@ -278,6 +280,11 @@ def _phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> Phase
     placement = manifest.to_placement()
     batch = run.batch if unequal is None else run.dp * unequal.most
     layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, weighted=unequal is not None)
+    if manifest.flushless:
+        limit = Settings.of(manifest).optimizer.clip_stage_norm
+        texts = tuple(map(placement.text, plan.ops))
+        cycle = Cycle(plan.ops, texts, manifest.microbatches, {**HANDLERS, Kind.STEP: stage_step}, limit)
+        return PhaseRun(plan, layout, [], cycle=cycle)
     script = [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops]
     if unequal is not None:
         script = [(in_rows(one) if op.kind in _RUNS_LAYERS else one, op, text) for one, op, text in script]
@@ -410,6 +417,8 @@ def _optimizer(
             frees=bool(manifest.resident),
             scatters=manifest.scatters,
         )
+    if manifest.flushless:
+        return TwoVersions(options, stage.parameters)
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
 
 
@@ -494,7 +503,10 @@ def _wants(plan: RankPlan, rank: int) -> list[Want]:
     if manifest.vocabulary is not None:
         read = {Kind.I: "inputs", Kind.S: "targets"}
         return [(read[op.kind], first + op.mb) for op in plan.ops if op.kind in read and not op.slice]
-    forwards = [op for op in plan.ops if op.kind is Kind.F and not op.slice]
+    # Of steps without a flush, those of the next one come first: that is their place in its own order.
+    listed = [op._replace(mb=op.mb - NEXT) for op in plan.ops if op.mb >= NEXT]
+    listed += [op for op in plan.ops if op.mb < NEXT]
+    forwards = [op for op in listed if op.kind is Kind.F and not op.slice]
     placement = manifest.to_placement()
     ends = (("inputs", placement.sources), ("targets", placement.sinks))
     return [(kind, first + op.mb) for op in forwards for kind, others in ends if not others(op.stage)]
