@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from tests.runtime.test_checkpoints import at, same, tensors
 from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import run_threads
 from tests.tiers import few
+from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
-from zbc.ir import NEXT, Kind
+from zbc.ir import NEXT, Kind, Op
 from zbc.runtime import cycle
 from zbc.runtime.versions import TwoVersions
 
@@ -93,7 +95,7 @@ def test_replicas_sum_each_step():
 
 def evaluating(every, **how):
     data = {"kind": "synthetic", "validation": 0.1}
-    return plan_of("1f1b", 3, 4, model=SMALL, data=data, train={"eval_every": every}, **how)
+    return plan_of("1f1b", 3, 4, model=SMALL, data=data, train={"eval_every": every, "eval_batches": 1}, **how)
 
 
 def test_an_evaluation_changes_nothing():
@@ -209,6 +211,29 @@ def test_a_version_that_is_switched_for_forwards_only_is_noticed(monkeypatch):
     plan = plan_of("1f1b", 3, 4, model=SMALL, activations="recompute")
     assert not broken(plan, monkeypatch, lambda patch: None)
     assert broken(plan, monkeypatch, break_it)
+
+
+def test_a_backward_before_the_step_of_the_step_before_is_wrong_without_a_word():
+    """Norms and biases get their gradients in B. The check finds it (E210); a runtime that ran it would not."""
+    program = make_program("1f1b", 3, 3, sync="two-versions")
+    ops = []
+    for op in program.ranks[1]:
+        halves = [op._replace(kind=Kind.B), op._replace(kind=Kind.W)]
+        ops += halves if op.kind is Kind.BW else [op]
+    late = Op(Kind.W, 1, 2)
+    first, buffer = (next(op for op in ops if op.kind is kind and op.mb % NEXT == 0) for kind in (Kind.B, Kind.RECV_B))
+    ops = [op for op in ops if op not in (first, buffer)]
+    at = ops.index(late)
+    early = [buffer._replace(mb=NEXT), first._replace(mb=NEXT)]
+    ranks = (program.ranks[0], (*ops[:at], *early, *ops[at:]), program.ranks[2])
+    broken = replace(program, ranks=ranks)
+    with pytest.raises(ZbcError) as found:
+        check_all(broken)
+    assert found.value.code == "E210"
+    plan = make_plan(broken, model=SMALL, optimizer={**ADAMW, "sync": "two-versions"})
+    wanted, weights = reference(plan, 4, delayed=True).weights, parameters(run_threads(plan, 4))
+    wrong = {name for name, p in weights.items() if not p.detach().equal(wanted[name])}
+    assert {name.rpartition(".")[2] for name in wrong} >= {"weight", "bias"}
 
 
 def test_a_step_that_forgets_to_copy_is_noticed(monkeypatch):

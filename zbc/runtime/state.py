@@ -138,7 +138,8 @@ class PhaseRun:
     @functools.cached_property
     def halves(self) -> frozenset[Key]:
         """Whose W is an op of its own."""
-        return frozenset(op.key for op in self.plan.ops if op.kind is Kind.B)
+        ops = self.plan.ops if self.cycle is None else self.cycle.every()
+        return frozenset(op.key for op in ops if op.kind is Kind.B)
 
     @functools.cached_property
     def moves(self) -> frozenset[Key]:

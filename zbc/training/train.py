@@ -135,6 +135,9 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
     if options.trace and manifest.balance is not None:
         text = "run: --trace records one plan for all replicas of a step, and data.balance has several"
         raise ZbcError("E118", text, hint='leave out --trace, or set data.balance = "none"')
+    if options.trace and manifest.flushless:
+        text = "run: --trace records steps that begin where the one before ended, and this plan's have no flush"
+        raise ZbcError("E118", text, hint='leave out --trace, or plan with optimizer.sync = "before-step"')
     # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = context.board()
