@@ -121,7 +121,7 @@ def _of_next(handler: Handler) -> Handler:
 
 
 def stage_step(worker: Worker, op: Op) -> None:
-    """STEP: clip by the stage's own norm, update its weights unless a gradient is not finite, and drop the gradients."""
+    """STEP: clip by the stage's own norm, update its weights unless a gradient is not finite, drop the gradients."""
     cycle, stage = cycle_of(worker), versions_of(worker, op.stage)
     worker.finish_sums()
     worker.before_update()

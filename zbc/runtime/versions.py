@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.optimizer import Held, InPlace
-from zbc.runtime.private import copy_all
+from zbc.runtime.private import copy_all, unversioned
 
 OLDER = "older"  # what checkpoints have of a parameter beside the optimizer's own state
 
@@ -65,7 +65,7 @@ class TwoVersions:
 
     def step(self, scale: float | None) -> None:
         self._turn()
-        with torch.autograd._unsafe_preserve_version_counter(tuple(self._trained)):  # type: ignore[no-untyped-call]
+        with unversioned(tuple(self._trained)):
             self._inner.step(scale)
         self._keep()
 
