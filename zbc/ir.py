@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ops import COUNTED, At, Scope
+from zbc.ops import NUMBERED, At, Scope
 from zbc.ops import Kind as Kind
 from zbc.topology import Topology
 
@@ -75,7 +75,7 @@ class Op(NamedTuple):
             own = mb if mb < NEXT else mb - NEXT
             text = f"{text} m{own}.{part}" if part else f"{text} m{own}"
             text = text if mb < NEXT else f"{text} next"
-        elif mb and kind in COUNTED:
+        elif mb and kind in NUMBERED:
             text = f"{text} #{mb}"
         if pipe and (has_stage or has_mb):
             text = f"{text} {'up' if pipe == 1 else f'pipe{pipe}'}"

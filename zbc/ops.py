@@ -484,6 +484,8 @@ VOCABULARY_ROWS[2] = VOCABULARY_ROWS[1] | {
 VOCABULARY = frozenset(kind for kind, row in ROWS.items() if row.scope is _EVERY) | {Kind.REDUCE_V}
 COUNTED = frozenset({Kind.GATHER, Kind.FREE, Kind.SCATTER})  # may stand several times in a step; `Op.mb` counts them
 
+NUMBERED = COUNTED | {Kind.STEP}  # whose number an op prints
+
 UNIT_SCOPES = frozenset({Scope.UNIT, Scope.EVERY})
 
 

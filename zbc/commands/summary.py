@@ -157,7 +157,12 @@ def _flushless(found: StepsReport) -> Iterator[str]:
     """What steps without a flush gain, and that they train something else."""
     change = f"{100 * (found.flush_ms / found.period_ms - 1):+.1f}%" if found.period_ms > 0 else "+0.0%"
     yield f"none between steps: {short(found.period_ms)} ms each; with one {short(found.flush_ms)} ms ({change})"
-    yield f"gradients come {found.delay} step late, and ranks hold two versions of their weights:"
+    if found.alone:
+        yield from wrap(
+            ["each stage steps on its own; steps late, by stage:", *map(str, found.delay)], _TEXT, between=" "
+        )
+    else:
+        yield "gradients come 1 step late, and ranks hold two versions of their weights:"
     yield "this is another training (docs/exactness.md)"
 
 

@@ -26,6 +26,7 @@ from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered
+from zbc.compiler.passes.flushless import staleness
 from zbc.compiler.passes.reduce_grads import reduced_as
 from zbc.compiler.replicating import replicated
 from zbc.compiler.report import report
@@ -403,7 +404,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
     without = None if job.freeze.most else ahead  # frozen layers need the barrier
-    steps = report.StepsReport(ahead, barrier) if program.flushless else None
+    steps = _steps(job, program, ahead, barrier) if program.flushless else None
     took = time.perf_counter() - began
     limits = limits_of(job, found.name, found.costs)
     freezing = freeze_report(job, before, found)
@@ -418,6 +419,13 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
     return replace(compiled, report=replace(summary, rates=compiled.rates(compiled.settled_ms)))
+
+
+def _steps(job: Job, program: Program, period: float, flush: float) -> report.StepsReport:
+    """What steps without a flush gain, and how late gradients are."""
+    alone = job.optimizer.sync == "asynchronous"
+    delay = staleness(program) if alone else [1] * program.placement.stages
+    return report.StepsReport(period, flush, tuple(delay), alone)
 
 
 def _unknown(job: Job, compiled: Compiled) -> bool:

@@ -34,7 +34,8 @@ def period_of(program: Program, costs: Costs) -> float:
         graph, ends = timeline.graph, list[list[float]]()
         for rank in range(timeline.ranks):
             last = program.placement.stages_of(rank)[0]
-            mine = [i for i in graph.mine(rank) if graph.ops[i].kind is Kind.STEP and graph.ops[i].stage == last]
+            stepped = max(op for op in program.ranks[rank] if op.kind is Kind.STEP and op.stage == last)
+            mine = [i for i in graph.mine(rank) if graph.ops[i] == stepped]
             ends.append([timeline.end[i] for i in mine[:-1]])
         periods = [b - a for one in ends for a, b in zip(one[-3:], one[-2:], strict=False)]
         found = max(periods)

@@ -1,4 +1,4 @@
-"""What `optimizer.sync = "two-versions"` does not go with."""
+"""What steps without a flush do not go with."""
 
 from __future__ import annotations
 
@@ -7,28 +7,46 @@ from typing import Any
 
 from zbc.errors import ZbcError
 from zbc.job.job import Draft
+from zbc.job.unread import asks
 
-SYNC = "two-versions"
+FLUSHLESS = ("two-versions", "asynchronous")
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
-    """E125 for a norm of all gradients, E118 for each switch that excludes it."""
+    """E125 for a norm of all gradients, E118 for each switch that excludes them."""
     optimizer = draft.sections.get("optimizer")
     if optimizer is None:
         return
-    where = draft.document.where
-    if optimizer.sync != SYNC:
-        if optimizer.clip_stage_norm is not None:
-            text = f'config: optimizer.clip_stage_norm goes with sync = "{SYNC}", sync is "{optimizer.sync}"'
-            yield ZbcError("E118", text, where=where(("optimizer", "clip_stage_norm")), hint="use clip_grad_norm")
+    where, sync = draft.document.where, optimizer.sync
+    if sync not in FLUSHLESS and optimizer.clip_stage_norm is not None:
+        text = f'config: optimizer.clip_stage_norm is for steps without a flush, optimizer.sync is "{sync}"'
+        yield ZbcError("E118", text, where=where(("optimizer", "clip_stage_norm")), hint="use clip_grad_norm")
+    for key in ("every", "lookahead") if sync != "asynchronous" else ():
+        if asks(optimizer, key):
+            text = f'config: optimizer.{key} goes with sync = "asynchronous", sync is "{sync}"'
+            yield ZbcError("E118", text, where=where(("optimizer", key)), hint="drop it")
+    if sync not in FLUSHLESS:
         return
     if optimizer.clip_grad_norm is not None:
-        text = f'config: clip_grad_norm needs the gradients of all ranks, and with sync = "{SYNC}" none waits for them'
+        text = f'config: clip_grad_norm needs the gradients of all ranks, and with sync = "{sync}" none waits for them'
         hint = 'set clip_stage_norm, a limit for each stage, or sync = "post-validate"'
         yield ZbcError("E125", text, where=where(("optimizer", "clip_grad_norm")), hint=hint)
     for key, reason in _others(draft.sections):
-        text = f'config: optimizer.sync = "{SYNC}" and {key} exclude each other: {reason}'
+        text = f'config: optimizer.sync = "{sync}" and {key} exclude each other: {reason}'
         yield ZbcError("E118", text, where=where(("optimizer", "sync")), hint="drop one of them")
+    if sync == "asynchronous":
+        yield from _asynchronous(draft)
+
+
+def _asynchronous(draft: Draft) -> Iterator[ZbcError]:
+    optimizer, parallel, schedule = (draft.sections.get(name) for name in ("optimizer", "parallel", "schedule"))
+    where = draft.document.where
+    if parallel is not None and parallel.dp > 1:
+        text = 'config: optimizer.sync = "asynchronous" and parallel.dp exclude each other: replicas would wait'
+        yield ZbcError("E118", text, where=where(("parallel", "dp")), hint="set dp = 1")
+    if schedule is not None and optimizer is not None and schedule.microbatches % optimizer.every:
+        text = f"config: optimizer.every = {optimizer.every} does not divide {schedule.microbatches} microbatches"
+        yield ZbcError("E118", text, where=where(("optimizer", "every")), hint="set a number that does")
 
 
 _UNWRITTEN = "it has not been written"

@@ -13,8 +13,9 @@ with k bodies: if that is the same, seen from the end, with k + 1, it is the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.deadlock import deadlock_problems
@@ -45,12 +46,13 @@ def version_problems(program: Program) -> Iterator[ZbcError]:
     for rank, ops in enumerate(program.ranks):
         yield from _strangers(program, rank)
         for stage in program.placement.stages_of(rank):
-            steps = [i for i, op in enumerate(ops) if op == Op(Kind.STEP, stage)]
-            if len(steps) != 1:
+            steps = [i for i, op in enumerate(ops) if op.kind is Kind.STEP and op.stage == stage]
+            if not steps or program.microbatches % len(steps):
                 text = f"program: rank {rank} runs STEP s{stage} {len(steps)} times in a step"
-                yield ZbcError("E202", text, hint="one STEP behind the last backward of each stage")
+                yield ZbcError("E202", text, hint="one STEP behind the last backward of each stage, or of so many")
             else:
-                yield from _around(program, rank, stage, steps[0])
+                yield from _between(program, rank, stage, steps)
+                yield from _around(program, rank, stage, steps[-1])
 
 
 def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
@@ -67,6 +69,19 @@ def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
         elif NEXT > op.mb >= program.microbatches or op.mb >= NEXT + program.microbatches:
             text = f"program: {op} is outside the program, which has {program.microbatches} microbatches in a step"
             yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
+
+
+def _between(program: Program, rank: int, stage: int, steps: Sequence[int]) -> Iterator[ZbcError]:
+    """Where a stage steps on its own, behind every few backwards: that they are equally many."""
+    ops, each = program.ranks[rank], program.microbatches // len(steps)
+    for number, (first, last) in enumerate(pairwise((-1, *steps))):
+        found = sum(op.kind.makes_part and op.stage == stage and op.mb < NEXT for op in ops[first + 1 : last])
+        if found != each and len(steps) > 1:
+            text = f"program: {found} backwards come before {ops[last]}, all others have {each}"
+            yield ZbcError("E202", text, where=f"rank {rank} step {last}", hint=f"one STEP behind {each} of them")
+        if ops[last].mb != number:
+            text = f"program: {ops[last]} is the STEP number {number} of its stage, counted from 0"
+            yield ZbcError("E202", text, where=f"rank {rank} step {last}")
 
 
 def _around(program: Program, rank: int, stage: int, step: int) -> Iterator[ZbcError]:
@@ -88,7 +103,7 @@ def _around(program: Program, rank: int, stage: int, step: int) -> Iterator[ZbcE
             hint = "a stage's backwards of a step come after the STEP of the step before; fuse B and W"
             yield ZbcError("E210", text, where=f"rank {rank} step {i}", hint=hint)
     if first > step:
-        text = f"program: STEP s{stage} comes before {ops[first]}, which it needs"
+        text = f"program: {ops[step]} comes before {ops[first]}, which it needs"
         yield ZbcError("E206", text, where=f"rank {rank} step {step}", hint="move it behind")
 
 

@@ -146,7 +146,8 @@ class StepsReport:
 
     period_ms: float  # a step, once they follow one another
     flush_ms: float  # a step with a flush between any two
-    delay: int = 1  # by so many steps gradients come late
+    delay: tuple[int, ...]  # by so many steps of a stage its gradients come late
+    alone: bool  # whether each stage steps on its own, several times in a step of the training
 
 
 @dataclass(frozen=True, slots=True)
