@@ -26,7 +26,6 @@ from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.order import order
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered
-from zbc.compiler.passes.flushless import staleness
 from zbc.compiler.passes.reduce_grads import reduced_as
 from zbc.compiler.replicating import replicated
 from zbc.compiler.report import report
@@ -46,6 +45,7 @@ from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
 from zbc.plan.forward import forward_of
+from zbc.plan.lateness import lateness
 from zbc.text import GIB, at_least, short, size, wrap
 
 
@@ -424,7 +424,8 @@ def _compile(job: Job, budget: float | None) -> Compiled:
 def _steps(job: Job, program: Program, period: float, flush: float) -> report.StepsReport:
     """What steps without a flush gain, and how late gradients are."""
     alone = job.optimizer.sync == "asynchronous"
-    delay = staleness(program) if alone else [1] * program.placement.stages
+    late = {stage: most for ops in program.ranks for stage, most in lateness(ops).items()}
+    delay = [late[stage] if alone else 1 for stage in range(program.placement.stages)]
     return report.StepsReport(period, flush, tuple(delay), alone)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
@@ -24,7 +25,7 @@ from zbc.runtime.optimizer import set_rate
 from zbc.runtime.progress import StepResult
 from zbc.runtime.transport import Pending
 from zbc.runtime.validate import Verdict, peak_bytes
-from zbc.runtime.versions import TwoVersions
+from zbc.runtime.versions import OneVersion, TwoVersions, Unflushed
 
 if TYPE_CHECKING:
     from zbc.runtime.state import Script, Worker
@@ -51,6 +52,7 @@ class Cycle:
     microbatches: int
     handlers: dict[Kind, Handler]
     limit: float | None
+    every: int = 0  # microbatches from one step of a stage to its next, where stages step on their own
     running: bool = False  # whether forwards of the next step have run
     told: Told | None = None
     squares: dict[str, Tensor] = field(default_factory=dict)  # of the step that runs
@@ -63,7 +65,7 @@ class Cycle:
         ahead = op.mb >= NEXT
         return op._replace(mb=(op.mb - NEXT if ahead else op.mb) + self.microbatches * (odd != ahead))
 
-    def every(self) -> Iterator[Op]:
+    def all_keyed(self) -> Iterator[Op]:
         """All ops as they may be keyed."""
         return (self.keyed(op, odd=odd) for odd in (False, True) for op in self.ops)
 
@@ -91,29 +93,32 @@ class Cycle:
         return found
 
 
-def versions_of(worker: Worker, stage: int) -> TwoVersions:
+def versions_of(worker: Worker, stage: int) -> Unflushed:
     """The weights of a stage. Raises E703 where there is one version only."""
     found = worker.optimizers[stage]
-    if not isinstance(found, TwoVersions):
-        text = "run: the plan has steps without a flush, and its optimizer one version of the weights"
+    if not isinstance(found, TwoVersions | OneVersion):
+        text = "run: the plan has steps without a flush, and its optimizer is for steps with one"
         raise ZbcError("E703", text, hint="plan again")
     return found
 
 
 def _of_this(handler: Handler) -> Handler:
     def run(worker: Worker, op: Op) -> None:
-        versions_of(worker, op.stage).turn_to(worker.step)
+        weights = versions_of(worker, op.stage)
+        weights.before(op, worker.step)
         handler(worker, op)
+        weights.after(op)
 
     return run
 
 
 def _of_next(handler: Handler) -> Handler:
+    run_it = _of_this(handler)
+
     def run(worker: Worker, op: Op) -> None:
         worker.step += 1
         try:
-            versions_of(worker, op.stage).turn_to(worker.step)
-            handler(worker, op)
+            run_it(worker, op)
         finally:
             worker.step -= 1
 
@@ -126,8 +131,9 @@ def stage_step(worker: Worker, op: Op) -> None:
     worker.finish_sums()
     worker.before_update()
     squares = stage.squares()
-    if stage in worker.counted():
-        cycle.squares |= squares
+    if stage in worker.counted():  # of a stage that steps several times the last one counts, or what is not finite
+        bad = {name: old for name, old in cycle.squares.items() if not torch.isfinite(old).all()}
+        cycle.squares |= squares | bad
     norm = math.sqrt(math.fsum(number for one in squares.values() for number in one.tolist()))
     if math.isfinite(norm):
         set_rate(stage, worker.rate(worker.phases, worker.step))

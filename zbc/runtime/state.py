@@ -138,7 +138,7 @@ class PhaseRun:
     @functools.cached_property
     def halves(self) -> frozenset[Key]:
         """Whose W is an op of its own."""
-        ops = self.plan.ops if self.cycle is None else self.cycle.every()
+        ops = self.plan.ops if self.cycle is None else self.cycle.all_keyed()
         return frozenset(op.key for op in ops if op.kind is Kind.B)
 
     @functools.cached_property
@@ -147,10 +147,12 @@ class PhaseRun:
         return frozenset(op.key for op in self.plan.ops if op.kind is Kind.OFFLOAD)
 
     def share(self, loss: Tensor) -> Tensor:
-        """The gradient of a step's loss, a mean over the microbatches of all replicas, by the loss of one."""
+        """The gradient of a step's loss, a mean over the microbatches of all replicas, by the loss of one. Where stages
+        step on their own, of a mean over those of one such step."""
         share = self._shares.get(loss.dtype)
         if share is None:
-            share = self._shares[loss.dtype] = loss.new_tensor(1.0 / self.layout.microbatches)
+            count = self.layout.microbatches if self.cycle is None or not self.cycle.every else self.cycle.every
+            share = self._shares[loss.dtype] = loss.new_tensor(1.0 / count)
         return share
 
 
@@ -225,7 +227,7 @@ class Worker:
         for run in self.phase_runs:
             most = run.plan.manifest.microbatches if self.work is None else self.work.most
             run.first = self.replica * most
-            self.prepare(run.plan.ops if run.cycle is None else run.cycle.every())
+            self.prepare(run.plan.ops if run.cycle is None else run.cycle.all_keyed())
 
     @property
     def plan(self) -> RankPlan:

@@ -17,6 +17,7 @@ from zbc.ir import COPY, NEXT, Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import FROZEN, Manifest, RankPlan, Unequal, meeting
+from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
 from zbc.runtime import tensor_parallel
 from zbc.runtime.bucket import Bucket, GradientSum, absent
@@ -34,7 +35,7 @@ from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import VectorLayout
-from zbc.runtime.versions import TwoVersions
+from zbc.runtime.versions import OneVersion, TwoVersions
 from zbc.runtime.vocabulary import Embedding, Output
 from zbc.runtime.vocabulary_state import OfRows, Vocabulary
 from zbc.training.data.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
@@ -132,6 +133,7 @@ def build_worker(
         _refuse_slices(settings, plans, stages, samples, shapes, slices, last=any(not placement.sinks(s) for s in mine))
     if work is not None:
         _refuse_rows(settings, plans, stages, samples, shapes, last=any(not placement.sinks(s) for s in mine))
+    late = lateness(plan.ops) if manifest.flushless else {}
     worker = Worker(
         phase_runs=[_phase_run(part, shapes, manifest.balance) for part in parts],
         work=work,
@@ -145,7 +147,7 @@ def build_worker(
         if work is None
         else PackedBatches(work, LOWERED[settings.model.parameters]),
         loss=_loss(settings.model, group),
-        optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank, plans) for s in mine},
+        optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank, plans, late.get(s, 0)) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
         rate=lambda phases, step: phases.rate(
             settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step
@@ -281,9 +283,11 @@ def _phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> Phase
     batch = run.batch if unequal is None else run.dp * unequal.most
     layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, weighted=unequal is not None)
     if manifest.flushless:
-        limit = Settings.of(manifest).optimizer.clip_stage_norm
+        options = Settings.of(manifest).optimizer
+        every = options.every if options.sync == "asynchronous" else 0
         texts = tuple(map(placement.text, plan.ops))
-        cycle = Cycle(plan.ops, texts, manifest.microbatches, {**HANDLERS, Kind.STEP: stage_step}, limit)
+        handlers = {**HANDLERS, Kind.STEP: stage_step}
+        cycle = Cycle(plan.ops, texts, manifest.microbatches, handlers, options.clip_stage_norm, every)
         return PhaseRun(plan, layout, [], cycle=cycle)
     script = [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops]
     if unequal is not None:
@@ -397,8 +401,14 @@ def _shared(manifest: Manifest, plans: Sequence[model.LayerPlan]) -> dict[str, t
 
 
 def _optimizer(
-    settings: Settings, stage: Stage, manifest: Manifest, rank: int, plans: Sequence[model.LayerPlan]
+    settings: Settings,
+    stage: Stage,
+    manifest: Manifest,
+    rank: int,
+    plans: Sequence[model.LayerPlan],
+    late: int,
 ) -> StageOptimizer:
+    """`late`: by how many steps of the stage its gradients come late, where it steps on its own."""
     ranks = meeting(manifest, Op(Kind.REDUCE, stage.index), manifest.topology.of(rank).tp)
     options, lowered = settings.optimizer, LOWERED[settings.model.parameters]
     ahead = options.sync == "post-validate"
@@ -417,6 +427,8 @@ def _optimizer(
             frees=bool(manifest.resident),
             scatters=manifest.scatters,
         )
+    if manifest.flushless and options.sync == "asynchronous":
+        return OneVersion(options, stage.parameters, late if options.lookahead else 0)
     if manifest.flushless:
         return TwoVersions(options, stage.parameters)
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from zbc.compiler.passes.insert_comm import InsertComm
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
-from zbc.ir import NEXT, Kind, Op, Program, repeated
+from zbc.ir import NEXT, Kind, Op, Program
 
 GOES_WITH = ("1f1b", "interleaved-1f1b")  # schedules that are one backward after one forward, step after step
 _BODY = 2  # of the steps that are laid out, the one that is cut out: all around it is as it always will be
@@ -132,18 +132,3 @@ def _sent(ops: Sequence[Op], i: int) -> int:
     while i + 1 < len(ops) and ops[i + 1].kind.is_send:
         i += 1
     return i
-
-
-def staleness(program: Program) -> list[int]:
-    """Of each stage, the most steps that it makes between the forward of a microbatch and its backward."""
-    found = [0] * program.placement.stages
-    for ops in repeated(program, 3).ranks:
-        made, read = dict[int, int](), dict[tuple[int, int], int]()
-        for op in ops:
-            if op.kind is Kind.STEP:
-                made[op.stage] = made.get(op.stage, 0) + 1
-            elif op.kind is Kind.F:
-                read[op.stage, op.mb] = made.get(op.stage, 0)
-            elif op.kind.makes_part:
-                found[op.stage] = max(found[op.stage], made.get(op.stage, 0) - read[op.stage, op.mb])
-    return found

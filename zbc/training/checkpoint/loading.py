@@ -13,7 +13,7 @@ from zbc.errors import ZbcError
 from zbc.runtime.optimizer import Held, StageOptimizer
 from zbc.runtime.state import Worker
 from zbc.runtime.tensor_parallel import Cut
-from zbc.runtime.versions import OLDER, TwoVersions
+from zbc.runtime.versions import OLDER, OneVersion, TwoVersions
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
 from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, state_buffers
@@ -125,7 +125,7 @@ def _state_keys(reader: Reader, optimizer: StageOptimizer) -> Mapping[str, list[
     for name in reader.tensors:
         if name.startswith(OPTIM):
             parameter, _, key = name.removeprefix(OPTIM).rpartition(".")
-            if key != OLDER or isinstance(optimizer, TwoVersions):
+            if key != OLDER or isinstance(optimizer, TwoVersions | OneVersion):
                 found.setdefault(parameter, []).append(key)
     return found
 
