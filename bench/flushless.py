@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -29,7 +30,13 @@ MS = 40.0  # of each op
 STEPS = 6 if QUICK else 10
 CLOSE = 0.05  # of what is predicted
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "flushless-loss.svg"
-SYNCS = ("before-step", "two-versions")
+SYNCS = ("before-step", "two-versions", "asynchronous")
+TRAININGS: dict[str, dict[str, Any]] = {
+    "plain": {"lr": 2e-3},
+    "two-versions": {"lr": 2e-3, "sync": "two-versions"},
+    "asynchronous": {"lr": 5e-4, "sync": "asynchronous"},
+    "asynchronous, lookahead": {"lr": 1e-3, "sync": "asynchronous", "lookahead": True},
+}
 
 
 def runs(record: Record) -> bool:
@@ -63,29 +70,28 @@ def runs(record: Record) -> bool:
 def curves(record: Record) -> None:
     """Losses of the same training with and without a flush."""
     record(f"\na GPT of 8 blocks on four ranks, 1f1b, 8 microbatches of 2, {TRAINED} steps of AdamW; F = B = W")
-    record(f"{'sync':<14}{'lr':>8}{'step':>8}{'last losses':>13}{'against plain':>15}{'at the time of plain':>22}")
+    record(f"{'training':<24}{'lr':>8}{'step':>8}{'last losses':>13}{'against plain':>15}{'at the time of plain':>22}")
     found: list[tuple[str, float, list[float]]] = []
-    for sync, lr in (("before-step", 2e-3), ("two-versions", 2e-3), ("before-step", 4e-3), ("two-versions", 4e-3)):
+    for name, options in TRAININGS.items():
         made = compile_job(
             job(
                 model={"hidden": 64, "seq_len": 64},
                 costs={"f": 1.0, "b": 1.0, "w": 1.0},
                 data={"kind": "text"},
                 train={"steps": TRAINED},
-                optimizer={"lr": lr, "schedule": {"warmup_steps": 20}, "sync": sync},
+                optimizer={"schedule": {"warmup_steps": 20}, **options},
             )
         )
         manifest, _ = made.assemble()
         workers = run_threads(StoredPlan(manifest, made.program), TRAINED)
         losses = [one.loss for one in workers[0].results]
         ms, last = made.settled_ms, statistics.mean(losses[-20:])
-        name = f"{'plain' if sync == 'before-step' else 'two versions'}, lr {lr:g}"
         found.append((name, ms, losses))
-        plain = found[-1 - (sync != "before-step")]
-        count = min(TRAINED, round(TRAINED * ms / plain[1]))  # of its steps, in the time of so many plain ones
-        then = statistics.mean(plain[2][max(0, count - 20) : count])
-        against = last / statistics.mean(plain[2][-20:]) - 1
-        record(f"{sync:<14}{lr:>8g}{ms:>8.1f}{last:>13.4f}{against:>+15.2%}{then:>22.4f}")
+        _, plain_ms, plain = found[0]
+        count = min(TRAINED, round(TRAINED * ms / plain_ms))  # of its steps, in the time of so many plain ones
+        then = statistics.mean(plain[max(0, count - 20) : count])
+        against = last / statistics.mean(plain[-20:]) - 1
+        record(f"{name:<24}{options['lr']:>8g}{ms:>8.1f}{last:>13.4f}{against:>+15.2%}{then:>22.4f}")
     record("at the time of plain: the loss of the plain training after as long as this one takes, as predicted")
     if not QUICK:
         PICTURE.write_text(drawn(found), encoding="utf-8")

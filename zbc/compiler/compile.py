@@ -39,6 +39,7 @@ from zbc.ir import Program
 from zbc.job import spec, toml, world
 from zbc.job.cuts import cuts_of
 from zbc.job.flops import attention_cost
+from zbc.job.flushless import FLUSHLESS
 from zbc.job.links import LinkTable
 from zbc.job.profile import Profile
 from zbc.job.spec import Draft, Job
@@ -388,7 +389,12 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     """All of `compile_job` but the question whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
-    job, before = seated(replicated(job, table), table, budget)
+    try:
+        job, before = seated(replicated(job, table), table, budget)
+    except ZbcError as error:
+        if job.optimizer.sync in FLUSHLESS and error.where is None:  # of the pass, which knows no job
+            error.where = job.where("optimizer", "sync")
+        raise
     found = freezes(job, before, table)
     raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
     found.compute.forget()

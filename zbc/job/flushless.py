@@ -77,6 +77,7 @@ def _others(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "optimizer.zero1", "a gathered weight would be of another step"
     if schedule is not None:
         asked = {
+            'kind = "auto"': (schedule.kind or "").lower() == "auto",
             "slices": schedule.slices != 1,
             "ramp": bool(schedule.ramp),
             "file": schedule.file is not None,

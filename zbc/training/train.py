@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import json
 import os
 import socket
 import sys
@@ -28,6 +29,7 @@ from zbc.runtime.execute import Step, StepResult, finish, run_step
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.state import Worker
 from zbc.runtime.transport import Transport
+from zbc.runtime.versions import OneVersion
 from zbc.training import devices, frames
 from zbc.training.checkpoint import resume
 from zbc.training.checkpoint.loading import load
@@ -188,6 +190,8 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
         )
         if context.rank == 0:
             context.emit("filler  " + "\n        ".join(filter(None, told)))
+    if worker.cycle is not None and worker.cycle.every:
+        _tell_late(worker, board, context, limit)
     if options.save_hf is not None:
         watchdog.phase("writing its weights")
         _save(worker, board, context, options.save_hf, limit)
@@ -350,6 +354,15 @@ def _show(result: StepResult | None, context: RankContext, log: RunRecord | None
         context.emit(line)
     elif context.live is not None:
         context.live(log.live(result))
+
+
+def _tell_late(worker: Worker, board: Board, context: RankContext, limit: timedelta) -> None:
+    """Say how many steps of its own each stage made between a forward and its backward, as it was counted."""
+    found = {s: one.stalest for s, one in worker.optimizers.items() if isinstance(one, OneVersion)}
+    told = board.meet("late", limit, json.dumps(found))
+    late = {int(s): count for words in told for s, count in json.loads(words).items()}
+    if context.rank == 0:
+        context.emit("steps late, by stage: " + " ".join(str(late[s]) for s in sorted(late)))
 
 
 def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limit: timedelta) -> None:
