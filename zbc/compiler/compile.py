@@ -391,14 +391,14 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     table = estimate.layers(job)
     try:
         job, before = seated(replicated(job, table), table, budget)
+        found = freezes(job, before, table)
+        raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
+        found.compute.forget()
+        program = found.complete.program
     except ZbcError as error:
         if job.optimizer.sync in FLUSHLESS and error.where is None:  # of the pass, which knows no job
             error.where = job.where("optimizer", "sync")
         raise
-    found = freezes(job, before, table)
-    raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
-    found.compute.forget()
-    program = found.complete.program
     check_graph(found.complete.graph)
     if job.train.eval_every:
         check_forward(forward_of(program))
