@@ -33,7 +33,7 @@ PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "flushless-loss.s
 SYNCS = ("before-step", "two-versions", "asynchronous")
 TRAININGS: dict[str, dict[str, Any]] = {
     "plain": {"lr": 2e-3},
-    "two-versions": {"lr": 2e-3, "sync": "two-versions"},
+    "two-versions": {"lr": 5e-4, "sync": "two-versions"},
     "asynchronous": {"lr": 5e-4, "sync": "asynchronous"},
     "asynchronous, lookahead": {"lr": 1e-3, "sync": "asynchronous", "lookahead": True},
 }
