@@ -14,6 +14,7 @@ messages all show the same text:
     S m3.1           of every rank, for slice 1 of microbatch 3: no stage; of a vocabulary that all ranks share
     REDUCE v         rank-wide: the rows of that vocabulary
     OVERLAP          a mark: the two ops after it are one group
+    F s0 m0 next     of the next step, where steps follow one another without a flush
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ops import COUNTED, At, Scope
+from zbc.ops import NUMBERED, At, Scope
 from zbc.ops import Kind as Kind
 from zbc.topology import Topology
 
@@ -38,8 +39,10 @@ _PRINTS = {
 COPY = frozenset({Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD})  # of what F keeps, to the host and back
 _KINDS = {kind.value: kind for kind in Kind}
 WHOLE = 100  # percent
+IN_A_ROW = "in a row"  # what `repeated` adds to a program's history
+NEXT = 1 << 30  # `Op.mb` of microbatch k of the next step is NEXT + k
 _OP = re.compile(
-    r"(?P<kind>[A-Z_]+(?: v)?)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?)?"
+    r"(?P<kind>[A-Z_]+(?: v)?)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?(?P<next> next)?)?"
     r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: #(?P<count>\d{1,9}))?"
     r"(?: (?P<share>\d{1,2})%)?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
 )
@@ -48,6 +51,7 @@ _OP = re.compile(
 class Op(NamedTuple):
     """One step of one rank: `kind` of work on `stage` for microbatch `mb` of `pipe`, sequence part `slice`.
 
+    `mb` is NEXT and more for a microbatch of the next step.
     `share` is for W and BW: the percentage of the stage's layers that get weight gradients; the others are frozen.
     """
 
@@ -68,8 +72,10 @@ class Op(NamedTuple):
         kind, stage, mb, pipe, part, share = self
         text = f"{kind} s{stage}" if has_stage else str(kind)
         if has_mb:
-            text = f"{text} m{mb}.{part}" if part else f"{text} m{mb}"
-        elif mb and kind in COUNTED:
+            own = mb if mb < NEXT else mb - NEXT
+            text = f"{text} m{own}.{part}" if part else f"{text} m{own}"
+            text = text if mb < NEXT else f"{text} next"
+        elif mb and kind in NUMBERED:
             text = f"{text} #{mb}"
         if pipe and (has_stage or has_mb):
             text = f"{text} {'up' if pipe == 1 else f'pipe{pipe}'}"
@@ -123,7 +129,7 @@ def parse_line(text: str) -> tuple[Op, int | None]:
     op = Op(
         kind,
         int(stage or 0),
-        int(mb or count or 0),
+        int(mb or count or 0) + (NEXT if match["next"] else 0),
         1 if up else int(pipe or 0),
         int(part or 0),
         WHOLE if share is None else int(share),
@@ -334,6 +340,7 @@ class Program:
     with_w: bool = False  # where weights are freed: W needs them, too
     scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
     vocabulary: int = 0  # sums per unit of an output layer and an embedding that all ranks share; 0: stages have them
+    flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
 
     def __repr__(self) -> str:
         ops = sum(map(len, self.ranks))
@@ -406,6 +413,11 @@ class Program:
         return {op: (rank, step) for rank, step, op in self if not (op.kind.is_collective or op.kind.is_mark)}
 
     @property
+    def cyclic(self) -> bool:
+        """Whether its ops are the body of a cycle, and not yet so many steps in a row."""
+        return self.flushless and self.history[-1] != IN_A_ROW
+
+    @property
     def freezes(self) -> bool:
         """Whether layers are frozen in some op."""
         return any(op.share != WHOLE for ops in self.ranks for op in ops)
@@ -416,3 +428,25 @@ class Program:
 
     def with_ranks(self, ranks: Sequence[Sequence[Op]], by: str) -> Program:
         return replace(self, ranks=tuple(map(tuple, ranks)), history=(*self.history, by))
+
+
+def repeated(program: Program, steps: int) -> Program:
+    """So many steps of a program without a flush, as one program whose microbatches go on from step to step.
+
+    What its ops say of the next step comes one step earlier: first that of step 0 alone, at the end nothing of a step
+    that is not to come.
+    """
+    m = program.microbatches
+
+    def of(ops: Sequence[Op]) -> Iterator[Op]:
+        for step in range(-1, steps):
+            for op in ops:
+                ahead = op.mb >= NEXT
+                if op.kind.stage_wide or op.kind.rank_wide:
+                    if step >= 0:
+                        yield op
+                elif 0 <= step + ahead < steps:
+                    yield op._replace(mb=op.mb - NEXT * ahead + m * (step + ahead))
+
+    ranks = tuple(tuple(of(ops)) for ops in program.ranks)
+    return replace(program, microbatches=m * steps, ranks=ranks, history=(*program.history, IN_A_ROW))

@@ -450,6 +450,13 @@ SHARDED_ROWS: Rows = ROWS | {
 # The same where W needs the weights, too: of layers that keep a graph of their own.
 SHARDED_ROWS_WITH_W: Rows = SHARDED_ROWS | {Kind.W: ROWS[Kind.W]._replace(reads=_refs("left weights"))}
 
+# Where steps follow one another without a flush, there is no verdict: a stage steps once its gradients are summed. What
+# it reads of units is a matter of the list, since each step has its own (check/versions.py).
+FLUSHLESS_ROWS: Rows = ROWS | {
+    Kind.REDUCE: ROWS[Kind.REDUCE]._replace(reads=()),
+    Kind.STEP: ROWS[Kind.STEP]._replace(reads=_refs("total"), writes=(), frees=_refs("total"), closes=""),
+}
+
 
 def _also(kind: Kind, *, reads: str = "", writes: str = "", frees: str = "") -> Row:
     """A row with more references."""
@@ -476,6 +483,8 @@ VOCABULARY_ROWS[2] = VOCABULARY_ROWS[1] | {
 }
 VOCABULARY = frozenset(kind for kind, row in ROWS.items() if row.scope is _EVERY) | {Kind.REDUCE_V}
 COUNTED = frozenset({Kind.GATHER, Kind.FREE, Kind.SCATTER})  # may stand several times in a step; `Op.mb` counts them
+
+NUMBERED = COUNTED | {Kind.STEP}  # whose number an op prints
 
 UNIT_SCOPES = frozenset({Scope.UNIT, Scope.EVERY})
 

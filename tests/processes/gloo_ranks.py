@@ -38,7 +38,11 @@ def train(
     worker = open_worker(rank, plan, staged=staged)
     if warmed:
         warm(worker)
-    found = [*(run_step(worker, step) for step in range(steps)), finish(worker)]
+    found = []
+    for step in range(steps):
+        worker.ends = step + 1 == steps
+        found.append(run_step(worker, step))
+    found.append(finish(worker))
     results = [result for result in found if result is not None]
     worker.gather_all()
     worker.transport.close()

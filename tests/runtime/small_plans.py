@@ -149,9 +149,15 @@ class Reference:
 
 
 def reference(
-    plan: StoredPlan, steps: int = 1, frozen: Callable[[int, int], set[str]] = lambda step, mb: set()
+    plan: StoredPlan,
+    steps: int = 1,
+    frozen: Callable[[int, int], set[str]] = lambda step, mb: set(),
+    *,
+    delayed: bool = False,
 ) -> Reference:
     """Train the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch.
+
+    `delayed`: the gradients of a step are those of the weights before the last step.
 
     `frozen` names the layers that a microbatch does not train; gradients are means over the other microbatches.
     """
@@ -178,7 +184,11 @@ def reference(
     optimizer = _optimizer(settings.optimizer, [p for p in masters.values() if p.requires_grad])
     low = settings.model.dtype == "bfloat16"
     result = Reference([], [], {}, {})
+    before = [p.data.clone() for p in weights.values()]
     for step in range(steps):
+        newest = [p.data for p in weights.values()]
+        for p, older in zip(weights.values(), before if delayed else newest, strict=True):
+            p.data = older
         losses, m = [], phases.samples(step) // size
         trained = Counter(name for mb in range(m) for name in modules.keys() - frozen(step, mb))
         for mb in range(m):
@@ -203,6 +213,10 @@ def reference(
         norm = sum(_squares(p.grad) for p in weights.values() if p.grad is not None) ** 0.5
         result.losses.append(sum(losses) / m)
         result.norms.append(norm)
+        for p, data in zip(weights.values(), newest, strict=True):
+            p.data = data
+        before = [data.clone() for data in newest]
+        _clip_stages(settings.optimizer.clip_stage_norm, manifest.layers, weights)
         for group in [] if optimizer is None else optimizer.param_groups:
             group["lr"] = phases.rate(settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step)
         _step(
@@ -210,6 +224,17 @@ def reference(
         )
     result.weights = {name: p.detach().clone() for name, p in weights.items()}
     return result
+
+
+def _clip_stages(most: float | None, stages: Sequence[Sequence[str]], weights: dict[str, torch.nn.Parameter]) -> None:
+    """At most a norm of so much for the gradients of each stage."""
+    for names in () if most is None else stages:
+        mine = tuple(f"{layer}." for layer in names)
+        grads = [p.grad for name, p in weights.items() if name.startswith(mine)]
+        norm = sum(_squares(grad) for grad in grads if grad is not None) ** 0.5
+        for grad in grads if most / (norm + 1e-6) < 1 else ():
+            if grad is not None:
+                grad.mul_(most / (norm + 1e-6))
 
 
 def _squares(grad: torch.Tensor) -> float:

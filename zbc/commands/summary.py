@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from zbc.compiler.check import Survival
     from zbc.compiler.compile import Compiled
-    from zbc.compiler.report.report import FreezeReport, Report
+    from zbc.compiler.report.report import FreezeReport, Report, StepsReport
     from zbc.compiler.whatif.others import Other, Others
     from zbc.compiler.whatif.sharing import Sharing
     from zbc.compiler.whatif.why import Path, WhatIf
@@ -50,13 +50,16 @@ def of_plan(
         yield labelled("words", *_words(words, compiled, hint=better))
     if report.freezing is not None:
         yield labelled("freeze", *_freezing(report.freezing, report.makespan_ms, compiled.job.freeze.after))
+    if report.flushless is not None:
+        yield labelled("flush", *_flushless(report.flushless))
     if verbose:
         yield labelled("times", *_times(compiled))
     if compiled.job.links is not None:
         yield labelled("order", *_order(compiled))
     if compiled.timeline.sums:
         yield labelled("reduce", *_sums(compiled))
-    yield from _why(compiled, verbose=verbose)
+    if report.flushless is None:  # what binds a step says nothing of a cycle of them
+        yield from _why(compiled, verbose=verbose)
     yield labelled("costs", *_costs(compiled))
     proven = "complete, paired, FIFO per direction, deadlock-free"
     yield labelled("proven", proven, *outlives(report.survives, verbose=verbose))
@@ -87,6 +90,11 @@ def _headline(compiled: Compiled, others: Others) -> Iterator[str]:
         against = f"; {base.ms / compiled.settled_ms:.2f}x as fast as 1F1B ({short(base.ms)} ms)"
     yield f"{short(compiled.settled_ms)} ms with its optimizer{against}"
     yield from throughput_lines(report.rates)
+    if report.flushless is not None:
+        period = report.flushless.period_ms or 1.0
+        idle = 1 - sum(rank.busy_ms for rank in report.per_rank) / len(report.per_rank) / period
+        yield f"idle {percent(max(0.0, idle))}, balance {percent(report.balance)}"
+        return
     memory = compiled.found.bounds.memory
     loose = memory and report.bound_is == "loose"
     bound = _gap(report.makespan_ms, report.lower_bound_makespan_ms, loose=loose, memory=memory)
@@ -145,6 +153,19 @@ def _freezing(found: FreezeReport, ms: float, after: int) -> Iterator[str]:
     yield f"from step {after + 1} on layers rest in turn: this is another training"
 
 
+def _flushless(found: StepsReport) -> Iterator[str]:
+    """What steps without a flush gain, and that they train something else."""
+    change = f"{100 * (found.flush_ms / found.period_ms - 1):+.1f}%" if found.period_ms > 0 else "+0.0%"
+    yield f"none between steps: {short(found.period_ms)} ms each; with one {short(found.flush_ms)} ms ({change})"
+    if found.alone:
+        yield from wrap(
+            ["each stage steps on its own; steps late, by stage:", *map(str, found.delay)], _TEXT, between=" "
+        )
+    else:
+        yield "gradients come 1 step late, and ranks hold two versions of their weights:"
+    yield "this is another training (docs/exactness.md)"
+
+
 def _times(compiled: Compiled) -> list[str]:
     """Both costs of a step with the papers' bubble rates, and what it costs in steady state."""
     report, memory = compiled.report, compiled.found.bounds.memory
@@ -159,6 +180,8 @@ def _times(compiled: Compiled) -> list[str]:
         f"{name:<8}  {time:>{width}} ms  bubble {percent(bubble):>5} of it  {gap}"
         for (name, bubble, gap), time in zip(rows, times, strict=True)
     ]
+    if report.flushless is not None:
+        return [*lines, f"steady    {short(report.flushless.period_ms)} ms with the optimizer, without a flush"]
     return [*lines, *_steady(report, barrier=compiled.job.optimizer.sync == "before-step")]
 
 

@@ -39,12 +39,14 @@ from zbc.ir import Program
 from zbc.job import spec, toml, world
 from zbc.job.cuts import cuts_of
 from zbc.job.flops import attention_cost
+from zbc.job.flushless import FLUSHLESS
 from zbc.job.links import LinkTable
 from zbc.job.profile import Profile
 from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
 from zbc.plan.forward import forward_of
+from zbc.plan.lateness import lateness
 from zbc.text import GIB, at_least, short, size, wrap
 
 
@@ -74,14 +76,14 @@ class Compiled:
     @property
     def step_ms(self) -> float:
         """What the job's objective says; without a barrier and an objective, a settled step."""
-        if self.job.schedule.objective is None and self.job.optimizer.sync == "post-validate":
+        if self.job.schedule.objective is None and self.job.optimizer.sync != "before-step":
             return self.settled_ms
         return self.report.step_ms(self.job.objective)
 
     @property
     def settled_ms(self) -> float:
         """What a step costs with its optimizer once steps follow one another as they will."""
-        ahead = self.report.ahead_ms if self.job.optimizer.sync == "post-validate" else None
+        ahead = self.report.ahead_ms if self.job.optimizer.sync != "before-step" else None
         return self.report.barrier_ms if ahead is None else ahead
 
     @property
@@ -385,11 +387,16 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     """All of `compile_job` but the question whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
-    job, before = seated(replicated(job, table), table, budget)
-    found = freezes(job, before, table)
-    raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
-    found.compute.forget()
-    program = found.complete.program
+    try:
+        job, before = seated(replicated(job, table), table, budget)
+        found = freezes(job, before, table)
+        raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
+        found.compute.forget()
+        program = found.complete.program
+    except ZbcError as error:
+        if job.optimizer.sync in FLUSHLESS and error.where is None:  # of the pass, which knows no job
+            error.where = job.where("optimizer", "sync")
+        raise
     check_graph(found.complete.graph)
     if job.train.eval_every:
         check_forward(forward_of(program))
@@ -401,14 +408,29 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
     without = None if job.freeze.most else ahead  # frozen layers need the barrier
+    steps = _steps(job, program, ahead, barrier) if program.flushless else None
     took = time.perf_counter() - began
     limits = limits_of(job, found.name, found.costs)
     freezing = freeze_report(job, before, found)
     summary = replace(
-        summary, barrier_ms=barrier, ahead_ms=without, limits=limits, compile_seconds=took, freezing=freezing
+        summary,
+        barrier_ms=barrier,
+        ahead_ms=without,
+        limits=limits,
+        compile_seconds=took,
+        freezing=freezing,
+        flushless=steps,
     )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)
     return replace(compiled, report=replace(summary, rates=compiled.rates(compiled.settled_ms)))
+
+
+def _steps(job: Job, program: Program, period: float, flush: float) -> report.StepsReport:
+    """What steps without a flush gain, and how late gradients are."""
+    alone = job.optimizer.sync == "asynchronous"
+    late = {stage: most for ops in program.ranks for stage, most in lateness(ops).items()}
+    delay = [late[stage] if alone else 1 for stage in range(program.placement.stages)]
+    return report.StepsReport(period, flush, tuple(delay), alone)
 
 
 def _unknown(job: Job, compiled: Compiled) -> bool:

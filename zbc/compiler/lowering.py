@@ -10,6 +10,8 @@ The order matters:
    gathers, for which ops wait.
 5. reduce-grads needs all compute and transfers in place.
 6. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
+   For steps without a flush one pass, flushless, does all of this at once: what stands where depends on the steps
+   before and after.
 7. freeze, where asked for, leaves the list as it is and shortens some of its ops.
 """
 
@@ -19,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from zbc.compiler.passes.flushless import Flushless
 from zbc.compiler.passes.freeze import Freeze
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.gather_weights import GatherWeights, RenewWeights
@@ -30,6 +33,7 @@ from zbc.compiler.passes.reduce_grads import ReduceGrads
 from zbc.compiler.passes.weave import Weave
 from zbc.compiler.sim.context import Context
 from zbc.ir import Program
+from zbc.job.flushless import FLUSHLESS
 from zbc.job.spec import Job
 
 
@@ -57,12 +61,14 @@ class Lowering:
     gather: GatherWeights | None = None  # of weights that come and go within a step
     offload: Offload | None = None  # to keep to a limit by moving activations to the host
     weave: Weave | None = None  # of a vocabulary that all ranks share
+    every: int = 0  # microbatches from one step of a stage to its next, where each steps on its own
     freeze: Freeze | None = None  # of weight gradients that are left out; set once an order is found
 
     @classmethod
     def of(cls, job: Job) -> Lowering:
         if not job.parallel.frees:
-            return cls(job.optimizer.sync, weave=Weave(job.vocabulary) if job.vocabulary else None)
+            every = job.optimizer.every if job.optimizer.sync == "asynchronous" else 0
+            return cls(job.optimizer.sync, weave=Weave(job.vocabulary) if job.vocabulary else None, every=every)
         given = None if isinstance(job.memory.resident, str) else job.memory.resident
         return cls(job.optimizer.sync, GatherWeights(given, with_w=not job.model.builtin, room=job.room))
 
@@ -91,9 +97,13 @@ class Lowering:
             yield one.name, context.program
 
     def _first(self) -> list[Pass]:
+        if self.sync in FLUSHLESS:
+            return [Flushless(self.every)]
         return [*([] if self.weave is None else [self.weave]), *_FIRST]
 
     def _last(self, *, sharded: bool) -> list[Pass]:
+        if self.sync in FLUSHLESS:
+            return []
         moved = [] if self.offload is None else [self.offload]
         freeze = [] if self.freeze is None else [self.freeze]
         if self.sync == "post-validate":

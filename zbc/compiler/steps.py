@@ -15,10 +15,33 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
 from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.sim.context import Context
-from zbc.compiler.sim.simulate import SAME, Timeline, lengths, replay
-from zbc.ir import Kind, Program
+from zbc.compiler.sim.simulate import SAME, Timeline, lengths, replay, run
+from zbc.ir import Kind, Program, repeated
 
 SETTLES = 8  # steps after which their length no longer changes
+
+
+def in_a_row(program: Program, costs: Costs, steps: int) -> Timeline:
+    """So many steps without a flush, the first from nothing and the last to its end, as one timeline."""
+    return run(build(repeated(program, steps)), costs)
+
+
+def period_of(program: Program, costs: Costs) -> float:
+    """What a step without a flush costs, in ms, once steps follow one another as they will."""
+    found = 0.0
+    for steps in (4, SETTLES, 2 * SETTLES):  # the last one ends with a flush, so it does not count
+        timeline = in_a_row(program, costs, steps)
+        graph, ends = timeline.graph, list[list[float]]()
+        for rank in range(timeline.ranks):
+            last = program.placement.stages_of(rank)[0]
+            stepped = max(op for op in program.ranks[rank] if op.kind is Kind.STEP and op.stage == last)
+            mine = [i for i in graph.mine(rank) if graph.ops[i] == stepped]
+            ends.append([timeline.end[i] for i in mine[:-1]])
+        periods = [b - a for one in ends for a, b in zip(one[-3:], one[-2:], strict=False)]
+        found = max(periods)
+        if found - min(periods) <= SAME * found:
+            break
+    return found
 
 
 def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
@@ -72,6 +95,8 @@ def either_way(complete: Context) -> tuple[float, float]:
     program, costs, timeline = complete.program, complete.costs, complete.timeline
     ranks = range(timeline.ranks)
     with_barrier = timeline.makespan + costs.of("agree") + max(optimizer_ms(program, costs, r) for r in ranks)
+    if program.flushless:
+        return with_barrier, period_of(program, costs)
     if program.resident:
         return with_barrier, with_barrier  # there is no other way to close it
     if not program.ahead:

@@ -18,6 +18,8 @@ from zbc.plan.directory import Manifest
 def dumps(program: Program, manifest: Manifest) -> str:
     """One argument a line, comments after `#`. Raises E413 for a plan that Megatron would not run like that."""
     refused = Refused("megatron", "Megatron-LM")
+    if program.flushless:
+        refused.add("it has a flush between steps, the plan has none")
     model = manifest.planning.get("model", {})
     if model.get("family") != "gpt":
         refused.add(f"its arguments are written for the built-in gpt only, model.family is {model.get('family')!r}")

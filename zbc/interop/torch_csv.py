@@ -237,6 +237,8 @@ def dumps(program: Program) -> str:
 def refuse(program: Program) -> None:
     """Raise E413 for what torch cannot express, everything at once."""
     refused = Refused("torch-csv", "torch's pipelining runtime")
+    if program.flushless:
+        refused.add("it has a flush between steps, the plan has none")
     if len(program.placement.pipes) > 1:
         refused.add(f"it has one pipe, the plan has {len(program.placement.pipes)}: a stage on several ranks")
     if program.slices > 1:

@@ -49,6 +49,8 @@ def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> 
     """
     csv = torch_csv.dumps(program)
     refused = Refused("torchtitan", "torchtitan")
+    if program.flushless:
+        refused.add("it has a flush between steps, the plan has none")
     model = manifest.planning.get("model", {})
     if model.get("family") not in ("gpt", "llama"):
         refused.add(f"it has models of its own, the plan is for model.family = {model.get('family')!r}")

@@ -278,8 +278,18 @@ class Optimizer(Section):
     weight_decay: NotNegative = Field(0.1, description="adamw: decoupled; adam and sgd: added to the gradient")
     momentum: NotNegative = Field(0.0, description="sgd")
     clip_grad_norm: Positive | None = Field(None, description="largest norm of all gradients together")
-    sync: Literal["before-step", "post-validate"] = Field(
-        "before-step", description="post-validate: no barrier; ranks agree on a step while the next one warms up"
+    clip_stage_norm: Positive | None = Field(
+        None, description="largest norm of the gradients of a stage, without a flush"
+    )
+    sync: Literal["before-step", "post-validate", "two-versions", "asynchronous"] = Field(
+        "before-step",
+        description="post-validate: no barrier; ranks agree on a step while the next one warms up. two-versions: no "
+        "flush; gradients come a step late, which is another training. asynchronous: nor a second version of the "
+        "weights; each stage steps on its own",
+    )
+    every: Count = Field(1, description="asynchronous: microbatches from one step of a stage to its next")
+    lookahead: bool = Field(
+        False, description="asynchronous: forwards run on weights as they are expected to be at their backward"
     )
     schedule: learning_rate.RateSchedule = Field(
         learning_rate.RateSchedule(), description="the learning rate over the steps"

@@ -29,6 +29,7 @@ from zbc.plan.manifest import FORMAT as FORMAT
 from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
 from zbc.plan.manifest import SLICES as SLICES
+from zbc.plan.manifest import STEPS as STEPS
 from zbc.plan.manifest import VERSION as VERSION
 from zbc.plan.manifest import Boundary as Boundary
 from zbc.plan.manifest import Manifest as Manifest
@@ -98,6 +99,7 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         m.with_w,
         m.scatters,
         0 if m.vocabulary is None else m.vocabulary.sums,
+        m.flushless,
     )
 
 
@@ -166,6 +168,7 @@ def assemble(
         order=list(program.order),
         ramp=list(ramp),
         cuts=list(cuts),
+        flushless=program.flushless,
         balance=balance,
         vocabulary=Words(sums=program.vocabulary, rows=list(words)) if program.vocabulary else None,
     )
@@ -175,7 +178,7 @@ def assemble(
 def _capabilities(program: Program) -> list[str]:
     """What a runtime has to know of to run it."""
     kinds = sorted({str(op[0]) for ops in program.ranks for op in ops})
-    return kinds + [SLICES] * (program.slices > 1) + [FROZEN] * program.freezes
+    return kinds + [SLICES] * (program.slices > 1) + [FROZEN] * program.freezes + [STEPS] * program.flushless
 
 
 def _op_lines(program: Program, rank: int) -> str:

@@ -33,7 +33,7 @@ def throughput_of(manifest: Manifest, ms: float) -> Throughput:
 def settled_ms(manifest: Manifest) -> float:
     """What a step is predicted to take with its optimizer."""
     sync = manifest.planning.get("optimizer", {}).get("sync", "before-step")
-    ahead = manifest.predicted.get("ahead_ms") if sync == "post-validate" else None
+    ahead = manifest.predicted.get("ahead_ms") if sync != "before-step" else None
     with prediction():
         return float(manifest.predicted["barrier_ms"] if ahead is None else ahead)
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, parse_line
+from zbc.ir import NEXT, Kind, Op, parse_line
 from zbc.job.sections import PLANNING, SECTIONS, SINCE
 from zbc.job.wording import sentence
 from zbc.ops import UNIT_SCOPES
@@ -22,6 +22,7 @@ from zbc.plan.manifest import (
     MANIFEST,
     OPTIONAL,
     SLICES,
+    STEPS,
     VERSION,
     Manifest,
     RankPlan,
@@ -61,7 +62,7 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
         place = ".".join(str(part) for part in first["loc"])
         raise ZbcError("E404", f"plan: {path}: {place}: {first['msg'].lower()}", hint=REPLAN) from None
     _check_shape(path, manifest)
-    unknown = [name for name in manifest.capabilities if name not in _KINDS and name not in (SLICES, FROZEN)]
+    unknown = [name for name in manifest.capabilities if name not in _KINDS and name not in (SLICES, FROZEN, STEPS)]
     if unknown:
         text = f"plan: {path} needs op kinds this zbc does not have: {', '.join(unknown)}"
         raise ZbcError("E406", text, hint="use the zbc that made the plan, or plan again with this one")
@@ -170,6 +171,7 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
             "resident",
             "with_w",
             "scatters",
+            "flushless",
             "node",
             "order",
         ):
@@ -209,7 +211,7 @@ def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]
             op, peer = parse_line(line)
         except ZbcError as error:
             raise ZbcError("E404", error.message, where=where, hint=error.hint) from None
-        if _out_of_range(op, manifest.stages, topology):
+        if _out_of_range(op, manifest, topology):
             raise ZbcError("E404", f"plan: {line} is outside this plan's stages or microbatches", where=where)
         edge = (op.kind, op.stage, op.pipe)
         if edge not in peers:
@@ -221,11 +223,12 @@ def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]
     return ops
 
 
-def _out_of_range(op: Op, stages: int, topology: Topology) -> bool:
+def _out_of_range(op: Op, manifest: Manifest, topology: Topology) -> bool:
+    stages, mb = manifest.stages, op.mb - NEXT if manifest.flushless and op.mb >= NEXT else op.mb
     if op.kind.row.scope in UNIT_SCOPES:
         return (
             op.stage >= stages
-            or op.mb >= topology.microbatches
+            or mb >= topology.microbatches
             or op.pipe >= topology.pipes
             or op.slice >= topology.slices
         )

@@ -10,7 +10,7 @@ import torch
 
 from zbc.errors import ZbcError
 from zbc.job.userobject import IN_A_RANK
-from zbc.runtime import exhausted
+from zbc.runtime import cycle, exhausted
 from zbc.runtime.ahead import close_step, flush, open_step
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.state import Worker
@@ -42,7 +42,8 @@ def run_step(
     device: torch's own thread for a GPU knows neither the slot that is current here nor its locks, and ranks as
     threads would share it.
 
-    Without a barrier the result is that of the step before, None in the first: `finish` has that of the last one.
+    Without a barrier the result is that of the step before, None in the first: `finish` has that of the last one. Of a
+    plan without a flush `worker.ends` says whether one comes all the same, since something stands behind the step.
     An exception from an op keeps its type and gets a note naming rank, op (counted from 0), step and the op itself.
     `step` counts from 0 and decides which data are read; texts for people count steps from 1, as the console does.
     Raises E703 if the plan leaves something unused behind or does not agree on the result.
@@ -51,6 +52,9 @@ def run_step(
     progress, now = worker.progress, time.monotonic
     worker.step, worker.verdict = step, None
     reset_peak(worker.device)
+    cyclic = worker.cycle
+    if cyclic is not None:
+        cycle.open_step(worker, cyclic, step)
     progress.step, progress.total = step, len(worker.script)
     began = now()
     worker.free_all()  # of what stood between steps
@@ -67,6 +71,13 @@ def run_step(
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
         error.add_note(f"while {manifest.topology.name(worker.rank)} ran {place}: {progress.op}")
         raise
+    if cyclic is not None:
+        before = cycle.close_step(worker, cyclic, began)
+        if worker.ends:
+            _close(worker, drain=True)
+        else:
+            _refuse_left(worker)
+        return before
     if ahead is None:
         verdict = _verdict(worker)
         _close(worker, drain=True)
@@ -89,6 +100,8 @@ def _enter(worker: Worker, step: int) -> StepResult | None:
 
 def finish(worker: Worker) -> StepResult | None:
     """Make the last step final where that is still to be done; returns its result, None if `run_step` has."""
+    if worker.cycle is not None:
+        return cycle.read_told(worker, worker.cycle)
     if worker.ahead is None:
         return None
     worker.progress.index, worker.progress.op = 0, "the end of the last step"
@@ -106,15 +119,19 @@ def _verdict(worker: Worker) -> Verdict:
 
 def _close(worker: Worker, *, drain: bool) -> None:
     """Check that the step used up everything; with `drain`, wait until what was sent has arrived."""
-    left = worker.leftovers()
-    if left:
-        shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
-        raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=_where(worker), details=shown)
+    _refuse_left(worker)
     worker.finish_gathers()
     worker.finish_sent()
     worker.progress.waiting = True
     worker.transport.finish_step(drain=drain)
     worker.progress.waiting = False
+
+
+def _refuse_left(worker: Worker) -> None:
+    left = worker.leftovers()
+    if left:
+        shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
+        raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=_where(worker), details=shown)
 
 
 def _where(worker: Worker) -> str:

@@ -42,7 +42,7 @@ def forward(worker: Worker, op: Op) -> None:
     kept, run, step = worker.kept, worker.phase_run, worker.step
     if key in kept:
         raise ZbcError("E703", f"run: {op} runs twice")
-    number, takes = run.first + key.mb, stage.takes
+    number, takes = run.first + key.mb % run.count, stage.takes
     if message is None:
         x = read(worker, worker.batches, "inputs", number, stage.part)[0] if first else handed(worker, key)
     finish = _ending(worker, number, stage.part) if last else stage.fit

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,6 +75,13 @@ def shares_memory(tensor: Tensor) -> bool:
     """Whether anything but this tensor holds its memory; said of all where torch cannot tell."""
     storage = tensor.untyped_storage()
     return _holders is None or _holders(storage._cdata) > 2  # the tensor and the storage asked for to count
+
+
+def unversioned(tensors: tuple[Tensor, ...]) -> AbstractContextManager[None]:
+    """What is done to them in here does not count as a change to autograd, which may have saved them."""
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    return _unsafe_preserve_version_counter(tensors)
 
 
 def flight_record() -> bytes:

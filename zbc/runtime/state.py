@@ -29,6 +29,7 @@ from zbc.plan.phases import Phases
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
 from zbc.runtime.copying import copier_for
+from zbc.runtime.cycle import Cycle
 from zbc.runtime.freezing import Turns, scale
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.packing import Rows
@@ -124,14 +125,21 @@ class PhaseRun:
     layout: VectorLayout
     script: Script
     ahead: Ahead | None = None  # of a plan without a barrier
+    cycle: Cycle | None = None  # of one whose steps have no flush; the script is that of the step that runs
     turns: dict[int, Turns] = field(default_factory=dict)  # of the stages in which layers are frozen
     first: int = 0  # the number of this replica's first microbatch among those of all replicas of the pipeline
     _shares: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
     @functools.cached_property
+    def count(self) -> int:
+        """Microbatches of a step."""
+        return self.plan.manifest.microbatches
+
+    @functools.cached_property
     def halves(self) -> frozenset[Key]:
         """Whose W is an op of its own."""
-        return frozenset(op.key for op in self.plan.ops if op.kind is Kind.B)
+        ops = self.plan.ops if self.cycle is None else self.cycle.all_keyed()
+        return frozenset(op.key for op in ops if op.kind is Kind.B)
 
     @functools.cached_property
     def moves(self) -> frozenset[Key]:
@@ -139,10 +147,12 @@ class PhaseRun:
         return frozenset(op.key for op in self.plan.ops if op.kind is Kind.OFFLOAD)
 
     def share(self, loss: Tensor) -> Tensor:
-        """The gradient of a step's loss, a mean over the microbatches of all replicas, by the loss of one."""
+        """The gradient of a step's loss, a mean over the microbatches of all replicas, by the loss of one. Where stages
+        step on their own, of a mean over those of one such step."""
         share = self._shares.get(loss.dtype)
         if share is None:
-            share = self._shares[loss.dtype] = loss.new_tensor(1.0 / self.layout.microbatches)
+            count = self.layout.microbatches if self.cycle is None or not self.cycle.every else self.cycle.every
+            share = self._shares[loss.dtype] = loss.new_tensor(1.0 / count)
         return share
 
 
@@ -182,6 +192,7 @@ class Worker:
 
     step: int = 0
     stop: bool = False
+    ends: bool = True  # whether something comes between this step and the next
     verdict: Verdict | None = None
     progress: Progress = field(default_factory=Progress)
     results: list[StepResult] = field(default_factory=list)
@@ -217,7 +228,7 @@ class Worker:
         for run in self.phase_runs:
             most = run.plan.manifest.microbatches if self.work is None else self.work.most
             run.first = self.replica * most
-            self.prepare(run.plan.ops)
+            self.prepare(run.plan.ops if run.cycle is None else run.cycle.all_keyed())
 
     @property
     def plan(self) -> RankPlan:
@@ -230,6 +241,10 @@ class Worker:
     @property
     def script(self) -> Script:
         return self.phase_run.script
+
+    @property
+    def cycle(self) -> Cycle | None:
+        return self.phase_run.cycle
 
     @property
     def ahead(self) -> Ahead | None:
@@ -409,7 +424,7 @@ class Worker:
 
     def number(self, mb: int) -> int:
         """The number of a microbatch among those of all replicas of the pipeline: what it reads and draws depend on."""
-        return self.phase_run.first + mb
+        return self.phase_run.first + mb % self.phase_run.count
 
     def counted(self) -> list[StageOptimizer]:
         """The stages whose gradients this rank answers for in the norm of all.
@@ -490,13 +505,17 @@ class Worker:
     def leftovers(self) -> list[str]:
         """What a finished step should have used up and did not."""
         due = (store for store in STORES if not VALUES[store.value].stays)
-        found = [store.left.format(name_of(key)) for store in due for key in self.store(store)]
+        found = [store.left.format(name_of(key)) for store in due for key in self.store(store) if self._due(key.mb)]
         found += [] if self.vocabulary is None else self.vocabulary.leftovers()
         found += ["a sum of gradients was started and never used"] * len(self.summing)
         numbers = sorted({number for pasts in self._pasts() for number in pasts})
         found += [f"keys and values of microbatch {number} were never freed" for number in numbers]
         found += [f"the slices of m{number - self.phase_run.first} did not all run" for _, number in self.reading]
-        return [*found, *(f"the loss of m{mb} was never reported" for mb in self.losses)]
+        return [*found, *(f"the loss of m{mb} was never reported" for mb in self.losses if self._due(mb))]
+
+    def _due(self, mb: int) -> bool:
+        """Whether a microbatch is not one of the next step, whose forwards may have run."""
+        return self.cycle is None or self.ends or mb // self.phase_run.count == self.step % 2
 
     def _pasts(self) -> list[dict[int, Pasts]]:
         """What stages that run slices keep of those before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import json
 import os
 import socket
 import sys
@@ -28,6 +29,7 @@ from zbc.runtime.execute import Step, StepResult, finish, run_step
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.state import Worker
 from zbc.runtime.transport import Transport
+from zbc.runtime.versions import OneVersion
 from zbc.training import devices, frames
 from zbc.training.checkpoint import resume
 from zbc.training.checkpoint.loading import load
@@ -135,6 +137,9 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
     if options.trace and manifest.balance is not None:
         text = "run: --trace records one plan for all replicas of a step, and data.balance has several"
         raise ZbcError("E118", text, hint='leave out --trace, or set data.balance = "none"')
+    if options.trace and manifest.flushless:
+        text = "run: --trace records steps that begin where the one before ended, and this plan's have no flush"
+        raise ZbcError("E118", text, hint='leave out --trace, or plan with optimizer.sync = "before-step"')
     # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = context.board()
@@ -185,6 +190,8 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
         )
         if context.rank == 0:
             context.emit("filler  " + "\n        ".join(filter(None, told)))
+    if worker.cycle is not None and worker.cycle.every:
+        _tell_late(worker, board, context, limit)
     if options.save_hf is not None:
         watchdog.phase("writing its weights")
         _save(worker, board, context, options.save_hf, limit)
@@ -300,13 +307,16 @@ def train_steps(
 
     `show` takes each result as it comes, `evaluated` each evaluation; `asked` says whether this rank wants to stop.
     """
-    stopped = None
+    stopped, stopping = None, False
     agree_on_samples(worker)
     for step in steps:
+        last = step + 1 == steps.stop
+        worker.ends = last or stopping or due(worker, step, last=last) or checkpoints.due(step, last=last)
         result = run(worker, step, stop=True) if asked() else run(worker, step)
         show(result)
-        last = step + 1 == steps.stop
-        stopping = result is not None and result.stop and not last
+        stopping = (stopping or (result is not None and result.stop)) and not last
+        if stopping and worker.cycle is not None and not worker.ends:
+            continue  # forwards of the next step have run, so it is the last one
         evaluating, saving = due(worker, step, last=last), checkpoints.due(step, last=last, stopping=stopping)
         if evaluating or saving or stopping:
             show(finish(worker))
@@ -344,6 +354,15 @@ def _show(result: StepResult | None, context: RankContext, log: RunRecord | None
         context.emit(line)
     elif context.live is not None:
         context.live(log.live(result))
+
+
+def _tell_late(worker: Worker, board: Board, context: RankContext, limit: timedelta) -> None:
+    """Say how many steps of its own each stage made between a forward and its backward, as it was counted."""
+    found = {s: one.stalest for s, one in worker.optimizers.items() if isinstance(one, OneVersion)}
+    told = board.meet("late", limit, json.dumps(found))
+    late = {int(s): count for words in told for s, count in json.loads(words).items()}
+    if context.rank == 0:
+        context.emit("steps late, by stage: " + " ".join(str(late[s]) for s in sorted(late)))
 
 
 def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limit: timedelta) -> None:

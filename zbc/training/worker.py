@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from zbc.errors import ZbcError
-from zbc.ir import COPY, Kind, Op
+from zbc.ir import COPY, NEXT, Kind, Op
 from zbc.job import spec
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import FROZEN, Manifest, RankPlan, Unequal, meeting
+from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
 from zbc.runtime import tensor_parallel
 from zbc.runtime.bucket import Bucket, GradientSum, absent
+from zbc.runtime.cycle import Cycle, stage_step
 from zbc.runtime.freezing import Turns, refuse_frozen, turns_of
 from zbc.runtime.handlers import HANDLERS, in_rows
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
@@ -33,6 +35,7 @@ from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.transport import Transport
 from zbc.runtime.validate import VectorLayout
+from zbc.runtime.versions import OneVersion, TwoVersions
 from zbc.runtime.vocabulary import Embedding, Output
 from zbc.runtime.vocabulary_state import OfRows, Vocabulary
 from zbc.training.data.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
@@ -130,6 +133,7 @@ def build_worker(
         _refuse_slices(settings, plans, stages, samples, shapes, slices, last=any(not placement.sinks(s) for s in mine))
     if work is not None:
         _refuse_rows(settings, plans, stages, samples, shapes, last=any(not placement.sinks(s) for s in mine))
+    late = lateness(plan.ops) if manifest.flushless else {}
     worker = Worker(
         phase_runs=[_phase_run(part, shapes, manifest.balance) for part in parts],
         work=work,
@@ -143,7 +147,7 @@ def build_worker(
         if work is None
         else PackedBatches(work, LOWERED[settings.model.parameters]),
         loss=_loss(settings.model, group),
-        optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank, plans) for s in mine},
+        optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank, plans, late.get(s, 0)) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
         rate=lambda phases, step: phases.rate(
             settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step
@@ -281,6 +285,13 @@ def _phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> Phase
     placement = manifest.to_placement()
     batch = run.batch if unequal is None else run.dp * unequal.most
     layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, weighted=unequal is not None)
+    if manifest.flushless:
+        options = Settings.of(manifest).optimizer
+        every = options.every if options.sync == "asynchronous" else 0
+        texts = tuple(map(placement.text, plan.ops))
+        handlers = {**HANDLERS, Kind.STEP: stage_step}
+        cycle = Cycle(plan.ops, texts, manifest.microbatches, handlers, options.clip_stage_norm, every)
+        return PhaseRun(plan, layout, [], cycle=cycle)
     script = [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops]
     if unequal is not None:
         script = [(in_rows(one) if op.kind in _RUNS_LAYERS else one, op, text) for one, op, text in script]
@@ -402,8 +413,14 @@ def _shared(manifest: Manifest, plans: Sequence[model.LayerPlan]) -> dict[str, t
 
 
 def _optimizer(
-    settings: Settings, stage: Stage, manifest: Manifest, rank: int, plans: Sequence[model.LayerPlan]
+    settings: Settings,
+    stage: Stage,
+    manifest: Manifest,
+    rank: int,
+    plans: Sequence[model.LayerPlan],
+    late: int,
 ) -> StageOptimizer:
+    """`late`: by how many steps of the stage its gradients come late, where it steps on its own."""
     ranks = meeting(manifest, Op(Kind.REDUCE, stage.index), manifest.topology.of(rank).tp)
     options, lowered = settings.optimizer, LOWERED[settings.model.parameters]
     ahead = options.sync == "post-validate"
@@ -422,6 +439,10 @@ def _optimizer(
             frees=bool(manifest.resident),
             scatters=manifest.scatters,
         )
+    if manifest.flushless and options.sync == "asynchronous":
+        return OneVersion(options, stage.parameters, late if options.lookahead else 0)
+    if manifest.flushless:
+        return TwoVersions(options, stage.parameters)
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
 
 
@@ -506,7 +527,10 @@ def _wants(plan: RankPlan, rank: int) -> list[Want]:
     if manifest.vocabulary is not None:
         read = {Kind.I: "inputs", Kind.S: "targets"}
         return [(read[op.kind], first + op.mb) for op in plan.ops if op.kind in read and not op.slice]
-    forwards = [op for op in plan.ops if op.kind is Kind.F and not op.slice]
+    # Of steps without a flush, those of the next one come first: that is their place in its own order.
+    listed = [op._replace(mb=op.mb - NEXT) for op in plan.ops if op.mb >= NEXT]
+    listed += [op for op in plan.ops if op.mb < NEXT]
+    forwards = [op for op in listed if op.kind is Kind.F and not op.slice]
     placement = manifest.to_placement()
     ends = (("inputs", placement.sources), ("targets", placement.sinks))
     return [(kind, first + op.mb) for op in forwards for kind, others in ends if not others(op.stage)]

@@ -12,7 +12,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import curve
 from zbc.compiler.recorded.timeline import Recording
 from zbc.compiler.sim.simulate import Timeline, run
-from zbc.compiler.steps import consecutive
+from zbc.compiler.steps import consecutive, in_a_row
 from zbc.ir import COPY, Kind, Op, Program
 
 
@@ -167,6 +167,8 @@ def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, 
     """
     if steps == 1:
         return once(timeline)
+    if program.flushless:
+        return once(in_a_row(program, costs, steps))
     if barrier or program.ahead:
         return Strip(tuple(islice(consecutive(program, costs), steps)))
     timelines = [timeline]

@@ -15,6 +15,7 @@ from zbc.compiler.check.deadlock import check_deadlock, deadlock_problems, survi
 from zbc.compiler.check.device import Survival, survival
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.pairing import check_pairing, pairing_problems
+from zbc.compiler.check.versions import check_steps
 from zbc.compiler.graph import Graph, build
 from zbc.ir import Program
 
@@ -39,6 +40,9 @@ def check_all(program: Program) -> None:
 
 
 def check_graph(graph: Graph) -> None:
-    """The same of a program whose graph is made."""
+    """The same of a program whose graph is made. Of steps without a flush also E210, and all of it of any number."""
+    if graph.cyclic is not None:
+        check_steps(graph.cyclic)
+        return
     for problems in (complete_problems, pairing_problems, deadlock_problems):
         raise_found(problems(graph))

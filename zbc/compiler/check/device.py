@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zbc.compiler.graph import Graph, happens, run
+from zbc.compiler.graph import Graph, happens, of_steps, run
 from zbc.ops import Lane
 
 
@@ -36,7 +36,8 @@ class Survival(NamedTuple):
 
 
 def survival(g: Graph) -> Survival:
-    """What a program survives that passed every check."""
+    """What a program survives that passed every check; of steps without a flush, three in a row."""
+    g = g if g.cyclic is None else of_steps(g.cyclic, 3)
     return Survival(
         happens(g, run(g, blocking_sends=True)[1]),
         happens(g, run(g, behind=device_waits(g))[1]),

@@ -77,8 +77,9 @@ def _stage(
     kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
     again = job.memory.recomputes(s)
     share = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
+    versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
     return StageBytes(
-        weights=weights + constant,
+        weights=versions * weights + constant,
         gradients=gradients,
         masters=shares.most * masters,
         optimizer=shares.most * state,

@@ -2,7 +2,7 @@
 
 from zbc.compiler.graph.graph import MESSAGE, Graph, Mixed, happens, reads, run
 from zbc.compiler.graph.layout import EMPTY, FAR, FREED, CellKey, Channel, members
-from zbc.compiler.graph.walk import build
+from zbc.compiler.graph.walk import build, of_steps
 
 __all__ = [
     "EMPTY",
@@ -16,6 +16,7 @@ __all__ = [
     "build",
     "happens",
     "members",
+    "of_steps",
     "reads",
     "run",
 ]

@@ -78,6 +78,7 @@ class Graph:
     met: dict[int, list[int]] = field(default_factory=dict)  # event that is no message -> its ops
     marks: list[int] = field(default_factory=list)  # OVERLAPs
     waits: dict[int, list[int]] = field(default_factory=dict)  # message -> events that bring what it carries
+    cyclic: Program | None = None  # of whose steps, which have no flush, it is one alone
     # ---- what is wrong
     lost: list[tuple[int, str]] = field(default_factory=list)  # op, code: it has no place here
     unmet: list[Unmet] = field(default_factory=list)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from zbc.ir import Kind, Op, Program
 from zbc.ops import (
+    FLUSHLESS_ROWS,
     ROWS,
     SHARDED_ROWS,
     SHARDED_ROWS_WITH_W,
@@ -383,6 +384,8 @@ def rows_of(program: Program) -> Rows:
     """The rows of a program's ops: they depend on whether its weights come and go, and who holds its vocabulary."""
     if program.vocabulary:
         return VOCABULARY_ROWS[program.vocabulary]
+    if program.flushless:
+        return FLUSHLESS_ROWS
     if not program.resident:
         return ROWS
     return SHARDED_ROWS_WITH_W if program.with_w else SHARDED_ROWS

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zbc.compiler.graph.graph import MESSAGE, NOTHING, Graph, Mixed, Unmet, start_of
 from zbc.compiler.graph.layout import FREED, Channel, Layout, members, rows_of
 from zbc.errors import ZbcError
-from zbc.ir import Op, Program
+from zbc.ir import Op, Program, repeated
 from zbc.ops import Kind, Lane, Rows
 
 SPARSE = 2  # units per op beyond which a program is hopelessly incomplete
@@ -18,7 +18,12 @@ SMALL = 1 << 17  # units that are never too many
 
 def build(program: Program, rows: Rows | None = None) -> Graph:
     """The graph of any program, also of one with mistakes. Raises E202 when it claims far more microbatches than it has
-    ops for."""
+    ops for.
+
+    Of steps without a flush: one step alone, with a flush.
+    """
+    cyclic = program if program.cyclic else None
+    program = program if cyclic is None else repeated(program, 1)
     placement = program.placement
     units = len(placement.pipes) * placement.stages * program.microbatches * program.slices
     if units > max(SMALL, SPARSE * len(placement.pipes) * program.size):
@@ -26,9 +31,15 @@ def build(program: Program, rows: Rows | None = None) -> Graph:
         hint = "give every stage an F and a BW (or B and W) for every microbatch"
         raise ZbcError("E202", f"program: {program.size} ops are too few for {claims}", hint=hint)
     layout = Layout.of(program, rows_of(program) if rows is None else rows)
-    g = Graph(layout, [op for ops in program.ranks for op in ops])
+    g = Graph(layout, [op for ops in program.ranks for op in ops], cyclic=cyclic)
     _Walk(g).run()
     return g
+
+
+def of_steps(program: Program, steps: int) -> Graph:
+    """The graph of so many steps of a cycle in a row, without what closes each of them."""
+    ops = [[op for op in ops if not op.kind.stage_wide] for ops in program.ranks]
+    return build(repeated(replace(program, ranks=tuple(map(tuple, ops))), steps))
 
 
 _Known = tuple[int, Lane, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]

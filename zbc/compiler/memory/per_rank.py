@@ -11,7 +11,7 @@ from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
 from zbc.compiler.memory.ledger import Activations, Entry, activations, changes, lasting, ledger
 from zbc.compiler.sim.simulate import Timeline, simulate
-from zbc.ir import Op, Program
+from zbc.ir import Op, Program, repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,8 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
 
     Times only decide how long what a rank sends stays with it; all else follows from the order.
     """
+    if program.cyclic:  # ranks hold as much as in a step with a flush
+        program = repeated(program, 1)
     both = [_Most()] * len(program.ranks)
     if costs.bytes is not None:
         timeline = timeline or simulate(program, costs)

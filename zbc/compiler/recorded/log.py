@@ -38,7 +38,7 @@ class RunLog:
         """How long steps took, in ms, with the optimizer."""
         predicted = self.about.get("predicted", {})
         sync = self.about.get("training", {}).get("optimizer", {}).get("sync", "before-step")
-        key = "ahead_ms" if sync == "post-validate" else "barrier_ms"
+        key = "barrier_ms" if sync == "before-step" else "ahead_ms"
         low, middle, high = quartiles([row["step_ms"] for row in self.counted])
         return Quantity(predicted.get(key), middle, low, high)
 

@@ -141,6 +141,16 @@ class GatherReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsReport:
+    """What steps without a flush gain, and what they change."""
+
+    period_ms: float  # a step, once they follow one another
+    flush_ms: float  # a step with a flush between any two
+    delay: tuple[int, ...]  # by so many steps of a stage its gradients come late
+    alone: bool  # whether each stage steps on its own, several times in a step of the training
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryLimits:
     """What a rank may hold: activations in units and in bytes, and bytes of everything; None for no such limit."""
 
@@ -185,6 +195,7 @@ class Report:
     copied: CopyReport | None = None  # where any do
     freezing: FreezeReport | None = None  # where weight gradients are left out
     gathered: GatherReport | None = None  # where steps gather weights
+    flushless: StepsReport | None = None  # where steps follow one another without a flush
 
     def as_json(self) -> dict[str, Any]:
         data = self._data()
@@ -360,9 +371,9 @@ def _slice(costs: Costs, j: int, begin: int, end: int) -> SliceReport:
 
 
 def _without_copies(data: dict[str, Any]) -> None:
-    """Say nothing of the host where nothing is copied there, of freezing where nothing is frozen, and of gathers where
-    there are none."""
-    for key in ("host", "copied", "freezing", "gathered"):
+    """Say nothing of the host where nothing is copied there, of freezing where nothing is frozen, of gathers where
+    there are none, and of steps without a flush where they have one."""
+    for key in ("host", "copied", "freezing", "gathered", "flushless"):
         if not data[key]:
             del data[key]
 

@@ -13,6 +13,7 @@ from zbc.errors import ZbcError
 from zbc.runtime.optimizer import Held, StageOptimizer
 from zbc.runtime.state import Worker
 from zbc.runtime.tensor_parallel import Cut
+from zbc.runtime.versions import OLDER, OneVersion, TwoVersions
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
 from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, state_buffers
@@ -100,7 +101,7 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
 
 
 def _restore_weights(optimizer: StageOptimizer, reader: Reader, cuts: Mapping[str, Cut]) -> None:
-    kept, states = _state_keys(reader), dict[int, dict[str, Tensor]]()
+    kept, states = _state_keys(reader, optimizer), dict[int, dict[str, Tensor]]()
     held = optimizer.held()
     for one in optimizer.incomplete():
         _fill(one, reader, cuts.get(one.name))
@@ -114,13 +115,14 @@ def _restore_weights(optimizer: StageOptimizer, reader: Reader, cuts: Mapping[st
     optimizer.loaded()
 
 
-def _state_keys(reader: Reader) -> Mapping[str, list[str]]:
-    """What the checkpoint has of an optimizer, by parameter."""
+def _state_keys(reader: Reader, optimizer: StageOptimizer) -> Mapping[str, list[str]]:
+    """What the checkpoint has of an optimizer, by parameter; an older version of it only where there are two."""
     found: dict[str, list[str]] = {}
     for name in reader.tensors:
         if name.startswith(OPTIM):
             parameter, _, key = name.removeprefix(OPTIM).rpartition(".")
-            found.setdefault(parameter, []).append(key)
+            if key != OLDER or isinstance(optimizer, TwoVersions | OneVersion):
+                found.setdefault(parameter, []).append(key)
     return found
 
 

@@ -1,0 +1,207 @@
+"""Steps without a flush: what stands where, what they cost, and the checks of E210."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.lowered import lower
+from tests.tiers import few
+from zbc.compiler.check import check_all, survival
+from zbc.compiler.check.versions import _stops
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.graph import build
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.schedules.request import Request
+from zbc.compiler.sim.simulate import simulate
+from zbc.compiler.steps import in_a_row, period_of
+from zbc.errors import ZbcError
+from zbc.ir import NEXT, Kind, Op, repeated
+
+CASES = json.loads((Path(__file__).parents[1] / "reference" / "flushless.json").read_text())["rows"]
+SHAPES = [("1f1b", 1, 3, 1), ("1f1b", 2, 2, 1), ("1f1b", 4, 3, 1), ("1f1b", 4, 8, 1), ("interleaved-1f1b", 2, 4, 2)]
+SHAPES += [("interleaved-1f1b", 4, 8, 2), ("interleaved-1f1b", 3, 9, 3), ("1f1b", 8, 8, 1)]
+
+
+def body(schedule="1f1b", p=2, m=2, v=1, dp=1, costs=None):
+    made = SCHEDULES[schedule].make(Request(p, m, v))
+    return lower(replace(made, dp=dp), "two-versions", costs)
+
+
+def problem(program):
+    with pytest.raises(ZbcError) as found:
+        check_all(program)
+    return found.value
+
+
+def moved(program, rank, op, to):
+    """The program with an op right before another one of its rank."""
+    ops = [one for one in program.ranks[rank] if one != op]
+    at = ops.index(to)
+    ranks = [*program.ranks]
+    ranks[rank] = (*ops[:at], op, *ops[at:])
+    return replace(program, ranks=tuple(ranks))
+
+
+def without(program, rank, op):
+    ranks = [*program.ranks]
+    ranks[rank] = tuple(one for one in ranks[rank] if one != op)
+    return replace(program, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"p{case['p']} m{case['m']}")
+def test_ten_steps_take_what_the_reference_says(case):
+    p, m = case["p"], case["m"]
+    if not case["two_versions_suffice"]:
+        with pytest.raises(ZbcError) as found:
+            body(p=p, m=m)
+        assert found.value.code == "E210"
+        assert f"microbatches = {p - 1}" in found.value.hint
+        return
+    program = body(p=p, m=m)
+    check_all(program)
+    costs = Costs.uniform(program.placement)
+    assert in_a_row(program, costs, 10).makespan == case["no_flush_10"]
+    assert period_of(program, costs) == 3 * m
+    with_flush = Costs.uniform(program.placement)
+    plain = SCHEDULES["1f1b"].make(Request(p, m))
+    assert 10 * makespan(plain, with_flush) == case["flush_10"]
+
+
+def makespan(program, costs):
+    return simulate(lower(program), costs).makespan
+
+
+def test_the_ops_of_two_ranks():
+    first, last = (", ".join(map(str, ops)) for ops in body().ranks)
+    assert first == (
+        "RECV_B s0 m0, F s0 m1, SEND_F s0 m1, BW s0 m0, "
+        "RECV_B s0 m1, F s0 m0 next, SEND_F s0 m0 next, BW s0 m1, STEP s0"
+    )
+    assert last == (
+        "F s1 m0, RECV_F s1 m1, BW s1 m0, SEND_B s1 m0, F s1 m1, RECV_F s1 m0 next, BW s1 m1, SEND_B s1 m1, STEP s1"
+    )
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), few(SHAPES, SHAPES[:5]))
+@pytest.mark.parametrize("dp", [1, 2])
+def test_any_number_of_steps_runs(schedule, p, m, v, dp):
+    program = body(schedule, p, m, v, dp)
+    check_all(program)
+    plain = build(lower(SCHEDULES[schedule].make(Request(p, m, v))))
+    assert survival(build(program)).blocking_sends == survival(plain).blocking_sends
+    for op in {op for ops in program.ranks for op in ops}:
+        assert Op.parse(str(op)) == op
+    costs = Costs.uniform(program.placement)
+    assert period_of(program, costs) == pytest.approx(3 * m)
+    lengths = [in_a_row(program, costs, steps).makespan for steps in (1, 2, 3, 7)]
+    assert [b - a for a, b in pairwise(lengths)] == pytest.approx([3 * m] * 2 + [12 * m])
+
+
+def test_ranks_hold_as_much_as_with_a_flush():
+    costs = Costs.uniform(body(p=4, m=8).placement)
+    plain = lower(SCHEDULES["1f1b"].make(Request(4, 8)))
+    assert [one.units for one in peaks(body(p=4, m=8), costs)] == [one.units for one in peaks(plain, costs)]
+
+
+def test_the_optimizer_takes_its_time():
+    costs = Costs.uniform(body().placement).with_ms(step=(0.5, 0.5))
+    assert period_of(body(costs=costs), costs) == 6.5
+
+
+def test_gradients_are_summed_before_they_are_stepped():
+    """The sum of one stage takes its time in each step, since STEP waits for it."""
+    costs = Costs.uniform(body().placement).with_ms(reduce=(0.25, 0.25))
+    program = body(dp=2, costs=costs)
+    assert [str(op) for op in program.ranks[0]][-2:] == ["REDUCE s0", "STEP s0"]
+    assert period_of(program, costs) == 6.25
+
+
+def test_steps_in_a_row_are_one_program():
+    three = repeated(body(), 3)
+    assert three.microbatches == 6
+    forwards = [op.mb for op in three.ranks[0] if op.kind is Kind.F]
+    assert forwards == list(range(6))
+    assert sum(op.kind is Kind.STEP for op in three.ranks[0]) == 3
+    assert not any(op.mb >= NEXT for ops in three.ranks for op in ops)
+
+
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"1f1b", "interleaved-1f1b"}))
+def test_other_schedules_are_refused(name):
+    card = SCHEDULES[name]
+    with pytest.raises(ZbcError) as found:
+        lower(card.make(Request(2 * card.ranks_in, 8, card.default_chunks)), "two-versions")
+    assert found.value.code == "E118"
+
+
+def test_interleaved_rounds_end_with_a_step():
+    with pytest.raises(ZbcError) as found:
+        body("interleaved-1f1b", 2, 5, 2)
+    assert (found.value.code, found.value.hint) == ("E118", "set schedule.microbatches = 6")
+
+
+def apart():
+    """1F1B with B and W apart: the first B of the next step comes before the last W of this one."""
+    program, b = body(p=2, m=3), Op(Kind.B, 1, 0)
+    ranks = [[] for _ in program.ranks]
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            halves = [op._replace(kind=Kind.B), op._replace(kind=Kind.W)]
+            ranks[rank] += halves if op.kind is Kind.BW else [op]
+    split = replace(program, ranks=tuple(map(tuple, ranks)))
+    check_all(split)  # W right behind its B
+    split = without(split, 1, b)
+    return moved(split, 1, b._replace(mb=NEXT), Op(Kind.W, 1, 2))
+
+
+def test_a_backward_before_the_step_of_the_step_before_is_found():
+    found = problem(apart())
+    assert "E210" in [one.code for one in found.errors]
+    assert "STEP s1 comes after it" in str(found)
+
+
+def test_a_step_before_its_last_backward_is_found():
+    found = problem(moved(body(), 0, Op(Kind.STEP, 0), Op(Kind.BW, 0, 1)))
+    assert [one.code for one in found.errors] == ["E206"]
+
+
+def test_a_step_before_its_sum_is_found():
+    found = problem(moved(body(dp=2), 0, Op(Kind.STEP, 0), Op(Kind.REDUCE, 0)))
+    assert [one.code for one in found.errors] == ["E206"]
+
+
+@pytest.mark.parametrize("op", [Op(Kind.STEP, 0), Op(Kind.BW, 0, 0), Op(Kind.F, 0, NEXT), Op(Kind.REDUCE, 0)])
+def test_a_missing_op_is_found(op):
+    assert "E202" in [one.code for one in problem(without(body(dp=2), 0, op)).errors]
+
+
+def test_an_op_of_the_step_after_the_next_is_found():
+    program = body()
+    later = replace(program, ranks=((*program.ranks[0], Op(Kind.F, 0, NEXT + 2)), program.ranks[1]))
+    assert problem(later).code == "E202"
+
+
+def test_a_barrier_has_no_place():
+    program = body()
+    closed = replace(program, ranks=tuple((*ops, Op(Kind.VALIDATE, 0)) for ops in program.ranks))
+    assert {one.code for one in problem(closed).errors} == {"E202"}
+
+
+def test_messages_in_another_order_are_found():
+    program = body(p=2, m=3)
+    swapped = moved(program, 1, Op(Kind.RECV_F, 1, NEXT), Op(Kind.RECV_F, 1, 1))
+    assert problem(swapped).code in ("E204", "E201")
+
+
+def test_a_cycle_that_stops_after_its_first_steps_is_found():
+    """Both ranks wait for what the other one sends behind it."""
+    program = body(p=2, m=2)
+    late = moved(program, 0, Op(Kind.BW, 0, 0), Op(Kind.F, 0, 1))
+    late = moved(late, 1, Op(Kind.F, 1, 1), Op(Kind.BW, 1, 0))
+    assert problem(late).code == "E201"
+    assert [one.code for one in _stops(late)] == ["E201"]

@@ -1,0 +1,138 @@
+"""Whether steps without a flush are right with two versions of the weights, and go on forever.
+
+The ops of a rank are the body of a cycle. Batch t runs on the weights that the steps up to t - 2 made, while STEP of
+batch t - 1 is still to come on its stage. Two versions are there, so per stage, in the order of the list:
+
+    (a)  no F of batch t before STEP of batch t - 2
+    (b)  no B or BW of batch t before STEP of batch t - 1: what it adds to gradients would be stepped with those
+
+What is to hold of one step (complete, paired, free of deadlock) is asked of three in a row: all that two bodies have
+between them is there. That a cycle goes on follows from where its ranks stand when all have come as far as they can
+with k bodies: if that is the same, seen from the end, with k + 1, it is the same for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from zbc.compiler.check.complete import complete_problems
+from zbc.compiler.check.deadlock import deadlock_problems
+from zbc.compiler.check.found import raise_found
+from zbc.compiler.check.pairing import pairing_problems
+from zbc.compiler.graph import build, of_steps
+from zbc.compiler.graph.graph import run
+from zbc.errors import ZbcError
+from zbc.ir import NEXT, Kind, Op, Program
+
+ROW = 3  # steps in a row that are checked as one program
+
+
+def check_steps(program: Program) -> None:
+    """Raise what the first failing check finds: E202, E205, E206, E210, then E203, E204, then E201."""
+    raise_found(version_problems(program))
+    graph = of_steps(program, ROW)
+    for problems in (complete_problems, pairing_problems, deadlock_problems):
+        raise_found(problems(graph))
+    raise_found(_stops(program))
+
+
+# ---- E210, and what closes a step ------------------------------------------------------------------------------
+
+
+def version_problems(program: Program) -> Iterator[ZbcError]:
+    """What is wrong with the versions that ops read, and with what closes the step of each stage."""
+    for rank, ops in enumerate(program.ranks):
+        yield from _strangers(program, rank)
+        for stage in program.placement.stages_of(rank):
+            steps = [i for i, op in enumerate(ops) if op.kind is Kind.STEP and op.stage == stage]
+            if not steps or program.microbatches % len(steps):
+                text = f"program: rank {rank} runs STEP s{stage} {len(steps)} times in a step"
+                yield ZbcError("E202", text, hint="one STEP behind the last backward of each stage, or of so many")
+            else:
+                yield from _between(program, rank, stage, steps)
+                yield from _around(program, rank, stage, steps[-1])
+
+
+def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
+    """Ops that have no place in steps without a flush, or on this rank."""
+    mine = program.placement.stages_of(rank)
+    for step, op in enumerate(program.ranks[rank]):
+        wide = op.kind.stage_wide or op.kind.rank_wide or op.kind.unit_wide
+        if (wide and op.kind not in (Kind.STEP, Kind.REDUCE)) or op.kind.is_mark:
+            text = f"program: {op} does not go with steps that follow one another without a flush"
+            yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
+        elif wide and op.stage not in mine:
+            text = f"program: {op} is on rank {rank}, which does not hold its stage"
+            yield ZbcError("E205", text, where=f"rank {rank} step {step}")
+        elif NEXT > op.mb >= program.microbatches or op.mb >= NEXT + program.microbatches:
+            text = f"program: {op} is outside the program, which has {program.microbatches} microbatches in a step"
+            yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
+
+
+def _between(program: Program, rank: int, stage: int, steps: Sequence[int]) -> Iterator[ZbcError]:
+    """Where a stage steps on its own, behind every few backwards: that they are equally many."""
+    ops, each = program.ranks[rank], program.microbatches // len(steps)
+    for number, (first, last) in enumerate(pairwise((-1, *steps))):
+        found = sum(op.kind.makes_part and op.stage == stage and op.mb < NEXT for op in ops[first + 1 : last])
+        if found != each and len(steps) > 1:
+            text = f"program: {found} backwards come before {ops[last]}, all others have {each}"
+            yield ZbcError("E202", text, where=f"rank {rank} step {last}", hint=f"one STEP behind {each} of them")
+        if ops[last].mb != number:
+            text = f"program: {ops[last]} is the STEP number {number} of its stage, counted from 0"
+            yield ZbcError("E202", text, where=f"rank {rank} step {last}")
+
+
+def _around(program: Program, rank: int, stage: int, step: int) -> Iterator[ZbcError]:
+    """What stands on the wrong side of the STEP of a stage."""
+    ops = program.ranks[rank]
+    sums = [i for i, op in enumerate(ops) if op == Op(Kind.REDUCE, stage)]
+    if len(sums) != program.shared(Op(Kind.REDUCE, stage)):
+        text = f"program: rank {rank} runs REDUCE s{stage} {len(sums)} times in a step"
+        yield ZbcError("E202", text, hint="once where replicas share the stage, between its last backward and its STEP")
+        return
+    first = min(sums, default=step)
+    for i, op in enumerate(ops):
+        makes = op.stage == stage and op.kind.makes_part
+        if makes and op.mb < NEXT and i > min(first, step):
+            text = f"program: {ops[min(first, step)]} comes before {op}, which it needs"
+            yield ZbcError("E206", text, where=f"rank {rank} step {i}", hint=f"move {op} before it")
+        if op.stage == stage and op.kind.computes and op.kind is not Kind.F and op.mb >= NEXT and i < max(first, step):
+            text = f"program: {op} would add to the gradients of the step before: STEP s{stage} comes after it"
+            hint = "a stage's backwards of a step come after the STEP of the step before; fuse B and W"
+            yield ZbcError("E210", text, where=f"rank {rank} step {i}", hint=hint)
+    if first > step:
+        text = f"program: {ops[step]} comes before {ops[first]}, which it needs"
+        yield ZbcError("E206", text, where=f"rank {rank} step {step}", hint="move it behind")
+
+
+# ---- E201 of any number of steps -------------------------------------------------------------------------------
+
+
+def _stops(program: Program) -> Iterator[ZbcError]:
+    """Nothing if its steps go on forever."""
+    before, most = None, program.placement.ranks + ROW
+    for steps in range(ROW, ROW + most):
+        left = _left(program, steps)
+        if left == before:
+            return
+        before = left
+    text = "deadlock: steps that follow one another come to an end"
+    details = [f"rank {rank}: {count} ops are left" for rank, count in enumerate(before or ()) if count]
+    yield ZbcError("E201", text, details=details, hint="plan again")
+
+
+def _left(program: Program, steps: int) -> tuple[int, ...]:
+    """How many ops each rank has left where it stops for want of what later bodies send, after so many bodies."""
+    longer = of_steps(program, steps + 1).program
+    own = [_length(program, rank, steps) for rank in range(len(program.ranks))]
+    graph = build(replace(longer, ranks=tuple(ops[:count] for ops, count in zip(longer.ranks, own, strict=True))))
+    _, done = run(graph)
+    return tuple(sum(not done[i] for i in graph.mine(rank)) for rank in range(len(own)))
+
+
+def _length(program: Program, rank: int, steps: int) -> int:
+    """Ops of units in so many bodies of a rank, and what comes before the first."""
+    ops = [op for op in program.ranks[rank] if not op.kind.stage_wide]
+    return sum(op.mb >= NEXT for op in ops) + steps * len(ops)

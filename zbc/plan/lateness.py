@@ -1,0 +1,25 @@
+"""How late gradients come where steps have no flush: compiler and runtime both count it here, from a rank's ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbc.ir import NEXT, Kind, Op
+
+_STEPS = 3  # in the second one forwards have all run in the cycle
+
+
+def lateness(ops: Sequence[Op]) -> dict[int, int]:
+    """Of each stage of a rank, the most steps that it makes between a microbatch's forward and its backward."""
+    late, made, read = dict[int, int](), dict[int, int](), dict[tuple[int, int], int]()
+    for step in range(-1, _STEPS):
+        for op in ops:
+            batch = step + (op.mb >= NEXT)
+            if op.kind is Kind.STEP:
+                made[op.stage] = made.get(op.stage, 0) + (step >= 0)
+            elif op.kind is Kind.F and batch >= 0:
+                read[op.stage, batch * NEXT + op.mb % NEXT] = made.get(op.stage, 0)
+            elif op.kind.makes_part and batch >= 0:
+                since = made.get(op.stage, 0) - read[op.stage, batch * NEXT + op.mb % NEXT]
+                late[op.stage] = max(late.get(op.stage, 0), since)
+    return late
