@@ -17,7 +17,7 @@ from zbc.compiler.schedules import AUTO, Request, find, replicated
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
-from zbc.ir import Kind, Op, Placement, Program, chain
+from zbc.ir import Kind, Op, Placement, Program
 from zbc.job import userobject
 from zbc.job.spec import Job
 
@@ -129,7 +129,7 @@ def _refuse_what_is_no_pipeline(placement: Placement, name: str, where: str) -> 
     idle = next((rank for rank in range(placement.ranks) if rank not in homes), None)
     problems = [
         (len(set(map(len, placement.pipes))) > 1, "pipes of different lengths", "every pipe holds all stages"),
-        (placement.edges != chain(placement.stages), "stages that are not in a row", "leave out the placement's edges"),
+        (placement.branches, "stages that are not in a row", "leave out the placement's edges"),
         (idle is not None, f"no stage on rank {idle}", "every rank holds a stage of some pipe"),
     ]
     for wrong, text, hint in problems:
