@@ -117,8 +117,13 @@ def _posts(
                 post = min(post, bisect_right(ends, line.sent[k]))
             step = min(step, inside.get(post, post))
             placed.append(step)
+        posted: dict[tuple[int, int], Op] = {}  # by the two stages
         for message in line.messages:
-            posts.setdefault(placed.pop(), []).append(placement.recv(Message(*message)))
+            way = message[:2]
+            if way not in posted:
+                posted[way] = placement.recv(Message(*message))
+            kind, stage, *_, other = posted[way]
+            posts.setdefault(placed.pop(), []).append(Op(kind, stage, *message[2:], WHOLE, other))
     return posts
 
 
