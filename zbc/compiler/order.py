@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import refuse_slices
+from zbc.compiler.graphs import of_graph
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.limits import bounds_of
 from zbc.compiler.partition.setup import Ordered, finished, start_of
@@ -31,6 +32,8 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
         return _plugin(job, table)
     if job.schedule.file is not None:
         return _file(job, table)
+    if job.model.graph:
+        return of_graph(job, table)
     if (job.schedule.kind or "").lower() == AUTO:
         return best_of_all(job, table, budget)
     card = find(job.schedule.kind or "")
