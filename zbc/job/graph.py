@@ -8,7 +8,7 @@ The layers of a model are numbered group by group, each group after those it rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
@@ -110,34 +110,50 @@ def unfit(draft: Draft) -> Iterator[ZbcError]:
     model: Model | None = sections.get("model")
     if model is None or not model.graph:
         return
-    schedule, parallel, optimizer = (sections.get(name) for name in ("schedule", "parallel", "optimizer"))
-    memory, data, partition, freeze = (sections.get(name) for name in ("memory", "data", "partition", "freeze"))
-    kind = "" if schedule is None else (schedule.kind or "").lower()
-    known = " or ".join(f'"{name}"' for name in KINDS)
-    checks: list[tuple[bool, tuple[str, str], str, str]] = [
-        (bool(kind) and kind not in KINDS, ("schedule", "kind"), f"{kind} has no order for it", f"use kind = {known}"),
-        (bool(schedule and schedule.file), ("schedule", "file"), "a CSV file holds the order of a chain", f"use kind = {known}"),
-        (bool(schedule and schedule.plugin), ("schedule", "plugin"), "plugins make orders of chains", f"use kind = {known}"),
-        (bool(schedule and schedule.slices != 1), ("schedule", "slices"), "slices are of sequences in a chain", "drop it"),
-        (bool(schedule and schedule.chunks not in (None, 1)), ("schedule", "chunks"), "a rank has one stage of it", "drop it"),
-        (bool(schedule and schedule.memory_limit), ("schedule", "memory_limit"), "its orders keep to no limit", "drop it"),
-        (bool(parallel and parallel.tp > 1), ("parallel", "tp"), "layers of a factory are not shared", "set tp = 1"),
-        (bool(parallel and parallel.vocabulary == "shared"), ("parallel", "vocabulary"), "its ends are several", "drop it"),
-        (bool(parallel and parallel.replicas), ("parallel", "replicas"), "replicas are of stages in a chain", "use dp"),
-        (bool(parallel and parallel.shard in ("gradients", "weights")), ("parallel", "shard"), "nobody has tried it", 'use shard = "optimizer"'),
-        (bool(optimizer and optimizer.sync != "before-step"), ("optimizer", "sync"), "norms travel along a chain", "drop it"),
-        (bool(freeze and freeze.most), ("freeze", "most"), "the shares are found for a chain", "drop it"),
-        (bool(data and data.balance == "length"), ("data", "balance"), "rows of several samples are of tokens", "drop it"),
-        (bool(memory and _moves(memory.activations)), ("memory", "activations"), "stages with several inputs do not move to the host", 'use "keep" or "recompute"'),
-        (bool(partition and partition.layout), ("partition", "layout"), "a layout is of a chain", "use layers_per_stage"),
-        (model.compile, ("model", "compile"), "layers with several inputs are not compiled", "drop it"),
-    ]  # fmt: skip
-    for wrong, place, why, hint in checks:
-        if wrong:
-            text = f"config: {'.'.join(place)} does not go with model.graph: {why}"
-            yield ZbcError("E110", text, where=draft.document.where(place), hint=hint)
+    kind = _asked(draft, "schedule", "kind")
+    if isinstance(kind, str) and kind.lower() not in KINDS:
+        yield no_order(kind.lower(), draft.document.where(("schedule", "kind")))
+    for (section, key), fits, why, hint in _LIMITS:
+        if section in sections and not fits(_asked(draft, section, key)):
+            text = f"config: {section}.{key} does not go with model.graph: {why}"
+            yield ZbcError("E110", text, where=draft.document.where((section, key)), hint=hint)
 
 
-def _moves(asked: str | Mapping[str, str]) -> bool:
-    named = [asked] if isinstance(asked, str) else [*asked.values()]
-    return any(one not in ("keep", "recompute") for one in named)
+def no_order(kind: str, where: str) -> ZbcError:
+    """E110 for a schedule of chains."""
+    text = f"config: schedule.kind does not go with model.graph: {kind} has no order for it"
+    return ZbcError("E110", text, where=where, hint=f"use kind = {' or '.join(map(repr, KINDS))}".replace("'", '"'))
+
+
+def _asked(draft: Draft, section: str, key: str) -> object:
+    return getattr(draft.sections.get(section), key, None)
+
+
+def _stays(asked: object) -> bool:
+    """Whether activations do not move, and nothing is left open."""
+    named = [*asked.values()] if isinstance(asked, dict) else [asked]
+    return all(one in ("keep", "recompute") for one in named)
+
+
+def _is(*values: object) -> Callable[[object], bool]:
+    return lambda asked: asked in values
+
+
+_ORDER = 'use kind = "1f1b" or "zb-h1"'
+# (section, key), whether a value goes with a graph, why it does not, what to do
+_LIMITS: tuple[tuple[tuple[str, str], Callable[[object], bool], str, str], ...] = (
+    (("schedule", "file"), _is(None), "a CSV file holds the order of a chain", _ORDER),
+    (("schedule", "plugin"), _is(None), "plugins make orders of chains", _ORDER),
+    (("schedule", "slices"), _is(1), "slices are of sequences in a chain", "drop it"),
+    (("schedule", "chunks"), _is(None, 1), "a rank has one stage of it", "drop it"),
+    (("schedule", "memory_limit"), _is(None), "its orders keep to no limit", "drop it"),
+    (("parallel", "tp"), _is(1), "ranks do not share the layers of a factory", "set tp = 1"),
+    (("parallel", "vocabulary"), _is("ends", "auto"), "its ends are more than two", "drop it"),
+    (("parallel", "replicas"), _is(None), "they are of stages in a chain", "use dp"),
+    (("parallel", "shard"), _is("none", "optimizer"), "it has not been tried", 'use shard = "optimizer"'),
+    (("optimizer", "sync"), _is("before-step"), "norms travel along a chain", 'use sync = "before-step"'),
+    (("freeze", "most"), _is(0), "shares are found for a chain", "drop it"),
+    (("data", "balance"), lambda asked: asked != "length", "it packs sequences of tokens", "drop it"),
+    (("memory", "activations"), _stays, "packed inputs stay where they are", 'use "keep" or "recompute"'),
+    (("model", "compile"), _is(False), "layers with several inputs are not compiled", "drop it"),
+)

@@ -1,12 +1,12 @@
 """Orders of ops for a graph of stages, one stage on each rank.
 
     1f1b     before its first backward a rank runs as many forwards as edges are on its longest way to the loss
-    zb-h1    the same with W put off by as many microbatches as edges are on its longest way from the data, or as many as
-             leave it with no more activations than the rank that is deepest: neither is always best, so both are tried
+    zb-h1    the same with W put off by as many microbatches as edges are on its longest way from the data, or by as
+             many as leave it no more activations than the deepest rank has: neither is always best, so both are tried
 
 In a chain both are what the schedules of these names are. What a chain of the same stages would run, stage by stage in
-their order, is an order of the graph as well: it waits for more than the graph does. It is tried too, so that a graph is
-never slower than its chain. A list scheduler then follows each of them at the costs of the job, in the same memory.
+their order, is an order of the graph as well: it waits for more than the graph does. It is tried too, so that a graph
+is never slower than its chain. A list scheduler then follows each of them at the costs of the job, in the same memory.
 """
 
 from __future__ import annotations

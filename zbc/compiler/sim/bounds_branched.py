@@ -1,8 +1,8 @@
 """What no order of a graph of stages can beat.
 
-A rank works on all microbatches. It begins when its first microbatch can have come to it; before its first backward that
-microbatch has gone the longest way to the loss and back, while the rank can run forwards only; after its last backward
-the longest way back to the data and one W are left. Limits of memory do not count.
+A rank works on all microbatches. It begins when its first microbatch can have come to it; before its first backward
+that microbatch has gone the longest way to the loss and back, while the rank can run forwards only; after its last
+backward the longest way back to the data and one W are left. Limits of memory do not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def branched(placement: Placement, costs: Costs, m: int) -> tuple[float, float]:
     makespan = span = 0.0
     for rank in range(placement.ranks):
         mine = placement.stages_of(rank)
-        forward, backward, work = (m * sum(each[s] for s in mine) for each in (f, b, list(map(sum, zip(f, b, w)))))
+        forward, backward, later = (m * sum(each[s] for s in mine) for each in (f, b, w))
+        work = forward + backward + later
         head = min((down[s] - f[s] for s in mine), default=0.0)
         warm = min((ahead[s] + back[s] - b[s] for s in mine), default=0.0)  # from its first F to its first B
         tail = min((up[s] - b[s] for s in mine), default=0.0)
