@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbc.errors import Problems, ZbcError, raise_all
-from zbc.ir import Kind, Op, Placement, Program, parse_line
+from zbc.ir import Kind, Message, Op, Placement, Program, parse_line
 
 small = st.integers(0, 300)
 
@@ -113,14 +113,31 @@ def test_two_stages_may_feed_one():
     assert towers.peer(Op(Kind.SEND_F, 0)) == towers.peer(Op(Kind.RECV_B, 0)) == 2
     assert towers.peer(Op(Kind.RECV_F, 1)) is None, "it reads the data"
     assert towers.peer(Op(Kind.RECV_F, 2)) is None, "of which of the two?"
+    assert towers.peer(Op(Kind.SEND_F, 0, other=2)) is None, "said where it goes without saying"
+    for source in (0, 1):
+        recv, send = Op(Kind.RECV_F, 2, 5, other=source), Op(Kind.SEND_B, 2, 5, other=source)
+        assert str(recv) == f"RECV_F s2 m5 from s{source}" and towers.text(recv) == f"{recv} <r{source}"
+        assert str(send) == f"SEND_B s2 m5 to s{source}" and towers.text(send) == f"{send} >r{source}"
+        assert parse_line(towers.text(recv)) == (recv, source) and Op.parse(str(send)) == send
+        assert towers.message(recv) == Message(source, 2, 5, 0, 0) == towers.message(Op(Kind.SEND_F, source, 5))
+        assert towers.recv(towers.message(recv)) == recv and towers.send(towers.message(send)) == send
+
+
+@pytest.mark.parametrize(
+    "text", ["F s2 m0 from s1", "RECV_F s2 m0 to s1", "SEND_F s2 m0 from s1", "SEND_F s2 m0 to s01"]
+)
+def test_only_a_transfer_names_another_stage_and_one_way(text):
+    with pytest.raises(ZbcError, match="E404"):
+        Op.parse(text)
 
 
 @given(st.sampled_from([Kind.SEND_F, Kind.SEND_B, Kind.RECV_F, Kind.RECV_B]), st.integers(1, 9), small)
 def test_both_ends_of_a_transfer_name_the_same_message(kind, stage, mb):
     op, placement = Op(kind, stage, mb), Placement.linear(11)
     message = placement.message(op)
-    assert op in (message.send, message.recv)
-    assert placement.message(message.send) == placement.message(message.recv) == message
+    ends = placement.send(message), placement.recv(message)
+    assert op in ends
+    assert [placement.message(end) for end in ends] == [message, message]
 
 
 def test_a_transfer_out_of_the_pipeline_has_no_message():

@@ -8,6 +8,7 @@ messages all show the same text:
     B s3 m2 up       input gradient, pipe 1 (the upward direction of a bidirectional schedule); pipe 2 and on: `pipe2`
     F s1 m0.2        slice 2 of a microbatch cut along its sequence
     SEND_F s1 m0 >r2 the peer rank follows from the placement; it is printed for the reader
+    RECV_F s4 m0 from s1 <r1, SEND_B s4 m0 to s1 >r1: where a stage has several inputs, or its output several readers
     REDUCE s0        stage-wide: no microbatch
     TIE, VALIDATE    rank-wide: no stage
     W s1 m3 75%      three quarters of the stage's layers get their weight gradients, the others are frozen (also BW)
@@ -44,7 +45,7 @@ NEXT = 1 << 30  # `Op.mb` of microbatch k of the next step is NEXT + k
 _OP = re.compile(
     r"(?P<kind>[A-Z_]+(?: v)?)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?(?P<next> next)?)?"
     r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: #(?P<count>\d{1,9}))?"
-    r"(?: (?P<share>\d{1,2})%)?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
+    r"(?: (?P<share>\d{1,2})%)?(?: (?P<way>from|to) s(?P<other>\d{1,9}))?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
 )
 
 
@@ -53,6 +54,7 @@ class Op(NamedTuple):
 
     `mb` is NEXT and more for a microbatch of the next step.
     `share` is for W and BW: the percentage of the stage's layers that get weight gradients; the others are frozen.
+    `other` is for transfers of a stage with several edges on that side: the stage at the other end.
     """
 
     kind: Kind
@@ -61,6 +63,7 @@ class Op(NamedTuple):
     pipe: int = 0
     slice: int = 0
     share: int = WHOLE
+    other: int = -1
 
     @property
     def key(self) -> Key:
@@ -69,7 +72,7 @@ class Op(NamedTuple):
 
     def __str__(self) -> str:
         has_stage, has_mb = _PRINTS[self[0]]
-        kind, stage, mb, pipe, part, share = self
+        kind, stage, mb, pipe, part, share, other = self
         text = f"{kind} s{stage}" if has_stage else str(kind)
         if has_mb:
             own = mb if mb < NEXT else mb - NEXT
@@ -79,6 +82,8 @@ class Op(NamedTuple):
             text = f"{text} #{mb}"
         if pipe and (has_stage or has_mb):
             text = f"{text} {'up' if pipe == 1 else f'pipe{pipe}'}"
+        if other >= 0:
+            text = f"{text} {'to' if kind.is_send else 'from'} s{other}"
         return text if share == WHOLE else f"{text} {share}%"
 
     @classmethod
@@ -123,8 +128,10 @@ def parse_line(text: str) -> tuple[Op, int | None]:
         raise _not_an_op(text)
     if arrow is not None and arrow != (">" if kind.is_send else "<" if kind.is_recv else None):
         raise _not_an_op(text)
-    share = match["share"]
+    share, way, other = match["share"], match["way"], match["other"]
     if share is not None and not kind.makes_part:
+        raise _not_an_op(text)
+    if way is not None and not (kind.is_send if way == "to" else kind.is_recv):
         raise _not_an_op(text)
     op = Op(
         kind,
@@ -133,6 +140,7 @@ def parse_line(text: str) -> tuple[Op, int | None]:
         1 if up else int(pipe or 0),
         int(part or 0),
         WHOLE if share is None else int(share),
+        -1 if other is None else int(other),
     )
     if str(op) != text.partition(" <")[0].partition(" >")[0]:  # 'F s01 m0', 'VALIDATE up', 'F s0 m0.0'
         raise _not_an_op(text)
@@ -164,12 +172,12 @@ class Message(NamedTuple):
 
     @property
     def send(self) -> Op:
-        """The op that starts the message on the maker's rank."""
+        """The op that starts the message on the maker's rank, for messages to people: see `Placement.send`."""
         return Op(Kind.SEND_F if self.forward else Kind.SEND_B, self.source, *self[2:])
 
     @property
     def recv(self) -> Op:
-        """The op that posts its buffer on the reader's rank."""
+        """The op that posts its buffer on the reader's rank, likewise."""
         return Op(Kind.RECV_F if self.forward else Kind.RECV_B, self.sink, *self[2:])
 
 
@@ -286,19 +294,43 @@ class Placement:
         homes = self.pipes[pipe]
         return tuple((homes[a], homes[b]) for a, b in self.edges)
 
-    def message(self, op: Op) -> Message | None:
-        """What a transfer carries; None for other ops, and for one that names no edge: it leads out of the pipeline.
+    @property
+    def branches(self) -> bool:
+        """Whether stages are more than a chain."""
+        return self.edges != chain(self.stages)
 
-        An op names an edge by the stage at one end of it. That says too little of a stage with several: None too.
+    def far(self, op: Op) -> int | None:
+        """The stage at the other end of a transfer; None where it names no edge: it leads out of the pipeline.
+
+        An op names an edge by the stage at one end of it; of a stage with several on that side by both.
         """
-        kind, stage, mb, pipe, part, _ = op
+        others = self.beside(op.stage, op.kind.takes or op.kind.gives)
+        if len(others) == 1:
+            return others[0] if op.other < 0 else None
+        return op.other if op.other in others else None
+
+    def message(self, op: Op) -> Message | None:
+        """What a transfer carries; None for other ops, and for one that names no edge."""
+        kind, stage, mb, pipe, part, *_ = op
         if not kind.is_transfer or pipe >= len(self.pipes) or stage >= self.stages:
             return None
-        others = self.beside(stage, kind.takes or kind.gives)
-        if len(others) != 1:
+        far = self.far(op)
+        if far is None:
             return None
-        ends = (stage, others[0]) if kind.is_send else (others[0], stage)
+        ends = (stage, far) if kind.is_send else (far, stage)
         return Message(*ends, mb, pipe, part)
+
+    def send(self, message: Message) -> Op:
+        """The op that starts a message on the maker's rank."""
+        return self._named(message.send, message.sink)
+
+    def recv(self, message: Message) -> Op:
+        """The op that posts the buffer of a message on the reader's rank."""
+        return self._named(message.recv, message.source)
+
+    def _named(self, op: Op, far: int) -> Op:
+        several = len(self.beside(op.stage, op.kind.takes or op.kind.gives)) > 1
+        return op._replace(other=far) if several else op
 
     def peer(self, op: Op) -> int | None:
         """The rank at the other end of a transfer; None where it has no message."""

@@ -97,6 +97,9 @@ class Machine:
 
     def __init__(self, program: Program, blocking: bool, redo: bool, device: str = "") -> None:
         self.pipes, self.stages = program.placement.pipes, len(program.placement.pipes[0])
+        edges = program.placement.edges
+        self.before = [[a for a, b in edges if b == s] for s in range(self.stages)]
+        self.behind = [[b for a, b in edges if a == s] for s in range(self.stages)]
         self.microbatches, self.slices = program.microbatches, program.slices
         self.p, self.copies, self.tied, self.sharded = len(program.ranks), program.dp, program.tied, program.sharded
         self.ranks = [Rank(ops) for _ in range(self.copies) for ops in program.ranks]
@@ -192,17 +195,11 @@ class Machine:
         require(sorted(op.kind.value[0] for op in pair) == ["B", "F"], f"OVERLAP before {pair}")
         for op in pair:
             forward = op.kind.value == "F"
-            key, source = self.key(r, op), op.stage + (-1 if forward else 1)
+            key = self.key(r, op)
             if not self.renewed(r, op):
                 return False
             require(forward or key in rank.outputs, f"{op} in a group has no F before it")
-            if not 0 <= source < self.stages:
-                continue
-            maker = self.pipes[op.pipe][source] + r - r % self.p
-            made = self.ranks[maker].outputs if forward else self.ranks[maker].gradients
-            if maker == r:
-                require((source, *key[1:]) in made, f"rank {r} has no input for {op}")
-            elif not (("F" if forward else "B", *key) in rank.arrived if self.explicit else (source, *key[1:]) in made):
+            if not self.there(r, "F" if forward else "B", key):
                 return False
         return True
 
@@ -245,7 +242,7 @@ class Machine:
                 return False
             require(key not in rank.outputs, f"{op} ran before")
             require(op.slice == 0 or (*key[:3], op.slice - 1) in rank.outputs, f"{op} lacks the slice before")
-            if not self.take(r, "F", key, op.stage - 1):
+            if not self.take(r, "F", key):
                 return False
             rank.outputs.add(key)
         else:
@@ -256,7 +253,7 @@ class Machine:
                 return False
             last = op.slice == self.slices - 1
             require(last or (*key[:3], op.slice + 1) in rank.gradients, f"{op} lacks the slice behind")
-            if not self.take(r, "B", key, op.stage + 1):
+            if not self.take(r, "B", key):
                 return False
             rank.gradients.add(key)
         if kind in ("W", "BW"):
@@ -267,22 +264,29 @@ class Machine:
             rank.weights.add(key)
         return True
 
-    def take(self, r: int, direction: str, key: tuple, source: int) -> bool:
-        """Get the input that stage `source` makes; False while it is not there yet."""
-        if not 0 <= source < self.stages:
-            return True
-        maker = self.pipes[key[2]][source] + r - r % self.p
-        made = "outputs" if direction == "F" else "gradients"
-        if maker == r:
-            require((source, *key[1:]) in getattr(self.ranks[r], made), f"rank {r} has no input for {direction} {key}")
-            return True
-        if not self.explicit:
-            return (source, *key[1:]) in getattr(self.ranks[maker], made)
-        message = (direction, *key)
-        if message not in self.ranks[r].arrived:
+    def take(self, r: int, direction: str, key: tuple) -> bool:
+        """Get the inputs that other stages make; False while one is not there yet."""
+        if not self.there(r, direction, key):
             return False
-        self.ranks[r].arrived.remove(message)
+        self.ranks[r].arrived -= {(direction, source, *key) for source in self.makers(direction, key)}
         return True
+
+    def makers(self, direction: str, key: tuple) -> list[int]:
+        return (self.before if direction == "F" else self.behind)[key[0]]
+
+    def there(self, r: int, direction: str, key: tuple) -> bool:
+        """Whether all that the stages it reads make has come."""
+        come = True
+        for source in self.makers(direction, key):
+            maker = self.pipes[key[2]][source] + r - r % self.p
+            made = self.ranks[maker].outputs if direction == "F" else self.ranks[maker].gradients
+            if maker == r:
+                require((source, *key[1:]) in made, f"rank {r} has no input for {direction} {key}")
+            elif not self.explicit:
+                come = come and (source, *key[1:]) in made
+            else:
+                come = come and (direction, source, *key) in self.ranks[r].arrived
+        return come
 
     # ---- a vocabulary that all ranks share ----
 
@@ -321,8 +325,10 @@ class Machine:
     def peer(self, r: int, op: Op) -> tuple[int, int]:
         """(stage, rank) at the other end of a transfer."""
         self.key(r, op)
-        stage = op.stage + (1 if op.kind.value in ("SEND_F", "RECV_B") else -1)
-        require(0 <= stage < self.stages, f"{op} leaves the pipeline")
+        others = (self.behind if op.kind.value in ("SEND_F", "RECV_B") else self.before)[op.stage]
+        require(bool(others), f"{op} leaves the pipeline")
+        require((op.other in others) if len(others) > 1 else op.other == -1, f"{op} does not say which tensor")
+        stage = op.other if len(others) > 1 else others[0]
         rank = self.pipes[op.pipe][stage] + r - r % self.p
         require(rank != r, f"{op} does not leave its rank")
         return stage, rank
@@ -334,7 +340,7 @@ class Machine:
             made = rank.outputs if direction == "F" else rank.gradients
             require((op.stage, op.mb, op.pipe, op.slice) in made, f"{op} has nothing to send")
             channel = self.channels.setdefault((r, other), Channel())
-            channel.sent.append((direction, stage, op.mb, op.pipe, op.slice))
+            channel.sent.append((direction, op.stage, stage, op.mb, op.pipe, op.slice))
             rank.ticket = channel, channel.entered
             channel.entered += 1
             self.move(channel, other)
@@ -345,9 +351,9 @@ class Machine:
         return True
 
     def recv(self, r: int, op: Op) -> None:
-        _, other = self.peer(r, op)
+        stage, other = self.peer(r, op)
         channel = self.channels.setdefault((other, r), Channel())
-        channel.posted.append((op.kind.value[-1], op.stage, op.mb, op.pipe, op.slice))
+        channel.posted.append((op.kind.value[-1], stage, op.stage, op.mb, op.pipe, op.slice))
         self.move(channel, r)
 
     def move(self, channel: Channel, receiver: int) -> None:

@@ -70,11 +70,11 @@ def compute_order(rng: random.Random, place: Placement, pipes: list[int], slices
         back = {(s, k): Kind.B if rng.random() < split else Kind.BW for s in range(last + 1) for k in range(slices)}
         for s in range(last + 1):
             for k in range(slices):
-                forward = [Op(Kind.F, s - 1, mb, pipe, k)] if s else []
+                forward = [Op(Kind.F, before, mb, pipe, k) for before in place.sources(s)]
                 forward += [Op(Kind.F, s, mb, pipe, k - 1)] if k else []
                 add(Op(Kind.F, s, mb, pipe, k), *forward)
                 needs = [Op(Kind.F, s, mb, pipe, k)]
-                needs += [Op(back[s + 1, k], s + 1, mb, pipe, k)] if s < last else []
+                needs += [Op(back[after, k], after, mb, pipe, k) for after in place.sinks(s)]
                 needs += [Op(back[s, k + 1], s, mb, pipe, k + 1)] if k < slices - 1 else []
                 add(Op(back[s, k], s, mb, pipe, k), *needs)
                 if back[s, k] is Kind.B:
@@ -107,8 +107,9 @@ def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
                 continue
             forward = op.kind is Kind.F
             use[forward, op.key] = at
-            there = op.stage + (1 if forward else -1)
-            if 0 <= there < place.stages and place.crosses(op.stage, there, op.pipe):
+            for there in place.sinks(op.stage) if forward else place.sources(op.stage):
+                if not place.crosses(op.stage, there, op.pipe):
+                    continue
                 late = rng.randint(1, 3) if rng.random() < held_back else 0
                 peer = place.rank_of(there, op.pipe)
                 sends[rank, peer].append((min(at + late, len(ops) - 1), Message(op.stage, there, *op.key[1:])))
@@ -117,9 +118,9 @@ def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
         messages.sort(key=lambda sent: sent[0])
         limit = len(ranks[peer])
         for k, (at, message) in reversed(list(enumerate(messages))):
-            placed[rank].append((at, 2, k, message.send))
+            placed[rank].append((at, 2, k, place.send(message)))
             limit = min(limit, max(0, use[message.forward, message[1:]] - rng.randint(0, ahead)))
-            placed[peer].append((limit, 0, k, message.recv))
+            placed[peer].append((limit, 0, k, place.recv(message)))
     return [[op for *_, op in sorted(items, key=lambda item: item[:3])] for items in placed]
 
 
@@ -168,7 +169,7 @@ def broken(rng: random.Random, program: Program, how: str) -> Broken:
 
 def _ends(place: Placement, op: Op) -> tuple[Op, ...]:
     message = place.message(op)
-    return (op,) if message is None else (message.send, message.recv)
+    return (op,) if message is None else (place.send(message), place.recv(message))
 
 
 def _pick(rng: random.Random, ranks: Ranks, wanted: Callable[[Op], bool] = lambda op: True) -> tuple[int, int] | None:
@@ -280,7 +281,7 @@ def _bound(place: Placement, first: Op, second: Op) -> bool:
     if first.kind.is_transfer and first.kind.is_send is second.kind.is_send and second.kind.is_transfer:
         return place.peer(first) == place.peer(second)
     same = (first.mb, first.pipe) == (second.mb, second.pipe)
-    return same and abs(first.stage - second.stage) <= 1
+    return same and second.stage in {first.stage, *place.sources(first.stage), *place.sinks(first.stage)}
 
 
 def receive_later(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:

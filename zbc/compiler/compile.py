@@ -111,7 +111,7 @@ class Compiled:
             self.program,
             parameters={"chunks": self.program.placement.chunks},
             layers=self.layers,
-            boundaries=[boundary] * len(self.program.placement.edges),
+            boundaries=[boundary] * (len(self.layers) - 1),
             microbatch_size=self.job.schedule.microbatch_size,
             predicted=self.report.predicted(),
             planning=as_ordered(self.job, self.found).planning(),

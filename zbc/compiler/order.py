@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import refuse_slices
+from zbc.compiler.graphs import of_graph
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.limits import bounds_of
 from zbc.compiler.partition.setup import Ordered, finished, start_of
@@ -17,7 +18,7 @@ from zbc.compiler.schedules import AUTO, Request, find, replicated
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
-from zbc.ir import Kind, Op, Placement, Program, chain
+from zbc.ir import Kind, Op, Placement, Program
 from zbc.job import userobject
 from zbc.job.spec import Job
 
@@ -31,6 +32,8 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
         return _plugin(job, table)
     if job.schedule.file is not None:
         return _file(job, table)
+    if job.model.graph:
+        return of_graph(job, table)
     if (job.schedule.kind or "").lower() == AUTO:
         return best_of_all(job, table, budget)
     card = find(job.schedule.kind or "")
@@ -129,7 +132,7 @@ def _refuse_what_is_no_pipeline(placement: Placement, name: str, where: str) -> 
     idle = next((rank for rank in range(placement.ranks) if rank not in homes), None)
     problems = [
         (len(set(map(len, placement.pipes))) > 1, "pipes of different lengths", "every pipe holds all stages"),
-        (placement.edges != chain(placement.stages), "stages that are not in a row", "leave out the placement's edges"),
+        (placement.branches, "stages that are not in a row", "leave out the placement's edges"),
         (idle is not None, f"no stage on rank {idle}", "every rank holds a stage of some pipe"),
     ]
     for wrong, text, hint in problems:

@@ -32,7 +32,10 @@ from zbc.job.sections import (
 from zbc.job.world import Weighed
 from zbc.text import GIB
 
-_SINCE = {  # keys that a plan names only where they are set: without them it is what it was before there were any
+_SINCE: dict[
+    str, tuple[str, ...]
+] = {  # keys that a plan names only where they are set: without them it is what it was before there were any
+    "model": ("graph", "groups"),
     "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches"),
     "parallel": ("vocabulary", "vocabulary_sums"),
     "costs": ("s", "t", "i", "e"),

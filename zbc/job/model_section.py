@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from zbc.errors import ZbcError
+from zbc.job import graph
 from zbc.job.section import FACTORY, Count, Positive, Section, Width
 from zbc.job.toml import Document
 from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
 
 BUILTIN = ("gpt", "llama")
+Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias")
 _ONLY_GPT = ("positions", "activation")
@@ -91,6 +93,10 @@ class Model(Section):
         {},
         description='a factory: parameters of other layers, in quotes: "layers.7.weight" = "layers.0.weight"',
     )
+    graph: dict[Group, list[Group]] = Field(
+        {}, description="a factory that returns a dict: its groups of layers, and the groups that each one reads"
+    )
+    groups: dict[Group, Count] = Field({}, description="layers of each group, model.layers in all")
 
     @property
     def builtin(self) -> bool:
@@ -149,6 +155,7 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
     yield from _precision(model, document)
     yield from _experts(model, document)
     yield from _ties(model, document)
+    yield from graph.problems(model, document)
     if model.loss not in ("cross_entropy", "mse") and not FACTORY.fullmatch(model.loss):
         hint = 'use "cross_entropy", "mse" or "package.module:function"'
         where = document.where(("model", "loss"))

@@ -157,6 +157,7 @@ def assemble(
         with_w=program.with_w,
         scatters=program.scatters,
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
+        edges=[list(edge) for edge in placement.edges] if placement.branches else [],
         layers=[list(names) for names in layers],
         boundaries=list(boundaries),
         capabilities=_capabilities(program),
@@ -182,11 +183,11 @@ def _capabilities(program: Program) -> list[str]:
 
 
 def _op_lines(program: Program, rank: int) -> str:
-    """The ops of a rank as JSON strings, one a line. Peers are looked up once per (kind, stage, pipe)."""
-    suffix: dict[tuple[Kind, int, int], str] = {}
+    """The ops of a rank as JSON strings, one a line. Peers are looked up once per (kind, stage, pipe, other stage)."""
+    suffix: dict[tuple[Kind, int, int, int], str] = {}
     lines = []
     for op in program.ranks[rank]:
-        where = (op[0], op[1], op[3])
+        where = (op[0], op[1], op[3], op[6])
         if where not in suffix:
             suffix[where] = program.placement.text(op)[len(str(op)) :]
         lines.append(f'  "{op}{suffix[where]}"')

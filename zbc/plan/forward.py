@@ -30,11 +30,12 @@ def forward_only(placement: Placement, microbatches: int, slices: int = 1, *, sh
     for rank in range(placement.ranks):
         here = [(wave, -back, unit) for wave, back, unit in waves if placement.rank_of(-back) == rank]
         mine = [(wave, nth(Kind.F, stage, unit, slices)) for wave, stage, unit in here]
-        posts = [[Message(*edge, op.mb, 0, op.slice).recv for edge in into[op.stage]] for _, op in mine]
+        posts = [[placement.recv(Message(*edge, op.mb, 0, op.slice)) for edge in into[op.stage]] for _, op in mine]
         now, *later = *posts, list[Op]()
         blocks: list[tuple[float, list[Op]]] = [(-1.0, list(now))]
         for (wave, op), ahead in zip(mine, later, strict=True):
-            blocks.append((wave, [*ahead, op, *(Message(*edge, op.mb, 0, op.slice).send for edge in out[op.stage])]))
+            sends = [placement.send(Message(*edge, op.mb, 0, op.slice)) for edge in out[op.stage]]
+            blocks.append((wave, [*ahead, op, *sends]))
         blocks += _words(placement.ends[-1], microbatches, slices) if shared else []
         ranks.append([op for _, ops in sorted(blocks, key=lambda block: block[0]) for op in ops])
     sums = 2 if shared else 0  # MEET adds nothing up: there is no backward

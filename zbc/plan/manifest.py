@@ -17,7 +17,7 @@ FORMAT = "zbc-plan"
 VERSION = 1
 MANIFEST = "plan.json"
 # Fields that stand in a manifest only where they say something.
-OPTIONAL = frozenset({"balance", "cuts", "flushless", "scatters", "vocabulary"})
+OPTIONAL = frozenset({"balance", "cuts", "edges", "flushless", "scatters", "vocabulary"})
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 STEPS = "steps"  # capability: ops of the next step
 FROZEN = "frozen"  # capability: ops in which some layers get no weight gradients
@@ -85,6 +85,7 @@ class Manifest(_Strict):
     with_w: bool = False  # where weights are freed: W needs them, too
     scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
     placement: list[list[Index]]  # stage -> rank per pipe
+    edges: list[list[Index]] = []  # (stage, stage that reads its output); absent where stages are a chain
     layers: list[list[str]]  # stage -> layer names
     boundaries: list[Boundary | None]  # after each stage but the last; None: the runtime derives it
     capabilities: list[str]
@@ -134,7 +135,7 @@ class Manifest(_Strict):
         return {int(stage.removeprefix("s")): count for stage, count in self.host(rank).get("slabs", {}).items()}
 
     def to_placement(self) -> Placement:
-        return Placement(tuple(zip(*self.placement, strict=True)))
+        return Placement(tuple(zip(*self.placement, strict=True)), tuple((a, b) for a, b in self.edges))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
         (len({len(holders) for holders in manifest.placement}) == 1, "placement lists differ in length"),
         (all(r < ranks for holders in manifest.placement for r in holders), f"placement names a rank beyond {ranks}"),
         (all(holders for holders in manifest.placement), "a stage has no rank"),
+        (_ascend(manifest), f"edges {manifest.edges} do not lead from stages to later ones, each to the last"),
         (_cut(manifest), f"cuts {manifest.cuts} are not where {manifest.slices} slices begin, and their end"),
         (_tiles(manifest), f"node {manifest.node} does not divide {ranks} ranks and {manifest.copies} copies"),
         (_numbers(manifest), f"order {manifest.order} does not name each rank of the run once"),
@@ -113,6 +114,15 @@ def _cut(manifest: Manifest) -> bool:
     """Whether cuts ascend from 0, one more of them than there are slices; () where nobody knows the sequence."""
     cuts = manifest.cuts
     return not cuts or (len(cuts) == manifest.slices + 1 > 2 and cuts[0] == 0 and all(a < b for a, b in pairwise(cuts)))
+
+
+def _ascend(manifest: Manifest) -> bool:
+    """Whether edges lead from a stage to a later one, each once, and from all but the last; () for a chain."""
+    edges = manifest.edges
+    if not all(len(edge) == 2 and edge[0] < edge[1] < manifest.stages for edge in edges):
+        return False
+    pairs = {tuple(edge) for edge in edges}
+    return not edges or (len(pairs) == len(edges) and 1 + len({a for a, _ in pairs}) == manifest.stages)
 
 
 def _tiles(manifest: Manifest) -> bool:
@@ -201,7 +211,7 @@ def read_rank(folder: Path, rank: int, manifest: Manifest, *, verify: bool = Tru
 
 def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]:
     placement, topology = manifest.to_placement(), manifest.topology
-    peers: dict[tuple[Kind, int, int], int | None] = {}
+    peers: dict[tuple[Kind, int, int, int], int | None] = {}
     ops = []
     for step, line in enumerate(lines):
         where = f"{path} op {step}"
@@ -213,7 +223,7 @@ def _parse_ops(lines: Iterable[Any], path: Path, manifest: Manifest) -> list[Op]
             raise ZbcError("E404", error.message, where=where, hint=error.hint) from None
         if _out_of_range(op, manifest, topology):
             raise ZbcError("E404", f"plan: {line} is outside this plan's stages or microbatches", where=where)
-        edge = (op.kind, op.stage, op.pipe)
+        edge = (op.kind, op.stage, op.pipe, op.other)
         if edge not in peers:
             peers[edge] = placement.peer(op)
         if peer != peers[edge]:

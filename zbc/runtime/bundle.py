@@ -85,6 +85,15 @@ class Packing(NamedTuple):
         packed: Tensor = _Pack.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return packed
 
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Outputs of several stages as the input of one, which is a leaf: their gradients are `parted`."""
+        return _fill(self, torch.zeros(self.size, device=tensors[0].device), tensors)
+
+    def parted(self, grad: Tensor) -> list[Tensor]:
+        """The gradient of each of them; zeros for those that none flows to."""
+        parts = (part.of(grad) if part.flows else part.laid.zeros(grad.device) for part in self.parts)
+        return [part.contiguous() for part in parts]
+
     def unpack(self, carrier: Tensor) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = _Unpack.apply(self, carrier)  # type: ignore[no-untyped-call]
         return found

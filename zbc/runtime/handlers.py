@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import Key, Kind, Op
+from zbc.ir import Key, Kind, Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime import ahead
 from zbc.runtime.optimizer import set_rate
@@ -20,7 +20,7 @@ from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Part
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import Stage, mismatch
-from zbc.runtime.state import Kept, Worker, name_of, take
+from zbc.runtime.state import Ends, Kept, Worker, name_of, take
 from zbc.runtime.tape import Inputs, Tape
 from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.validate import peak_bytes
@@ -34,7 +34,7 @@ __all__ = ["HANDLERS", "Worker"]
 
 def forward(worker: Worker, op: Op) -> None:
     """F: run the stage on its input; the output goes to a SEND, to the next stage here, or into the loss."""
-    key, stage, message, _, local, first, last = worker.routes[op]
+    key, stage, message, _, local, first, last, ends = worker.routes[op]
     if worker.gathering:
         worker.finish_gather(key.stage)
     if worker.scattering:
@@ -44,7 +44,10 @@ def forward(worker: Worker, op: Op) -> None:
         raise ZbcError("E703", f"run: {op} runs twice")
     number, takes = run.first + key.mb % run.count, stage.takes
     if message is None:
-        x = read(worker, worker.batches, "inputs", number, stage.part)[0] if first else handed(worker, key)
+        if first:
+            x = read(worker, worker.batches, "inputs", number, stage.part, stage.reads)[0]
+        else:
+            x = handed(worker, key) if ends is None else joined(worker, stage, ends)
     finish = _ending(worker, number, stage.part) if last else stage.fit
     # A layer that splits its backward costs more than torch's own, so only where W comes apart, or casts are kept.
     slot = Slot() if stage.casts_weights or worker.group is not None or key in run.halves else None
@@ -74,8 +77,11 @@ def forward(worker: Worker, op: Op) -> None:
         worker.losses[key.mb] = loss if not key.slice else worker.losses.get(key.mb, 0.0) + loss
         kept[key] = inp, tape, worker.loss_share(y, number), slot
     else:
-        store, place = (worker.outputs, key) if local is None else (worker.handed, local)
-        store[place] = y.detach()
+        if ends is None:
+            store, place = (worker.outputs, key) if local is None else (worker.handed, local)
+            store[place] = y.detach()
+        else:
+            give(ends, [y.detach()] * len(ends.gives), worker.outputs, worker.handed)
         kept[key] = inp, tape, None, slot
     clock.stop(began)
 
@@ -107,6 +113,36 @@ def handed(worker: Worker, key: Key) -> Tensor:
     if worker.vocabulary is not None and key.stage == 0:
         return worker.arrive(Met(Kind.GIVE, key.mb, key.slice))
     return take(worker.handed, key, "F {}: the stage before has not handed over its output")
+
+
+def joined(worker: Worker, stage: Stage, ends: Ends) -> Tensor:
+    """The input of a stage in a graph: an output, or several as one tensor."""
+    why = "F {}: the stage before has not handed over its output"
+    found = [worker.wait(edge) if crosses else take(worker.handed, edge, why) for edge, crosses in ends.takes]
+    if stage.inputs and stage.came is not None:
+        return stage.came.joined(found)
+    return stage.arrived(found[0]) if ends.takes[0][1] else found[0]
+
+
+def give(
+    ends: Ends,
+    tensors: Sequence[Tensor],
+    sent: dict[Key | Message, Tensor],
+    kept: dict[Key | Message, Tensor],
+) -> None:
+    """Lay a tensor for each edge where its SEND looks, or the stage on this rank that reads it."""
+    for (edge, crosses), tensor in zip(ends.gives, tensors, strict=True):
+        (sent if crosses else kept)[edge] = tensor
+
+
+def _summed(worker: Worker, ends: Ends) -> Tensor:
+    """The gradient of an output by all stages that read it, in their order: a sum of three depends on it."""
+    why = "B {}: the next stage has not handed over its gradient"
+    found = [worker.wait(edge) if crosses else take(worker.output_grads, edge, why) for edge, crosses in ends.takes]
+    total = found[0]
+    for more in found[1:]:
+        total = total + more
+    return total
 
 
 def _ending(worker: Worker, number: int, part: Part | None) -> Callable[[Tensor], Tensor]:
@@ -141,7 +177,7 @@ def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
 
 def backward(worker: Worker, op: Op) -> None:
     """BW: both halves in one walk of the graph. B: the gradient of the stage input; that of weights waits for W."""
-    key, stage, message, _, local, first, last = worker.routes[op]
+    key, stage, message, _, local, first, last, ends = worker.routes[op]
     if worker.gathering:
         worker.finish_gather(key.stage)
     if worker.scattering:
@@ -153,7 +189,10 @@ def backward(worker: Worker, op: Op) -> None:
     if isinstance(x, Parcel):
         x = _arrived(worker, op, x)
     if not last:
-        grad = _output_grad_here(worker, key) if message is None else worker.wait(message)
+        if ends is not None:
+            grad = _summed(worker, ends)
+        else:
+            grad = _output_grad_here(worker, key) if message is None else worker.wait(message)
         gives = stage.returned
         if gives is not None and (grad.dtype is not gives.dtype or grad.shape != gives.shape):
             raise mismatch(f"the gradient for B {name_of(key)}", grad, gives)
@@ -173,10 +212,17 @@ def backward(worker: Worker, op: Op) -> None:
     stage.alone.look(worker.step)
     if not first:
         found = x.grad
-        store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
         if found is None:
             found = x.zeros() if isinstance(x, Parcel) else torch.zeros_like(x)
-        store[place] = found if stage.came is None else found[: stage.came.back]
+        if ends is not None and stage.inputs and stage.came is not None:
+            give(ends, stage.came.parted(found), worker.input_grads, worker.output_grads)
+        else:
+            found = found if stage.came is None else found[: stage.came.back]
+            if ends is None:
+                store, place = (worker.input_grads, key) if local is None else (worker.output_grads, local)
+                store[place] = found
+            else:
+                give(ends, [found], worker.input_grads, worker.output_grads)
     clock.stop(began)
 
 
@@ -231,8 +277,8 @@ def backward_weight(worker: Worker, op: Op) -> None:
 
 def send_forward(worker: Worker, op: Op) -> None:
     """SEND_F: start sending an output; from here on only the transport holds it."""
-    key, _, message, peer, *_ = worker.routes[op]
-    tensor = worker.outputs.pop(key, None)
+    key, _, message, peer, *_, ends = worker.routes[op]
+    tensor = worker.outputs.pop(key if ends is None or message is None else message, None)
     if tensor is None or message is None:
         raise _nothing_to_send(op)
     worker.transport.send(worker.renamed.get(message, message), tensor, peer)
@@ -240,8 +286,8 @@ def send_forward(worker: Worker, op: Op) -> None:
 
 def send_backward(worker: Worker, op: Op) -> None:
     """SEND_B: start sending an input gradient."""
-    key, _, message, peer, *_ = worker.routes[op]
-    tensor = worker.input_grads.pop(key, None)
+    key, _, message, peer, *_, ends = worker.routes[op]
+    tensor = worker.input_grads.pop(key if ends is None or message is None else message, None)
     if tensor is None or message is None:
         raise _nothing_to_send(op)
     worker.transport.send(worker.renamed.get(message, message), tensor, peer)
@@ -255,7 +301,8 @@ def receive_forward(worker: Worker, op: Op) -> None:
     """RECV_F: post the buffer for the stage input; F waits for it."""
     _, stage, message, peer, *_ = worker.routes[op]
     if message is not None:
-        worker.transport.post(worker.renamed.get(message, message), stage.empty_input(), peer)
+        buffer = stage.empty_from(message.source) if stage.inputs else stage.empty_input()
+        worker.transport.post(worker.renamed.get(message, message), buffer, peer)
 
 
 def receive_backward(worker: Worker, op: Op) -> None:

@@ -13,15 +13,21 @@ from zbc.runtime.tensors import to_device
 
 
 def read(
-    worker: Worker, batches: BatchSource | None, kind: Literal["inputs", "targets"], number: int, part: Part | None
+    worker: Worker,
+    batches: BatchSource | None,
+    kind: Literal["inputs", "targets"],
+    number: int,
+    part: Part | None,
+    group: str = "",
 ) -> tuple[Tensor, float]:
     """The inputs or targets of a microbatch on the rank's device, or those of a slice; and the slice's share in the
-    loss. Each microbatch is looked up once, for all its slices. Raises E505 for sequences of another length."""
+    loss. Of inputs for several groups of layers those for one `group`. Each microbatch is looked up once, for all its
+    slices. Raises E505 for sequences of another length."""
     if batches is None:
         raise ZbcError("E703", "run: this rank reads no data, and its plan asks for some")
     look_up = batches.inputs if kind == "inputs" else batches.targets
     if part is None:
-        x = look_up(worker.step, number)
+        x = batches.inputs(worker.step, number, group) if group else look_up(worker.step, number)
         return x if worker.on_host else to_device(x, worker.device), 1.0
     whole = worker.reading.pop((kind, number), None)
     if whole is None:

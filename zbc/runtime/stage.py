@@ -83,6 +83,8 @@ class Stage:
     goes: Packing | None = None  # how its output is
     part: Part | None = None  # the slice of microbatches that this one runs; None: whole ones
     asleep: frozenset[int] = frozenset()  # layers, by their place, that are frozen in the forward that runs
+    reads: str = ""  # the group whose data it reads, where data are of several
+    inputs: tuple[int, ...] = ()  # the stages whose outputs are its arguments, where they are several
     slices: tuple[Stage, ...] = ()  # where microbatches come in slices, the stage for each; this one is for the rest
 
     def at(self, part: int) -> Stage:
@@ -185,6 +187,12 @@ class Stage:
     def empty_input(self) -> Callable[[], Tensor]:
         """A buffer for a stage input; see `TensorSpec.maker`."""
         return self.takes.maker(self.device)
+
+    def empty_from(self, source: int) -> Tensor:
+        """A buffer for the output of one of the several stages that it reads."""
+        if self.came is None:
+            raise TypeError(f"stage {self.index} has one input")
+        return self.came.parts[self.inputs.index(source)].laid.spec.empty(self.device)
 
     @functools.cached_property
     def empty_grad(self) -> Callable[[], Tensor]:

@@ -8,6 +8,8 @@ A tensor's way through a rank, all of it keyed by `ir.Key` (stage, microbatch, p
 
 What an op reads, makes and uses up is what its row in zbc/ops.py says; `STORES` says where such a value lies.
 
+Where stages are more than a chain, what is on an edge is keyed by the message that it is or would be.
+
 Where two neighbouring stages share a rank there is no transfer: the producer puts the tensor where the consumer looks.
 """
 
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
-from zbc.ops import VALUES, Scope
+from zbc.ops import VALUES, At, Scope
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.bucket import GradientSum
@@ -84,7 +86,7 @@ class BatchSource(Protocol):
     @property
     def count(self) -> int: ...  # samples
     def follow(self, phases: Phases) -> None: ...
-    def inputs(self, step: int, mb: int) -> Tensor: ...
+    def inputs(self, step: int, mb: int, group: str = "") -> Tensor: ...
     def targets(self, step: int, mb: int) -> Tensor: ...
     def close(self) -> None: ...
 
@@ -156,6 +158,13 @@ class PhaseRun:
         return share
 
 
+class Ends(NamedTuple):
+    """The edges of a stage, where stages are more than a chain: (what is on it, whether it crosses ranks)."""
+
+    takes: tuple[tuple[Message, bool], ...]  # in the order of the stage's arguments; of gradients by stage
+    gives: tuple[tuple[Message, bool], ...]
+
+
 class Route(NamedTuple):
     """What the plan and the placement fix about an op, looked up once per plan."""
 
@@ -166,6 +175,7 @@ class Route(NamedTuple):
     local: Key | None  # where the result goes in memory, if it goes to a stage on this rank
     first: bool  # a stage that reads the data: B and BW give nothing
     last: bool  # one that no other reads: F ends in the loss, B and BW begin there
+    ends: Ends | None = None  # of a stage in a graph that is no chain
 
 
 @dataclass
@@ -197,11 +207,11 @@ class Worker:
     progress: Progress = field(default_factory=Progress)
     results: list[StepResult] = field(default_factory=list)
 
-    handed: dict[Key, Tensor] = field(default_factory=dict)
+    handed: dict[Key | Message, Tensor] = field(default_factory=dict)
     kept: dict[Key, Kept] = field(default_factory=dict)
-    outputs: dict[Key, Tensor] = field(default_factory=dict)
-    output_grads: dict[Key, Tensor] = field(default_factory=dict)
-    input_grads: dict[Key, Tensor] = field(default_factory=dict)
+    outputs: dict[Key | Message, Tensor] = field(default_factory=dict)
+    output_grads: dict[Key | Message, Tensor] = field(default_factory=dict)
+    input_grads: dict[Key | Message, Tensor] = field(default_factory=dict)
     slots: dict[Key, Slot] = field(default_factory=dict)
     away: dict[Key, Kept] = field(default_factory=dict)  # from OFFLOAD to RELOAD
     losses: dict[int, Tensor | float] = field(default_factory=dict)
@@ -480,9 +490,9 @@ class Worker:
         """Look up where further ops find their things."""
         self.routes |= {op: route for op in ops if (route := _route(self, op)) is not None}
 
-    def store(self, which: Store) -> dict[Key, Any]:
+    def store(self, which: Store) -> dict[Any, Any]:
         """One of `STORES`."""
-        found: dict[Key, Any] = getattr(self, which.name)
+        found: dict[Any, Any] = getattr(self, which.name)
         return found
 
     def drop_repeated(self) -> None:
@@ -537,16 +547,31 @@ def _route(worker: Worker, op: Op) -> Route | None:
         if peer is None:
             raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
         rank = worker.seat(peer)
-        return Route(key, stage, placement.message(op), rank, None, not sources, not sinks)
+        by_edge = Ends((), ()) if placement.branches else None
+        return Route(key, stage, placement.message(op), rank, None, not sources, not sinks, by_edge)
     taken, given = placement.beside(here, kind.takes), placement.beside(here, kind.gives)
+    if placement.branches:
+        return Route(key, stage, None, -1, None, not sources, not sinks, _ends(worker, op, stage))
     messages = [Message(other, *key) for other in taken if placement.crosses(other, here, op.pipe)]
     inside = [key._replace(stage=other) for other in given if not placement.crosses(here, other, op.pipe)]
-    message, local = next(iter(messages), None), next(iter(inside), None)  # the runtime runs chains
+    message, local = next(iter(messages), None), next(iter(inside), None)  # a chain has one
     ends = worker.vocabulary is None  # elsewhere all ranks together are before the first stage and behind the last
     return Route(key, stage, message, -1, local, ends and not sources, ends and not sinks)
 
 
-def take(store: dict[Key, Value], key: Key, missing: str) -> Value:
+def _ends(worker: Worker, op: Op, stage: Stage) -> Ends:
+    placement, here, kind = worker.placement, op.stage, op.kind
+    arguments = stage.inputs or placement.sources(here)
+    backward = kind.takes is At.SINKS
+    taken = placement.sinks(here) if backward else arguments if kind.takes else ()
+    given = arguments if backward else placement.sinks(here) if kind.gives else ()
+    return Ends(
+        tuple((Message(other, *op.key), placement.crosses(other, here, op.pipe)) for other in taken),
+        tuple((Message(here, other, *op.key[1:]), placement.crosses(here, other, op.pipe)) for other in given),
+    )
+
+
+def take(store: dict[Any, Value], key: Key | Message, missing: str) -> Value:
     """Remove and return; raises E703 with `missing`, {} filled with the key, if it is not there."""
     try:
         return store.pop(key)
@@ -554,6 +579,8 @@ def take(store: dict[Key, Value], key: Key, missing: str) -> Value:
         raise ZbcError("E703", "run: " + missing.format(name_of(key))) from None
 
 
-def name_of(key: Key) -> str:
-    """`s1 m0`, as in the text of an op."""
+def name_of(key: Key | Message) -> str:
+    """`s1 m0`, as in the text of an op; of an edge `s1 m0 to s4`."""
+    if isinstance(key, Message):
+        return f"{name_of(Key(key.source, *key[2:]))} to s{key.sink}"
     return str(Op(Kind.F, *key)).removeprefix("F ")

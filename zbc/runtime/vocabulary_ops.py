@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import Key, Kind, Op
+from zbc.ir import Key, Kind, Message, Op
 from zbc.runtime.reading import read
 from zbc.runtime.state import BatchSource, Worker
 from zbc.runtime.tensors import TensorSpec
@@ -17,7 +17,7 @@ from zbc.runtime.transport import Then
 from zbc.runtime.vocabulary_state import Meeting, Met, Unit, Vocabulary
 from zbc.runtime.words import IGNORED
 
-_Where = TypeVar("_Where", Key, Unit)
+_Where = TypeVar("_Where")
 _Value = TypeVar("_Value")
 
 
@@ -160,7 +160,9 @@ def shared_of(worker: Worker, op: Op) -> tuple[Vocabulary, Unit]:
     return shared, (op.mb, op.slice)
 
 
-def _broadcast(worker: Worker, op: Op, made: dict[Key, Tensor], key: Key, root: int, spec: TensorSpec) -> None:
+def _broadcast(
+    worker: Worker, op: Op, made: dict[Key | Message, Tensor], key: Key, root: int, spec: TensorSpec
+) -> None:
     """Start to send what the rank `root` has made of `key` to all."""
     shared, unit = shared_of(worker, op)
     if worker.rank != root:

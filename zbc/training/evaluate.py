@@ -19,7 +19,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.plan.forward import forward_only
-from zbc.runtime.handlers import HANDLERS, handed, slice_loss, stage_loss
+from zbc.runtime.handlers import HANDLERS, give, handed, joined, slice_loss, stage_loss
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.reading import read
 from zbc.runtime.remembered import put_back, renew
@@ -154,14 +154,14 @@ def _tell(worker: Worker, op: Op) -> None:
 
 def _forward(worker: Worker, op: Op) -> None:
     """F without a backward: the output goes on, and nothing is kept."""
-    key, stage, message, _, local, first, last = worker.routes[op]
+    key, stage, message, _, local, first, last, ends = worker.routes[op]
     number = _of(worker).number(worker, op.mb)
     if message is not None:
         x = stage.arrived(worker.wait(message))
     elif first:
-        x = read(worker, _of(worker).batches, "inputs", number, stage.part)[0]
+        x = read(worker, _of(worker).batches, "inputs", number, stage.part, stage.reads)[0]
     else:
-        x = handed(worker, key)
+        x = handed(worker, key) if ends is None else joined(worker, stage, ends)
     finish: Callable[[Tensor], Tensor] = stage.fit
     if last:
         target, share = read(worker, _of(worker).batches, "targets", number, stage.part)
@@ -173,6 +173,8 @@ def _forward(worker: Worker, op: Op) -> None:
     worker.clock.stop(began)
     if last:
         worker.losses[op.mb] = y if not op.slice else worker.losses.get(op.mb, 0.0) + y
+    elif ends is not None:
+        give(ends, [y] * len(ends.gives), worker.outputs, worker.handed)
     else:
         store, place = (worker.outputs, key) if local is None else (worker.handed, local)
         store[place] = y

@@ -160,7 +160,8 @@ def _share_words(worker: Worker) -> None:
 def _input(worker: Worker, stage: Stage) -> Tensor:
     first = worker.vocabulary is None and not worker.placement.sources(stage.index)
     if first and worker.batches is not None:
-        return _carried(worker, worker.batches.inputs)
+        look_up = worker.batches.inputs
+        return _carried(worker, functools.partial(look_up, group=stage.reads) if stage.reads else look_up)
     if stage.takes.dtype.is_floating_point or stage.takes.dtype.is_complex:
         return stage.arrived(stage.empty_input().normal_())
     return stage.arrived(stage.empty_input().zero_())
@@ -267,7 +268,8 @@ def _messages(worker: Worker, *, sends: bool) -> dict[int, tuple[Message, Tensor
 def _tensor(worker: Worker, op: Op) -> Tensor:
     stage = worker.stages[op.stage]
     as_output = op.kind in (Kind.SEND_F, Kind.RECV_B)
-    return (stage.empty_grad() if as_output else stage.empty_input()).zero_()
+    several = stage.inputs and not as_output
+    return (stage.empty_grad() if as_output else stage.empty_from(op.other) if several else stage.empty_input()).zero_()
 
 
 def _take(worker: Worker, letter: Letter, buffer: Tensor, peer: int) -> Tensor:

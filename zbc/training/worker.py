@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -185,27 +186,36 @@ def shapes_of(
 ) -> Shapes:
     """What the layers `plans` look like in training on `device`, in a slice of so many rows. Raises as `derive`."""
     lowered = LOWERED[settings.model.parameters]
-    first = input_spec(settings.data, settings.model, samples, manifest.microbatch_size)
-    if lowered is not None and first.dtype.is_floating_point:
-        first = first._replace(dtype=lowered)
+
+    def given(layer: str) -> TensorSpec:
+        group = group_of(settings.model, layer)
+        found = input_spec(settings.data, settings.model, samples, manifest.microbatch_size, group)
+        return found._replace(dtype=lowered) if lowered is not None and found.dtype.is_floating_point else found
+
     autocast = device if settings.model.dtype == "bfloat16" else None
     shared = manifest.vocabulary is not None
     if shared:  # the first layer begins with what all ranks looked up
-        first = TensorSpec((*first.shape, settings.model.hidden or 0), lowered or torch.get_default_dtype())
+        words = TensorSpec((*given("").shape, settings.model.hidden or 0), lowered or torch.get_default_dtype())
         plans = trunk(plans)
     look = partial(derive, manifest=manifest, autocast=autocast, lowered=lowered, flow=shared)
-    if rows is None:
-        found = look(plans, first)
-    else:
-        first = first._replace(shape=(first.shape[0], rows, *first.shape[2:]))
-        with within(Inside(Part(0, 0, rows, rows))):
-            found = look(plans, first, rows=rows)
+
+    def first(layer: str) -> TensorSpec:
+        spec = words if shared else given(layer)
+        return spec if rows is None else spec._replace(shape=(spec.shape[0], rows, *spec.shape[2:]))
+
+    with nullcontext() if rows is None else within(Inside(Part(0, 0, rows, rows))):
+        found = look(plans, first, rows=rows)
     if _shares_sequence(manifest):
         found = found.of_tokens(manifest.topology.tp)
     if not shared:
         return found
     sizes = dict(zip(found.parameters, found.sizes, strict=True)) | table_sizes(settings.model)
     return replace(found, parameters=tuple(sorted(sizes)), sizes=tuple(sizes[name] for name in sorted(sizes)))
+
+
+def group_of(chosen: spec.Model, layer: str) -> str:
+    """The group of a layer of a graph; "" in a chain."""
+    return layer.partition(".")[0] if chosen.graph else ""
 
 
 def _refuse_slices(
@@ -564,6 +574,9 @@ def _build_stages(
             compiles=settings.model.compile,
             share=share,
         )
+        if settings.model.graph:
+            stages[s].reads = group_of(settings.model, manifest.layers[s][0])
+            stages[s].inputs = _arguments(settings.model, manifest, s)
         for part in parts:
             refuse_stage(part.manifest, part.ops, stages[s])
     if manifest.vocabulary is None:  # else what is tied is one table in each rank's share
@@ -571,15 +584,23 @@ def _build_stages(
     return stages
 
 
+def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int, ...]:
+    """The stages that a stage of a graph reads, in the order of its first layer's arguments; () for one or none."""
+    group, _, number = manifest.layers[stage][0].partition(".")
+    if number != "0" or len(chosen.graph[group]) < 2:
+        return ()
+    home = {name: s for s, names in enumerate(manifest.layers) for name in names}
+    return tuple(home[f"{one}.{chosen.groups[one] - 1}"] for one in chosen.graph[group])
+
+
 def _forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:
     """What a stage takes and gives, and how."""
-    after = next(iter(manifest.to_placement().sinks(stage)), None)
-    end = None if manifest.vocabulary is None else shapes.output
+    last = not manifest.to_placement().sinks(stage)
     return {
         "takes": shapes.inputs[stage],
-        "gives": end if after is None else shapes.inputs[after],
+        "gives": shapes.output if last and manifest.vocabulary is not None else shapes.outputs[stage],
         "came": shapes.layouts[stage],
-        "goes": None if after is None else shapes.layouts[after],
+        "goes": shapes.goes[stage],
         "laid": shapes.laid[stage],
     }
 

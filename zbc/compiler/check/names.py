@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zbc.compiler.graph import FAR, CellKey, Graph
-from zbc.ir import Op
-from zbc.ops import VALUES, Kind, Lane, Ref, Row
+from zbc.ir import Message, Op
+from zbc.ops import VALUES, Kind, Lane, Ref
 
 
 def maker(g: Graph, cell: int) -> Op:
@@ -51,14 +51,10 @@ def _op(g: Graph, kind: Kind, key: CellKey, unit: int, *, made: bool) -> Op:
 
 def transfer(g: Graph, what: str, pipe: int, edge: int, unit: int, *, sends: bool) -> Op:
     """The SEND or the RECV of the value on an edge."""
-    source, sink = g.layout.edges[edge]
-    kind = next(kind for kind, row in g.layout.rows.items() if row.lane is Lane.LINK and _carries(row, what, sends))
+    source, sink = g.layout.edges[edge] if what == "act" else reversed(g.layout.edges[edge])
     mb, part = divmod(unit, g.layout.slices)
-    return Op(kind, source if (what == "act") is sends else sink, mb, pipe, part)
-
-
-def _carries(row: Row, what: str, sends: bool) -> bool:
-    return _has(row.reads if sends else row.writes, what)
+    message = Message(source, sink, mb, pipe, part)
+    return g.program.placement.send(message) if sends else g.program.placement.recv(message)
 
 
 def ends(g: Graph, message: int) -> tuple[Op, Op]:

@@ -334,12 +334,12 @@ class Costs:
 
 
 _NOTHING = Size(0.0)
-CacheKey = tuple[Kind, int, int]
+CacheKey = tuple[Kind, int, int, int]
 
 
 def key_of(op: Op) -> CacheKey:
     """What decides the costs of an op, whatever its microbatch and pipe: the key of all that remembers them."""
-    return op[0], op[1], op[4]
+    return op[0], op[1], op[4], op[6]
 
 
 def _whole(entry: Size | tuple[Size, ...]) -> Size:

@@ -13,6 +13,7 @@ from zbc.compiler.cost import footprint, profiled, work
 from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
+from zbc.job.graph import names
 from zbc.job.spec import GivenCosts, Job, LayerCost, Model, Optimizer
 
 
@@ -111,7 +112,7 @@ def shares_of_words(machine: Machine, words: work.Work, whole: work.Work) -> tup
 def _counted(job: Job) -> list[Layer]:
     table = _family(job)
     if table is None:  # a factory's layers are unknown until they are built: equal, with no bytes
-        table = [Layer(f"layers.{i}", 1.0, 1.0, 1.0) for i in range(job.model.layers)]
+        table = [Layer(name, 1.0, 1.0, 1.0) for name in names(job.model)]
     return table
 
 

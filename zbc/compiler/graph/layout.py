@@ -107,7 +107,7 @@ class Layout:
         self.fresh: list[int] = []  # the cells as they are before the walk
         self.columns: dict[CellKey, int] = {}
         self.widths: dict[CellKey, int] = {}
-        self.compiled: dict[tuple[int, Kind, int, int, int], CellColumns | str] = {}
+        self.compiled: dict[tuple[int, Kind, int, int, int, int], CellColumns | str] = {}
         self.messages: dict[EdgeValue, int] = {}  # to its first event
         self.channels: list[tuple[Channel, EdgeValue]] = []  # per message column
         self.firsts: list[int] = []  # first event per message column
@@ -170,7 +170,7 @@ class Layout:
 
     def message_of(self, op: Op) -> int:
         """The message that a transfer of the program carries."""
-        row = self.compile(self.pipes[op.pipe][op.stage], op.kind, op.pipe, op.stage, op.slice)
+        row = self.compile(self.pipes[op.pipe][op.stage], op.kind, op.pipe, op.stage, op.slice, op.other)
         return row.posts[0] + op.mb * row.step if isinstance(row, CellColumns) else -1
 
     def key_of(self, cell: int) -> tuple[CellKey, int]:
@@ -226,15 +226,15 @@ class Layout:
 
     # ---- rows --------------------------------------------------------------------------------------------------
 
-    def compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int) -> CellColumns | str:
+    def compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int, other: int) -> CellColumns | str:
         """The row of an op on a rank; the code of an error if it has no place there."""
-        key = rank, kind, pipe, stage, part
+        key = rank, kind, pipe, stage, part, other
         found = self.compiled.get(key)
         if found is None:
             found = self.compiled[key] = self._compile(*key)
         return found
 
-    def _compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int) -> CellColumns | str:
+    def _compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int, other: int) -> CellColumns | str:
         row = self.rows[kind]
         if not (0 <= pipe < len(self.pipes) and 0 <= stage < self.stages and 0 <= part < self.slices):
             return "E202"
@@ -251,7 +251,7 @@ class Layout:
             return "E205"
         if not unit and row.lane is not Lane.MARK and rank not in members(self.program, kind, stage):
             return "E205"
-        who = _Who(rank, pipe, stage, part, row)
+        who = _Who(rank, pipe, stage, part, row, other)
         alone = [ref for ref in row.reads if ref.at not in _GROUPS]
         held = [ref for ref in alone if unit and VALUES[ref.what].scope in ("stage", "rank")]
         posts = self._posts(who)
@@ -321,7 +321,12 @@ class Layout:
     def _edges(self, who: _Who, at: At) -> list[int]:
         """The edges into or out of an op's stage; of a transfer those that lead to another rank."""
         found = self.sinks[who.stage] if at is At.SINKS else self.sources[who.stage]
-        return [e for e in found if self.crosses(who.pipe, e)] if who.row.lane is Lane.LINK else found
+        if who.row.lane is not Lane.LINK:
+            return found
+        if who.other >= 0 or len(found) > 1:  # of several a transfer says which
+            named = {(who.stage, who.other), (who.other, who.stage)}
+            found = [e for e in found if len(found) > 1 and self.edges[e] in named]
+        return [e for e in found if self.crosses(who.pipe, e)]
 
     def _end(self, what: str, pipe: int, edge: int, at: At) -> int:
         """The column of an edge's value at its maker's end or at its user's."""
@@ -367,6 +372,7 @@ class _Who(NamedTuple):
     stage: int
     part: int
     row: Row
+    other: int  # of a transfer: see `Op`
 
 
 def tying(program: Program) -> set[int]:

@@ -42,6 +42,7 @@ def of_steps(program: Program, steps: int) -> Graph:
     return build(repeated(replace(program, ranks=tuple(map(tuple, ops))), steps))
 
 
+_Where = tuple[int, int, int, int]  # pipe, stage, slice, the other stage
 _Known = tuple[int, Lane, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int, tuple[int, ...]]
 _NO_ROW: _Known = (-1, Lane.MARK, (), (), (), (), 0, ())
 
@@ -110,10 +111,11 @@ class _Walk:
         cell, sender, receiver, origin, edges = layout.cells, g.sender, g.receiver, self.origin, self.edges
         before, ptr, pred, party, row_of, posted = g.before, g.ptr, g.pred, g.party, g.row_of, g.posted
         compute, link, mark = Lane.COMPUTE, Lane.LINK, Lane.MARK
-        table: dict[Kind, dict[tuple[int, int, int], _Known]] = {kind: {} for kind in layout.kinds}
+        table: dict[Kind, dict[_Where, _Known]] = {kind: {} for kind in layout.kinds}
         lanes, last = _Lanes(rank), start_of(rank)
-        for i, (kind, stage, mb, pipe, part, _) in enumerate(ops, g.first[-1]):
-            known = table[kind].get((pipe, stage, part)) or self._known(table[kind], rank, kind, pipe, stage, part)
+        for i, (kind, stage, mb, pipe, part, _, other) in enumerate(ops, g.first[-1]):
+            where = pipe, stage, part, other
+            known = table[kind].get(where) or self._known(table[kind], rank, kind, where)
             number, lane, reads, frees, writes, posts, step, state = known
             if number < 0 or (step and not 0 <= mb < microbatches):
                 g.lost.append((i, self._loss(kind, mb, number, lane)))
@@ -207,18 +209,16 @@ class _Walk:
         lanes.queue[queue] = e
         return e
 
-    def _known(
-        self, table: dict[tuple[int, int, int], _Known], rank: int, kind: Kind, pipe: int, stage: int, part: int
-    ) -> _Known:
+    def _known(self, table: dict[_Where, _Known], rank: int, kind: Kind, where: _Where) -> _Known:
         """A compiled row as the walk unpacks it; for an op without a place here the code of the error as its lane."""
-        row = self.layout.compile(rank, kind, pipe, stage, part)
+        row = self.layout.compile(rank, kind, *where)
         found: _Known
         if isinstance(row, str):
             found = -1, row, *_NO_ROW[2:]  # type: ignore[assignment]
         else:
             self.g.rows.append(row)
             found = len(self.g.rows) - 1, *row[:7]
-        table[pipe, stage, part] = found
+        table[where] = found
         return found
 
     def _spare(self, op: int, earlier: int) -> int:

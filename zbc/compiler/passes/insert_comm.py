@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import Timeline
-from zbc.ir import Edge, Message, Op, Placement, Program, groups
+from zbc.ir import WHOLE, Edge, Message, Op, Placement, Program, groups
 from zbc.ops import VALUES, At, Kind, Lane, Ref
 
 POSTED = 1  # compute ops between the post of a receive and the op that waits for it
@@ -22,6 +22,7 @@ class _Crossing(NamedTuple):
     source: int
     sink: int
     send: Kind
+    other: int  # as the SEND has it
 
 
 class _Line(NamedTuple):
@@ -63,7 +64,7 @@ class InsertComm:
         for rank, ops in enumerate(program.ranks):
             inside = groups(ops)
             ends = _ends(timeline, rank) if timeline is not None else []
-            posts = _posts(ops, arriving[rank], taken, inside, ends)
+            posts = _posts(program.placement, ops, arriving[rank], taken, inside, ends)
             arriving[rank] = []  # the largest thing here
             ranks.append(_woven(ops, posts, made, inside))
         return program.with_ranks(ranks, by=self.name)
@@ -76,8 +77,8 @@ def _arriving(program: Program, made: _Places, timeline: Timeline | None) -> lis
     first = 0  # node of the rank's first op
     for ops in program.ranks:
         lines: dict[int, _Line] = {}
-        for i, (kind, stage, mb, pipe, part, _) in enumerate(ops, first):
-            for source, sink, _ in made.get((kind, stage, pipe), ()):
+        for i, (kind, stage, mb, pipe, part, *_) in enumerate(ops, first):
+            for source, sink, *_ in made.get((kind, stage, pipe), ()):
                 line = lines.setdefault(pipes[pipe][sink], _Line([], []))
                 line.messages.append((source, sink, mb, pipe, part))
                 if timeline is not None:
@@ -94,12 +95,17 @@ def _ends(timeline: Timeline, rank: int) -> list[float]:
 
 
 def _posts(
-    ops: Sequence[Op], arriving: Sequence[_Line], taken: _Places, inside: dict[int, int], ends: Sequence[float]
+    placement: Placement,
+    ops: Sequence[Op],
+    arriving: Sequence[_Line],
+    taken: _Places,
+    inside: dict[int, int],
+    ends: Sequence[float],
 ) -> dict[int, list[Op]]:
     """The receives to post right before the op at a step of a rank; `ends` are the times of its ops, if they matter."""
     users: dict[tuple[int, int, int, int, int], int] = {}
-    for step, (kind, stage, mb, pipe, part, _) in enumerate(ops):
-        for source, sink, _ in taken.get((kind, stage, pipe), ()):
+    for step, (kind, stage, mb, pipe, part, *_) in enumerate(ops):
+        for source, sink, *_ in taken.get((kind, stage, pipe), ()):
             users[source, sink, mb, pipe, part] = step
     posts: dict[int, list[Op]] = {}
     for line in arriving:
@@ -111,8 +117,13 @@ def _posts(
                 post = min(post, bisect_right(ends, line.sent[k]))
             step = min(step, inside.get(post, post))
             placed.append(step)
+        posted: dict[tuple[int, int], Op] = {}  # by the two stages
         for message in line.messages:
-            posts.setdefault(placed.pop(), []).append(Message(*message).recv)
+            way = message[:2]
+            if way not in posted:
+                posted[way] = placement.recv(Message(*message))
+            kind, stage, *_, other = posted[way]
+            posts.setdefault(placed.pop(), []).append(Op(kind, stage, *message[2:], WHOLE, other))
     return posts
 
 
@@ -124,9 +135,9 @@ def _woven(ops: Sequence[Op], posts: dict[int, list[Op]], made: _Places, inside:
         if step in posts:
             listed += posts[step]
         listed.append(op)
-        kind, stage, mb, pipe, part, _ = op
-        for source, _, send in made.get((kind, stage, pipe), ()):
-            held.append(Op(send, source, mb, pipe, part))
+        kind, stage, mb, pipe, part, *_ = op
+        for source, _, send, other in made.get((kind, stage, pipe), ()):
+            held.append(Op(send, source, mb, pipe, part, WHOLE, other))
         if held and (step not in inside or inside[step] + 2 == step):
             listed += held
             held = []
@@ -144,7 +155,8 @@ def _crossing(placement: Placement, *, written: bool) -> _Places:
                     for stage in range(placement.stages):
                         for edge in _edges(placement, stage, ref, written=written):
                             if placement.crosses(*edge, pipe):
-                                crossing = _Crossing(*edge, Message(*edge, 0, pipe, 0).send.kind)
+                                send = placement.send(Message(*edge, 0, pipe, 0))
+                                crossing = _Crossing(*edge, send.kind, send.other)
                                 found.setdefault((kind, stage, pipe), []).append(crossing)
     return found
 

@@ -197,13 +197,8 @@ def _repeated(program: Program, reach: Sequence[int]) -> set[Op]:
         for op in ops:
             if op[0] is Kind.SEND_F and op.key in made:
                 message = program.placement.message(op)
-                found |= {message.recv} if message is not None else _nameless(program)
+                found |= {program.placement.recv(message)} if message is not None else set()
     return found
-
-
-def _nameless(program: Program) -> set[Op]:
-    """The RECVs that do not say what they receive: their stage has several edges."""
-    return {op for _, _, op in program if op.kind.is_recv and program.placement.message(op) is None}
 
 
 def _receive_in_time(ops: Sequence[Op], twice: set[Op]) -> list[Op]:

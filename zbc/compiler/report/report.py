@@ -425,7 +425,9 @@ def _rank(
 ) -> RankReport:
     idle = timeline.idle(rank)
     ops = program.ranks[rank]
-    sends = Counter((kind, stage, 0, pipe, part) for kind, stage, _, pipe, part, _ in ops if kind.is_send)
+    sends = Counter(
+        (kind, stage, 0, pipe, part, share, other) for kind, stage, _, pipe, part, share, other in ops if kind.is_send
+    )
     return RankReport(
         rank=rank,
         stages=program.placement.stages_of(rank),

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.bounds_branched import branched
 from zbc.compiler.sim.bounds_mirrored import mixed
 from zbc.compiler.sim.ways import INF, ROOM, Way, fill
 from zbc.ir import Placement
@@ -65,6 +66,8 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
         ]
         makespan, span = mixed(placement, costs, m, limits)
         return Bounds(min(makespan, *(b.makespan for b in alone)), min(span, *(b.span for b in alone)))
+    if placement.branches:
+        return Bounds(*branched(placement, costs, m))
     way = Way(placement, costs)
     single = [_RankBounds(way, m, limits, r).bounds() for r in range(p) if way.stages[r]]
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 from zbc.compiler.cost.cost import Costs
-from zbc.ir import Placement
+from zbc.ir import Edge, Placement
 
 INF = float("inf")
 ROOM = 1e-6  # limits are compared with this slack everywhere
@@ -56,3 +56,20 @@ def fill(items: Sequence[tuple[float, float, int]], room: float) -> float:
         total += take * time
         room -= take * memory
     return total
+
+
+def longest(
+    placement: Placement, ms: Sequence[float], links: Mapping[Edge, float], reads: Callable[[int], tuple[int, ...]]
+) -> list[float]:
+    """Of each stage the longest way that ends with it: `ms` of the stages on it and `links` of the edges between them.
+
+    `reads` are the stages before it: `placement.sources` for ways from the data, `placement.sinks` from the loss.
+    """
+    found: dict[int, float] = {}
+    while len(found) < placement.stages:
+        for s in range(placement.stages):
+            others = reads(s)
+            if s not in found and all(other in found for other in others):
+                before = [found[other] + links[min(s, other), max(s, other)] for other in others]
+                found[s] = ms[s] + max(before, default=0.0)
+    return [found[s] for s in range(placement.stages)]

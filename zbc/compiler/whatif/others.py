@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from zbc.compiler.check.memory import excess
 from zbc.compiler.compile import Compiled
 from zbc.compiler.cost import estimate
+from zbc.compiler.graphs import of_graph
 from zbc.compiler.partition.evaluate import Evaluator
 from zbc.compiler.partition.moving import planned
 from zbc.compiler.partition.setup import Ordered
@@ -89,6 +90,8 @@ def quick(job: Job, name: str, *, every: bool = False) -> Other | None:
 
 def _ordered(job: Job, card: ScheduleCard, chunks: int | None, *, every: bool) -> Ordered | None:
     table = estimate.layers(job)
+    if job.model.graph:
+        return of_graph(job, table)
     if every or not card.searched:
         return best_of_one(job, table, card, chunks, 0.0)
     evaluator = Evaluator(job, table, card, chunks)

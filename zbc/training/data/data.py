@@ -9,7 +9,7 @@ all, so no two replicas see the same sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,8 +35,9 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def inputs(self, indices: Sequence[int]) -> Tensor:
-        """The inputs of these samples, stacked along a new first dimension."""
+    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
+        """The inputs of these samples, stacked along a new first dimension; with a `group` those for its layers, where
+        samples have inputs for several."""
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         """Their targets, stacked."""
@@ -53,7 +54,7 @@ class Windows:
     def __len__(self) -> int:
         return len(self._inputs)
 
-    def inputs(self, indices: Sequence[int]) -> Tensor:
+    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
         return self._inputs[torch.tensor(indices)].long()
 
     def targets(self, indices: Sequence[int]) -> Tensor:
@@ -69,7 +70,7 @@ class RandomTokens:
     def __len__(self) -> int:
         return self._count
 
-    def inputs(self, indices: Sequence[int]) -> Tensor:
+    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
         return torch.stack([self._sample(i)[:-1] for i in indices])
 
     def targets(self, indices: Sequence[int]) -> Tensor:
@@ -96,25 +97,37 @@ class Pairs:
     def __len__(self) -> int:
         return int(userobject.call(partial(len, self._dataset), {}, f"len({self._name})", "data.kind"))
 
-    def inputs(self, indices: Sequence[int]) -> Tensor:
-        return self._stacked(indices, 0)
+    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
+        return self._stacked(indices, 0, group)
 
     def targets(self, indices: Sequence[int]) -> Tensor:
-        return self._stacked(indices, 1)
+        return self._stacked(indices, 1, None)
 
-    def _stacked(self, indices: Sequence[int], which: int) -> Tensor:
+    def _stacked(self, indices: Sequence[int], which: int, group: str | None) -> Tensor:
         """Raises E505 for samples of several shapes."""
-        found = [self.pair(i)[which] for i in indices]
+        found = [self.pair(i, group)[which] for i in indices]
         other = next((i for i, one in zip(indices, found, strict=True) if one.shape != found[0].shape), None)
         if other is not None:
-            what, shapes = ("input", "target")[which], (list(found[0].shape), list(self.pair(other)[which].shape))
+            what, shapes = (
+                ("input", "target")[which],
+                (list(found[0].shape), list(self.pair(other, group)[which].shape)),
+            )
             text = f"data: the {what} of sample {other} of {self._name} has shape {shapes[1]}, that of sample"
             raise ZbcError("E505", f"{text} {indices[0]} {shapes[0]}", hint="pad or cut samples to one shape")
         return torch.stack(found)
 
-    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+    def pair(self, index: int, group: str | None = "") -> tuple[Tensor, Tensor]:
+        """A sample; of inputs for several groups of layers that for one, or any where `group` is None."""
         pair = self._dataset[index]
         fit = isinstance(pair, _PAIR) and len(pair) == 2  # no generator here: this is asked for every sample
+        if group != "" and fit and isinstance(pair[0], Mapping):
+            group = next(iter(pair[0]), "") if group is None else group
+            if group not in pair[0]:
+                text = (
+                    f"data: sample {index} of {self._name} has inputs for {', '.join(map(str, pair[0]))}, and none for"
+                )
+                raise ZbcError("E505", f"{text} {group}", hint="give a tensor for each group that reads no other one")
+            pair = pair[0][group], pair[1]
         if not fit or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Tensor):
             text = f"data: sample {index} of {self._name} is not a pair (input tensor, target tensor)"
             raise ZbcError("E505", text, hint="return two tensors; a class number is torch.tensor(3)")
@@ -130,8 +143,8 @@ class SampleRange:
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def inputs(self, indices: Sequence[int]) -> Tensor:
-        return self._samples.inputs([self._start + i for i in indices])
+    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
+        return self._samples.inputs([self._start + i for i in indices], group)
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         return self._samples.targets([self._start + i for i in indices])
@@ -180,9 +193,9 @@ class Batches:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def inputs(self, step: int, mb: int) -> Tensor:
-        """The model input of a microbatch, on the CPU."""
-        x = self._samples.inputs(self.indices(step, mb))
+    def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
+        """The model input of a microbatch, on the CPU; that for a `group` of layers, where there are several."""
+        x = self._samples.inputs(self.indices(step, mb), group)
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
 
     def targets(self, step: int, mb: int) -> Tensor:
@@ -274,14 +287,14 @@ def _all_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
     return Windows(tokens, seq_len)
 
 
-def input_spec(data: spec.Data, model: spec.Model, samples: Samples | None, size: int) -> TensorSpec:
-    """The model input of one microbatch; a factory's dataset is asked for its first sample."""
+def input_spec(data: spec.Data, model: spec.Model, samples: Samples | None, size: int, group: str = "") -> TensorSpec:
+    """The model input of one microbatch, or that for a `group`; a factory's dataset is asked for its first sample."""
     if data.kind not in KINDS and samples is not None:
         if len(samples) == 0:
             text = f"data: {data.kind} returned a dataset without samples"
             raise ZbcError("E504", text, hint="its __len__ is 0: does it find its files?")
         name = f"{data.kind}, asked for its first sample,"
-        first = userobject.call(partial(samples.inputs, [0]), {}, name, "data.kind")
+        first = userobject.call(partial(samples.inputs, [0], group), {}, name, "data.kind")
         return TensorSpec((size, *first.shape[1:]), first.dtype)
     return TensorSpec((size, _token_length(data, model)), torch.int64)
 

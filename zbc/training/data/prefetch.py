@@ -41,7 +41,7 @@ class Prefetched:
     def count(self) -> int:
         return self._batches.count
 
-    def inputs(self, step: int, mb: int) -> Tensor:
+    def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         return self._take("inputs", step, mb)
 
     def targets(self, step: int, mb: int) -> Tensor:

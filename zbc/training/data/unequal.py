@@ -192,7 +192,7 @@ class PackedBatches:
     def close(self) -> None:
         """There is nothing to end."""
 
-    def inputs(self, step: int, mb: int) -> Tensor:
+    def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU: (rows, tokens, ...)."""
         x = self._filled(step, mb, 0, 0)
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
@@ -223,7 +223,7 @@ class Padded:
     def __len__(self) -> int:
         return len(self._documents)
 
-    def inputs(self, indices: Sequence[int]) -> Tensor:
+    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
         return torch.stack([self._row(i, 0, 0) for i in indices])
 
     def targets(self, indices: Sequence[int]) -> Tensor:

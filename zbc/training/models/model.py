@@ -1,6 +1,7 @@
 """From `[model]` to named layers, each with a way to build it, and to a loss function.
 
-Layers are named "embed", "layers.0", ..., "head" for the built-in families and "layers.0", ... for a factory's;
+Layers are named "embed", "layers.0", ..., "head" for the built-in families and "layers.0", ... for a factory's, or
+"vision.0", ... in a group `vision` of a graph;
 parameters `{layer}.{name inside it}`. Names and initial weights depend neither on the cut into stages nor on the number
 of ranks.
 """
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zbc.errors import ZbcError
-from zbc.job import spec, userobject
+from zbc.job import graph, spec, userobject
 from zbc.job.model_section import check_runnable
 from zbc.runtime.bundle import Joint, adapt
 from zbc.runtime.private import mse_kernel
@@ -42,6 +43,7 @@ class LayerPlan:
     Layers with the same `like` differ in their weights only, so what one returns and is made of holds for all. `fill`
     overwrites the initial weights of a layer that has been built.
     `ties` names parameters that are those of another layer: `{"logits.weight": "embed.tokens.weight"}`.
+    `after`: in a graph the layers whose outputs it takes, in the order of its arguments; None: the one before it.
     `compiles`: it is one of those that `model.compile` is about. `takes` and `gives`: what it has between it and its
     neighbours, one tensor or several.
     """
@@ -52,6 +54,7 @@ class LayerPlan:
     fill: Callable[[nn.Module], None] | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
     compiles: bool = False
+    after: tuple[str, ...] | None = None
     takes: Joint = field(default_factory=Joint, compare=False)
     gives: Joint = field(default_factory=Joint, compare=False)
 
@@ -178,6 +181,11 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
     factory = userobject.load(model.family, "model.family")
     with seeded(seed_of(seed, "model")):
         made = userobject.call(factory, model.args, model.family, "model.family")
+    if model.graph:
+        return _grouped(model, made)
+    if isinstance(made, Mapping):
+        text = f"model: {model.family} returned groups of layers ({', '.join(map(str, made))}), there is no model.graph"
+        raise ZbcError("E502", text, hint="say in model.graph which group reads which, in model.groups their layers")
     found = _as_list(made, model.family)
     if len(found) != model.layers:
         text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"
@@ -190,6 +198,33 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
         )
         for i, item in enumerate(found)
     ]
+
+
+def _grouped(model: spec.Model, made: Any) -> list[LayerPlan]:
+    """The layers of a graph, group after group. Raises E502 for no dict, E506 for other groups or numbers of layers."""
+    if not isinstance(made, Mapping):
+        text = f"model: {model.family} returned {type(made).__name__}, and model.graph has groups of layers"
+        raise ZbcError("E502", text, hint="return a dict with a list of layers for each group, or drop model.graph")
+    if {*made} != {*model.graph}:
+        text = f"model: {model.family} returned groups {', '.join(sorted(map(str, made)))}"
+        text += f", model.graph has {', '.join(sorted(model.graph))}"
+        raise ZbcError("E506", text, hint="name the same groups in both, and plan again")
+    plans, gives = list[LayerPlan](), dict[str, Joint]()
+    for group, span in graph.spans(model).items():
+        found = _as_list(made[group], f"group {group} of {model.family}")
+        if len(found) != len(span):
+            text = f"model: {model.family} returned {len(found)} layers for {group}, model.groups has {len(span)}"
+            raise ZbcError("E506", text, hint=f"set groups.{group} = {len(found)} and model.layers, and plan again")
+        reads = model.graph[group]
+        after = tuple(f"{one}.{model.groups[one] - 1}" for one in reads)
+        takes = gives[reads[0]] if len(reads) == 1 else Joint()
+        for i, item in enumerate(found):
+            out = Joint()
+            plans.append(LayerPlan(f"{group}.{i}", _builder(item), after=after, takes=takes, gives=out))
+            after, takes = (f"{group}.{i}",), out
+        gives[group] = takes
+    _refuse_shared([item for group in graph.spans(model) for item in made[group]], [{}] * len(plans))
+    return plans
 
 
 def _ties(model: spec.Model, layer: int) -> dict[str, str]:

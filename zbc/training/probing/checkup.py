@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Kind, Op, Program
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.execute import run_step
@@ -30,7 +30,8 @@ from zbc.training.data.data import Batches, build_samples, place
 from zbc.training.models import model
 from zbc.training.probing.compare import ROUNDING, apart, largest
 from zbc.training.probing.refusals import overlaps, refuse_stage
-from zbc.training.worker import LOWERED, Settings, build_worker, layer_plans
+from zbc.training.probing.shapes import read_by
+from zbc.training.worker import LOWERED, Settings, build_worker, group_of, layer_plans
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a parameter
@@ -139,7 +140,7 @@ def _single(plan: StoredPlan, slices: int) -> StoredPlan:
             for s in reversed(stages)
         ]
         ops += [Op(Kind.W, s, mb, 0, part) for mb in mbs for part in parts for s in reversed(stages) if s in split]
-    placement = Placement(((0,) * len(stages),))
+    placement = replace(manifest.to_placement(), pipes=((0,) * len(stages),))
     program = Program(
         placement,
         count,
@@ -180,13 +181,18 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
         lowered=lowered,
         where=place(settings.data, settings.model),
     )
-    total, low = 0.0, settings.model.dtype == "bfloat16"
+    total, low, after = 0.0, settings.model.dtype == "bfloat16", read_by(layer_plans(settings))
     for mb in range(count):
-        x, target = batches.inputs(0, mb).to(device), batches.targets(0, mb).to(device)
+        target = batches.targets(0, mb).to(device)
         with torch.autocast(device.type, torch.bfloat16) if low else nullcontext():
+            made = dict[str, Any]()
             for name, module in modules.items():
+                if after[name]:
+                    given = made[after[name][0]] if len(after[name]) == 1 else tuple(made[one] for one in after[name])
+                else:
+                    given = batches.inputs(0, mb, group_of(settings.model, name)).to(device)
                 with drawing(device, seed_of(seed, 0, mb, name)):
-                    x = module(*x) if isinstance(x, tuple) else module(x)
+                    made[name] = x = module(*given) if isinstance(given, tuple) else module(given)
             loss = model.loss(settings.model.loss)(x, target)
         if loss.requires_grad:
             (loss / count).backward()  # type: ignore[no-untyped-call]

@@ -11,10 +11,9 @@ independent of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -37,16 +36,18 @@ from zbc.training.probing.probe import observe, reaches, union
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the whole model looks like: per stage its input; every parameter name of the model, sorted, and its size;
-    per layer what its forward does besides returning a tensor. `laid`: per stage its input as it lies in memory without
-    a cut; transfers make tensors contiguous. `layouts`: per stage, how its input is packed if it is several tensors.
-    `before`: what each layer takes, by name; `output`: what the last one returns.
+    """What the whole model looks like: per stage its input, and its output, None for the one that ends in the loss;
+    every parameter name of the model, sorted, and its size; per layer what its forward does besides returning a tensor.
+    `laid`: per stage its input as it lies in memory without a cut; transfers make tensors contiguous. `layouts`: per
+    stage, how its input is packed if it is several tensors; `goes`: its output. `before`: what each layer takes, by
+    name; `output`: what the last one returns.
 
     `flows`: per stage, whether its input gets a gradient in one process; it does not where nothing before it trains, or
     a layer passes none on. `needed`: whether its output gets one.
     """
 
     inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec | None, ...]
     flows: tuple[bool, ...]
     needed: tuple[bool, ...]
     parameters: tuple[str, ...]
@@ -54,6 +55,7 @@ class Shapes:
     traits: dict[str, Traits]
     laid: tuple[Laid, ...]
     layouts: tuple[Packing | None, ...]
+    goes: tuple[Packing | None, ...]
     before: Mapping[str, Laid]
     output: TensorSpec
 
@@ -94,7 +96,7 @@ class _Seen(NamedTuple):
 
 def derive(
     plans: Sequence[LayerPlan],
-    first: TensorSpec,
+    first: Callable[[str], TensorSpec],
     manifest: Manifest,
     *,
     autocast: torch.device | None,
@@ -102,7 +104,8 @@ def derive(
     rows: int | None = None,
     flow: bool = False,
 ) -> Shapes:
-    """Run all layers without data, from a model input like `first`; `autocast` is the device to autocast for, if any.
+    """Run all layers without data, from model inputs like `first(layer)`, of the name of a layer that reads the data;
+    `autocast` is the device to autocast for, if any.
 
     `lowered` is the type parameters are turned into for forward, if it is not their own. `rows`: `first` is a slice of
     so many tokens. `flow`: the input of the first layer wants a gradient.
@@ -112,53 +115,92 @@ def derive(
     """
     _check_layers(plans, manifest)
     sizes: dict[str, int] = {}
-    behind = [Laid(first)]  # behind[i]: the input of layer i
+    before, behind = dict[str, Laid](), dict[str, Laid]()  # what each layer takes and gives
     known: dict[tuple[str, Laid, bool], tuple[dict[str, int], Laid, _Seen]] = {}
     seen: dict[str, _Seen] = {}
     owners, wanted, inners = Owners(), flow, dict[str, dict[str, int]]()
+    after = read_by(plans)
     for plan in plans:
-        place = (plan.like or plan.name, behind[-1], flow)
+        sources = after[plan.name]
+        flow = any(seen[one].trains for one in sources) if sources else wanted
+        before[plan.name] = taken = _taken(plan, sources, behind, seen) if sources else Laid(first(plan.name))
+        place = (plan.like or plan.name, taken, flow)
         if place not in known:
             module = plan.on_meta(owners)
             inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
-            output, found = _output(plan, module, behind[-1], flow, autocast, lowered)
+            output, found = _output(plan, module, taken, flow, autocast, lowered)
             if found.traits.carries or found.made:
-                found = found.judged(*carried(with_values(plan, lowered), behind[-1].spec))
+                found = found.judged(*carried(with_values(plan, lowered), taken.spec))
             known[place] = inner, output, found
         inner, output, seen[plan.name] = known[place]
         inners[plan.name] = inner
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
-        behind.append(output)
-        flow = seen[plan.name].trains
+        behind[plan.name] = output
     _refuse_several_at_the_end(plans)
     _check_ties(plans, {f"{name}.{local}": size for name, inner in inners.items() for local, size in inner.items()})
-    inputs, laid, position = [first], [Laid(first)], 0
-    layouts: list[Packing | None] = [None]
-    for stage, layers in enumerate(manifest.layers[:-1]):
-        position += len(layers)
-        free = autocast is not None
-        laid.append(behind[position])
-        layouts.append(plans[position - 1].gives.layout)
-        inputs.append(_agreed(stage, laid[-1].spec, manifest.boundaries[stage], free_dtype=free, rows=rows))
+    by_name, free = {plan.name: plan for plan in plans}, autocast is not None
+    firsts, lasts = ([by_name[names[at]] for names in manifest.layers] for at in (0, -1))
+    made = [behind[plan.name].spec for plan in lasts]
+    outputs = [
+        _agreed(stage, spec, planned, free_dtype=free, rows=rows)
+        for stage, (spec, planned) in enumerate(zip(made, manifest.boundaries, strict=False))
+    ]
+    home = {plan.name: stage for stage, plan in enumerate(lasts)}
+    inputs = [
+        outputs[home[after[plan.name][0]]] if len(after[plan.name]) == 1 else before[plan.name].spec for plan in firsts
+    ]
     names = sorted(sizes)
-    flows, needed = _ways(manifest.layers, seen, wanted)
-    traits = {name: found.traits for name, found in seen.items()}
-    counts = tuple(sizes[name] for name in names)
-    before, last = {plan.name: taken for plan, taken in zip(plans, behind, strict=False)}, behind[-1].spec
-    return Shapes(tuple(inputs), flows, needed, tuple(names), counts, traits, tuple(laid), tuple(layouts), before, last)
+    ways = _ways(after, seen)
+    return Shapes(
+        inputs=tuple(inputs),
+        outputs=(*outputs, None),
+        flows=tuple(
+            any(seen[one].trains for one in after[plan.name]) if after[plan.name] else wanted for plan in firsts
+        ),
+        needed=tuple(ways[plan.name] for plan in lasts),
+        parameters=tuple(names),
+        sizes=tuple(sizes[name] for name in names),
+        traits={name: found.traits for name, found in seen.items()},
+        laid=tuple(before[plan.name] for plan in firsts),
+        layouts=tuple(plan.takes.layout for plan in firsts),
+        goes=(*(plan.gives.layout for plan in lasts[:-1]), None),
+        before=before,
+        output=made[-1],
+    )
 
 
-def _ways(
-    stages: Sequence[Sequence[str]], seen: Mapping[str, _Seen], wanted: bool
-) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Per stage: does its input get a gradient in one process, does its output? `wanted`: that of the first does."""
-    first = [name for names in stages for name in names]
-    starts = [*accumulate(map(len, stages), initial=0)]
-    through = [seen[name].passes for name in first]
-    flows = tuple(seen[first[at - 1]].trains if at else wanted for at in starts[:-1])
-    needed = tuple(all(through[at:]) for at in starts[1:])
-    return flows, needed
+def read_by(plans: Sequence[LayerPlan]) -> dict[str, tuple[str, ...]]:
+    """The layers whose outputs each one takes: in a chain the one before it."""
+    found, previous = dict[str, tuple[str, ...]](), tuple[str, ...]()
+    for plan in plans:
+        found[plan.name] = previous if plan.after is None else plan.after
+        previous = (plan.name,)
+    return found
+
+
+def _taken(plan: LayerPlan, sources: Sequence[str], behind: Mapping[str, Laid], seen: Mapping[str, _Seen]) -> Laid:
+    """What a layer takes: an output, or several as one. Raises E505 for several of which one is a tuple."""
+    if len(sources) == 1:
+        return behind[sources[0]]
+    packing = plan.takes.layout
+    if packing is None:
+        made = (behind[one].zeros(torch.device("meta")) for one in sources)
+        packing = Packing.of([x.requires_grad_(seen[one].trains) for x, one in zip(made, sources, strict=True)])
+        plan.takes.layout = packing
+    return Laid(packing.spec)
+
+
+def _ways(after: Mapping[str, tuple[str, ...]], seen: Mapping[str, _Seen]) -> dict[str, bool]:
+    """Per layer: does its output get a gradient in one process?"""
+    readers: dict[str, list[str]] = {name: [] for name in after}
+    for name, sources in after.items():
+        for one in sources:
+            readers[one].append(name)
+    found = dict[str, bool]()
+    for name in reversed([*after]):
+        found[name] = not readers[name] or any(seen[one].passes and found[one] for one in readers[name])
+    return found
 
 
 def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:

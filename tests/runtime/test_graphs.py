@@ -1,0 +1,170 @@
+"""Models whose stages are a graph train as one process would."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.jobs import job
+from tests.runtime.graph_models import GRAPHS
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.compiler.compile import compile_job
+from zbc.ir import Kind
+from zbc.plan.directory import StoredPlan
+from zbc.runtime import handlers
+from zbc.runtime.seeding import drawing, seed_of
+from zbc.training.data.data import Batches, build_samples
+from zbc.training.worker import Settings, layer_plans
+
+M, SIZE = 4, 2
+ALL = [(name, kind, kept) for name in GRAPHS for kind in ("1f1b", "zb-h1") for kept in ("keep", "recompute")]
+
+
+def plan_of(name, kind="1f1b", *, named=True, dropout=0.0, dp=1, **sections):
+    """A plan; `named`: each group without sources has data of its own."""
+    graph, counts, ranks = GRAPHS[name]
+    data = {"kind": "tests.runtime.graph_models:Vectors"}
+    if named:
+        data["args"] = {"of": [group for group, reads in graph.items() if not reads]}
+    changes = {
+        "model": {
+            "family": "tests.runtime.graph_models:layers",
+            "layers": sum(counts.values()),
+            "graph": graph,
+            "groups": counts,
+            "loss": "mse",
+            "args": {"counts": counts, "dropout": dropout},
+        },
+        "parallel": {"pp": ranks, "dp": dp},
+        "schedule": {"kind": kind, "microbatches": M, "microbatch_size": SIZE},
+        "data": data,
+        **sections,
+    }
+    compiled = compile_job(job(**changes))
+    return StoredPlan(compiled.assemble()[0], compiled.program)
+
+
+def without_step(plan):
+    ranks = tuple(tuple(op for op in ops if op.kind is not Kind.STEP) for ops in plan.program.ranks)
+    return replace(plan, program=replace(plan.program, ranks=ranks))
+
+
+def gradients(plan):
+    """Mean loss and the gradients of a step by the ranks of a plan, as threads; all replicas agree."""
+    workers = run_threads(without_step(plan), 1)
+    found = {}
+    for worker in workers:
+        for optimizer in worker.optimizers.values():
+            for name, parameter in optimizer.parameters.items():
+                assert name not in found or torch.equal(found[name], parameter.grad)
+                found[name] = parameter.grad
+    return workers[0].results[0].loss, found
+
+
+def by_autograd(plan, step=0, modules=None):
+    """The same by plain autograd in one process, group after group."""
+    manifest, settings = plan.manifest, Settings.of(plan.manifest)
+    seed, count = settings.train.seed, manifest.topology.batch
+    modules = modules or {one.name: one.build(seed) for one in layer_plans(settings)}
+    samples = build_samples(settings.data, settings.model, seed)
+    batches = Batches(samples, seed=seed, microbatches=count, size=manifest.microbatch_size)
+    total = 0.0
+    for mb in range(count):
+        ends = {}
+        for group, reads in settings.model.graph.items():
+            x = [ends[one] for one in reads] or [batches.inputs(step, mb, group)]
+            for i in range(settings.model.groups[group]):
+                with drawing(torch.device("cpu"), seed_of(seed, step, mb, f"{group}.{i}")):
+                    x = [modules[f"{group}.{i}"](*x)]
+            ends[group] = x[0]
+        loss = torch.nn.functional.mse_loss(x[0], batches.targets(step, mb))
+        loss.backward(loss.new_tensor(1.0 / count))
+        total += loss.item()
+    grads = {f"{name}.{local}": p.grad for name, one in modules.items() for local, p in one.named_parameters()}
+    return total / count, grads, modules
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "kept"), few(ALL, [one for one in ALL if one[0] in ("one and three", "skip")])
+)
+def test_loss_and_gradients_are_those_of_one_process_bit_by_bit(name, kind, kept):
+    plan = plan_of(name, kind, memory={"activations": kept})
+    loss, found = gradients(plan)
+    alone, wanted, _ = by_autograd(plan)
+    assert loss == pytest.approx(alone, rel=1e-12)
+    assert found.keys() == wanted.keys()
+    # Of three gradients of one output autograd adds the first two that it comes to.
+    three = name == "three readers"
+    for key, grad in wanted.items():
+        torch.testing.assert_close(found[key], grad, rtol=1e-5 if three else 0, atol=1e-7 if three else 0, msg=key)
+
+
+def test_one_input_may_go_to_all_groups_and_dropout_draws_alike():
+    plan = plan_of("two branches", "zb-h1", named=False, dropout=0.5)
+    loss, found = gradients(plan)
+    alone, wanted, _ = by_autograd(plan)
+    assert loss == pytest.approx(alone, rel=1e-12)
+    assert all(torch.equal(found[key], grad) for key, grad in wanted.items())
+
+
+def test_replicas_agree_and_sum():
+    plan = plan_of("skip", "zb-h1", dp=2)
+    _, found = gradients(plan)
+    _, wanted, _ = by_autograd(plan)
+    for key, grad in wanted.items():
+        torch.testing.assert_close(found[key], grad)
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_training_goes_on_from_a_checkpoint_and_is_that_of_one_process(tmp_path, zero1):
+    sections = {
+        "optimizer": {"kind": "adamw", "lr": 1e-2, "zero1": zero1},
+        "checkpoint": {"every": 2},
+        "train": {"steps": 4, "seed": 3},
+    }
+    plan = plan_of("one and three", "zb-h1", dp=1 + zero1, **sections)
+    whole = [one.loss for one in run_threads(plan, 4)[0].results]
+    first = run_threads(plan, 2, folder=tmp_path / "a")
+    after = run_threads(plan, 4, resume=next((tmp_path / "a").glob("step*")))
+    assert [one.loss for one in (*first[0].results, *after[0].results)] == whole
+    settings, modules, alone = Settings.of(plan.manifest), None, []
+    optimizer = None
+    for step in range(4):
+        loss, _, modules = by_autograd(plan, step, modules)
+        alone.append(loss)
+        weights = [p for one in modules.values() for p in one.parameters()]
+        decay = settings.optimizer.weight_decay
+        betas, eps = settings.optimizer.betas, settings.optimizer.eps
+        optimizer = optimizer or torch.optim.AdamW(weights, lr=1e-2, weight_decay=decay, betas=betas, eps=eps)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert whole == pytest.approx(alone, rel=1e-5)
+
+
+def test_evaluation_is_that_of_one_process():
+    plan = plan_of(
+        "skip",
+        train={"steps": 1, "eval_every": 1, "seed": 1},
+        data={"kind": "tests.runtime.graph_models:Vectors", "validation": 0.25, "args": {"count": 64}},
+    )
+    workers = run_threads(plan, 1)
+    found = [one.loss for one in workers[0].evaluation.results]
+    assert len(found) == 1 and 0 < found[0] < 5
+
+
+def test_a_gradient_that_is_not_added_shows(monkeypatch):
+    """The planted bug: of several gradients of an output the first counts."""
+
+    def first(worker, ends):
+        found, *_ = [worker.wait(edge) for edge, _ in ends.takes]
+        return found
+
+    plan = plan_of("skip")
+    monkeypatch.setattr(handlers, "_summed", first)
+    _, found = gradients(plan)
+    _, wanted, _ = by_autograd(plan)
+    assert not torch.equal(found["a.0.linear.weight"], wanted["a.0.linear.weight"])
+    assert torch.equal(found["c.0.linear.weight"], wanted["c.0.linear.weight"])

@@ -1,0 +1,29 @@
+"""The order of ops of a model that is a graph of groups of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbc.compiler.cost import pricing
+from zbc.compiler.cost.estimate import Layer
+from zbc.compiler.lowering import Lowering
+from zbc.compiler.partition.groups import stages_of
+from zbc.compiler.partition.limits import bounds_of
+from zbc.compiler.partition.setup import Ordered, finished, with_recompute
+from zbc.compiler.schedules.branched import branched
+from zbc.compiler.schedules.request import Request
+from zbc.job.graph import KINDS, no_order
+from zbc.job.spec import Job
+
+
+def of_graph(job: Job, table: Sequence[Layer]) -> Ordered:
+    """Raises E110 for a schedule that has no order for it, E128 and E131 for stages that cannot be."""
+    kind = (job.schedule.kind or "").lower()
+    if kind not in KINDS:
+        raise no_order(kind, job.where("schedule", "kind"))
+    stages, placement = stages_of(job, table)
+    costs = pricing.build(with_recompute(job, (), placement), placement, stages, table)
+    request = Request(job.parallel.pp, job.schedule.microbatches, costs=costs, objective=job.objective)
+    made = branched(kind, placement, request)
+    program = finished(job, made, costs, stages)
+    return Ordered(made.history[0], program, stages, costs, bounds_of(job, placement, costs), Lowering.of(job))

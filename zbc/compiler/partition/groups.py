@@ -1,0 +1,113 @@
+"""The stages of a graph of groups of layers: each has a run of layers of one group, so that the largest is least.
+
+How many stages each group gets follows from the largest that is allowed: as few as keep to it. The least for which they
+are no more than there are ranks is found among the times of all runs; ranks that are left halve the largest stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from zbc.compiler.cost.estimate import Layer
+from zbc.compiler.partition.initial import Stages, is_open, recomputing, times
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+from zbc.job.graph import spans
+from zbc.job.spec import Job
+
+Runs = list[list[int]]  # per group the number of layers of each of its stages
+_ROOM = 1e-9
+
+
+def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
+    """The layers of each stage and the graph of stages, one on each rank. Raises E128, E131."""
+    groups = spans(job.model)
+    ranks = job.parallel.pp
+    if len(groups) > ranks or ranks > job.model.layers:
+        fewest, most = len(groups), job.model.layers
+        text = f"partition: each rank has layers of one group, parallel.pp is {ranks}"
+        text += f", and there are {fewest} groups of {most} layers"
+        hint = f"set parallel.pp = {fewest if ranks < fewest else most}" + (
+            " or more" if ranks < fewest else " or less"
+        )
+        raise ZbcError("E128", text, where=job.where("parallel", "pp"), hint=hint)
+    if job.partition.layers_per_stage is not None:
+        runs = _listed(job, groups, job.partition.layers_per_stage)
+    else:
+        ms = times(table, recomputing(job, ranks), 1)[0] if is_open(job) else [1.0] * len(table)
+        runs = even([[ms[i] for i in layers] for layers in groups.values()], ranks)
+    counts = [count for run in runs for count in run]
+    stages = tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(counts)]))
+    firsts = dict(zip(groups, accumulate(map(len, runs), initial=0), strict=False))
+    lasts = {name: firsts[name] + len(run) - 1 for name, run in zip(groups, runs, strict=True)}
+    edges = [(a, b) for name in groups for a, b in pairwise(range(firsts[name], lasts[name] + 1))]
+    edges += [(lasts[one], firsts[name]) for name in groups for one in job.model.graph[name]]
+    return stages, Placement((tuple(range(ranks)),), tuple(sorted(edges)))
+
+
+def even(groups: Sequence[Sequence[float]], ranks: int) -> Runs:
+    """Layers of `groups`, in ms, to at most as many stages as there are layers, `ranks` in all."""
+    sums = sorted({sum(ms[a:b]) for ms in groups for a in range(len(ms)) for b in range(a + 1, len(ms) + 1)})
+    low, high = 0, len(sums) - 1
+    while low < high:
+        middle = (low + high) // 2
+        fits = sum(len(_packed(ms, sums[middle])) for ms in groups) <= ranks
+        fits = fits and max(map(max, groups)) <= sums[middle] + _ROOM
+        low, high = (low, middle) if fits else (middle + 1, high)
+    counts = [len(_packed(ms, sums[low])) for ms in groups]
+    while sum(counts) < ranks:
+        open_ = [g for g, ms in enumerate(groups) if counts[g] < len(ms)]
+        counts[max(open_, key=lambda g: _largest(groups[g], split(groups[g], counts[g])))] += 1
+    return [split(ms, count) for ms, count in zip(groups, counts, strict=True)]
+
+
+def _packed(ms: Sequence[float], most: float) -> list[int]:
+    """Layers of as few stages as keep to `most`, filled one after the other."""
+    counts, held = [0], 0.0
+    for each in ms:
+        if counts[-1] and held + each > most + _ROOM:
+            counts.append(0)
+            held = 0.0
+        counts[-1] += 1
+        held += each
+    return counts
+
+
+def split(ms: Sequence[float], count: int) -> list[int]:
+    """The layers of `count` stages of one group, of which the largest is least; each has one at least."""
+    sums = [0.0, *accumulate(ms)]
+    best = [(sums[k], [k]) for k in range(1, len(ms) + 1)]  # of the first k layers
+    for stages in range(2, count + 1):
+        best = [
+            min((max(best[a - 1][0], sums[k] - sums[a]), [*best[a - 1][1], k - a]) for a in range(stages - 1, k))
+            if k >= stages
+            else (float("inf"), [])
+            for k in range(1, len(ms) + 1)
+        ]
+    return best[-1][1]
+
+
+def _largest(ms: Sequence[float], counts: Sequence[int]) -> float:
+    ends = [0, *accumulate(counts)]
+    return max(sum(ms[a:b]) for a, b in pairwise(ends))
+
+
+def _listed(job: Job, groups: dict[str, range], given: Sequence[int]) -> Runs:
+    """What partition.layers_per_stage says, cut where groups end."""
+    where = job.where("partition", "layers_per_stage")
+    if len(given) != job.parallel.pp or sum(given) != job.model.layers:
+        text = f"partition: layers_per_stage has {len(given)} entries for {sum(given)} layers"
+        hint = f"give {job.parallel.pp} numbers, {job.model.layers} in all"
+        raise ZbcError("E131", text, where=where, hint=hint)
+    runs, left = list[list[int]](), [*given]
+    for name, layers in groups.items():
+        run: list[int] = []
+        while left and sum(run) < len(layers):
+            run.append(left.pop(0))
+        if sum(run) != len(layers) or 0 in run:
+            text = f"partition: layers_per_stage = {list(given)} does not end a stage where group {name} ends"
+            hint = f"its {len(layers)} layers come after {layers.start} others; no stage is empty"
+            raise ZbcError("E131", text, where=where, hint=hint)
+        runs.append(run)
+    return runs

@@ -1,0 +1,79 @@
+"""Orders of ops for a graph of stages, one stage on each rank.
+
+    1f1b     before its first backward a rank runs as many forwards as edges are on its longest way to the loss
+    zb-h1    the same with W put off by as many microbatches as edges are on its longest way from the data, or by as
+             many as leave it no more activations than the deepest rank has: neither is always best, so both are tried
+
+In a chain both are what the schedules of these names are. What a chain of the same stages would run, stage by stage in
+their order, is an order of the graph as well: it waits for more than the graph does. It is tried too, so that a graph
+is never slower than its chain. A list scheduler then follows each of them at the costs of the job, in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.schedules.lagged import lagged, one_f_one_b, zb_h1, zb_h2
+from zbc.compiler.schedules.request import Request
+from zbc.compiler.search.follow import Manner, fits, follow
+from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.ways import longest
+from zbc.ir import Placement, Program
+
+_FAR = 16  # ops that may be looked past where what is next has not come
+NAMES = {"1f1b": "1f1b", "zb-h1": "zb-h1", "zb-auto": "zb-auto", "auto": "zb-auto"}
+
+
+def branched(kind: str, placement: Placement, request: Request) -> Program:
+    """The order with the shortest step of those that keep to the memory of the schedule, or of any for `auto`."""
+    costs = request.costs or Costs.uniform(placement)
+    plain = [replace(one, placement=placement) for one in _by_hand(kind, placement, request)]
+    limits = [max(column) for column in zip(*(_held(one, costs) for one in plain), strict=True)]
+    if request.memory_limit is not None:
+        limits = list(map(min, limits, request.limits() or limits))
+        plain = [one for one in plain if fits(one, costs, limits)] or plain[:1]
+    tried = [*plain, *(follow(one, costs, limits, Manner(_FAR)) for one in plain if fits(one, costs, limits))]
+    best = min(tried, key=lambda one: Context(one, costs).step_ms(request.objective))
+    return replace(best, history=(NAMES[kind],))
+
+
+def _by_hand(kind: str, placement: Placement, request: Request) -> Iterator[Program]:
+    """Without costs; those of one schedule hold no more than that does in a chain."""
+    edges = dict.fromkeys(placement.edges, 1.0)
+    none = [0.0] * placement.stages
+    ahead, behind = (
+        [round(ms) for ms in longest(placement, none, edges, reads)] for reads in (placement.sinks, placement.sources)
+    )
+    deepest = max(ahead)
+    if kind == "1f1b":
+        yield lagged(kind, request, warmup=ahead.__getitem__)
+        yield one_f_one_b(request)
+        return
+    rules: tuple[Sequence[int], ...] = (behind, [deepest - far for far in ahead])
+    for lags in rules:
+        yield lagged(kind, request, warmup=ahead.__getitem__, lag=lags.__getitem__)
+    yield zb_h1(request)
+    if kind == "zb-h1":
+        return
+    for extra in range(1, deepest + 1):
+        for lags in rules:
+            yield lagged(kind, request, warmup=_more(ahead, extra), lag=_more(lags, extra))
+    yield zb_h2(request)
+
+
+def _more(counts: Sequence[int], extra: int) -> Callable[[int], int]:
+    return lambda rank: counts[rank] + min(extra, counts[rank])
+
+
+def _held(program: Program, costs: Costs) -> list[float]:
+    """The most activation units that each rank holds."""
+    found = []
+    for ops in program.ranks:
+        held = most = 0.0
+        for op in ops:
+            held += costs.held(op)
+            most = max(most, held)
+        found.append(most)
+    return found

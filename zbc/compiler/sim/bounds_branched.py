@@ -1,0 +1,36 @@
+"""What no order of a graph of stages can beat.
+
+A rank works on all microbatches. It begins when its first microbatch can have come to it; before its first backward
+that microbatch has gone the longest way to the loss and back, while the rank can run forwards only; after its last
+backward the longest way back to the data and one W are left. Limits of memory do not count.
+"""
+
+from __future__ import annotations
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.ways import longest
+from zbc.ir import Placement
+
+
+def branched(placement: Placement, costs: Costs, m: int) -> tuple[float, float]:
+    """Makespan and span, in ms."""
+    f, b, w = map(costs.column, ("f", "b", "w"))
+    links = costs.links[0]
+    down = longest(placement, f, links, placement.sources)  # to the end of F of each stage, from the data
+    ahead = longest(placement, f, links, placement.sinks)  # from its beginning to the end of the last F
+    back = longest(placement, b, links, placement.sinks)  # from the loss to the end of its B
+    up = longest(
+        placement, [ms + (0.0 if placement.sources(s) else w[s]) for s, ms in enumerate(b)], links, placement.sources
+    )
+    makespan = span = 0.0
+    for rank in range(placement.ranks):
+        mine = placement.stages_of(rank)
+        forward, backward, later = (m * sum(each[s] for s in mine) for each in (f, b, w))
+        work = forward + backward + later
+        head = min((down[s] - f[s] for s in mine), default=0.0)
+        warm = min((ahead[s] + back[s] - b[s] for s in mine), default=0.0)  # from its first F to its first B
+        tail = min((up[s] - b[s] for s in mine), default=0.0)
+        idle = max(0.0, warm - forward) if len(mine) == 1 else 0.0
+        span = max(span, work + idle)
+        makespan = max(makespan, head + work + idle, head + forward + idle + backward + tail)
+    return makespan, span
