@@ -30,7 +30,7 @@ compiler.passes  training
 compiler.check  compiler.search  compiler.lowering  compiler.recall
 compiler.report  compiler.schedules  compiler.steps
 compiler.partition
-interop
+interop  compiler.graphs
 compiler.order
 compiler.deciding compiler.seating  compiler.replicating compiler.freezing
 compiler.compile

@@ -24,7 +24,7 @@ def user(factory, **args):
 
 def shapes_of(plan, first, *, autocast=None):
     settings = spec.Model.model_validate(plan.manifest.planning["model"])
-    return derive(model.layers(settings, 7), first, plan.manifest, autocast=autocast)
+    return derive(model.layers(settings, 7), lambda layer: first, plan.manifest, autocast=autocast)
 
 
 def gpt_plan(**options):

@@ -17,7 +17,7 @@ from zbc.runtime.transport import Then
 from zbc.runtime.vocabulary_state import Meeting, Met, Unit, Vocabulary
 from zbc.runtime.words import IGNORED
 
-_Where = TypeVar("_Where")
+_Where = TypeVar("_Where", Key, Key | Message, Unit)
 _Value = TypeVar("_Value")
 
 

@@ -78,10 +78,10 @@ def split(ms: Sequence[float], count: int) -> list[int]:
     """The layers of `count` stages of one group, of which the largest is least; each has one at least."""
     sums = [0.0, *accumulate(ms)]
     best = [(sums[k], [k]) for k in range(1, len(ms) + 1)]  # of the first k layers
-    for stages in range(2, count + 1):
+    for more in range(1, count):  # stages before the last
         best = [
-            min((max(best[a - 1][0], sums[k] - sums[a]), [*best[a - 1][1], k - a]) for a in range(stages - 1, k))
-            if k >= stages
+            min((max(best[a - 1][0], sums[k] - sums[a]), [*best[a - 1][1], k - a]) for a in range(more, k))
+            if k > more
             else (float("inf"), [])
             for k in range(1, len(ms) + 1)
         ]

@@ -195,7 +195,8 @@ class Batches:
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU; that for a `group` of layers, where there are several."""
-        x = self._samples.inputs(self.indices(step, mb), group)
+        numbers = self.indices(step, mb)
+        x = self._samples.inputs(numbers, group) if group else self._samples.inputs(numbers)
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
 
     def targets(self, step: int, mb: int) -> Tensor:

@@ -139,35 +139,81 @@ def derive(
         behind[plan.name] = output
     _refuse_several_at_the_end(plans)
     _check_ties(plans, {f"{name}.{local}": size for name, inner in inners.items() for local, size in inner.items()})
-    by_name, free = {plan.name: plan for plan in plans}, autocast is not None
-    firsts, lasts = ([by_name[names[at]] for names in manifest.layers] for at in (0, -1))
-    made = [behind[plan.name].spec for plan in lasts]
-    outputs = [
-        _agreed(stage, spec, planned, free_dtype=free, rows=rows)
-        for stage, (spec, planned) in enumerate(zip(made, manifest.boundaries, strict=False))
-    ]
-    home = {plan.name: stage for stage, plan in enumerate(lasts)}
-    inputs = [
-        outputs[home[after[plan.name][0]]] if len(after[plan.name]) == 1 else before[plan.name].spec for plan in firsts
-    ]
-    names = sorted(sizes)
     ways = _ways(after, seen)
+    cut = _Stages.of({plan.name: plan for plan in plans}, manifest, after, before, behind)
+    outputs: list[TensorSpec | None] = []
+    for stage, planned in enumerate(manifest.boundaries):
+        made = cut.made(stage).spec
+        outputs.append(_agreed(stage, made, planned, free_dtype=autocast is not None, rows=rows))
+    stages, names = [cut.at(s) for s in range(len(manifest.layers))], sorted(sizes)
+    inputs = [outputs[one.home] if one.home is not None else one.laid.spec for one in stages]
+    through = seen[plans[0].name].passes and ways[plans[0].name]  # to a stage without layers before all others
     return Shapes(
-        inputs=tuple(inputs),
+        inputs=tuple(spec or stages[s].laid.spec for s, spec in enumerate(inputs)),
         outputs=(*outputs, None),
-        flows=tuple(
-            any(seen[one].trains for one in after[plan.name]) if after[plan.name] else wanted for plan in firsts
-        ),
-        needed=tuple(ways[plan.name] for plan in lasts),
+        flows=tuple(any(seen[name].trains for name in one.sources) if one.sources else wanted for one in stages),
+        needed=tuple(through if one.last is None else ways[one.last.name] for one in stages),
         parameters=tuple(names),
         sizes=tuple(sizes[name] for name in names),
         traits={name: found.traits for name, found in seen.items()},
-        laid=tuple(before[plan.name] for plan in firsts),
-        layouts=tuple(plan.takes.layout for plan in firsts),
-        goes=(*(plan.gives.layout for plan in lasts[:-1]), None),
+        laid=tuple(one.laid for one in stages),
+        layouts=tuple(one.layout for one in stages),
+        goes=(*(None if one.last is None else one.last.gives.layout for one in stages[:-1]), None),
         before=before,
-        output=made[-1],
+        output=behind[plans[-1].name].spec,
     )
+
+
+class _StageEnds(NamedTuple):
+    """A stage: the layers that it reads, and the one stage whose output is its input; its last layer, or that of the
+    stages before where it has none; its input."""
+
+    sources: tuple[str, ...]
+    home: int | None
+    last: LayerPlan | None
+    laid: Laid
+    layout: Packing | None
+
+
+class _Stages(NamedTuple):
+    """A cut: the layers of each stage; `lasts` of each stage and those before it, `homes` the stages by that."""
+
+    plans: Mapping[str, LayerPlan]
+    layers: Sequence[Sequence[str]]
+    lasts: Sequence[str]  # "" before the first layer
+    homes: Mapping[str, Sequence[int]]
+    after: Mapping[str, tuple[str, ...]]
+    before: Mapping[str, Laid]
+    behind: Mapping[str, Laid]
+
+    @classmethod
+    def of(
+        cls,
+        plans: Mapping[str, LayerPlan],
+        manifest: Manifest,
+        after: Mapping[str, tuple[str, ...]],
+        before: Mapping[str, Laid],
+        behind: Mapping[str, Laid],
+    ) -> _Stages:
+        lasts, homes = list[str](), dict[str, list[int]]()
+        for stage, names in enumerate(manifest.layers):
+            lasts.append(names[-1] if names else lasts[-1] if lasts else "")
+            homes.setdefault(lasts[-1], []).append(stage)
+        return cls(plans, manifest.layers, lasts, homes, after, before, behind)
+
+    def made(self, stage: int) -> Laid:
+        """The output of a stage; of one before all layers, the model's input."""
+        return self.behind[self.lasts[stage]] if self.lasts[stage] else next(iter(self.before.values()))
+
+    def at(self, stage: int) -> _StageEnds:
+        last = self.plans.get(self.lasts[stage])
+        if names := self.layers[stage]:
+            sources, laid, layout = self.after[names[0]], self.before[names[0]], self.plans[names[0]].takes.layout
+        else:
+            sources = () if last is None else (last.name,)
+            laid, layout = self.made(stage), None if last is None else last.gives.layout
+        earlier = [s for s in self.homes.get(sources[0], ()) if s < stage] if len(sources) == 1 else []
+        return _StageEnds(sources, max(earlier, default=None), last, laid, layout)
 
 
 def read_by(plans: Sequence[LayerPlan]) -> dict[str, tuple[str, ...]]:
