@@ -67,7 +67,7 @@ def _refuse(program: Program) -> None:
 
 def _warmup(program: Program, rank: int) -> int:
     """Forwards of a rank before its first pair of a forward and a backward, were there enough microbatches."""
-    p, v = program.placement.ranks, program.placement.stages // program.placement.ranks
+    p, v = program.placement.ranks, program.placement.chunks or 1
     return p - 1 - rank if v == 1 else 2 * (p - 1 - rank) + (v - 1) * p
 
 
