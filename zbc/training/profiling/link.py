@@ -135,7 +135,7 @@ def _manifest(messages: int, tp: int = 1) -> Manifest:
         Program(Placement.linear(stages), messages, ops, ("link",), tp=tp),
         parameters={},
         layers=[[f"{stage}"] for stage in range(stages)],
-        boundaries=[None] * (stages - 1),
+        boundaries=[None] if tp == 1 else [],
         microbatch_size=1,
         predicted={},
         planning={},
