@@ -239,6 +239,8 @@ def refuse(program: Program) -> None:
     refused = Refused("torch-csv", "torch's pipelining runtime")
     if len(program.placement.pipes) > 1:
         refused.add(f"it has one pipe, the plan has {len(program.placement.pipes)}: a stage on several ranks")
+    if program.placement.branches:
+        refused.add("its stages are a chain, those of the plan a graph (model.graph)")
     if program.slices > 1:
         refused.add(f"it has no slices of a microbatch, the plan has {program.slices}")
     if program.freezes:
