@@ -241,6 +241,8 @@ def refuse(program: Program) -> None:
         refused.add("it has a flush between steps, the plan has none")
     if len(program.placement.pipes) > 1:
         refused.add(f"it has one pipe, the plan has {len(program.placement.pipes)}: a stage on several ranks")
+    if program.placement.branches:
+        refused.add("its stages are a chain, those of the plan a graph (model.graph)")
     if program.slices > 1:
         refused.add(f"it has no slices of a microbatch, the plan has {program.slices}")
     if program.freezes:

@@ -94,8 +94,11 @@ class Measurements:
 def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) -> Profile:
     """Profile a job; `done` is called `rounds + 1` times on the way.
 
-    Raises E5xx where the model or its data do not work, E702 where a process dies.
+    Raises E110 for a graph of layers, E5xx where the model or its data do not work, E702 where a process dies.
     """
+    if job.model.graph:
+        text = "profile: layers are run one after the other, and model.graph is no chain"
+        raise ZbcError("E110", text, where=job.where("model", "graph"), hint="give times in [costs], per layer")
     with tempfile.TemporaryDirectory() as folder:
         found = _layers(job, how, done)
         link, sums, tp = LinkSamples(), LinkSamples(), job.parallel.tp

@@ -1,0 +1,128 @@
+"""Graphs of stages: their orders, bounds, cuts and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.check.graphs import edges
+from tests.jobs import job
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.partition.groups import even
+from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.schedules.branched import branched
+from zbc.compiler.schedules.request import Request
+from zbc.compiler.sim.bounds import bounds
+from zbc.compiler.sim.context import Context
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+
+BARS = [  # what each stage reads; 1F1B and zb-h1 at F = B = W = 1 and 8 microbatches
+    ([[], [0], [], [2], [1, 3], [4]], 33, 27),
+    ([[], [], [1], [2], [0, 3], [4]], 36, 28),
+    ([[], [], [], [0, 1, 2]], 27, 25),
+    ([[], [0], [1], [0, 2]], 33, 27),
+]
+MODEL = {
+    "family": "plans.graphs:towers",
+    "layers": 6,
+    "graph": {"vision": [], "text": [], "decoder": ["vision", "text"]},
+    "groups": {"vision": 2, "text": 2, "decoder": 2},
+}
+
+
+def step(program, costs):
+    return Context(program, costs).step_ms("makespan")
+
+
+@pytest.mark.parametrize(("reads", "one", "split"), BARS)
+def test_steps_are_those_of_the_longest_ways(reads, one, split):
+    place = Placement((tuple(range(len(reads))),), tuple(sorted((a, b) for b, of in enumerate(reads) for a in of)))
+    costs, request = Costs.uniform(place), Request(len(reads), 8)
+    assert step(branched("1f1b", place, request), costs) == one
+    assert step(branched("zb-h1", place, request), costs) == split
+    assert step(branched("auto", place, request), costs) <= split
+    assert bounds(place, costs, 8).makespan == split
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_graph_is_slower_than_its_chain_or_faster_than_its_bound(seed):
+    rng = random.Random(seed)
+    stages, m = rng.randint(2, 7), rng.randint(1, 9)
+    place = Placement((tuple(range(stages)),), edges(rng, stages))
+    costs = Costs.uniform(place, rng.random() + 0.5, rng.random() + 0.5, rng.random() + 0.1, rng.choice((0.0, 0.2)))
+    plain = Placement.linear(stages)
+    chain = Costs(costs.ms, costs.size, Costs.uniform(plain, comm=max(costs.links[0].values())).links)
+    least = bounds(place, costs, m)
+    for kind in ("1f1b", "zb-h1"):
+        found = Context(branched(kind, place, Request(stages, m, costs=costs)), costs)
+        assert found.step_ms("makespan") <= step(SCHEDULES[kind].make(Request(stages, m)), chain) + 1e-9
+        assert found.step_ms("makespan") >= least.makespan - 1e-9
+        assert found.step_ms("span") >= least.span - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_largest_stage_is_least(seed):
+    rng = random.Random(seed)
+    groups = [[rng.choice((1.0, 2.0, 3.5)) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 3))]
+    layers = sum(map(len, groups))
+    ranks = rng.randint(len(groups), layers)
+
+    def largest(runs):
+        ends = [(ms, [0, *itertools.accumulate(run)]) for ms, run in zip(groups, runs, strict=True)]
+        return max(sum(ms[a:b]) for ms, at in ends for a, b in itertools.pairwise(at))
+
+    def cuts(count):
+        for k in range(1, count + 1):
+            for inner in itertools.combinations(range(1, count), k - 1):
+                yield [b - a for a, b in itertools.pairwise([0, *inner, count])]
+
+    every = [
+        runs for runs in itertools.product(*(list(cuts(len(ms))) for ms in groups)) if sum(map(len, runs)) == ranks
+    ]
+    found = even(groups, ranks)
+    assert sum(map(len, found)) == ranks
+    assert largest(found) == min(map(largest, every))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"graph": {"vision": ["decoder"], "text": [], "decoder": ["vision", "text"]}},
+            "cycle: vision -> decoder -> vision",
+        ),
+        ({"graph": {"vision": [], "text": [], "decoder": ["vision"]}}, "nobody reads text and decoder"),
+        ({"graph": {"vision": [], "text": [], "decoder": ["vision", "txt"]}}, "reads txt, which is no group"),
+        ({"groups": {"vision": 2, "decoder": 2}}, "no number of layers for text"),
+        ({"layers": 7}, "6 layers in all, model.layers is 7"),
+        ({"graph": {}}, "there is no model.graph"),
+    ],
+)
+def test_graphs_that_cannot_be_are_refused_by_name(changes, words):
+    with pytest.raises(ZbcError, match=words) as caught:
+        job(model={**MODEL, **changes})
+    assert "E128" in {one.code for one in caught.value.errors}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [({"kind": "zb-v"}, "schedule.kind"), ({"schedule": {"slices": 2}}, "schedule.slices")]
+    + [({"optimizer": {"sync": "post-validate"}}, "optimizer.sync"), ({"memory": {"activations": "auto"}}, "memory")],
+)
+def test_what_is_for_chains_is_refused(changes, key):
+    with pytest.raises(ZbcError, match="does not go with model\\.graph") as caught:
+        job(model=MODEL, **changes)
+    assert any(one.code == "E110" and key in one.message for one in caught.value.errors)
+
+
+def test_too_few_ranks_and_cuts_across_groups_are_refused():
+    with pytest.raises(ZbcError, match="each rank has layers of one group") as caught:
+        compile_job(job(model=MODEL, pp=2))
+    assert caught.value.code == "E128"
+    with pytest.raises(ZbcError, match="where group vision ends") as caught:
+        compile_job(job(model=MODEL, pp=4, partition={"layers_per_stage": [1, 2, 1, 2]}))
+    assert caught.value.code == "E131"
