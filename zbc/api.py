@@ -50,7 +50,7 @@ from zbc.trace.recording import Trace, has_trace
 from zbc.trace.recording import read as read_trace
 from zbc.viz import html, perfetto, recorded, svg, terminal
 from zbc.viz.strip import Drawn, Strip, repeated
-from zbc.viz.words import title
+from zbc.viz.words import groups, title
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -163,7 +163,9 @@ class Plan:
         """What pictures of this plan are made from. Raises ValueError for `steps` below 1."""
         if steps < 1:
             raise ValueError(f"steps={steps}: a picture has one step at least")
-        return Drawn(self.name, self.program, self.strip(steps, barrier=barrier), self.costs)
+        found = self.compiled if self.compiled is not None else self.manifest
+        named = groups(self.program, () if found is None else found.layers)
+        return Drawn(self.name, self.program, self.strip(steps, barrier=barrier), self.costs, groups=named)
 
     def svg(
         self,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import zbc
 from tests.jobs import job
 from tests.runtime.graph_models import GRAPHS
 from tests.threads import run_threads
@@ -16,9 +18,10 @@ from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime import handlers
 from zbc.runtime.seeding import drawing, seed_of
-from zbc.training.data.data import Batches, build_samples
+from zbc.training.data.data import Batches, build_samples, build_validation
 from zbc.training.worker import Settings, layer_plans
 
+ROOT = Path(__file__).parents[2]
 M, SIZE = 4, 2
 ALL = [(name, kind, kept) for name in GRAPHS for kind in ("1f1b", "zb-h1") for kept in ("keep", "recompute")]
 
@@ -144,15 +147,38 @@ def test_training_goes_on_from_a_checkpoint_and_is_that_of_one_process(tmp_path,
     assert whole == pytest.approx(alone, rel=1e-5)
 
 
-def test_evaluation_is_that_of_one_process():
+@pytest.mark.parametrize("name", ["two branches", "skip"])
+def test_evaluation_is_that_of_one_process(name):
+    """Of weights that a step of no length has left as they were."""
+    graph = GRAPHS[name][0]
+    of = [group for group, reads in graph.items() if not reads]
     plan = plan_of(
-        "skip",
+        name,
         train={"steps": 1, "eval_every": 1, "seed": 1},
-        data={"kind": "tests.runtime.graph_models:Vectors", "validation": 0.25, "args": {"count": 64}},
+        optimizer={"kind": "sgd", "lr": 1e-30},
+        data={"kind": "tests.runtime.graph_models:Vectors", "validation": 0.25, "args": {"count": 64, "of": of}},
     )
     workers = run_threads(plan, 1)
-    found = [one.loss for one in workers[0].evaluation.results]
-    assert len(found) == 1 and 0 < found[0] < 5
+    (found,) = {worker.evaluation.results[0].loss for worker in workers}
+    settings = Settings.of(plan.manifest)
+    modules = {one.name: one.build(settings.train.seed) for one in layer_plans(settings)}
+    kept = build_validation(settings.data, settings.model, settings.train.seed)
+    every, ends = range(len(kept)), {}
+    for group, reads in graph.items():
+        x = [ends[one] for one in reads] or [kept.inputs(every, group)]
+        for i in range(settings.model.groups[group]):
+            x = [modules[f"{group}.{i}"](*x)]
+        ends[group] = x[0]
+    assert found == pytest.approx(torch.nn.functional.mse_loss(x[0], kept.targets(every)).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "least"), few([("towers", 60, 0.6), ("translator", 20, 2.7), ("skip", 20, 3.1)], 2)
+)
+def test_examples_learn(name, steps, least, tmp_path):
+    zbc.plan(zbc.load(ROOT / f"plans/{name}.toml")).write(tmp_path)
+    losses = [one.loss for one in run_threads(StoredPlan.read(tmp_path), steps)[-1].results]
+    assert sum(losses[-5:]) / 5 < least < losses[0]
 
 
 def test_a_gradient_that_is_not_added_shows(monkeypatch):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+import zbc
 from tests.compiler.grid import FIXED, make
 from tests.listing import listing
 from zbc.compiler.cost.cost import Costs
@@ -145,3 +147,11 @@ def test_large_pictures_are_drawn_as_cells_and_stay_small():
     picture = draw([drawn("zb-h1", 32, 256)])
     assert len(picture) < 4_000_000
     assert not re.search(r"<title>[FBW]", picture)
+
+
+def test_a_graph_says_whose_layers_its_stages_have(tmp_path):
+    named = "4 ranks, 4 stages, 8 microbatches; vision 0-1, text 2, decoder 3"
+    plan = zbc.plan(Path(__file__).parents[2] / "plans/towers.toml")
+    plan.write(tmp_path)
+    for one in (plan, zbc.load(tmp_path)):
+        assert all(named in text for text in (one.svg(), one.html(), one.text(), one.perfetto()))

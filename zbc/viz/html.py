@@ -18,7 +18,7 @@ from zbc.ir import Kind, Op
 from zbc.ops import VALUES
 from zbc.viz.look import entries, look, odd_stages
 from zbc.viz.strip import Drawn, longest, signs
-from zbc.viz.words import title, verdict
+from zbc.viz.words import verdict
 
 SCRIPTS = ("draw.js", "memory.js", "input.js")
 _FINE = 1e-9  # of the longest plan: what times are rounded to
@@ -30,7 +30,7 @@ def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
     length = longest([one.strip for one in drawn])
     kinds = [kind for kind in Kind if any(kind in _kinds(one) for one in drawn)]
     several = len(drawn) > 1
-    names = [f"{one.name}: {title(one.program)}" if several else title(one.program) for one in drawn]
+    names = [f"{one.name}: {one.title}" if several else one.title for one in drawn]
     data = {
         "length": length,
         "unit": length * _FINE,

@@ -19,7 +19,6 @@ from zbc.ops import At, Lane
 from zbc.text import MIB
 from zbc.viz.look import look
 from zbc.viz.strip import Drawn, DrawnOp
-from zbc.viz.words import title
 
 _NS = 1_000_000  # in a millisecond
 _APART = 1000  # process ids of one plan and the next
@@ -37,7 +36,7 @@ def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
     lines: list[str] = []
     for k, one in enumerate(drawn):
         lines += _plan(one, k * _APART, ranks, f"{one.name}: " if len(drawn) > 1 else "")
-    names = json.dumps([title(one.program) for one in drawn])
+    names = json.dumps([one.title for one in drawn])
     return f'{{"displayTimeUnit":"ms","otherData":{{"plans":{names}}},"traceEvents":[\n' + ",\n".join(lines) + "\n]}\n"
 
 

@@ -11,6 +11,7 @@ from zbc.compiler.sim.simulate import simulate
 from zbc.errors import ZbcError
 from zbc.trace.recording import Trace
 from zbc.viz.strip import Drawn, Strip, repeated
+from zbc.viz.words import groups
 
 
 def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Drawn]:
@@ -24,12 +25,13 @@ def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Dra
     program, costs = trace.plan.program, recall.costs_of(trace.plan.manifest)
     predicted = repeated(simulate(program, costs), program, costs, steps, barrier=found[0].barrier)
     real = measured(costs, times_of(found))
-    pictures = [Drawn("predicted", program, predicted, costs)]
+    named = groups(program, trace.plan.manifest.layers)
+    pictures = [Drawn("predicted", program, predicted, costs, groups=named)]
     memory = tuple(rank.memory for rank in trace.ranks)
     for replica in range(program.dp):
         record = Recording(tuple(found), replica, ahead=steps > 1 and not found[0].barrier, memory=memory)
         name = _name(found, replica, program.dp)
-        pictures.append(Drawn(name, program, Strip(record.timelines()), real, record))
+        pictures.append(Drawn(name, program, Strip(record.timelines()), real, record, named))
     return pictures
 
 

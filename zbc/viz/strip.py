@@ -14,6 +14,7 @@ from zbc.compiler.recorded.timeline import Recording
 from zbc.compiler.sim.simulate import Timeline, run
 from zbc.compiler.steps import consecutive, in_a_row
 from zbc.ir import COPY, Kind, Op, Program
+from zbc.viz.words import title
 
 
 class DrawnOp(NamedTuple):
@@ -130,6 +131,11 @@ class Drawn:
     strip: Strip
     costs: Costs
     recorded: Recording | None = None
+    groups: str = ""  # whose layers the stages of a graph have
+
+    @property
+    def title(self) -> str:
+        return title(self.program) + (f"; {self.groups}" if self.groups else "")
 
 
 class Signs(NamedTuple):

@@ -19,7 +19,7 @@ from zbc.viz.cells import Window, by_time
 from zbc.viz.look import IDLE, MEETING, entries, label, look, odd_stages
 from zbc.viz.scale import ticks
 from zbc.viz.strip import Drawn, longest, signs
-from zbc.viz.words import title, verdict
+from zbc.viz.words import verdict
 
 MARGIN, LEFT, RIGHT = 14, 38, 56  # px: around everything, for rank numbers, for peaks
 _CHARACTER = 0.62  # of the font size: wider than the average letter of the fonts asked for
@@ -60,7 +60,7 @@ def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
     body: list[str] = []
     y = float(MARGIN)
     for one in drawn:
-        name = sheet.title if sheet.title and len(drawn) == 1 else title(one.program)
+        name = sheet.title if sheet.title and len(drawn) == 1 else one.title
         name = f"{one.name}: {name}" if len(drawn) > 1 else name
         lines, y = _panel(one, sheet, window, name, y)
         body += lines
@@ -71,7 +71,7 @@ def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width} {height}" width="{sheet.width}" '
             f'height="{height}" role="img">',
-            f"<title>{escape('; '.join(title(one.program) for one in drawn))}</title>",
+            f"<title>{escape('; '.join(one.title for one in drawn))}</title>",
             f"<style>{_STYLE}</style>",
             f'<defs>{_HATCH}</defs><rect width="100%" height="100%" fill="#fff"/>',
             *body,

@@ -26,7 +26,7 @@ from zbc.viz.look import entries, letter, look, odd_stages
 from zbc.viz.look import label as label_of
 from zbc.viz.scale import ticks
 from zbc.viz.strip import Drawn, Strip, longest, signs
-from zbc.viz.words import title, verdict
+from zbc.viz.words import verdict
 
 _IDLE_STYLE = "dim"
 _LEVELS = " ▁▂▃▄▅▆▇█"
@@ -93,7 +93,7 @@ def _ranks(strip: Strip, view: View) -> tuple[int, ...]:
 
 def _title(one: Drawn, width: int, *, named: bool) -> str:
     """The title, cut to the width of the picture: plan names are paths."""
-    text = f"{one.name}: {title(one.program)}" if named else title(one.program)
+    text = f"{one.name}: {one.title}" if named else one.title
     return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zbc.compiler.sim.simulate import Timeline
-from zbc.ir import Program
+from zbc.ir import Program, chain
 from zbc.text import percent, short
 
 
@@ -18,6 +20,22 @@ def title(program: Program) -> str:
     replicas = f", {program.dp} replicas" if program.dp > 1 else ""
     shares = f", tp {program.tp}" if program.tp > 1 else ""
     return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + slices + replicas + shares
+
+
+def groups(program: Program, layers: Sequence[Sequence[str]]) -> str:
+    """Whose layers the stages of a graph have, `vision 0-1, text 2, decoder 3`; "" for a chain."""
+    if program.placement.edges == chain(program.placement.stages):
+        return ""
+    found: dict[str, list[int]] = {}
+    for stage, names in enumerate(layers):
+        for group in dict.fromkeys(name.partition(".")[0] for name in names):
+            found.setdefault(group, []).append(stage)
+    return ", ".join(f"{group} {span(stages)}" for group, stages in found.items())
+
+
+def span(stages: Sequence[int]) -> str:
+    """`3`, `0-1`; a group has stages in a row."""
+    return f"{stages[0]}" if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
 
 
 def _count(number: int, noun: str) -> str:
