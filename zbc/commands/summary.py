@@ -405,11 +405,14 @@ def _limits(compiled: Compiled) -> Iterator[str]:
 
 
 def _ranks(report: Report, *, verbose: bool) -> RenderableType:
-    """One row per rank; with `verbose` idle time by cause, and memory has a table of its own."""
-    known = report.bytes_known and not verbose
+    """One row per rank; with `verbose` idle time by cause, and memory has a table of its own. Of steps without a flush
+    there are no causes, and idle is what one leaves of the period."""
+    known, period = report.bytes_known and not verbose, report.flushless.period_ms if report.flushless else None
+    verbose = verbose and period is None
     unit, scale = _unit(report)
     times = [aligned([getattr(rank, key) for rank in report.per_rank]) for key in _IDLE]
-    idle = aligned([sum(getattr(rank, key) for key in _IDLE) for rank in report.per_rank])
+    left = [sum(getattr(rank, key) for key in _IDLE) for rank in report.per_rank]
+    idle = aligned(left if period is None else [max(0.0, period - rank.busy_ms) for rank in report.per_rank])
     columns = [
         [str(rank.rank) for rank in report.per_rank],
         [ranges(rank.stages) for rank in report.per_rank],
