@@ -62,14 +62,16 @@ class Shapes:
     def of_tokens(self, count: int) -> Shapes:
         """The same where each of `count` ranks has its part of the tokens of what goes from layer to layer."""
 
-        def part(laid: Laid) -> Laid:
-            batch, tokens, *rest = laid.spec.shape
-            return Laid(laid.spec._replace(shape=(batch, tokens // count, *rest)))
+        def part(spec: TensorSpec) -> TensorSpec:
+            batch, tokens, *rest = spec.shape
+            return spec._replace(shape=(batch, tokens // count, *rest))
 
-        laid = self.laid[:1] + tuple(map(part, self.laid[1:]))
         first, *others = self.before
-        before = {first: self.before[first]} | {name: part(self.before[name]) for name in others}
-        return replace(self, inputs=self.inputs[:1] + tuple(one.spec for one in laid[1:]), laid=laid, before=before)
+        before = {first: self.before[first]} | {name: Laid(part(self.before[name].spec)) for name in others}
+        inputs = self.inputs[:1] + tuple(map(part, self.inputs[1:]))
+        outputs = tuple(None if one is None else part(one) for one in self.outputs)
+        laid = self.laid[:1] + tuple(map(Laid, inputs[1:]))
+        return replace(self, inputs=inputs, outputs=outputs, laid=laid, before=before)
 
 
 class _Seen(NamedTuple):
