@@ -117,7 +117,7 @@ def test_a_count_prints_and_reads_back():
         for count in (0, 1, 12):
             assert Op.parse(str(Op(kind, 3, count))) == Op(kind, 3, count)
     assert str(Op(Kind.GATHER, 3)) == "GATHER s3" and str(Op(Kind.FREE, 3, 2)) == "FREE s3 #2"
-    for text in ("GATHER s3 #0", "STEP s3 #1", "F s3 m0 #1", "GATHER s3 #01"):
+    for text in ("GATHER s3 #0", "REDUCE s3 #1", "F s3 m0 #1", "GATHER s3 #01"):
         with pytest.raises(ZbcError, match="E404"):
             Op.parse(text)
 

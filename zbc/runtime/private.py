@@ -44,6 +44,11 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def go_on(tensors: list[Tensor], before: list[Tensor], times: float) -> None:
+    """Add to each tensor so many times what it has gained since `before`."""
+    torch._foreach_add_(tensors, torch._foreach_sub(tensors, before), alpha=times)
+
+
 def norms_of(tensors: list[Tensor]) -> Tensor:
     """The 2-norm of each tensor, in float64; on a GPU in a few launches for all."""
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64))

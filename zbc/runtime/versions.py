@@ -25,7 +25,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
 from zbc.job import spec
 from zbc.runtime.optimizer import Held, InPlace
-from zbc.runtime.private import copy_all, unversioned
+from zbc.runtime.private import copy_all, go_on, unversioned
 
 OLDER = "older"  # what checkpoints have of a parameter beside the optimizer's own state
 
@@ -158,7 +158,7 @@ class OneVersion:
         if self._lookahead and self._trained:
             own = [p.data for p in self._trained]
             copy_all(self._aside, own)
-            torch._foreach_add_(own, torch._foreach_sub(own, self._before), alpha=self._lookahead)
+            go_on(own, self._before, self._lookahead)
 
     def after(self, op: Op) -> None:
         """A forward has looked ahead: back to the weights."""
