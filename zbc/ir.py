@@ -407,6 +407,11 @@ class Program:
         return sum(len(ops) for ops in self.ranks)
 
     @property
+    def grouped(self) -> bool:
+        """Whether it has groups."""
+        return any(op.kind.is_mark for ops in self.ranks for op in ops)
+
+    @property
     def ahead(self) -> bool:
         """Whether its steps close without a barrier."""
         return any(op.kind.row.closes == "ahead" for op in self.ranks[0])

@@ -192,14 +192,18 @@ class Machine:
         """A group starts when both its ops could."""
         rank = self.ranks[r]
         pair = rank.ops[rank.pc + 1 : rank.pc + 3]
-        require(sorted(op.kind.value[0] for op in pair) == ["B", "F"], f"OVERLAP before {pair}")
+        kinds = {op.kind.value for op in pair}
+        require(len(pair) == 2 and "F" in kinds and kinds <= COMPUTE, f"OVERLAP before {pair}")
+        require(pair[0].mb != pair[1].mb, f"OVERLAP before {pair}, of one microbatch")
         for op in pair:
-            forward = op.kind.value == "F"
-            key = self.key(r, op)
-            if not self.renewed(r, op):
+            kind, key = op.kind.value, self.key(r, op)
+            if (kind != "W" or (self.resident and self.with_w)) and not self.renewed(r, op):
                 return False
-            require(forward or key in rank.outputs, f"{op} in a group has no F before it")
-            if not self.there(r, "F" if forward else "B", key):
+            if kind == "W":
+                require(key in rank.gradients, f"{op} in a group has no B before it")
+                continue
+            require(kind == "F" or key in rank.outputs, f"{op} in a group has no F before it")
+            if not self.there(r, "F" if kind == "F" else "B", key):
                 return False
         return True
 

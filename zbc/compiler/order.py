@@ -113,7 +113,7 @@ def _refuse_other_slices(program: Program, job: Job, name: str, where: str) -> N
 def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer]) -> Ordered:
     """What was made elsewhere, with the partition the job starts from."""
     stages, costs = start_of(job, program.placement, table)
-    least = bounds_of(job, program.placement, costs)
+    least = bounds_of(job, program.placement, costs.hidden() if program.grouped else costs)
     return Ordered(name, finished(job, program, costs, stages), stages, costs, least, Lowering.of(job))
 
 

@@ -267,13 +267,15 @@ _WIDE = (Scope.STAGE, Scope.RANK)
 
 
 def _groups(g: Graph) -> Iterator[ZbcError]:
-    """After every OVERLAP stand an F and a backward of something else, in either order."""
+    """After every OVERLAP stand an F and another op, in either order, of different microbatches: neither needs the
+    other."""
     for mark in g.marks:
         pair = g.ops[mark + 1 : min(mark + 3, g.first[g.rank(mark) + 1])]
-        families = sorted(g.layout.rows[op.kind].family for op in pair)
-        if families != ["forward", "input"] or pair[0][1:] == pair[1][1:]:
+        forward = [g.layout.rows[op.kind].family for op in pair].count("forward")
+        whole = len(pair) == 2 and all(op.kind.computes and g.layout.rows[op.kind].scope is Scope.UNIT for op in pair)
+        if not whole or not forward or pair[0].mb == pair[1].mb:
             behind = " and ".join(map(str, pair)) or "nothing"
-            text = f"program: OVERLAP is not followed by an F and a backward that does not need it, but by {behind}"
+            text = f"program: OVERLAP is not followed by an F and an op that does not need it, but by {behind}"
             yield ZbcError("E202", text, where=g.where(mark), hint="drop it, or put the two ops right after it")
 
 

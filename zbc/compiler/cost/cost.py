@@ -40,6 +40,9 @@ def _activations_of(refs: Mapping[Kind, tuple[Ref, ...]]) -> dict[Kind, str]:
     return {kind: "host" if kind in COPY else what for kind, what in found if VALUES[what].memory == "activations"}
 
 
+_SUMS = ("f_sums", "b_sums", "bw_waits")
+BY_SLICE = ("f", "b", "w", "bw", *_SUMS)  # columns in which the slices of a microbatch have entries of their own
+_WAITS = {"f": "f_sums", "b": "b_sums", "bw": "bw_waits"}  # the column of what an op waits for sums, by its own
 _MAKES = _activations_of({kind: kind.row.writes for kind in Kind})
 _FREES = _activations_of({kind: kind.row.frees for kind in Kind})
 
@@ -60,6 +63,8 @@ class Costs:
     BW takes B + W.
 
         f b w bw         F, B, W and BW
+        f_sums b_sums    of F, and of B and BW: the sums of tensor-parallel ranks inside of them
+        bw_waits         of BW: what of its sums its own W does not hide; F and B wait for all of theirs
         reduce gather    one sum of a stage's gradients over its copies; collecting its weights from those who stepped
         step tentative   STEP, and COMMIT; TENTATIVE
         tie              the sum of the gradients of a weight that two stages share; one entry
@@ -139,7 +144,7 @@ class Costs:
     def cut(self, rows: Sequence[float], **shares: Sequence[float]) -> Costs:
         """The same of microbatches in slices: `rows` is the share of its tokens that each has, `shares` those of the
         times f, b and w, where they are others."""
-        names = [name for name in ("f", "b", "w", "bw") if name in self.ms]
+        names = [name for name in BY_SLICE if name in self.ms]
         ms = {name: _shared(self._column(name), shares.get(name[0], rows)) for name in names}
         size = {
             name: tuple(tuple(Size(one.units * row, one.bytes * row) for row in rows) for one in map(_whole, sizes))
@@ -189,7 +194,7 @@ class Costs:
     def joined(self) -> Costs:
         """Backward in one piece, as a B that does everything and a W that does nothing."""
         nothing = (Size(0.0),) * self.stages
-        whole = self.with_ms(b=self._column("bw"), w=(0.0,) * self.stages, bw=())
+        whole = self.with_ms(b=self._column("bw"), w=(0.0,) * self.stages, bw=(), b_sums=self.ms.get("bw_waits", ()))
         return replace(whole, size={**self.size, "left": nothing})
 
     def least(self) -> Costs:
@@ -197,6 +202,12 @@ class Costs:
         if "bw" not in self.ms:
             return self
         return self.with_ms(w=self.each(lambda b, w, bw: min(w, max(0.0, bw - b)), "b", "w", "bw"), bw=())
+
+    def hidden(self) -> Costs:
+        """As if nothing ever waited for sums of tensor-parallel ranks: costs that no group takes less than."""
+        waits = [(name, _WAITS[name]) for name in ("f", "b", "bw") if _WAITS[name] in self.ms]
+        less = {name: self.each(lambda ms, wait: max(0.0, ms - wait), name, waited) for name, waited in waits}
+        return self.with_ms(**less, **dict.fromkeys(_SUMS, ()))
 
     @property
     def stages(self) -> int:
@@ -242,9 +253,23 @@ class Costs:
             return self.each(add, "b", "w")
         return (0.0,) * self.stages if found is None else found
 
-    def pair(self, f: float, b: float) -> float:
-        """ms of a group of an F and a backward that take `f` and `b` ms alone."""
-        return f + b - self.overlap * min(f, b)
+    def sums(self, op: Op) -> tuple[float, float]:
+        """ms of the sums of tensor-parallel ranks inside an op, and of these the ms that it waits on its own."""
+        column = op.kind.row.cost
+        if column not in _WAITS or _SUMS[0] not in self.ms:
+            return 0.0, 0.0
+        inside = self.of("f_sums" if column == "f" else "b_sums", op.stage, op.slice)
+        return inside, self.of(_WAITS[column], op.stage, op.slice)
+
+    def pair(self, first: Op, second: Op, one: float, other: float) -> float:
+        """ms of a group of two ops that take `one` and `other` ms alone.
+
+        Each computes while sums of the other are on their way, so the group takes as long as all there is to compute,
+        or all sums: f + b + max(0, f_sums + b_sums - f - b) of what both compute (arXiv 2510.27257).
+        """
+        (sums, wait), (more, longer) = self.sums(first), self.sums(second)
+        one, other = max(0.0, one - wait), max(0.0, other - longer)
+        return max(one + other - self.overlap * min(one, other), sums + more)
 
     def link(self, pipe: int, a: int, b: int) -> float:
         """ms of a transfer from stage `a` to its neighbour `b`, an output or a gradient."""

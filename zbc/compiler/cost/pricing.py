@@ -41,7 +41,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
         parts.append(_build(one, placement, stages, tables[j]))
     found = whole.cut(rows, **shares)
     if job.costs.f is None or job.costs.per == "layer":
-        names = [name for name in ("f", "b", "w", "bw") if name in whole.ms]
+        names = [name for name in BY_SLICE if name in whole.ms]
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
     longest = parts[rows.index(max(rows))]  # its transfers are taken for those of all slices
     found = _with_words(replace(found, links=longest.links, occupies=longest.occupies), jobs, rows, placement)
@@ -203,12 +203,16 @@ def _with_shared_layers(
             tuple(one * sum(first[way] if i == 0 else ends[way] if i == last else 2 for i in part) for part in stages)
             for way in (0, 1)
         )
-    costs = Costs(times, {}, ())
-    f = costs.with_ms(a=forward).each(add, "f", "a")
-    whole = costs.with_ms(a=tuple(ms + (forward[s] if s in again else 0.0) for s, ms in enumerate(backward)))
-    b = whole.each(add, "b", "a")
-    fused = whole.with_ms(both=times["bw"] if "bw" in times else whole.each(add, "b", "w"))
-    return {"f": f, "b": b, "w": times["w"], "bw": fused.each(lambda b, both, a: max(b + a, both), "b", "both", "a")}
+    backward = tuple(ms + (forward[s] if s in again else 0.0) for s, ms in enumerate(backward))
+    costs = Costs(times, {}, ()).with_ms(f_sums=forward, b_sums=backward)
+    waits = costs.each(lambda b, bw, sums: max(0.0, b + sums - bw), "b", "bw", "b_sums")
+    costs = costs.with_ms(bw_waits=waits)
+    return {
+        **costs.ms,
+        "f": costs.each(add, "f", "f_sums"),
+        "b": costs.each(add, "b", "b_sums"),
+        "bw": costs.each(lambda b, bw, sums: max(b + sums, bw), "b", "bw", "b_sums"),
+    }
 
 
 def _with_optimizer(

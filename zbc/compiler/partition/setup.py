@@ -197,7 +197,7 @@ class Setup:
             v=self.v,
             group=group or asked.group,
             early=asked.early,
-            overlap=job.costs.overlap > 0 if asked.overlap is None else asked.overlap,
+            overlap=self._overlaps,
             costs=self.limit.costs,
             memory_limit=units,
             objective=job.objective,
@@ -206,8 +206,19 @@ class Setup:
             **search,
         )
         program = finished(job, self.schedule.make(request), self.costs, self.stages)
-        found = bounds_of(job, self.placement, self.costs)
+        found = bounds_of(job, self.placement, self.costs.hidden() if program.grouped else self.costs)
         return Ordered(self.schedule.name, program, self.stages, self.costs, found, Lowering.of(job), self.recompute)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether pairs of an F and a backward are groups, in schedules that have such pairs."""
+        asked = self.job.schedule.overlap
+        return self.job.costs.overlap > 0 if asked is None else asked
+
+    @property
+    def _groups(self) -> bool:
+        """Whether its orders have groups, which hide sums of tensor-parallel ranks."""
+        return self.schedule.grouped or ("overlap" in self.schedule.options and self._overlaps)
 
     def under(self, units: tuple[float, ...]) -> Setup:
         """The same under another limit."""
@@ -227,7 +238,8 @@ class Setup:
     @property
     def busiest(self) -> float:
         """ms that a microbatch takes of the rank with most to do; with several pipes they share the microbatches."""
-        f, b, w, bw = map(self.costs.column, ("f", "b", "w", "bw"))
+        costs = self.costs.hidden() if self._groups else self.costs
+        f, b, w, bw = map(costs.column, ("f", "b", "w", "bw"))
         backward = tuple(map(add, b, w)) if self.schedule.splits_backward else bw
         loads = [0.0] * self.placement.ranks
         for pipe in self.placement.pipes:
@@ -240,6 +252,7 @@ class Setup:
     def least_step(self) -> float:
         """What no order of this schedule can beat: `bounds` know neither its own limit nor a backward in one op."""
         costs = self.limit.costs if self.schedule.splits_backward else self.limit.costs.joined()
+        costs = costs.hidden() if self._groups else costs
         least = bounds(self.placement, costs, self.job.schedule.microbatches, self.limit.units)
         ahead = self.job.optimizer.sync == "post-validate"
         return with_sums(least, self.placement, costs, ahead=ahead).of(self.job.objective)

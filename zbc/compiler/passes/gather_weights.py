@@ -53,7 +53,7 @@ class GatherWeights:
 
     def _auto(self, program: Program, context: Context, most: int) -> int:
         """The most stages that fit; a group needs what its ops need."""
-        least = 2 if any(op.kind.is_mark for ops in program.ranks for op in ops) and most > 1 else 1
+        least = 2 if program.grouped and most > 1 else 1
         if self.room is None or context.costs.bytes is None:
             return min(2, most)
         for count in range(most, least, -1):

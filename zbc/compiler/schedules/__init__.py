@@ -6,6 +6,7 @@ import difflib
 
 from zbc.compiler.schedules import searched
 from zbc.compiler.schedules.bidirectional import BIDIRECTIONAL
+from zbc.compiler.schedules.braid import braid_v
 from zbc.compiler.schedules.lagged import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
 from zbc.compiler.schedules.looped import breadth_first, gis, interleaved_1f1b
 from zbc.compiler.schedules.replicated import REPLICATED
@@ -176,6 +177,23 @@ _ALL = (
         aliases=("zbv", "ScheduleZBVZeroBubble"),
         needs="closed forms hold from m >= 2p on; any m runs; fitted to the job's costs",
         searched=True,
+    ),
+    ScheduleCard(
+        name="braid-v",
+        whole=True,
+        make=braid_v,
+        placement=_v,
+        placement_name="V",
+        chunks=(2, 2),
+        default_chunks=2,
+        splits_backward=True,
+        summary="pairs of ops as groups that hide the sums of tensor-parallel ranks; twice the memory of 1F1B",
+        source="Synergistic Tensor and Pipeline Parallelism, arXiv 2510.27257",
+        makespan="3m + (p-1)/2",
+        span="3m",
+        memory="2p - 1/2",
+        needs="closed forms hold from m >= 3p on; any m runs; fewer: the best of a few lists at the job's costs",
+        grouped=True,
     ),
     ScheduleCard(
         name="zb-auto",

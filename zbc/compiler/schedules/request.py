@@ -83,6 +83,7 @@ class ScheduleCard:
     ranks_in: int = 1  # so are ranks
     searched: bool = False  # made for the costs and the memory limit of the job
     fitted: bool = False  # made by hand, but packed at the costs of the job where its slots collide
+    grouped: bool = False  # its orders have groups of ops
     budget: float = 0.0  # seconds of search by default; 0 is the fast tier alone
     whole: bool = False  # it has no order of slices of microbatches
 

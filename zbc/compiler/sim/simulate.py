@@ -324,7 +324,7 @@ def _slowly(
                 time = max(time, free[line])
                 free[line] = time + busy[x]
         elif i in marks:  # a group is one item: its ops begin with it, what they make is there when it is over
-            length[i] = costs.pair(*shares[i])
+            length[i] = costs.pair(graph.ops[i + 1], graph.ops[i + 2], *shares[i])
             length[i + 1] = length[i + 2] = 0.0
         elif link is not None and i in link.lane_of:
             time, length[i] = link.copy(i, time, length[i])
