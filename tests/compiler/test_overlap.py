@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from tests.check import operational
+from tests.check.braids import with_sums
 from tests.compiler.test_paper_tables import rows
 from tests.compiler.test_passes import listing as lines
 from tests.jobs import job
@@ -110,15 +112,71 @@ def test_a_group_can_deadlock_where_its_ops_one_after_the_other_would_not():
         assert operational.run(level).state == "stuck"
 
 
-@pytest.mark.parametrize("pair", ["F s0 m1", "F s0 m1, F s0 m2", "F s0 m1, W s0 m0", "F s0 m1, BW s0 m1", ""])
-def test_a_mark_without_an_f_and_a_backward_of_something_else_is_refused(pair):
-    rest = [op for op in ("F s0 m1", "F s0 m2", "BW s0 m1", "BW s0 m2") if op not in pair]
-    first = "F s0 m0, B s0 m0, W s0 m0" if "W s0 m0" not in pair else "F s0 m0, B s0 m0"
-    ops = [first, "OVERLAP", pair, *rest] if pair else [first, *rest, "OVERLAP"]
-    text = "rank 0: " + ", ".join(filter(None, ops))
+WHOLE = "F s0 m0, F s0 m1, B s0 m0, B s0 m1, W s0 m0, W s0 m1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "F s0 m0, OVERLAP, F s0 m1, BW s0 m1, BW s0 m0",
+        "F s0 m0, F s0 m1, OVERLAP, BW s0 m0, BW s0 m1",
+        "F s0 m0, F s0 m1, B s0 m0, OVERLAP, B s0 m1, W s0 m0, W s0 m1",
+        f"{WHOLE}, OVERLAP",
+        "F s0 m0, B s0 m0, W s0 m0, OVERLAP, F s0 m1",
+        "F s0 m0, BW s0 m0, OVERLAP, F s0 m1, OVERLAP, BW s0 m1",
+    ],
+)
+def test_a_mark_without_an_f_and_an_op_that_does_not_need_it_is_refused(text):
     with pytest.raises(ZbcError, match="OVERLAP is not followed by") as caught:
-        check_complete(listing(text))
+        check_complete(listing(f"rank 0: {text}"))
     assert caught.value.code == "E202"
+    assert operational.run(listing(f"rank 0: {text}")).state == "failed"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "OVERLAP, F s0 m0, F s0 m1, B s0 m0, B s0 m1, W s0 m0, W s0 m1",
+        "F s0 m0, B s0 m0, OVERLAP, F s0 m1, W s0 m0, BW s0 m1",
+        "F s0 m0, B s0 m0, OVERLAP, W s0 m0, F s0 m1, BW s0 m1",
+        "F s0 m0, OVERLAP, B s0 m0, F s0 m1, BW s0 m1, W s0 m0",
+    ],
+)
+def test_an_f_may_meet_an_f_or_any_part_of_a_backward(text):
+    check_all(listing(f"rank 0: {text}"))
+    assert operational.run(listing(f"rank 0: {text}")).ok
+
+
+def test_one_forward_cannot_meet_the_one_that_needs_it():
+    text = "rank 0: OVERLAP, F s0 m0, F s1 m0, BW s1 m0, BW s0 m0"
+    with pytest.raises(ZbcError) as caught:
+        check_all(listing(text))
+    assert caught.value.code == "E202"
+    assert operational.run(listing(text)).state == "failed"
+
+
+@pytest.mark.parametrize(
+    ("pair", "a", "length"),
+    [
+        ("F s0 m1, B s0 m0", 0.3, 2 + 1),
+        ("F s0 m1, BW s0 m0", 0.3, 2 + 2.5),
+        ("F s0 m1, W s0 m0", 0.3, 2 + 1.5),
+        ("F s0 m1, F s0 m2", 0.3, 2 + 2),
+        ("F s0 m1, B s0 m0", 2.0, 4.0),
+        ("F s0 m1, BW s0 m0", 2.0, 4.5),
+        ("F s0 m1, W s0 m0", 5.0, 5.0),
+    ],
+)
+def test_each_op_of_a_group_computes_while_sums_of_the_other_are_on_their_way(pair, a, length):
+    rest = [op for op in ("F s0 m2", "B s0 m0", "B s0 m1", "B s0 m2", "W s0 m0", "W s0 m1", "W s0 m2")]
+    first = ["F s0 m0", *(["B s0 m0"] if "W s0 m0" in pair.split(", ") else [])]
+    done = [*first, *pair.split(", "), *(["B s0 m0", "W s0 m0"] if "BW" in pair else [])]
+    program = listing("rank 0: " + ", ".join([*first, "OVERLAP", pair, *(op for op in rest if op not in done)]))
+    check_all(program)
+    costs = with_sums(Costs.uniform(program.placement, 2.0, 1.0, 1.5), a)
+    timeline = simulate(program, costs)
+    mark = next(i for i, op in enumerate(timeline.graph.ops) if op.kind is Kind.OVERLAP)
+    assert timeline.end[mark + 2] - timeline.start[mark + 1] == pytest.approx(length)
 
 
 def test_a_mark_reads_back_and_a_peer_or_stage_on_it_does_not():
@@ -143,9 +201,9 @@ def test_no_group_beats_the_bounds(overlap):
     for name, v in BOTH:
         for p, m in ((2, 5), (4, 8), (6, 13)):
             program = pairs(name, p, m, v)
-            for times in ((1, 1, 1, 0.1), (2, 1, 0.5, 0), (1, 3, 1, 0.5)):
-                costs = replace(Costs.uniform(program.placement, *times), overlap=overlap)
-                least, timeline = bounds(program.placement, costs, m), simulate(program, costs)
+            for times, a in product(((1, 1, 1, 0.1), (2, 1, 0.5, 0), (1, 3, 1, 0.5)), (0, 0.3, 4)):
+                costs = with_sums(replace(Costs.uniform(program.placement, *times), overlap=overlap), a)
+                least, timeline = bounds(program.placement, costs.hidden(), m), simulate(program, costs)
                 assert least.makespan <= timeline.makespan + 1e-9
                 assert least.span <= timeline.span + 1e-9
 

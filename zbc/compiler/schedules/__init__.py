@@ -190,7 +190,7 @@ _ALL = (
         summary="pairs of ops as groups that hide the sums of tensor-parallel ranks; twice the memory of 1F1B",
         source="Synergistic Tensor and Pipeline Parallelism, arXiv 2510.27257",
         makespan="3m + (p-1)/2",
-        span="3m",
+        span="the same",
         memory="2p - 1/2",
         needs="closed forms hold from m >= 3p on; any m runs; fewer: the best of a few lists at the job's costs",
         grouped=True,

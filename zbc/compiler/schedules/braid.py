@@ -17,19 +17,24 @@ B, BW and W of the leg that goes down, F, B, D and W of the one that comes up, f
 
 With f = b = w = 1 and sums of a in each f and b, a step takes 6n + (p-1)(1 + a) + (2p + p mod 2) a, rank 0 waits for
 sums for (2p+1) a, and holds 4p-1 chunks. Fewer microbatches use the order of 3p with the ops of the missing ones left
-out, or one of a list scheduler that makes groups of what is ready; with real op times, too, the better of both.
+out, one of a list scheduler that makes groups of what is ready, or one that was searched without groups: the best at
+the costs of the job. With more, that is the first or the second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.request import Request
+from zbc.compiler.schedules.searched import v_auto
 from zbc.compiler.sim.simulate import simulate
+from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 
 DOWN, UP = 0, 1  # legs of the V
@@ -42,15 +47,16 @@ def braid_v(request: Request) -> Program:
     p, m = request.p, request.m
     placement = Placement.vshape(p)
     costs = request.costs or Costs.uniform(placement)
-    lists = [_formula(rank, p, m) for rank in range(p)]
-    best = _program(placement, m, lists)
+    made = [_program(placement, m, [_formula(rank, p, m) for rank in range(p)])]
     tries = max(2, LARGE // (6 * p * m))
-    found = [made for policy in POLICIES[:tries] if (made := _Lists(placement, m, costs, policy).run()) is not None]
-    if found:
-        other = _program(placement, m, min(found, key=lambda made: made[0])[1])
-        least, ms = (_cost(one, costs, request.objective) for one in (best, other))
-        best = other if ms < least * (1 - 1e-9) else best
-    return best
+    lists = [found for policy in POLICIES[:tries] if (found := _Lists(placement, m, costs, policy).run()) is not None]
+    if lists:
+        made.append(_program(placement, m, min(lists, key=lambda found: found[0])[1]))
+    if m < 3 * p:  # few meet then, and an order without groups can be better
+        with contextlib.suppress(ZbcError):  # E303: its limit counts in units, of which uneven stages may need more
+            made.append(v_auto(replace(request, costs=costs, memory_limit=2 * p - 0.5)))
+    best = min(made, key=lambda program: round(_cost(program, costs, request.objective), 9))
+    return replace(best, history=("braid-v",))
 
 
 def _cost(program: Program, costs: Costs, objective: str) -> float:

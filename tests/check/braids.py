@@ -1,0 +1,87 @@
+"""Random orders with groups: braid-v at random costs, and other schedules with marks wherever two ops may meet."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from tests.lowered import lower
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Program, groups
+
+MARKED = ("1f1b", "zb-h1", "interleaved-1f1b", "gpipe", "zb-v", "chimera", "bitpipe", "eager-1f1b", "zb-h2")
+
+
+def with_sums(costs: Costs, a: float) -> Costs:
+    """The same with sums of `a` ms in every F and B."""
+    each = (a,) * costs.stages
+    waits = costs.each(lambda b, bw: max(0.0, b + a - bw), "b", "bw")
+    bw = costs.each(lambda b, bw: max(b + a, bw), "b", "bw")
+    f, b = (costs.each(lambda ms: ms + a, name) for name in ("f", "b"))
+    return costs.with_ms(f=f, b=b, bw=bw, f_sums=each, b_sums=each, bw_waits=waits)
+
+
+@dataclass(frozen=True)
+class Braid:
+    """A request and its complete program."""
+
+    name: str
+    request: Request
+    program: Program
+
+    def __str__(self) -> str:
+        r = self.request
+        return f"{self.name} p={r.p} m={r.m} v={r.v} dp={self.program.dp}"
+
+
+def draw(seed: int, *, ranks: int, microbatches: int) -> Braid:
+    """Order number `seed`; with random marks ranks may wait for one another for ever."""
+    rng = random.Random(seed)
+    name = "braid-v" if rng.random() < 0.5 else rng.choice(MARKED)
+    card = SCHEDULES[name]
+    p, v = card.ranks_in * rng.randint(1, ranks // card.ranks_in), rng.choice([v for v in (1, 2, 3) if card.allows(v)])
+    times = rng.random() + 0.5, rng.random() + 0.5, rng.random() + 0.1, rng.choice((0.0, 0.1))
+    costs = with_sums(Costs.uniform(card.placement(p, v), *times), rng.choice((0.0, 0.1, 0.3, 1.0)))
+    request = Request(p, rng.randint(1, microbatches), v, costs=None if card.searched else costs)
+    program = card.make(request)
+    if name != "braid-v":
+        program = program.with_ranks([marked(ops, rng, rng.choice((0.1, 0.5))) for ops in program.ranks], by="marked")
+    program = replace(program, dp=rng.choice((1, 1, 1, 2)))
+    try:
+        return Braid(name, request, lower(program))
+    except ZbcError:  # what never finishes has no times to place transfers by
+        return Braid(name, request, program)
+
+
+def marked(ops: tuple[Op, ...], rng: random.Random, share: float) -> list[Op]:
+    """The order with marks before some of the neighbours that may be groups."""
+    found, skip = list[Op](), False
+    for i, op in enumerate(ops):
+        pair = ops[i : i + 2]
+        if skip:
+            skip = False
+        elif len(pair) == 2 and _may_meet(*pair) and rng.random() < share:
+            found.append(Op(Kind.OVERLAP, 0))
+            skip = True
+        found.append(op)
+    return found
+
+
+def _may_meet(one: Op, other: Op) -> bool:
+    return Kind.F in (one.kind, other.kind) and one.mb != other.mb
+
+
+def unmarked(program: Program, rng: random.Random) -> Program:
+    """The program with a mark moved by a few ops, repeated or dropped; itself where it has none."""
+    ranks = [list(ops) for ops in program.ranks]
+    places = [(rank, first) for rank, ops in enumerate(ranks) for first in set(groups(ops).values())]
+    if not places:
+        return program
+    rank, first = rng.choice(sorted(places))
+    ops = ranks[rank]
+    mark = ops.pop(first)
+    if rng.random() < 0.8:
+        ops.insert(max(0, min(len(ops), first + rng.choice((-3, -2, -1, 1, 2, 3)))), mark)
+    return replace(program, ranks=tuple(map(tuple, ranks)))
