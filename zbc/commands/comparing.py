@@ -85,6 +85,8 @@ _GATHERS = (
     Column("gathers", "gathers", lambda _, r: r.gathered.count if r.gathered else None, "count", _GATHERED),
     Column("gathers_exposed_ms", "exposed", lambda _, r: r.gathered.exposed_ms if r.gathered else None, "ms", _EXPOSED),
 )
+_HIDDEN = "of the sums inside ops of tensor-parallel ranks, the share that no rank waits for"
+_SUMS = Column("sums_hidden", "hidden", lambda _, r: r.tp_sums.hidden if r.tp_sums else None, "rate", _HIDDEN)
 # In the order in which they are printed.
 COLUMNS = (
     Column("makespan_ms", "makespan", lambda _, r: r.makespan_ms, "ms", "ms of a step, first to last"),
@@ -106,6 +108,7 @@ COLUMNS = (
     Column("exchanged_units", "if even", _even, "units", _EVEN),
     _MOVED,
     *_GATHERS,
+    _SUMS,
     Column("pareto", "front", lambda row, _: row.front, "mark", "* nothing is both faster and smaller"),
 )
 
@@ -245,6 +248,8 @@ def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
         hidden.add("moved")
     if all(row.report is None or row.report.gathered is None for row in rows):
         hidden |= {column.key for column in _GATHERS}
+    if all(row.report is None or row.report.tp_sums is None for row in rows):
+        hidden.add(_SUMS.key)
     return [*([_SEQUENCE] if varied else []), *(one for one in COLUMNS if one.key not in hidden)]
 
 

@@ -58,6 +58,10 @@ def of_plan(
         yield labelled("order", *_order(compiled))
     if compiled.timeline.sums:
         yield labelled("reduce", *_sums(compiled))
+    if report.tp_sums is not None:
+        found = report.tp_sums
+        hidden = f"{percent(found.hidden)} of it hidden behind other work"
+        yield labelled("sums", f"inside of ops: {short(found.ms)} ms on a rank (mean), {hidden}")
     if report.flushless is None:  # what binds a step says nothing of a cycle of them
         yield from _why(compiled, verbose=verbose)
     yield labelled("costs", *_costs(compiled))

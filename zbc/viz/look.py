@@ -23,6 +23,7 @@ RESERVED = {"recompute": "R"}
 UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), (250, 252))  # kinds that came later than this table
 IDLE = "#ffffff"
 MEETING = "#b3261e"
+HIDDEN = "#8b97a5"  # sums of tensor-parallel ranks; those that are waited for are as red as a meeting
 
 
 def look(kind: Kind) -> Look:

@@ -22,7 +22,7 @@ from zbc.viz.strip import Drawn, DrawnOp
 
 _NS = 1_000_000  # in a millisecond
 _APART = 1000  # process ids of one plan and the next
-_COMPUTE, _RUNTIME, _SENDS = 1, 3, 10  # track ids; every neighbour has _LANES of its own from _SENDS on
+_COMPUTE, _RUNTIME, _SHARED, _SENDS = 1, 3, 6, 10  # track ids; every neighbour has _LANES of its own from _SENDS on
 _TRACKS = {  # of the other lanes, with their names
     Lane.COLLECTIVE: (2, "collectives"),
     Lane.OUT: (4, "copies to the host"),
@@ -53,6 +53,7 @@ def _plan(one: Drawn, base: int, ranks: Sequence[int] | None, prefix: str) -> It
             rank_of[piece.id], pieces[piece.id] = rank, piece
             yield _slice(pid, _COMPUTE, str(piece.op), _called(piece.op.kind), piece.start, piece.end, _about(piece.op))
         yield from _events(one, rank, pid)
+        yield from _sums(one, rank, pid)
         yield from _runtime(one, rank, pid)
         yield from _counters(one, rank, pid)
     yield from _transfers(one, base, pieces, rank_of)
@@ -73,6 +74,16 @@ def _events(one: Drawn, rank: int, pid: int) -> Iterator[str]:
             yield _named("thread_name", pid, track, name)
         for piece in mine:
             yield _slice(pid, track, str(piece.op), _called(piece.op.kind), piece.start, piece.end, "{}")
+
+
+def _sums(one: Drawn, rank: int, pid: int) -> Iterator[str]:
+    """Sums of tensor-parallel ranks, beside the ops that hide them."""
+    if not one.braided:
+        return
+    yield _named("thread_name", pid, _SHARED, "sums of ranks that share layers")
+    for piece in one.strip.shared(rank, one.costs):
+        name = f"sums of {piece.op}"
+        yield _slice(pid, _SHARED, name, "hidden" if piece.hidden else "waited for", piece.start, piece.end, "{}")
 
 
 def _called(kind: Kind) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import curve
 from zbc.compiler.recorded.timeline import Recording
+from zbc.compiler.sim.shared import Shared, shared
 from zbc.compiler.sim.simulate import Timeline, run
 from zbc.compiler.steps import consecutive, in_a_row
 from zbc.ir import COPY, Kind, Op, Program
@@ -93,6 +94,12 @@ class Strip:
         """Whether any rank copies anything to its host that takes time."""
         return any(True for rank in range(self.ranks) for _ in self.copies(rank))
 
+    def shared(self, rank: int, costs: Costs) -> Iterator[Shared]:
+        """The sums of tensor-parallel ranks inside the ops of a rank, in order."""
+        for timeline in self.steps:
+            for one in shared(timeline, costs, rank):
+                yield one._replace(start=one.start - self.begin, end=one.end - self.begin)
+
     @property
     def collectives(self) -> set[Kind]:
         """The kinds of collectives that take time, but those in the middle of a step: see `meetings`."""
@@ -132,6 +139,11 @@ class Drawn:
     costs: Costs
     recorded: Recording | None = None
     groups: str = ""  # whose layers the stages of a graph have
+
+    @property
+    def braided(self) -> bool:
+        """Whether ops meet in groups to hide sums, which are drawn below them then."""
+        return self.program.grouped and self.recorded is None and "f_sums" in self.costs.ms
 
     @property
     def title(self) -> str:

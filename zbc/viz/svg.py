@@ -16,7 +16,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Op
 from zbc.text import short, wrap
 from zbc.viz.cells import Window, by_time
-from zbc.viz.look import IDLE, MEETING, entries, label, look, odd_stages
+from zbc.viz.look import HIDDEN, IDLE, MEETING, entries, label, look, odd_stages
 from zbc.viz.scale import ticks
 from zbc.viz.strip import Drawn, longest, signs
 from zbc.viz.words import verdict
@@ -109,6 +109,9 @@ def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> t
             y += row
             lines += _copies(one, rank, window, plot, y, row / 2)
             y -= row / 2
+        if one.braided:
+            lines += _shared(one, rank, window, plot, y + row, row / 4)
+            y += row / 4
         y += row + (3 if row > 12 else 1.5)
     lines += _meetings(one, window, plot, top, y)
     lines += _axis(window, plot, y)
@@ -173,6 +176,19 @@ def _copies(one: Drawn, rank: int, window: Window, plot: float, y: float, height
             if height >= 8 and measured(text, height - 2) <= width - 1:
                 at = f'x="{_px(x + width / 2)}" y="{_px(y + height - 2)}"'
                 yield f'<text font-size="{_px(height - 2)}" {at} class="m">{text}</text>'
+
+
+def _shared(one: Drawn, rank: int, window: Window, plot: float, y: float, height: float) -> Iterator[str]:
+    """A thin lane below the ops that hide them: sums of tensor-parallel ranks, and in red those that a rank waits for."""
+    x0, scale = MARGIN + LEFT, plot / (window[1] - window[0])
+    for piece in one.strip.shared(rank, one.costs):
+        start, end = max(window[0], piece.start), min(window[1], piece.end)
+        if (end - start) * scale >= 0.1:
+            area = f'x="{_px(x0 + (start - window[0]) * scale)}" width="{_px((end - start) * scale)}"'
+            what = "hidden" if piece.hidden else "waited for"
+            tip = f"sums of {piece.op}, {what}: {short(piece.start)} to {short(piece.end)} ms"
+            rect = f'<rect {area} y="{_px(y)}" height="{_px(height)}" fill="{HIDDEN if piece.hidden else MEETING}"'
+            yield f"{rect}><title>{escape(tip)}</title></rect>" if one.program.size <= _FINE else f"{rect}/>"
 
 
 def _blocks(one: Drawn, rank: int, window: Window, plot: float) -> Iterator[_Block]:
@@ -275,6 +291,9 @@ def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
         yield "#fff", "bar", "second stage of a rank" if most == 2 else "every second stage of a rank"
     if two:
         yield "#fff", "hatch", other
+    if any(one.braided for one in drawn):
+        yield HIDDEN, "", "sums of ranks that share layers"
+        yield MEETING, "", "sums that their rank waits for"
     if any(True for one in drawn for _ in one.strip.meetings()):
         yield "#fff", "line", "all ranks have met for a microbatch's words"
 

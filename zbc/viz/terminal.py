@@ -84,6 +84,8 @@ def _panel(
         lines.append(Text.assemble(f"{rank:>{label}} |", row, f"|{tail}".rstrip() if tail.strip() else "|"))
         if strip.copying:
             lines.append(Text.assemble(f"{'':>{label}} |", _copies(strip, rank, grid), "|"))
+        if one.braided:
+            lines.append(Text.assemble(f"{'':>{label}} |", _shared(one, rank, grid), "|"))
     return [*lines, Text(f"{'ms':>{label}} {_ticks(grid, room + 1)}".rstrip())], grid
 
 
@@ -139,6 +141,17 @@ def _copies(strip: Strip, rank: int, grid: CellGrid) -> Text:
         for cell in range(max(0, first), min(grid.columns, max(stop, first + 1))):
             cells[cell] = Text(letter(piece.op), _style(piece.op))
     return Text.assemble(*cells)
+
+
+def _shared(one: Drawn, rank: int, grid: CellGrid) -> str:
+    """Sums of tensor-parallel ranks, below the ops that hide them; where any of a cell is waited for, that is said."""
+    cells = [" "] * grid.columns
+    begin, step = grid.edges[0], (grid.edges[-1] - grid.edges[0]) / grid.columns
+    for piece in one.strip.shared(rank, one.costs):
+        first, stop = round((piece.start - begin) / step), round((piece.end - begin) / step)
+        for cell in range(max(0, first), min(grid.columns, stop)):
+            cells[cell] = "-" if piece.hidden and cells[cell] != "!" else "!"
+    return "".join(cells)
 
 
 def _style(op: Op) -> str:
@@ -227,6 +240,8 @@ def _legend(drawn: Sequence[Drawn], view: View) -> list[str]:
     words.append(". idle")
     if found.chunks > 1:
         words.append("lower case: the rank's second stage" if found.chunks == 2 else "lower case: every second stage")
+    if view.by == "time" and any(one.braided for one in drawn):
+        words += ["- sums of ranks that share layers", "! sums that their rank waits for"]
     if view.by == "time" and _has_memory(view):
         words.append("right: activation units held, and their peak")
     return wrap(words, view.width)

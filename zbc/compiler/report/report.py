@@ -16,6 +16,7 @@ from zbc.compiler.memory.per_rank import RankMemory
 from zbc.compiler.search.engine import engine_name
 from zbc.compiler.sim.bounds import Bounds
 from zbc.compiler.sim.copies import Copying, copied
+from zbc.compiler.sim.shared import sums_of
 from zbc.compiler.sim.simulate import Timeline, run, steady_state
 from zbc.ir import Kind, Op, Program
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
@@ -141,6 +142,15 @@ class GatherReport:
 
 
 @dataclass(frozen=True, slots=True)
+class SumsReport:
+    """Sums of tensor-parallel ranks inside the ops of a step."""
+
+    ms: float  # on a rank, mean of the ranks
+    exposed_ms: float  # of these, what ranks wait for
+    hidden: float  # the share that none waits for
+
+
+@dataclass(frozen=True, slots=True)
 class StepsReport:
     """What steps without a flush gain, and what they change."""
 
@@ -196,6 +206,7 @@ class Report:
     freezing: FreezeReport | None = None  # where weight gradients are left out
     gathered: GatherReport | None = None  # where steps gather weights
     flushless: StepsReport | None = None  # where steps follow one another without a flush
+    tp_sums: SumsReport | None = None  # where ops have sums of tensor-parallel ranks inside
 
     def as_json(self) -> dict[str, Any]:
         data = self._data()
@@ -360,6 +371,7 @@ def build(
         host=host.predicted(program, costs),
         copied=_copies(program, costs, timeline),
         gathered=_gathers(costs, timeline),
+        tp_sums=_inside(costs, timeline),
     )
 
 
@@ -372,8 +384,8 @@ def _slice(costs: Costs, j: int, begin: int, end: int) -> SliceReport:
 
 def _without_copies(data: dict[str, Any]) -> None:
     """Say nothing of the host where nothing is copied there, of freezing where nothing is frozen, of gathers where
-    there are none, and of steps without a flush where they have one."""
-    for key in ("host", "copied", "freezing", "gathered", "flushless"):
+    there are none, of steps without a flush where they have one, and of sums inside of ops where there are none."""
+    for key in ("host", "copied", "freezing", "gathered", "flushless", "tp_sums"):
         if not data[key]:
             del data[key]
 
@@ -386,6 +398,11 @@ def _gathers(costs: Costs, timeline: Timeline) -> GatherReport | None:
     mine = [[one.end - one.start for one in gathers if rank in one.ranks] for rank in range(timeline.ranks)]
     without = run(timeline.graph, costs.with_ms(gather=(0.0,) * costs.stages)).makespan
     return GatherReport(max(map(len, mine)), max(map(sum, mine)), max(0.0, timeline.makespan - without))
+
+
+def _inside(costs: Costs, timeline: Timeline) -> SumsReport | None:
+    found = sums_of(timeline, costs)
+    return None if found is None else SumsReport(*found, found.hidden)
 
 
 def _copies(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | None:

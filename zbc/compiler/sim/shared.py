@@ -1,0 +1,84 @@
+"""The sums of tensor-parallel ranks inside ops: when they are on their way, and which of them a rank waits for.
+
+They are no ops of a plan. An F or a B on its own waits for its sums; those of a BW are on their way while its own W
+runs; in a group each op runs while sums of the other are on their way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.sim.simulate import Timeline
+from zbc.ir import Op
+
+
+class Shared(NamedTuple):
+    """Sums of one op, as one piece; ms in the time of the timeline."""
+
+    op: Op
+    start: float
+    end: float
+    hidden: bool  # behind what its rank computes meanwhile
+
+
+class Sums(NamedTuple):
+    """ms of all of them on a rank in a step, the mean of the ranks, and of these the ms that it waits."""
+
+    ms: float
+    exposed_ms: float
+
+    @property
+    def hidden(self) -> float:
+        """The share that no rank waits for."""
+        return 1 - self.exposed_ms / self.ms
+
+
+def sums_of(timeline: Timeline, costs: Costs) -> Sums | None:
+    """None where there are none."""
+    whole = exposed = 0.0
+    for rank in range(timeline.ranks):
+        for piece in shared(timeline, costs, rank):
+            ms = piece.end - piece.start
+            whole, exposed = whole + ms, exposed + (0.0 if piece.hidden else ms)
+    return Sums(whole / timeline.ranks, exposed / timeline.ranks) if whole > 0 else None
+
+
+def shared(timeline: Timeline, costs: Costs, rank: int) -> Iterator[Shared]:
+    """The sums inside the ops of a rank, in order."""
+    graph = timeline.graph
+    skip = 0
+    for i in graph.mine(rank):
+        if skip:
+            skip -= 1
+        elif graph.ops[i].kind.is_mark:
+            yield from _of_group(timeline, costs, i)
+            skip = 2
+        else:
+            op, end = graph.ops[i], timeline.end[i]
+            sums, wait = costs.sums(op)
+            if sums > wait:
+                yield Shared(op, end - sums, end - wait, hidden=True)
+            if wait > 0:
+                yield Shared(op, end - wait, end, hidden=False)
+
+
+def _of_group(timeline: Timeline, costs: Costs, mark: int) -> Iterator[Shared]:
+    """Those of each op under the other one; at the end those that take longer than both compute."""
+    one, other = timeline.graph.ops[mark + 1], timeline.graph.ops[mark + 2]
+    begin, middle, end = timeline.start[mark + 1], timeline.end[mark + 1], timeline.end[mark + 2]
+    first, second = costs.sums(one)[0], costs.sums(other)[0]
+    if first + second <= 0:
+        return
+    alone = [costs.duration(op) - costs.sums(op)[1] for op in (one, other)]
+    exposed = max(0.0, first + second - sum(alone))
+    scale = 1 - exposed / (first + second)
+    first, second = first * scale, second * scale
+    if second > 0:
+        yield Shared(other, begin, begin + second, hidden=True)
+    if first > 0:
+        start = min(max(middle, begin + second), end - exposed - first)
+        yield Shared(one, start, start + first, hidden=True)
+    if exposed > 0:
+        yield Shared(one, end - exposed, end, hidden=False)
