@@ -62,6 +62,7 @@ def main() -> None:
     sequence()
     memory()
     vocabulary()
+    braid()
     gpu()
 
 
@@ -184,8 +185,9 @@ def schedules() -> None:
 
 
 def example(card: ScheduleCard) -> Drawn:
-    """The schedule on four ranks with eight microbatches, at F = B = W = 1 per rank."""
-    shown = Lowering().lower(Context.of(card.make(Request(*CARD, card.default_chunks))))
+    """The schedule on four ranks with eight microbatches, at F = B = W = 1 per rank; twelve where groups need them."""
+    p, m = CARD
+    shown = Lowering().lower(Context.of(card.make(Request(p, 3 * p if card.grouped else m, card.default_chunks))))
     return Drawn(card.name, shown.program, once(shown.timeline), shown.costs)
 
 
@@ -221,6 +223,18 @@ def vocabulary() -> None:
     write(PICTURES / "vocabulary.svg", svg.draw([drawn], svg.SvgView(width=WIDTH)))
 
 
+def braid() -> None:
+    """The picture of docs/tensor_parallel.md: one step whose groups hide the sums of ranks that share layers."""
+    card, p, m, sums = SCHEDULES["braid-v"], 4, 12, 0.15
+    plain = Costs.uniform(card.placement(p, 2))
+    each = (sums,) * plain.stages
+    f, b = (plain.each(lambda ms: ms + sums, name) for name in ("f", "b"))
+    costs = plain.with_ms(f=f, b=b, bw=plain.each(lambda b, w: b + max(w, sums), "b", "w"), f_sums=each, b_sums=each)
+    shown = Lowering().lower(Context(card.make(Request(p, m, 2, costs=costs)), costs))
+    drawn = Drawn("braid-v", shown.program, once(shown.timeline), costs)
+    write(PICTURES / "braid.svg", svg.draw([drawn], svg.SvgView(width=WIDTH)))
+
+
 def survival_table() -> str:
     """Which schedules survive what a GPU may do to a rank, on the ranks and microbatches of the pictures."""
     heads = ("schedule", "a rank waits for its whole GPU", "all streams share one queue")
@@ -249,10 +263,11 @@ def page(card: ScheduleCard, one: Drawn) -> str:
     ]
     rows = "\n".join(f"| {name} | {value} |" for name, value in numbers)
     found = "made by search for these costs" if card.searched else "by formula"
+    many = {8: "eight", 12: "twelve"}[one.program.microbatches]
     return (
         f"# {card.name}\n\n{card.summary[0].upper()}{card.summary[1:]}.\n\n"
-        f"![{card.name} on four ranks with eight microbatches](pictures/{card.name}.svg)\n\n"
-        f"On four ranks with eight microbatches, one rank's F, B and W of a microbatch taking 1 each, {found}:\n\n"
+        f"![{card.name} on four ranks with {many} microbatches](pictures/{card.name}.svg)\n\n"
+        f"On four ranks with {many} microbatches, one rank's F, B and W of a microbatch taking 1 each, {found}:\n\n"
         f"| | |\n| --- | --- |\n{rows}\n\n"
         f"`zbc schedules {card.name}` shows this card:\n\n```\n{card_text(card, width=88)}\n```\n\n"
         "[All schedules](README.md); [how to read the bubble rates](../reading.md).\n"

@@ -9,8 +9,11 @@ from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Program
 
 WAVES = ["chimera", "bitpipe", "dualpipe", "dualpipe-v", "hanayo", "chimera-zb", "bitpipe-zb"]  # see test_waves.py
+BRAIDS = ["braid-v"]  # see test_braid.py
 FIXED = [  # by formula
-    name for name, schedule in SCHEDULES.items() if (not schedule.searched or name == "zb-v") and name not in WAVES
+    name
+    for name, schedule in SCHEDULES.items()
+    if (not schedule.searched or name == "zb-v") and name not in (*WAVES, *BRAIDS)
 ]
 RANKS = range(1, 9)
 MICROBATCHES = range(1, 25)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.compiler.grid import FIXED, WAVES, make
+from tests.compiler.grid import BRAIDS, FIXED, WAVES, make
 from tests.lowered import lower
 from tests.tiers import few
 from zbc.compiler.cost.cost import Costs
@@ -14,7 +14,7 @@ from zbc.compiler.sim.simulate import simulate
 from zbc.viz.strip import Drawn, once
 from zbc.viz.terminal import View, draw
 
-every = pytest.mark.parametrize("name", [*FIXED, *WAVES])
+every = pytest.mark.parametrize("name", [*FIXED, *WAVES, *BRAIDS])
 PAPER = (18.522, 18.086, 9.337, 0.601)  # ms of F, B, W and a transfer; arXiv 2401.10241, 1.5B
 
 

@@ -265,7 +265,14 @@ def _implied(kind: Kind) -> bool:
 
 
 def _row(ops: Sequence[Op]) -> Iterator[str]:
-    """The cells of a rank; the two ops after an OVERLAP share one."""
+    """The cells of a rank; the two ops after an OVERLAP share one, if torch has such pairs."""
     rest = iter(ops)
     for op in rest:
-        yield f"({action(next(rest))};{action(next(rest))})OVERLAP_F_B" if op.kind.is_mark else action(op)
+        yield from paired(next(rest), next(rest)) if op.kind.is_mark else [action(op)]
+
+
+def paired(one: Op, other: Op) -> list[str]:
+    """The cells of a group: torch's pairs are an F and a backward; all else runs one after the other there."""
+    cells = [action(one), action(other)]
+    families = {one.kind.row.family, other.kind.row.family}
+    return [f"({';'.join(cells)})OVERLAP_F_B"] if families == {"forward", "input"} else cells

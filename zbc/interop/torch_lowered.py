@@ -46,7 +46,7 @@ def _row(ops: tuple[Op, ...], *, waits: bool) -> Iterator[str]:
     sent: dict[tuple[Kind, int, int], str] = {}  # what nobody has waited for
     for step, op in enumerate(ops):
         if op.kind.is_mark:
-            yield f"({torch_csv.action(ops[step + 1])};{torch_csv.action(ops[step + 2])})OVERLAP_F_B"
+            yield from torch_csv.paired(ops[step + 1], ops[step + 2])
         elif op.kind.is_transfer:
             yield f"{op.stage}{op.kind.value}{op.mb}"
             if waits and op.kind.is_send:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from operator import add, mul
 
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, vocabulary
-from zbc.compiler.cost.cost import Column, Costs, Links, PerStage, Size, links_of
+from zbc.compiler.cost.cost import BY_SLICE, Column, Costs, Links, PerStage, Size, links_of
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Kernel, Machine
