@@ -22,6 +22,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime import tensor_parallel
 from zbc.runtime.hub import Hub, HubTransport
 from zbc.runtime.tensor_parallel import Cut, Group
+from zbc.runtime.turns import Meter
 from zbc.runtime.words import IGNORED
 from zbc.training.models import model as models
 from zbc.training.models import sharding
@@ -231,7 +232,7 @@ def test_float64_is_exact_to_its_own_rounding():
     hub, found = Hub(2, tp=2), {}
 
     def rank(number):
-        group = Group((0, 1), number, HubTransport(hub, number))
+        group = Group((0, 1), number, HubTransport(hub, number), Meter())
         cuts, y, layers = {}, tokens, []
         for plan in plans:
             layer = plan.build(3)
@@ -356,7 +357,7 @@ def test_a_layer_of_a_user_says_how_it_is_shared():
 
 
 def test_layers_that_cannot_be_shared_are_refused():
-    group = Group((0, 1), 0, HubTransport(Hub(2, tp=2), 0))
+    group = Group((0, 1), 0, HubTransport(Hub(2, tp=2), 0), Meter())
     with pytest.raises(ZbcError, match=r"layers\.0 \(Linear\) cannot be shared by 2") as caught:
         sharding.shard("layers.0", torch.nn.Linear(2, 2), group, joined=False)
     assert caught.value.code == "E119" and "shard(group)" in caught.value.hint

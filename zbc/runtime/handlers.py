@@ -267,9 +267,10 @@ def backward_weight(worker: Worker, op: Op) -> None:
     slot = take(worker.slots, worker.routes[op].key, "W {}: its B has not run")
     if worker.gathering and worker.plan.manifest.with_w:
         worker.finish_gather(op.stage)
-    began = worker.clock.start()
+    clock = worker.clock
+    began = clock.start()
     slot.run()
-    worker.clock.stop(began)
+    clock.stop(began)
 
 
 # ---- transfers -----------------------------------------------------------------------------------------------
@@ -430,7 +431,8 @@ def in_rows(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], Non
 
 
 def overlap(worker: Worker, op: Op) -> None:
-    """OVERLAP: the two ops after it run one after the other, since a rank has one stream of compute."""
+    """OVERLAP: the two ops after it run one after the other, since a rank has one stream of compute; in turn where ranks
+    share layers, see braided.py."""
 
 
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {

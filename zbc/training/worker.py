@@ -21,6 +21,7 @@ from zbc.plan.directory import FROZEN, Manifest, RankPlan, Unequal, meeting
 from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
 from zbc.runtime import tensor_parallel
+from zbc.runtime.braided import braided
 from zbc.runtime.bucket import Bucket, GradientSum, absent
 from zbc.runtime.cycle import Cycle, stage_step
 from zbc.runtime.freezing import Turns, refuse_frozen, turns_of
@@ -35,6 +36,7 @@ from zbc.runtime.state import PhaseRun, Worker
 from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.transport import Transport
+from zbc.runtime.turns import Meter
 from zbc.runtime.validate import VectorLayout
 from zbc.runtime.versions import OneVersion, TwoVersions
 from zbc.runtime.vocabulary import Embedding, Output
@@ -305,7 +307,7 @@ def _phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> Phase
     script = [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops]
     if unequal is not None:
         script = [(in_rows(one) if op.kind in _RUNS_LAYERS else one, op, text) for one, op, text in script]
-    return PhaseRun(plan, layout, script)
+    return PhaseRun(plan, layout, braided(script) if run.tp > 1 else script)
 
 
 def layer_plans(settings: Settings) -> list[model.LayerPlan]:
@@ -376,7 +378,7 @@ def _group(manifest: Manifest, transport: Transport) -> Group | None:
     """The ranks that share the layers of this one."""
     run, rank = manifest.topology, transport.rank
     sequence = _shares_sequence(manifest)
-    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport, sequence)
+    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport, Meter(), sequence)
 
 
 def _shares_sequence(manifest: Manifest) -> bool:
