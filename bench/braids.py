@@ -80,9 +80,9 @@ def bars(record: Record) -> int:
         timeline = simulate(made, costs)
         chunks = max(rank.units for rank in peaks(made, costs)) * 2
         missed += timeline.makespan > bar + 1e-9 or chunks > 4 * p - 1
-        most = max(exposed(made, costs))
+        most, other = max(exposed(made, costs)), simulate(plain, costs).makespan
         record(
-            f"p={p} m={m:2d}  step {timeline.makespan:6.1f}  bar {bar:6.1f}  zb-v {simulate(plain, costs).makespan:6.1f}"
+            f"p={p} m={m:2d}  step {timeline.makespan:6.1f}  bar {bar:6.1f}  zb-v {other:6.1f}"
             f"  exposed at most {most:4.1f}, {(2 * p + 1) * SUMS:.1f} by formula  {chunks:.0f} chunks of {4 * p - 1}"
         )
     return missed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_sums_are_under_the_other_op_and_add_up():
     assert found.exposed_ms == pytest.approx(sum(exposed(program, costs)) / 3)
     for rank in range(3):
         pieces = list(shared(timeline, costs, rank))
-        assert all(a.end <= b.start + 1e-9 for a, b in zip(pieces, pieces[1:]))
+        assert all(a.end <= b.start + 1e-9 for a, b in pairwise(pieces))
         runs = {op: (start, end) for one, op, start, end in timeline if one == rank}
         beside = [piece for piece in pieces if piece.hidden and piece.op.kind is Kind.F]
         assert beside, "an F alone has none that is hidden"

@@ -20,19 +20,19 @@ def braided(script: Script) -> Script:
     for at, (_, mark, _) in enumerate(script):
         if mark.kind is Kind.OVERLAP:
             (one, first, name), (other, second, other_name) = script[at + 1], script[at + 2]
-            found[at + 1] = partial(_first, one, partial(other, op=second), second), first, f"{name} with {other_name}"
+            found[at + 1] = partial(_first, one, other, second), first, f"{name} with {other_name}"
             found[at + 2] = partial(_second, other), second, other_name
     return found
 
 
-def _first(run: Handler, rest: Callable[[Worker], None], second: Op, worker: Worker, op: Op) -> None:
+def _first(run: Handler, rest: Handler, second: Op, worker: Worker, op: Op) -> None:
     if not _in_turn(worker, op, second):
         run(worker, op)
         return
     if worker.side is None:
         worker.side = Side(worker.device)
     clock = worker.clock
-    worker.pair = pair = Pair(partial(rest, worker))
+    worker.pair = pair = Pair(partial(rest, worker, second))
     worker.clock = together = _Together(clock, pair, gives=op.kind is Kind.W)
     worker.side.take(pair)
     try:

@@ -431,8 +431,8 @@ def in_rows(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], Non
 
 
 def overlap(worker: Worker, op: Op) -> None:
-    """OVERLAP: the two ops after it run one after the other, since a rank has one stream of compute; in turn where ranks
-    share layers, see braided.py."""
+    """OVERLAP: the two ops after it run one after the other, since a rank has one stream of compute; where ranks share
+    layers they do so in turn, see braided.py."""
 
 
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {

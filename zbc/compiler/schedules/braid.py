@@ -1,8 +1,8 @@
 """braid-v: an order of groups, in which each op computes while the sums of the other are on their way.
 
 Under tensor parallelism F and B of a layer wait for sums of ranks that share it; two ops of different microbatches that
-run unit by unit in turn need not (arXiv 2510.27257). On a V, for rank r of p and n >= 3p microbatches (f, b, d, w are F,
-B, BW and W of the leg that goes down, F, B, D and W of the one that comes up, f+D a group; q = p-1-r):
+run unit by unit in turn need not (arXiv 2510.27257). On a V, for rank r of p and n >= 3p microbatches (f, b, d, w are
+F, B, BW and W of the leg that goes down, F, B, D and W of the one that comes up, f+D a group; q = p-1-r):
 
     phase   ops                                           times
     1       f                                             2q
