@@ -179,7 +179,7 @@ def _copies(one: Drawn, rank: int, window: Window, plot: float, y: float, height
 
 
 def _shared(one: Drawn, rank: int, window: Window, plot: float, y: float, height: float) -> Iterator[str]:
-    """A thin lane below the ops that hide them: sums of ranks that share layers; red are those that a rank waits for."""
+    """A thin lane below the ops that hide them: sums of ranks that share layers; red where a rank waits for them."""
     x0, scale = MARGIN + LEFT, plot / (window[1] - window[0])
     for piece in one.strip.shared(rank, one.costs):
         start, end = max(window[0], piece.start), min(window[1], piece.end)
