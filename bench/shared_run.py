@@ -30,6 +30,7 @@ from record import Record
 from sleeping import Sleeper, calibrate, sleep_until
 
 import zbc
+from zbc.compiler.schedules import SCHEDULES
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.runtime.network import Network, bind_loopback
@@ -42,13 +43,13 @@ KINDS = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "gpipe")
 
 
 class Slow:
-    """A transport on which a sum takes `A` ms at least."""
+    """A transport on which a sum takes so many ms at least."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner, self.rank = inner, inner.rank
+    def __init__(self, inner: Any, ms: float) -> None:
+        self._inner, self._ms, self.rank = inner, ms, inner.rank
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Held:
-        return Held(self._inner.start_sum(tensor, ranks), time.perf_counter() + A / 1e3)
+        return Held(self._inner.start_sum(tensor, ranks), time.perf_counter() + self._ms / 1e3)
 
 
 class Held:
@@ -66,16 +67,16 @@ class Held:
 
 
 class Shared(nn.Module):
-    """A layer of which each rank of a group has a part."""
+    """A layer of which each rank of a group has a part: ms of F, B, W and of a sum."""
 
-    def __init__(self) -> None:
+    def __init__(self, f: float, b: float, w: float, a: float) -> None:
         super().__init__()
-        self.part = Sleeper(F, B, W, 1)
+        self.part = Sleeper(f, b, w, 1)
         self.enter = self.leave = lambda x: x
-        self.size = 1
+        self.size, self.ms = 1, a
 
     def shard(self, group: Group) -> dict[str, int]:
-        slow = group._replace(transport=Slow(group.transport))  # type: ignore[arg-type]
+        slow = group._replace(transport=Slow(group.transport, self.ms))  # type: ignore[arg-type]
         self.enter, self.leave, self.size = slow.enter, slow.leave, group.size
         return {}
 
@@ -83,11 +84,12 @@ class Shared(nn.Module):
         return self.leave(self.part(self.enter(x))) / self.size
 
 
-def layers(count: int) -> list[nn.Module]:
-    return [Shared() for _ in range(count)]
+def layers(count: int, f: float, b: float, w: float, a: float) -> list[nn.Module]:
+    return [Shared(f, b, w, a) for _ in range(count)]
 
 
-def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any) -> None:
+def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any, *, turns: bool = True) -> None:
+    """The ms of the steps; `turns`: whether the ops of a group take turns."""
     torch.set_num_threads(1)
     bind_loopback()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -95,6 +97,7 @@ def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any) -
     cpu, seat = torch.device("cpu"), plan.manifest.topology.of(rank).pp
     network = Network(plan.manifest, cpu, timedelta(seconds=60))
     worker = build_worker(RankPlan(seat, plan.program.ranks[seat], plan.manifest), network, cpu)
+    worker.braids = turns
     calibrate()
     found = []
     for step in range(steps + WARM_UP):
@@ -108,27 +111,39 @@ def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any) -
         sender.send(found[WARM_UP:])
 
 
-def plan_of(kind: str, folder: Path) -> tuple[StoredPlan, float]:
-    """A plan of that schedule with these times, and its predicted step."""
+def plan_of(
+    kind: str,
+    folder: Path,
+    *,
+    m: int = MICROBATCHES,
+    count: int = LAYERS,
+    times: tuple[float, float, float, float] = (F, B, W, A),
+    more: str = "",
+) -> tuple[StoredPlan, zbc.Plan]:
+    """A plan of that schedule with layers of these ms of F, B, W and a sum."""
+    f, b, w, a = times
     text = f"""
 [model]
 family = "shared_run:layers"
-layers = {LAYERS}
+layers = {count}
 loss = "mse"
-args = {{count = {LAYERS}}}
+args = {{count = {count}, f = {f}, b = {b}, w = {w}, a = {a}}}
 [parallel]
 pp = 2
 tp = 2
 [schedule]
 kind = "{kind}"
-microbatches = {MICROBATCHES}
+microbatches = {m}
 microbatch_size = 1
+{more}
 [costs]
 per = "layer"
-f = {F}
-b = {B}
-w = {W}
+f = {f}
+b = {b}
+w = {w}
 comm = 0.0
+[partition]
+mode = "uniform"
 [optimizer]
 kind = "sgd"
 lr = 0.0
@@ -137,10 +152,10 @@ kind = "sleeping:Points"
 """
     path = folder / "zbc.toml"
     path.write_text(text)
-    chunks = 2 if kind in ("zb-v", "interleaved-1f1b") else 1
-    made = zbc.plan(zbc.load(path, [f"costs.tp={A * LAYERS / 2 / chunks}"]))
+    chunks = SCHEDULES[kind].default_chunks
+    made = zbc.plan(zbc.load(path, [f"costs.tp={a * count / 2 / chunks}"]))
     made.write(folder / kind)
-    return StoredPlan.read(folder / kind), made.simulate().makespan
+    return StoredPlan.read(folder / kind), made
 
 
 def main() -> None:
@@ -153,7 +168,8 @@ def main() -> None:
     record("schedule          predicted ms  measured ms  ratio")
     with tempfile.TemporaryDirectory() as folder:
         for number, kind in enumerate(KINDS):
-            plan, predicted = plan_of(kind, Path(folder))
+            plan, made = plan_of(kind, Path(folder))
+            predicted = made.simulate().makespan
             steps = 2 if given.quick else given.steps
             preload = ("zbc.training.worker",)
             arguments = (29600 + number, plan, steps)

@@ -77,7 +77,7 @@ class _Together:
             self.began = self._inner.start()
             if not self._gives:
                 return 0.0
-        self._pair.give()  # a W, which starts no sums, lets the other op start its first one
+        self._pair.give()  # a W, which starts no sums, lets the other op go first
         return 0.0
 
     def stop(self, began: float) -> None:

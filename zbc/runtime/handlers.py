@@ -23,6 +23,7 @@ from zbc.runtime.stage import Stage, mismatch
 from zbc.runtime.state import Ends, Kept, Worker, name_of, take
 from zbc.runtime.tape import Inputs, Tape
 from zbc.runtime.tensors import Loss, TensorSpec
+from zbc.runtime.turns import offer
 from zbc.runtime.validate import peak_bytes
 from zbc.runtime.vocabulary_ops import VOCABULARY
 from zbc.runtime.vocabulary_state import Met
@@ -269,7 +270,7 @@ def backward_weight(worker: Worker, op: Op) -> None:
         worker.finish_gather(op.stage)
     clock = worker.clock
     began = clock.start()
-    slot.run()
+    slot.run(None if worker.group is None else offer)
     clock.stop(began)
 
 

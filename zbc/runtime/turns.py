@@ -55,7 +55,7 @@ class Meter:
 def settle(pending: Pending, meter: Meter, beside: Callable[[], None] | None = None) -> None:
     """Wait for a sum; before that let the other op of a group run to its next one, and then what stands `beside`."""
     pair = _local.pair
-    gave = pair is not None and pair.give()
+    gave = pair is not None and pair.give(pending)
     if beside is not None:
         beside()
     began = time.perf_counter()
@@ -66,6 +66,13 @@ def settle(pending: Pending, meter: Meter, beside: Callable[[], None] | None = N
     if not gave and beside is None:
         meter.alone += 1
         meter.alone_s += took
+
+
+def offer() -> None:
+    """Where an op without sums could be interrupted: give the turn to the other one if what that waits for is there."""
+    pair = _local.pair
+    if pair is not None and (pair.pending is None or pair.pending.ready()):
+        pair.give()
 
 
 # ---- a group ---------------------------------------------------------------------------------------------------------
@@ -79,6 +86,7 @@ class Pair:
         self._turn = {first: threading.Semaphore(0) for first in (True, False)}
         self._over = {True: False, False: False}
         self._abandoned = False
+        self.pending: Pending | None = None  # what the op waits for that gave the turn
         self._failure: BaseException | None = None
 
     def run_first(self, run: Callable[[], None]) -> None:
@@ -95,13 +103,15 @@ class Pair:
             _local.pair = None
         self._over[True] = True
 
-    def give(self) -> bool:
-        """Let the other op run until it gives the turn back, or is over; False where it is over already."""
+    def give(self, pending: Pending | None = None) -> bool:
+        """Let the other op run until it gives the turn back, or is over; False where it is over already. `pending` is
+        what this one waits for."""
         first = _local.first
         if self._abandoned and not first:
             raise _Abandoned
         if self._over[not first]:
             return False
+        self.pending = pending
         self._turn[not first].release()
         self._turn[first].acquire()
         if self._abandoned and not first:
