@@ -59,7 +59,9 @@ def main() -> int:
     given = parser.parse_args()
     record, short = Record("braids-run"), 0
     record(f"# {UNITS} units of {TIMES[0]} ms for F, B and W and sums of {TIMES[3]} ms; {MICROBATCHES} microbatches")
-    record("schedule     in turn: predicted  measured    apart: predicted  measured    gain: predicted  measured  share")
+    record(
+        "schedule     in turn: predicted  measured    apart: predicted  measured    gain: predicted  measured  share"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for number, kind in enumerate(given.schedules.split(",")):
             plan, made = plan_of(kind, Path(folder), m=MICROBATCHES, count=UNITS, times=TIMES, more=SCHEDULES[kind])

@@ -45,7 +45,13 @@ def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sectio
     text = toml_text(
         model={**GPT, **MODELS[model], **sections.pop("model_more", {})},
         parallel=parallel,
-        schedule={"kind": kind, "microbatches": m, "microbatch_size": 2, "slices": cuts},
+        schedule={
+            "kind": kind,
+            "microbatches": m,
+            "microbatch_size": 2,
+            "slices": cuts,
+            **sections.pop("schedule", {}),
+        },
         optimizer=optimizer,
         data={"kind": "synthetic", **sections.pop("data", {})},
         train={"steps": 3, "seed": 7, **sections.pop("train", {})},
