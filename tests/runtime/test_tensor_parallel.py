@@ -40,7 +40,7 @@ MODELS = {
 
 def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sections):
     parallel = {"pp": pp, "tp": tp, "dp": dp, **sections.pop("more", {})}
-    cuts = sections.pop("slices", 1)
+    schedule = {"slices": sections.pop("slices", 1), **sections.pop("schedule", {})}
     optimizer = {"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5, **sections.pop("optimizer", {})}
     text = toml_text(
         model={**GPT, **MODELS[model], **sections.pop("model_more", {})},

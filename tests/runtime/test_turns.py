@@ -224,5 +224,5 @@ def test_planted_bugs_in_turns_are_caught(bug, tmp_path, monkeypatch):
         def turned(worker):
             worker.braids = worker.rank != 1
 
-        with pytest.raises(ZbcError, match="shape|size|order|meet"):
+        with pytest.raises(ZbcError, match=r"shape|size|order|meet"):
             run_threads(made, 2, setup=turned)
