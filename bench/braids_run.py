@@ -3,8 +3,8 @@
     python bench/braids_run.py [--schedules A,B] [--steps N] [--quick]
 
 Stages have four units of 25 ms for each of F, B and W, as two blocks have, which meet once in F and once in B, over
-gloo; a sum that is over sooner is held back until it has taken 20 ms. The same plan runs with the ops of a group in turn and one after the other, both twice and
-in turn themselves, and the gain is measured beside the one that is predicted.
+gloo; a sum that is over sooner is held back until it has taken 20 ms. The same plan runs with the ops of a group in turn
+and one after the other, both twice, and the gain is measured beside the one that is predicted.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main() -> int:
             hidden = 0.0 if sums is None else sums.hidden
             record(
                 f"{kind:11} {together:19.1f} {ms:9.1f} {one_by_one:19.1f} {other:9.1f}"
-                f" {one_by_one - together:18.1f} {other - ms:9.1f}  {share:5.3f}  ({hidden:.0%} of sums hidden, predicted)"
+                f" {one_by_one - together:18.1f} {other - ms:9.1f}  {share:5.3f}  ({hidden:.0%} hidden, predicted)"
             )
             short += share < GOAL
     if not given.quick:
