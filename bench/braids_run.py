@@ -3,8 +3,8 @@
     python bench/braids_run.py [--schedules A,B] [--steps N] [--quick]
 
 Stages have four units of 25 ms for each of F, B and W, as two blocks have, which meet once in F and once in B, over
-gloo; a sum that is over sooner is held back until it has taken 20 ms. The same plan runs with the ops of a group in turn
-and one after the other, both twice, and the gain is measured beside the one that is predicted.
+gloo; a sum that is over sooner is held back until it has taken 20 ms. The same plan runs with the ops of a group in
+turn and one after the other, both twice, and the gain is measured beside the one that is predicted.
 """
 
 from __future__ import annotations

@@ -373,6 +373,7 @@ class Program:
     scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
     vocabulary: int = 0  # sums per unit of an output layer and an embedding that all ranks share; 0: stages have them
     flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
+    averages: int = 0  # replicas average weights and sum no gradients: 1, which lands a step later; 2, at once
 
     def __repr__(self) -> str:
         ops = sum(map(len, self.ranks))
@@ -439,7 +440,8 @@ class Program:
         """How many ranks meet in a collective: over all replicas of the pipeline, but for one of units."""
         if op.kind is Kind.REDUCE_V:
             return self.dp
-        return (1 if op.kind.unit_wide else self.dp) * len(self.members(op))
+        apart = op.kind.unit_wide or bool(self.averages) != (op.kind is Kind.AVERAGE)
+        return (1 if apart and not op.kind.is_barrier else self.dp) * len(self.members(op))
 
     def shared(self, op: Op) -> bool:
         """Whether a collective has anybody to meet."""

@@ -57,6 +57,7 @@ class Kind(StrEnum):
     E = "E"  # add it to the gradient of this rank's rows of the embedding
     REDUCE_V = "REDUCE v"  # start summing the gradients of this rank's rows over all replicas; VALIDATE waits
     SCATTER = "SCATTER"  # start summing what gradients of a stage there are so far into the parts that ranks step
+    AVERAGE = "AVERAGE"  # start averaging a share of a stage's weights over the replicas, which sum no gradients then
     FREE = "FREE"  # give back the room of a stage's weights; the parts that ranks step stay
 
     # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
@@ -363,6 +364,14 @@ ROWS: dict[Kind, Row] = {
         look=_look("G", "gather of weights", "#d8cfe4", (188,)),
     ),
     Kind.FREE: Row(_STAGE, _COMPUTE, reads=_refs("weights"), frees=_refs("weights")),
+    # ---- replicas that average weights
+    Kind.AVERAGE: Row(
+        _STAGE,
+        _COLLECTIVE,
+        reads=_refs("weights"),
+        cost="average",
+        look=_look("G", "average of weights", "#d8cfe4", (188,)),
+    ),
     # ---- gradients in shares
     Kind.SCATTER: Row(
         _STAGE,
@@ -451,6 +460,9 @@ SHARDED_ROWS: Rows = ROWS | {
 }
 # The same where W needs the weights, too: of layers that keep a graph of their own.
 SHARDED_ROWS_WITH_W: Rows = SHARDED_ROWS | {Kind.W: ROWS[Kind.W]._replace(reads=_refs("left weights"))}
+
+# Where replicas average their weights and a step waits for that.
+AVERAGED_ROWS: Rows = ROWS | {Kind.AVERAGE: ROWS[Kind.AVERAGE]._replace(blocks=True)}
 
 # Where steps follow one another without a flush, there is no verdict: a stage steps once its gradients are summed. What
 # it reads of units is a matter of the list, since each step has its own (check/versions.py).

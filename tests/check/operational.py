@@ -29,6 +29,7 @@ COMPUTE = {"F", "B", "BW", "W"}
 WORDS = {"S", "T", "I", "E"}  # of every rank, for each unit
 MEETINGS = {"SPREAD", "MEET", "SUM", "GIVE", "TAKE"}  # of the ranks of one copy, for each unit
 SUMS = {"REDUCE", "TIE", "GATHER", "SCATTER", "REDUCE v"}
+AVERAGE = {"AVERAGE"}  # in place of sums of gradients
 MARK = {"OVERLAP"}
 AHEAD = {"NORM", "VERDICT", "REDO", "COMMIT", "TENTATIVE"}
 BURSTS = (0, 0, 1, 5, 20)  # ops a rank does on top of the one it was chosen for, if it can
@@ -76,6 +77,8 @@ class Rank:
     summed: set[object] = field(default_factory=set)  # stages, and "TIE": started to sum
     shared: set[tuple] = field(default_factory=set)  # of a shared vocabulary: (kind, mb, slice), once done or started
     came: set[tuple] = field(default_factory=set)  # and those of its collectives that happened
+    averaged: set[int] = field(default_factory=set)  # stages
+    awaited: Op | None = None  # the AVERAGE that this rank waits for
     judging: bool = False
     validated: bool = False
     stepped: set[int] = field(default_factory=set)
@@ -106,6 +109,7 @@ class Machine:
         self.channels: dict[tuple[int, int], Channel] = {}
         self.blocking, self.redo, self.device = blocking, redo, device
         self.words = program.vocabulary
+        self.averages = program.averages
         self.resident, self.with_w, self.scatters = program.resident, program.with_w, program.scatters
         kinds = {op.kind.value for ops in program.ranks for op in ops}
         self.ahead = bool(kinds & AHEAD)
@@ -154,6 +158,9 @@ class Machine:
                 return False
         elif kind in SUMS:
             self.start(r, op)
+        elif kind in AVERAGE:
+            if not self.average(r, op):
+                return False
         elif kind == "FREE":
             self.free(r, op)
         elif kind == "STEP":
@@ -411,6 +418,27 @@ class Machine:
         rank.queue.append(op)
         self.settle()
 
+    def average(self, r: int, op: Op) -> bool:
+        """AVERAGE: start and go on, or wait for all replicas."""
+        rank = self.ranks[r]
+        if op in rank.queue:  # it waits here
+            return False
+        if op.stage in rank.averaged and rank.awaited == op:
+            rank.awaited = None
+            return True
+        require(self.averages > 0 and r in self.members(op), f"rank {r} has no part in {op}")
+        require(op.stage not in rank.averaged, f"{op} again")
+        used = any(key[0] == op.stage for key in rank.outputs) or op.stage in rank.stepped
+        require(not used, f"{op} changes weights that were used")
+        rank.averaged.add(op.stage)
+        if self.copies > 1:
+            rank.queue.append(op)
+            self.settle()
+        if self.averages > 1 and op in rank.queue:
+            rank.awaited = op
+            return False
+        return True
+
     def free(self, r: int, op: Op) -> None:
         """FREE: the room of weights that ops have used."""
         rank = self.ranks[r]
@@ -576,9 +604,11 @@ class Machine:
         if barrier:
             for stage in range(self.stages):
                 holders = self.holders(stage)
-                alone = len(holders) * self.copies == 1
+                alone = len(holders) * (1 if self.averages else self.copies) == 1
                 for r in holders:
                     rank = self.ranks[r]
+                    apart = not self.averages or self.copies == 1 or stage in rank.averaged
+                    require(apart, f"stage {stage} was not averaged")
                     require(stage in rank.stepped, f"stage {stage} was not stepped on rank {r}")
                     require(alone or stage in rank.summed, f"stage {stage} was not summed")
                     require(alone or not self.sharded or stage in rank.gathered, f"stage {stage} was not gathered")

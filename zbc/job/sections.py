@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -17,6 +18,29 @@ ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload", "auto")
 
 PerPart = Ms | list[Ms]  # one number for all ranks, stages or layers, or one each
 AmountPerPart = Amount | list[Amount]
+
+
+class Average(Section):
+    """`parallel.average`: replicas that average their weights instead of summing their gradients."""
+
+    every: Count = Field(1, description="steps from one average to the next")
+    share: Annotated[float, Field(gt=0, le=1)] = Field(0.05, description="of a stage's weights, each time another one")
+    delay: Annotated[int, Field(ge=0, le=1)] = Field(
+        1, description="steps after which an average lands; 0: the step waits for it"
+    )
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = Field(
+        None, description="of what was added to a weight the last time, the share that is added again; default delay / 2"
+    )
+
+    @property
+    def parts(self) -> int:
+        """How many averages go once through all weights."""
+        return math.ceil(1 / self.share - 1e-9)
+
+    @property
+    def smooth(self) -> float:
+        """`ema`, as it is used."""
+        return self.delay / 2 if self.ema is None else self.ema
 
 
 class Parallel(Section):
@@ -40,6 +64,9 @@ class Parallel(Section):
         "none",
         description="what replicas of a stage share out: the optimizer's state and work; gradients too, after each run "
         "of backwards of a stage; or the weights, which are then gathered when ops need them; or all of that",
+    )
+    average: Average | None = Field(
+        None, description="replicas average a rotating share of their weights, and sum no gradients"
     )
     replicas: list[Count] | Literal["auto"] | None = Field(
         None, description='replicated-1f1b: ranks of each stage, pp in all; "auto": the fastest'

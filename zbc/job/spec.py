@@ -22,6 +22,7 @@ from zbc.job.model_section import Model as Model
 from zbc.job.rules import RULES
 from zbc.job.section import Section as Section
 from zbc.job.sections import SECTIONS as SECTIONS
+from zbc.job.sections import Average as Average
 from zbc.job.sections import Checkpoint as Checkpoint
 from zbc.job.sections import Data as Data
 from zbc.job.sections import Filler as Filler

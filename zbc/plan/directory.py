@@ -100,6 +100,7 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         m.scatters,
         0 if m.vocabulary is None else m.vocabulary.sums,
         m.flushless,
+        m.averages,
     )
 
 
@@ -170,6 +171,7 @@ def assemble(
         ramp=list(ramp),
         cuts=list(cuts),
         flushless=program.flushless,
+        averages=program.averages,
         balance=balance,
         vocabulary=Words(sums=program.vocabulary, rows=list(words)) if program.vocabulary else None,
     )

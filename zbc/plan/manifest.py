@@ -17,7 +17,7 @@ FORMAT = "zbc-plan"
 VERSION = 1
 MANIFEST = "plan.json"
 # Fields that stand in a manifest only where they say something.
-OPTIONAL = frozenset({"balance", "cuts", "edges", "flushless", "scatters", "vocabulary"})
+OPTIONAL = frozenset({"averages", "balance", "cuts", "edges", "flushless", "scatters", "vocabulary"})
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 STEPS = "steps"  # capability: ops of the next step
 FROZEN = "frozen"  # capability: ops in which some layers get no weight gradients
@@ -95,6 +95,7 @@ class Manifest(_Strict):
     files: dict[str, str]  # name -> sha256
     cuts: list[Index] = []  # where slices begin in the sequence, and its end; absent for one slice
     flushless: bool = False  # the ops are the body of a cycle: steps follow one another without a flush
+    averages: Index = 0  # replicas average weights and sum no gradients: 1, landing a step later; 2, at once
     balance: Unequal | None = None  # absent where all replicas have equally many microbatches
     vocabulary: Words | None = None  # absent where the first and the last stage have it
     node: list[Count] = []  # neighbours of a pipeline, and copies of each, on one node; else copies follow each other

@@ -182,6 +182,7 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
             "with_w",
             "scatters",
             "flushless",
+            "averages",
             "node",
             "order",
         ):

@@ -382,7 +382,14 @@ def validate(worker: Worker, op: Op) -> None:
     squares, peak = worker.squares(), peak_bytes(device)
     busy = worker.clock.read()()  # waits for the ops, while a GPU has the squares to compute
     vector = worker.layout.vector(
-        squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
+        squares,
+        losses,
+        rank=worker.rank,
+        stop=worker.stop,
+        busy=busy,
+        peak=peak,
+        device=device,
+        replica=worker.apart,
     )
     worker.losses.clear()
     worker.all_reduce(vector, worker.everyone)
@@ -413,6 +420,12 @@ def gather(worker: Worker, op: Op) -> None:
     optimizer = worker.sharded(op)
     optimizer.start_gather(worker.transport)
     worker.gathering.append(optimizer)
+
+
+def average(worker: Worker, op: Op) -> None:
+    """AVERAGE: what was sent in the step before lands, and the next part of a stage's weights is sent."""
+    worker.before_update()
+    worker.averages[op.stage].turn(worker.step, worker.transport)
 
 
 def free(worker: Worker, op: Op) -> None:
@@ -456,6 +469,7 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.STEP: optimizer_step,
     Kind.GATHER: gather,
     Kind.FREE: free,
+    Kind.AVERAGE: average,
     Kind.SCATTER: scatter,
     Kind.TENTATIVE: ahead.tentative,
     Kind.NORM: ahead.norm,

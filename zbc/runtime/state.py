@@ -28,6 +28,7 @@ from zbc.ir import Key, Kind, Message, Op
 from zbc.ops import VALUES, At, Scope
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
+from zbc.runtime.averaging import Averaging, meet
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
 from zbc.runtime.copying import copier_for
@@ -154,7 +155,8 @@ class PhaseRun:
         step on their own, of a mean over those of one such step."""
         share = self._shares.get(loss.dtype)
         if share is None:
-            count = self.layout.microbatches if self.cycle is None or not self.cycle.every else self.cycle.every
+            alone = self.layout.microbatches // self.layout.apart
+            count = alone if self.cycle is None or not self.cycle.every else self.cycle.every
             share = self._shares[loss.dtype] = loss.new_tensor(1.0 / count)
         return share
 
@@ -200,6 +202,7 @@ class Worker:
     partial: Mapping[int, list[nn.Parameter]] = field(default_factory=dict)  # by stage: whole here, gradients are not
     vocabulary: Vocabulary | None = None  # this rank's words, if all ranks of the pipeline share them
     work: UnequalWork | None = None  # of unequal work
+    averages: dict[int, Averaging] = field(default_factory=dict)  # by stage, where replicas sum no gradients
     braids: bool = True  # the ops of a group may take turns
     side: Side | None = None  # the thread on which second ops of groups run, once one has
     pair: Pair | None = None  # the group of which the first op has run
@@ -334,7 +337,7 @@ class Worker:
     def learn(self, vector: Tensor) -> Verdict:
         """What all ranks agreed on: the one place in a step where the host reads what the device computed."""
         self.progress.waiting = True
-        verdict = self.layout.read(vector)
+        verdict = self.layout.read(vector, self.apart)
         self.progress.waiting = False
         return verdict
 
@@ -440,13 +443,31 @@ class Worker:
         """The number of a microbatch among those of all replicas of the pipeline: what it reads and draws depend on."""
         return self.phase_run.first + mb % self.phase_run.count
 
+    @property
+    def apart(self) -> int:
+        """Which of several gradients are its own, where replicas do not sum theirs."""
+        return self.replica if self.averages else 0
+
+    def meet(self) -> None:
+        """Make all replicas alike that do not sum gradients: weights, and what the optimizer keeps, become means."""
+        for stage, one in sorted(self.averages.items()):
+            one.forget()
+            optimizer = self.optimizers[stage]
+            state = {} if optimizer.optimizer is None else optimizer.optimizer.state
+            parameters = [p for _, p in sorted(optimizer.parameters.items())]
+            kept = [state[p][key] for p in parameters if p in state for key in sorted(state[p])]
+            numbers = [value for value in kept if isinstance(value, Tensor) and value.is_floating_point()]
+            meet(self.topology.ranks(self.placement.holders(stage), self.share), [*parameters, *numbers], self.transport)
+
     def counted(self) -> list[StageOptimizer]:
         """The stages whose gradients this rank answers for in the norm of all.
 
         Of several copies of a stage the one in pipe 0 of the first pipeline counts; where they share out its optimizer,
-        each counts its part.
+        each counts its part, and where replicas do not sum gradients each counts its own.
         """
         rank, placement = self.plan.rank, self.placement
+        if self.averages:
+            return list(self.optimizers.values())
         found = [
             optimizer
             for s, optimizer in self.optimizers.items()

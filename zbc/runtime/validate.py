@@ -10,7 +10,7 @@ Each rank fills its own entries and leaves the others zero, so the sum is exact 
 
 Since the norm is made of one number per chunk, it is the same double for every cut of the model, and for every way in
 which copies share out the optimizer. Of several replicas the first one answers for the gradients, and each for
-the losses of its own microbatches.
+the losses of its own microbatches; where replicas do not sum gradients, each has entries of its own for those.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class VectorLayout:
     microbatches: int  # of all replicas
     ranks: int  # of all replicas
     sizes: tuple[int, ...] = ()  # elements of each parameter; by default each has one chunk
+    apart: int = 1  # replicas that do not sum their gradients
     weighted: bool = False  # losses come as parts of the step's, not as those of equal microbatches
 
     @functools.cached_property
@@ -102,8 +103,13 @@ class VectorLayout:
         return self._places[""]
 
     @property
+    def _norms(self) -> int:
+        """Entries before those of the losses."""
+        return self._count * self.apart
+
+    @property
     def size(self) -> int:
-        return self._count + self.microbatches + 1 + 2 * self.ranks
+        return self._norms + self.microbatches + 1 + 2 * self.ranks
 
     def vector(
         self,
@@ -115,10 +121,13 @@ class VectorLayout:
         busy: float,
         peak: int,
         device: torch.device,
+        replica: int = 0,
     ) -> Tensor:
-        """One rank's entries, on `device`: sums of squares per chunk by parameter name, losses by microbatch."""
-        count, flag = self._count, self._count + self.microbatches
-        where = [at for name, value in squares.items() for at in self._entries(name, value.numel())]
+        """One rank's entries, on `device`: sums of squares per chunk by parameter name, losses by microbatch. `replica`:
+        whose gradients, where they are not summed."""
+        count, flag = self._norms, self._norms + self.microbatches
+        base = replica * self._count
+        where = [base + at for name, value in squares.items() for at in self._entries(name, value.numel())]
         where += [count + mb for mb in losses]
         where += [flag, flag + 1 + rank, flag + 1 + self.ranks + rank]
         found, own = [*squares.values(), *losses.values()], [float(stop), busy, float(peak)]
@@ -130,21 +139,22 @@ class VectorLayout:
         start = self._places[name]
         return range(start, start + count)
 
-    def read(self, vector: Tensor) -> Verdict:
-        """The verdict in a summed vector."""
+    def read(self, vector: Tensor, replica: int = 0) -> Verdict:
+        """The verdict in a summed vector; with the gradients of one replica, where they are not summed."""
         values = vector.tolist()
-        count, flag = self._count, self._count + self.microbatches
+        count, flag = self._norms, self._norms + self.microbatches
+        own = values[replica * self._count : (replica + 1) * self._count]
         loss = 0.0
         for value in values[count:flag]:  # in order; the built-in sum compensates on some versions of Python only
             loss += value
-        norm = math.sqrt(math.fsum(values[:count]))
+        norm = math.sqrt(math.fsum(own))
         return Verdict(
             loss=loss if self.weighted else loss / self.microbatches,
             grad_norm=norm,
             stop=values[flag] > 0,
             busy_seconds=tuple(values[flag + 1 : flag + 1 + self.ranks]),
             peak_bytes=tuple(map(int, values[flag + 1 + self.ranks :])),
-            bad_gradients=() if math.isfinite(norm) else self._bad_gradients(values),
+            bad_gradients=() if math.isfinite(norm) else self._bad_gradients(own),
             bad_losses=() if math.isfinite(loss) else _not_finite(values[count:flag]),
         )
 

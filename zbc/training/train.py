@@ -323,6 +323,7 @@ def train_steps(
         if evaluating:
             evaluated(evaluate(worker, step))
         if saving:
+            worker.meet()
             checkpoints.save(step)
         if stopping:
             stopped = step + 1

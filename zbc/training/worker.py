@@ -21,6 +21,7 @@ from zbc.plan.directory import FROZEN, Manifest, RankPlan, Unequal, meeting
 from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
 from zbc.runtime import tensor_parallel
+from zbc.runtime.averaging import Averaging
 from zbc.runtime.braided import braided
 from zbc.runtime.bucket import Bucket, GradientSum, absent
 from zbc.runtime.cycle import Cycle, stage_step
@@ -166,6 +167,8 @@ def build_worker(
     _refuse_copies(manifest, parts, settings)
     if settings.model.compile:
         _compile(stages, parts, settings.model.dtype, tell)
+    if manifest.averages:
+        worker.averages = {s: _averaging(worker, s) for s in mine}
     worker.sums |= _sums(worker, dict(zip(shapes.parameters, shapes.sizes, strict=True)))
     if settings.train.eval_every:
         kept = build_validation(settings.data, settings.model, settings.train.seed) if ends else None
@@ -296,7 +299,8 @@ def _phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> Phase
     manifest, run = plan.manifest, plan.manifest.topology
     placement = manifest.to_placement()
     batch = run.batch if unequal is None else run.dp * unequal.most
-    layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, weighted=unequal is not None)
+    apart = run.dp if manifest.averages else 1
+    layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, apart, weighted=unequal is not None)
     if manifest.flushless:
         options = Settings.of(manifest).optimizer
         every = options.every if options.sync == "asynchronous" else 0
@@ -456,6 +460,16 @@ def _optimizer(
     if manifest.flushless:
         return TwoVersions(options, stage.parameters)
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
+
+
+def _averaging(worker: Worker, stage: int) -> Averaging:
+    """The weights of a stage that its replicas average. Raises E406 if the plan does not say how."""
+    given = worker.plan.manifest.planning.get("parallel", {}).get("average")
+    if given is None:
+        raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
+    asked = _section(spec.Average, given)
+    ranks = worker.topology.ranks(worker.placement.holders(stage), worker.share)
+    return Averaging([p for _, p in sorted(worker.optimizers[stage].parameters.items())], ranks, asked)
 
 
 def _turns(worker: Worker, run: PhaseRun, settings: Settings) -> dict[int, Turns]:

@@ -49,6 +49,7 @@ def complete_problems(g: Graph) -> Iterator[ZbcError]:
     yield from resident_problems(g)
     yield from scatter_problems(g)
     yield from _out_of_order(g)
+    yield from _averaged(g)
     yield from redo_problems(g)
 
 
@@ -335,6 +336,7 @@ _STEP_HINTS = {
     Kind.TENTATIVE: "one TENTATIVE for each stage a rank holds, after its last op of compute",
     Kind.NORM: "one NORM on each rank, before VERDICT",
     Kind.VERDICT: "one VERDICT on each rank, between NORM and REDO",
+    Kind.AVERAGE: "one AVERAGE for each stage a rank holds, before its first op",
     Kind.REDO: "one REDO on each rank, after VERDICT, with nothing but forwards before it",
     Kind.COMMIT: "one COMMIT for each stage a rank holds, after REDO and before its first B or BW",
 }
@@ -364,6 +366,22 @@ def _out_of_order(g: Graph) -> Iterator[ZbcError]:
         text = f"program: {g.ops[early]} comes before {g.ops[late]}, which it needs"
         hint = f"move step {g.place(late)[1]} before step {g.place(early)[1]}"
         yield ZbcError("E206", text, details=[g.text(early), g.text(late)], hint=hint)
+
+
+def _averaged(g: Graph) -> Iterator[ZbcError]:
+    """An AVERAGE changes weights, so all ops of a step that use them come behind it."""
+    began: dict[int, int] = {}
+    rank = -1
+    for i, op in enumerate(g.ops) if g.program.averages else ():
+        if g.rank(i) != rank:
+            rank, began = g.rank(i), {}
+        if op.kind.computes or op.kind is Kind.STEP:
+            began.setdefault(op.stage, i)
+        elif op.kind is Kind.AVERAGE and op.stage in began:
+            first = began[op.stage]
+            text = f"program: {op} comes after {g.ops[first]}, whose weights it changes"
+            hint = f"move step {g.place(i)[1]} before step {g.place(first)[1]}"
+            yield ZbcError("E206", text, details=[g.text(first), g.text(i)], hint=hint)
 
 
 def late_reads(g: Graph) -> Iterator[tuple[int, int]]:

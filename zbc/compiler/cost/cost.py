@@ -66,6 +66,7 @@ class Costs:
         f_sums b_sums    of F, and of B and BW: the sums of tensor-parallel ranks inside of them
         bw_waits         of BW: what of its sums its own W does not hide; F and B wait for all of theirs
         reduce gather    one sum of a stage's gradients over its copies; collecting its weights from those who stepped
+        average          averaging a share of its weights over the replicas
         step tentative   STEP, and COMMIT; TENTATIVE
         tie              the sum of the gradients of a weight that two stages share; one entry
         agree            what the ranks take to agree on a step with a barrier; one entry

@@ -276,7 +276,8 @@ def _with_sums(
 ) -> Costs:
     """The same with the time of sums over copies: given, or estimated from the link where bytes are known."""
     halves = 2 if job.shard == "none" else 1
-    reduce, gather = [], []
+    reduce, gather, average = [], [], []
+    share = 0.0 if job.parallel.average is None else job.parallel.average.share
     for s, part in enumerate(stages):
         holders = placement.holders(s)
         count: float = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part)
@@ -286,10 +287,12 @@ def _with_sums(
         reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))
         weight = 2 if job.model.parameters == "bfloat16" else 4
         gather.append(_sum(job, weight * count, holders, 1) if halves == 1 else 0.0)
+        average.append(share * _sum(job, GRAD_BYTES * count, holders, 2))
     ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
     tie = _sum(job, tied, ends, 2) if tied else 0.0
     summed = costs.with_ms(reduce=tuple(reduce), gather=tuple(gather), tie=(tie,))
+    summed = summed.with_ms(average=tuple(average) if share else ())
     return replace(summed, tied=float(tied))
 
 

@@ -82,7 +82,7 @@ def _stage(
         weights=versions * weights + constant,
         gradients=gradients,
         masters=shares.most * masters,
-        optimizer=shares.most * state,
+        optimizer=shares.most * state + _averaging(job, params),
         boundary=max(behind[at] for at in (s, *placement.sources(s))),
         more=more(sizes, recompute=again, first=not placement.sources(s)),
         first=more([z.first for z in sizes], recompute=again, first=not placement.sources(s)),
@@ -104,6 +104,14 @@ def _stage(
         pending=max(0.0, each * shares.summed * (1 + 1 / shares.ranks) - gradients) if shares.row else 0.0,
         gathered=weights / params * (shares.ranks + 1) * shares.row + kept if shares.row else 0.0,
     )
+
+
+def _averaging(job: Job, params: int) -> float:
+    """Where replicas average weights: what was sent and what comes back, and what landed the last time."""
+    asked = job.parallel.average
+    if asked is None:
+        return 0.0
+    return GRAD_BYTES * params * ((2 * asked.share if asked.delay else 0.0) + (1.0 if asked.smooth else 0.0))
 
 
 def _state(job: Job) -> int:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from zbc.ir import Kind, Op, Program
 from zbc.ops import (
+    AVERAGED_ROWS,
     FLUSHLESS_ROWS,
     ROWS,
     SHARDED_ROWS,
@@ -95,7 +96,8 @@ class Layout:
         self.begins = "shard" if gathers else "weights"
         # Whether messages are ops: any transfer or step-level op says so.
         self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)
-        self.shares = {stage: program.dp * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
+        replicas = 1 if program.averages else program.dp  # that have gradients and weights in common
+        self.shares = {stage: replicas * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
         self.tied = program.tied and (program.dp * len(tying(program)) > 1 or Kind.TIE in self.kinds)
         self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
         self.sinks: list[list[int]] = [[] for _ in range(self.stages)]
@@ -134,6 +136,7 @@ class Layout:
             program.sharded,
             program.ties,
             program.resident,
+            program.averages,
         )
         key = (*shape, kinds, id(rows), sum(map(len, program.ranks)), len(program.ranks))
         made = _MADE.get(key)
@@ -239,6 +242,8 @@ class Layout:
         if not (0 <= pipe < len(self.pipes) and 0 <= stage < self.stages and 0 <= part < self.slices):
             return "E202"
         if (kind is Kind.TIE and not self.program.tied) or (kind is Kind.GATHER and not self.program.sharded):
+            return "E202"
+        if kind is Kind.AVERAGE and not self.program.averages:
             return "E202"
         if kind is Kind.FREE and not self.program.resident:
             return "E202"
@@ -392,6 +397,8 @@ def rows_of(program: Program) -> Rows:
         return VOCABULARY_ROWS[program.vocabulary]
     if program.flushless:
         return FLUSHLESS_ROWS
+    if program.averages:
+        return AVERAGED_ROWS if program.averages > 1 else ROWS
     if not program.resident:
         return ROWS
     return SHARDED_ROWS_WITH_W if program.with_w else SHARDED_ROWS

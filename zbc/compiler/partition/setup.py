@@ -300,7 +300,20 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         ties=tuple(tied) if len(tied) > 1 else (),
         sharded=_shared_out(job, program.placement),
         scatters=job.parallel.scatters,
+        averages=_averages(job, program.placement),
     )
+
+
+def _averages(job: Job, placement: Placement) -> int:
+    """How replicas average weights. Raises E118 for two pipes, which sum gradients."""
+    asked = job.parallel.average
+    if asked is None:
+        return 0
+    if len(placement.pipes) > 1 or any(len(set(placement.holders(s))) > 1 for s in range(placement.stages)):
+        text = "config: parallel.average and a schedule with several copies of a stage exclude each other"
+        hint = "drop average, or use a schedule of one pipe"
+        raise ZbcError("E118", text, where=job.where("parallel", "average"), hint=hint)
+    return 1 if asked.delay else 2
 
 
 def _shared_out(job: Job, placement: Placement) -> bool:

@@ -14,7 +14,8 @@ class OptimizerStep:
     """Put `VALIDATE` after all gradients, and a `STEP` for each stage of the rank after it.
 
     VALIDATE is where ranks agree on the loss, on the norm of all gradients and on whether to step: a barrier.
-    Where the copies of a stage share out its step, the next step gathers its weights.
+    Where the copies of a stage share out its step, the next step gathers its weights; where replicas average weights, a
+    step begins with an AVERAGE of each stage, of what the last one left.
 
         BW s0 m3          BW s0 m3
                     ->    VALIDATE
@@ -25,7 +26,12 @@ class OptimizerStep:
 
     def run(self, program: Program, context: Context) -> Program:
         ranks = [
-            [*ops, Op(Kind.VALIDATE, 0), *(Op(Kind.STEP, s) for s in program.placement.stages_of(rank))]
+            [
+                *(Op(Kind.AVERAGE, s) for s in program.placement.stages_of(rank) if program.averages),
+                *ops,
+                Op(Kind.VALIDATE, 0),
+                *(Op(Kind.STEP, s) for s in program.placement.stages_of(rank)),
+            ]
             for rank, ops in enumerate(program.ranks)
         ]
         return program.with_ranks(ranks, by=self.name)

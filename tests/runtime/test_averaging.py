@@ -1,0 +1,237 @@
+"""Replicas that average their weights: the numbers of replicas in one process, each with its own optimizer."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.check import operational
+from tests.runtime.test_checkpoints import at
+from tests.runtime.test_tensor_parallel import numbers, plan_of
+from tests.threads import CPU, run_threads
+from tests.tiers import few
+from zbc.compiler.check import check_all
+from zbc.errors import ZbcError
+from zbc.ir import Kind
+from zbc.plan.directory import RankPlan
+from zbc.runtime import averaging
+from zbc.runtime.execute import run_step
+from zbc.runtime.hub import Hub
+from zbc.training.worker import build_worker
+
+M, STEPS = 4, 9
+ADAM = {"kind": "adamw", "lr": 1e-2}
+
+
+def plan(folder, asked, *, kind="1f1b", pp=2, dp=2, **options):
+    options.setdefault("optimizer", ADAM)
+    options.setdefault("train", {"steps": STEPS})
+    return plan_of(folder, kind, pp=pp, dp=dp, m=M, more={"average": asked, **options.pop("more", {})}, **options)
+
+
+class Shifted:
+    """The microbatches of one replica, of a step that has those of all."""
+
+    def __init__(self, inner, first):
+        self._inner, self._first = inner, first
+        self.count = inner.count
+
+    def inputs(self, step, mb, group=""):
+        return self._inner.inputs(step, mb + self._first)
+
+    def targets(self, step, mb):
+        return self._inner.targets(step, mb + self._first)
+
+    def close(self):
+        self._inner.close()
+
+
+def alone(folder, dp, average, **options):
+    """One process per replica, in turn; `average` changes the weights of all of them before each step."""
+
+    def worker(m, name):
+        found = plan_of(folder / name, pp=1, m=m, optimizer=ADAM, train={"steps": STEPS}, **options)
+        own = RankPlan(0, found.program.ranks[0], found.manifest)
+        return build_worker(own, Hub(1).end(0), CPU)
+
+    workers = []
+    for replica in range(dp):
+        one = worker(M, f"one{replica}")
+        one.batches = Shifted(worker(M * dp, f"all{replica}").batches, M * replica)
+        workers.append(one)
+    for step in range(STEPS):
+        average(step, [dict(one.stages[0].parameters) for one in workers])
+        for one in workers:
+            one.results.append(run_step(one, step))
+    return workers
+
+
+def formula(stages, *, every=1, share=1.0, delay=1, ema=0.0):
+    """What the page says, on whole models: `stages` are lists of names."""
+    parts, sent, last = math.ceil(1 / share), {}, {}
+
+    def average(step, models):
+        for stage, names in enumerate(stages):
+            flats = [torch.cat([model[name].detach().reshape(-1) for name in names]) for model in models]
+            if stage in sent:
+                low, high, part, were = sent.pop(stage)
+                mean = sum(were[1:], were[0]) / len(were)
+                for replica, (flat, was) in enumerate(zip(flats, were, strict=True)):
+                    got = (mean - was) * (1 - ema) + ema * last.get((stage, part, replica), torch.zeros(high - low))
+                    last[stage, part, replica] = got
+                    flat[low:high] += got
+            if step % every == 0:
+                part, size = step // every % parts, len(flats[0])
+                low, high = size * part // parts, size * (part + 1) // parts
+                were = [flat[low:high].clone() for flat in flats]
+                if delay:
+                    sent[stage] = low, high, part, were
+                else:
+                    for flat in flats:
+                        flat[low:high] = sum(were[1:], were[0]) / len(were)
+            for flat, model in zip(flats, models, strict=True):
+                at = 0
+                for name in names:
+                    count = model[name].numel()
+                    model[name].detach().copy_(flat[at : at + count].view(model[name].shape))
+                    at += count
+
+    return average
+
+
+WAYS = {
+    "at once": {"share": 1.0, "delay": 0},
+    "a quarter at once": {"share": 0.25, "delay": 0},
+    "a step later": {"share": 1.0, "ema": 0.0},
+    "a rotating share": {"share": 0.3, "ema": 0.0},
+    "smoothed": {"share": 0.5, "ema": 0.5},
+    "every second step": {"share": 0.5, "every": 2, "ema": 0.25},
+}
+
+
+@pytest.mark.parametrize("name", few(WAYS, ("at once", "smoothed")))
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1", "zb-v"], ("1f1b",)))
+def test_weights_are_those_of_replicas_in_one_process(name, kind, tmp_path):
+    asked = WAYS[name]
+    more = {"model_more": {"layers": 6}}
+    pipelined = run_threads(plan(tmp_path / "p", asked, kind=kind, **more), STEPS)
+    holders = [worker for worker in pipelined if worker.replica == 0]
+    stages = [sorted(one.stages[s].parameters) for one in holders for s in sorted(one.stages)]
+    single = alone(tmp_path, 2, formula(stages, **asked), **more)
+    for worker in pipelined:
+        whole = single[worker.replica].stages[0].parameters
+        for stage in worker.stages.values():
+            for key, parameter in stage.parameters.items():
+                assert torch.equal(parameter, whole[key]), key
+    for replica in (0, 1):
+        found = [worker for worker in pipelined if worker.replica == replica][-1]
+        norms = [result.grad_norm for result in found.results]
+        assert norms == [result.grad_norm for result in single[replica].results]
+    losses = [sum(pair) / 2 for pair in zip(*([r.loss for r in one.results] for one in single), strict=True)]
+    assert [result.loss for result in pipelined[0].results] == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("asked", few([{"share": 0.3}, {"share": 1.0, "delay": 0}, {"share": 0.5, "every": 2}], (0,)))
+def test_a_run_that_is_cut_off_goes_on_to_the_bit(asked, tmp_path):
+    """A checkpoint makes all replicas alike, whether the run ends there or goes on."""
+    options = {"checkpoint": {"every": 3, "asynchronous": False}, "train": {"steps": 8}}
+    made = plan(tmp_path / "p", asked, **options)
+    whole = run_threads(made, 8, folder=tmp_path / "whole")
+    run_threads(made, 3, folder=tmp_path / "cut")
+    resumed = run_threads(made, 8, folder=tmp_path / "after", resume=at(tmp_path / "cut", 3))
+    assert numbers(resumed) == numbers(whole)[3:]
+    for one, other in zip(whole, resumed, strict=True):
+        for stage in one.stages:
+            pairs = zip(one.stages[stage].parameters.values(), other.stages[stage].parameters.values(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_checkpoint_goes_on_with_other_replicas_and_as_plain_training(tmp_path):
+    options = {"checkpoint": {"every": 4, "asynchronous": False}, "train": {"steps": 8}}
+    run_threads(plan(tmp_path / "p", {"share": 0.5}, **options), 4, folder=tmp_path / "run")
+    for name, other in {
+        "one": plan_of(tmp_path / "one", pp=1, m=2 * M, optimizer=ADAM, **options),
+        "summed": plan_of(tmp_path / "two", "zb-h1", pp=2, dp=2, m=M, optimizer=ADAM, **options),
+    }.items():
+        workers = run_threads(other, 6, folder=tmp_path / name, resume=at(tmp_path / "run", 4))
+        assert len(workers[-1].results) == 2 and all(math.isfinite(result.loss) for result in workers[-1].results)
+
+
+def test_one_replica_without_a_finite_gradient_skips_alone(tmp_path):
+    def spoil(worker):
+        if worker.replica == 1 and worker.plan.rank == 0:
+            parameter = next(iter(worker.stages[0].parameters.values()))
+            parameter.register_hook(lambda grad: grad * (float("inf") if worker.step == 1 else 1.0))
+
+    workers = run_threads(plan(tmp_path, {"share": 0.5}), 3, setup=spoil)
+    skipped = [[result.skipped for result in worker.results] for worker in workers]
+    assert skipped[0] == skipped[1] == [False] * 3 and skipped[2] == skipped[3] == [False, True, False]
+
+
+def test_plans_begin_with_averages_and_sum_no_gradients(tmp_path):
+    made = plan(tmp_path, {"share": 0.1}, kind="interleaved-1f1b", model_more={"layers": 6})
+    for rank, ops in enumerate(made.program.ranks):
+        stages = made.program.placement.stages_of(rank)
+        assert [str(op) for op in ops[: len(stages)]] == [f"AVERAGE s{stage}" for stage in stages]
+        assert not any(op.kind is Kind.REDUCE for op in ops)
+    assert operational.run(made.program).ok
+
+
+BROKEN = {
+    "behind an op that uses the weights": (lambda ops: [ops[1], ops[0], *ops[2:]], "E206"),
+    "missing on one rank": (lambda ops: ops[1:], "E202"),
+    "twice": (lambda ops: [ops[0], *ops], "E202"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_averages_in_wrong_places_are_refused(name, tmp_path):
+    change, code = BROKEN[name]
+    program = plan(tmp_path, {"share": 0.1}).program
+    broken = program.with_ranks([change(list(program.ranks[0])), *map(list, program.ranks[1:])], by="test")
+    with pytest.raises(ZbcError) as caught:
+        check_all(broken)
+    assert caught.value.code == code
+    assert not operational.run(broken).ok
+
+
+EXCLUDED = {
+    "nobody to average with": ({"dp": 1}, "E115", "dp is 1"),
+    "shards": ({"more": {"shard": "weights"}}, "E118", 'shard = "weights"'),
+    "zero": ({"optimizer": {"zero1": True}}, "E118", "zero1"),
+    "no barrier": ({"optimizer": {"sync": "post-validate"}}, "E118", "post-validate"),
+    "tied weights": ({"model": "tied"}, "E118", "tie_embeddings"),
+    "two pipes": ({"kind": "chimera"}, "E118", "several copies"),
+    "low weights": ({"model_more": {"parameters": "bfloat16", "dtype": "bfloat16"}}, "E118", "model.parameters"),
+}
+
+
+@pytest.mark.parametrize("name", EXCLUDED)
+def test_what_does_not_go_together_is_said(name, tmp_path):
+    options, code, said = EXCLUDED[name]
+    with pytest.raises(ZbcError) as caught:
+        plan(tmp_path, {"share": 0.1}, **options)
+    errors = getattr(caught.value, "errors", (caught.value,))
+    assert any(error.code == code and said in error.message for error in errors), [str(error) for error in errors]
+
+
+@pytest.mark.parametrize("asked", [{"share": 0.0}, {"share": 1.5}, {"every": 0}, {"delay": 2}, {"ema": 1.0}, {"shares": 1}])
+def test_values_that_cannot_be_are_refused_with_their_place(asked, tmp_path):
+    with pytest.raises(ZbcError) as caught:
+        plan(tmp_path, asked)
+    assert caught.value.code in ("E102", "E103") and next(iter(asked)) in caught.value.message
+
+
+@pytest.mark.parametrize("bug", ["stays put", "no mean"])
+def test_planted_bugs_are_caught(bug, tmp_path, monkeypatch):
+    if bug == "stays put":
+        plain = averaging.Averaging._views
+        monkeypatch.setattr(averaging.Averaging, "_views", lambda self, part: plain(self, 0))
+    else:
+        monkeypatch.setattr(averaging.Averaging, "land", lambda self: self.forget())
+    pipelined = run_threads(plan(tmp_path / "p", {"share": 0.5, "ema": 0.0}), STEPS)
+    stages = [sorted(one.stages[s].parameters) for one in pipelined[:2] for s in sorted(one.stages)]
+    single = alone(tmp_path, 2, formula(stages, share=0.5))
+    assert numbers(pipelined) != numbers(single)
