@@ -370,7 +370,7 @@ ROWS: dict[Kind, Row] = {
         _COLLECTIVE,
         reads=_refs("weights"),
         cost="average",
-        look=_look("G", "average of weights", "#d8cfe4", (188,)),
+        look=_look("U", "average of weights", "#cfe0e4", (152,)),
     ),
     # ---- gradients in shares
     Kind.SCATTER: Row(

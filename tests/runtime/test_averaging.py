@@ -217,7 +217,9 @@ def test_what_does_not_go_together_is_said(name, tmp_path):
     assert any(error.code == code and said in error.message for error in errors), [str(error) for error in errors]
 
 
-@pytest.mark.parametrize("asked", [{"share": 0.0}, {"share": 1.5}, {"every": 0}, {"delay": 2}, {"ema": 1.0}, {"shares": 1}])
+@pytest.mark.parametrize(
+    "asked", [{"share": 0.0}, {"share": 1.5}, {"every": 0}, {"delay": 2}, {"ema": 1.0}, {"shares": 1}]
+)
 def test_values_that_cannot_be_are_refused_with_their_place(asked, tmp_path):
     with pytest.raises(ZbcError) as caught:
         plan(tmp_path, asked)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zbc.compiler.whatif.sharing import Sharing
     from zbc.compiler.whatif.why import Path, WhatIf
     from zbc.job.profile import Profile
+    from zbc.job.sections import Average
     from zbc.job.throughput import Throughput
 
 _ROWS = 10  # of a table before its middle is left out
@@ -52,6 +53,8 @@ def of_plan(
         yield labelled("freeze", *_freezing(report.freezing, report.makespan_ms, compiled.job.freeze.after))
     if report.flushless is not None:
         yield labelled("flush", *_flushless(report.flushless))
+    if compiled.job.parallel.average is not None:
+        yield labelled("apart", *_averaging(compiled.job.parallel.average))
     if verbose:
         yield labelled("times", *_times(compiled))
     if compiled.job.links is not None:
@@ -167,6 +170,15 @@ def _flushless(found: StepsReport) -> Iterator[str]:
         )
     else:
         yield "gradients come 1 step late, and ranks hold two versions of their weights:"
+    yield "this is another training (docs/exactness.md)"
+
+
+def _averaging(asked: Average) -> Iterator[str]:
+    """What replicas average in place of gradients, and that they train something else."""
+    steps = "each step" if asked.every == 1 else f"every {asked.every} steps"
+    yield f"replicas sum no gradients: {steps} they average {percent(asked.share)} of their weights"
+    if asked.parts > 1:
+        yield f"all of them have had their turn after {asked.parts * asked.every} steps"
     yield "this is another training (docs/exactness.md)"
 
 

@@ -8,7 +8,19 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zbc.errors import ZbcError
-from zbc.job import averaging, balance, cuts, extent, flushless, freezing, graph, learning_rate, model_section, ramp, toml
+from zbc.job import (
+    averaging,
+    balance,
+    cuts,
+    extent,
+    flushless,
+    freezing,
+    graph,
+    learning_rate,
+    model_section,
+    ramp,
+    toml,
+)
 from zbc.job import unread as idle
 from zbc.job.job import Draft
 from zbc.job.model_section import Model

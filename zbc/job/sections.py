@@ -29,7 +29,8 @@ class Average(Section):
         1, description="steps after which an average lands; 0: the step waits for it"
     )
     ema: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="of what was added to a weight the last time, the share that is added again; default delay / 2"
+        None,
+        description="of what was added to a weight the last time, the share that is added again; default delay / 2",
     )
 
     @property

@@ -2,9 +2,9 @@
 
     step k    AVERAGE s: what was sent in the step before lands; then part k of the stage's weights is sent
 
-What lands is the mean of what all replicas sent, less what this one did (after AsyncMesh, arXiv 2601.22442): what it has
-learned meanwhile stays. With `ema` e a weight gets d = e d' + (1 - e) (mean - sent), d' being what it got the last time
-its part was averaged. Without a delay the step waits, and the part becomes the mean.
+What lands is the mean of what all replicas sent, less what this one did (after AsyncMesh, arXiv 2601.22442): what it
+has learned meanwhile stays. With `ema` e a weight gets d = e d' + (1 - e) (mean - sent), d' being what it got the last
+time its part was averaged. Without a delay the step waits, and the part becomes the mean.
 
 The parts are equal pieces of all weights of a stage laid end to end, in turn; whose turn it is follows from the step.
 """
@@ -92,7 +92,7 @@ class Averaging:
 
 def _spread(values: Tensor, views: Sequence[Tensor], put: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Copy or add consecutive values to views of weights."""
-    for view, piece in zip(views, values.split([view.numel() for view in views]), strict=True):
+    for view, piece in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
         put(view, piece)
 
 
@@ -108,5 +108,5 @@ def meet(ranks: tuple[int, ...], tensors: Sequence[Tensor], transport: Transport
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in mine])
         transport.all_reduce(flat, ranks)
         flat.div_(len(ranks))
-        for tensor, piece in zip(mine, flat.split([tensor.numel() for tensor in mine]), strict=True):
+        for tensor, piece in zip(mine, torch.split(flat, [tensor.numel() for tensor in mine]), strict=True):
             tensor.detach().copy_(piece.view(tensor.shape))

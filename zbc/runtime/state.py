@@ -457,7 +457,9 @@ class Worker:
             parameters = [p for _, p in sorted(optimizer.parameters.items())]
             kept = [state[p][key] for p in parameters if p in state for key in sorted(state[p])]
             numbers = [value for value in kept if isinstance(value, Tensor) and value.is_floating_point()]
-            meet(self.topology.ranks(self.placement.holders(stage), self.share), [*parameters, *numbers], self.transport)
+            meet(
+                self.topology.ranks(self.placement.holders(stage), self.share), [*parameters, *numbers], self.transport
+            )
 
     def counted(self) -> list[StageOptimizer]:
         """The stages whose gradients this rank answers for in the norm of all.

@@ -123,8 +123,8 @@ class VectorLayout:
         device: torch.device,
         replica: int = 0,
     ) -> Tensor:
-        """One rank's entries, on `device`: sums of squares per chunk by parameter name, losses by microbatch. `replica`:
-        whose gradients, where they are not summed."""
+        """One rank's entries, on `device`: sums of squares per chunk by parameter name, losses by microbatch.
+        `replica`: whose gradients, where they are not summed."""
         count, flag = self._norms, self._norms + self.microbatches
         base = replica * self._count
         where = [base + at for name, value in squares.items() for at in self._entries(name, value.numel())]
