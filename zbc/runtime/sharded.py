@@ -13,7 +13,8 @@ it is to be, and gathered once more.
 
 Where weights are *freed*, a rank has those of a stage only while its ops need them: all are views of one storage,
 whose bytes FREE gives back and GATHER takes again, so that graphs which wait for their backward find them in place. The
-pieces then have storage of their own.
+pieces then have storage of their own. Weights that ops read in a lower type alone come in that type, straight to where
+the layer keeps its cast: half the bytes on their way, and no room for the weight itself.
 
 Element by element that is the arithmetic of the ordinary optimizer.
 """
@@ -40,6 +41,9 @@ from zbc.runtime.split import SplitLinear
 from zbc.runtime.tensors import constant
 from zbc.runtime.transport import Pending, Transport
 from zbc.runtime.validate import chunks, squares_of
+
+
+NO_CASTS: Mapping[str, Tensor] = {}
 
 
 class Piece(NamedTuple):
@@ -77,7 +81,7 @@ class Sharded:
 
     `whole` names parameters that this rank steps all of, and that are summed elsewhere. `lowered` is the type that
     forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only. `frees`: the
-    weights go and come back within a step; `scatters`: gradients are summed after each run of backwards.
+    weights go and come back within a step, those that layers read as casts in the type `low`; `scatters`: gradients are summed after each run of backwards.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Sharded:
         lowered: torch.dtype | None = None,
         ahead: bool = False,
         frees: bool = False,
+        low: torch.dtype | None = None,
         scatters: bool = False,
     ) -> None:
         self.parameters, self._options = parameters, options
@@ -116,11 +121,16 @@ class Sharded:
                 parameter.data = self._place(piece)
         first = next(iter(self._own.values()), None) if lowered is None else None
         self._type = torch.float32 if first is None else first.dtype  # of what is stepped
-        self._flat = Flat([p for p in self._trained.values() if p.is_contiguous()]) if frees else None
+        self._kind, self._low = low, _read_low(self._trained, self._casts) if frees and low is not None else {}
+        wide = [p for name, p in self._trained.items() if p.is_contiguous() and name not in self._low]
+        self._flat = Flat(wide) if frees else None
+        self._there = frees  # whether weights of which casts are enough are here
+        self._rows = [_Row(share, self._low) for share in self._shares]
+        self._message = max(row.wide for row in self._rows), max(row.low for row in self._rows)
         self.scatters = scatters
         self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None  # and whether all of its gradients were here
         self._added: tuple[Tensor, bool] | None = None  # the parts of sums that are over; likewise
-        self._weights: tuple[Pending, Tensor] | None = None
+        self._weights: tuple[Pending, Tensor, bool] | None = None  # and whether casts come in place of weights
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -283,37 +293,66 @@ class Sharded:
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
-    def start_gather(self, transport: Transport) -> None:
-        """Start to collect the weights that the other ranks stepped."""
+    def start_gather(self, transport: Transport, *, whole: bool = False) -> None:
+        """Start to collect the weights that the other ranks stepped; `whole`: none of them as casts."""
         if not self._trained:
             return
         if self._flat is not None:
             self._flat.restore()
+        lowers = bool(self._low) and not whole
+        if self._low and whole:
+            self._bring_back()
         first = next(iter(self._trained.values()))
-        mine = torch.zeros(self._length, dtype=first.dtype, device=first.device)
-        copy_all(_places(mine, self._own), [p.detach().reshape(-1) for p in self._own.values()])
-        parts = torch.empty(len(self._ranks), self._length, dtype=first.dtype, device=first.device)
-        self._weights = transport.start_gather(mine, parts, self._ranks), parts  # what was started holds `mine`
+        size, rows = self._row_bytes(lowers), len(self._ranks)
+        mine = torch.zeros(size, dtype=torch.uint8, device=first.device)
+        wide, low = self._split(mine, lowers)
+        for places, pieces in zip((wide, low), self._rows[self._mine].parts(lowers), strict=True):
+            copy_all(_places(places, pieces), [self._own[piece].detach().reshape(-1) for piece in pieces])
+        parts = torch.empty(rows, size, dtype=torch.uint8, device=first.device)
+        self._weights = transport.start_gather(mine, parts, self._ranks), parts, lowers  # what was started holds `mine`
 
     def finish_gather(self) -> None:
         """Wait until they are there, and put them in place."""
         if self._weights is None:
             return
-        pending, parts = self._weights
+        pending, parts, lowers = self._weights
         pending.wait()
         targets, sources = list[Tensor](), list[Tensor]()
-        for index, (row, share) in enumerate(zip(parts, self._shares, strict=True)):
+        casts = {name: cast.adopt(self._kind) for name, cast in self._low.items() if lowers and self._kind is not None}
+        for index, (message, row) in enumerate(zip(parts, self._rows, strict=True)):
             if self._frees or index != self._mine:
-                views = [self._view(piece) for piece in share]
-                targets += views
-                sources += [place.view(view.shape) for place, view in zip(_places(row, share), views, strict=True)]
+                for places, pieces in zip(self._split(message, lowers), row.parts(lowers), strict=True):
+                    views = [self._view(piece, casts) for piece in pieces]
+                    targets += views
+                    sources += [a.view(b.shape) for a, b in zip(_places(places, pieces), views, strict=True)]
         copy_all(targets, sources)
         self._weights = None
         for cast in self._casts:
-            if self._frees:
-                cast.refill()
-            else:
+            if not self._frees:
                 cast.forget()
+            elif not lowers or cast not in self._low.values():
+                cast.refill()
+
+    def _row_bytes(self, lowers: bool) -> int:
+        """Bytes that each rank sends."""
+        width = next(iter(self._trained.values())).element_size()
+        if not lowers or self._kind is None:
+            return self._length * width
+        found = self._message[0] * width + self._message[1] * self._kind.itemsize
+        return -(-found // 8) * 8  # so that the rows of all ranks can be read as numbers
+
+    def _split(self, message: Tensor, lowers: bool) -> tuple[Tensor, Tensor]:
+        """The two parts of a message: of weights as they are, and in the lower type."""
+        first = next(iter(self._trained.values()))
+        wide = (self._message[0] if lowers else self._length) * first.element_size()
+        return message[:wide].view(first.dtype), message[wide:].view(self._kind if lowers and self._kind else first.dtype)
+
+    def _bring_back(self) -> None:
+        """Room for the weights themselves where casts are enough in a step."""
+        for name in self._low:
+            parameter = self._trained[name]
+            parameter.data.untyped_storage().resize_(parameter.nbytes)
+        self._there = True
 
     def free(self) -> None:
         """Give back the bytes of the weights."""
@@ -321,18 +360,26 @@ class Sharded:
             self._flat.free()
             for cast in self._casts:
                 cast.free()
+        if self._there:
+            for name in self._low:
+                self._trained[name].data.untyped_storage().resize_(0)
+            self._there = False
 
     @property
     def freeable(self) -> int:
         """Bytes that FREE would give back now."""
-        return 0 if self._flat is None else self._flat.bytes
+        low = [cast.low for cast in self._low.values()]
+        there = sum(one.untyped_storage().nbytes() for one in low if one is not None)
+        return 0 if self._flat is None else self._flat.bytes + there
 
     @property
     def kept(self) -> int:
         """Bytes of this rank's parts of the weights, where those are freed."""
         return sum(p.nbytes for p in self._own.values()) if self._frees else 0
 
-    def _view(self, piece: Piece) -> Tensor:
+    def _view(self, piece: Piece, casts: Mapping[str, Tensor] = NO_CASTS) -> Tensor:
+        if piece.name in casts:
+            return _part(casts[piece.name].data, piece, keep_shape=True)
         parameter = self._trained[piece.name]
         # What is written through `data` leaves no version behind: graphs of this step go on after a GATHER.
         return _part(parameter.data if self._frees else parameter.detach(), piece, keep_shape=True)
@@ -340,6 +387,27 @@ class Sharded:
     def _place(self, piece: Piece) -> Tensor:
         """What this rank steps of a piece."""
         return self._view(piece).clone() if self._frees else self._view(piece)
+
+
+class _Row:
+    """The pieces of a rank, as its part of a message has them: first those that go as they are."""
+
+    def __init__(self, share: Sequence[Piece], low: Mapping[str, SplitLinear]) -> None:
+        self._share = list(share)
+        self._wide = [piece for piece in share if piece.name not in low]
+        self._low = [piece for piece in share if piece.name in low]
+        self.wide, self.low = (sum(piece.size for piece in some) for some in (self._wide, self._low))
+
+    def parts(self, lowers: bool) -> tuple[list[Piece], list[Piece]]:
+        """As they are, and in the lower type."""
+        return (self._wide, self._low) if lowers else (self._share, [])
+
+
+def _read_low(trained: Mapping[str, nn.Parameter], casts: Iterable[SplitLinear]) -> dict[str, SplitLinear]:
+    """The weights of linear layers, which ops read as casts alone, by name."""
+    by_weight = {id(cast.module.weight): cast for cast in casts}
+    found = {name: by_weight[id(p)] for name, p in trained.items() if id(p) in by_weight and p.is_contiguous()}
+    return {name: cast for name, cast in found.items() if cast.module.weight.dtype == torch.float32}
 
 
 def _places(row: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:

@@ -103,6 +103,16 @@ class SplitLinear:
             self._low = low = version, weight.detach().to(dtype), weight
         return low[1]
 
+    def adopt(self, dtype: torch.dtype) -> Tensor:
+        """Room for the weight in that type, which counts as its cast: for who brings it in place of the weight. What is
+        in it is undefined; it is the tensor of before, if that was freed."""
+        weight, low = self.module.weight, self._low
+        if low is None or low[0] != weight._version or low[1].dtype != dtype:
+            self._low = low = weight._version, torch.empty_like(weight, dtype=dtype, requires_grad=False), weight
+        elif not low[1].untyped_storage().nbytes():
+            low[1].untyped_storage().resize_(low[1].nbytes)
+        return low[1]
+
     def free(self) -> None:
         """Give back the bytes of the cast: graphs that need it for their backward keep the tensor."""
         if self._low is not None:

@@ -430,7 +430,7 @@ class Worker:
     def gather_all(self) -> None:
         """Have the weights of all stages here, between steps; all ranks do so together."""
         for one in self.gathers:
-            one.start_gather(self.transport)
+            one.start_gather(self.transport, whole=True)
             self.gathering.append(one)
             self.finish_gathers()
 

@@ -453,6 +453,7 @@ def _optimizer(
             lowered=lowered,
             ahead=ahead,
             frees=bool(manifest.resident),
+            low=torch.bfloat16 if settings.model.builtin and settings.model.dtype == "bfloat16" else None,
             scatters=manifest.scatters,
         )
     if manifest.flushless and options.sync == "asynchronous":
