@@ -440,8 +440,10 @@ class Program:
         """How many ranks meet in a collective: over all replicas of the pipeline, but for one of units."""
         if op.kind is Kind.REDUCE_V:
             return self.dp
-        apart = op.kind.unit_wide or bool(self.averages) != (op.kind is Kind.AVERAGE)
-        return (1 if apart and not op.kind.is_barrier else self.dp) * len(self.members(op))
+        if op.kind is Kind.AVERAGE:
+            return self.dp if self.averages else 1
+        apart = op.kind.unit_wide or (self.averages and not op.kind.is_barrier)
+        return (1 if apart else self.dp) * len(self.members(op))
 
     def shared(self, op: Op) -> bool:
         """Whether a collective has anybody to meet."""
