@@ -42,7 +42,6 @@ from zbc.runtime.tensors import constant
 from zbc.runtime.transport import Pending, Transport
 from zbc.runtime.validate import chunks, squares_of
 
-
 NO_CASTS: Mapping[str, Tensor] = {}
 
 
@@ -345,7 +344,9 @@ class Sharded:
         """The two parts of a message: of weights as they are, and in the lower type."""
         first = next(iter(self._trained.values()))
         wide = (self._message[0] if lowers else self._length) * first.element_size()
-        return message[:wide].view(first.dtype), message[wide:].view(self._kind if lowers and self._kind else first.dtype)
+        return message[:wide].view(first.dtype), message[wide:].view(
+            self._kind if lowers and self._kind else first.dtype
+        )
 
     def _bring_back(self) -> None:
         """Room for the weights themselves where casts are enough in a step."""

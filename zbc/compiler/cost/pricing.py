@@ -285,7 +285,9 @@ def _with_sums(
             shares = stage_bytes.dealt(job, placement, s, part, table)
             count = shares.ranks * shares.row
         reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))
-        weight = 2 if job.model.parameters == "bfloat16" else 4
+        params = sum(table[i].params for i in part)
+        lowered = stage_bytes.lowered(job, part, table) / params if params else 0.0
+        weight = 2 if job.model.parameters == "bfloat16" else 4 - 2 * lowered
         gather.append(_sum(job, weight * count, holders, 1) if halves == 1 else 0.0)
         average.append(share * _sum(job, GRAD_BYTES * count, holders, 2))
     ends = [rank for stage in placement.ends for rank in placement.holders(stage)]

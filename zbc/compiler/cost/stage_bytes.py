@@ -14,6 +14,8 @@ from zbc.ir import Placement
 from zbc.job.spec import Job
 from zbc.plan import dealing
 
+_LOW = 2  # bytes of a bfloat16
+
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
@@ -76,10 +78,12 @@ def _stage(
     each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
     kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
     again = job.memory.recomputes(s)
+    low = GRAD_BYTES * lowered(job, part, table) if shares.ranks > 1 else 0.0  # weights that are here as casts alone
+    message = _message(job, part, table, shares) if low else weights / params * shares.row if params else 0.0
     share = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
     versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
     return StageBytes(
-        weights=versions * weights + constant,
+        weights=versions * weights - low + constant,
         gradients=gradients,
         masters=shares.most * masters,
         optimizer=shares.most * state + _averaging(job, params),
@@ -97,13 +101,37 @@ def _stage(
         behind=behind[s],
         share=share,
         sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
-        freed=weights * (1 - shares.whole / params) + sum(z.casts for z in sizes) if params else 0.0,
+        freed=weights * (1 - shares.whole / params) - low + sum(z.casts for z in sizes) if params else 0.0,
         casts=sum(z.casts for z in sizes),
         own=weights / params * shares.row if params else 0.0,
         summed=each * shares.summed,
         pending=max(0.0, each * shares.summed * (1 + 1 / shares.ranks) - gradients) if shares.row else 0.0,
-        gathered=weights / params * (shares.ranks + 1) * shares.row + kept if shares.row else 0.0,
+        gathered=message * (shares.ranks + 1) + kept if shares.row else 0.0,
     )
+
+
+def lowered(job: Job, part: Sequence[int], table: Sequence[Layer]) -> float:
+    """Of a stage's weights that come and go, the elements that layers read as bfloat16 casts alone: they come so."""
+    model = job.model
+    if not (job.parallel.frees and model.builtin and model.dtype == "bfloat16" and model.parameters == "float32"):
+        return 0.0
+    return sum(table[i].size.casts for i in part if not table[i].tied) / _LOW
+
+
+def _message(job: Job, part: Sequence[int], table: Sequence[Layer], shares: Dealt) -> float:
+    """Bytes that each rank sends of such a stage: as much as the one with most, of either type."""
+    kinds = list[tuple[int, bool]]()  # pieces of parameters, and whether they come as casts; the largest are matrices
+    for i in part:
+        left = lowered(job, [i], table)
+        for count in sorted(table[i].parts, reverse=True):
+            low = 0 < count <= left
+            left -= count if low else 0
+            kinds += [(stop - start, low) for start, stop in dealing.cut(count)]
+    if not kinds:
+        return (GRAD_BYTES + _LOW) / 2 * shares.row
+    dealt = dealing.deal([size for size, _ in kinds], shares.ranks)
+    most = [max(sum(kinds[k][0] for k in share if kinds[k][1] is low) for share in dealt) for low in (False, True)]
+    return float(GRAD_BYTES * most[0] + _LOW * most[1])
 
 
 def _averaging(job: Job, params: int) -> float:
