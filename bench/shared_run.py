@@ -30,7 +30,6 @@ from record import Record
 from sleeping import Sleeper, calibrate, sleep_until
 
 import zbc
-from zbc.compiler.schedules import SCHEDULES
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.runtime.network import Network, bind_loopback
@@ -43,13 +42,13 @@ KINDS = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "gpipe")
 
 
 class Slow:
-    """A transport on which a sum takes so many ms at least."""
+    """A transport on which a sum takes `A` ms at least."""
 
-    def __init__(self, inner: Any, ms: float) -> None:
-        self._inner, self._ms, self.rank = inner, ms, inner.rank
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.rank = inner, inner.rank
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Held:
-        return Held(self._inner.start_sum(tensor, ranks), time.perf_counter() + self._ms / 1e3)
+        return Held(self._inner.start_sum(tensor, ranks), time.perf_counter() + A / 1e3)
 
 
 class Held:
@@ -67,16 +66,16 @@ class Held:
 
 
 class Shared(nn.Module):
-    """A layer of which each rank of a group has a part: ms of F, B, W and of a sum."""
+    """A layer of which each rank of a group has a part."""
 
-    def __init__(self, f: float, b: float, w: float, a: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.part = Sleeper(f, b, w, 1)
+        self.part = Sleeper(F, B, W, 1)
         self.enter = self.leave = lambda x: x
-        self.size, self.ms = 1, a
+        self.size = 1
 
     def shard(self, group: Group) -> dict[str, int]:
-        slow = group._replace(transport=Slow(group.transport, self.ms))  # type: ignore[arg-type]
+        slow = group._replace(transport=Slow(group.transport))  # type: ignore[arg-type]
         self.enter, self.leave, self.size = slow.enter, slow.leave, group.size
         return {}
 
@@ -84,12 +83,11 @@ class Shared(nn.Module):
         return self.leave(self.part(self.enter(x))) / self.size
 
 
-def layers(count: int, f: float, b: float, w: float, a: float) -> list[nn.Module]:
-    return [Shared(f, b, w, a) for _ in range(count)]
+def layers(count: int) -> list[nn.Module]:
+    return [Shared() for _ in range(count)]
 
 
-def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any, *, turns: bool = True) -> None:
-    """The ms of the steps; `turns`: whether the ops of a group take turns."""
+def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any) -> None:
     torch.set_num_threads(1)
     bind_loopback()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -97,7 +95,6 @@ def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any, *
     cpu, seat = torch.device("cpu"), plan.manifest.topology.of(rank).pp
     network = Network(plan.manifest, cpu, timedelta(seconds=60))
     worker = build_worker(RankPlan(seat, plan.program.ranks[seat], plan.manifest), network, cpu)
-    worker.braids = turns
     calibrate()
     found = []
     for step in range(steps + WARM_UP):
@@ -111,39 +108,27 @@ def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any, *
         sender.send(found[WARM_UP:])
 
 
-def plan_of(
-    kind: str,
-    folder: Path,
-    *,
-    m: int = MICROBATCHES,
-    count: int = LAYERS,
-    times: tuple[float, float, float, float] = (F, B, W, A),
-    more: str = "",
-) -> tuple[StoredPlan, zbc.Plan]:
-    """A plan of that schedule with layers of these ms of F, B, W and a sum."""
-    f, b, w, a = times
+def plan_of(kind: str, folder: Path) -> tuple[StoredPlan, float]:
+    """A plan of that schedule with these times, and its predicted step."""
     text = f"""
 [model]
 family = "shared_run:layers"
-layers = {count}
+layers = {LAYERS}
 loss = "mse"
-args = {{count = {count}, f = {f}, b = {b}, w = {w}, a = {a}}}
+args = {{count = {LAYERS}}}
 [parallel]
 pp = 2
 tp = 2
 [schedule]
 kind = "{kind}"
-microbatches = {m}
+microbatches = {MICROBATCHES}
 microbatch_size = 1
-{more}
 [costs]
 per = "layer"
-f = {f}
-b = {b}
-w = {w}
+f = {F}
+b = {B}
+w = {W}
 comm = 0.0
-[partition]
-mode = "uniform"
 [optimizer]
 kind = "sgd"
 lr = 0.0
@@ -152,10 +137,10 @@ kind = "sleeping:Points"
 """
     path = folder / "zbc.toml"
     path.write_text(text)
-    chunks = SCHEDULES[kind].default_chunks
-    made = zbc.plan(zbc.load(path, [f"costs.tp={a * count / 2 / chunks}"]))
+    chunks = 2 if kind in ("zb-v", "interleaved-1f1b") else 1
+    made = zbc.plan(zbc.load(path, [f"costs.tp={A * LAYERS / 2 / chunks}"]))
     made.write(folder / kind)
-    return StoredPlan.read(folder / kind), made
+    return StoredPlan.read(folder / kind), made.simulate().makespan
 
 
 def main() -> None:
@@ -168,8 +153,7 @@ def main() -> None:
     record("schedule          predicted ms  measured ms  ratio")
     with tempfile.TemporaryDirectory() as folder:
         for number, kind in enumerate(KINDS):
-            plan, made = plan_of(kind, Path(folder))
-            predicted = made.simulate().makespan
+            plan, predicted = plan_of(kind, Path(folder))
             steps = 2 if given.quick else given.steps
             preload = ("zbc.training.worker",)
             arguments = (29600 + number, plan, steps)

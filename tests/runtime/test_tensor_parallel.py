@@ -22,7 +22,6 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime import tensor_parallel
 from zbc.runtime.hub import Hub, HubTransport
 from zbc.runtime.tensor_parallel import Cut, Group
-from zbc.runtime.turns import Meter
 from zbc.runtime.words import IGNORED
 from zbc.training.models import model as models
 from zbc.training.models import sharding
@@ -40,17 +39,12 @@ MODELS = {
 
 def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sections):
     parallel = {"pp": pp, "tp": tp, "dp": dp, **sections.pop("more", {})}
-    schedule = {"slices": sections.pop("slices", 1), **sections.pop("schedule", {})}
+    cuts = sections.pop("slices", 1)
     optimizer = {"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5, **sections.pop("optimizer", {})}
     text = toml_text(
         model={**GPT, **MODELS[model], **sections.pop("model_more", {})},
         parallel=parallel,
-        schedule={
-            "kind": kind,
-            "microbatches": m,
-            "microbatch_size": 2,
-            **schedule,
-        },
+        schedule={"kind": kind, "microbatches": m, "microbatch_size": 2, "slices": cuts},
         optimizer=optimizer,
         data={"kind": "synthetic", **sections.pop("data", {})},
         train={"steps": 3, "seed": 7, **sections.pop("train", {})},
@@ -237,7 +231,7 @@ def test_float64_is_exact_to_its_own_rounding():
     hub, found = Hub(2, tp=2), {}
 
     def rank(number):
-        group = Group((0, 1), number, HubTransport(hub, number), Meter())
+        group = Group((0, 1), number, HubTransport(hub, number))
         cuts, y, layers = {}, tokens, []
         for plan in plans:
             layer = plan.build(3)
@@ -362,7 +356,7 @@ def test_a_layer_of_a_user_says_how_it_is_shared():
 
 
 def test_layers_that_cannot_be_shared_are_refused():
-    group = Group((0, 1), 0, HubTransport(Hub(2, tp=2), 0), Meter())
+    group = Group((0, 1), 0, HubTransport(Hub(2, tp=2), 0))
     with pytest.raises(ZbcError, match=r"layers\.0 \(Linear\) cannot be shared by 2") as caught:
         sharding.shard("layers.0", torch.nn.Linear(2, 2), group, joined=False)
     assert caught.value.code == "E119" and "shard(group)" in caught.value.hint

@@ -23,7 +23,6 @@ from zbc.runtime.stage import Stage, mismatch
 from zbc.runtime.state import Ends, Kept, Worker, name_of, take
 from zbc.runtime.tape import Inputs, Tape
 from zbc.runtime.tensors import Loss, TensorSpec
-from zbc.runtime.turns import offer
 from zbc.runtime.validate import peak_bytes
 from zbc.runtime.vocabulary_ops import VOCABULARY
 from zbc.runtime.vocabulary_state import Met
@@ -268,10 +267,9 @@ def backward_weight(worker: Worker, op: Op) -> None:
     slot = take(worker.slots, worker.routes[op].key, "W {}: its B has not run")
     if worker.gathering and worker.plan.manifest.with_w:
         worker.finish_gather(op.stage)
-    clock = worker.clock
-    began = clock.start()
-    slot.run(None if worker.group is None else offer)
-    clock.stop(began)
+    began = worker.clock.start()
+    slot.run()
+    worker.clock.stop(began)
 
 
 # ---- transfers -----------------------------------------------------------------------------------------------
@@ -445,8 +443,7 @@ def in_rows(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], Non
 
 
 def overlap(worker: Worker, op: Op) -> None:
-    """OVERLAP: the two ops after it run one after the other, since a rank has one stream of compute; where ranks share
-    layers they do so in turn, see braided.py."""
+    """OVERLAP: the two ops after it run one after the other, since a rank has one stream of compute."""
 
 
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {

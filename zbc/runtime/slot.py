@@ -49,9 +49,8 @@ class Slot:
             with torch.no_grad():
                 work()
 
-    def run(self, between: Callable[[], None] | None = None) -> None:
-        """W: run the deferred work in the order it was deferred, releasing what each piece holds as it ends. `between`
-        is called after each piece but the last."""
+    def run(self) -> None:
+        """W: run the deferred work in the order it was deferred, releasing what each piece holds as it ends."""
         work = self._work[::-1]
         self._work.clear()
         before, current = torch.is_grad_enabled(), _local.slot
@@ -61,8 +60,6 @@ class Slot:
         try:
             while work:
                 work.pop()()
-                if between is not None and work:
-                    between()
         finally:
             set_grad_enabled(before)
             swap_slot(current)

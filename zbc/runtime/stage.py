@@ -119,11 +119,6 @@ class Stage:
                 parameter.requires_grad = True
 
     @functools.cached_property
-    def draws(self) -> bool:
-        """Whether its forward draws random numbers."""
-        return any(layer.traits.random for layer in self.layers)
-
-    @functools.cached_property
     def casts_weights(self) -> bool:
         """Whether its linear layers keep casts of their weights for all microbatches."""
         return not isinstance(self.autocast, nullcontext)

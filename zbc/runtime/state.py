@@ -48,7 +48,6 @@ from zbc.runtime.tape import Tape
 from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss
 from zbc.runtime.transport import Letter, Pending, Transport
-from zbc.runtime.turns import Pair, Side
 from zbc.runtime.validate import VectorLayout, Verdict
 from zbc.runtime.vocabulary_state import Met, Vocabulary
 
@@ -203,9 +202,6 @@ class Worker:
     vocabulary: Vocabulary | None = None  # this rank's words, if all ranks of the pipeline share them
     work: UnequalWork | None = None  # of unequal work
     averages: dict[int, Averaging] = field(default_factory=dict)  # by stage, where replicas sum no gradients
-    braids: bool = True  # the ops of a group may take turns
-    side: Side | None = None  # the thread on which second ops of groups run, once one has
-    pair: Pair | None = None  # the group of which the first op has run
 
     step: int = 0
     stop: bool = False
@@ -534,8 +530,6 @@ class Worker:
     def close(self) -> None:
         """End the threads that work for this rank."""
         self.transport.close()
-        if self.side is not None:
-            self.side.close()
         if "pool" in self.__dict__:
             self.pool.copier.close()
         if self.batches is not None:

@@ -30,7 +30,6 @@ from torch.nn import functional
 from zbc.runtime import words
 from zbc.runtime.slot import Slot, current_slot
 from zbc.runtime.transport import Pending, Transport
-from zbc.runtime.turns import Meter, settle
 
 
 class Group(NamedTuple):
@@ -39,7 +38,6 @@ class Group(NamedTuple):
     ranks: tuple[int, ...]
     place: int
     transport: Transport
-    meter: Meter
     sequence: bool = False  # whether each has its part of the tokens between the layers
 
     @property
@@ -142,7 +140,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = grads[0].clone(memory_format=torch.contiguous_format)
-        _meanwhile(ctx, ctx.group.start(grad))
+        _meanwhile(ctx.slot, ctx.group.start(grad))
         return grad, None
 
 
@@ -150,7 +148,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         y = x.clone(memory_format=torch.contiguous_format)
-        settle(group.start(y), group.meter)
+        group.start(y).wait()
         return y
 
     @staticmethod
@@ -163,13 +161,13 @@ class _EnterWhole(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.slot = group, current_slot()
         parts, pending = group.tokens(x)
-        settle(pending, group.meter)
+        pending.wait()
         return group.joined(parts, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mine, pending = ctx.group.scatter(grads[0])
-        _meanwhile(ctx, pending)
+        _meanwhile(ctx.slot, pending)
         return mine, None
 
 
@@ -178,20 +176,21 @@ class _LeavePart(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.slot = group, current_slot()
         mine, pending = group.scatter(x)
-        settle(pending, group.meter)
+        pending.wait()
         return mine
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         parts, pending = ctx.group.tokens(grads[0])
-        _meanwhile(ctx, pending)
+        _meanwhile(ctx.slot, pending)
         return ctx.group.joined(parts, grads[0]), None
 
 
-def _meanwhile(ctx: Any, pending: Pending) -> None:
+def _meanwhile(slot: Slot | None, pending: Pending) -> None:
     """Wait, and run the weight gradients that are due beside it where they belong to the same op."""
-    slot: Slot | None = ctx.slot
-    settle(pending, ctx.group.meter, slot.run if slot is not None and slot.fills else None)
+    if slot is not None and slot.fills:
+        slot.run()
+    pending.wait()
 
 
 class _Join(torch.autograd.Function):

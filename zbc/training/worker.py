@@ -22,7 +22,6 @@ from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
 from zbc.runtime import tensor_parallel
 from zbc.runtime.averaging import Averaging
-from zbc.runtime.braided import braided
 from zbc.runtime.bucket import Bucket, GradientSum, absent
 from zbc.runtime.cycle import Cycle, stage_step
 from zbc.runtime.freezing import Turns, refuse_frozen, turns_of
@@ -37,7 +36,6 @@ from zbc.runtime.state import PhaseRun, Worker
 from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.transport import Transport
-from zbc.runtime.turns import Meter
 from zbc.runtime.validate import VectorLayout
 from zbc.runtime.versions import OneVersion, TwoVersions
 from zbc.runtime.vocabulary import Embedding, Output
@@ -311,7 +309,7 @@ def _phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> Phase
     script = [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops]
     if unequal is not None:
         script = [(in_rows(one) if op.kind in _RUNS_LAYERS else one, op, text) for one, op, text in script]
-    return PhaseRun(plan, layout, braided(script) if run.tp > 1 else script)
+    return PhaseRun(plan, layout, script)
 
 
 def layer_plans(settings: Settings) -> list[model.LayerPlan]:
@@ -382,7 +380,7 @@ def _group(manifest: Manifest, transport: Transport) -> Group | None:
     """The ranks that share the layers of this one."""
     run, rank = manifest.topology, transport.rank
     sequence = _shares_sequence(manifest)
-    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport, Meter(), sequence)
+    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport, sequence)
 
 
 def _shares_sequence(manifest: Manifest) -> bool:

@@ -197,7 +197,6 @@ class Scale:
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
         worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
         self._clock = worker.clock = _Begins(worker.clock)
-        worker.braids = False  # for the same reason
 
     def __enter__(self) -> Scale:
         return self
@@ -209,7 +208,6 @@ class Scale:
         """Let the worker run as before."""
         self.worker.script[:] = self._plain
         self.worker.clock = self._clock.inner
-        self.worker.braids = True
         if isinstance(self.worker.batches, Prefetched):
             self.worker.batches.open()
 
