@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -81,7 +82,8 @@ def run_step(
     if ahead is None:
         verdict = _verdict(worker)
         _close(worker, drain=True)
-        return verdict.result(step, now() - began)
+        result = verdict.result(step, now() - began)
+        return result if worker.group is None else replace(result, sums_hidden=worker.group.hidden())
     found, pending = close_step(worker, ahead)
     _close(worker, drain=False)
     pending.seconds = now() - began

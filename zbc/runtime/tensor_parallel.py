@@ -71,6 +71,10 @@ class Group(NamedTuple):
         """Start to sum it in place."""
         return self.transport.start_sum(tensor, self.ranks)
 
+    def hidden(self) -> float | None:
+        """Of the time of sums since this was asked last: the share in which this rank did something else."""
+        return None if self.meter is None else self.meter.read()
+
     def settle(self, pending: Pending, slot: Slot | None = None) -> None:
         """Wait for what was started just now, with something else to do meanwhile: first the weight gradients of
         `slot` that are due, where they belong to the same op, then the other op of a group that this one is in."""

@@ -230,9 +230,8 @@ def _turns_taken(ops: list[int], since: list[int], marks: list[int]) -> dict[int
     """By op: from when to when it had its turn. A turn ends where the next one of its group begins, or with that."""
     found: dict[int, list[tuple[int, int]]] = {}
     for place, (index, moment) in enumerate(zip(ops, since, strict=True)):
-        following = since[place + 1 : place + 2]
-        last = next(mark for mark in marks[index + 1 :] if mark >= moment)  # of a group the second mark ends nothing
-        found.setdefault(index, []).append((moment, min([*following, last])))
+        ends = [*since[place + 1 : place + 2], max(moment, marks[index + 1])]
+        found.setdefault(index, []).append((moment, min(ends)))
     return found
 
 
