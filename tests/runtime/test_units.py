@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from itertools import groupby, pairwise
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from tests.tiers import few
 from zbc.ir import Kind, Op
 from zbc.runtime import slot
 from zbc.runtime.strands import Pair, current_pair
-from zbc.runtime.tensor_parallel import Group
+from zbc.runtime.tensor_parallel import Group, Meter
 from zbc.runtime.units import Units, _reason
+from zbc.training.recording.measure import Scale
 from zbc.training.recording.tracing import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
@@ -252,9 +254,10 @@ def test_who_waits_for_its_turn_is_left_where_it_stands(failing):
     done = []
     pair.run(lambda: done.append(0), lambda: done.append(1))
     assert done == [0, 1], "the pair is as good as new"
+    (thread,) = strands()
     pair.close()
-    pair._thread.join(10)
-    assert not pair._thread.is_alive()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_each_side_has_what_torch_keeps_per_thread():
@@ -354,3 +357,31 @@ def test_a_group_is_recorded_as_one_op_after_the_other(tmp_path):
         result = worker.results[-1]
         assert all(0 < busy < result.seconds for busy in result.busy_seconds)
         assert 0 <= result.sums_hidden <= 1
+
+
+class Slow:
+    """A sum that takes its time from when it is waited for."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def wait(self):
+        time.sleep(self.seconds)
+
+
+def test_what_is_hidden_is_what_is_not_waited_for():
+    group, mine = Group((0, 1), 0, None, meter=Meter()), slot.Slot()
+    assert group.hidden() is None
+    group.settle(Slow(0.02))
+    assert group.hidden() < 0.1
+    mine.split = mine.fills = True
+    mine.defer(lambda: time.sleep(0.04))
+    group.settle(Slow(0.02), mine)
+    assert 0.5 < group.hidden() < 0.9 and group.hidden() is None
+
+
+def test_ops_of_groups_are_weighed_one_after_the_other(tmp_path):
+    (worker, *_) = run_threads(braided(tmp_path), 1)
+    with Scale(worker):
+        assert worker.one_by_one
+    assert not worker.one_by_one

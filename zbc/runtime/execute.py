@@ -59,6 +59,8 @@ def run_step(
     progress.step, progress.total = step, len(worker.script)
     began = now()
     worker.free_all()  # of what stood between steps
+    if worker.group is not None:
+        worker.group.hidden()  # what stood between steps does not count
     ahead = worker.ahead
     if ahead is not None:
         open_step(worker, ahead)

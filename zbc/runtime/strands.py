@@ -57,12 +57,15 @@ class Pair:
         self._names: tuple[Hashable, Hashable] = (None, None)
         self.begun = [0, 0]  # waits of each side
         self._rest = 0  # pieces of a side that waits for nothing, until it gives its turn away
-        self._thread = threading.Thread(target=self._serve, name="zbc-strand", daemon=True)
-        self._threads = torch.get_num_threads()
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # from the first run on
+        self._threads = 1
 
     def run(self, first: Work, second: Work, names: tuple[Hashable, Hashable] = (None, None)) -> None:
         """Run both to their ends, `first` first. `names` are what to remember their numbers of waits under."""
+        if self._thread is None:
+            self._threads = torch.get_num_threads()
+            self._thread = threading.Thread(target=self._serve, name="zbc-strand", daemon=True)
+            self._thread.start()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
         self._settings = torch.is_grad_enabled(), stream
         self._second, self._over, self._error, self._failed = second, [False, False], None, False
@@ -119,8 +122,9 @@ class Pair:
             self.turn()
 
     def close(self) -> None:
-        """End the thread."""
-        if self._second is None:
+        """End the thread, unless the second piece was left in the middle by an interrupt: it ends with the process."""
+        if self._thread is not None and self._second is None:
+            self._thread = None
             self._wake[1].release()
 
     def _give(self, side: int) -> None:
