@@ -28,7 +28,6 @@ TRAININGS: dict[str, dict[str, Any] | None] = {
     "all, at once": {"share": 1.0, "delay": 0},
     "a quarter, a step later": {"share": 0.25},
     "a twentieth, a step later": {"share": 0.05},
-    "a twentieth, every fourth step": {"share": 0.05, "every": 4},
 }
 
 

@@ -107,6 +107,21 @@ def test_ranks_that_share_layers_find_the_numbers_of_one_process(pool, kind, pp,
     assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(train, plan, 3)], "bit by bit"
 
 
+def test_groups_in_turns_have_the_bits_of_one_process_per_rank(pool, tmp_path):
+    """Over gloo as over a hub, where the same plan runs one op after the other."""
+    how = {"model_more": {"layers": 4}, "m": 6, "schedule_more": {"overlap": True}}
+    plan = test_tensor_parallel.plan_of(tmp_path, "dualpipe-v", pp=2, tp=2, **how)
+    assert any(op.kind.is_mark for op in plan.program.ranks[0])
+
+    def one_by_one(worker):
+        worker.one_by_one = True
+
+    alone = run_threads(plan, 2, setup=one_by_one)
+    for losses, norms, *_ in pool.run(train, plan, 2):
+        assert losses == [one.loss for one in alone[0].results]
+        assert norms == [one.grad_norm for one in alone[0].results]
+
+
 WORDS = [("1f1b", 2, 1, {}), ("zb-v", 2, 2, {"slices": 2}), ("zb-h1", 4, 1, {}), ("zb-v", 4, 2, {})]
 
 

@@ -54,9 +54,9 @@ def deferred(monkeypatch):
     """How many pieces of work each W found."""
     found, run = [], Slot.run
 
-    def count(slot):
+    def count(slot, between=None):
         found.append(len(slot))
-        run(slot)
+        run(slot, between)
 
     monkeypatch.setattr(Slot, "run", count)
     return found

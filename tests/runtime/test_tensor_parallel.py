@@ -39,12 +39,12 @@ MODELS = {
 
 def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sections):
     parallel = {"pp": pp, "tp": tp, "dp": dp, **sections.pop("more", {})}
-    cuts = sections.pop("slices", 1)
+    order = {"slices": sections.pop("slices", 1), **sections.pop("schedule_more", {})}
     optimizer = {"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5, **sections.pop("optimizer", {})}
     text = toml_text(
         model={**GPT, **MODELS[model], **sections.pop("model_more", {})},
         parallel=parallel,
-        schedule={"kind": kind, "microbatches": m, "microbatch_size": 2, "slices": cuts},
+        schedule={"kind": kind, "microbatches": m, "microbatch_size": 2, **order},
         optimizer=optimizer,
         data={"kind": "synthetic", **sections.pop("data", {})},
         train={"steps": 3, "seed": 7, **sections.pop("train", {})},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from zbc.runtime.slot import accumulate, current_slot
@@ -68,8 +69,17 @@ class Shared(nn.Module):
         return x + self.leave(self.down(torch.relu(self.up(self.enter(x)))))
 
 
-def shared(width: int = 8, count: int = 4):
-    return [lambda: Shared(width) for _ in range(count)]
+class SharedDropout(Shared):
+    def __init__(self, width: int, rate: float) -> None:
+        super().__init__(width)
+        self.dropout = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.dropout(super().forward(x), self.dropout)
+
+
+def shared(width: int = 8, count: int = 4, dropout: float = 0.0):
+    return [lambda: SharedDropout(width, dropout) if dropout else Shared(width) for _ in range(count)]
 
 
 class Checkpointed(Residual):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -58,6 +59,8 @@ def run_step(
     progress.step, progress.total = step, len(worker.script)
     began = now()
     worker.free_all()  # of what stood between steps
+    if worker.group is not None:
+        worker.group.hidden()  # what stood between steps does not count
     ahead = worker.ahead
     if ahead is not None:
         open_step(worker, ahead)
@@ -81,7 +84,8 @@ def run_step(
     if ahead is None:
         verdict = _verdict(worker)
         _close(worker, drain=True)
-        return verdict.result(step, now() - began)
+        result = verdict.result(step, now() - began)
+        return result if worker.group is None else replace(result, sums_hidden=worker.group.hidden())
     found, pending = close_step(worker, ahead)
     _close(worker, drain=False)
     pending.seconds = now() - began

@@ -23,6 +23,7 @@ from zbc.runtime.stage import Stage, mismatch
 from zbc.runtime.state import Ends, Kept, Worker, name_of, take
 from zbc.runtime.tape import Inputs, Tape
 from zbc.runtime.tensors import Loss, TensorSpec
+from zbc.runtime.units import between
 from zbc.runtime.validate import peak_bytes
 from zbc.runtime.vocabulary_ops import VOCABULARY
 from zbc.runtime.vocabulary_state import Met
@@ -208,7 +209,7 @@ def backward(worker: Worker, op: Op) -> None:
         slot.split = slot.fills = worker.group is not None
         _with_slot(slot, tape, grad)
         if slot.split:
-            slot.run()
+            slot.run(between())
     stage.alone.look(worker.step)
     if not first:
         found = x.grad
@@ -268,7 +269,7 @@ def backward_weight(worker: Worker, op: Op) -> None:
     if worker.gathering and worker.plan.manifest.with_w:
         worker.finish_gather(op.stage)
     began = worker.clock.start()
-    slot.run()
+    slot.run(between())
     worker.clock.stop(began)
 
 
@@ -443,7 +444,7 @@ def in_rows(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], Non
 
 
 def overlap(worker: Worker, op: Op) -> None:
-    """OVERLAP: the two ops after it run one after the other, since a rank has one stream of compute."""
+    """OVERLAP: a mark. How the two ops after it run is written into the script; see units.py."""
 
 
 HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {

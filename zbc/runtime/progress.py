@@ -31,13 +31,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One training step; all but `seconds` is the same on every rank.
+    """One training step; all but `seconds` and `sums_hidden` is the same on every rank.
 
     `loss` is the mean over microbatches, `grad_norm` the norm of all gradients before clipping, `stop` whether a rank
     asked to end here, `skipped` that the norm was not finite and no weight changed, `redone` that forwards of the step
     after it ran twice, because it did not stand as they assumed. `seconds` is this rank's wall time.
     `busy_seconds` (per rank) is time inside compute ops without waiting; `peak_bytes` (per rank) is device memory
     allocated at most during the step on cuda, and the largest resident size of the process so far on cpu.
+    `sums_hidden` is the share of the time of sums inside of ops (from their start until the op went on) in which this
+    rank computed; None where there are none, where a rank does not see them (on cuda), and in steps without a barrier.
     `bad_gradients` names the parameters whose gradients, `bad_losses` the microbatches whose losses were not finite.
     """
 
@@ -52,6 +54,7 @@ class StepResult:
     redone: bool = False
     bad_gradients: tuple[str, ...] = ()
     bad_losses: tuple[int, ...] = ()
+    sums_hidden: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,8 @@ class Sharded:
 
     `whole` names parameters that this rank steps all of, and that are summed elsewhere. `lowered` is the type that
     forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only. `frees`: the
-    weights go and come back within a step, those that layers read as casts in the type `low`; `scatters`: gradients are summed after each run of backwards.
+    weights go and come back within a step, those that layers read as casts in the type `low`; `scatters`: gradients are
+    summed after each run of backwards.
     """
 
     def __init__(
@@ -344,9 +345,8 @@ class Sharded:
         """The two parts of a message: of weights as they are, and in the lower type."""
         first = next(iter(self._trained.values()))
         wide = (self._message[0] if lowers else self._length) * first.element_size()
-        return message[:wide].view(first.dtype), message[wide:].view(
-            self._kind if lowers and self._kind else first.dtype
-        )
+        kind = self._kind if lowers and self._kind is not None else first.dtype
+        return message[:wide].view(first.dtype), message[wide:].view(kind)
 
     def _bring_back(self) -> None:
         """Room for the weights themselves where casts are enough in a step."""

@@ -49,8 +49,11 @@ class Slot:
             with torch.no_grad():
                 work()
 
-    def run(self) -> None:
-        """W: run the deferred work in the order it was deferred, releasing what each piece holds as it ends."""
+    def run(self, between: Callable[[int], None] | None = None) -> None:
+        """W: run the deferred work in the order it was deferred, releasing what each piece holds as it ends.
+
+        `between` is called after each piece, with how many are left.
+        """
         work = self._work[::-1]
         self._work.clear()
         before, current = torch.is_grad_enabled(), _local.slot
@@ -60,6 +63,8 @@ class Slot:
         try:
             while work:
                 work.pop()()
+                if between is not None:
+                    between(len(work))
         finally:
             set_grad_enabled(before)
             swap_slot(current)

@@ -48,6 +48,7 @@ from zbc.runtime.tape import Tape
 from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss
 from zbc.runtime.transport import Letter, Pending, Transport
+from zbc.runtime.units import Units
 from zbc.runtime.validate import VectorLayout, Verdict
 from zbc.runtime.vocabulary_state import Met, Vocabulary
 
@@ -202,9 +203,12 @@ class Worker:
     vocabulary: Vocabulary | None = None  # this rank's words, if all ranks of the pipeline share them
     work: UnequalWork | None = None  # of unequal work
     averages: dict[int, Averaging] = field(default_factory=dict)  # by stage, where replicas sum no gradients
+    units: Units | None = None  # runs groups of ops, where ranks share layers
+    in_turn: tuple[str, ...] = ()  # why some groups run one op after the other all the same
 
     step: int = 0
     stop: bool = False
+    one_by_one: bool = False  # whether the ops of groups are to run one after the other now
     ends: bool = True  # whether something comes between this step and the next
     verdict: Verdict | None = None
     progress: Progress = field(default_factory=Progress)
@@ -530,6 +534,8 @@ class Worker:
     def close(self) -> None:
         """End the threads that work for this rank."""
         self.transport.close()
+        if self.units is not None:
+            self.units.close()
         if "pool" in self.__dict__:
             self.pool.copier.close()
         if self.batches is not None:

@@ -19,7 +19,9 @@ and get the same bits from every sum: what they hold whole, such as norms, stays
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -29,7 +31,23 @@ from torch.nn import functional
 
 from zbc.runtime import words
 from zbc.runtime.slot import Slot, current_slot
+from zbc.runtime.strands import current_pair
 from zbc.runtime.transport import Pending, Transport
+
+
+@dataclass(slots=True)
+class Meter:
+    """Seconds of sums since it was read: from their start until this rank came back to them and had them, and of that
+    what it waited there."""
+
+    under_way: float = 0.0
+    waited: float = 0.0
+
+    def read(self) -> float | None:
+        """The share of the first that was not waited for; None where there was no sum."""
+        found = None if self.under_way <= 0 else 1 - self.waited / self.under_way
+        self.under_way = self.waited = 0.0
+        return found
 
 
 class Group(NamedTuple):
@@ -39,6 +57,7 @@ class Group(NamedTuple):
     place: int
     transport: Transport
     sequence: bool = False  # whether each has its part of the tokens between the layers
+    meter: Meter | None = None  # of what is waited for, where that can be seen
 
     @property
     def size(self) -> int:
@@ -52,10 +71,29 @@ class Group(NamedTuple):
         """Start to sum it in place."""
         return self.transport.start_sum(tensor, self.ranks)
 
+    def hidden(self) -> float | None:
+        """Of the time of sums since this was asked last: the share in which this rank did something else."""
+        return None if self.meter is None else self.meter.read()
+
+    def settle(self, pending: Pending, slot: Slot | None = None) -> None:
+        """Wait for what was started just now, with something else to do meanwhile: first the weight gradients of
+        `slot` that are due, where they belong to the same op, then the other op of a group that this one is in."""
+        began, pair = time.perf_counter(), current_pair()
+        if slot is not None and slot.fills:
+            slot.run()
+        if pair is not None:
+            pair.pause()
+        back = time.perf_counter()
+        pending.wait()
+        if self.meter is not None:
+            now = time.perf_counter()
+            self.meter.under_way += now - began
+            self.meter.waited += now - back
+
     def collect(self, mine: Tensor) -> Tensor:
         """Every rank's tensor, all of one shape: (size, ...); blocks."""
         parts = mine.new_empty((self.size, mine.numel()))
-        self.transport.start_gather(mine.reshape(-1), parts, self.ranks).wait()
+        self.settle(self.transport.start_gather(mine.reshape(-1), parts, self.ranks))
         return parts.view(self.size, *mine.shape)
 
     def enter(self, x: Tensor) -> Tensor:
@@ -140,7 +178,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad = grads[0].clone(memory_format=torch.contiguous_format)
-        _meanwhile(ctx.slot, ctx.group.start(grad))
+        ctx.group.settle(ctx.group.start(grad), ctx.slot)
         return grad, None
 
 
@@ -148,7 +186,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         y = x.clone(memory_format=torch.contiguous_format)
-        group.start(y).wait()
+        group.settle(group.start(y))
         return y
 
     @staticmethod
@@ -161,13 +199,13 @@ class _EnterWhole(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.slot = group, current_slot()
         parts, pending = group.tokens(x)
-        pending.wait()
+        group.settle(pending)
         return group.joined(parts, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         mine, pending = ctx.group.scatter(grads[0])
-        _meanwhile(ctx.slot, pending)
+        ctx.group.settle(pending, ctx.slot)
         return mine, None
 
 
@@ -176,21 +214,14 @@ class _LeavePart(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.slot = group, current_slot()
         mine, pending = group.scatter(x)
-        pending.wait()
+        group.settle(pending)
         return mine
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         parts, pending = ctx.group.tokens(grads[0])
-        _meanwhile(ctx.slot, pending)
+        ctx.group.settle(pending, ctx.slot)
         return ctx.group.joined(parts, grads[0]), None
-
-
-def _meanwhile(slot: Slot | None, pending: Pending) -> None:
-    """Wait, and run the weight gradients that are due beside it where they belong to the same op."""
-    if slot is not None and slot.fills:
-        slot.run()
-    pending.wait()
 
 
 class _Join(torch.autograd.Function):

@@ -255,6 +255,8 @@ def _train(
 ) -> str | None:
     if log is not None:
         context.emit(log.headline())
+        if worker.in_turn:
+            context.emit(f"groups (OVERLAP) run one op after the other: {'; '.join(worker.in_turn)}")
         if not steps:
             context.emit(f"nothing is left to train: the checkpoint has {steps.start} steps, the run {steps.stop}")
     run = run_step if tracer is None else tracer.step

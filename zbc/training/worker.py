@@ -33,9 +33,10 @@ from zbc.runtime.slicing import Inside, Part, within
 from zbc.runtime.stage import Stage
 from zbc.runtime.stage_slice import in_slices
 from zbc.runtime.state import PhaseRun, Worker
-from zbc.runtime.tensor_parallel import Cut, Group
+from zbc.runtime.tensor_parallel import Cut, Group, Meter
 from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.transport import Transport
+from zbc.runtime.units import braid
 from zbc.runtime.validate import VectorLayout
 from zbc.runtime.versions import OneVersion, TwoVersions
 from zbc.runtime.vocabulary import Embedding, Output
@@ -124,7 +125,7 @@ def build_worker(
     shapes = by_rows[lengths[0]]
     by_slice = [by_rows[part.rows] for part in slices] or [shapes]
     parts, phases = [*ramp, plan], Phases.of(manifest) if work is None else work.phases
-    group, cuts, partial = _group(manifest, transport), dict[str, Cut](), set[str]()
+    group, cuts, partial = _group(manifest, transport, device), dict[str, Cut](), set[str]()
     tables = _tables(manifest, settings, plan.rank)
     share = _sharing(group, settings, cuts, partial) if tables is None else tables.cut
     stages = _build_stages(parts, settings, plans, shapes, device, share)
@@ -176,6 +177,7 @@ def build_worker(
     for run in worker.phase_runs:
         run.ahead = _ahead(worker, run)
         run.turns = _turns(worker, run, settings)
+    worker.in_turn = tuple(braid(worker))
     return worker
 
 
@@ -376,11 +378,12 @@ def _vocabulary(
     )
 
 
-def _group(manifest: Manifest, transport: Transport) -> Group | None:
+def _group(manifest: Manifest, transport: Transport, device: torch.device) -> Group | None:
     """The ranks that share the layers of this one."""
     run, rank = manifest.topology, transport.rank
     sequence = _shares_sequence(manifest)
-    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport, sequence)
+    meter = Meter() if device.type == "cpu" else None  # on a GPU the host does not wait
+    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport, sequence, meter)
 
 
 def _shares_sequence(manifest: Manifest) -> bool:

@@ -176,6 +176,7 @@ class RunRecord:
             "idle_rate": idle_rate(result.busy_seconds, result.seconds),
             "balance": balance(result.busy_seconds),
             "bubble_rate_makespan": 1 - max(result.busy_seconds) / result.seconds if result.seconds > 0 else math.nan,
+            "sums_hidden": result.sums_hidden,
             "busy_ms": [1e3 * seconds for seconds in result.busy_seconds],
             "peak_bytes": list(result.peak_bytes),
         }
@@ -203,6 +204,7 @@ class RunRecord:
             *([] if numbers["mfu"] is None else [f"MFU {percent(numbers['mfu'])}"]),
             f"idle {percent(numbers['idle_rate'])}",
             f"balance {percent(numbers['balance'])}",
+            *([] if numbers["sums_hidden"] is None else [f"sums hidden {percent(numbers['sums_hidden'])}"]),
             f"{held} {size(peak)} ({self._manifest.topology.name(numbers['peak_bytes'].index(peak))})",
         ]
         head, *others = parts

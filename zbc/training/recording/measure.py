@@ -195,6 +195,7 @@ class Scale:
         if worker.batches is not None:
             worker.batches.inputs(0, 0)  # the order of an epoch's samples, made once, is nothing a step holds
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
+        worker.one_by_one = True  # what two ops hold in turns is not told apart
         worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
         self._clock = worker.clock = _Begins(worker.clock)
 
@@ -208,6 +209,7 @@ class Scale:
         """Let the worker run as before."""
         self.worker.script[:] = self._plain
         self.worker.clock = self._clock.inner
+        self.worker.one_by_one = False
         if isinstance(self.worker.batches, Prefetched):
             self.worker.batches.open()
 

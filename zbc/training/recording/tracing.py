@@ -188,21 +188,51 @@ class Stamped:
     waits: tuple[list[int], list[int]]  # op and cause of each wait; from when to when
     close: int
     copies: list[int] = field(default_factory=list)  # from when to when
+    turns: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # ops of groups in turns, since when
 
     def timing(self) -> Timing:
         """Put it together. A REDO stamps computation of its own, which its op does not count as."""
+        began, waited = dict(zip(*self.leads, strict=True)), self.waits
         marks = self.marks
+        if self.turns[0]:
+            marks, began, waited = self._in_a_row(began)
         took = list(map(sub, marks[1:], marks))
-        began = dict(zip(*self.leads, strict=True))
         computing = (index for index, (_, op, _) in enumerate(self.script) if op.kind.computes)
         leads = [began[index] - marks[index] for index in computing]
-        (of, at), waits = self.waits, list[int]()
+        (of, at), waits = waited, list[int]()
         for op, cause, a, b in zip(of[::2], of[1::2], at[::2], at[1::2], strict=True):
             waits += (op, cause, max(0, b - a))
         if min(took, default=0) < 0 or min(leads, default=0) < 0:  # moments of a GPU are rounded
             took, leads = [max(0, ns) for ns in took], [max(0, ns) for ns in leads]
         copies = [ns for a, b in zip(self.copies[::2], self.copies[1::2], strict=True) for ns in (a - marks[0], b - a)]
         return Timing(self.step + 1, marks[0], took, leads, waits, max(0, self.close - marks[-1]), copies)
+
+    def _in_a_row(self, began: dict[int, int]) -> tuple[list[int], dict[int, int], tuple[list[int], list[int]]]:
+        """Marks, begins and waits as if the two ops of a group that ran in turns had run one after the other.
+
+        Both begin to compute together; from there on each has the share of the group's time in which it had its turn,
+        the first one first. What either waited for before that counts as a wait of the first.
+        """
+        marks, began, (of, at) = list(self.marks), dict(began), self.waits
+        own = _turns_taken(*self.turns, marks)
+        of = list(of)
+        for first in sorted(index for index in own if index in began and index + 1 in own):
+            begin, end = began[first], marks[first + 2]
+            shares = [sum(max(0, b - max(a, begin)) for a, b in own[index]) for index in (first, first + 1)]
+            marks[first + 1] = began[first + 1] = begin + round((end - begin) * shares[0] / (sum(shares) or 1))
+            for place, (op, moment) in enumerate(zip(of[::2], at[::2], strict=True)):
+                if op == first + 1 and moment < begin:
+                    of[2 * place] = first
+        return marks, began, (of, at)
+
+
+def _turns_taken(ops: list[int], since: list[int], marks: list[int]) -> dict[int, list[tuple[int, int]]]:
+    """By op: from when to when it had its turn. A turn ends where the next one of its group begins, or with that."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for place, (index, moment) in enumerate(zip(ops, since, strict=True)):
+        ends = [*since[place + 1 : place + 2], max(moment, marks[index + 1])]
+        found.setdefault(index, []).append((moment, min(ends)))
+    return found
 
 
 @dataclass
@@ -228,18 +258,24 @@ class Recorder:
         worker.transport = _Transport(transport, worker, stamps.stamp, self._waits)
         worker.clock = _Clock(clock, worker, stamps.stamp, self._leads)
         spans = self._copies() if worker.phase_run.moves else []
+        units, turns = worker.units, (list[int](), list[Any]())
+        if units is not None:
+            units.stamp, units.turns = stamps.stamp, turns
         try:
             result = run_step(worker, step, stop=stop, loop=self._loop)
             close = stamps.stamp()
         finally:
             worker.transport, worker.clock = transport, clock
+            if units is not None:
+                units.stamp = None
             if worker.phase_run.moves:
                 worker.pool.copier.spans = None
                 del worker.pool.wait
         read = stamps.read
         leads, waits = (self._leads[0][:], read(self._leads[1])), (self._waits[0][:], read(self._waits[1]))
         copies = read([moment for span in spans for moment in span])
-        return result, Stamped(step, worker.script, read(self._marks), leads, waits, read([close])[0], copies)
+        marks, taken = read(self._marks), (turns[0], read(turns[1]))
+        return result, Stamped(step, worker.script, marks, leads, waits, read([close])[0], copies, taken)
 
     def _copies(self) -> list[list[Any]]:
         """Where copies of activations write when they run; what waits for them is noted as well."""

@@ -1,0 +1,402 @@
+"""Groups where ranks share layers: their two ops in turns at each sum, with the bits of one after the other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from itertools import groupby, pairwise
+
+import pytest
+import torch
+
+from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.runtime.test_gradients import VECTORS
+from tests.runtime.test_tensor_parallel import WIDE, numbers, plan_of
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.runtime import slot
+from zbc.runtime.strands import Pair, current_pair
+from zbc.runtime.tensor_parallel import Group, Meter
+from zbc.runtime.units import Units, _reason
+from zbc.training.recording.measure import Scale
+from zbc.training.recording.tracing import Recorder
+
+pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
+
+CPU = torch.device("cpu")
+
+
+def braided(folder, kind="dualpipe-v", *, m=6, **how):
+    """A plan with groups, on 2 x 2 ranks."""
+    more = {"layers": 4, **how.pop("model_more", {})}
+    return plan_of(folder, kind, pp=2, tp=2, m=m, model_more=more, schedule_more={"overlap": True}, **how)
+
+
+def found(plan, *, one_by_one=False, steps=2, setup=lambda worker: None):
+    """Losses, norms and weights; and per rank the op that started each sum over its group, by its place."""
+    starts = {}
+
+    def watch(worker):
+        worker.one_by_one = one_by_one
+        mine = starts[worker.rank] = []
+        for name in ("start_sum", "start_scatter", "start_gather"):
+            watched(worker, name, mine)
+        setup(worker)
+
+    workers = run_threads(plan, steps, setup=watch)
+    weights = {
+        (worker.rank, name): parameter.detach().clone()
+        for worker in workers
+        for stage in worker.stages.values()
+        for name, parameter in stage.parameters.items()
+    }
+    return numbers(workers), weights, starts
+
+
+def watched(worker, name, said):
+    transport = worker.group.transport
+    begin = getattr(transport, name)
+
+    def start(*args):
+        if args[-1] == worker.group.ranks:
+            said.append((worker.step, worker.progress.index, worker.progress.op))
+        return begin(*args)
+
+    setattr(transport, name, start)
+
+
+def same(one, other):
+    return one[0] == other[0] and all(torch.equal(one[1][key], other[1][key]) for key in other[1])
+
+
+def changes(starts, plan, rank, kinds):
+    """How often the sums of a group change from one of its ops to the other, for each group of these kinds."""
+    ops = plan.program.ranks[rank // 2]
+    marks = [i for i, op in enumerate(ops) if op.kind.is_mark and [ops[i + 1].kind, ops[i + 2].kind] == kinds]
+    mine = [index for step, index, _ in starts[rank] if step == 0]
+    return [len(list(groupby(i for i in mine if at < i < at + 3))) for at in marks]
+
+
+WAYS = {
+    "gpt": {},
+    "llama": {"model": "llama"},
+    "qwen3": {"model": "qwen3"},
+    "recompute": {"memory": {"activations": "recompute"}},
+    "sequence": {"more": {"tp_sequence": True}},
+    "bfloat16": {"model_more": {"dtype": "bfloat16"}},
+    "bfloat16 recomputed": {"model_more": {"dtype": "bfloat16"}, "memory": {"activations": "recompute"}},
+    "replicas": {"dp": 2},
+    "sharded": {"dp": 2, "more": {"shard": "optimizer"}},
+    "ahead": {"optimizer": {"sync": "post-validate"}},
+}
+
+
+@pytest.mark.parametrize("way", few(WAYS, ("gpt", "recompute", "sequence", "bfloat16")))
+def test_in_turns_every_bit_is_that_of_one_after_the_other(way, tmp_path):
+    plan = braided(tmp_path, **WAYS[way])
+    alone, together = found(plan, one_by_one=True), found(plan)
+    assert same(together, alone)
+    for rank in range(4):
+        turns = changes(together[2], plan, rank, [Kind.F, Kind.BW])
+        assert turns and min(turns) > 2 and max(changes(alone[2], plan, rank, [Kind.F, Kind.BW])) <= 2
+    for first, second in ((0, 1), (2, 3)):
+        assert together[2][first] == together[2][second], "ranks that share layers start their sums in one order"
+
+
+def grouped(program, first, second):
+    """The program with groups of these kinds: of ops that follow each other but for transfers, which go before or
+    behind the group; of an F and a W that waits for it."""
+    make = _with_late_w if Kind.W in (first, second) else _with_neighbours
+    return program.with_ranks([make(list(ops), first, second) for ops in program.ranks], by="grouped")
+
+
+def _with_late_w(ops, first, second):
+    mine, late = [], []
+    for op in ops:
+        if op.kind is Kind.W:
+            late.append(op)
+        elif late and op.kind is Kind.F:
+            w = late.pop(0)
+            mine += [Op(Kind.OVERLAP, 0), *((op, w) if first is Kind.F else (w, op))]
+        else:
+            if op.kind.stage_wide:
+                mine, late = mine + late, []
+            mine.append(op)
+    return mine
+
+
+def _with_neighbours(ops, first, second):
+    at = [i for i, op in enumerate(ops) if op.kind.computes]
+    mine, done = [], 0
+    for a, b in pairwise(at):
+        one, other, middle = ops[a], ops[b], ops[a + 1 : b]
+        alike = one.kind is other.kind and one.stage + other.stage > 0  # may wait for each other but on the first stage
+        if a < done or [one.kind, other.kind] != [first, second] or one.mb == other.mb or alike:
+            continue
+        before, behind = ([op for op in middle if op.kind.is_recv is recv] for recv in (True, False))
+        mine += [*ops[done:a], *before, Op(Kind.OVERLAP, 0), one, other, *behind]
+        done = b + 1
+    return mine + ops[done:]
+
+
+PAIRS = [("zb-h1", Kind.F, Kind.B), ("zb-v", Kind.F, Kind.W), ("zb-v", Kind.W, Kind.F), ("gpipe", Kind.F, Kind.F)]
+DEEP = {**WIDE, "layers": 8, "args": {"width": 8, "count": 8}}
+
+
+@pytest.mark.parametrize("model", ["gpt", "layers of a user"])
+@pytest.mark.parametrize(("kind", "first", "second"), PAIRS)
+def test_any_op_runs_in_turns_with_a_forward(kind, first, second, model):
+    program = grouped(replace(make_program(kind, 2, 6), tp=2), first, second)
+    assert any(op.kind.is_mark for ops in program.ranks for op in ops)
+    how = {"model": DEEP, **VECTORS} if model != "gpt" else {"model": {**GPT, "layers": 6}}
+    plan = make_plan(program, **how)
+    alone, together = found(plan, one_by_one=True), found(plan)
+    assert same(together, alone)
+    assert together[2][0] == together[2][1] and together[2][2] == together[2][3]
+    assert (together[2] == alone[2]) is (Kind.W in (first, second)), "W starts no sums"
+
+
+# ---- what would go unnoticed -------------------------------------------------------------------------------------
+
+
+def differs(plan, meant, **how):
+    """Whether a run does not have the numbers that are meant, or fails."""
+    try:
+        return not same(found(plan, **how), meant)
+    except ZbcError:
+        return True
+
+
+def test_a_sum_that_nobody_waits_for_is_seen(tmp_path, monkeypatch):
+    plan = braided(tmp_path)
+    meant = found(plan, one_by_one=True)
+
+    def settle(self, pending, slot=None):
+        pair = current_pair()
+        if pair is None:
+            pending.wait()
+        else:
+            pair.pause()
+
+    monkeypatch.setattr(Group, "settle", settle)
+    assert differs(plan, meant)
+
+
+def test_sums_in_another_order_on_one_rank_are_seen(tmp_path, monkeypatch):
+    plan = braided(tmp_path)
+    meant, run = found(plan, one_by_one=True), Units.run
+    monkeypatch.setattr(Units, "run", lambda self, a, b: run(self, *((b, a) if self.worker.rank == 1 else (a, b))))
+    assert differs(plan, meant)
+
+
+class OfBoth:
+    """A current slot that both threads of a pair have in common, as if it were the rank's."""
+
+    def __init__(self):
+        self.slots = {}
+
+    @property
+    def slot(self):
+        return self.slots.get(current_pair() or threading.get_ident())
+
+    @slot.setter
+    def slot(self, value):
+        self.slots[current_pair() or threading.get_ident()] = value
+
+
+def test_a_slot_that_both_ops_share_is_seen(tmp_path, monkeypatch):
+    plan = braided(tmp_path)
+    meant = found(plan, one_by_one=True)
+    monkeypatch.setattr(slot, "_local", OfBoth())
+    assert differs(plan, meant) and not differs(plan, meant, one_by_one=True)
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------
+
+
+def strands():
+    return [thread for thread in threading.enumerate() if thread.name == "zbc-strand"]
+
+
+@pytest.mark.parametrize("kind", ["F", "BW"])
+def test_an_op_that_fails_is_named_and_leaves_no_thread_behind(kind, tmp_path):
+    plan = braided(tmp_path)
+    texts = []
+
+    def setup(worker):
+        if worker.rank != 1:
+            return
+        begin, progress = worker.group.transport.start_sum, worker.progress
+
+        def start_sum(tensor, ranks):
+            if current_pair() is not None and progress.op.split()[0] == kind:
+                texts.append(progress.op)
+                if len(texts) == 3:
+                    raise ValueError("broken on purpose")
+            return begin(tensor, ranks)
+
+        worker.group.transport.start_sum = start_sum
+
+    with pytest.raises(ValueError, match="broken on purpose") as caught:
+        run_threads(plan, 1, setup=setup)
+    assert any(texts[2] in note for note in caught.value.__notes__), "the op that failed is named"
+    for thread in strands():
+        thread.join(10)
+    assert not strands()
+    assert same(found(plan), found(plan, one_by_one=True))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_who_waits_for_its_turn_is_left_where_it_stands(failing):
+    pair, left = Pair(CPU), []
+
+    def work(side):
+        try:
+            for number in range(3):
+                if side == failing and number == 2:
+                    raise KeyError(side)
+                pair.turn()
+        except BaseException as error:
+            left.append((side, type(error).__name__))
+            raise
+
+    with pytest.raises(KeyError):
+        pair.run(lambda: work(0), lambda: work(1))
+    assert sorted(left) == sorted([(failing, "KeyError"), (1 - failing, "Left")])
+    done = []
+    pair.run(lambda: done.append(0), lambda: done.append(1))
+    assert done == [0, 1], "the pair is as good as new"
+    (thread,) = strands()
+    pair.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_each_side_has_what_torch_keeps_per_thread():
+    pair, seen = Pair(CPU), []
+
+    def look():
+        seen.append((torch.is_grad_enabled(), torch.get_num_threads(), slot.current_slot()))
+        pair.turn()
+
+    for recording in (True, False):
+        with torch.set_grad_enabled(recording):
+            pair.run(look, look)
+    pair.close()
+    assert seen == [(True, 1, None)] * 2 + [(False, 1, None)] * 2
+
+
+def test_parts_without_sums_go_round_the_sums_of_the_other():
+    """8 parts beside 3 sums: the second time, when the number of sums is known, each has its share."""
+    pair = Pair(CPU)
+
+    def once():
+        said = []
+
+        def forward():
+            pair.turn()
+            for number in range(3):
+                said.append(f"s{number}")
+                pair.pause()
+
+        def weights():
+            pair.turn()
+            for left in reversed(range(8)):
+                said.append("w")
+                pair.part_done(left)
+
+        pair.run(forward, weights, ("F", "W"))
+        return [f"{len(list(some))}{what[0]}" for what, some in groupby(said)]
+
+    first, second = once(), once()
+    pair.close()
+    assert first[:2] == ["1s", "1w"] and second == ["1s", "3w", "1s", "3w", "1s", "2w"]
+
+
+# ---- what does not run in turns, and what is said of what does ---------------------------------------------------
+
+
+def test_layers_that_draw_run_one_after_the_other_and_the_run_says_why():
+    program = grouped(replace(make_program("zb-h1", 2, 6), tp=2), Kind.F, Kind.B)
+    model = {**DEEP, "args": {"width": 8, "count": 8, "dropout": 0.5}}
+    plan = make_plan(program, model=model, **VECTORS)
+    (first, *_) = workers = run_threads(plan, 0)  # as threads they would wait for one generator
+    assert first.in_turn == ("layers.0 draws random numbers (dropout)",)
+    assert all(worker.units is None for worker in workers)
+
+
+def test_what_moves_to_the_host_runs_one_after_the_other(tmp_path):
+    (worker, *_) = run_threads(braided(tmp_path), 1)
+    run, ops = worker.phase_run, [op for _, op, _ in worker.script]
+    at = next(i for i, op in enumerate(ops) if op.kind.is_mark)
+    assert _reason(worker, run, *ops[at + 1 : at + 3]) is None
+    run.moves = frozenset([ops[at + 2].key])
+    assert _reason(worker, run, *ops[at + 1 : at + 3]) == "their activations go to the host"
+
+
+def test_without_shared_layers_the_script_is_that_of_the_plan(tmp_path):
+    plan = plan_of(tmp_path, "dualpipe-v", m=6, model_more={"layers": 4}, schedule_more={"overlap": True})
+    for worker in run_threads(plan, 1):
+        assert worker.units is None and not worker.in_turn
+        assert all(handler.__module__ == "zbc.runtime.handlers" for handler, *_ in worker.script)
+
+
+def test_a_group_is_recorded_as_one_op_after_the_other(tmp_path):
+    """Times add up to the step, and an op of a group has the share of it in which it had its turn."""
+    plan, timings = braided(tmp_path), {}
+
+    def step(worker):
+        recorder = Recorder(worker)
+
+        def run(worker, step, *, stop=False):
+            result, stamped = recorder.record(step, stop)
+            timings[worker.rank] = stamped, stamped.timing()
+            return result
+
+        return run
+
+    workers = run_threads(plan, 2, step=step)
+    for worker in workers:
+        stamped, timing = timings[worker.rank]
+        ops = [op for _, op, _ in worker.script]
+        assert sum(timing.took_ns) == stamped.marks[-1] - stamped.marks[0]
+        leads = dict(zip((i for i, op in enumerate(ops) if op.kind.computes), timing.lead_ns, strict=True))
+        marks = [i for i, op in enumerate(ops) if op.kind.is_mark]
+        assert marks
+        for at in marks:
+            assert leads[at + 2] == 0 and timing.took_ns[at + 2] > 0
+            assert timing.took_ns[at + 1] > leads[at + 1] >= 0
+        result = worker.results[-1]
+        assert all(0 < busy < result.seconds for busy in result.busy_seconds)
+        assert 0 <= result.sums_hidden <= 1
+
+
+class Slow:
+    """A sum that takes its time from when it is waited for."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def wait(self):
+        time.sleep(self.seconds)
+
+
+def test_what_is_hidden_is_what_is_not_waited_for():
+    group, mine = Group((0, 1), 0, None, meter=Meter()), slot.Slot()
+    assert group.hidden() is None
+    group.settle(Slow(0.02))
+    assert group.hidden() < 0.1
+    mine.split = mine.fills = True
+    mine.defer(lambda: time.sleep(0.04))
+    group.settle(Slow(0.02), mine)
+    assert 0.5 < group.hidden() < 0.9 and group.hidden() is None
+
+
+def test_ops_of_groups_are_weighed_one_after_the_other(tmp_path):
+    (worker, *_) = run_threads(braided(tmp_path), 1)
+    with Scale(worker):
+        assert worker.one_by_one
+    assert not worker.one_by_one

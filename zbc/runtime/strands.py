@@ -1,0 +1,175 @@
+"""Two pieces of work in turns, each on a thread of its own, of which one runs at any moment.
+
+Whoever has the turn runs until it gives it away (`Pair.turn`) or ends. When that happens depends on the two alone,
+never on time: ranks that run the same two hand over at the same places, so that what they start together (sums over the
+ranks that share layers) has one order on all of them.
+
+A thread each, since what is left in the middle may be a walk of autograd's graph, which has its place on the stack of
+its thread. What torch keeps per thread goes along: grad mode, the device with its stream, the number of threads of
+kernels, and that a backward runs on the thread that asks for it. Slots, packed rows and autocast are entered inside of
+an op, so each thread has its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+
+import torch
+
+Work = Callable[[], None]
+
+
+class Left(BaseException):
+    """Raised where a piece of work gives its turn away, and the other one has failed."""
+
+
+class _Current(threading.local):
+    pair: Pair | None = None
+    side: int = 0
+
+
+_local = _Current()
+
+
+def current_pair() -> Pair | None:
+    """Whose turns this thread takes part in; None where work runs alone."""
+    return _local.pair
+
+
+class Pair:
+    """The thread that calls `run`, which runs the first piece, and another one, which runs the second.
+
+    `switched` is told of the side (0 or 1) that is to run from now on. A failure of either ends both: `run` raises it,
+    and the other piece is left with `Left` where it last gave its turn away.
+    """
+
+    def __init__(self, device: torch.device, switched: Callable[[int], None] = lambda side: None) -> None:
+        self._device, self._switched = device, switched
+        self._wake = threading.Semaphore(0), threading.Semaphore(0)
+        self._over = [True, True]
+        self._turn = 0
+        self._second: Work | None = None
+        self._error: BaseException | None = None
+        self._failed = False
+        self._settings: tuple[bool, torch.cuda.Stream | None] = (True, None)
+        self._known: dict[Hashable, int] = {}  # what a piece was called -> how often it waited
+        self._names: tuple[Hashable, Hashable] = (None, None)
+        self.begun = [0, 0]  # waits of each side
+        self._rest = 0  # pieces of a side that waits for nothing, until it gives its turn away
+        self._thread: threading.Thread | None = None  # from the first run on
+        self._threads = 1
+
+    def run(self, first: Work, second: Work, names: tuple[Hashable, Hashable] = (None, None)) -> None:
+        """Run both to their ends, `first` first. `names` are what to remember their numbers of waits under."""
+        if self._thread is None:
+            self._threads = torch.get_num_threads()
+            self._thread = threading.Thread(target=self._serve, name="zbc-strand", daemon=True)
+            self._thread.start()
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        self._settings = torch.is_grad_enabled(), stream
+        self._second, self._over, self._error, self._failed = second, [False, False], None, False
+        self._turn, self._names, self.begun, self._rest = 0, names, [0, 0], 0
+        _local.pair, _local.side = self, 0
+        self._switched(0)
+        try:
+            first()
+            self._over[0] = True
+            if not self._over[1]:
+                self._give(1)
+        except Left:
+            pass  # the error of the other one is the cause
+        except BaseException:
+            self._over[0] = True
+            self._abandon()
+            raise
+        finally:
+            _local.pair = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self._known |= zip(names, self.begun, strict=True)
+
+    def turn(self) -> None:
+        """Let the other one run until it gives the turn back; it returns at once where that one has ended."""
+        if self._failed:
+            raise Left
+        side = _local.side
+        if self._over[1 - side]:
+            return
+        self._give(1 - side)
+        if self._failed:
+            raise Left
+        if not self._over[1 - side]:
+            self._switched(side)
+
+    def pause(self) -> None:
+        """Something that this side is to wait for has begun: `turn`, and count it."""
+        self.begun[_local.side] += 1
+        self.turn()
+
+    def part_done(self, left: int) -> None:
+        """One of several parts of a piece that waits for nothing is done, `left` are to come: give the turn away now
+        and then, so that there is one left for each wait of the other side."""
+        other = 1 - _local.side
+        if self._over[other] or not left:
+            return
+        if not self._rest:  # the other side waits now, and as often as it did the last time
+            to_come = self._known.get(self._names[other], left + self.begun[other]) - self.begun[other]
+            self._rest = -(-(left + 1) // max(1, to_come + 1))
+        self._rest -= 1
+        if not self._rest:
+            self.turn()
+
+    def close(self) -> None:
+        """End the thread, unless the second piece was left in the middle by an interrupt: it ends with the process."""
+        if self._thread is not None and self._second is None:
+            self._thread = None
+            self._wake[1].release()
+
+    def _give(self, side: int) -> None:
+        """Let that side run, and wait for one's own turn."""
+        self._turn = side
+        self._switched(side)
+        self._wake[side].release()
+        self._wake[1 - side].acquire()
+
+    def _abandon(self) -> None:
+        """The first piece has failed: leave the second one."""
+        self._failed = True
+        if self._turn:  # interrupted while the other side runs: that one ends where it would give its turn away
+            return
+        if not self._over[1]:
+            self._wake[1].release()
+            self._wake[0].acquire()
+        self._error = None
+
+    def _serve(self) -> None:
+        torch.set_num_threads(self._threads)  # until torch itself asks, a new thread has OpenMP's own idea of it
+        while True:
+            self._wake[1].acquire()
+            second = self._second
+            if second is None:
+                return
+            _local.pair, _local.side = self, 1
+            try:
+                if not self._failed:
+                    self._in_settings(second)
+            except BaseException as error:  # raised again by `run`, in the thread of the other side
+                if not self._failed:
+                    self._error, self._failed = error, True
+            finally:
+                second = self._second = None
+                self._over[1] = True
+                self._turn = 0
+                if not self._failed:
+                    self._switched(0)
+                self._wake[0].release()
+
+    def _in_settings(self, work: Work) -> None:
+        recording, stream = self._settings
+        if stream is not None:
+            torch.cuda.set_device(self._device)
+            torch.cuda.set_stream(stream)
+        with torch.set_grad_enabled(recording), torch.autograd.set_multithreading_enabled(False):
+            work()
