@@ -1,12 +1,12 @@
 """Groups whose ops run in turns, on 2 x 2 ranks as processes: what a step saves beside one op after the other.
 
-    python bench/braids_run.py [--kind dualpipe-v] [--steps N] [--quick]
+    python bench/braids_run.py [--kinds braid-v,dualpipe-v] [--steps N] [--quick]
 
-Layers are one unit that takes `F`, `B` and `W` ms and meets once in F and once in B, over gloo; a sum that is over
-sooner is held back until it has taken `A` ms. So what one machine can compute is not measured, but what waits for what.
-Both ways run in the same processes, a step of one beside a step of the other. A group of f and b with sums of a_f and
-a_b is predicted to take pair(f, b) = f + b + max(0, a_f + a_b - f - b) instead of f + b + a_f + a_b (where both have
-their own weight gradients beside their sums: less of these), the step so much less as two simulations of the plan say.
+Stages have four units, as two blocks have; a layer is one unit that takes `F`, `B` and `W` ms and meets once in F and
+once in B, over gloo; a sum that is over sooner is held back until it has taken `A` ms. So what one machine can compute
+is not measured, but what waits for what.
+Both ways run in the same processes, a step of one beside a step of the other. What is predicted is what zbc simulates: a
+group of f and b ms with sums of a_f and a_b takes max(f + b, a_f + a_b), and without groups each op waits for its own.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from record import Record
 from sleeping import Sleeper, calibrate
 
 import zbc
-from zbc.ir import Kind, Op
+from zbc.compiler.sim.simulate import simulate
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import run_step
 from zbc.runtime.network import Network, bind_loopback
 from zbc.training.worker import build_worker
 
-RANKS, LAYERS, MICROBATCHES, WARM_UP = 4, 8, 8, 1
+RANKS, LAYERS, MICROBATCHES, WARM_UP = 4, 16, 6, 1
 F, B, W, A = 25.0, 25.0, 25.0, 20.0  # ms of a layer, and of each of its two sums
 
 
@@ -79,8 +79,8 @@ def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any) -
         sender.send((found[True][WARM_UP:], found[False][WARM_UP:]))
 
 
-def plan_of(kind: str, folder: Path) -> StoredPlan:
-    """A plan with groups."""
+def plan_of(kind: str, folder: Path) -> tuple[StoredPlan, zbc.Plan]:
+    """A plan with groups, as it is stored and as it was made."""
     text = f"""
 [model]
 family = "braids_run:layers"
@@ -102,6 +102,8 @@ b = {B}
 w = {W}
 comm = 0.0
 tp = {A * LAYERS / 4}
+[partition]
+mode = "uniform"
 [optimizer]
 kind = "sgd"
 lr = 0.0
@@ -110,76 +112,48 @@ kind = "sleeping:Points"
 """
     path = folder / "zbc.toml"
     path.write_text(text)
-    zbc.plan(zbc.load(path)).write(folder / kind)
-    return StoredPlan.read(folder / kind)
+    made = zbc.plan(zbc.load(path))
+    made.write(folder / kind)
+    return StoredPlan.read(folder / kind), made
 
 
-def alone(plan: StoredPlan, op: Op) -> tuple[float, float]:
-    """ms that an op computes, and ms of sums that it waits for where nothing else runs meanwhile."""
-    layers = len(plan.manifest.layers[op.stage])
-    if op.kind is Kind.BW:  # each sum beside the weight gradient of its layer
-        return layers * (B + W), layers * max(0.0, A - W)
-    return layers * {Kind.F: F, Kind.B: B, Kind.W: W}[op.kind], 0.0 if op.kind is Kind.W else layers * A
+def predicted(made: zbc.Plan) -> tuple[float, float]:
+    """ms of a step if the ops of a group run one after the other, each when it can; and in turns, both together."""
+    found = made.compiled
+    assert found is not None
+    ranks = [[op for op in ops if not op.kind.is_mark] for ops in found.program.ranks]
+    return simulate(found.program.with_ranks(ranks, by="apart"), found.costs).makespan, found.timeline.makespan
 
 
-def predicted(plan: StoredPlan, *, in_turns: bool) -> float:
-    """ms from the first op to the last where transfers take no time and only compute ops do."""
-    placement, ended = plan.manifest.to_placement(), dict[tuple[bool, int, int], float]()
-    todo = [[op for op in ops if op.kind.computes or op.kind.is_mark] for ops in plan.program.ranks]
-    clocks, moved = [0.0] * len(todo), True
-
-    def ready(op: Op) -> float | None:
-        if op.kind is Kind.W:
-            return 0.0
-        forward = op.kind is Kind.F
-        before = placement.sources(op.stage) if forward else placement.sinks(op.stage)
-        needs = [(forward, stage, op.mb) for stage in before] or ([] if forward else [(True, op.stage, op.mb)])
-        return None if any(one not in ended for one in needs) else max((ended[one] for one in needs), default=0.0)
-
-    while moved:
-        moved = False
-        for rank, ops in enumerate(todo):
-            while ops:
-                some = ops[1:3] if ops[0].kind.is_mark else ops[:1]
-                begins = [ready(op) for op in some]
-                if any(one is None for one in begins):
-                    break
-                times = [alone(plan, op) for op in some]
-                work, sums = (sum(column) for column in zip(*times, strict=True))
-                rest = max(0.0, sums - work) if in_turns and len(some) > 1 else sums
-                clocks[rank] = max(clocks[rank], *(one or 0.0 for one in begins)) + work + rest
-                for op in some:
-                    if op.kind is not Kind.W:
-                        ended[op.kind is Kind.F, op.stage, op.mb] = clocks[rank]
-                del ops[: len(some) + (len(some) > 1)]
-                moved = True
-    return max(clocks)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kind", default="dualpipe-v", help="a schedule with groups")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--quick", action="store_true", help="two steps, and write no file")
-    given = parser.parse_args()
-    record = Record("braids-run")
-    record(f"# layers of {F} + {B} + {W} ms and two sums of {A} ms; 2 ranks of a pipeline, 2 that share their layers")
+def measure(record: Record, kind: str, steps: int, port: int) -> None:
+    """A row for each way to run the groups of a schedule, and one for what is gained."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = plan_of(given.kind, Path(folder))
+        plan, made = plan_of(kind, Path(folder))
     counts = [sum(op.kind.is_mark for op in ops) for ops in plan.program.ranks]
     if not max(counts):
-        sys.exit(f"{given.kind} has no groups")
-    record(f"# {given.kind}, {MICROBATCHES} microbatches, {' and '.join(map(str, counts))} groups")
-    meant = [predicted(plan, in_turns=way) for way in (False, True)]
-    steps = 2 if given.quick else given.steps
-    arguments = (29640, plan, steps)
-    (found,) = results(rank_main, arguments, ranks=RANKS, count=1, preload=("zbc.training.worker",), limit=240)
+        sys.exit(f"{kind} has no groups")
+    record(f"# {kind}, {MICROBATCHES} microbatches, {' and '.join(map(str, counts))} groups")
+    meant = predicted(made)
+    arguments = (port, plan, steps)
+    (found,) = results(rank_main, arguments, ranks=RANKS, count=1, preload=("zbc.training.worker",), limit=300)
     measured = [statistics.median(some) for some in found]
     record("                     predicted ms  measured ms  ratio")
     for name, want, got in zip(("one after the other", "in turns"), meant, measured, strict=True):
         record(f"{name:19}  {want:12.1f}  {got:11.1f}  {got / want:5.3f}")
     gains = [a - b for a, b in (meant, measured)]
     record(f"{'gain':19}  {gains[0]:12.1f}  {gains[1]:11.1f}  {gains[1] / gains[0]:5.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kinds", default="braid-v,dualpipe-v", help="schedules with groups")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="two steps, and write no file")
+    given = parser.parse_args()
+    record = Record("braids-run")
+    record(f"# {LAYERS} units of {F} + {B} + {W} ms and two sums of {A} ms; 2 ranks of a pipeline, 2 that share layers")
+    for number, kind in enumerate(given.kinds.split(",")):
+        measure(record, kind, 2 if given.quick else given.steps, 29640 + number)
     if not given.quick:
         record.write()
 

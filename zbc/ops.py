@@ -370,7 +370,7 @@ ROWS: dict[Kind, Row] = {
         _COLLECTIVE,
         reads=_refs("weights"),
         cost="average",
-        look=_look("U", "average of weights", "#cfe0e4", (152,)),
+        look=_look("K", "average of weights", "#cfe0e4", (152,)),
     ),
     # ---- gradients in shares
     Kind.SCATTER: Row(

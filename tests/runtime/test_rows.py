@@ -232,8 +232,8 @@ def test_what_an_op_waits_for_is_what_its_row_reads(name):
 
 def test_these_plans_run_every_kind_that_has_a_row():
     seen = {op.kind for name in PLANS for _, op, _ in watched(name)}
-    # See test_freed_weights.py, test_scattered.py, test_parcels.py, test_shared_words.py.
-    elsewhere = {Kind.FREE, Kind.SCATTER, *COPY, *VOCABULARY}
+    # See test_averaging.py, test_freed_weights.py, test_scattered.py, test_parcels.py, test_shared_words.py.
+    elsewhere = {Kind.AVERAGE, Kind.FREE, Kind.SCATTER, *COPY, *VOCABULARY}
     assert HANDLERS.keys() == set(Kind) == seen | elsewhere
 
 

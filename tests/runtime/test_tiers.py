@@ -6,6 +6,7 @@ import pytest
 
 from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program
+from tests.runtime.test_averaging import plan as averaging_plan
 from tests.runtime.test_freed_weights import freeing
 from tests.threads import run_threads
 from tests.tiers import SIX
@@ -31,7 +32,7 @@ def ran(monkeypatch):
     return seen
 
 
-def test_the_six_orders_run_every_handler(ran):
+def test_the_six_orders_run_every_handler(ran, tmp_path):
     for name in SIX:
         run_threads(make_plan(make_program(name, 2, 4), model=SMALL, size=1), 1)
     ahead = {"sync": "post-validate", "zero1": True}
@@ -44,6 +45,7 @@ def test_the_six_orders_run_every_handler(ran):
     groups = lower(SCHEDULES["dualpipe"].make(Request(2, 4, 1, overlap=True)))
     run_threads(make_plan(groups, model=SMALL, size=1), 1)
     run_threads(make_plan(freeing("1f1b", 2, 4, 1), model=SMALL, size=1), 1)
+    run_threads(averaging_plan(tmp_path, {"share": 0.5}), 1)
     elsewhere = COPY | VOCABULARY
     assert ran == handlers.HANDLERS.keys() - elsewhere == ROWS.keys() - elsewhere
 
