@@ -249,6 +249,24 @@ def test_an_op_that_fails_is_named_and_leaves_no_thread_behind(kind, tmp_path):
     assert same(found(plan), found(plan, one_by_one=True))
 
 
+def test_the_thread_of_who_has_the_turn_is_known(tmp_path):
+    """For the watchdog, which shows where a rank is that does not come on."""
+    seen = set()
+
+    def setup(worker):
+        begin, progress = worker.group.transport.start_sum, worker.progress
+
+        def start_sum(tensor, ranks):
+            seen.add((threading.current_thread().name == "zbc-strand", progress.thread == threading.get_ident()))
+            return begin(tensor, ranks)
+
+        worker.group.transport.start_sum = start_sum
+
+    workers = run_threads(braided(tmp_path), 1, setup=setup)
+    assert seen == {(True, True), (False, False)}
+    assert all(worker.progress.thread is None for worker in workers)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_who_waits_for_its_turn_is_left_where_it_stands(failing):
     pair, left = Pair(CPU), []

@@ -23,6 +23,7 @@ class Progress:
     waiting: bool = False
     since: float = 0.0
     behind: Callable[[float], Progress] | None = None
+    thread: int | None = None  # the one the op runs on, if not the rank's own
 
     def seen(self, now: float) -> Progress:
         """Where the rank is at `now` (`time.monotonic`), its device included."""

@@ -90,6 +90,10 @@ class Pair:
             raise error
         self._known |= zip(names, self.begun, strict=True)
 
+    def thread_of(self, side: int) -> int | None:
+        """The thread of a side; None for that of `run`."""
+        return self._thread.ident if side and self._thread is not None else None
+
     def turn(self) -> None:
         """Let the other one run until it gives the turn back; it returns at once where that one has ended."""
         if self._failed:

@@ -75,13 +75,13 @@ class Units:
         try:
             self._pair.run(first.bound(worker), second.bound(worker), (first.name, second.name))
         finally:
-            worker.clock = clock
+            worker.clock, progress.thread = clock, None
 
     def _switched(self, side: int) -> None:
         """What is said of the rank, and recorded, is of the op that has the turn."""
         progress = self.worker.progress
         progress.index, progress.op = self._ops[side]
-        progress.since = time.monotonic()
+        progress.since, progress.thread = time.monotonic(), self._pair.thread_of(side)
         if self.stamp is not None:
             self.turns[0].append(progress.index)
             self.turns[1].append(self.stamp())

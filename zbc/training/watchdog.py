@@ -275,16 +275,20 @@ class Watchdog:
         self._hung(error)
         return True
 
+    def _stack(self) -> list[str]:
+        """Where the rank is, on its own thread or on that of the op which has its turn."""
+        return frames.of_thread(self._progress.thread or self._main)
+
     def _tell_stack(self, board: Board | None) -> None:
         with suppress(RuntimeError):
             if board is not None:
-                board.tell_stack(frames.of_thread(self._main))
+                board.tell_stack(self._stack())
 
     def _where(self, culprits: list[int], mute: list[int], *, ask: bool) -> list[str]:
         """The Python stacks of the ranks that hold the others up, but for the silent ones; `ask`: the store answers."""
         wanted = [rank for rank in culprits if rank in self._listener.heard and rank not in (self.rank, *mute)]
         stacks = in_time(lambda: self._stacks(wanted), 3 * self.tick + 7.0) if ask and wanted else None
-        found = {self.rank: frames.of_thread(self._main), **(stacks or {})}
+        found = {self.rank: self._stack(), **(stacks or {})}
         lines = []
         for rank in culprits:
             if rank in found:
