@@ -5,8 +5,8 @@
 Stages have four units, as two blocks have; a layer is one unit that takes `F`, `B` and `W` ms and meets once in F and
 once in B, over gloo; a sum that is over sooner is held back until it has taken `A` ms. So what one machine can compute
 is not measured, but what waits for what.
-Both ways run in the same processes, a step of one beside a step of the other. What is predicted is what zbc simulates: a
-group of f and b ms with sums of a_f and a_b takes max(f + b, a_f + a_b), and without groups each op waits for its own.
+Both ways run in the same processes, a step of one beside a step of the other. What is predicted is what zbc simulates:
+a group of f and b ms with sums of a_f and a_b takes max(f + b, a_f + a_b), and without groups ops wait for their own.
 """
 
 from __future__ import annotations
