@@ -10,8 +10,12 @@ import pytest
 
 from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
 from tests.processes.test_local import at_step
+from zbc.compiler.recorded import log
 from zbc.compiler.recorded.report import build
+from zbc.compiler.recorded.times import times_of
+from zbc.compiler.recorded.view import typical
 from zbc.errors import ZbcError
+from zbc.ir import groups
 from zbc.plan.directory import StoredPlan
 from zbc.trace import recording as trace
 from zbc.training.recording.measure import CATEGORIES
@@ -113,3 +117,23 @@ def test_steps_beyond_the_run_are_refused_before_it_starts(tmp_path):
     with pytest.raises(ZbcError, match="asks for step 4, the run has 3") as raised:
         run_here(plan, 2, out, trace=frozenset({0, 3}))
     assert raised.value.code == "E160" and not out.exists()
+
+
+def test_groups_in_turns_are_compared_with_what_was_predicted(tmp_path):
+    """The first op of a group waits for the messages of both, and no op of it says what it takes alone."""
+    model = {"layers": 6, "hidden": 32, "heads": 4, "vocab": 64, "seq_len": 32}
+    schedule = {"kind": "braid-v", "microbatches": 6, "microbatch_size": 2}
+    plan = write_plan(tmp_path, parallel={"pp": 2, "tp": 2}, schedule=schedule, model=model)
+    out = tmp_path / "run"
+    run_here(plan, 4, out, steps=5, trace=frozenset({1, 2, 3}))
+    found, hidden = build(trace.read(out)), log.hidden_of(out)["sums_hidden"]
+    assert found.schedule == "braid-v" and len(found.ranks) == 4
+    assert 0 <= hidden.measured <= 1 and hidden.predicted == pytest.approx(
+        StoredPlan.read(plan).manifest.predicted["tp_sums"]["hidden"]
+    )
+    taken = trace.read(out)
+    counted = sum(map(len, times_of(typical(taken)).cost.values()))
+    alone = sum(
+        op.kind.computes and at not in groups(ops) for ops in taken.plan.program.ranks for at, op in enumerate(ops)
+    )
+    assert counted == len(typical(taken)) * 2 * alone > 0

@@ -62,12 +62,12 @@ def report(
             show(*_unrecorded(found, verbose=verbose))
         return
     made = build(trace.read(run, phase))
-    command = replan_command(run, made.phase)
+    command, hidden = replan_command(run, made.phase), log.hidden_of(run)
     if json:
-        show_json({**made.as_json(), "replan_command": command})
+        show_json({**made.as_json(), **log.as_numbers(hidden), "replan_command": command})
     if json or quiet:
         return
-    show(*_summary(run, made, trace.phases(run), verbose=verbose))
+    show(*_summary(run, made, trace.phases(run), hidden, verbose=verbose))
     show("", *_causes(made, verbose=verbose))
     show("", *_findings(made, verbose=verbose))
     show(*_slices(made))
@@ -98,6 +98,7 @@ def _unrecorded(run: RunLog, *, verbose: bool) -> Iterator[RenderableType]:
             ("step", *_times(run.step())),
             ("idle", *_rates(run.idle())),
             ("balance", *_rates(run.balance())),
+            *_hidden(run.hidden()),
             *_throughput(run.rates()),
             *([("bubble of the step", *_rates(run.bubble()))] if verbose else []),
         ],
@@ -129,7 +130,9 @@ def _some(steps: int) -> str:
 # ---- a recorded run ------------------------------------------------------------------------------------------
 
 
-def _summary(run: Path, made: RunReport, phases: Sequence[str], *, verbose: bool) -> Iterator[RenderableType]:
+def _summary(
+    run: Path, made: RunReport, phases: Sequence[str], hidden: Mapping[str, Quantity], *, verbose: bool
+) -> Iterator[RenderableType]:
     count = len(made.steps)
     ranks_ = f"{len(made.ranks)} {made.device} rank{'s' if len(made.ranks) > 1 else ''}"
     yield labelled("run", f"{run}: {made.schedule} on {ranks_}, plan {made.plan}")
@@ -165,6 +168,7 @@ def _summary(run: Path, made: RunReport, phases: Sequence[str], *, verbose: bool
         ("makespan", *_times(made.makespan)),
         ("  idle", *_rates(made.idle_rate)),
         ("  balance", *_rates(made.balance)),
+        *_hidden(hidden),
         *_throughput(made.rates),
     ]
     if verbose:
@@ -174,6 +178,10 @@ def _summary(run: Path, made: RunReport, phases: Sequence[str], *, verbose: bool
             ("bubble of span", *_rates(made.bubble_span)),
         ]
     yield table(_QUANTITY, rows)
+
+
+def _hidden(found: Mapping[str, Quantity]) -> list[tuple[str, ...]]:
+    return [("sums of shared layers hidden", *_rates(one)) for one in found.values()]
 
 
 def _times(one: Quantity) -> list[str]:

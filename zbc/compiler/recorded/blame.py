@@ -23,7 +23,7 @@ from zbc.compiler.recorded.view import Arrival, RecordedStep
 from zbc.compiler.sim.copies import copied
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import SETTLES, consecutive, optimizer_ms
-from zbc.ir import Op, Program
+from zbc.ir import Op, Program, groups
 from zbc.trace.recording import Cause, Recorded
 
 
@@ -76,7 +76,7 @@ def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[t
     for wait in one.waits:
         mine = waits.setdefault(wait.op, {})
         mine[wait.cause] = mine.get(wait.cause, 0) + wait.ns
-    first = True
+    first, inside = True, groups(one.ops)  # the first op of a group waits for the input of both
     for index, op in enumerate(one.ops):
         took, waited = one.end[index] - one.start[index], waits.get(index, {})
         copies = min(waited.get(Cause.COPY, 0), one.work[index] - one.start[index])
@@ -87,7 +87,8 @@ def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[t
                 found.warm_up += message
             elif message:
                 found.message += message
-                peer = senders[rank, op]
+                together = one.ops[inside[index] + 1 : inside[index] + 3] if index in inside else (op,)
+                peer = next(senders[rank, each] for each in (op, *together) if (rank, each) in senders)
                 found.senders[peer] = found.senders.get(peer, 0) + message
             found.compute += one.end[index] - one.work[index]
             found.host += one.work[index] - one.start[index] - message - copies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ class RunLog:
         """The mean work of a rank over that of the busiest."""
         return self._of("balance", [balance(row["busy_ms"]) for row in self.counted])
 
+    def hidden(self) -> dict[str, Quantity]:
+        """Where ranks share layers: the share of the time of their sums in which rank 0 did something else."""
+        values = [row["sums_hidden"] for row in self.counted if row.get("sums_hidden") is not None]
+        if not values:
+            return {}
+        low, middle, high = quartiles(values)
+        predicted = (self.about.get("predicted", {}).get("tp_sums") or {}).get("hidden")
+        return {"sums_hidden": Quantity(predicted, middle, low, high)}
+
     def rates(self) -> dict[str, Quantity]:
         """What is known of samples and tokens per second, and of MFU, by its key."""
         found = {}
@@ -90,14 +100,27 @@ class RunLog:
     def as_json(self) -> dict[str, Any]:
         """The document of a run without a trace; keys it shares with a recorded one mean the same."""
         quantities = {"step": self.step(), "bubble_of_step": self.bubble()}
-        quantities |= {"idle_rate": self.idle(), "balance": self.balance(), **self.rates()}
-        numbers = {
-            name: {"predicted": one.predicted, "measured": one.measured, "low": one.low, "high": one.high}
-            for name, one in quantities.items()
-        }
+        quantities |= {"idle_rate": self.idle(), "balance": self.balance(), **self.hidden(), **self.rates()}
+        numbers = as_numbers(quantities)
         busy = [{"rank": r, "predicted": meant, "measured": ms} for r, (meant, ms) in enumerate(self.busy())]
         about = {"plan": self.about.get("plan"), "schedule": self.about.get("schedule")}
         return {"recorded": False, **about, "steps": len(self.steps), **numbers, "busy": busy, "peak": self.peak()}
+
+
+def hidden_of(folder: Path) -> dict[str, Quantity]:
+    """`RunLog.hidden` of a run whose steps are recorded; nothing where its log is not there."""
+    try:
+        return read(folder).hidden()
+    except ZbcError:
+        return {}
+
+
+def as_numbers(quantities: Mapping[str, Quantity]) -> dict[str, Any]:
+    """As a document has them."""
+    return {
+        name: {"predicted": one.predicted, "measured": one.measured, "low": one.low, "high": one.high}
+        for name, one in quantities.items()
+    }
 
 
 def is_run(folder: Path) -> bool:

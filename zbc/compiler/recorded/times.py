@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from zbc.compiler.cost.cost import Costs, PerStage
 from zbc.compiler.recorded.view import RecordedStep
-from zbc.ir import WHOLE, Kind
+from zbc.ir import WHOLE, Kind, groups
 from zbc.ops import Lane
 from zbc.trace.recording import Cause
 
@@ -60,6 +60,7 @@ def _rank(found: Times, step: RecordedStep, rank: int) -> None:
         waited[wait.op] += wait.ns
     around, slices, seat = 0, step.program.slices, step.program.topology.of(rank).pp
     whole: dict[tuple[Kind, int, int, int], list[int]] = defaultdict(list)  # by microbatch and pipe, of its slices
+    grouped = groups(one.ops) if step.program.tp > 1 else {}  # in turns: what one of them takes alone is not known
     for index, op in enumerate(one.ops):
         took = one.end[index] - one.start[index] - waited[index]
         if op.share != WHOLE:  # what it takes depends on the layers whose turn it is
@@ -67,7 +68,8 @@ def _rank(found: Times, step: RecordedStep, rank: int) -> None:
         elif op.kind.computes:
             found.work[op.kind, op.stage, rank].append(one.end[index] - one.work[index])
             place = seat if op.kind.unit_wide else op.stage
-            whole[op.kind, place, op.mb, op.pipe].append(max(0, took) + around)
+            if index not in grouped:
+                whole[op.kind, place, op.mb, op.pipe].append(max(0, took) + around)
             around = 0
         elif op.kind.is_transfer:
             around += max(0, took)
