@@ -438,12 +438,16 @@ class Program:
 
     def holders(self, op: Op) -> int:
         """How many ranks meet in a collective: over all replicas of the pipeline, but for one of units."""
-        if op.kind is Kind.REDUCE_V:
+        if self.apart(op.kind):
             return self.dp
         if op.kind is Kind.AVERAGE:
             return self.dp if self.averages else 1
         apart = op.kind.unit_wide or (self.averages and not op.kind.is_barrier)
         return (1 if apart else self.dp) * len(self.members(op))
+
+    def apart(self, kind: Kind) -> bool:
+        """Whether a rank meets its own replicas alone in a collective: over its words, or weights that it frees."""
+        return kind is Kind.REDUCE_V or (kind is Kind.GATHER and self.resident > 0)
 
     def shared(self, op: Op) -> bool:
         """Whether a collective has anybody to meet."""

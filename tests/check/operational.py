@@ -401,6 +401,7 @@ class Machine:
             require(len(rank.there) < self.resident, f"{op} finds no room")
             rank.there[op.stage] = False
             rank.gathered.add(op.stage)
+            op = op._replace(other=r % self.p)  # of this rank's copies alone
         elif kind == "GATHER":
             there = op.stage in rank.tentative if self.ahead else op.stage not in rank.stepped
             require(self.sharded and there, f"{op} has nothing to gather")
@@ -488,6 +489,8 @@ class Machine:
     def members(self, op: Op) -> set[int]:
         if op.kind.value == "VALIDATE":
             return set(range(len(self.ranks)))
+        if op.kind.value == "GATHER" and op.other >= 0:
+            return {copy * self.p + op.other for copy in range(self.copies)}
         stages = {0, self.stages - 1} if op.kind.value == "TIE" else {op.stage}
         return {copy * self.p + r for stage in stages for r in self.holders(stage) for copy in range(self.copies)}
 
@@ -611,7 +614,9 @@ class Machine:
                     require(apart, f"stage {stage} was not averaged")
                     require(stage in rank.stepped, f"stage {stage} was not stepped on rank {r}")
                     require(alone or stage in rank.summed, f"stage {stage} was not summed")
-                    require(alone or not self.sharded or stage in rank.gathered, f"stage {stage} was not gathered")
+                    unused = self.resident and not any(key[0] == stage for key in rank.outputs)
+                    gathered = not self.sharded or stage in rank.gathered or unused
+                    require(alone or gathered, f"stage {stage} was not gathered")
             shared = self.holders(0) | self.holders(self.stages - 1)
             if self.tied and len(shared) * self.copies > 1:
                 require(all("TIE" in self.ranks[r].summed for r in shared), "the shared weight was not summed")

@@ -17,7 +17,7 @@ from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Program
 
-NAMES = ("1f1b", "zb-h1", "interleaved-1f1b", "breadth-first", "zb-v", "looped-zb", "gpipe")
+NAMES = ("1f1b", "zb-h1", "interleaved-1f1b", "breadth-first", "zb-v", "looped-zb", "gpipe", "chimera", "bitpipe")
 PROGRAMS = 1000
 BATCHES = [range(start, start + 100) for start in range(0, PROGRAMS, 100)]
 
@@ -27,8 +27,10 @@ def drawn(seed: int) -> Program:
     rng = random.Random(seed)
     card = find(rng.choice(NAMES))
     v = rng.choice([v for v in (1, 2, 3) if card.allows(v)])
-    p, m = rng.randint(1, 3), rng.randint(1, 5)
+    p, m = card.ranks_in * rng.randint(1, 3 // card.ranks_in), rng.randint(1, 5)
     scatters, frees = rng.choice([(True, False), (False, True), (True, True)])
+    if len(card.placement(p, v).pipes) > 1:
+        scatters, frees = False, True
     order = replace(card.make(Request(p=p, m=m, v=v)), dp=rng.choice([2, 2, 3]), sharded=True, scatters=scatters)
     gather = GatherWeights(rng.randint(1, v), with_w=rng.random() < 0.3) if frees else None
     return Lowering("before-step", gather).lower(Context.of(order)).program

@@ -8,6 +8,8 @@ import torch
 from tests.processes.gloo_ranks import digests, train, unpack, without_step
 from tests.processes.plans import metrics, run_here, write_plan
 from tests.runtime.small_plans import GPT, make_plan, make_program, reference
+from tests.runtime.test_freed_weights import plan_of
+from tests.threads import run_threads
 from tests.tiers import few
 
 TWO = ["chimera", "bitpipe", "dualpipe", "chimera-zb", "bitpipe-zb"]  # on four ranks: test_gloo.py
@@ -57,3 +59,10 @@ def test_a_run_has_the_losses_norms_and_learning_rates_of_the_run_with_one_pipe(
     assert [row["lr"] for row in two] == [row["lr"] for row in one] and len({row["lr"] for row in one}) == 20
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], abs=1e-6)
     assert [row["grad_norm"] for row in two] == pytest.approx([row["grad_norm"] for row in one], rel=1e-4)
+
+
+def test_replicas_of_a_holder_share_out_its_weights_as_threads_do(pool):
+    plan = plan_of("chimera", 2, 4, 1)
+    found, workers = pool.run(train, plan, 3), run_threads(plan, 3)
+    for worker, one in zip(workers, found, strict=True):
+        assert one[:2] == ([r.loss for r in worker.results], [r.grad_norm for r in worker.results])

@@ -231,6 +231,65 @@ def test_a_training_goes_on_with_its_weights_shared_out_or_not(tmp_path, first, 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+TWO_PIPES = [
+    (name, resident, dtype)
+    for name in ("chimera", "bitpipe", "dualpipe", "chimera-zb")
+    for resident in range(1, len(find(name).make(Request(2, 4, find(name).default_chunks)).placement.stages_of(0)) + 1)
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "resident", "dtype"), few(TWO_PIPES, [("chimera", 1, "bfloat16"), ("bitpipe", 2, "float32")])
+)
+def test_replicas_of_one_holder_share_out_its_weights(schedule, resident, dtype):
+    """Gradients are summed over both pipes, in another order than where each rank has all of the weights."""
+    try:
+        plan = plan_of(schedule, 2, 4, resident, model={**GPT, "dtype": dtype})
+    except ZbcError as error:
+        assert error.code == "E115" and resident == 1, "a group of two stages"
+        return
+    workers, meant = run_threads(plan, STEPS), whole(schedule, 2, 4, dtype)
+    near = 1e-5 if dtype == "float32" else 1e-3
+    for one, other in zip(workers, meant, strict=True):
+        for found, wanted in zip(one.results, other.results, strict=True):
+            assert (found.loss, found.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=near)
+    found, wanted = weights(workers), weights(meant)
+    assert all(torch.allclose(found[name], wanted[name], rtol=0, atol=near) for name in wanted)
+    for optimizer in (worker.optimizers[stage] for worker in workers for stage in worker.stages):
+        assert optimizer.mirrored and len(optimizer._ranks) == 2
+    pairs = [(worker, stage) for worker in workers for stage in worker.stages]
+    for worker, stage in pairs:  # both holders have the same bits of the same parts
+        for other, same_stage in pairs:
+            if stage == same_stage and worker.replica == other.replica and worker is not other:
+                mine, theirs = worker.optimizers[stage].held(), other.optimizers[stage].held()
+                assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 0), (0, 2), (1, 1)])
+def test_two_pipes_go_on_with_their_weights_shared_out_or_not(tmp_path, first, second):
+    every = {"checkpoint": {"every": 2, "asynchronous": False}}
+    before, after = (plan_of("bitpipe", 2, 4, room, **every) for room in (first, second))
+    straight = run_threads(before, STEPS, folder=tmp_path / "whole")
+    run_threads(before, 2, folder=tmp_path / "run")
+    workers = run_threads(after, STEPS, folder=tmp_path / "after", resume=next((tmp_path / "run").glob("**/step-*")))
+    found = [(r.loss, r.grad_norm) for r in workers[0].results]
+    wanted = [(r.loss, r.grad_norm) for r in straight[0].results[2:]]
+    assert found == (wanted if first == second else [pytest.approx(pair, rel=1e-5) for pair in wanted])
+
+
+def test_one_pipe_less_in_a_sum_is_noticed(monkeypatch):
+    plain = Sharded.start
+
+    def start(self, transport):
+        self._among = self._ranks + self._among[:0] if transport.rank % 2 else self._among
+        plain(self, transport)
+
+    monkeypatch.setattr(Sharded, "start", start)
+    with pytest.raises(ZbcError):
+        run_threads(plan_of("chimera", 2, 4, 1), 1)
+
+
 @pytest.mark.parametrize("schedule", ["zb-v", "breadth-first"])
 def test_layers_whose_w_looks_at_their_weights_find_them(schedule):
     how = {"model": user("convolving"), **VECTORS}

@@ -202,12 +202,12 @@ SHARES = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", few(["breadth-first", "interleaved-1f1b", "zb-v"], ("breadth-first",)))
+@pytest.mark.parametrize("kind", few(["breadth-first", "interleaved-1f1b", "zb-v", "chimera"], ("breadth-first",)))
 @pytest.mark.parametrize("shares", SHARES)
 def test_weights_that_are_gathered_count_as_long_as_they_are_there(tmp_path, shares, kind, dtype):
     """The peak of all memory, with many layers, so that what is dealt is even."""
     parallel, memory = SHARES[shares]
-    chunks = {} if kind == "zb-v" else {"chunks": 3}
+    chunks = {} if kind in ("zb-v", "chimera") else {"chunks": 3}
     model = {"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, "dtype": dtype}
     changes = {"model": model, "layers": 22, "pp": 2, "m": 4, "memory": memory}
     asked = job(kind=kind, schedule=chunks, data={"kind": "synthetic"}, parallel={"dp": 2, **parallel}, **changes)

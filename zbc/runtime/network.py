@@ -104,8 +104,8 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     """The sets of ranks of the run that sum over something, besides all of them, in the order they create groups.
 
     The holders of each stage that has more than one, over all replicas, and those of a weight that the first and
-    the last stage share; without a barrier also the last ranks of all replicas, which make the verdict; and the ranks
-    that share layers, which sum inside of ops.
+    the last stage share; the replicas of a rank that share out its weights; without a barrier also the last ranks of
+    all replicas, which make the verdict; and the ranks that share layers, which sum inside of ops.
     """
     run = manifest.topology
     sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
@@ -114,6 +114,8 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     groups |= {run.sharing(rank) for rank in range(0, run.world, run.tp)}
     if Kind.NORM.value in manifest.capabilities:
         groups.add(judges(manifest))
+    if manifest.resident:  # replicas of one rank share out its weights
+        groups |= {run.ranks((rank,), tp) for rank in range(run.pp) for tp in range(run.tp)}
     groups |= set(pipelines(manifest))
     return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
 

@@ -78,6 +78,9 @@ def deal(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
 class Sharded:
     """The optimizer of a stage that `ranks` hold copies of, as a `StageOptimizer` and a `GradientSum`.
 
+    Where several ranks of a pipeline hold the stage, those of one of them in all replicas may share out its weights
+    among themselves; gradients are then summed `among` all, and each keeps its part.
+
     `whole` names parameters that this rank steps all of, and that are summed elsewhere. `lowered` is the type that
     forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only. `frees`: the
     weights go and come back within a step, those that layers read as casts in the type `low`; `scatters`: gradients are
@@ -92,6 +95,7 @@ class Sharded:
         *,
         ranks: tuple[int, ...],
         rank: int,
+        among: tuple[int, ...] = (),
         whole: frozenset[str] = frozenset(),
         lowered: torch.dtype | None = None,
         ahead: bool = False,
@@ -102,6 +106,7 @@ class Sharded:
         self.parameters, self._options = parameters, options
         self._casts, self._frees, self._ahead = tuple(casts), frees, ahead
         self._ranks, self._mine = ranks, ranks.index(rank)
+        self._among = among if len(among) > len(ranks) else ()
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in whole}
         types = {(p.dtype, gradient_type(p)) for p in self._trained.values()}
         if len(types) > 1:
@@ -187,6 +192,11 @@ class Sharded:
         self.drop()
 
     @property
+    def mirrored(self) -> bool:
+        """Whether other ranks of a pipeline have the same parts."""
+        return bool(self._among)
+
+    @property
     def dealt(self) -> frozenset[str]:
         """The parameters of which ranks hold pieces."""
         return frozenset(self._trained)
@@ -247,8 +257,11 @@ class Sharded:
         most = self._width - self._length
         present = [index < len(share) and share[index].name in there for share in self._shares for index in range(most)]
         parts[:, self._length :] = flags(present, parts.dtype, parts.device).view(-1, most)
-        mine = torch.empty_like(parts[0])
         every = all(piece.name in there for piece in self._own)
+        if self._among:
+            self._sum = transport.start_sum(parts.view(-1), self._among), parts, parts[self._mine], every
+            return
+        mine = torch.empty_like(parts[0])
         self._sum = transport.start_scatter(parts, mine, self._ranks), parts, mine, every
 
     def _move(self, parts: Tensor) -> set[str]:
@@ -278,6 +291,7 @@ class Sharded:
         pending, _, mine, every = self._sum
         pending.wait()
         before = self._added
+        mine = mine.clone() if self._among else mine  # and let go of the parts of others
         self._added = (mine, every) if before is None else (before[0].add_(mine), before[1] or every)
         self._sum = None
 

@@ -473,7 +473,8 @@ class Worker:
         found = [
             optimizer
             for s, optimizer in self.optimizers.items()
-            if isinstance(optimizer, Sharded) or (self.replica == 0 and placement.rank_of(s) == rank)
+            if (isinstance(optimizer, Sharded) and not optimizer.mirrored)
+            or ((self.replica == 0 or isinstance(optimizer, Sharded)) and placement.rank_of(s) == rank)
         ]
         rows = None if self.vocabulary is None else self.vocabulary.optimizer
         return [*found, *([rows] if rows is not None and (self.replica == 0 or rows.dealt is not None) else [])]

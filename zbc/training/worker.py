@@ -441,15 +441,18 @@ def _optimizer(
     ranks = meeting(manifest, Op(Kind.REDUCE, stage.index), manifest.topology.of(rank).tp)
     options, lowered = settings.optimizer, LOWERED[settings.model.parameters]
     ahead = options.sync == "post-validate"
-    if manifest.sharded and len(ranks) > 1:
+    seat = manifest.topology.of(rank)
+    own = manifest.topology.ranks((seat.pp,), seat.tp) if manifest.resident else ranks
+    if manifest.sharded and len(own) > 1:
         tied = {target for plan in plans for target in plan.ties.values()} if manifest.tied else set[str]()
         whole = frozenset(tied & stage.parameters.keys())
         return Sharded(
             options,
             stage.parameters,
             stage.casts,
-            ranks=ranks,
+            ranks=own,
             rank=rank,
+            among=ranks,
             whole=whole,
             lowered=lowered,
             ahead=ahead,

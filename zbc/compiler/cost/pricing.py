@@ -284,11 +284,12 @@ def _with_sums(
         if job.shard != "none":
             shares = stage_bytes.dealt(job, placement, s, part, table)
             count = shares.ranks * shares.row
-        reduce.append(_sum(job, GRAD_BYTES * count, holders, halves))
+        alone = job.parallel.frees and len(set(holders)) > 1  # shards of one holder's replicas, sums over all
+        reduce.append(_sum(job, GRAD_BYTES * count, holders, 2 if alone else halves))
         params = sum(table[i].params for i in part)
         lowered = stage_bytes.lowered(job, part, table) / params if params else 0.0
         weight = 2 if job.model.parameters == "bfloat16" else 4 - 2 * lowered
-        gather.append(_sum(job, weight * count, holders, 1) if halves == 1 else 0.0)
+        gather.append(_sum(job, weight * count, holders[:1] if alone else holders, 1) if halves == 1 else 0.0)
         average.append(share * _sum(job, GRAD_BYTES * count, holders, 2))
     ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0

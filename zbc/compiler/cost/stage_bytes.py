@@ -169,7 +169,7 @@ class Dealt(NamedTuple):
 
 def dealt(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> Dealt:
     """For the holder that is dealt most (dealing.py). A message says after its elements which have gradients."""
-    ranks = job.parallel.dp * len(set(placement.holders(s)))
+    ranks = job.parallel.dp * (1 if job.parallel.frees else len(set(placement.holders(s))))
     params, whole = _counted(placement, s, part, table)
     counts = [count for i in part for count in table[i].parts]
     while sum(counts) > params - whole and table[-1].tied in counts:

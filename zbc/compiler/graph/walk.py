@@ -196,7 +196,7 @@ class _Walk:
         """The event of a collective or a copy: it follows those of its lane and rank, and the nodes it waits for."""
         own = (lanes.rank, *op)
         count = lanes.count[own] = lanes.count.get(own, -1) + 1
-        met = op.kind.is_collective and op.kind is not Kind.REDUCE_V  # whose replicas are not in this program
+        met = op.kind.is_collective and not self.g.program.apart(op.kind)  # else of replicas, which are not in it
         e = self._meet((*(tuple(op) if met else own), count), i)
         for w in waits:
             if w >= 0:
@@ -296,7 +296,7 @@ class _Walk:
         g = self.g
         for event, ops in g.met.items():
             kind, stage = g.ops[ops[0]][:2]
-            if kind.is_collective and kind is not Kind.REDUCE_V:
+            if kind.is_collective and not g.program.apart(kind):
                 there = {g.rank(i) for i in ops}
                 away = sorted(members(g.program, kind, stage) - there)
                 if away:

@@ -321,10 +321,10 @@ def _shared_out(job: Job, placement: Placement) -> bool:
     if job.parallel.shard == "none":
         return job.shard != "none"
     where, pipes = job.where("parallel", "shard"), len(placement.pipes)
-    if (job.parallel.frees or job.parallel.scatters) and pipes > 1:
+    if job.parallel.scatters and pipes > 1:
         text = f'config: parallel.shard = "{job.shard}" and a schedule of two pipes exclude each other'
-        raise ZbcError("E118", text, where=where, hint='use shard = "optimizer", or a schedule of one pipe')
-    if job.parallel.dp == 1 and pipes == 1:
+        raise ZbcError("E118", text, where=where, hint='use "optimizer" or "weights", or a schedule of one pipe')
+    if job.parallel.dp == 1 and (pipes == 1 or job.parallel.frees):
         text = f'config: parallel.shard = "{job.shard}" has nobody to share with: parallel.dp is 1'
         raise ZbcError("E115", text, where=where, hint="set parallel.dp to 2 or more, or drop parallel.shard")
     return True

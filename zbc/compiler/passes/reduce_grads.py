@@ -105,7 +105,7 @@ def _scattered(ops: Sequence[Op], program: Program) -> list[Op]:
 def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program) -> list[Op]:
     """The ops of a rank with `sums` in that order, each as early as it can stand."""
     behind: dict[int, list[Op]] = {}
-    position = -1
+    position = _last_gather(ops) if program.resident and len(program.placement.pipes) > 1 else -1
     for op in sums:
         position = max(position, _ends(program, ops, op))
         behind.setdefault(position, []).append(op)
@@ -113,6 +113,11 @@ def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program) -> list[Op]
     for step, op in enumerate(ops):
         listed += [op, *behind.get(step, ())]
     return listed
+
+
+def _last_gather(ops: Sequence[Op]) -> int:
+    """Sums over two pipes wait for ranks that may wait for what this one still has to gather weights for."""
+    return max((step for step, op in enumerate(ops) if op.kind is Kind.GATHER), default=-1)
 
 
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:

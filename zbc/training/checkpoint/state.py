@@ -75,7 +75,7 @@ def _weights(worker: Worker, stage: int, optimizer: StageOptimizer, usual: tuple
         tied = held.name in worker.tied
         holders = worker.sharing(held.name) if tied else usual
         if not held.shared:
-            holders = (worker.rank,)
+            holders = _mirrors(worker, stage, optimizer)
         writer = holders[0] if tied or not held.shared else shares[held.name]
         yield HeldPart(TensorPart(MODEL + held.name, held.shape, held.start, held.tensor.data), holders, writer)
         for key, value in state.get(held.tensor, {}).items():
@@ -87,6 +87,14 @@ def _weights(worker: Worker, stage: int, optimizer: StageOptimizer, usual: tuple
                 yield HeldPart(TensorPart(name, held.shape, held.start, value), holders, writer)
             elif held.start == 0:  # one number for all pieces of a parameter
                 yield HeldPart(TensorPart(name, tuple(value.shape), 0, value), holders, writer)
+
+
+def _mirrors(worker: Worker, stage: int, optimizer: StageOptimizer) -> tuple[int, ...]:
+    """The ranks with the same parts of a stage as this one: itself, and in other pipes those of the same replica."""
+    if not (isinstance(optimizer, Sharded) and optimizer.mirrored):
+        return (worker.rank,)
+    seats = sorted(set(worker.placement.holders(stage)))
+    return tuple(worker.topology.rank(worker.replica, seat, worker.share) for seat in seats)
 
 
 def _check_tensor(name: str, key: str, value: object) -> None:
