@@ -48,15 +48,16 @@ def braid_v(request: Request) -> Program:
     placement = Placement.vshape(p)
     costs = request.costs or Costs.uniform(placement)
     made = [_program(placement, m, [_formula(rank, p, m) for rank in range(p)])]
-    tries = max(2, LARGE // (6 * p * m))
+    tries = max(2 if m < 3 * p else 0, LARGE // (12 * p * m))
     lists = [found for policy in POLICIES[:tries] if (found := _Lists(placement, m, costs, policy).run()) is not None]
     if lists:
         made.append(_program(placement, m, min(lists, key=lambda found: found[0])[1]))
     if m < 3 * p:  # few meet then, and an order without groups can be better
         with contextlib.suppress(ZbcError):  # E303: its limit counts in units, of which uneven stages may need more
             made.append(v_auto(replace(request, costs=costs, memory_limit=2 * p - 0.5)))
-    best = min(made, key=lambda program: round(_cost(program, costs, request.objective), 9))
-    return replace(best, history=("braid-v",))
+    if len(made) > 1:
+        made.sort(key=lambda program: round(_cost(program, costs, request.objective), 9))
+    return replace(made[0], history=("braid-v",))
 
 
 def _cost(program: Program, costs: Costs, objective: str) -> float:
