@@ -67,8 +67,7 @@ def test_any_number_of_microbatches_runs_at_any_costs(seed):
     timeline = simulate(program, costs)
     least = bounds(program.placement, costs.hidden(), m)
     assert least.makespan <= timeline.makespan + 1e-9 and least.span <= timeline.span + 1e-9
-    if p > 1:
-        assert max(rank.units for rank in peaks(program, Costs.uniform(program.placement))) <= 2 * p - 0.5
+    assert max(rank.units for rank in peaks(program, Costs.uniform(program.placement))) <= 2 * p - 0.5
 
 
 def test_few_microbatches_are_never_slower_than_an_order_without_groups():

@@ -47,8 +47,8 @@ def braid_v(request: Request) -> Program:
     p, m = request.p, request.m
     placement = Placement.vshape(p)
     costs = request.costs or Costs.uniform(placement)
-    made = [_program(placement, m, [_formula(rank, p, m) for rank in range(p)])]
-    tries = max(2 if m < 3 * p else 0, LARGE // (12 * p * m))
+    made = [_program(placement, m, [_formula(rank, p, m) for rank in range(p)])] if p > 1 else []  # would hold 4p
+    tries = max(2 if m < 3 * p or p == 1 else 0, LARGE // (12 * p * m))
     lists = [found for policy in POLICIES[:tries] if (found := _Lists(placement, m, costs, policy).run()) is not None]
     if lists:
         made.append(_program(placement, m, min(lists, key=lambda found: found[0])[1]))
