@@ -29,9 +29,7 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"  # post the buffer for the input of a stage; the F that needs it waits
     SEND_B = "SEND_B"  # start sending an input gradient to the rank of the stage that made the input; does not wait
     RECV_B = "RECV_B"  # post the buffer for the gradient of a stage's output; the B or BW that needs it waits
-    OVERLAP = (
-        "OVERLAP"  # the next two ops, an F and an F, B, BW or W, are one group: both start when both have their input
-    )
+    OVERLAP = "OVERLAP"  # the next two ops, an F and an F, B, BW or W, are one group: both start when both can
     REDUCE = "REDUCE"  # start summing a stage's gradients over all ranks that hold a replica of it; VALIDATE waits
     TIE = "TIE"  # the same for the one weight that the first and the last stage share
     VALIDATE = "VALIDATE"  # all ranks agree on loss, gradient norm and whether to step: a barrier

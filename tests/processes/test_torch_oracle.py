@@ -14,6 +14,7 @@ from zbc.errors import ZbcError
 from zbc.interop import torch_csv, torch_lowered
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+UNORDERED = ("braid-v",)  # a W comes later than those of later microbatches, and torch adds up norms in W, we in B
 M = 8  # torch scales gradients by 1/8 at the end, ours from the start, which is the same bits
 
 
@@ -29,7 +30,7 @@ def test_torch_runs_every_order_it_can_express_to_the_same_bits(request, schedul
         assert error.code == "E413"
         pytest.skip(error.details[0])
     pool = request.getfixturevalue("pool" if ranks == 4 else "pair")
-    agrees(pool, program)
+    agrees(pool, program, exactly=schedule not in UNORDERED)
 
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
@@ -50,12 +51,12 @@ def test_torch_runs_our_transfers_too_to_the_same_bits(pool, tmp_path, schedule)
     except ZbcError as error:
         assert error.code == "E413"
         pytest.skip(error.details[0])
-    assert overlap == ("OVERLAP_F_B" in text)
+    assert (overlap or SCHEDULES[schedule].grouped) == ("OVERLAP_F_B" in text)
     (tmp_path / "order.csv").write_text(text)
-    agrees(pool, program, str(tmp_path / "order.csv"))
+    agrees(pool, program, str(tmp_path / "order.csv"), exactly=schedule not in UNORDERED)
 
 
-def agrees(pool, program, path=None):
+def agrees(pool, program, path=None, *, exactly=True):
     """Both runtimes train one step with the order: torch by `zbc.torch_schedule`, or with this lowered form."""
     plan = make_plan(program, keep=gloo_ranks.without_step)
     theirs = pool.run(torch_peer.train, plan, path)
@@ -66,7 +67,10 @@ def agrees(pool, program, path=None):
     found = gloo_ranks.unpack([grads for _, _, grads, _ in ours])
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
-        assert torch.equal(found[name], grad), name
+        if exactly:
+            assert torch.equal(found[name], grad), name
+        else:
+            torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-7, msg=name)
 
 
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")

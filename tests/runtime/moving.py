@@ -25,8 +25,9 @@ def _moved(ops: tuple[Op, ...]) -> list[Op]:
         if op.kind is not Kind.F or i < redo:
             continue
         end = back[op.key]
-        behind.setdefault(i, []).append(op._replace(kind=Kind.OFFLOAD))
-        quit = i if end == k + 1 or _bound(ops, work[k + 1]) else work[k + 1]
+        done = i + 2 - _bound(ops, i) if _bound(ops, i) else i  # where the group of an F ends
+        behind.setdefault(done, []).append(op._replace(kind=Kind.OFFLOAD))
+        quit = done if end == k + 1 or _bound(ops, work[k + 1]) else work[k + 1]
         behind.setdefault(quit, []).append(op._replace(kind=Kind.RELEASE))
         fetch = end - 1 if end > k + 2 and not _bound(ops, work[end - 1]) else end
         place = work[fetch] - (_bound(ops, work[fetch]))

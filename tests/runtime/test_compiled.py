@@ -75,7 +75,7 @@ CASES = [
 )
 def test_families_get_the_gradients_of_one_process(family, schedule, dtype, activations, tolerance, monkeypatch):
     model, before, waiting = {**FAMILIES[family], "dtype": dtype, "compile": True}, graphs(), []
-    monkeypatch.setattr(Slot, "run", lambda slot, run=Slot.run: (waiting.append(len(slot)), run(slot)))
+    monkeypatch.setattr(Slot, "run", lambda slot, *more, run=Slot.run: (waiting.append(len(slot)), run(slot, *more)))
     plan = make_plan(make_program(schedule, 2, 3), model=model, keep=without_step, activations=activations)
     workers = check_gradients(plan, tolerance=tolerance)
     assert graphs() > before and sorted(compiled_layers(workers)) == ["layers.0", "layers.1", "layers.2"]
