@@ -15,7 +15,8 @@ from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.hub import Hub
 from zbc.runtime.optimizer import InPlace
-from zbc.runtime.sharded import Piece, Sharded, cut, deal
+from zbc.runtime.pieces import Piece, cut, deal
+from zbc.runtime.sharded import Sharded
 from zbc.runtime.validate import CHUNK
 
 ADAMW = spec.Optimizer(lr=0.1)

@@ -22,9 +22,8 @@ Element by element that is the arithmetic of the ordinary optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +34,7 @@ from zbc.plan import dealing
 from zbc.runtime.bucket import flags, gradient_type
 from zbc.runtime.flat import Flat
 from zbc.runtime.optimizer import Held, Masters, build_optimizer, kept_by
+from zbc.runtime.pieces import Piece, Row, cut, deal, part_of, places_in, weights_read_low
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.private import copy_all
 from zbc.runtime.split import SplitLinear
@@ -43,36 +43,6 @@ from zbc.runtime.transport import Pending, Transport
 from zbc.runtime.validate import chunks, squares_of
 
 NO_CASTS: Mapping[str, Tensor] = {}
-
-
-class Piece(NamedTuple):
-    """Elements `start` to `stop` of a parameter, in memory order."""
-
-    name: str
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def __str__(self) -> str:
-        return f"{self.name}[{self.start}:{self.stop}]"
-
-
-def cut(parameters: Mapping[str, nn.Parameter]) -> list[Piece]:
-    """The pieces of all parameters, in order. One that is not contiguous in memory stays whole."""
-    pieces = []
-    for name, parameter in parameters.items():
-        count = parameter.numel()
-        places = dealing.cut(count) if parameter.is_contiguous() else [(0, count)]
-        pieces += [Piece(name, start, stop) for start, stop in places]
-    return pieces
-
-
-def deal(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
-    """The pieces of each rank, in order."""
-    return [[pieces[i] for i in share] for share in dealing.deal([piece.size for piece in pieces], ranks)]
 
 
 class Sharded:
@@ -126,11 +96,11 @@ class Sharded:
                 parameter.data = self._place(piece)
         first = next(iter(self._own.values()), None) if lowered is None else None
         self._type = torch.float32 if first is None else first.dtype  # of what is stepped
-        self._kind, self._low = low, _read_low(self._trained, self._casts) if frees and low is not None else {}
+        self._kind, self._low = low, weights_read_low(self._trained, self._casts) if frees and low is not None else {}
         wide = [p for name, p in self._trained.items() if p.is_contiguous() and name not in self._low]
         self._flat = Flat(wide) if frees else None
         self._there = frees  # whether weights of which casts are enough are here
-        self._rows = [_Row(share, self._low) for share in self._shares]
+        self._rows = [Row(share, self._low) for share in self._shares]
         self._message = max(row.wide for row in self._rows), max(row.low for row in self._rows)
         self.scatters = scatters
         self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None  # and whether all of its gradients were here
@@ -269,10 +239,10 @@ class Sharded:
         there = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         targets, sources = list[Tensor](), list[Tensor]()
         for row, share in zip(parts, self._shares, strict=True):
-            for piece, place in zip(share, _places(row, share), strict=True):
+            for piece, place in zip(share, places_in(row, share), strict=True):
                 if piece.name in there:
                     targets.append(place)
-                    sources.append(_part(there[piece.name], piece))
+                    sources.append(part_of(there[piece.name], piece))
         copy_all(targets, sources)
         for parameter in self._trained.values():
             parameter.grad = None
@@ -301,7 +271,7 @@ class Sharded:
             return
         mine, every = self._added
         present = [1.0] * len(self._own) if every else mine[self._length :].tolist()
-        for place, parameter, there in zip(_places(mine, self._own), self._own.values(), present, strict=False):
+        for place, parameter, there in zip(places_in(mine, self._own), self._own.values(), present, strict=False):
             parameter.grad = place.view(parameter.shape) if there != 0 else None
         self._added = None
 
@@ -321,7 +291,7 @@ class Sharded:
         mine = torch.zeros(size, dtype=torch.uint8, device=first.device)
         wide, low = self._split(mine, lowers)
         for places, pieces in zip((wide, low), self._rows[self._mine].parts(lowers), strict=True):
-            copy_all(_places(places, pieces), [self._own[piece].detach().reshape(-1) for piece in pieces])
+            copy_all(places_in(places, pieces), [self._own[piece].detach().reshape(-1) for piece in pieces])
         parts = torch.empty(rows, size, dtype=torch.uint8, device=first.device)
         self._weights = transport.start_gather(mine, parts, self._ranks), parts, lowers  # what was started holds `mine`
 
@@ -338,7 +308,7 @@ class Sharded:
                 for places, pieces in zip(self._split(message, lowers), row.parts(lowers), strict=True):
                     views = [self._view(piece, casts) for piece in pieces]
                     targets += views
-                    sources += [a.view(b.shape) for a, b in zip(_places(places, pieces), views, strict=True)]
+                    sources += [a.view(b.shape) for a, b in zip(places_in(places, pieces), views, strict=True)]
         copy_all(targets, sources)
         self._weights = None
         for cast in self._casts:
@@ -394,46 +364,11 @@ class Sharded:
 
     def _view(self, piece: Piece, casts: Mapping[str, Tensor] = NO_CASTS) -> Tensor:
         if piece.name in casts:
-            return _part(casts[piece.name].data, piece, keep_shape=True)
+            return part_of(casts[piece.name].data, piece, keep_shape=True)
         parameter = self._trained[piece.name]
         # What is written through `data` leaves no version behind: graphs of this step go on after a GATHER.
-        return _part(parameter.data if self._frees else parameter.detach(), piece, keep_shape=True)
+        return part_of(parameter.data if self._frees else parameter.detach(), piece, keep_shape=True)
 
     def _place(self, piece: Piece) -> Tensor:
         """What this rank steps of a piece."""
         return self._view(piece).clone() if self._frees else self._view(piece)
-
-
-class _Row:
-    """The pieces of a rank, as its part of a message has them: first those that go as they are."""
-
-    def __init__(self, share: Sequence[Piece], low: Mapping[str, SplitLinear]) -> None:
-        self._share = list(share)
-        self._wide = [piece for piece in share if piece.name not in low]
-        self._low = [piece for piece in share if piece.name in low]
-        self.wide, self.low = (sum(piece.size for piece in some) for some in (self._wide, self._low))
-
-    def parts(self, lowers: bool) -> tuple[list[Piece], list[Piece]]:
-        """As they are, and in the lower type."""
-        return (self._wide, self._low) if lowers else (self._share, [])
-
-
-def _read_low(trained: Mapping[str, nn.Parameter], casts: Iterable[SplitLinear]) -> dict[str, SplitLinear]:
-    """The weights of linear layers, which ops read as casts alone, by name."""
-    by_weight = {id(cast.module.weight): cast for cast in casts}
-    found = {name: by_weight[id(p)] for name, p in trained.items() if id(p) in by_weight and p.is_contiguous()}
-    return {name: cast for name, cast in found.items() if cast.module.weight.dtype == torch.float32}
-
-
-def _places(row: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
-    """Where the elements of each piece are in a row."""
-    sizes = [piece.size for piece in pieces]
-    return list(torch.split_with_sizes(row[: sum(sizes)], sizes)) if sizes else []
-
-
-def _part(tensor: Tensor, piece: Piece, *, keep_shape: bool = False) -> Tensor:
-    """The elements of a piece: a view where `tensor` is contiguous or the piece is all of it and keeps its shape."""
-    whole = piece.size == tensor.numel()
-    if whole and keep_shape:
-        return tensor
-    return tensor.reshape(-1)[piece.start : piece.stop]

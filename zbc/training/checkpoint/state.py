@@ -19,7 +19,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import meeting
 from zbc.runtime.optimizer import StageOptimizer
-from zbc.runtime.sharded import Piece, Sharded, deal
+from zbc.runtime.pieces import Piece, deal
+from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import StageLayer
 from zbc.runtime.state import Worker
 from zbc.training.checkpoint.files import TensorPart, check_type
