@@ -1,12 +1,14 @@
 """Unequal numbers of microbatches beside equal ones, for samples of log-normal lengths: simulated, and measured.
 
-    python bench/balance.py [--draws N] [--steps N] [--quick] [--only balancer|simulated|measured] [--seed N]
+    python bench/balance.py [--draws N] [--steps N] [--quick] [--only balancer|simulated|measured|windows] [--seed N]
 
 Balancer: the fullest of several ranks over what it has at least, beside longest processing time first. Simulated: steps
 of many draws, each replica's pipeline with microbatches that take as long as their rows and samples say; a step lasts
 as long as its slowest replica. As equal counts: equally many samples for each replica, in as many microbatches as the
 fullest needs. Measured: two pipelines of two ranks on gloo that really train, where each op takes as long as its
-microbatch would; the gain of unequal counts beside the one that the same times simulate.
+microbatch would; the gain of unequal counts beside the one that the same times simulate. Windows: the same with weights
+that come and go with room for one stage, in an order that gathers per microbatch: replicas that meet in each gather, or
+take weights from each other's memory.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from zbc.training.data import unequal as unequal_data
 from zbc.training.worker import build_worker
 
 RANKS, WARM_UP, PP = 4, 1, 2
-MS = 12.0  # forward, and each half of the backward, of a stage and a microbatch of one row without attention
+MS = 12.0  # forward, and each half of the backward, of a rank's stages and a microbatch of one row without attention
 QUADRATIC = 0.02  # of rows of 64 tokens: a sample that fills one takes 2.3 times as long as the row
 
 
@@ -147,12 +149,13 @@ class Paced:
         worker, op = self._worker, Op.parse(self._worker.progress.op)
         work = self._dealer.step(worker.step)
         mb = work.replicas[worker.replica][op.mb]
-        ms = MS * self._dealer.shape.factor(mb, work.lengths) * (2 if op.kind.value == "BW" else 1)
+        ms = MS / worker.placement.chunks * self._dealer.shape.factor(mb, work.lengths)
+        ms *= 2 if op.kind.value == "BW" else 1
         sleep_until(self._began + ms / 1e3)
         self._inner.stop(began)
 
 
-def rank_main(rank: int, port: int, plan: StoredPlan, equal: bool, steps: int, sender: Any) -> None:
+def rank_main(rank: int, port: int, plan: StoredPlan, schedule: str, equal: bool, steps: int, sender: Any) -> None:
     torch.set_num_threads(1)
     bind_loopback()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -167,10 +170,11 @@ def rank_main(rank: int, port: int, plan: StoredPlan, equal: bool, steps: int, s
     calibrate()
     assert isinstance(worker.work, unequal_data.Dealer)
     worker.clock = Paced(worker, worker.work)  # type: ignore[assignment]
+    worker.open_windows()
     found = []
     for step in range(steps + WARM_UP):
         work = worker.work.step(step)
-        ms = MS * step_ms("1f1b", worker.work.shape, work.replicas, work.lengths)
+        ms = MS * step_ms(schedule, worker.work.shape, work.replicas, work.lengths)
         dist.barrier()
         began = time.perf_counter()
         result = run_step(worker, step)
@@ -185,21 +189,45 @@ def measured(record: Record, steps: int) -> None:
     record(f"# {PP} x 2 ranks on gloo, 1f1b, ops of {MS:g} ms and more: {steps} steps")
     model = {"family": "gpt", "layers": 2, "hidden": 16, "heads": 2, "vocab": 61, "seq_len": 64}
     plan = unequal("1f1b", PP, 2, most=16, mean=6, model=model)
-    manifest = plan.manifest.model_copy(
-        update={"balance": plan.manifest.balance.model_copy(update={"quadratic": QUADRATIC})}
-    )
-    plan = StoredPlan(manifest, plan.program, plan.ramp)
-    took = {}
-    for name, equal in (("equal", True), ("unequal", False)):
-        port = 29400 + os.getpid() % 1000 * 2 + equal
-        (found,) = results(
-            rank_main, (port, plan, equal, steps), ranks=RANKS, count=1, preload=("zbc.training.worker",), limit=120
-        )
-        took[name] = [sum(column) for column in zip(*found, strict=True)]
-        real, wanted, _ = took[name]
-        record(f"{name:8} simulated {wanted:8.1f} ms  measured {real:8.1f} ms  off by {wanted / real - 1:+.1%}")
+    took = {name: run(record, name, squared(plan), "1f1b", name == "equal", steps) for name in ("equal", "unequal")}
     gains = [took["equal"][k] / took["unequal"][k] for k in (1, 0)]
     record(f"gain simulated {gains[0]:.3f}, measured {gains[1]:.3f}; off by {gains[0] / gains[1] - 1:+.1%}")
+
+
+def windows(record: Record, steps: int) -> None:
+    schedule = "interleaved-1f1b"
+    record(f"# {PP} x 2 ranks on gloo, {schedule} with two stages a rank, room for one: {steps} steps")
+    model = {"family": "gpt", "layers": 2, "hidden": 16, "heads": 2, "vocab": 61, "seq_len": 64}
+    taken = squared(unequal(schedule, PP, 2, most=16, mean=6, resident=1, zero1=True, one_sided=True, model=model))
+    met = StoredPlan(taken.manifest.model_copy(update={"one_sided": False}), taken.program, taken.ramp)
+    counts = dict[str, float]()
+    for name, plan, equal in (
+        ("equal, met", met, True),
+        ("equal, taken", taken, True),
+        ("unequal, taken", taken, False),
+    ):
+        counts[name] = run(record, name, plan, schedule, equal, steps)[0]
+    for name in ("equal, taken", "unequal, taken"):
+        record(f"{name}: {counts['equal, met'] / counts[name]:.3f} times as fast as equal counts that meet")
+
+
+def squared(plan: StoredPlan) -> StoredPlan:
+    """The same with samples that attend at the bench's own cost."""
+    assert plan.manifest.balance is not None
+    balance = plan.manifest.balance.model_copy(update={"quadratic": QUADRATIC})
+    return StoredPlan(plan.manifest.model_copy(update={"balance": balance}), plan.program, plan.ramp)
+
+
+def run(record: Record, name: str, plan: StoredPlan, schedule: str, equal: bool, steps: int) -> list[float]:
+    """Measured and simulated ms, and the sum of the losses."""
+    port = 29400 + os.getpid() % 1000 * 2 + equal
+    told = (port, plan, schedule, equal, steps)
+    (found,) = results(rank_main, told, ranks=RANKS, count=1, preload=("zbc.training.worker",), limit=240)
+    took = [sum(column) for column in zip(*found, strict=True)]
+    real, wanted, loss = took
+    off = f"off by {wanted / real - 1:+.1%}  loss {loss / steps:.5f}"
+    record(f"{name:14} simulated {wanted:8.1f} ms  measured {real:8.1f} ms  {off}")
+    return took
 
 
 def main() -> None:
@@ -207,7 +235,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=4800)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="few draws and steps; writes no file")
-    parser.add_argument("--only", choices=("balancer", "simulated", "measured"))
+    parser.add_argument("--only", choices=("balancer", "simulated", "measured", "windows"))
     parser.add_argument("--seed", type=int, default=2, help="of the draws that are simulated")
     options = parser.parse_args()
     record = Record("balance")
@@ -217,6 +245,8 @@ def main() -> None:
         simulated(record, 48 if options.quick else options.draws, options.seed)
     if options.only in (None, "measured"):
         measured(record, 2 if options.quick else options.steps)
+    if options.only in (None, "windows"):
+        windows(record, 2 if options.quick else options.steps)
     if not options.quick and options.only is None:
         record.write()
 

@@ -1,6 +1,7 @@
 """Kill a random rank of a run again and again, and see whether the run ends as if nobody had.
 
-    python bench/kills.py [--torchrun] [--shard WHAT] [--balance] [--kills N] [--steps N] [--seed N] [--quick]
+    python bench/kills.py [--torchrun] [--shard WHAT [--one-sided]] [--balance] [--kills N] [--steps N] [--seed N]
+        [--quick]
 
 A run on four gloo processes with a checkpoint every few steps and restarts, by `zbc run --local 4 --max-restarts` or by
 `torchrun --max-restarts`; ranks are killed with SIGKILL. In one
@@ -8,7 +9,7 @@ run at random moments, whatever it is doing then: a step, a checkpoint, a start.
 written: its folder is there, and its `.complete` never came (other kills do not count). In the end the losses of all
 steps are compared with those of a run that nobody disturbed, and so is every byte of the last checkpoint: weights,
 optimizer, everything. With --shard two pipelines of two ranks share out what it says, with two stages on each rank;
-with --balance samples are of unequal length.
+with --one-sided they take weights from each other's memory; with --balance samples are of unequal length.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ TWO = """\
 [parallel]
 pp = 2
 dp = 2
-shard = "{shard}"
+shard = "{shard}"{exchange}
 [schedule]
 kind = "{kind}"
 chunks = 2
@@ -81,13 +82,14 @@ microbatch_size = 2{resident}"""
 KINDS = {"none": "interleaved-1f1b", "optimizer": "interleaved-1f1b", "gradients": "interleaved-1f1b"}
 
 
-def job_of(steps: int, shard: str | None, balance: bool) -> str:
+def job_of(steps: int, shard: str | None, balance: bool, one_sided: bool) -> str:
     """The job to disturb; weights are shared out with room for one stage."""
     parallel = ONE
     if shard is not None or balance:
-        kind = KINDS.get(shard or "none", "breadth-first")
+        kind = KINDS["none"] if one_sided else KINDS.get(shard or "none", "breadth-first")
+        exchange = '\nexchange = "one-sided"' if one_sided else ""
         resident = "\n[memory]\nresident = 1" if shard in ("weights", "all") else ""
-        parallel = TWO.format(shard=shard or "none", kind=kind, resident=resident)
+        parallel = TWO.format(shard=shard or "none", exchange=exchange, kind=kind, resident=resident)
     told = '\nbalance = "length"' if balance else ""
     return JOB.format(steps=steps, every=max(2, steps // 40), parallel=parallel, balance=told)
 
@@ -281,16 +283,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torchrun", action="store_true", help="torchrun starts the ranks, and starts them again")
     parser.add_argument("--shard", choices=("optimizer", "gradients", "weights", "all"))
+    parser.add_argument("--one-sided", action="store_true", help="with --shard weights or all")
     parser.add_argument("--balance", action="store_true", help="samples of unequal length")
     parser.add_argument("--quick", action="store_true", help="3 kills in 40 steps, and no record")
     args = parser.parse_args()
     kills, steps = (3, 40) if args.quick else (args.kills, args.steps)
     launcher: Launcher = Torchrun() if args.torchrun else Local()
-    how = ["torchrun"] * args.torchrun + [args.shard or ""] + ["balance"] * args.balance
+    how = (
+        ["torchrun"] * args.torchrun + [args.shard or ""] + ["one-sided"] * args.one_sided + ["balance"] * args.balance
+    )
     record, fine = Record("-".join(["kills", *filter(None, how)])), True
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        job = job_of(steps, args.shard, args.balance)
+        job = job_of(steps, args.shard, args.balance, args.one_sided)
         record("\n".join(f"    {line}" for line in job.splitlines()))
         (place / "job.toml").write_text(job)
         plan = place / "plan"

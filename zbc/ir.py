@@ -374,6 +374,7 @@ class Program:
     vocabulary: int = 0  # sums per unit of an output layer and an embedding that all ranks share; 0: stages have them
     flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
     averages: int = 0  # replicas average weights and sum no gradients: 1, which lands a step later; 2, at once
+    one_sided: bool = False  # weights that are freed, and their gradients, travel without a meeting of the replicas
 
     def __repr__(self) -> str:
         ops = sum(map(len, self.ranks))

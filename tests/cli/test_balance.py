@@ -47,7 +47,10 @@ def test_a_run_trains_with_them(balanced, zbc, folder):
 def test_plans_that_meet_in_other_orders_are_refused(job, zbc, folder):
     job(**BASE, pp=2, m=3, kind="interleaved-1f1b")
     ran = zbc("plan", "zbc.toml", "--set", 'parallel.shard="weights"', "--set", "memory.resident=1")
-    assert ran.code == 4 and "error[E209]" in ran.err and "breadth-first" in ran.err
+    assert ran.code == 4 and "error[E209]" in ran.err and 'exchange = "one-sided"' in ran.err
+    taken = '"weights"', "--set", "memory.resident=1", "--set", 'parallel.exchange="one-sided"'
+    ran = zbc("plan", "zbc.toml", "--set", "parallel.shard=" + taken[0], *taken[1:], "-o", "taken")
+    assert ran.code == 0 and zbc("check", "taken").code == 0, ran.err
     whole = zbc("plan", "zbc.toml", "--set", 'parallel.shard="weights"', "--set", "memory.resident=2")
     assert whole.code == 0, whole.err
 

@@ -38,6 +38,7 @@ def train(
     worker = open_worker(rank, plan, staged=staged)
     if warmed:
         warm(worker)
+    worker.open_windows()
     found = []
     for step in range(steps):
         worker.ends = step + 1 == steps

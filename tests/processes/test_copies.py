@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from safetensors.torch import load_file
 
 from tests.processes.gloo_ranks import open_network, train, unpack
 from tests.processes.plans import GPT, metrics, processes, run_here, write_plan
+from tests.runtime import test_freed_weights as freed
+from tests.runtime.small_plans import GPT as SMALL
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.runtime.test_unequal import unequal
+from tests.runtime.test_windows import one_sided
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
@@ -96,6 +100,24 @@ def test_processes_in_another_order_compute_the_same(pool, schedule, order):
     for pp, rank in enumerate(order):
         here, there = unpack([plain[pp][3]]), unpack([turned[rank][3]])
         assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "dtype", "warmed"),
+    few([("interleaved-1f1b", "float32", False), ("zb-v", "bfloat16", True), ("breadth-first", "bfloat16", False)], 1),
+)
+def test_processes_take_weights_from_each_other_bit_by_bit(pool, schedule, dtype, warmed):
+    """What threads that meet compute; and the memory that they share has no name any more."""
+    plan = freed.plan_of(schedule, 2, 4, 1, model={**SMALL, "dtype": dtype})
+    found = pool.run(train, one_sided(plan), 4, warmed)
+    threads = run_threads(plan, 4)
+    for losses, norms, _, _ in found:
+        assert losses == [r.loss for r in threads[0].results]
+        assert norms == [r.grad_norm for r in threads[0].results]
+    expected = freed.weights(threads)
+    for name, value in unpack([one[3] for one in found]).items():
+        assert torch.equal(value, expected[name]), name
+    assert not [*Path("/dev/shm").glob("zbc-*")]
 
 
 def every_weight(rank, plan, steps):

@@ -50,14 +50,14 @@ def test_losses_and_weights_are_those_of_whole_gradients(schedule):
         torch.testing.assert_close(found, before[name], rtol=0, atol=2e-5, msg=name)
 
 
-def trained(folder, schedule, shard, resident, **model):
+def trained(folder, schedule, shard, resident, exchange="collective", **model):
     """Four steps of a job on 2 x 2 ranks, 4 stages each; the predicted and the held peaks of each rank as well."""
     more = {"memory": {"resident": resident}} if resident else {}
     asked = job(
         model={"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, **model},
         layers=22,
         pp=2,
-        parallel={"dp": 2, "shard": shard},
+        parallel={"dp": 2, "shard": shard, "exchange": exchange},
         schedule={"kind": schedule, "chunks": 4, "microbatches": 4, "microbatch_size": 2},
         optimizer={"lr": 1e-3, "clip_grad_norm": 0.5},
         data={"kind": "synthetic"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,13 +37,25 @@ DATA = {"kind": "synthetic", "balance": "length"}
 
 
 def unequal(
-    schedule="1f1b", p=2, copies=2, most=8, mean=4, *, rows=1, zero1=False, resident=0, model=GPT, data=DATA, **how
+    schedule="1f1b",
+    p=2,
+    copies=2,
+    most=8,
+    mean=4,
+    *,
+    rows=1,
+    zero1=False,
+    resident=0,
+    one_sided=False,
+    model=GPT,
+    data=DATA,
+    **how,
 ):
     """The plan of `mean` microbatches with those of all other numbers."""
 
     def one(m):
         program = make_program(schedule, p, m, copies=copies, sharded=zero1)
-        program = freeing(schedule, p, m, resident, 2) if resident else program
+        program = replace(freeing(schedule, p, m, resident, 2), one_sided=one_sided) if resident else program
         return make_plan(program, model=model, data=data, optimizer={**SGD, "zero1": zero1}, size=rows, **how)
 
     plans = {m: one(m) for m in range(1, most + 1)}
@@ -142,6 +155,26 @@ def test_weights_come_and_go_with_unequal_counts(counts, resident, monkeypatch):
     monkeypatch.setattr("zbc.training.data.unequal.deal", dealt_as(counts))
     monkeypatch.setattr("zbc.training.data.unequal.samples_of_step", lambda lengths, shape, m: sum(counts) + 1)
     plan = unequal("breadth-first", resident=resident, zero1=True)
+    workers = run_threads(plan, STEPS)
+    losses, norms, expected = train_alone(plan, STEPS)
+    assert [r.loss for r in workers[0].results] == pytest.approx(losses, abs=1e-6)
+    assert [r.grad_norm for r in workers[0].results] == pytest.approx(norms, rel=1e-5)
+    for name, found in weights(workers).items():
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("resident", few([1, 2], (1,)))
+@pytest.mark.parametrize(("here", "there"), few(COUNTS, 1))
+@pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "looped-zb", "zb-v"], 1))
+def test_weights_that_are_taken_come_in_any_order(schedule, here, there, resident, monkeypatch):
+    """Interleaved: a rank gathers once for each run of microbatches, so replicas gather in orders of their own."""
+    counts = here, there
+    monkeypatch.setattr("zbc.training.data.unequal.deal", dealt_as(counts))
+    monkeypatch.setattr("zbc.training.data.unequal.samples_of_step", lambda lengths, shape, m: sum(counts) + 1)
+    if schedule == "interleaved-1f1b" and resident == 1:
+        with pytest.raises(AssertionError, match="in another order"):
+            unequal(schedule, resident=resident, zero1=True)
+    plan = unequal(schedule, resident=resident, zero1=True, one_sided=True)
     workers = run_threads(plan, STEPS)
     losses, norms, expected = train_alone(plan, STEPS)
     assert [r.loss for r in workers[0].results] == pytest.approx(losses, abs=1e-6)

@@ -337,7 +337,9 @@ def _with_counts(compiled: Compiled, budget: float | None) -> Compiled:
             found[count] = _compile(_with_count(compiled, count), budget)
             _same_stages(found[count], compiled, count, ("data", "balance"))
     check_memory(compiled.job, found[most].memory, found[most].costs)
-    plans = {count: _summed_as(one, found[most].program) for count, one in sorted(found.items())}
+    if not compiled.program.one_sided:
+        found = {count: _summed_as(one, found[most].program) for count, one in found.items()}
+    plans = dict(sorted(found.items()))
     raise_found(order_problems([one.program for one in plans.values()]))
     return replace(plans.pop(own), ramp=tuple(RampStart(one, 0) for one in plans.values()))
 

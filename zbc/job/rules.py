@@ -181,6 +181,9 @@ def _sharding_rules(draft: Draft) -> Iterator[ZbcError]:
     if not parallel.frees and asks(memory, "resident"):
         text = f'config: memory.resident goes with parallel.shard = "weights" or "all", shard is "{parallel.shard}"'
         yield ZbcError("E115", text, where=where(("memory", "resident")), hint="drop it, or share out the weights")
+    if parallel.one_sided and not parallel.frees:
+        text = f'config: parallel.exchange = "one-sided" goes with shard = "weights" or "all", found "{parallel.shard}"'
+        yield ZbcError("E115", text, where=where(("parallel", "exchange")), hint="drop it, or share out the weights")
 
 
 def _idle_rules(draft: Draft) -> Iterator[ZbcError]:

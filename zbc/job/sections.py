@@ -66,6 +66,11 @@ class Parallel(Section):
         description="what replicas of a stage share out: the optimizer's state and work; gradients too, after each run "
         "of backwards of a stage; or the weights, which are then gathered when ops need them; or all of that",
     )
+    exchange: Literal["collective", "one-sided"] = Field(
+        "collective",
+        description="how shared weights and their gradients travel: all replicas of a rank meet; or, on one host, each "
+        "takes from and lays into the memory of the others",
+    )
     average: Average | None = Field(
         None, description="replicas average a rotating share of their weights, and sum no gradients"
     )
@@ -100,6 +105,11 @@ class Parallel(Section):
     def scatters(self) -> bool:
         """Whether gradients are shared out after each run of backwards of a stage."""
         return self.shard in ("gradients", "all")
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether replicas take shared weights from each other's memory, without meeting."""
+        return self.exchange == "one-sided"
 
     @property
     def shared(self) -> int:

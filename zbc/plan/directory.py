@@ -101,6 +101,7 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
         0 if m.vocabulary is None else m.vocabulary.sums,
         m.flushless,
         m.averages,
+        m.one_sided,
     )
 
 
@@ -157,6 +158,7 @@ def assemble(
         resident=program.resident,
         with_w=program.with_w,
         scatters=program.scatters,
+        one_sided=program.one_sided,
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         edges=[list(edge) for edge in placement.edges] if placement.branches else [],
         layers=[list(names) for names in layers],

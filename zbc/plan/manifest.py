@@ -17,7 +17,7 @@ FORMAT = "zbc-plan"
 VERSION = 1
 MANIFEST = "plan.json"
 # Fields that stand in a manifest only where they say something.
-OPTIONAL = frozenset({"averages", "balance", "cuts", "edges", "flushless", "scatters", "vocabulary"})
+OPTIONAL = frozenset({"averages", "balance", "cuts", "edges", "flushless", "one_sided", "scatters", "vocabulary"})
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 STEPS = "steps"  # capability: ops of the next step
 FROZEN = "frozen"  # capability: ops in which some layers get no weight gradients
@@ -84,6 +84,7 @@ class Manifest(_Strict):
     resident: Index = 0  # stages whose gathered weights a rank has room for; 0: weights stay
     with_w: bool = False  # where weights are freed: W needs them, too
     scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
+    one_sided: bool = False  # freed weights, and their gradients, travel without a meeting of the replicas
     placement: list[list[Index]]  # stage -> rank per pipe
     edges: list[list[Index]] = []  # (stage, stage that reads its output); absent where stages are a chain
     layers: list[list[str]]  # stage -> layer names

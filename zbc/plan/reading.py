@@ -181,6 +181,7 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
             "resident",
             "with_w",
             "scatters",
+            "one_sided",
             "flushless",
             "averages",
             "node",

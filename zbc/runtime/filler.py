@@ -67,6 +67,7 @@ class Filling:
         inner = self.inner
         self.rank = inner.rank
         self.send, self.post, self.ready, self.close = inner.send, inner.post, inner.ready, inner.close
+        self.share = inner.share
 
     @property
     def found(self) -> Filled:
@@ -89,6 +90,9 @@ class Filling:
 
     def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         return _Filled(self.inner.start_reduce(tensor, root, ranks), self)
+
+    def watch(self, pending: Pending, *, gather: bool) -> Pending:
+        return _Filled(self.inner.watch(pending, gather=gather), self)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.start_sum(tensor, ranks).wait()

@@ -366,7 +366,7 @@ def scatter(worker: Worker, op: Op) -> None:
     """SCATTER: the same of what gradients of a stage there are so far; those that follow add up."""
     one = worker.sharded(op)
     worker.complete(op.stage)
-    one.start(worker.transport)
+    one.scatter(worker.transport)
     worker.scattering.append(one)
 
 
@@ -410,6 +410,8 @@ def optimizer_step(worker: Worker, op: Op) -> None:
             set_rate(one, worker.rate(worker.phases, worker.step))
             one.step(verdict.clip(worker.clip))
         one.drop()
+        if isinstance(one, Sharded):
+            one.publish()
         if shared is not None and one is shared.optimizer and not verdict.skipped:
             shared.optimizer.renew(worker.transport)
 

@@ -9,7 +9,7 @@ as soon as it is sent and posted for, as networks do, and the sender is rid of i
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.runtime.transport import Letter, Then
+from zbc.runtime.transport import Letter, Pending, Shared, Then
 
 
 class Offer(NamedTuple):
@@ -54,6 +54,7 @@ class Hub:
         self._rounds: dict[tuple[tuple[int, ...], int], Round] = {}  # ranks, how often they met before -> who is there
         self._joined: dict[tuple[int, tuple[int, ...]], int] = {}  # rank, ranks -> how many it has started
         self._queues: list[deque[tuple[tuple[int, ...], int]]] = [deque() for _ in range(ranks)]
+        self._shared: dict[tuple[tuple[int, ...], int], dict[int, Tensor]] = {}  # ranks, how often -> memory of each
         self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}  # rank -> what it waits for
         self._left: set[int] = set()
         self._failure: tuple[int, str] | None = None
@@ -150,6 +151,21 @@ class Hub:
         """Wait until a collective has happened."""
         with self._lock:
             self._block(rank, lambda: meeting.over, f"a sum over ranks {', '.join(map(str, meeting.ranks))}")
+
+    def share(self, rank: int, memory: Tensor, ranks: tuple[int, ...], number: int) -> list[Tensor]:
+        """Wait for the memory of all `ranks`, the `number`th that they share."""
+        with self._lock:
+            found = self._shared.setdefault((ranks, number), {})
+            found[rank] = memory
+            for r in ranks:
+                self._wake[r].notify()
+            self._block(rank, lambda: len(found) == len(ranks), f"memory of ranks {', '.join(map(str, ranks))}")
+            return [found[r] for r in ranks]
+
+    def alive(self) -> None:
+        """Raise E702 once a rank failed."""
+        with self._lock:
+            self._check()
 
     def _meet(self) -> None:
         """Let every collective happen that is the next of all its ranks."""
@@ -279,6 +295,7 @@ class HubTransport:
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self.rank = hub, rank
         self._posted: dict[Letter, tuple[Tensor, int]] = {}
+        self._shares = Counter[tuple[int, ...]]()
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
         self._hub.put(self.rank, message, tensor, peer)
@@ -326,6 +343,14 @@ class HubTransport:
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.start_sum(tensor, ranks).wait()
+
+    def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._shares[ranks] += 1
+        return Shared(self._hub.share(self.rank, memory, ranks, self._shares[ranks]), self._hub.alive)
+
+    def watch(self, pending: Pending, *, gather: bool) -> Pending:
+        return pending
 
     def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
         return Started(self._hub, self.rank, self._hub.join(self.rank, offer, ranks))

@@ -33,10 +33,12 @@ from torch import Tensor, view_as_real
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.plan.directory import Manifest, judges, meeting
+from zbc.runtime import shared_memory
 from zbc.runtime.arrivals import Arrivals, Coming
 from zbc.runtime.chains import Chain, Chains, StreamChains, ThreadChains
+from zbc.runtime.private import symmetric
 from zbc.runtime.sends import EventSends, Sends, ThreadSends
-from zbc.runtime.transport import Again, Letter, Pending, Signal, Then
+from zbc.runtime.transport import Again, Letter, Pending, Shared, Signal, Then
 
 _MAX_TAG = 2**31
 
@@ -243,6 +245,24 @@ class Network:
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.start_sum(tensor, ranks).wait()
 
+    def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
+        # That a rank is gone is seen by those that exchange tensors with it, and by who started the ranks.
+        if device.type == "cuda":
+            return Shared(symmetric(size, self._circle(ranks), len(ranks), device), _nobody_told)
+        return Shared(shared_memory.share(size, self.rank, ranks, partial(self._say, ranks)), _nobody_told)
+
+    def _say(self, ranks: tuple[int, ...], word: bytes) -> list[bytes]:
+        """A word of each of `ranks`."""
+        mine = torch.zeros(shared_memory.NAME, dtype=torch.uint8)
+        if word:
+            mine[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        parts = torch.empty(len(ranks), shared_memory.NAME, dtype=torch.uint8, device=self._device)
+        self.start_gather(mine.to(self._device), parts, ranks).wait()
+        return [bytes(row).rstrip(b"\0") for row in parts.tolist()]
+
+    def watch(self, pending: Pending, *, gather: bool) -> Pending:
+        return pending
+
     def _collective(self, ranks: tuple[int, ...], start: Callable[..., dist.Work | None]) -> Pending:
         """Start a collective in the group of `ranks`."""
         group, lost = self._circle(ranks), partial(self._lost_sum, ranks)
@@ -432,6 +452,10 @@ class _Collective(NamedTuple):
 
     def ready(self) -> bool:
         return self.work.is_completed()
+
+
+def _nobody_told() -> None:
+    return None
 
 
 def _started(work: dist.Work | None) -> dist.Work:

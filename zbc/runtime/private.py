@@ -44,6 +44,12 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
+def add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Add each source to its target; on a GPU in a few launches for all."""
+    if targets:
+        torch._foreach_add_(targets, sources)
+
+
 def go_on(tensors: list[Tensor], before: list[Tensor], times: float) -> None:
     """Add to each tensor so many times what it has gained since `before`."""
     torch._foreach_add_(tensors, torch._foreach_sub(tensors, before), alpha=times)
@@ -94,6 +100,16 @@ def flight_record() -> bytes:
     there: Any = torch._C._distributed_c10d
     dump: Any = getattr(there, "_dump_nccl_trace", None) or getattr(there, "_dump_fr_trace", bytes)
     return bytes(dump())
+
+
+def symmetric(size: int, group: Any, ranks: int, device: torch.device) -> list[Tensor]:
+    """Bytes of zeros on the GPU of each of `ranks` that all of a process group see. Has not run on GPUs."""
+    import torch.distributed._symmetric_memory as memory
+
+    mine = memory.empty(size, dtype=torch.uint8, device=device).zero_()
+    torch.cuda.synchronize(device)
+    handle = memory.rendezvous(mine, group)
+    return [mine if rank == handle.rank else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
 
 
 # ---- torch.compile: a second or two to import, so only where something is compiled ----------------------------

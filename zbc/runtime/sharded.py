@@ -16,6 +16,8 @@ whose bytes FREE gives back and GATHER takes again, so that graphs which wait fo
 pieces then have storage of their own. Weights that ops read in a lower type alone come in that type, straight to where
 the layer keeps its cast: half the bytes on their way, and no room for the weight itself.
 
+On one host they may take weights from each other's memory, and lay gradients into it, without a meeting (windows.py).
+
 Element by element that is the arithmetic of the ordinary optimizer.
 """
 
@@ -24,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +39,21 @@ from zbc.runtime.flat import Flat
 from zbc.runtime.optimizer import Held, Masters, build_optimizer, kept_by
 from zbc.runtime.pieces import Piece, Row, cut, deal, part_of, places_in, weights_read_low
 from zbc.runtime.precision import lower_precision
-from zbc.runtime.private import copy_all
+from zbc.runtime.private import add_all, copy_all
 from zbc.runtime.split import SplitLinear
 from zbc.runtime.tensors import constant
 from zbc.runtime.transport import Pending, Transport
 from zbc.runtime.validate import chunks, squares_of
+from zbc.runtime.windows import Beside, Given, Window
+
+
+class Sum(NamedTuple):
+    """A sum by way of a window."""
+
+    pending: Pending
+    given: Given
+    every: bool  # whether all of its gradients were here
+
 
 NO_CASTS: Mapping[str, Tensor] = {}
 
@@ -106,6 +119,10 @@ class Sharded:
         self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None  # and whether all of its gradients were here
         self._added: tuple[Tensor, bool] | None = None  # the parts of sums that are over; likewise
         self._weights: tuple[Pending, Tensor, bool] | None = None  # and whether casts come in place of weights
+        self._window: Window | None = None  # in place of collectives
+        self._laid: set[str] | None = None  # the parameters whose gradients of this step are in slots
+        self._given: Sum | None = None
+        self._taking: Pending | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -218,6 +235,9 @@ class Sharded:
     def start(self, transport: Transport) -> None:
         if not self._trained:
             return
+        if self._window is not None:
+            self._given = self._give(self._window, transport)
+            return
         if self._sum is not None and not self.scatters:
             raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
         self._collect()
@@ -234,8 +254,36 @@ class Sharded:
         mine = torch.empty_like(parts[0])
         self._sum = transport.start_scatter(parts, mine, self._ranks), parts, mine, every
 
-    def _move(self, parts: Tensor) -> set[str]:
-        """Move the gradients into their rows; the names of those there were."""
+    def scatter(self, transport: Transport) -> None:
+        """Start to sum the gradients that there are so far."""
+        if self._window is None:
+            self.start(transport)
+        else:
+            self._lay(self._window)
+
+    def _give(self, window: Window, transport: Transport) -> Sum:
+        """Lay the last gradients of a step into the slots of their owners, and say so."""
+        if self._given is not None:
+            raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
+        there = self._lay(window)
+        for row, share in zip(window.laid, self._shares, strict=True):
+            present = [piece.name in there for piece in share]
+            row[self._length : self._length + len(share)] = flags(present, row.dtype, row.device)
+        self._laid, given = None, window.give()
+        return Sum(transport.watch(given, gather=False), given, all(piece.name in there for piece in self._own))
+
+    def _lay(self, window: Window) -> set[str]:
+        """Move the gradients into slots, or add them to those of this step; the names of all that came so far."""
+        before, there = self._laid, {name for name, p in self._trained.items() if p.grad is not None}
+        if before is None and len(there) < len(self._trained):
+            for row in window.laid:
+                row.zero_()
+        self._move(window.laid, add=before is not None)
+        self._laid = there | (before or set())
+        return self._laid
+
+    def _move(self, parts: Iterable[Tensor], *, add: bool = False) -> set[str]:
+        """Move the gradients into their rows, or `add` them there; the names of those there were."""
         there = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         targets, sources = list[Tensor](), list[Tensor]()
         for row, share in zip(parts, self._shares, strict=True):
@@ -243,7 +291,7 @@ class Sharded:
                 if piece.name in there:
                     targets.append(place)
                     sources.append(part_of(there[piece.name], piece))
-        copy_all(targets, sources)
+        (add_all if add else copy_all)(targets, sources)
         for parameter in self._trained.values():
             parameter.grad = None
         return set(there)
@@ -267,6 +315,10 @@ class Sharded:
 
     def finish(self) -> None:
         self._collect()
+        if self._given is not None:
+            pending, given, every = self._given
+            pending.wait()
+            self._added, self._given = (given.total, every), None
         if self._added is None:
             return
         mine, every = self._added
@@ -284,25 +336,65 @@ class Sharded:
         if self._flat is not None:
             self._flat.restore()
         lowers = bool(self._low) and not whole
+        if self._window is not None and not whole:
+            casts = self._adopted(lowers)
+            taking = self._window.take(lambda rows: self._spread(rows, casts, lowers))
+            self._taking = transport.watch(taking, gather=True)
+            return
         if self._low and whole:
             self._bring_back()
         first = next(iter(self._trained.values()))
         size, rows = self._row_bytes(lowers), len(self._ranks)
         mine = torch.zeros(size, dtype=torch.uint8, device=first.device)
-        wide, low = self._split(mine, lowers)
-        for places, pieces in zip((wide, low), self._rows[self._mine].parts(lowers), strict=True):
-            copy_all(places_in(places, pieces), [self._own[piece].detach().reshape(-1) for piece in pieces])
+        self._fill(mine, lowers)
         parts = torch.empty(rows, size, dtype=torch.uint8, device=first.device)
         self._weights = transport.start_gather(mine, parts, self._ranks), parts, lowers  # what was started holds `mine`
 
     def finish_gather(self) -> None:
         """Wait until they are there, and put them in place."""
+        if self._taking is not None:
+            self._taking.wait()
+            self._taking = None
+            self._refill(lowers=bool(self._low))
         if self._weights is None:
             return
         pending, parts, lowers = self._weights
         pending.wait()
+        self._spread(parts, self._adopted(lowers), lowers)
+        self._weights = None
+        self._refill(lowers=lowers)
+
+    def open_window(self, transport: Transport, beside: Beside) -> None:
+        """From now on what a step gathers and sums goes by way of memory that the ranks share; all of them call this,
+        and blocks."""
+        if not self._trained:
+            return
+        first = next(iter(self._trained.values()))
+        row = self._row_bytes(bool(self._low))
+        kind, device = gradient_type(first), first.device
+        self._window = Window(transport, self._ranks, row, self._width, kind, device, beside)
+        self.publish()
+
+    def publish(self) -> None:
+        """Have the other ranks take what this one has stepped."""
+        if self._window is not None:
+            self._fill(self._window.row, lowers=bool(self._low))
+            self._window.publish()
+
+    def _fill(self, row: Tensor, lowers: bool) -> None:
+        """Write this rank's pieces into what others get."""
+        for places, pieces in zip(self._split(row, lowers), self._rows[self._mine].parts(lowers), strict=True):
+            copy_all(places_in(places, pieces), [self._own[piece].detach().reshape(-1) for piece in pieces])
+
+    def _adopted(self, lowers: bool) -> dict[str, Tensor]:
+        """Room for what comes as casts."""
+        if not lowers or self._kind is None:
+            return {}
+        return {name: cast.adopt(self._kind) for name, cast in self._low.items()}
+
+    def _spread(self, parts: Iterable[Tensor], casts: Mapping[str, Tensor], lowers: bool) -> None:
+        """Put the rows of all ranks in place."""
         targets, sources = list[Tensor](), list[Tensor]()
-        casts = {name: cast.adopt(self._kind) for name, cast in self._low.items() if lowers and self._kind is not None}
         for index, (message, row) in enumerate(zip(parts, self._rows, strict=True)):
             if self._frees or index != self._mine:
                 for places, pieces in zip(self._split(message, lowers), row.parts(lowers), strict=True):
@@ -310,7 +402,9 @@ class Sharded:
                     targets += views
                     sources += [a.view(b.shape) for a, b in zip(places_in(places, pieces), views, strict=True)]
         copy_all(targets, sources)
-        self._weights = None
+
+    def _refill(self, *, lowers: bool) -> None:
+        """Make the other casts anew."""
         for cast in self._casts:
             if not self._frees:
                 cast.forget()
@@ -359,8 +453,9 @@ class Sharded:
 
     @property
     def kept(self) -> int:
-        """Bytes of this rank's parts of the weights, where those are freed."""
-        return sum(p.nbytes for p in self._own.values()) if self._frees else 0
+        """Bytes of this rank's parts of the weights, where those are freed, and of its window."""
+        own = sum(p.nbytes for p in self._own.values()) if self._frees else 0
+        return own + (0 if self._window is None else self._window.bytes)
 
     def _view(self, piece: Piece, casts: Mapping[str, Tensor] = NO_CASTS) -> Tensor:
         if piece.name in casts:

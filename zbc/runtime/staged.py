@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zbc.runtime.transport import Letter, Pending, Then, Transport
+from zbc.errors import ZbcError
+from zbc.runtime.transport import Letter, Pending, Shared, Then, Transport
 
 
 class Staged:
@@ -66,6 +67,15 @@ class Staged:
     def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         host = self._down(tensor)
         return _Landing(self._inner.start_reduce(host, root, ranks), host, tensor)
+
+    def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
+        if device.type != "cpu":
+            text = "run: ranks that share a GPU cannot take weights from each other's memory"
+            raise ZbcError("E620", text, hint='set parallel.exchange = "collective"')
+        return self._inner.share(size, ranks, device)
+
+    def watch(self, pending: Pending, *, gather: bool) -> Pending:
+        return self._inner.watch(pending, gather=gather)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.start_sum(tensor, ranks).wait()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from zbc.ir import Kind, Message
@@ -67,6 +68,13 @@ class Pending(Protocol):
         """Whether it has happened; also where `wait` would raise."""
 
 
+class Shared(NamedTuple):
+    """Memory of several ranks that all of them see."""
+
+    tensors: list[Tensor]  # of bytes, by rank
+    alive: Callable[[], None]  # raises E702 once a rank is known to have failed; from any thread
+
+
 class Transport(Protocol):
     """One rank's end. All methods are called from the rank's own thread."""
 
@@ -101,6 +109,12 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         """Sum `tensor` in place over `ranks`, which all call this; blocks."""
+
+    def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
+        """`size` bytes of zeros of each of `ranks`, which all call this; blocks. Raises E620 where they cannot."""
+
+    def watch(self, pending: Pending, *, gather: bool) -> Pending:
+        """What is to be waited for in place of a gather, or a sum, that goes by way of such memory."""
 
     def finish_step(self, *, drain: bool = True) -> None:
         """Block until every started send is delivered, unless `drain` is False.

@@ -311,6 +311,7 @@ def train_steps(
     """
     stopped, stopping = None, False
     agree_on_samples(worker)
+    worker.open_windows()
     for step in steps:
         last = step + 1 == steps.stop
         worker.ends = last or stopping or due(worker, step, last=last) or checkpoints.due(step, last=last)

@@ -1,7 +1,8 @@
 """Do plans for unequal numbers of microbatches start their collectives in one order?
 
 Replicas of a step that run different plans meet in sums of gradients and gathers of weights. Each rank starts its own
-one after the other, so all plans must list those of a rank in one order.
+one after the other, so all plans must list those of a rank in one order. What is one-sided is no meeting: ranks do not
+wait for each other there, whatever its order.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zbc.errors import ZbcError
-from zbc.ir import Op, Program
+from zbc.ir import Kind, Op, Program
+
+ONE_SIDED = frozenset({Kind.GATHER, Kind.SCATTER, Kind.REDUCE})
 
 
 def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
@@ -17,18 +20,19 @@ def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
     first = programs[0]
     for program in programs[1:]:
         for rank, (mine, theirs) in enumerate(zip(program.ranks, first.ranks, strict=True)):
-            one, other = _meetings(mine), _meetings(theirs)
+            one, other = (_meetings(ops, one_sided=first.one_sided) for ops in (mine, theirs))
             if one != other:
                 counts = [f"{each.microbatches} microbatches" for each in (program, first)]
                 text = f"program: rank {rank} meets its replicas in another order with {counts[0]} than {counts[1]}"
                 details = [f"{counts[0]}: {_from(one, other)}", f"{counts[1]}: {_from(other, one)}"]
-                hint = 'use breadth-first, parallel.shard = "optimizer", or memory.resident for all stages of a rank'
+                hint = 'use parallel.exchange = "one-sided", breadth-first, or memory.resident for all stages of a rank'
                 yield ZbcError("E209", text, details=details, hint=hint)
                 break
 
 
-def _meetings(ops: Sequence[Op]) -> list[Op]:
-    return [op for op in ops if op.kind.is_collective and not op.kind.is_barrier]
+def _meetings(ops: Sequence[Op], *, one_sided: bool) -> list[Op]:
+    alone = ONE_SIDED if one_sided else frozenset[Kind]()
+    return [op for op in ops if op.kind.is_collective and not op.kind.is_barrier and op.kind not in alone]
 
 
 def _from(ops: Sequence[Op], others: Sequence[Op]) -> str:

@@ -16,20 +16,29 @@ from zbc.topology import Topology
 
 
 def choose(
-    placement: Placement, dp: int, size: int, microbatches: int, boundaries: Sequence[float], grads: Sequence[float]
+    placement: Placement,
+    dp: int,
+    size: int,
+    microbatches: int,
+    boundaries: Sequence[float],
+    grads: Sequence[float],
+    *,
+    together: bool = False,
 ) -> tuple[int, int]:
     """Neighbouring ranks of a pipeline, and replicas of each, in a node of `size` ranks.
 
     `boundaries` are the bytes of the tensor after each stage but the last, `grads` of the gradients of each stage.
-    Where nothing is better one replica of the pipeline follows the other.
+    `together`: all replicas of a rank on one node, if there is a way. Where nothing is better one replica of the
+    pipeline follows the other.
     """
     p = placement.ranks
     if size >= p * dp:
         return p, 1
     blocks = [(size // k, k) for k in range(1, size + 1) if size % k == 0]
     tiles = [(a, b) for a, b in blocks if p % a == 0 and dp % b == 0]
+    alike = [tile for tile in tiles if tile[1] == dp] if together else []
     return min(
-        ((p, 1), *tiles),
+        alike or ((p, 1), *tiles),
         key=lambda tile: between(Topology(p, dp, node=tile), placement, size, microbatches, boundaries, grads),
     )
 

@@ -144,7 +144,8 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
         return replace(job, parallel=parallel.model_copy(update={"node": (parallel.pp, 1)}))
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
     sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
-    node = nodes.choose(placement, parallel.dp, max(1, size // parallel.tp), job.schedule.microbatches, sent, grads)
+    size, together = max(1, size // parallel.tp), parallel.one_sided
+    node = nodes.choose(placement, parallel.dp, size, job.schedule.microbatches, sent, grads, together=together)
     return replace(job, parallel=parallel.model_copy(update={"node": node}))
 
 

@@ -45,6 +45,7 @@ class StageBytes:
     freed: float = 0.0  # of its weights, those that a rank gathers and frees where they are shared out
     casts: float = 0.0  # of these, copies in the autocast type, made once the weights are there
     own: float = 0.0  # of these, the part that the rank keeps, in storage of its own
+    window: float = 0.0  # what its replicas take from it, and lay into it, where no messages are sent
     gathered: float = 0.0  # what there is at a GATHER in place of the gradients
 
 
@@ -80,6 +81,7 @@ def _stage(
     again = job.memory.recomputes(s)
     low = GRAD_BYTES * lowered(job, part, table) if shares.ranks > 1 else 0.0  # weights that are here as casts alone
     message = _message(job, part, table, shares) if low else weights / params * shares.row if params else 0.0
+    sums, sent = each * shares.summed, not job.parallel.one_sided
     share = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
     versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
     return StageBytes(
@@ -104,9 +106,10 @@ def _stage(
         freed=weights * (1 - shares.whole / params) - low + sum(z.casts for z in sizes) if params else 0.0,
         casts=sum(z.casts for z in sizes),
         own=weights / params * shares.row if params else 0.0,
-        summed=each * shares.summed,
-        pending=max(0.0, each * shares.summed * (1 + 1 / shares.ranks) - gradients) if shares.row else 0.0,
-        gathered=message * (shares.ranks + 1) + kept if shares.row else 0.0,
+        window=0.0 if sent else message + sums,
+        summed=sums if sent else 0.0,
+        pending=max(0.0, sums * (1 + 1 / shares.ranks) - gradients) if shares.row and sent else 0.0,
+        gathered=message * (shares.ranks + 1) + kept if shares.row and sent else 0.0,
     )
 
 

@@ -281,8 +281,9 @@ class _RankLedger:
         return (Delta("weights", 0.0, freed - self._casts(op)), Delta("messages", 0.0, size.gathered)), ()
 
     def _casts(self, op: Op) -> float:
-        """Bytes of the casts of a stage's weights, where these come and go."""
-        known = self.costs.bytes is not None and self.graph.program.resident > 0
+        """Bytes of the casts of a stage's weights, where these come and go and the casts only once they are there."""
+        program = self.graph.program
+        known = self.costs.bytes is not None and program.resident > 0 and not program.one_sided
         return self.costs.bytes[op.stage].casts if known and self.costs.bytes is not None else 0.0
 
     def _effect(self, op: Op) -> _Effect:

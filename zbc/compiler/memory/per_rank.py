@@ -90,8 +90,9 @@ def _rank(program: Program, rank: int, costs: Costs, by_ledger: _Most) -> RankMe
 
 
 def _constant(stages: Sequence[StageBytes], program: Program) -> float:
-    """Bytes of weights of a rank with these stages that stay: its own parts, where others come and go."""
-    return sum(s.weights - (s.freed - s.own if program.resident else 0.0) for s in stages)
+    """Bytes of weights of a rank with these stages that stay: its own parts, and what its replicas use of its memory,
+    where others come and go."""
+    return sum(s.weights - (s.freed - s.own - s.window if program.resident else 0.0) for s in stages)
 
 
 class _Most(NamedTuple):

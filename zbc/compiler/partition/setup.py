@@ -27,6 +27,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 from zbc.job.sections import Memory
 from zbc.job.spec import Job
+from zbc.topology import Topology
 
 STEP = 0.25  # activation units: the least by which an order is made for less
 WORTH = 0.002  # of a step, that logits of a second unit have to save
@@ -301,6 +302,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         sharded=_shared_out(job, program.placement),
         scatters=job.parallel.scatters,
         averages=_averages(job, program.placement),
+        one_sided=_one_sided(job, program.placement, costs),
     )
 
 
@@ -327,6 +329,25 @@ def _shared_out(job: Job, placement: Placement) -> bool:
     if job.parallel.dp == 1 and (pipes == 1 or job.parallel.frees):
         text = f'config: parallel.shard = "{job.shard}" has nobody to share with: parallel.dp is 1'
         raise ZbcError("E115", text, where=where, hint="set parallel.dp to 2 or more, or drop parallel.shard")
+    return True
+
+
+def _one_sided(job: Job, placement: Placement, costs: Costs) -> bool:
+    """Whether replicas take weights from each other's memory. Raises E118 for two pipes, and for several hosts."""
+    parallel, size = job.parallel, job.hardware.ranks_per_node
+    if not parallel.one_sided:
+        return False
+    where = job.where("parallel", "exchange")
+    if len(placement.pipes) > 1:
+        text = 'config: parallel.exchange = "one-sided" and a schedule of two pipes exclude each other'
+        raise ZbcError("E118", text, where=where, hint='use "collective", or a schedule of one pipe')
+    run = Topology(parallel.pp, parallel.dp, parallel.tp, node=costs.node, order=tuple(parallel.order or ()))
+    for rank in range(placement.ranks):
+        hosts = {one // size for one in run.ranks((rank,))}
+        if len(hosts) > 1:
+            text = f'config: parallel.exchange = "one-sided", and the replicas of rank {rank} are on {len(hosts)} nodes'
+            hint = f'use "collective", or a node for {parallel.dp} replicas: hardware.ranks_per_node is {size}'
+            raise ZbcError("E118", text, where=where, hint=hint)
     return True
 
 

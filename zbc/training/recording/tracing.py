@@ -345,7 +345,7 @@ class _Transport:
         self.rank = inner.rank
         self._inner, self._progress, self._stamp = inner, worker.progress, stamp
         self._of, self._at = waits
-        self.send, self.post, self.close = inner.send, inner.post, inner.close
+        self.send, self.post, self.close, self.share = inner.send, inner.post, inner.close, inner.share
 
     def ready(self, message: Letter) -> bool:
         return self._inner.ready(message)
@@ -371,6 +371,9 @@ class _Transport:
 
     def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         return _Waited(self._inner.start_reduce(tensor, root, ranks), Cause.SUM, self)
+
+    def watch(self, pending: Pending, *, gather: bool) -> Pending:
+        return _Waited(self._inner.watch(pending, gather=gather), Cause.GATHER if gather else Cause.SUM, self)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.noted(Cause.ALL, lambda: self._inner.all_reduce(tensor, ranks))

@@ -1,0 +1,345 @@
+"""Replicas that take weights from each other's memory: the bits of those that meet, whatever the timing."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import job
+from tests.runtime.small_plans import GPT
+from tests.runtime.test_freed_weights import CASES, SAMPLE, STEPS, plan_of, same, weights, whole
+from tests.runtime.test_scattered import trained
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.compiler.compile import compile_job
+from zbc.compiler.memory.per_rank import peaks
+from zbc.errors import ZbcError
+from zbc.ir import Kind
+from zbc.plan.directory import StoredPlan
+from zbc.runtime import shared_memory
+from zbc.runtime.hub import Hub
+from zbc.runtime.windows import Beside, Window
+from zbc.training.recording.measure import Scale
+
+
+def one_sided(plan):
+    """The same plan with windows in place of collectives."""
+    manifest = plan.manifest.model_copy(update={"one_sided": True})
+    return StoredPlan(manifest, replace(plan.program, one_sided=True), plan.ramp)
+
+
+@pytest.mark.parametrize(("schedule", "resident", "dtype"), few(CASES, SAMPLE))
+def test_windows_change_no_bit(schedule, resident, dtype):
+    try:
+        plan = plan_of(schedule, 2, 4, resident, model={**GPT, "dtype": dtype})
+    except ZbcError as error:
+        assert error.code == "E115" and resident == 1, "a group of two stages"
+        return
+    same(run_threads(one_sided(plan), STEPS), whole(schedule, 2, 4, dtype))
+
+
+HOW = {
+    "masters": {"model": {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}},
+    "tied": {"tied": True},
+    "recompute": {"activations": "recompute"},
+}
+
+
+@pytest.mark.parametrize("case", few(["masters", "tied", "recompute"], 1))
+def test_nor_with_what_else_a_stage_may_have(case):
+    one, other = (plan_of("zb-v", 2, 4, room, **HOW[case]) for room in (1, 0))
+    same(run_threads(one_sided(one), STEPS), run_threads(other, STEPS))
+
+
+def late(monkeypatch, seed, longest=0.004):
+    """Ranks are held up at random where they write and read what they share."""
+    source = random.Random(seed)
+    for name in ("publish", "give", "_mark", "_wait"):
+        plain = getattr(Window, name)
+
+        def held_up(self, *how, plain=plain):
+            time.sleep(source.random() * longest)
+            return plain(self, *how)
+
+        monkeypatch.setattr(Window, name, held_up)
+
+
+@pytest.mark.parametrize("seed", few(range(6), (0,)))
+@pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "zb-v", "breadth-first"], 1))
+def test_nor_when_ranks_are_held_up(schedule, seed, monkeypatch):
+    late(monkeypatch, seed)
+    same(run_threads(one_sided(plan_of(schedule, 2, 4, 1)), 4), run_threads(plan_of(schedule, 2, 4, 0), 4))
+
+
+def three_replicas(shard="weights", m=4):
+    asked = job(
+        kind="interleaved-1f1b",
+        pp=2,
+        m=m,
+        layers=6,
+        parallel={"dp": 3, "shard": shard, "exchange": "one-sided"},
+        schedule={"chunks": 2, "microbatch_size": 2},
+        memory={"resident": 1},
+        data={"kind": "synthetic"},
+        optimizer={"lr": 1e-2, "clip_grad_norm": 0.5},
+    )
+    return compile_job(asked)
+
+
+def bits(compiled, folder, steps=4):
+    compiled.write(folder)
+    return run_threads(StoredPlan.read(folder), steps)
+
+
+@pytest.mark.parametrize("shard", few(["weights", "all"], ("all",)))
+def test_slots_are_added_in_the_order_of_the_ranks(shard, tmp_path, monkeypatch):
+    """Three numbers: another order would be another sum."""
+    compiled = three_replicas(shard)
+    assert (Kind.SCATTER in {op.kind for _, _, op in compiled.program}) == (shard == "all")
+    plain = bits(compiled, tmp_path / "plain")
+    for seed in range(2):
+        with monkeypatch.context() as patch:
+            late(patch, seed)
+            same(bits(compiled, tmp_path / f"late-{seed}"), plain)
+
+
+def windows_of(worker):
+    """Bytes of a rank's windows, which no op allocates."""
+    return sum(one._window.bytes for one in worker.frees)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved-1f1b", "breadth-first"])
+def test_all_three_are_shared_out_as_with_collectives(schedule, tmp_path):
+    """Runs of backwards are added before ranks are, so not to the bit."""
+    _, plain, _ = trained(tmp_path / "plain", schedule, "all", 2)
+    _, taken, found = trained(tmp_path / "taken", schedule, "all", 2, exchange="one-sided")
+    room = {worker.rank: windows_of(worker) for worker in taken}
+    for one, other in zip(plain, taken, strict=True):
+        assert [r.loss for r in other.results] == pytest.approx([r.loss for r in one.results], abs=1e-5)
+    for rank, (predicted, scales) in enumerate(found):
+        alike = taken[0].topology.ranks([rank])
+        held = [one.held.peak + room[other] for one, other in zip(scales, alike, strict=True)]
+        nearest = min(held, key=lambda peak: abs(peak - predicted.bytes))
+        assert predicted.bytes == pytest.approx(nearest, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], ("bfloat16",)))
+@pytest.mark.parametrize("resident", few([1, 2], (1,)))
+@pytest.mark.parametrize("kind", few(["breadth-first", "interleaved-1f1b", "zb-v"], 1))
+def test_memory_is_predicted(tmp_path, resident, kind, dtype):
+    """With windows, and without messages."""
+    chunks = {} if kind == "zb-v" else {"chunks": 3}
+    asked = job(
+        kind=kind,
+        pp=2,
+        m=4,
+        layers=22,
+        model={"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, "dtype": dtype},
+        parallel={"dp": 2, "shard": "weights", "exchange": "one-sided"},
+        schedule=chunks,
+        memory={"resident": resident},
+        data={"kind": "synthetic"},
+    )
+    compiled = compile_job(asked)
+    compiled.write(tmp_path / "plan")
+    plan, scales = StoredPlan.read(tmp_path / "plan"), {}
+    workers = run_threads(plan, 2, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
+    room = {worker.rank: windows_of(worker) for worker in workers}
+    for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
+        alike = plan.manifest.topology.ranks([rank])
+        held = [scales[one].held.peak + room[one] for one in alike]
+        meant = sum(compiled.costs.bytes[s].window for s in compiled.program.placement.stages_of(rank))
+        assert meant == pytest.approx(max(room[one] for one in alike), rel=0.01)
+        nearest = min(held, key=lambda peak: abs(peak - predicted.bytes))
+        assert predicted.bytes == pytest.approx(nearest, rel=0.01)
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_training_goes_on_with_windows_or_without(tmp_path, back):
+    every = {"checkpoint": {"every": 2, "asynchronous": False}}
+    plan = plan_of("interleaved-1f1b", 2, 4, 1, **every)
+    before, after = (one_sided(plan), plan) if back else (plan, one_sided(plan))
+    run_threads(before, 2, folder=tmp_path / "run")
+    workers = run_threads(after, STEPS, resume=next(tmp_path.glob("**/step-*")))
+    straight = whole("interleaved-1f1b", 2, 4, "float32")
+    assert [r.loss for r in workers[0].results] == [r.loss for r in straight[0].results[2:]]
+    found, expected = weights(workers), weights(straight)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_evaluations_between_steps_change_nothing():
+    """They gather all weights at once, where replicas meet."""
+    how = {"train": {"eval_every": 1, "eval_batches": 1}, "data": {"kind": "synthetic", "validation": 0.2}}
+    plan = plan_of("zb-v", 2, 4, 1, **how)
+    one, other = run_threads(one_sided(plan), STEPS), run_threads(plan, STEPS)
+    same(one, other)
+    assert all(worker.evaluation is not None for worker in one)
+
+
+def test_ranks_that_wait_for_one_that_failed_end():
+    """Its gradients never come; without a look at it they would wait for ever."""
+
+    def fail(worker):
+        if worker.rank == 3:
+            run = worker.phase_run
+            last = max(i for i, (_, op, _) in enumerate(run.script) if op.kind is Kind.REDUCE)
+
+            def stop(worker, op):
+                raise ValueError("out of order")
+
+            run.script = [
+                (stop if i == last else handler, op, text) for i, (handler, op, text) in enumerate(run.script)
+            ]
+
+    with pytest.raises(ValueError, match="out of order"):
+        run_threads(one_sided(plan_of("zb-v", 2, 4, 1)), 1, setup=fail)
+
+
+def test_a_sum_is_not_started_twice():
+    def twice(worker):
+        run = worker.phase_run
+        at = next(i for i, (_, op, _) in enumerate(run.script) if op.kind is Kind.REDUCE)
+        run.script = [*run.script[:at], run.script[at], *run.script[at:]]
+
+    with pytest.raises(ZbcError, match="started twice"):
+        run_threads(one_sided(plan_of("zb-v", 2, 4, 1)), 1, setup=twice)
+
+
+def windows(count=2):
+    """Of so many ranks, with rows of 8 bytes and slots of two floats."""
+    hub, found = Hub(count), {}
+
+    def make(rank):
+        how = {"row": 8, "slot": 2, "kind": torch.float32, "device": torch.device("cpu")}
+        beside = Beside(torch.device("cpu"))
+        found[rank] = Window(hub.end(rank), tuple(range(count)), **how, beside=beside)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return hub, [found[rank] for rank in range(count)]
+
+
+def test_a_window_gives_what_the_others_have_published():
+    hub, (one, other) = windows()
+    taken = []
+    begun = one.take(lambda rows: taken.extend(row.clone() for row in rows))
+    one.row.fill_(1)
+    one.publish()
+    time.sleep(0.05)
+    assert not begun.ready(), "the other has not published"
+    other.row.fill_(2)
+    other.publish()
+    begun.wait()
+    assert begun.ready() and [row.tolist() for row in taken] == [[1] * 8, [2] * 8]
+    for window, value in ((one, 1.0), (other, 10.0)):
+        for slot in window.laid:
+            slot.fill_(value)
+    given = one.give()
+    assert not given.ready()
+    theirs = other.give()
+    given.wait(), theirs.wait()
+    assert given.total.tolist() == theirs.total.tolist() == [11.0, 11.0]
+    again = other.take(lambda rows: taken.clear())
+    other.publish()
+    time.sleep(0.05)
+    assert not again.ready() and taken, "a row of the step before is none of this one"
+    hub.poison(0, "ended")
+    with pytest.raises(ZbcError, match="E702"):
+        again.wait()
+
+
+# ---- memory of processes ---------------------------------------------------------------------------------------
+
+
+def talking(count, act):
+    """Ranks as threads that exchange words: what `act(rank, exchange)` returns or raises, by rank."""
+    barrier, said, found = threading.Barrier(count, timeout=20), {}, {}
+
+    def run(rank):
+        def exchange(word):
+            said[rank] = word
+            barrier.wait()
+            words = [said[r] for r in range(count)]
+            barrier.wait()
+            return words
+
+        try:
+            found[rank] = act(rank, exchange)
+        except ZbcError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[rank] for rank in range(count)]
+
+
+def test_memory_is_seen_by_all_and_has_no_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    found = talking(3, lambda rank, exchange: shared_memory.share(100, rank, (0, 1, 2), exchange))
+    assert all(len(tensors) == 3 and not any(t.any() for t in tensors) for tensors in found)
+    found[1][2][7] = 9
+    assert found[0][2][7] == found[2][2][7] == 9
+    assert not [*tmp_path.iterdir()]
+
+
+def test_too_little_memory_is_told_on_every_rank(tmp_path, monkeypatch):
+    def full(handle, start, size):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    plain = shared_memory._make
+
+    def make(size):
+        with pytest.MonkeyPatch.context() as patch:
+            if threading.current_thread() is threads[1]:
+                patch.setattr(os, "posix_fallocate", full)
+            return plain(size)
+
+    threads = {}
+
+    def act(rank, exchange):
+        threads[rank] = threading.current_thread()
+        exchange(b"")
+        with turn:
+            made = make(64)
+        monkeypatch.setattr(shared_memory, "_make", lambda size: mades[threading.current_thread()])
+        mades[threading.current_thread()] = made
+        return shared_memory.share(64, rank, (0, 1), exchange)
+
+    turn, mades = threading.Lock(), {}
+    found = talking(2, act)
+    assert all(error.code == "E620" for error in found)
+    assert f"no 64 bytes of shared memory in {tmp_path}: No space left on device" in found[1].message
+    assert "--shm-size" in found[1].hint and 'exchange = "collective"' in found[1].hint
+    assert "rank 1 cannot share memory with rank 0" in found[0].message
+    assert not [*tmp_path.iterdir()]
+
+
+def test_ranks_on_other_hosts_are_told(tmp_path, monkeypatch):
+    """The file of a rank on another host is not there."""
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+
+    def act(rank, exchange):
+        def away(word):
+            return [bytes(w).replace(b"zbc-", b"zbc-elsewhere-") if w[:1] == b"/" else w for w in exchange(word)]
+
+        return shared_memory.share(64, rank, (0, 1), away if rank == 0 else exchange)
+
+    first, second = talking(2, act)
+    assert first.code == second.code == "E620"
+    assert "rank 0 cannot see the memory of rank 0" in first.message and "two hosts" in first.message
+    assert "rank 0 cannot share memory with rank 1" in second.message
+    assert not [*Path(tmp_path).iterdir()]

@@ -1,0 +1,75 @@
+"""Memory that the processes of a host share: a file that exists only until all of them have mapped it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+
+NAME = 256  # bytes, in which a path goes from rank to rank
+_FOLDER = Path("/dev/shm")
+COLLECTIVE = 'set parallel.exchange = "collective"'
+
+Exchange = Callable[[bytes], list[bytes]]  # what each rank says to all
+
+
+def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> list[Tensor]:
+    """`size` bytes of zeros of each of `ranks`, which all call this. Raises E620 where one cannot make or see them."""
+    made, problem = _make(size)
+    names = exchange(b"" if made is None else os.fsencode(made))
+    found = list[Tensor]()
+    for one, name in zip(ranks, names, strict=True):
+        if problem is not None:
+            break
+        if not name:
+            problem = ZbcError("E620", f"run: rank {one} cannot share memory with rank {rank}", hint=COLLECTIVE)
+            break
+        try:
+            found.append(_map(os.fsdecode(name), size))
+        except (OSError, RuntimeError) as error:
+            text = f"run: rank {rank} cannot see the memory of rank {one}: they are on two hosts, or in two containers"
+            problem = ZbcError("E620", text, details=[str(error).splitlines()[0][:200]], hint=COLLECTIVE)
+    said = exchange(b"" if problem is None else b"!")  # nobody is still to open one
+    if made is not None:
+        Path(made).unlink(missing_ok=True)
+    if problem is not None:
+        raise problem
+    if any(said):
+        failed = ", ".join(str(one) for one, word in zip(ranks, said, strict=True) if word)
+        raise ZbcError("E620", f"run: rank {failed} cannot share memory with rank {rank}", hint=COLLECTIVE)
+    return found
+
+
+def _make(size: int) -> tuple[str | None, ZbcError | None]:
+    folder = _FOLDER if os.access(_FOLDER, os.W_OK) else Path(tempfile.gettempdir())
+    path = None
+    try:
+        handle, path = tempfile.mkstemp(prefix="zbc-", dir=folder)
+        try:
+            getattr(os, "posix_fallocate", _extend)(handle, 0, size)  # room that is missing is missed here, not later
+        finally:
+            os.close(handle)
+        if len(os.fsencode(path)) >= NAME:
+            raise OSError(f"the path {path} is too long")
+    except OSError as error:
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+        text = f"run: no {size:,} bytes of shared memory in {folder}: {error.strerror or error}"
+        return None, ZbcError("E620", text, hint=f"make {folder} larger (docker: --shm-size), or {COLLECTIVE}")
+    return path, None
+
+
+def _extend(handle: int, start: int, size: int) -> None:
+    os.ftruncate(handle, start + size)
+
+
+def _map(path: str, size: int) -> Tensor:
+    if not Path(path).exists():  # torch would make one
+        raise FileNotFoundError(f"{path} is not there")
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
