@@ -182,7 +182,7 @@ class Route(NamedTuple):
     ends: Ends | None = None  # of a stage in a graph that is no chain
 
 
-@dataclass
+@dataclass(repr=False)
 class Worker:
     """One rank at work. The only mutable object of the runtime; after a step every store is empty."""
 
@@ -230,6 +230,9 @@ class Worker:
     scattering: list[Sharded] = field(default_factory=list)  # sums of gradients that are shared out, under way
     copied: torch.cuda.Event | None = None  # when the state that is copied to the host may change
     renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
+
+    def __repr__(self) -> str:
+        return f"<worker {self.topology.name(self.rank)}>"  # not its weights, the bytes of which may be gone
 
     def __post_init__(self) -> None:
         self.phase_run = self.phase_runs[0]
