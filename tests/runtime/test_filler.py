@@ -22,7 +22,7 @@ class Clock:
     def __init__(self, takes=1.0, seconds=None):
         self.time, self.takes, self.steps, self.comes = 0.0, takes, 0, {}
         self.seconds, self.rank = seconds, 0
-        self.send = self.post = self.close = None
+        self.send = self.post = self.close = self.share = None
 
     def now(self):
         return self.time
