@@ -103,20 +103,22 @@ def test_processes_in_another_order_compute_the_same(pool, schedule, order):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "dtype", "warmed"),
-    few([("interleaved-1f1b", "float32", False), ("zb-v", "bfloat16", True), ("breadth-first", "bfloat16", False)], 1),
+    ("schedule", "resident", "dtype"),
+    few(freed.CASES[1::3], [("breadth-first", 1, "float32"), ("zb-v", 1, "bfloat16")]),
 )
-def test_processes_take_weights_from_each_other_bit_by_bit(pool, schedule, dtype, warmed):
-    """What threads that meet compute; and the memory that they share has no name any more."""
-    plan = freed.plan_of(schedule, 2, 4, 1, model={**SMALL, "dtype": dtype})
-    found = pool.run(train, one_sided(plan), 4, warmed)
-    threads = run_threads(plan, 4)
-    for losses, norms, _, _ in found:
-        assert losses == [r.loss for r in threads[0].results]
-        assert norms == [r.grad_norm for r in threads[0].results]
+def test_processes_whose_weights_come_and_go_compute_bit_by_bit(pool, schedule, resident, dtype):
+    """What threads whose weights stay compute, whether processes meet or take weights from each other; the memory that
+    they share has no name any more."""
+    model = {**SMALL, "dtype": dtype}
+    plan, threads = freed.plan_of(schedule, 2, 4, resident, model=model), freed.whole(schedule, 2, 4, dtype)
     expected = freed.weights(threads)
-    for name, value in unpack([one[3] for one in found]).items():
-        assert torch.equal(value, expected[name]), name
+    for one, warmed in ((plan, False), (one_sided(plan), schedule == "zb-v")):
+        found = pool.run(train, one, freed.STEPS, warmed)
+        for losses, norms, _, _ in found:
+            assert losses == [r.loss for r in threads[0].results]
+            assert norms == [r.grad_norm for r in threads[0].results]
+        for name, value in unpack([packed for *_, packed in found]).items():
+            assert torch.equal(value, expected[name]), name
     assert not [*Path("/dev/shm").glob("zbc-*")]
 
 
