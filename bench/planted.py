@@ -190,7 +190,7 @@ BUGS = (
     Bug(
         "weights are taken before they are published",
         "zbc/runtime/windows.py",
-        "            self._wait(0, version)\n",
+        "            self._wait(_WEIGHTS, step)\n",
         "",
         (RUNTIME + "test_windows.py",),
     ),
@@ -204,7 +204,7 @@ BUGS = (
     Bug(
         "slots are added before the gradients of all are in them",
         "zbc/runtime/windows.py",
-        "        self._wait(1, version)\n",
+        "        self._wait(_GRADIENTS, step)\n",
         "",
         (RUNTIME + "test_windows.py",),
     ),
@@ -218,8 +218,8 @@ BUGS = (
     Bug(
         "later gradients of a run take the place of those before",
         "zbc/runtime/sharded.py",
-        "self._move(window.laid, add=before is not None)",
-        "self._move(window.laid)",
+        "self._move(window.slots, add=before is not None)",
+        "self._move(window.slots)",
         (RUNTIME + "test_windows.py",),
     ),
     Bug(

@@ -17,6 +17,7 @@ from tests.runtime.small_plans import GPT
 from tests.runtime.test_freed_weights import CASES, SAMPLE, STEPS, plan_of, same, weights, whole
 from tests.runtime.test_nonfinite import poisoned
 from tests.runtime.test_scattered import trained
+from tests.runtime.weighed import most_held
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
@@ -26,8 +27,7 @@ from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime import shared_memory
 from zbc.runtime.hub import Hub
-from zbc.runtime.windows import Beside, Window
-from zbc.training.recording.measure import Scale
+from zbc.runtime.windows import Window, WindowCopier
 
 
 def one_sided(plan):
@@ -62,7 +62,7 @@ def test_nor_with_what_else_a_stage_may_have(case):
 def late(monkeypatch, seed, longest=0.004):
     """Ranks are held up at random where they write and read what they share."""
     source = random.Random(seed)
-    for name in ("publish", "give", "_mark", "_wait"):
+    for name in ("publish", "post", "_count", "_wait"):
         plain = getattr(Window, name)
 
         def held_up(self, *how, plain=plain):
@@ -152,16 +152,14 @@ def test_memory_is_predicted(tmp_path, resident, kind, dtype):
     )
     compiled = compile_job(asked)
     compiled.write(tmp_path / "plan")
-    plan, scales = StoredPlan.read(tmp_path / "plan"), {}
-    workers = run_threads(plan, 2, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
-    room = {worker.rank: windows_of(worker) for worker in workers}
-    for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
-        alike = plan.manifest.topology.ranks([rank])
-        held = [scales[one].held.peak + room[one] for one in alike]
+    predicted = [rank.bytes for rank in peaks(compiled.program, compiled.costs)]
+    plan = StoredPlan.read(tmp_path / "plan")
+    workers, held = most_held(plan, predicted, apart=windows_of)
+    assert predicted == pytest.approx(held, rel=0.01)
+    for rank in range(2):
         meant = sum(compiled.costs.bytes[s].window for s in compiled.program.placement.stages_of(rank))
-        assert meant == pytest.approx(max(room[one] for one in alike), rel=0.01)
-        nearest = min(held, key=lambda peak: abs(peak - predicted.bytes))
-        assert predicted.bytes == pytest.approx(nearest, rel=0.01)
+        most = max(windows_of(workers[one]) for one in plan.manifest.topology.ranks([rank]))
+        assert meant == pytest.approx(most, rel=0.01)
 
 
 @pytest.mark.parametrize("back", [False, True])
@@ -231,9 +229,9 @@ def windows(count=2):
     hub, found = Hub(count), {}
 
     def make(rank):
-        how = {"row": 8, "slot": 2, "kind": torch.float32, "device": torch.device("cpu")}
-        beside = Beside(torch.device("cpu"))
-        found[rank] = Window(hub.end(rank), tuple(range(count)), **how, beside=beside)
+        how = {"weights": 8, "slot": 2, "kind": torch.float32, "device": torch.device("cpu")}
+        copier = WindowCopier(torch.device("cpu"))
+        found[rank] = Window(hub.end(rank), tuple(range(count)), **how, copier=copier)
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in range(count)]
     for thread in threads:
@@ -246,24 +244,24 @@ def windows(count=2):
 def test_a_window_gives_what_the_others_have_published():
     hub, (one, other) = windows()
     taken = []
-    begun = one.take(lambda rows: taken.extend(row.clone() for row in rows))
-    one.row.fill_(1)
+    begun = one.fetch(lambda rows: taken.extend(row.clone() for row in rows))
+    one.weights.fill_(1)
     one.publish()
     time.sleep(0.05)
     assert not begun.ready(), "the other has not published"
-    other.row.fill_(2)
+    other.weights.fill_(2)
     other.publish()
     begun.wait()
     assert begun.ready() and [row.tolist() for row in taken] == [[1] * 8, [2] * 8]
     for window, value in ((one, 1.0), (other, 10.0)):
-        for slot in window.laid:
+        for slot in window.slots:
             slot.fill_(value)
-    given = one.give()
+    given = one.post()
     assert not given.ready()
-    theirs = other.give()
+    theirs = other.post()
     given.wait(), theirs.wait()
     assert given.total.tolist() == theirs.total.tolist() == [11.0, 11.0]
-    again = other.take(lambda rows: taken.clear())
+    again = other.fetch(lambda rows: taken.clear())
     other.publish()
     time.sleep(0.05)
     assert not again.ready() and taken, "a row of the step before is none of this one"

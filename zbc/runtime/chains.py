@@ -6,15 +6,15 @@ the rank starts them, which all ranks share. On CUDA a stream of its own waits, 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from zbc.runtime.background import Background
 
 First = Callable[[], dist.Work]
 Second = Callable[[Tensor], dist.Work]
@@ -40,34 +40,19 @@ class ThreadChains:
     """In a thread; `first` starts in the rank's own, so that it keeps its place among other collectives."""
 
     def __init__(self) -> None:
-        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="zbc-chains", daemon=True)
-        self._thread.start()
+        self._background = Background("zbc-chains")
 
     def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
-        work, found = first(), Future[None]()
+        work = first()
 
-        def run() -> None:
-            try:
-                work.wait()
-                with torch.no_grad():
-                    made = make()
-                second(made).wait()
-                found.set_result(None)
-            except BaseException as error:
-                found.set_exception(error)
+        def rest() -> None:
+            work.wait()
+            second(make()).wait()
 
-        self._todo.put(run)
-        return _Threaded(found)
+        return _Threaded(self._background.start(rest))
 
     def close(self) -> None:
-        self._todo.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        torch.set_num_threads(torch.get_num_threads())  # a new thread has OpenMP's own idea of it
-        while (run := self._todo.get()) is not None:
-            run()
+        self._background.close()
 
 
 class _Threaded:

@@ -44,14 +44,14 @@ from zbc.runtime.split import SplitLinear
 from zbc.runtime.tensors import constant
 from zbc.runtime.transport import Pending, Transport
 from zbc.runtime.validate import chunks, squares_of
-from zbc.runtime.windows import Beside, Given, Window
+from zbc.runtime.windows import SlotSum, Window, WindowCopier
 
 
 class Sum(NamedTuple):
     """A sum by way of a window."""
 
     pending: Pending
-    given: Given
+    slots: SlotSum
     every: bool  # whether all of its gradients were here
 
 
@@ -120,9 +120,9 @@ class Sharded:
         self._added: tuple[Tensor, bool] | None = None  # the parts of sums that are over; likewise
         self._weights: tuple[Pending, Tensor, bool] | None = None  # and whether casts come in place of weights
         self._window: Window | None = None  # in place of collectives
-        self._laid: set[str] | None = None  # the parameters whose gradients of this step are in slots
-        self._given: Sum | None = None
-        self._taking: Pending | None = None
+        self._in_slots: set[str] | None = None  # the parameters whose gradients of this step are there
+        self._slot_sum: Sum | None = None
+        self._fetch: Pending | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -236,7 +236,7 @@ class Sharded:
         if not self._trained:
             return
         if self._window is not None:
-            self._given = self._give(self._window, transport)
+            self._slot_sum = self._post(self._window, transport)
             return
         if self._sum is not None and not self.scatters:
             raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
@@ -259,28 +259,28 @@ class Sharded:
         if self._window is None:
             self.start(transport)
         else:
-            self._lay(self._window)
+            self._put(self._window)
 
-    def _give(self, window: Window, transport: Transport) -> Sum:
-        """Lay the last gradients of a step into the slots of their owners, and say so."""
-        if self._given is not None:
+    def _post(self, window: Window, transport: Transport) -> Sum:
+        """Put the last gradients of a step into the slots of their owners, and say so."""
+        if self._slot_sum is not None:
             raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
-        there = self._lay(window)
-        for row, share in zip(window.laid, self._shares, strict=True):
+        there = self._put(window)
+        for row, share in zip(window.slots, self._shares, strict=True):
             present = [piece.name in there for piece in share]
             row[self._length : self._length + len(share)] = flags(present, row.dtype, row.device)
-        self._laid, given = None, window.give()
-        return Sum(transport.watch(given, gather=False), given, all(piece.name in there for piece in self._own))
+        self._in_slots, slots = None, window.post()
+        return Sum(transport.watch(slots, gather=False), slots, all(piece.name in there for piece in self._own))
 
-    def _lay(self, window: Window) -> set[str]:
+    def _put(self, window: Window) -> set[str]:
         """Move the gradients into slots, or add them to those of this step; the names of all that came so far."""
-        before, there = self._laid, {name for name, p in self._trained.items() if p.grad is not None}
+        before, there = self._in_slots, {name for name, p in self._trained.items() if p.grad is not None}
         if before is None and len(there) < len(self._trained):
-            for row in window.laid:
+            for row in window.slots:
                 row.zero_()
-        self._move(window.laid, add=before is not None)
-        self._laid = there | (before or set())
-        return self._laid
+        self._move(window.slots, add=before is not None)
+        self._in_slots = there | (before or set())
+        return self._in_slots
 
     def _move(self, parts: Iterable[Tensor], *, add: bool = False) -> set[str]:
         """Move the gradients into their rows, or `add` them there; the names of those there were."""
@@ -315,10 +315,10 @@ class Sharded:
 
     def finish(self) -> None:
         self._collect()
-        if self._given is not None:
-            pending, given, every = self._given
+        if self._slot_sum is not None:
+            pending, slots, every = self._slot_sum
             pending.wait()
-            self._added, self._given = (given.total, every), None
+            self._added, self._slot_sum = (slots.total, every), None
         if self._added is None:
             return
         mine, every = self._added
@@ -338,8 +338,8 @@ class Sharded:
         lowers = bool(self._low) and not whole
         if self._window is not None and not whole:
             casts = self._adopted(lowers)
-            taking = self._window.take(lambda rows: self._spread(rows, casts, lowers))
-            self._taking = transport.watch(taking, gather=True)
+            fetch = self._window.fetch(lambda parts: self._spread(parts, casts, lowers))
+            self._fetch = transport.watch(fetch, gather=True)
             return
         if self._low and whole:
             self._bring_back()
@@ -352,9 +352,9 @@ class Sharded:
 
     def finish_gather(self) -> None:
         """Wait until they are there, and put them in place."""
-        if self._taking is not None:
-            self._taking.wait()
-            self._taking = None
+        if self._fetch is not None:
+            self._fetch.wait()
+            self._fetch = None
             self._refill(lowers=bool(self._low))
         if self._weights is None:
             return
@@ -364,7 +364,7 @@ class Sharded:
         self._weights = None
         self._refill(lowers=lowers)
 
-    def open_window(self, transport: Transport, beside: Beside) -> None:
+    def open_window(self, transport: Transport, copier: WindowCopier) -> None:
         """From now on what a step gathers and sums goes by way of memory that the ranks share; all of them call this,
         and blocks."""
         if not self._trained:
@@ -372,13 +372,13 @@ class Sharded:
         first = next(iter(self._trained.values()))
         row = self._row_bytes(bool(self._low))
         kind, device = gradient_type(first), first.device
-        self._window = Window(transport, self._ranks, row, self._width, kind, device, beside)
+        self._window = Window(transport, self._ranks, row, self._width, kind, device, copier)
         self.publish()
 
     def publish(self) -> None:
         """Have the other ranks take what this one has stepped."""
         if self._window is not None:
-            self._fill(self._window.row, lowers=bool(self._low))
+            self._fill(self._window.weights, lowers=bool(self._low))
             self._window.publish()
 
     def _fill(self, row: Tensor, lowers: bool) -> None:

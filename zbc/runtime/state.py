@@ -51,7 +51,7 @@ from zbc.runtime.transport import Letter, Pending, Transport
 from zbc.runtime.units import Units
 from zbc.runtime.validate import VectorLayout, Verdict
 from zbc.runtime.vocabulary_state import Met, Vocabulary
-from zbc.runtime.windows import Beside
+from zbc.runtime.windows import WindowCopier
 
 Value = TypeVar("Value")
 Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
@@ -435,9 +435,9 @@ class Worker:
         """Have replicas take weights from each other's memory, if the plan says so; all ranks do so together, once the
         weights to begin with are there."""
         if self.plan.manifest.one_sided:
-            beside = Beside(self.device)
+            copier = WindowCopier(self.device)
             for one in self.gathers:
-                one.open_window(self.transport, beside)
+                one.open_window(self.transport, copier)
 
     def gather_all(self) -> None:
         """Have the weights of all stages here, between steps; all ranks do so together."""
