@@ -1,8 +1,8 @@
 """A random job run in random ways is the job run by one rank: losses, norms, evaluations, what is left.
 
 What varies: the model (random_models.py), the optimizer with clipping and gradients that are not finite, a ramp, the
-schedule and its ranks, copies, ZeRO-1, the barrier, the cut, recompute, how prompt the transport is, and a resume in
-another way.
+schedule and its ranks, copies, what these share out and how it travels, the barrier, the cut, recompute, how prompt the
+transport is, and a resume in another way.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.hub import Hub
+from zbc.runtime.optimizer import Held
 from zbc.runtime.state import Worker
 from zbc.training.checkpoint.folder import folder_of
 
@@ -54,7 +55,9 @@ class Way:
     v: int = 1
     copies: int = 1
     sync: str = "before-step"
-    zero1: bool = False
+    shard: str = "none"
+    resident: int = 0
+    one_sided: bool = False
     cuts: tuple[int, ...] | None = None
     recompute: tuple[int, ...] = ()
     prompt: bool = False
@@ -72,7 +75,7 @@ class Ran:
 
 def random_job(rng: random.Random) -> Job:
     kind = rng.choice(["adamw", "adam", "sgd"])
-    optimizer = {"kind": kind, "lr": rng.choice([1e-3, 1e-2]), "eps": 1e-4, "weight_decay": rng.choice([0.0, 0.1])}
+    optimizer = {"kind": kind, "lr": rng.choice([1e-3, 1e-2]), "eps": 1e-3, "weight_decay": rng.choice([0.0, 0.1])}
     if kind == "sgd":
         optimizer["momentum"] = rng.choice([0.0, 0.9])
     if rng.random() < 0.5:
@@ -81,7 +84,7 @@ def random_job(rng: random.Random) -> Job:
         by, warmup = rng.choice(["steps", "samples"]), rng.randint(0, 2)
         optimizer["schedule"] = {"kind": rng.choice(["linear", "cosine"]), "warmup_steps": warmup, "by": by}
     spoiled = {name: [rng.randrange(64) for _ in range(rng.choice([0, 0, 2]))] for name in ("nan", "large")}
-    copies, each = rng.choice([1, 1, 2, 3]), rng.randint(1, 7)
+    copies, each = rng.choice([1, 2, 2, 3]), rng.randint(1, 7)
     ramp = [(copies * rng.randint(1, each - 1), rng.randint(1, 2))] if each > 1 and rng.random() < 0.3 else []
     evaluates = {"eval_every": rng.randint(1, 3), "eval_batches": 1} if rng.random() < 0.3 else {}
     return Job(
@@ -104,18 +107,34 @@ def random_way(rng: random.Random, job: Job) -> Way:
             continue
         counts = [job.microbatches, *(count for count, _ in job.ramp)]
         fit = [copies for copies in (1, 2, 3) if not any(count % copies for count in counts) and p * copies <= RANKS]
-        stages = schedule.placement(p, v).stages
+        placement, copies, sync = (
+            schedule.placement(p, v),
+            rng.choice(fit),
+            rng.choice(["before-step", "post-validate"]),
+        )
+        two, stages = len(placement.pipes) > 1, placement.stages
+        shard = rng.choice(["none", *_shards(copies, sync, two=two)])
+        frees = shard in ("weights", "all")
         return Way(
             name,
             p,
             v,
-            rng.choice(fit),
-            rng.choice(["before-step", "post-validate"]),
-            rng.random() < 0.4,
+            copies,
+            sync,
+            shard,
+            rng.randint(1, len(placement.stages_of(0))) if frees else 0,
+            frees and not two and rng.random() < 0.5,
             (0, *sorted(rng.choices(range(len(job.layers) + 1), k=stages - 1)), len(job.layers)),
             tuple(s for s in range(stages) if rng.random() < 0.4),
             rng.random() < 0.5,
         )
+
+
+def _shards(copies: int, sync: str, *, two: bool) -> list[str]:
+    """What copies may share out; `two`: pipes."""
+    if copies == 1 or sync == "post-validate":
+        return ["optimizer"]
+    return ["optimizer", "weights", "weights", *([] if two else ["gradients", "all", "all"])]
 
 
 def plan_of(job: Job, way: Way, **options: Any) -> StoredPlan:
@@ -127,14 +146,18 @@ def plan_of(job: Job, way: Way, **options: Any) -> StoredPlan:
             way.v if SCHEDULES[way.schedule].allows(way.v) else None,
             sync=way.sync,
             copies=way.copies,
-            sharded=way.zero1,
+            sharded=way.shard != "none",
+            scatters=way.shard in ("gradients", "all"),
+            one_sided=way.one_sided,
+            resident=way.resident,
+            with_w=way.resident > 0,
         )
         model = {"family": f"{HERE}:layers", "layers": len(job.layers), "loss": f"{HERE}:loss"}
         return make_plan(
             made,
             model={**model, "args": {"names": job.layers}},
             data={**job.data, "validation": 0.4 if "eval_every" in job.train else 0.0},
-            optimizer={**job.optimizer, "sync": way.sync, "zero1": way.zero1},
+            optimizer={**job.optimizer, "sync": way.sync, "zero1": way.shard == "optimizer"},
             train=job.train,
             steps=job.steps,
             size=random_models.SIZE,
@@ -148,8 +171,11 @@ def plan_of(job: Job, way: Way, **options: Any) -> StoredPlan:
 
 def run(job: Job, way: Way, steps: int | None = None, folder: Path | None = None, resume: Path | None = None) -> Ran:
     """Train; a refusal is one only if no rank has begun. `folder`: write a checkpoint behind step `steps`."""
-    plan = plan_of(job, way, checkpoint={} if folder is None else {"every": steps})
     built: list[Worker] = []
+    try:
+        plan = plan_of(job, way, checkpoint={} if folder is None else {"every": steps})
+    except ZbcError as error:
+        return Ran(refused=error)  # a group of two stages, and room for one
     hub = Hub(plan.manifest.topology.world, prompt=way.prompt)
     try:
         run_threads(plan, steps or job.steps, setup=built.append, hub=hub, folder=folder, resume=resume)
@@ -213,6 +239,8 @@ def _left(workers: Sequence[Worker]) -> dict[str, Tensor]:
         for stage in worker.stages.values():
             for name, parameter in stage.parameters.items():
                 value = parameter.detach()
+                if value.numel() and not value.untyped_storage().nbytes():  # shared out, so among what is held
+                    continue
                 if not torch.equal(found.setdefault(name, value).nan_to_num(), value.nan_to_num()):
                     raise AssertionError(f"copies of {name} differ")
             for layer in stage.layers:
@@ -220,6 +248,8 @@ def _left(workers: Sequence[Worker]) -> dict[str, Tensor]:
         for optimizer in worker.optimizers.values():
             state = {} if optimizer.optimizer is None else optimizer.optimizer.state
             for held in optimizer.held():
+                if optimizer in worker.frees:
+                    _join(found, held.name, held, held.tensor.detach())
                 for key, value in state.get(held.tensor, {}).items() if held.tensor.numel() else ():
                     if not isinstance(value, Tensor):
                         continue
@@ -227,9 +257,14 @@ def _left(workers: Sequence[Worker]) -> dict[str, Tensor]:
                     if key == "step":
                         found[name] = value
                         continue
-                    whole = found.setdefault(name, torch.zeros(held.shape, dtype=value.dtype))
-                    whole.view(-1)[held.start : held.start + value.numel()] = value.reshape(-1)
+                    _join(found, name, held, value)
     return found
+
+
+def _join(found: dict[str, Tensor], name: str, held: Held, part: Tensor) -> None:
+    """Put a part of a tensor in its place."""
+    whole = found.setdefault(name, torch.zeros(held.shape, dtype=part.dtype))
+    whole.view(-1)[held.start : held.start + part.numel()] = part.reshape(-1)
 
 
 def tried(seed: int, folder: Path) -> str:

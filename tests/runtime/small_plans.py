@@ -14,6 +14,7 @@ import torch
 from tests.lowered import lower
 from zbc.compiler.check import check_all
 from zbc.compiler.memory.host import slabs
+from zbc.compiler.passes.gather_weights import GatherWeights
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Op, Placement, Program
 from zbc.job import spec
@@ -41,12 +42,16 @@ def make_program(
     sync: str = "before-step",
     copies: int = 1,
     slices: int = 1,
+    resident: int = 0,
+    with_w: bool = False,
     **how: Any,
 ) -> Program:
-    """A complete, checked program of so many replicas; `how` sets `tied` and `sharded`."""
+    """A complete, checked program of so many replicas; `how` sets fields like `tied` and `sharded`. With `resident`
+    weights come and go, and W needs them if `with_w`."""
     found = find(schedule)
     v = found.stages_per_rank(v)
-    program = lower(replace(found.make(Request(p=p, m=m, v=v, slices=slices)), dp=copies, **how), sync)
+    program = replace(found.make(Request(p=p, m=m, v=v, slices=slices)), dp=copies, **how)
+    program = lower(program, sync, gather=GatherWeights(resident, with_w) if resident else None)
     check_all(program)
     return program
 

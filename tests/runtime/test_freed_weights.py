@@ -15,12 +15,8 @@ from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import run_threads
 from tests.tiers import few
-from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
-from zbc.compiler.lowering import Lowering
-from zbc.compiler.passes.gather_weights import GatherWeights
 from zbc.compiler.schedules import SCHEDULES, Request, find
-from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
@@ -33,12 +29,8 @@ STEPS = 3
 
 def freeing(schedule, p, m, resident, v=None, *, tied=False, with_w=False):
     """A program of two replicas that gathers its weights when ops need them."""
-    found = find(schedule)
-    program = found.make(Request(p=p, m=m, v=found.stages_per_rank(v)))
-    program = replace(program, dp=2, sharded=True, tied=tied and program.placement.stages > 1)
-    program = Lowering("before-step", GatherWeights(resident, with_w)).lower(Context.of(program)).program
-    check_all(program)
-    return program
+    tied = tied and make_program(schedule, p, m, v).placement.stages > 1
+    return make_program(schedule, p, m, v, copies=2, sharded=True, tied=tied, resident=resident, with_w=with_w)
 
 
 def plan_of(schedule, p, m, resident, *, model=GPT, tied=False, v=None, with_w=False, **how):
@@ -293,5 +285,13 @@ def test_one_pipe_less_in_a_sum_is_noticed(monkeypatch):
 @pytest.mark.parametrize("schedule", ["zb-v", "breadth-first"])
 def test_layers_whose_w_looks_at_their_weights_find_them(schedule):
     how = {"model": user("convolving"), **VECTORS}
+    freed = run_threads(plan_of(schedule, 2, 4, 1, with_w=True, **how), STEPS)
+    same(freed, run_threads(plan_of(schedule, 2, 4, 0, **how), STEPS))
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved-1f1b"])
+def test_a_weight_that_a_layer_gives_outlives_the_weights_of_its_stage(schedule):
+    """It is read by the next stage, or still on its way, when the weights of its own have gone."""
+    how = {"model": {**user("convolving"), "family": "tests.runtime.zoo:hands_out_weights"}, **VECTORS}
     freed = run_threads(plan_of(schedule, 2, 4, 1, with_w=True, **how), STEPS)
     same(freed, run_threads(plan_of(schedule, 2, 4, 0, **how), STEPS))

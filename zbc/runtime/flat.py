@@ -33,6 +33,10 @@ class Flat:
         """Those that are there now."""
         return 0 if self._storage is None else self._storage.nbytes()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a part of the storage."""
+        return self._storage is not None and tensor.untyped_storage().data_ptr() == self._storage.data_ptr()
+
     def free(self) -> None:
         if self._storage is not None:
             self._storage.resize_(0)

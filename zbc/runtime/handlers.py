@@ -78,11 +78,14 @@ def forward(worker: Worker, op: Op) -> None:
         worker.losses[key.mb] = loss if not key.slice else worker.losses.get(key.mb, 0.0) + loss
         kept[key] = inp, tape, worker.loss_share(y, number), slot
     else:
+        output = y.detach()
+        if worker.plan.manifest.with_w and worker.frees_with(key.stage, output):
+            output = output.clone()  # a layer gave a weight, which may be gone before the next stage reads it
         if ends is None:
             store, place = (worker.outputs, key) if local is None else (worker.handed, local)
-            store[place] = y.detach()
+            store[place] = output
         else:
-            give(ends, [y.detach()] * len(ends.gives), worker.outputs, worker.handed)
+            give(ends, [output] * len(ends.gives), worker.outputs, worker.handed)
         kept[key] = inp, tape, None, slot
     clock.stop(began)
 

@@ -444,6 +444,10 @@ class Sharded:
                 self._trained[name].data.untyped_storage().resize_(0)
             self._there = False
 
+    def takes_away(self, tensor: Tensor) -> bool:
+        """Whether FREE would take the bytes of a tensor, which is a view of a weight."""
+        return self._flat is not None and self._flat.holds(tensor)
+
     @property
     def freeable(self) -> int:
         """Bytes that FREE would give back now."""

@@ -418,6 +418,11 @@ class Worker:
             raise ZbcError("E703", f"run: {op} has nothing to gather: this rank steps all of the stage")
         return optimizer
 
+    def frees_with(self, stage: int, tensor: Tensor) -> bool:
+        """Whether the bytes of a tensor go with the weights of a stage."""
+        one = self.optimizers.get(stage)
+        return isinstance(one, Sharded) and one.takes_away(tensor)
+
     @property
     def frees(self) -> list[Sharded]:
         """The stages whose weights are here only when ops need them, ascending."""
