@@ -63,9 +63,24 @@ def any_job(rng: random.Random) -> tuple[dict[str, Any], float | None]:
         changes["memory"] = {"activations": rng.choice(("recompute", "auto"))}
     if rng.random() < 0.2:
         changes["hardware"] = {"memory_gib": rng.choice((1e-9, 1e-3, 1e-2, 1.0))}
+    if rng.random() < 0.25:
+        _share_out(rng, changes)
     if rng.random() < 0.2:
         changes["model"] = {"tie_embeddings": True}
     return changes, rng.choice((None, 0.02, 0.02, 0.02, 0.3))
+
+
+def _share_out(rng: random.Random, changes: dict[str, Any]) -> None:
+    changes["parallel"] |= {
+        "dp": rng.choice((1, 2, 2, 3)),
+        "shard": rng.choice(("gradients", "weights", "weights", "all")),
+    }
+    changes["optimizer"]["zero1"] = False
+    if rng.random() < 0.5:
+        changes.setdefault("memory", {})["resident"] = rng.choice((1, 1, 2, 3, "auto"))
+    if rng.random() < 0.5:
+        changes["parallel"]["exchange"] = "one-sided"
+        changes.setdefault("hardware", {})["ranks_per_node"] = rng.choice((1, 2, 4, 8))
 
 
 def _costs(rng: random.Random, counts: dict[str, int]) -> dict[str, Any]:
