@@ -107,11 +107,8 @@ def random_way(rng: random.Random, job: Job) -> Way:
             continue
         counts = [job.microbatches, *(count for count, _ in job.ramp)]
         fit = [copies for copies in (1, 2, 3) if not any(count % copies for count in counts) and p * copies <= RANKS]
-        placement, copies, sync = (
-            schedule.placement(p, v),
-            rng.choice(fit),
-            rng.choice(["before-step", "post-validate"]),
-        )
+        copies, sync = rng.choice(fit), rng.choice(["before-step", "post-validate"])
+        placement = schedule.placement(p, v)
         two, stages = len(placement.pipes) > 1, placement.stages
         shard = rng.choice(["none", *_shards(copies, sync, two=two)])
         frees = shard in ("weights", "all")

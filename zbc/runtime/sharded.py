@@ -16,7 +16,7 @@ whose bytes FREE gives back and GATHER takes again, so that graphs which wait fo
 pieces then have storage of their own. Weights that ops read in a lower type alone come in that type, straight to where
 the layer keeps its cast: half the bytes on their way, and no room for the weight itself.
 
-On one host they may take weights from each other's memory, and lay gradients into it, without a meeting (windows.py).
+On one host ranks may read weights from each other's memory and write gradients into it: no collectives (windows.py).
 
 Element by element that is the arithmetic of the ordinary optimizer.
 """
