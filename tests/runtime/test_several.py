@@ -74,7 +74,7 @@ def test_a_tuple_is_packed_and_unpacked_without_a_change():
         torch.tensor([float("nan"), -0.0, float("inf")]),
     )
     tensors = tuple(t.requires_grad_(t.dtype.is_floating_point) for t in tensors)
-    layout = Packing.of(tensors)
+    layout = Packing.of(tensors, [tensor.requires_grad for tensor in tensors])
     found = layout.unpack(layout.pack(tensors, "x"))
     for one, other in zip(tensors, found, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape and one.requires_grad == other.requires_grad

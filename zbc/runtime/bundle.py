@@ -51,9 +51,9 @@ class Packing(NamedTuple):
     back: int
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Packing:
+    def of(cls, tensors: Sequence[Tensor], flows: Sequence[bool]) -> Packing:
+        """`flows`: whether each of `tensors` gets a gradient."""
         starts, at, back = dict[int, int](), 0, 0
-        flows = [tensor.requires_grad for tensor in tensors]
         for index in sorted(range(len(tensors)), key=lambda index: not flows[index]):
             starts[index] = at
             used = tensors[index].numel() * tensors[index].dtype.itemsize
@@ -169,6 +169,7 @@ class Joint:
 
     def __init__(self) -> None:
         self._layouts: dict[int | None, Packing] = {}
+        self.settled = False  # whether trials are over: what gets a gradient then, and did not in them, is an error
 
     @property
     def layout(self) -> Packing | None:
@@ -209,7 +210,17 @@ class Adapted:
             what = f"a tuple of {len(given.parts)} tensors"
             text = f"run: layer {self.name} returned {type(y).__name__}, it must be {what}"
             raise ZbcError("E505", text, hint="layers must not depend on the data")
+        if self.gives.settled and torch.is_grad_enabled():
+            self._refuse_new(y, given)
         return given.pack(y, self.name)
+
+    def _refuse_new(self, y: tuple[Tensor, ...], given: Packing) -> None:
+        """Raise E509 for a tensor that wants a gradient and has no room for one."""
+        for index, (tensor, part) in enumerate(zip(y, given.parts, strict=False)):
+            if tensor.requires_grad and not part.flows:
+                text = f"run: tensor {index} of layer {self.name} wants a gradient, which trials did not show"
+                hint = "let it depend on what trains in every forward: add 0 * x.sum(), or detach() it in every one"
+                raise ZbcError("E509", text, hint=hint)
 
 
 def adapt(name: str, module: nn.Module, takes: Joint, gives: Joint) -> None:

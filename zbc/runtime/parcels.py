@@ -148,6 +148,11 @@ class Parcel:
             self._packed.append(self._pack(x))
         inputs.clear()
 
+    def forget(self) -> None:
+        """F begins again: what it has kept so far is not its."""
+        self._found.clear()
+        self._packed.clear()
+
     def leave(self, *outside: Tensor) -> None:
         """F is over; these tensors are not the parcel's: the stage's output, an input that was there before."""
         for tensor in outside:

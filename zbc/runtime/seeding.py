@@ -1,11 +1,13 @@
 """Random numbers that depend on names, never on which rank draws them or when.
 
 Initial weights are seeded per layer, active randomness in a forward (dropout) per (step, microbatch, layer). Both use
-the default generators of torch, which ranks running as threads share: `RNG_LOCK` is held from seeding to the last draw.
+the default generators of torch, which ranks running as threads share: `RNG_LOCK` is held from seeding to the last draw,
+and shared by forwards that are not known to draw, of which it is looked at whether they did.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,35 @@ from torch import nn
 
 from zbc.runtime.private import Dropouts
 
-RNG_LOCK = threading.RLock()
+
+class _Lock:
+    """Held by one thread that draws, as often as it likes, or shared by any number of those that look."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._none_looks = threading.Condition(self._lock)
+        self._looking = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        while self._looking:
+            self._none_looks.wait()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def share(self) -> None:
+        with self._lock:
+            self._looking += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._looking -= 1
+            if not self._looking:
+                self._none_looks.notify_all()
+
+
+RNG_LOCK = _Lock()
 
 
 def seed_of(*parts: object) -> int:
@@ -41,6 +71,32 @@ def drawing(device: torch.device, seed: int) -> Iterator[None]:
         if device.type == "cuda":
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)
         yield
+
+
+class Look:
+    """Of a forward on `device` that is not known to draw: no other thread draws until `drew` has said whether it did."""
+
+    __slots__ = ("_before", "_device")
+
+    def __init__(self, device: torch.device) -> None:
+        RNG_LOCK.share()
+        self._device, self._before = device, _position(device)
+
+    def drew(self) -> bool:
+        try:
+            return _position(self._device) != self._before
+        finally:
+            RNG_LOCK.leave()
+
+
+def _position(device: torch.device) -> tuple[bytes, int]:
+    """Where the generators stand: of Mersenne Twister its counters and the first words, which a refill changes."""
+    state = torch.default_generator.get_state()
+    offset = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
+    return ctypes.string_at(state.data_ptr(), _HEAD), offset
+
+
+_HEAD = 128  # bytes of 5056
 
 
 def draws(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from zbc.runtime.alone import Alone
 from zbc.runtime.bundle import Packing
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.remembered import Kept, Place, as_before, renew
-from zbc.runtime.seeding import drawing, seed_of
+from zbc.runtime.seeding import Look, drawing, seed_of
 from zbc.runtime.slicing import Part
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.split import SplitLinear
@@ -45,6 +45,7 @@ class StageLayer:
     traits: Traits
     buffers: tuple[Place, ...] = ()  # those its forward changes
     compiled: Callable[[Tensor], Tensor] | None = None  # its forward in training, if that is another
+    wary: bool = False  # seeded though no trial saw it draw: another layer of its stage does
 
     @functools.cached_property
     def call(self) -> Callable[[Tensor], Tensor]:
@@ -54,14 +55,19 @@ class StageLayer:
     @functools.cached_property
     def plain(self) -> bool:
         """Whether nothing needs to be done around its forward."""
-        return not (self.traits.random or self.traits.overwrites or self.buffers)
+        return not (self.seeded or self.traits.overwrites or self.buffers)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether its forward starts from a seed of its own."""
+        return self.traits.random or self.wary
 
 
 @dataclass
 class Stage:
     """`takes` is the input of one microbatch, `gives` the output (None behind the last stage, where the loss is).
 
-    `flows`: the input gets a gradient; `needed`: the output does. Both as in one process (training/probing/shapes.py).
+    `flows`: the input may get a gradient; `passed`: a trial saw that of the output arrive (training/probing/shapes.py).
     `laid`: how the input lies in memory in one process, if known.
     `recompute`: F keeps the inputs of the layers only, and backward runs each of them again.
     """
@@ -75,7 +81,7 @@ class Stage:
     autocast: AbstractContextManager[object]
     recompute: bool = False
     flows: bool = True
-    needed: bool = True
+    passed: bool = True
     parameters: dict[str, nn.Parameter] = field(init=False)
     casts: list[SplitLinear] = field(default_factory=list)
     laid: Laid | None = None
@@ -85,6 +91,7 @@ class Stage:
     asleep: frozenset[int] = frozenset()  # layers, by their place, that are frozen in the forward that runs
     reads: str = ""  # the group whose data it reads, where data are of several
     inputs: tuple[int, ...] = ()  # the stages whose outputs are its arguments, where they are several
+    watched: bool = False  # whether some forward may draw random numbers though no trial did: layers of users
     slices: tuple[Stage, ...] = ()  # where microbatches come in slices, the stage for each; this one is for the rest
 
     def at(self, part: int) -> Stage:
@@ -95,6 +102,12 @@ class Stage:
         self.parameters = {
             f"{layer.name}.{local}": p for layer in self.layers for local, p in layer.module.named_parameters()
         }
+
+    def seed_all(self) -> None:
+        """Seed every layer from now on: some other one has drawn, so any may."""
+        self.watched = False
+        self.layers = tuple(replace(layer, wary=True) for layer in self.layers)
+        self.__dict__.pop("_calls", None)
 
     @functools.cached_property
     def alone(self) -> Alone:
@@ -136,8 +149,33 @@ class Stage:
 
         With a parcel around it, that learns whose turn it is.
 
-        Draws of dropout depend on (seed, step, microbatch, layer) alone.
+        Draws of dropout depend on (seed, step, microbatch, layer) alone. Where a layer draws for the first time, which
+        no trial showed, the forward runs again with every layer seeded.
         """
+        if not self.watched:
+            return self._forward(x, step, mb, finish, slot, parcel)
+        look = Look(self.device)
+        try:
+            found = self._forward(x, step, mb, finish, slot, parcel)
+        finally:
+            drew = look.drew()
+        if not drew:
+            return found
+        del found
+        self.seed_all()
+        if parcel is not None:
+            parcel.forget()
+        return self._forward(x, step, mb, finish, slot, parcel)
+
+    def _forward(
+        self,
+        x: Tensor,
+        step: int,
+        mb: int,
+        finish: Callable[[Tensor], Tensor],
+        slot: Slot | None,
+        parcel: Parcel | None,
+    ) -> tuple[Tensor, Tape]:
         if slot is None and not (self.recompute or self.casts_weights):  # between two ops there is no slot
             y = self._through(x, step, mb, finish, parcel)
             return y, RecordedGraph(y)
@@ -213,19 +251,26 @@ class Stage:
 
         What draws random numbers even so draws from a seed made of `place`.
         """
-        before = swap_slot(Slot())
+        before, given = swap_slot(Slot()), x
+        look = Look(self.device) if self.watched else None
+        drew = False
         try:
             with torch.no_grad(), self.autocast:
                 for layer in self.layers:
                     x = self._evaluate(layer, x, *place)
-                return finish(x)
+                found = finish(x)
         finally:
             swap_slot(before)
+            drew = look is not None and look.drew()
+        if not drew:
+            return found
+        self.seed_all()
+        return self.evaluate(given, finish, *place)
 
     def _evaluate(self, layer: StageLayer, x: Tensor, *place: object) -> Tensor:
         if layer.traits.overwrites:  # what it is given may be a weight, or a table that a layer returned
             x = x.clone()
-        with drawing(self.device, seed_of(*place, layer.name)) if layer.traits.random else nullcontext():
+        with drawing(self.device, seed_of(*place, layer.name)) if layer.seeded else nullcontext():
             y: Tensor = layer.module(x)
             return y
 
@@ -263,7 +308,7 @@ class Stage:
             return layer.call(x)
         if layer.traits.overwrites:
             x = x.clone()
-        if not layer.traits.random:
+        if not layer.seeded:
             return layer.call(x)
         with drawing(self.device, self._draw(step, mb, layer)):
             return layer.call(x)
@@ -281,8 +326,6 @@ class Stage:
     def fit(self, y: Tensor) -> Tensor:
         """The output as the next stage expects it. Raises E505 if it is not."""
         gives = self.gives
-        if not self.needed:
-            y = y.detach()
         if gives is None or (y.dtype is gives.dtype and y.shape == gives.shape):
             return y
         autocast = not isinstance(self.autocast, nullcontext)

@@ -591,8 +591,9 @@ def _build_stages(
             splits=s in split,
             recompute=settings.memory.recomputes(s),
             flows=shapes.flows[s],
-            needed=shapes.needed[s],
+            passed=shapes.passed[s],
             compiles=settings.model.compile,
+            watched=not settings.model.builtin,
             share=share,
         )
         if settings.model.graph:

@@ -31,8 +31,9 @@ def build_stage(
     splits: bool,
     recompute: bool,
     flows: bool,
-    needed: bool,
+    passed: bool,
     compiles: bool = False,
+    watched: bool = False,
     laid: Laid | None = None,
     came: Packing | None = None,
     goes: Packing | None = None,
@@ -41,7 +42,8 @@ def build_stage(
     """Build a stage's layers with their initial weights and move them to `device`.
 
     `splits`: the plan runs B and W of this stage apart; without it they stay as they are and cost what they cost.
-    `compiles`: layers that can be are compiled, when they first run. `share` leaves this rank's part of a layer that
+    `compiles`: layers that can be are compiled, when they first run. `watched`: any forward may turn out to draw random
+    numbers, in whatever trials did not show. `share` leaves this rank's part of a layer that
     several ranks share.
     """
     layers, patches, low = list[StageLayer](), list[Patch](), dtype == "bfloat16"
@@ -60,9 +62,13 @@ def build_stage(
         patches += found
     autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
-    return Stage(
-        index, tuple(layers), takes, gives, seed, device, autocast, recompute, flows, needed, casts, laid, came, goes
+    stage = Stage(
+        index, tuple(layers), takes, gives, seed, device, autocast, recompute, flows, passed, casts, laid, came, goes
     )
+    stage.watched = watched
+    if watched and any(layer.traits.random for layer in layers):
+        stage.seed_all()
+    return stage
 
 
 def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:

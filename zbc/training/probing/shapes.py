@@ -34,6 +34,9 @@ from zbc.training.probing.carried import carried
 from zbc.training.probing.probe import observe, reaches, union
 
 
+_TRIALS = 8  # forwards of a layer that returns several tensors, of which some might want a gradient
+
+
 @dataclass(frozen=True)
 class Shapes:
     """What the whole model looks like: per stage its input, and its output, None for the one that ends in the loss;
@@ -42,14 +45,14 @@ class Shapes:
     stage, how its input is packed if it is several tensors; `goes`: its output. `before`: what each layer takes, by
     name; `output`: what the last one returns.
 
-    `flows`: per stage, whether its input gets a gradient in one process; it does not where nothing before it trains, or
-    a layer passes none on. `needed`: whether its output gets one.
+    `flows`: per stage, whether its input may get a gradient: whether anything before it trains. `passed`: whether a
+    trial saw the gradient of its output arrive; one forward cannot tell that it never does.
     """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec | None, ...]
     flows: tuple[bool, ...]
-    needed: tuple[bool, ...]
+    passed: tuple[bool, ...]
     parameters: tuple[str, ...]
     sizes: tuple[int, ...]
     traits: dict[str, Traits]
@@ -75,8 +78,8 @@ class Shapes:
 
 
 class _Seen(NamedTuple):
-    """What a layer did. `trains`: its output wants a gradient; `passes`: the gradient of its output reaches its input,
-    or would if that wanted one; `made`: buffers that came to be in its first forward."""
+    """What a layer did. `trains`: its output may want a gradient; `passes`: the gradient of its output reaches its
+    input, or would if that wanted one; `made`: buffers that came to be in its first forward."""
 
     traits: Traits
     trains: bool
@@ -139,6 +142,8 @@ def derive(
         inners[plan.name] = inner
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
         behind[plan.name] = output
+    for plan in plans:
+        plan.gives.settled = True
     _refuse_several_at_the_end(plans)
     _check_ties(plans, {f"{name}.{local}": size for name, inner in inners.items() for local, size in inner.items()})
     ways = _ways(after, seen)
@@ -154,7 +159,7 @@ def derive(
         inputs=tuple(spec or stages[s].laid.spec for s, spec in enumerate(inputs)),
         outputs=(*outputs, None),
         flows=tuple(any(seen[name].trains for name in one.sources) if one.sources else wanted for one in stages),
-        needed=tuple(through if one.last is None else ways[one.last.name] for one in stages),
+        passed=tuple(through if one.last is None else ways[one.last.name] for one in stages),
         parameters=tuple(names),
         sizes=tuple(sizes[name] for name in names),
         traits={name: found.traits for name, found in seen.items()},
@@ -234,7 +239,7 @@ def _taken(plan: LayerPlan, sources: Sequence[str], behind: Mapping[str, Laid], 
     packing = plan.takes.layout
     if packing is None:
         made = (behind[one].zeros(torch.device("meta")) for one in sources)
-        packing = Packing.of([x.requires_grad_(seen[one].trains) for x, one in zip(made, sources, strict=True)])
+        packing = Packing.of([*made], [seen[one].trains for one in sources])
         plan.takes.layout = packing
     return Laid(packing.spec)
 
@@ -332,12 +337,34 @@ def _looked_at(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, devi
     with torch.enable_grad():
         y, traits, made = observe(plan.name, module, x)
         if isinstance(y, tuple) and plan.gives.layout is None:
-            plan.gives.layout = Packing.of([_sendable(plan, one) for one in y] or [_sendable(plan, y)])
+            plan.gives.layout = _packing(plan, module, x, y)
             adapt(plan.name, module, plan.takes, plan.gives)
             return _looked_at(plan, module, takes, flow, device)
         y = _sendable(plan, y)
     passes = reaches(y, x) if x.requires_grad else differentiable
-    return Laid.of(y), _Seen(traits, y.requires_grad, passes, made)
+    trains = y.requires_grad or (plan.gives.layout is None and _may_train(module, y, flow))
+    return Laid.of(y), _Seen(traits, trains, passes, made)
+
+
+def _may_train(module: nn.Module, y: Tensor, flow: bool) -> bool:
+    """Whether an output may want a gradient in some other forward: layers leave parts out at random, or by the data."""
+    numbers = y.dtype.is_floating_point or y.dtype.is_complex
+    return numbers and (flow or any(p.requires_grad for p in module.parameters()))
+
+
+def _packing(plan: LayerPlan, module: nn.Module, x: Tensor, y: tuple[object, ...]) -> Packing:
+    """How several outputs are packed; a few more forwards say which of them want gradients.
+
+    Not all that may are taken to: gradients of masks and tables would cost messages, and attention its fast kernels.
+    """
+    several = [_sendable(plan, one) for one in y] or [_sendable(plan, y)]
+    wants = [one.requires_grad for one in several]
+    doubted = any(not want and _may_train(module, one, x.requires_grad) for want, one in zip(wants, several, strict=True))
+    for seed in range(_TRIALS if doubted else 0):
+        with seeded(seed):
+            given = x if x.is_meta or not x.is_floating_point() else torch.randn_like(x).requires_grad_(x.requires_grad)
+            wants = [want or one.requires_grad for want, one in zip(wants, module(given.clone()), strict=True)]
+    return Packing.of(several, wants)
 
 
 def _sendable(plan: LayerPlan, y: object) -> Tensor:
