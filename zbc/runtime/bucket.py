@@ -57,9 +57,10 @@ class Bucket:
         self._flats.clear()
 
 
-def absent(size: int, device: torch.device) -> nn.Parameter:
-    """In place of a parameter of float32 that others of the ranks sum, and this one has not; it takes no room."""
-    return _Absent(torch.zeros((), device=device).expand(size))
+def absent(size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """In place of a parameter with gradients of `dtype` that others of the ranks sum, and this one has not; it takes no
+    room."""
+    return _Absent(torch.zeros((), dtype=dtype, device=device).expand(size))
 
 
 class _Absent(nn.Parameter):

@@ -74,7 +74,7 @@ def drawing(device: torch.device, seed: int) -> Iterator[None]:
 
 
 class Look:
-    """Of a forward on `device` that is not known to draw: no other thread draws until `drew` has said whether it did."""
+    """Of a forward on `device` that is not known to draw: no thread draws until `drew` has said whether it did."""
 
     __slots__ = ("_before", "_device")
 

@@ -76,7 +76,7 @@ class Output:
     """
 
     def __init__(self, weight: nn.Parameter, first: int, dtype: torch.dtype | None = None) -> None:
-        layer = nn.Linear(1, 1, bias=False, device=weight.device)
+        layer = nn.Linear(1, 1, bias=False, device="meta")  # draws nothing: ranks as threads share the generator
         layer.weight = weight
         self.weight, self.first, self._dtype = weight, first, dtype
         self.cast = SplitLinear(layer)  # keeps the cast of the weight for all microbatches

@@ -168,7 +168,7 @@ def build_worker(
         _compile(stages, parts, settings.model.dtype, tell)
     if manifest.averages:
         worker.averages = {s: _averaging(worker, s) for s in mine}
-    worker.sums |= _sums(worker, dict(zip(shapes.parameters, shapes.sizes, strict=True)))
+    worker.sums |= _sums(worker, shapes)
     if settings.train.eval_every:
         kept = build_validation(settings.data, settings.model, settings.train.seed) if ends else None
         where = place(settings.data, settings.model, kept=True)
@@ -500,8 +500,9 @@ def _ahead(worker: Worker, run: PhaseRun) -> Ahead | None:
     return Ahead(again, [message for message in posted if message not in used], buffers=buffers)
 
 
-def _sums(worker: Worker, sizes: Mapping[str, int]) -> dict[Op, GradientSum]:
-    """What each REDUCE and TIE of the plan sums; `sizes` of all parameters of the model."""
+def _sums(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
+    """What each REDUCE and TIE of the plan sums; `shapes` of all parameters of the model."""
+    sizes = dict(zip(shapes.parameters, shapes.sizes, strict=True))
     manifest, found, tp = worker.plan.manifest, dict[Op, GradientSum](), worker.share
     for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
         if op.kind is Kind.REDUCE_V and worker.vocabulary is not None:
@@ -512,8 +513,9 @@ def _sums(worker: Worker, sizes: Mapping[str, int]) -> dict[Op, GradientSum]:
         if op.kind is Kind.TIE:
             mine = {n: p for s in worker.stages.values() for n, p in s.parameters.items() if n in worker.tied}
             summed = [
-                mine[n] if n in mine else absent(_share_of(worker, sizes[n]), worker.device)
+                mine[n] if n in mine else absent(_share_of(worker, sizes[n]), shapes.gradients[n], worker.device)
                 for n in sorted(worker.tied)
+                if n in shapes.gradients  # else it is frozen, on every rank
             ]
             found[op] = Bucket(summed, meeting(manifest, op, tp))
             continue

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import Boundary, Manifest
+from zbc.runtime.bucket import gradient_type
 from zbc.runtime.bundle import Packing, adapt
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.private import FakeTensorMode
@@ -33,14 +34,14 @@ from zbc.training.models.model import LayerPlan, Owners, hollow
 from zbc.training.probing.carried import carried
 from zbc.training.probing.probe import observe, reaches, union
 
-
 _TRIALS = 8  # forwards of a layer that returns several tensors, of which some might want a gradient
 
 
 @dataclass(frozen=True)
 class Shapes:
     """What the whole model looks like: per stage its input, and its output, None for the one that ends in the loss;
-    every parameter name of the model, sorted, and its size; per layer what its forward does besides returning a tensor.
+    every parameter name of the model, sorted, and its size; the types of the gradients of those that train; per layer
+    what its forward does besides returning a tensor.
     `laid`: per stage its input as it lies in memory without a cut; transfers make tensors contiguous. `layouts`: per
     stage, how its input is packed if it is several tensors; `goes`: its output. `before`: what each layer takes, by
     name; `output`: what the last one returns.
@@ -55,6 +56,7 @@ class Shapes:
     passed: tuple[bool, ...]
     parameters: tuple[str, ...]
     sizes: tuple[int, ...]
+    gradients: Mapping[str, torch.dtype]
     traits: dict[str, Traits]
     laid: tuple[Laid, ...]
     layouts: tuple[Packing | None, ...]
@@ -120,8 +122,9 @@ def derive(
     """
     _check_layers(plans, manifest)
     sizes: dict[str, int] = {}
+    gradients = dict[str, torch.dtype]()
     before, behind = dict[str, Laid](), dict[str, Laid]()  # what each layer takes and gives
-    known: dict[tuple[str, Laid, bool], tuple[dict[str, int], Laid, _Seen]] = {}
+    known: dict[tuple[str, Laid, bool], tuple[dict[str, int], dict[str, torch.dtype], Laid, _Seen]] = {}
     seen: dict[str, _Seen] = {}
     owners, wanted, inners = Owners(), flow, dict[str, dict[str, int]]()
     after = read_by(plans)
@@ -134,13 +137,15 @@ def derive(
             module = plan.on_meta(owners)
             inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
+            types = {local: gradient_type(p) for local, p in module.named_parameters() if p.requires_grad}
             output, found = _output(plan, module, taken, flow, autocast, lowered)
             if found.traits.carries or found.made:
                 found = found.judged(*carried(with_values(plan, lowered), taken.spec))
-            known[place] = inner, output, found
-        inner, output, seen[plan.name] = known[place]
+            known[place] = inner, types, output, found
+        inner, types, output, seen[plan.name] = known[place]
         inners[plan.name] = inner
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
+        gradients |= {f"{plan.name}.{local}": kind for local, kind in types.items() if local not in plan.ties}
         behind[plan.name] = output
     for plan in plans:
         plan.gives.settled = True
@@ -162,6 +167,7 @@ def derive(
         passed=tuple(through if one.last is None else ways[one.last.name] for one in stages),
         parameters=tuple(names),
         sizes=tuple(sizes[name] for name in names),
+        gradients=gradients,
         traits={name: found.traits for name, found in seen.items()},
         laid=tuple(one.laid for one in stages),
         layouts=tuple(one.layout for one in stages),
@@ -359,7 +365,8 @@ def _packing(plan: LayerPlan, module: nn.Module, x: Tensor, y: tuple[object, ...
     """
     several = [_sendable(plan, one) for one in y] or [_sendable(plan, y)]
     wants = [one.requires_grad for one in several]
-    doubted = any(not want and _may_train(module, one, x.requires_grad) for want, one in zip(wants, several, strict=True))
+    both = zip(wants, several, strict=True)
+    doubted = any(not want and _may_train(module, one, x.requires_grad) for want, one in both)
     for seed in range(_TRIALS if doubted else 0):
         with seeded(seed):
             given = x if x.is_meta or not x.is_floating_point() else torch.randn_like(x).requires_grad_(x.requires_grad)
