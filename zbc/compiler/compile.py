@@ -42,6 +42,8 @@ from zbc.job.flops import attention_cost
 from zbc.job.flushless import FLUSHLESS
 from zbc.job.links import LinkTable
 from zbc.job.profile import Profile
+from zbc.job.rules import asked_again
+from zbc.job.sections import Partition
 from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
@@ -210,7 +212,7 @@ def _planned(job: Job, shape: world.Shape, *, whole: bool) -> world.Weighed:
     rest = shape.microbatches - count
     changed = job.schedule.model_copy(update={"ramp": [], "microbatches": count})
     try:
-        compiled = _compile(replace(job, schedule=changed), _FAST)
+        compiled = _compile(asked_again(replace(job, schedule=changed)), _FAST)
         held = compiled.report.peak_bytes if compiled.report.bytes_known else None
         busiest = max(rank.busy_ms for rank in compiled.report.per_rank) / count
         took = compiled.settled_ms + rest * busiest
@@ -369,13 +371,14 @@ def _with_count(compiled: Compiled, count: int) -> Job:
     if job.balances:
         chosen["max_microbatches"] = job.most_microbatches
     blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
-    return replace(
+    made = replace(
         job,
         schedule=job.schedule.model_copy(update=chosen),
-        partition=job.partition.model_copy(update={"mode": "auto", "layers_per_stage": blocks, "layout": None}),
+        partition=Partition.model_validate({"layers_per_stage": blocks}),
         parallel=job.parallel.model_copy(update={"node": compiled.costs.node}),
         memory=as_ordered(job, compiled.found).memory,
     )
+    return asked_again(made)
 
 
 def _same_stages(found: Compiled, whole: Compiled, count: int, where: tuple[str, str]) -> None:
