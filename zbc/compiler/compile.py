@@ -338,7 +338,7 @@ def _with_counts(compiled: Compiled, budget: float | None) -> Compiled:
         if count != own:
             found[count] = _compile(_with_count(compiled, count), budget)
             _same_stages(found[count], compiled, count, ("data", "balance"))
-    check_memory(compiled.job, found[most].memory, found[most].costs)
+            check_memory(compiled.job, found[count].memory, found[count].costs)
     if not compiled.program.one_sided:
         found = {count: _summed_as(one, found[most].program) for count, one in found.items()}
     plans = dict(sorted(found.items()))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from zbc.compiler.cost import estimate
 from zbc.compiler.partition.limits import bounds_of
 from zbc.compiler.partition.setup import Ordered
-from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage
+from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage, trained
 from zbc.compiler.report.report import FreezeReport
 from zbc.compiler.sim.bounds import Bounds
 from zbc.errors import ZbcError
@@ -29,7 +29,7 @@ def freezes(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Ordere
         text = f"schedule: freeze.most does not go with {found.name}, which {reason}"
         hint = "drop [freeze], or use another schedule, such as 1f1b or zb-v"
         raise ZbcError("E110", text, where=job.where("freeze", "most"), hint=hint)
-    layers = tuple(max(1, sum(table[i].w > 0 for i in part)) for part in found.stages)
+    layers = tuple(trained(table, part) for part in found.stages)
     lowering = replace(found.lowering, freeze=Freeze(job.freeze.most, layers))
     return replace(found, lowering=lowering, bounds=_bounds(job, found))
 

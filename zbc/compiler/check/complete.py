@@ -287,6 +287,7 @@ def _step_ops(g: Graph) -> Iterator[ZbcError]:
     """
     program = g.program
     seen: dict[tuple[int, Kind, int, int], int] = {}
+    count: dict[tuple[int, Kind, int], int] = {}  # of those that may come several times in a step
     wide = {kind for kind in g.layout.kinds if kind.stage_wide or kind.rank_wide}
     outside = {i for i, code in g.lost if code == "E202"}
     for i, op in enumerate(g.ops) if wide else ():
@@ -294,6 +295,11 @@ def _step_ops(g: Graph) -> Iterator[ZbcError]:
             first = seen.setdefault((g.rank(i), op.kind, op.stage, op.mb), i)
             if first != i:
                 yield _twice(g, i, first)
+            elif op.kind in COUNTED:
+                following = count.get((g.rank(i), op.kind, op.stage), 0)
+                if op.mb != following:
+                    yield _misnumbered(g, i, following)
+                count[g.rank(i), op.kind, op.stage] = op.mb + 1
     closing: set[str] = set()
     for family in ("barrier", "ahead"):
         used = [i for (_, kind, *_), i in seen.items() if kind.row.closes == family]
@@ -307,6 +313,12 @@ def _step_ops(g: Graph) -> Iterator[ZbcError]:
         if _always(program, op, closing) or len(missing) < len(ranks):
             for rank in missing:
                 yield ZbcError("E202", f"program: rank {rank} never runs {op}", hint=_STEP_HINTS[op.kind])
+
+
+def _misnumbered(g: Graph, i: int, number: int) -> ZbcError:
+    op = g.ops[i]
+    text = f"program: {op} is number {number} of its kind and stage on its rank, counted from 0"
+    return ZbcError("E202", text, where=g.where(i), hint=f"write {op._replace(mb=number)}")
 
 
 def _always(program: Program, op: Op, closing: set[str]) -> bool:
