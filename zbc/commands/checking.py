@@ -62,7 +62,8 @@ def check(
 ) -> None:
     """Prove a plan directory, a torch CSV or a job.
 
-    Proves that the order is complete, paired and free of deadlock. The plan of a job is not written.
+    Proves that the order is complete, paired and free of deadlock, and that a plan fits the memory its job allows. The
+    plan of a job is not written.
 
     With --suggest the exit code is still that of the file as it is.
     """

@@ -12,6 +12,7 @@ from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage, t
 from zbc.compiler.report.report import FreezeReport
 from zbc.compiler.sim.bounds import Bounds
 from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
 from zbc.job.spec import Job
 
 
@@ -38,9 +39,8 @@ def _bounds(job: Job, found: Ordered) -> Bounds:
     """What no order can beat: as if weight gradients took no time, but for the work of the busiest rank."""
     placement, costs, m = found.program.placement, found.costs, job.schedule.microbatches
     least = bounds_of(job, placement, costs.with_ms(w=(0.0,) * placement.stages, bw=()))
-    weight = costs.least().column("w")
-    columns = zip(*map(costs.column, ("f", "b")), weight, strict=True)
-    work = [m * (f + b + (1 - job.freeze.most) * w) for f, b, w in columns]
+    columns = zip(*map(costs.column, ("f", "bw")), strict=True)
+    work = [m * (f + bw - costs.left_out(Op(Kind.BW, s), job.freeze.most)) for s, (f, bw) in enumerate(columns)]
     busiest = max(sum(work[s] for s in placement.stages_of(rank)) for rank in range(placement.ranks))
     return replace(least, makespan=max(least.makespan, busiest), span=max(least.span, busiest))
 
