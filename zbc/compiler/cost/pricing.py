@@ -302,8 +302,9 @@ def _with_sums(
     ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
     tie = _sum(job, tied, ends, 2) if tied else 0.0
-    summed = costs.with_ms(reduce=tuple(reduce), gather=tuple(gather), tie=(tie,))
-    summed = summed.with_ms(average=tuple(average) if share else ())
+    summed = costs.with_ms(gather=tuple(gather), tie=(tie,))
+    # Replicas that average weights sum no gradients.
+    summed = summed.with_ms(average=tuple(average)) if share else summed.with_ms(reduce=tuple(reduce))
     return replace(summed, tied=float(tied))
 
 
