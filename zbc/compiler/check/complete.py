@@ -14,7 +14,7 @@ from zbc.compiler.check import names
 from zbc.compiler.check.copies import copy_problems
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.redo import redo_problems
-from zbc.compiler.check.resident import resident_problems, scatter_problems
+from zbc.compiler.check.resident import number_problems, resident_problems, scatter_problems
 from zbc.compiler.check.vocabulary import vocabulary_problems
 from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
 from zbc.errors import ZbcError
@@ -46,7 +46,7 @@ def complete_problems(g: Graph) -> Iterator[ZbcError]:
     yield from _groups(g)
     yield from _step_ops(g)
     yield from _misplaced(g)
-    yield from resident_problems(g)
+    yield from resident_problems(g) or number_problems(g)
     yield from scatter_problems(g)
     yield from _out_of_order(g)
     yield from _averaged(g)
@@ -287,7 +287,6 @@ def _step_ops(g: Graph) -> Iterator[ZbcError]:
     """
     program = g.program
     seen: dict[tuple[int, Kind, int, int], int] = {}
-    count: dict[tuple[int, Kind, int], int] = {}  # of those that may come several times in a step
     wide = {kind for kind in g.layout.kinds if kind.stage_wide or kind.rank_wide}
     outside = {i for i, code in g.lost if code == "E202"}
     for i, op in enumerate(g.ops) if wide else ():
@@ -295,11 +294,6 @@ def _step_ops(g: Graph) -> Iterator[ZbcError]:
             first = seen.setdefault((g.rank(i), op.kind, op.stage, op.mb), i)
             if first != i:
                 yield _twice(g, i, first)
-            elif op.kind in COUNTED:
-                following = count.get((g.rank(i), op.kind, op.stage), 0)
-                if op.mb != following:
-                    yield _misnumbered(g, i, following)
-                count[g.rank(i), op.kind, op.stage] = op.mb + 1
     closing: set[str] = set()
     for family in ("barrier", "ahead"):
         used = [i for (_, kind, *_), i in seen.items() if kind.row.closes == family]
@@ -313,12 +307,6 @@ def _step_ops(g: Graph) -> Iterator[ZbcError]:
         if _always(program, op, closing) or len(missing) < len(ranks):
             for rank in missing:
                 yield ZbcError("E202", f"program: rank {rank} never runs {op}", hint=_STEP_HINTS[op.kind])
-
-
-def _misnumbered(g: Graph, i: int, number: int) -> ZbcError:
-    op = g.ops[i]
-    text = f"program: {op} is number {number} of its kind and stage on its rank, counted from 0"
-    return ZbcError("E202", text, where=g.where(i), hint=f"write {op._replace(mb=number)}")
 
 
 def _always(program: Program, op: Op, closing: set[str]) -> bool:
