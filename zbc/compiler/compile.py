@@ -43,7 +43,6 @@ from zbc.job.flushless import FLUSHLESS
 from zbc.job.links import LinkTable
 from zbc.job.profile import Profile
 from zbc.job.rules import asked_again
-from zbc.job.sections import Partition
 from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
@@ -374,7 +373,7 @@ def _with_count(compiled: Compiled, count: int) -> Job:
     made = replace(
         job,
         schedule=job.schedule.model_copy(update=chosen),
-        partition=Partition.model_validate({"layers_per_stage": blocks}),
+        partition=job.partition.model_copy(update={"mode": "auto", "layers_per_stage": blocks, "layout": None}),
         parallel=job.parallel.model_copy(update={"node": compiled.costs.node}),
         memory=as_ordered(job, compiled.found).memory,
     )

@@ -248,8 +248,6 @@ def _node_rule(draft: Draft) -> Iterator[ZbcError]:
     if parallel.pp % parts or parallel.dp % copies:
         text = f"config: parallel.node = [{parts}, {copies}] does not divide pp = {parallel.pp} and dp = {parallel.dp}"
         yield ZbcError("E110", text, where=where, hint="leave it out, and the least traffic between nodes decides")
-    elif [parts, copies] == [parallel.pp, 1]:
-        return  # one replica of the pipeline follows the other, whatever the size of a node
     elif hardware is not None and (seats := parts * copies * parallel.tp) != hardware.ranks_per_node:
         text = f"config: parallel.node has {seats} ranks, hardware.ranks_per_node is {hardware.ranks_per_node}"
         yield ZbcError("E110", text, where=where, hint=f"set hardware.ranks_per_node = {seats}")
@@ -518,8 +516,12 @@ RULES = (
 )
 
 
+_OF_COUNTS = (_extent_rule, _replica_rule, flushless.problems, balance.problems)
+
+
 def asked_again(job: Job) -> Job:
-    """A job that was made from another one. Raises what the rules refuse in it."""
+    """A job that was made from another one, for another number of microbatches. Raises what the rules that ask for it
+    refuse; the others ask what a file says, which of a job that is read from a plan nobody knows."""
     draft = Draft(job.document, {name: getattr(job, name) for name in SECTIONS}, [])
-    raise_all(problem for rule in RULES for problem in rule(draft))
+    raise_all(problem for rule in _OF_COUNTS for problem in rule(draft))
     return job
