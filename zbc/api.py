@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zbc.compiler import recall
 from zbc.compiler.check import check_all, survives_blocking_sends
+from zbc.compiler.check.asked import check_asked
 from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.compiler.cost.cost import Costs, refuse_slices
 from zbc.compiler.lowering import Lowering
@@ -109,10 +110,15 @@ class Plan:
         return self.compiled.timeline if self.compiled is not None else simulate(self.program, self.costs)
 
     def check(self) -> None:
-        """Prove the order complete, paired, ordered and free of deadlock. Raises E2xx, naming ops or cells."""
+        """Prove the order complete, paired, ordered and free of deadlock, and a stored plan within its job's limits.
+
+        Raises E2xx, naming ops or cells, and E3xx.
+        """
         if self.sheet is not None:
             check_sheet(self.sheet)
         check_all(self.complete)
+        if self.manifest is not None:
+            check_asked(self.manifest, self.program)
         for start in self.ramp:
             start.check()
 

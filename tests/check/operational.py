@@ -390,8 +390,7 @@ class Machine:
         require(r in self.members(op), f"rank {r} has no part in {op}")
         if kind in ("GATHER", "SCATTER"):
             shared = self.sharded and len(self.members(op)) > 1
-            require(op not in rank.begun, f"{op} again")
-            rank.begun.add(op)
+            self.begin(rank, op)
         if kind == "SCATTER":
             require(self.scatters and shared, f"{op} has nothing to share out")
             require(op.stage not in rank.summed and not rank.judging, f"{op} comes after the last sum of its stage")
@@ -419,6 +418,12 @@ class Machine:
         rank.queue.append(op)
         self.settle()
 
+    def begin(self, rank, op: Op) -> None:
+        """What comes more than once: numbered as it comes."""
+        number = sum((other.kind, other.stage) == (op.kind, op.stage) for other in rank.begun)
+        require(op not in rank.begun and op.mb == number, f"{op} is number {number}")
+        rank.begun.add(op)
+
     def average(self, r: int, op: Op) -> bool:
         """AVERAGE: start and go on, or wait for all replicas."""
         rank = self.ranks[r]
@@ -443,9 +448,9 @@ class Machine:
     def free(self, r: int, op: Op) -> None:
         """FREE: the room of weights that ops have used."""
         rank = self.ranks[r]
-        require(r % self.p in self.holders(op.stage) and op not in rank.begun, f"{op} again, or not here")
+        require(r % self.p in self.holders(op.stage), f"{op} is not here")
+        self.begin(rank, op)
         require(self.resident > 0 and rank.there.get(op.stage, False), f"{op} frees what nothing used, or is not here")
-        rank.begun.add(op)
         del rank.there[op.stage]
 
     def validate(self, r: int, op: Op) -> bool:

@@ -309,11 +309,38 @@ def test_sums_of_shared_layers_lengthen_f_and_b_and_hide_behind_the_w_of_a_bw():
     longer = costs(job(parallel={"tp": 2}, costs={**times, "tp": 3.0}))
     assert [longer.of(column) for column in ("f", "b", "w", "bw")] == [11.0, 9.0, 2.0, 9.0]
     again = costs(job(parallel={"tp": 2}, costs=times, memory={"activations": "recompute"}))
-    assert [again.of(column) for column in ("f", "b", "w", "bw")] == [8.5, 6 + 8 + 1, 2.0, 16.0]
+    assert [again.of(column) for column in ("f", "b", "w", "bw")] == [8.5, 6 + 8 + 1, 2.0, 16.5]
+    longest = costs(job(parallel={"tp": 2}, costs={**times, "tp": 3.0}, memory={"activations": "recompute"}))
+    assert longest.of("bw") == (8 + 3) + max(6 + 3, 6 + 2)
     alone = costs(job(costs=times))
     assert [alone.of(column) for column in ("f", "b", "w", "bw")] == [8.0, 6.0, 2.0, 8.0]
     free = costs(job(parallel={"tp": 2}, costs={"f": 8.0, "b": 6.0, "w": 2.0}))
     assert [free.of(column) for column in ("f", "b", "w", "bw")] == [8.0, 6.0, 2.0, 8.0]
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_bw_of_a_slice_hides_its_own_sums(activations):
+    """F = 8, B = 6, W = 2 and sums of 1.5 of a microbatch; F and B have another share of it than W."""
+    given = {"schedule": {"slices": 3}, "model": {"seq_len": 999}, "memory": {"activations": activations}}
+    found = costs(job(parallel={"tp": 2}, costs={"f": 8.0, "b": 6.0, "w": 2.0, "tp": 1.5}, **given))
+    waits = 0.0
+    for part in range(3):
+        f, b, w, bw = (found.of(column, 1, part) for column in ("f", "b", "w", "bw"))
+        share, again = f / 9.5, f if activations == "recompute" else 0.0
+        assert b == pytest.approx(again + 7.5 * share)
+        assert bw == pytest.approx(again + 6 * share + max(1.5 * share, w))
+        repeated = 1.5 * share if again else 0.0
+        assert found.of("bw_waits", 1, part) == pytest.approx(repeated + max(0.0, 1.5 * share - w))
+        waits += max(0.0, 1.5 * share - w)
+    assert sum(found.of("f", 1, part) for part in range(3)) == pytest.approx(9.5) and waits > 0
+
+
+@pytest.mark.parametrize(("tp", "percent", "ms"), [(0.5, 50, 7.0), (0.5, 20, 6.5), (0.5, 75, 7.5), (3.0, 50, 9.0)])
+def test_a_frozen_bw_waits_for_the_sums_that_its_w_hid(tp, percent, ms):
+    """B = 6 and W = 2: B + a, or B + what is left of W."""
+    given = costs(job(parallel={"tp": 2}, costs={"f": 8.0, "b": 6.0, "w": 2.0, "tp": tp}))
+    assert given.duration(Op(Kind.BW, 0, share=percent)) == max(6 + tp, 6 + 2 * percent / 100) == ms
+    assert given.duration(Op(Kind.W, 0, share=percent)) == pytest.approx(2 * percent / 100)
 
 
 def test_parts_of_layers_take_their_part_of_time_and_memory():

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from tests.compiler import cycles
+from tests.compiler.cycles import Work, wrong_cycle
 from tests.jobs import job
+from tests.tiers import few
 from zbc.compiler.compile import compile_job
+from zbc.compiler.steps import period_of
 from zbc.errors import ZbcError
+from zbc.ir import NEXT
 
 GIVEN = {"f": 1.0, "b": 1.0, "w": 1.0}
 OTHERS = [
@@ -80,3 +87,43 @@ def test_too_few_microbatches_are_named_with_their_place():
         compile_job(two(m=2))
     assert found.value.code == "E210"
     assert found.value.where is not None
+
+
+@pytest.mark.parametrize("seeds", few([range(start, start + 20) for start in range(0, 100, 20)], 1), ids=str)
+def test_periods_and_peaks_are_those_of_the_unrolled_steps(seeds):
+    assert [found for found in map(wrong_cycle, seeds) if found is not None] == []
+
+
+@pytest.mark.parametrize(("m", "comm", "steps"), [(3, 0.3, [10.2, 10.2, 10.2, 10.8]), (3, 0.1, [9.4, 9.4, 9.4, 9.6])])
+def test_the_period_is_the_mean_of_steps_that_come_again(m, comm, steps):
+    made = compile_job(two(m=m, costs={**GIVEN, "comm": comm}))
+    ends = cycles.ends(
+        [[str(op) for op in ops] for ops in made.program.ranks],
+        m,
+        range(4),
+        Work([1.0] * 4, [2.0] * 4, [0.0] * 4, comm),
+        30,
+    )
+    assert sorted(b - a for a, b in pairwise(ends[0][20:25])) == pytest.approx(steps)
+    assert made.settled_ms == pytest.approx(sum(steps) / 4)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 2), (4, 3)])
+def test_with_p_minus_1_microbatches_a_rank_holds_more_than_with_a_flush(p, m):
+    made = compile_job(two(pp=p, m=m))
+    assert [rank.units for rank in made.memory] == list(range(p, 0, -1))
+    with pytest.raises(ZbcError) as found:
+        compile_job(two(pp=p, m=m, schedule={"memory_limit": f"{m / p}x"}))
+    assert found.value.code == "E302"
+
+
+@pytest.mark.parametrize("sync", ["two-versions", "asynchronous"])
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 2), (4, 7), (5, 4), (4, 8)])
+def test_receives_of_a_cycle_are_placed_by_order(p, m, sync):
+    """Messages that wait for a buffer are the default where times are estimated."""
+    made = compile_job(job(kind="1f1b", pp=p, m=m, optimizer={"sync": sync}))
+    for ops in made.program.ranks:
+        received = [op for op in ops if op.kind.is_recv]
+        assert len(received) == len({(op.kind, op.stage, op.mb % NEXT) for op in received})
+    eager = period_of(made.program, made.costs.over("eager"))
+    assert made.settled_ms == pytest.approx(eager), "no message waits for its buffer"

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from zbc.compiler.schedules.replicated import placement_of, replicated
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
+from zbc.job.rules import asked_again
 
 CASES = json.loads((Path(__file__).parent.parent / "reference" / "replicas.json").read_text())
 RUNS = [(2, 1), (1, 2), (3, 1), (2, 1, 1), (2, 3), (3, 2)]
@@ -147,12 +149,39 @@ def test_auto_is_never_worse_than_equal_replicas():
     assert isinstance(found.job.parallel.replicas, list) and sum(found.job.parallel.replicas) == 4
 
 
+RAMP = {"ramp": [{"microbatches": 1, "steps": 1}, {"microbatches": 2, "steps": 1}]}
+UNEQUAL = {"data": {"kind": "tokens", "path": "x.bin", "balance": "length"}}
+
+
+@pytest.mark.parametrize("changes", [{"schedule": RAMP}, UNEQUAL])
+def test_auto_has_no_rank_without_work_in_any_step(changes):
+    found = compile_job(asked(parallel={"replicas": "auto"}, **changes), budget=0.0)
+    assert found.job.parallel.replicas == [1, 1, 1]
+    for start in found.ramp:
+        assert all(start.compiled.program.ranks) and start.compiled.job.parallel.replicas == [1, 1, 1]
+
+
+def test_a_ramp_of_enough_microbatches_goes_with_replicas():
+    ramp = [{"microbatches": 2, "steps": 1}]
+    (start,) = compile_job(asked(schedule={"ramp": ramp}), budget=0.0).ramp
+    assert start.compiled.program.microbatches == 2 and all(start.compiled.program.ranks)
+
+
+def test_a_job_made_from_a_job_is_asked_the_rules_again():
+    made = asked()
+    with pytest.raises(ZbcError, match="a stage has 2 replicas and a step 1 microbatches"):
+        asked_again(replace(made, schedule=made.schedule.model_copy(update={"microbatches": 1})))
+    assert asked_again(made) is made
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"parallel": {"pp": 4}}, r"sum to 3, parallel\.pp is 4"),
         ({"parallel": {"pp": 7, "replicas": [6, 1]}}, "a stage has 6 replicas and a step 5 microbatches"),
         ({"schedule": {"kind": "1f1b"}}, "goes with schedule.kind"),
+        ({"schedule": RAMP}, r"a stage has 2 replicas and a step of schedule\.ramp 1 microbatches"),
+        (UNEQUAL, r"a stage has 2 replicas and a step of data\.balance 1 microbatches"),
     ],
 )
 def test_what_does_not_go_together(changes, text):

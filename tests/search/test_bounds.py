@@ -8,10 +8,12 @@ from random import Random
 
 import pytest
 
+from tests.jobs import job
 from tests.lowered import lower
 from tests.search.instances import PROFILES, Recorder, costs, instance
 from tests.tiers import few
 from tests.uneven import FORK, eager
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -232,3 +234,24 @@ def test_no_schedule_beats_the_bounds_with_its_sums_and_gathers(name):
         assert Context(lowered, given).step_ms("period") >= least.of("period") * (1 - 1e-9)
         nearest = min(nearest, timeline.makespan / least.makespan)
     assert nearest < 1.2
+
+
+CLOSED = {  # how steps end, and what then takes time beside F, B and W
+    "averaged": {"parallel": {"dp": 2, "average": {"share": 0.5}}},
+    "averaged at once": {"parallel": {"dp": 2, "average": {"share": 1.0, "delay": 0}}},
+    "summed": {"parallel": {"dp": 2}},
+    "shared out": {"parallel": {"dp": 2, "shard": "all"}},
+    "ahead": {"parallel": {"dp": 2, "shard": "optimizer"}, "optimizer": {"sync": "post-validate"}},
+    "frozen": {"parallel": {"tp": 2}, "freeze": {"most": 0.5}, "memory": {"activations": "recompute"}},
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize(("kind", "m"), [("gis", 2), ("1f1b", 1), ("zb-h1", 3), ("1f1b", 40)])
+def test_no_plan_of_a_job_beats_the_bounds_that_it_says(name, kind, m):
+    """Bounds count what the ops of the plan take, not what ops that it does not have would."""
+    times = {"f": 1.0, "b": 1.0, "w": 1.0, "reduce": 2.5, "tp": 0.4}
+    changes = {**CLOSED[name], "parallel": {"pp": 2, **CLOSED[name]["parallel"]}}
+    report = compile_job(job(kind=kind, m=m, costs=times, **changes), budget=0.0).report
+    assert report.lower_bound_makespan_ms <= report.makespan_ms * (1 + 1e-9)
+    assert report.lower_bound_span_ms <= report.span_ms * (1 + 1e-9)

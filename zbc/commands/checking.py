@@ -62,7 +62,8 @@ def check(
 ) -> None:
     """Prove a plan directory, a torch CSV or a job.
 
-    Proves that the order is complete, paired and free of deadlock. The plan of a job is not written.
+    Proves that the order is complete, paired and free of deadlock, and that a plan fits the memory its job allows. The
+    plan of a job is not written.
 
     With --suggest the exit code is still that of the file as it is.
     """
@@ -170,9 +171,9 @@ def check_plan(target: Path) -> Checked:
     """Verify and check a plan directory. Raises E4xx and E2xx, all that are found together."""
     from zbc.compiler import recall
     from zbc.compiler.check import check_all, survival
+    from zbc.compiler.check.asked import check_asked
     from zbc.compiler.check.forward import check_forward
     from zbc.compiler.check.orders import order_problems
-    from zbc.compiler.cost import estimate
     from zbc.compiler.graph import build
     from zbc.compiler.partition.limits import limits_of
     from zbc.compiler.report.report import bound_is
@@ -206,7 +207,7 @@ def check_plan(target: Path) -> Checked:
                 last.details = (*last.details, "the ops are complete, paired and free of deadlock all the same")
     raise_all(problems)
     job = recall.job_of(manifest)
-    recall.stages_of(manifest, estimate.layers(job))
+    check_asked(manifest, program)
     graph = build(program)
     survives = survival(graph)
     below = [check_plan(folder) for folder, _ in plan.read_ramp(folder, manifest)]
@@ -280,7 +281,7 @@ def verdict(checked: Checked, target: Path, *, verbose: bool) -> Iterator[Render
         yield labelled("transfers", checked.transfers.text)
     if checked.files:
         yield labelled("files", f"all {checked.files} of {folder_of(target)} are as they were written")
-    elif checked.step:
+    if checked.step:
         yield labelled("step", *checked.step, "at F = B = W = 1 ms per rank and microbatch")
-    else:
+    elif checked.transfers is not None:
         yield labelled("memory", "fits what [hardware] and [schedule] allow")

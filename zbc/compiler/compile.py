@@ -33,7 +33,7 @@ from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.seating import seated
 from zbc.compiler.sim.simulate import Timeline
-from zbc.compiler.steps import either_way
+from zbc.compiler.steps import either_way, least_period
 from zbc.errors import Problems, ZbcError
 from zbc.ir import Program
 from zbc.job import spec, toml, world
@@ -42,6 +42,7 @@ from zbc.job.flops import attention_cost
 from zbc.job.flushless import FLUSHLESS
 from zbc.job.links import LinkTable
 from zbc.job.profile import Profile
+from zbc.job.rules import asked_again
 from zbc.job.spec import Draft, Job
 from zbc.job.throughput import Throughput, throughput
 from zbc.plan import directory as plans
@@ -210,7 +211,7 @@ def _planned(job: Job, shape: world.Shape, *, whole: bool) -> world.Weighed:
     rest = shape.microbatches - count
     changed = job.schedule.model_copy(update={"ramp": [], "microbatches": count})
     try:
-        compiled = _compile(replace(job, schedule=changed), _FAST)
+        compiled = _compile(asked_again(replace(job, schedule=changed)), _FAST)
         held = compiled.report.peak_bytes if compiled.report.bytes_known else None
         busiest = max(rank.busy_ms for rank in compiled.report.per_rank) / count
         took = compiled.settled_ms + rest * busiest
@@ -336,7 +337,7 @@ def _with_counts(compiled: Compiled, budget: float | None) -> Compiled:
         if count != own:
             found[count] = _compile(_with_count(compiled, count), budget)
             _same_stages(found[count], compiled, count, ("data", "balance"))
-    check_memory(compiled.job, found[most].memory, found[most].costs)
+            check_memory(compiled.job, found[count].memory, found[count].costs)
     if not compiled.program.one_sided:
         found = {count: _summed_as(one, found[most].program) for count, one in found.items()}
     plans = dict(sorted(found.items()))
@@ -369,13 +370,14 @@ def _with_count(compiled: Compiled, count: int) -> Job:
     if job.balances:
         chosen["max_microbatches"] = job.most_microbatches
     blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
-    return replace(
+    made = replace(
         job,
         schedule=job.schedule.model_copy(update=chosen),
         partition=job.partition.model_copy(update={"mode": "auto", "layers_per_stage": blocks, "layout": None}),
         parallel=job.parallel.model_copy(update={"node": compiled.costs.node}),
         memory=as_ordered(job, compiled.found).memory,
     )
+    return asked_again(made)
 
 
 def _same_stages(found: Compiled, whole: Compiled, count: int, where: tuple[str, str]) -> None:
@@ -411,6 +413,9 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     barrier, ahead = either_way(found.complete)
     without = None if job.freeze.most else ahead  # frozen layers need the barrier
     steps = _steps(job, program, ahead, barrier) if program.flushless else None
+    if steps is not None:  # sums and waits of one step hide behind ops of the next
+        least = min(summary.lower_bound_span_ms, least_period(program, found.costs))
+        summary = replace(summary, lower_bound_span_ms=least)
     took = time.perf_counter() - began
     limits = limits_of(job, found.name, found.costs)
     freezing = freeze_report(job, before, found)

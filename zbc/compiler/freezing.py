@@ -8,10 +8,11 @@ from dataclasses import replace
 from zbc.compiler.cost import estimate
 from zbc.compiler.partition.limits import bounds_of
 from zbc.compiler.partition.setup import Ordered
-from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage
+from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage, trained
 from zbc.compiler.report.report import FreezeReport
 from zbc.compiler.sim.bounds import Bounds
 from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
 from zbc.job.spec import Job
 
 
@@ -29,7 +30,7 @@ def freezes(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Ordere
         text = f"schedule: freeze.most does not go with {found.name}, which {reason}"
         hint = "drop [freeze], or use another schedule, such as 1f1b or zb-v"
         raise ZbcError("E110", text, where=job.where("freeze", "most"), hint=hint)
-    layers = tuple(max(1, sum(table[i].w > 0 for i in part)) for part in found.stages)
+    layers = tuple(trained(table, part) for part in found.stages)
     lowering = replace(found.lowering, freeze=Freeze(job.freeze.most, layers))
     return replace(found, lowering=lowering, bounds=_bounds(job, found))
 
@@ -38,9 +39,8 @@ def _bounds(job: Job, found: Ordered) -> Bounds:
     """What no order can beat: as if weight gradients took no time, but for the work of the busiest rank."""
     placement, costs, m = found.program.placement, found.costs, job.schedule.microbatches
     least = bounds_of(job, placement, costs.with_ms(w=(0.0,) * placement.stages, bw=()))
-    weight = costs.least().column("w")
-    columns = zip(*map(costs.column, ("f", "b")), weight, strict=True)
-    work = [m * (f + b + (1 - job.freeze.most) * w) for f, b, w in columns]
+    columns = zip(*map(costs.column, ("f", "bw")), strict=True)
+    work = [m * (f + bw - costs.left_out(Op(Kind.BW, s), job.freeze.most)) for s, (f, bw) in enumerate(columns)]
     busiest = max(sum(work[s] for s in placement.stages_of(rank)) for rank in range(placement.ranks))
     return replace(least, makespan=max(least.makespan, busiest), span=max(least.span, busiest))
 

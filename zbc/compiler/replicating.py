@@ -17,6 +17,7 @@ from zbc.compiler.order import order
 from zbc.compiler.partition.replicas import Problem, joined, plans
 from zbc.compiler.schedules.replicated import NAME
 from zbc.errors import ZbcError
+from zbc.job.rules import fewest_microbatches
 from zbc.job.spec import Job
 
 _LAYERS, _SLACK, _PLANNED = 10, 0.05, 6  # layers of the closed form, how much longer plans may be, and how many count
@@ -52,5 +53,6 @@ def candidates(job: Job, table: Sequence[estimate.Layer]) -> list[tuple[int, ...
     best = plans(joined(problem, _LAYERS), _SLACK)
     found = list(dict.fromkeys(tuple(stage[2] for stage in plan.stages) for plan in best))[:_PLANNED]
     equal = [(pp // count,) * count for count in range(1, pp + 1) if pp % count == 0]
-    allowed = [one for one in equal if max(one) <= m and len(one) <= len(table)]
-    return list(dict.fromkeys([*found, *allowed]))
+    allowed = [one for one in equal if len(one) <= len(table)]
+    fewest, _ = fewest_microbatches(vars(job))
+    return [counts for counts in dict.fromkeys([*found, *allowed]) if max(counts) <= fewest]

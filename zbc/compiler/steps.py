@@ -9,16 +9,20 @@ before REDO once more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
 from zbc.compiler.passes.post_validate import PostValidate
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import SAME, Timeline, lengths, replay, run
-from zbc.ir import Kind, Program, repeated
+from zbc.ir import NEXT, Kind, Program, repeated
+from zbc.ops import Lane
 
-SETTLES = 8  # steps after which their length no longer changes
+SETTLES = 8  # steps after which their length no longer changes, as a rule
+_TRIED = (8, 16, 32)  # steps without a flush, until they repeat
+_MEAN = 12  # steps whose mean counts where they do not
+_ROUND = 1e-9  # relatively: sums of many numbers are this close
 
 
 def in_a_row(program: Program, costs: Costs, steps: int) -> Timeline:
@@ -27,21 +31,41 @@ def in_a_row(program: Program, costs: Costs, steps: int) -> Timeline:
 
 
 def period_of(program: Program, costs: Costs) -> float:
-    """What a step without a flush costs, in ms, once steps follow one another as they will."""
-    found = 0.0
-    for steps in (4, SETTLES, 2 * SETTLES):  # the last one ends with a flush, so it does not count
-        timeline = in_a_row(program, costs, steps)
-        graph, ends = timeline.graph, list[list[float]]()
-        for rank in range(timeline.ranks):
-            last = program.placement.stages_of(rank)[0]
-            stepped = max(op for op in program.ranks[rank] if op.kind is Kind.STEP and op.stage == last)
-            mine = [i for i in graph.mine(rank) if graph.ops[i] == stepped]
-            ends.append([timeline.end[i] for i in mine[:-1]])
-        periods = [b - a for one in ends for a, b in zip(one[-3:], one[-2:], strict=False)]
-        found = max(periods)
-        if found - min(periods) <= SAME * found:
-            break
+    """What a step without a flush costs, in ms, once steps follow one another as they will: the mean over those after
+    which they come again, of the last ones where that takes more than some."""
+    bodies = list[list[float]]()
+    for steps in _TRIED:
+        bodies = _bodies(program, in_a_row(program, costs, steps))
+        for count in range(1, (len(bodies) - 2) // 2):
+            apart = _apart(bodies, count)
+            if apart is not None:
+                return apart / count
+    return _mean(bodies)
+
+
+def _bodies(program: Program, timeline: Timeline) -> list[list[float]]:
+    """When the ops of all ranks that take time are over, step by step; without the last two steps, where none of a next
+    step come between."""
+    graph, found = timeline.graph, list[list[float]]()
+    for rank, ops in enumerate(program.ranks):
+        mine = [op for op in ops if op.kind.row.lane is Lane.COMPUTE]
+        ends = [timeline.end[i] for i in graph.mine(rank) if graph.ops[i].kind.row.lane is Lane.COMPUTE]
+        first = sum(op.mb >= NEXT for op in mine)  # what a rank does before its first body
+        bodies = [ends[i : i + len(mine)] for i in range(first, len(ends) - 2 * len(mine), len(mine))]
+        found = [a + b for a, b in zip(found, bodies, strict=True)] if found else bodies
     return found
+
+
+def _apart(bodies: Sequence[Sequence[float]], count: int) -> float | None:
+    """ms between steps that are `count` apart, where all ops of the last two come so much later than those: then it
+    goes on like that, since no op waits for one of more than a step before."""
+    late = [b - a for k in (1, 2) for a, b in zip(bodies[-k - count], bodies[-k], strict=True)]
+    return late[0] if max(late) - min(late) <= _ROUND * bodies[-1][0] else None
+
+
+def least_period(program: Program, costs: Costs) -> float:
+    """What no steps without a flush can beat: the work of the busiest rank."""
+    return max(sum(costs.duration(op) for op in ops if op.kind.row.lane is Lane.COMPUTE) for ops in program.ranks)
 
 
 def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
@@ -80,14 +104,19 @@ def optimizer_ms(program: Program, costs: Costs, rank: int) -> float:
 
 def settled(program: Program, costs: Costs) -> float:
     """What a step of a complete program costs, in ms, once steps follow one another as they will."""
-    period, ends = 0.0, [0.0] * len(program.ranks)
-    for _, timeline in zip(range(SETTLES), consecutive(program, costs), strict=False):
-        fresh = [max(timeline.closes(r), ends[r]) for r in range(timeline.ranks)]
-        periods = [b - a for a, b in zip(ends, fresh, strict=True)]
-        before, period, ends = period, max(periods), fresh
+    period, ends = 0.0, [[0.0] * len(program.ranks)]
+    for _, timeline in zip(range(2 * _MEAN), consecutive(program, costs), strict=False):
+        ends.append([max(timeline.closes(r), before) for r, before in enumerate(ends[-1])])
+        periods = [b - a for a, b in zip(ends[-2], ends[-1], strict=True)]
+        before, period = period, max(periods)
         if period - min(periods) <= SAME * period and abs(period - before) <= SAME * period:
-            break
-    return period
+            return period
+    return _mean(ends)
+
+
+def _mean(ends: Sequence[Sequence[float]]) -> float:
+    """The mean of the last steps, which come again after 2, 3 or 4, or change slowly, of the slowest rank."""
+    return max(b - a for a, b in zip(ends[-1 - _MEAN], ends[-1], strict=True)) / _MEAN
 
 
 def either_way(complete: Context) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, raise_all
 from zbc.job import (
     averaging,
     balance,
@@ -22,11 +22,12 @@ from zbc.job import (
     toml,
 )
 from zbc.job import unread as idle
-from zbc.job.job import Draft
+from zbc.job.job import Draft, Job
 from zbc.job.model_section import Model
 from zbc.job.section import FACTORY
 from zbc.job.sections import (
     ACTIVATIONS,
+    SECTIONS,
     Data,
     Filler,
     GivenCosts,
@@ -378,10 +379,18 @@ def _replica_rule(draft: Draft) -> Iterator[ZbcError]:
         hint = f'write replicas = "auto", or numbers that sum to pp = {parallel.pp}'
         yield ZbcError("E126", text, where=draft.document.where(("schedule", "kind")), hint=hint)
     elif counts != "auto":
-        yield from _counted_replicas(counts, parallel.pp, schedule.microbatches, where)
+        yield from _counted_replicas(counts, parallel.pp, *fewest_microbatches(draft.sections), where)
 
 
-def _counted_replicas(counts: list[int], pp: int, microbatches: int, where: str) -> Iterator[ZbcError]:
+def fewest_microbatches(sections: Mapping[str, Any]) -> tuple[int, str]:
+    """Of any step of a job of these sections, and the key that makes them so few."""
+    data, schedule = sections.get("data"), sections["schedule"]
+    if data is not None and data.balance != "none":
+        return 1, "data.balance"
+    return (schedule.ramp[0].microbatches, "schedule.ramp") if schedule.ramp else (schedule.microbatches, "")
+
+
+def _counted_replicas(counts: list[int], pp: int, microbatches: int, key: str, where: str) -> Iterator[ZbcError]:
     if not counts or sum(counts) != pp:
         near = [*counts[:-1], pp - sum(counts[:-1])]
         fits = len(near) > 0 and near[-1] > 0
@@ -391,8 +400,10 @@ def _counted_replicas(counts: list[int], pp: int, microbatches: int, where: str)
         text = f"config: parallel.replicas sum to {sum(counts)}, parallel.pp is {pp}"
         yield ZbcError("E126", text, where=where, hint=hint)
     elif max(counts) > microbatches:
-        text = f"config: a stage has {max(counts)} replicas and a step {microbatches} microbatches"
-        yield ZbcError("E126", text, where=where, hint=f"use {max(counts)} microbatches or more, or fewer replicas")
+        of = f" of {key}" if key else ""
+        text = f"config: a stage has {max(counts)} replicas and a step{of} {microbatches} microbatches"
+        more = "drop data.balance" if key == "data.balance" else f"use {max(counts)} microbatches or more"
+        yield ZbcError("E126", text, where=where, hint=f"{more}, or fewer replicas")
 
 
 def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
@@ -503,3 +514,14 @@ RULES = (
     _idle_rules,
     _writing_rules,
 )
+
+
+_OF_COUNTS = (_extent_rule, _replica_rule, flushless.problems, balance.problems)
+
+
+def asked_again(job: Job) -> Job:
+    """A job that was made from another one, for another number of microbatches. Raises what the rules that ask for it
+    refuse; the others ask what a file says, which of a job that is read from a plan nobody knows."""
+    draft = Draft(job.document, {name: getattr(job, name) for name in SECTIONS}, [])
+    raise_all(problem for rule in _OF_COUNTS for problem in rule(draft))
+    return job

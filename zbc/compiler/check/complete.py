@@ -14,7 +14,7 @@ from zbc.compiler.check import names
 from zbc.compiler.check.copies import copy_problems
 from zbc.compiler.check.found import raise_found
 from zbc.compiler.check.redo import redo_problems
-from zbc.compiler.check.resident import resident_problems, scatter_problems
+from zbc.compiler.check.resident import number_problems, resident_problems, scatter_problems
 from zbc.compiler.check.vocabulary import vocabulary_problems
 from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
 from zbc.errors import ZbcError
@@ -46,7 +46,7 @@ def complete_problems(g: Graph) -> Iterator[ZbcError]:
     yield from _groups(g)
     yield from _step_ops(g)
     yield from _misplaced(g)
-    yield from resident_problems(g)
+    yield from resident_problems(g) or number_problems(g)
     yield from scatter_problems(g)
     yield from _out_of_order(g)
     yield from _averaged(g)

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from zbc.compiler.graph import Graph
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.ops import Scope
+from zbc.ops import COUNTED, Scope
 
 
-def resident_problems(g: Graph) -> Iterator[ZbcError]:
+def resident_problems(g: Graph) -> list[ZbcError]:
     """E208 for each op that finds the weights of its stage missing, gathers or frees them in vain, or gathers more
     than `resident` stages; nothing where weights stay."""
+    return list(_resident(g)) if g.program.resident else []
+
+
+def _resident(g: Graph) -> Iterator[ZbcError]:
     program = g.program
-    if not program.resident:
-        return
     needs = {kind for kind, row in g.layout.rows.items() if any(ref.what == "weights" for ref in row.reads)}
     lost = {i for i, _ in g.lost}
     for rank in range(len(program.ranks)):
@@ -34,6 +36,20 @@ def resident_problems(g: Graph) -> Iterator[ZbcError]:
                 there.pop(op.stage, None)
             elif op.kind in needs and op.stage in there:
                 there[op.stage] = True
+
+
+def number_problems(g: Graph) -> Iterator[ZbcError]:
+    """E202 for each op that may come several times in a step and is not numbered as it comes."""
+    count: dict[tuple[int, Kind, int], int] = {}
+    lost = {i for i, _ in g.lost}
+    for i, op in enumerate(g.ops) if COUNTED & g.layout.kinds else ():
+        if op.kind in COUNTED and i not in lost:
+            key = g.rank(i), op.kind, op.stage
+            number = count.get(key, 0)
+            if op.mb != number:
+                text = f"program: {op} is number {number} of its kind and stage on its rank, counted from 0"
+                yield ZbcError("E202", text, where=g.where(i), hint=f"write {op._replace(mb=number)}")
+            count[key] = max(number, op.mb) + 1
 
 
 def scatter_problems(g: Graph) -> Iterator[ZbcError]:

@@ -242,11 +242,22 @@ class Costs:
     def weight_ms(self, op: Op) -> float:
         """ms of the weight gradients of a W or a BW in which no layer is frozen."""
         w, stage, part = self.of("w", op.stage, op.slice), op.stage, op.slice
-        return w if op.kind is Kind.W else min(w, max(0.0, self.of("bw", stage, part) - self.of("b", stage, part)))
+        if op.kind is Kind.W:
+            return w
+        sums, waits = self.sums(op)
+        return min(w, max(0.0, self.of("bw", stage, part) - waits - self.of("b", stage, part) + sums))
 
     def frozen(self, op: Op) -> float:
-        """ms that an op takes less because layers are frozen; layers count alike."""
-        return 0.0 if op.share == WHOLE else self.weight_ms(op) * (WHOLE - op.share) / WHOLE
+        """ms that an op takes less because layers are frozen."""
+        return 0.0 if op.share == WHOLE else self.left_out(op, (WHOLE - op.share) / WHOLE)
+
+    def left_out(self, op: Op, part: float) -> float:
+        """ms that a W or a BW takes less with that part of its layers frozen, which count alike. The sums that the W of
+        a BW hid are still there."""
+        less = self.weight_ms(op) * part
+        if op.kind is Kind.W or not self.sums(op)[0]:
+            return less
+        return min(less, max(0.0, self.of("bw", op.stage, op.slice) - self.of("b", op.stage, op.slice)))
 
     def _column(self, name: str) -> Column:
         found = self.ms.get(name)

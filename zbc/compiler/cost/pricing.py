@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from operator import add, mul
+from operator import add, mul, sub
 
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, vocabulary
 from zbc.compiler.cost.cost import BY_SLICE, Column, Costs, Links, PerStage, Size, links_of
@@ -40,6 +40,9 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
         jobs.append(one)
         parts.append(_build(one, placement, stages, tables[j]))
     found = whole.cut(rows, **shares)
+    if "f_sums" in found.ms:  # a slice's own W hides its sums
+        plain = found.each(lambda b, sums, w: b - sums + w, "b", "b_sums", "w")
+        found = _fused(found, plain, _recomputed(job, placement))
     if job.costs.f is None or job.costs.per == "layer":
         names = [name for name in BY_SLICE if name in whole.ms]
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
@@ -179,7 +182,8 @@ def _with_shared_layers(
     again: Collection[int],
 ) -> dict[str, Column]:
     """The same with the sums of tensor-parallel ranks: two in the F of a block and two in its B, one behind the look-up
-    of the embedding, one before the head. In a BW they hide behind its W. Measured times are of parts without sums.
+    of the embedding, one before the head. In a BW those of B hide behind its W, those of an F that runs again are over
+    by then. Measured times are of parts without sums.
 
     Costs that are given without `costs.tp` mean sums that take no time.
     """
@@ -206,14 +210,17 @@ def _with_shared_layers(
         )
     backward = tuple(ms + (forward[s] if s in again else 0.0) for s, ms in enumerate(backward))
     costs = Costs(times, {}, ()).with_ms(f_sums=forward, b_sums=backward)
-    waits = costs.each(lambda b, bw, sums: max(0.0, b + sums - bw), "b", "bw", "b_sums")
-    costs = costs.with_ms(bw_waits=waits)
-    return {
-        **costs.ms,
-        "f": costs.each(add, "f", "f_sums"),
-        "b": costs.each(add, "b", "b_sums"),
-        "bw": costs.each(lambda b, bw, sums: max(b + sums, bw), "b", "bw", "b_sums"),
-    }
+    plain = costs.each(lambda bw: bw, "bw")
+    costs = costs.with_ms(f=costs.each(add, "f", "f_sums"), b=costs.each(add, "b", "b_sums"))
+    return dict(_fused(costs, plain, again).ms)
+
+
+def _fused(costs: Costs, plain: Column, again: Collection[int]) -> Costs:
+    """The same with the times of BW, which without sums are `plain`; F and B have theirs already."""
+    repeated = tuple(sums if s in again else 0.0 for s, sums in enumerate(costs.ms["f_sums"]))
+    parts = costs.with_ms(bw=plain, repeated=repeated)
+    bw = parts.each(lambda b, bw, sums: max(b, bw + sums), "b", "bw", "repeated")
+    return costs.with_ms(bw=bw, bw_waits=parts.with_ms(all=bw).each(sub, "all", "bw"))
 
 
 def _with_optimizer(
@@ -295,8 +302,9 @@ def _with_sums(
     ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
     tie = _sum(job, tied, ends, 2) if tied else 0.0
-    summed = costs.with_ms(reduce=tuple(reduce), gather=tuple(gather), tie=(tie,))
-    summed = summed.with_ms(average=tuple(average) if share else ())
+    summed = costs.with_ms(gather=tuple(gather), tie=(tie,))
+    # Replicas that average weights sum no gradients.
+    summed = summed.with_ms(average=tuple(average)) if share else summed.with_ms(reduce=tuple(reduce))
     return replace(summed, tied=float(tied))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import CacheKey, Costs, key_of
@@ -12,6 +12,10 @@ from zbc.compiler.graph import Graph
 from zbc.compiler.memory.ledger import Activations, Entry, activations, changes, lasting, ledger
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Op, Program, repeated
+
+# Steps without a flush whose peaks count. What is held is the same in each from the second one on; which messages are
+# on their way together changes, and comes again after a few.
+IN_A_ROW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,19 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
 
     Times only decide how long what a rank sends stays with it; all else follows from the order.
     """
-    if program.cyclic:  # ranks hold as much as in a step with a flush
-        program = repeated(program, 1)
+    if program.cyclic:
+        found = peaks(repeated(program, IN_A_ROW), costs)
+        return [one if one.peak_op is None else replace(one, peak_op=_of_step(one.peak_op, program)) for one in found]
     both = [_Most()] * len(program.ranks)
     if costs.bytes is not None:
         timeline = timeline or simulate(program, costs)
         both = [_buffers(timeline.graph, entries, costs) for entries in ledger(timeline, costs)]
     return [_rank(program, rank, costs, both[rank]) for rank in range(len(program.ranks))]
+
+
+def _of_step(op: Op, program: Program) -> Op:
+    """An op of steps in a row, as the body of their cycle has it."""
+    return op._replace(mb=op.mb % program.microbatches)
 
 
 def _rank(program: Program, rank: int, costs: Costs, by_ledger: _Most) -> RankMemory:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from zbc.compiler.passes.insert_comm import InsertComm
+from zbc.compiler.passes.insert_comm import POSTED, InsertComm
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
@@ -14,6 +14,9 @@ from zbc.ir import NEXT, Kind, Op, Program
 GOES_WITH = ("1f1b", "interleaved-1f1b")  # schedules that are one backward after one forward, step after step
 _BODY = 2  # of the steps that are laid out, the one that is cut out: all around it is as it always will be
 _STEPS = 5
+# Compute ops between a receive and what waits for it, where messages wait for a buffer: the forward and the backward
+# before. By time receives of the steps that are laid out would stand where those of later steps do not.
+_EARLY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,8 @@ class Flushless:
                 raise _too_far(program, rank, warmup, length, alone=self.every > 0)
             ranks.append(_laid_out(ops, warmup, m))
         whole = replace(program, microbatches=m * _STEPS, ranks=tuple(map(tuple, ranks)))
-        whole = InsertComm().run(whole, Context(whole, context.costs))
+        inserted = InsertComm(_EARLY if context.costs.rendezvous else POSTED)
+        whole = inserted.run(whole, Context(whole, context.costs))
         cut = [_closed(_cut(ops, m), program, self.every) for ops in whole.ranks]
         made = program.with_ranks(cut, by=InsertComm.name).with_ranks(cut, by=self.name)
         return replace(made, flushless=True)

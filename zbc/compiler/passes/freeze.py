@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from zbc.compiler.cost import estimate
 from zbc.compiler.passes.freeze_shares import frozen_shares
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import lengths, replay
@@ -68,7 +69,17 @@ class Freeze:
 
     def _within(self, program: Program) -> bool:
         """Whether no stage is frozen by more than `most`."""
-        return all(share <= self.most + 1 / (2 * WHOLE) for share in frozen_by_stage(program))
+        return all(within(share, self.most) for share in frozen_by_stage(program))
+
+
+def within(share: float, most: float) -> bool:
+    """Whether a stage is frozen by `most` at most; ops say shares in whole percent."""
+    return share <= most + 1 / (2 * WHOLE)
+
+
+def trained(table: Sequence[estimate.Layer], part: Sequence[int]) -> int:
+    """How many layers of a stage have weight gradients; 1 at least."""
+    return max(1, sum(table[i].w > 0 for i in part))
 
 
 def frozen_by_stage(program: Program) -> list[float]:

@@ -3,6 +3,7 @@
 Variables are the end of every op, the frozen share x of each W (or of the W part of a BW) and the length T of a step:
 
     end(i) >= end(j) + length(i) - w(i) x(i)     for each j that i waits for, in the graph of the program
+    end(i) >= end(j) + least(i)                  likewise, of a BW whose W hides sums of tensor-parallel ranks
     T >= end(i)
     mean of x over the ops of a stage <= most
 
@@ -99,7 +100,7 @@ class _Model:
         caps = dict[int, Any]()
         counts = dict[int, int]()
         for i, op in enumerate(self.graph.ops):
-            if op.kind.makes_part and self.costs.weight_ms(op) > 0:
+            if op.kind.makes_part and self.costs.left_out(op, 1.0) > 0:
                 low, high = (self.most, self.most) if op.mb in self.alike else (0.0, 1.0)
                 self.x[i] = self.solver.NumVar(low, high, "")
                 if op.stage not in caps:
@@ -118,13 +119,22 @@ class _Model:
             return
         own = self.solver.NumVar(0.0, self.solver.infinity(), "")
         for end in ends:
-            row = self.solver.Constraint(end.ms + self.length[i], self.solver.infinity())
-            row.SetCoefficient(own, 1.0)
-            if end.variable is not None:
-                row.SetCoefficient(end.variable, -1.0)
+            row = self._behind(own, end, self.length[i])
             if x is not None:
-                row.SetCoefficient(x, self.costs.weight_ms(self.graph.ops[i]) / self.unit)
+                op = self.graph.ops[i]
+                weight, most = self.costs.weight_ms(op), self.costs.left_out(op, 1.0)
+                row.SetCoefficient(x, weight / self.unit)
+                if most < weight:
+                    self._behind(own, end, self.length[i] - most / self.unit)
         self.ends[i] = _End(own, 0.0)
+
+    def _behind(self, own: Any, end: _End, ms: float) -> Any:
+        """The row that puts an end so many ms, or more, behind another."""
+        row = self.solver.Constraint(end.ms + ms, self.solver.infinity())
+        row.SetCoefficient(own, 1.0)
+        if end.variable is not None:
+            row.SetCoefficient(end.variable, -1.0)
+        return row
 
     def _needs(self, i: int) -> list[int]:
         """The nodes that a node waits for; a negative number is the beginning."""
@@ -142,10 +152,7 @@ class _Model:
         lasts += [e for e, ops in graph.met.items() if graph.ops[ops[0]].kind.is_collective]
         for i in lasts:
             end = self.ends[i]
-            row = self.solver.Constraint(end.ms, self.solver.infinity())
-            row.SetCoefficient(self.step, 1.0)
-            if end.variable is not None:
-                row.SetCoefficient(end.variable, -1.0)
+            self._behind(self.step, end, 0.0)
 
     def solve(self) -> Shares:
         """The least step, then the least freezing for it; all ops alike where numbers are too far apart to solve."""

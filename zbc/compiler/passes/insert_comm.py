@@ -43,7 +43,7 @@ class InsertComm:
     where that order is not the order of use, a receive is posted earlier. Where messages wait for their buffer
     (`Costs.rendezvous`) a receive is posted before its message is sent, by what ops cost: then none has to wait. Stages
     on the same rank hand tensors over in memory and get no transfer. Groups stay together: receives are posted before a
-    group, sends follow it.
+    group, sends follow it. `ahead`: so many compute ops ahead whatever ops cost, as the body of a cycle needs it.
 
         rank 1           rank 1
         F s1 m0          RECV_F s1 m0 <r0
@@ -54,17 +54,19 @@ class InsertComm:
                          SEND_F s1 m1 >r2
     """
 
+    ahead: int = 0
+
     name: ClassVar[str] = "insert-comm"
 
     def run(self, program: Program, context: Context) -> Program:
         made, taken = (_crossing(program.placement, written=written) for written in (True, False))
-        timeline = context.timeline if context.costs.rendezvous else None
+        timeline = context.timeline if context.costs.rendezvous and not self.ahead else None
         arriving = _arriving(program, made, timeline)
         ranks = []
         for rank, ops in enumerate(program.ranks):
             inside = groups(ops)
             ends = _ends(timeline, rank) if timeline is not None else []
-            posts = _posts(program.placement, ops, arriving[rank], taken, inside, ends)
+            posts = _posts(program.placement, ops, arriving[rank], taken, inside, ends, self.ahead or POSTED)
             arriving[rank] = []  # the largest thing here
             ranks.append(_woven(ops, posts, made, inside))
         return program.with_ranks(ranks, by=self.name)
@@ -101,6 +103,7 @@ def _posts(
     taken: _Places,
     inside: dict[int, int],
     ends: Sequence[float],
+    ahead: int,
 ) -> dict[int, list[Op]]:
     """The receives to post right before the op at a step of a rank; `ends` are the times of its ops, if they matter."""
     users: dict[tuple[int, int, int, int, int], int] = {}
@@ -112,7 +115,7 @@ def _posts(
         step, placed = len(ops), []
         for k in reversed(range(len(line.messages))):  # a receive comes no later than the ones sent after it
             user = users[line.messages[k]]
-            post = max(0, inside.get(user, user) - POSTED)
+            post = max(0, inside.get(user, user) - ahead)
             if ends:
                 post = min(post, bisect_right(ends, line.sent[k]))
             step = min(step, inside.get(post, post))
