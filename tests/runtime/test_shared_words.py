@@ -530,3 +530,12 @@ def test_what_a_rank_holds_is_weighed_with_its_rows():
     for scale, worker in zip(scales, workers, strict=True):
         trained = sum(p.nbytes for one in worker.every_optimizer for p in one.parameters.values())
         assert scale.held.gradients == trained and scale.held.optimizer >= 2 * trained
+
+
+def test_nothing_but_layers_draws_while_ranks_are_built():
+    """Layers put the generator back; what draws beside them takes numbers from layers of other threads."""
+    plan = plan_of("zb-h1", 2, 3, 1)
+    before = torch.random.get_rng_state()
+    for rank in range(2):
+        make_worker(plan, rank)
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -70,6 +70,21 @@ def test_gradients_are_those_of_one_process(schedule, p, together):
         assert result.grad_norm == pytest.approx(expected.norms[0], rel=1e-6), "each weight counts once"
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_ranks_without_the_weight_stand_in_with_its_type_and_leave_out_what_is_frozen(dtype, frozen):
+    ties = {"layers.3.down.weight": "layers.0.down.weight", "layers.2.down.weight": "layers.1.down.weight"}
+    model = {**user("sums_in", dtype=dtype, frozen=frozen), "ties": ties}
+    program = make_program("1f1b", 4, 1, tied=True, ties=(0, 1, 2, 3))
+    plan = make_plan(program, model=model, data=VECTORS["data"], optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
+    found, expected = run_threads(plan, 2), reference(plan, 2)
+    near = {"rtol": 1e-12, "atol": 1e-12} if dtype == "float64" else {"rtol": 2**-7, "atol": 1e-3}
+    losses = [result.loss for result in found[0].results]
+    assert losses == pytest.approx(expected.losses, rel=1e-6 if dtype == "float64" else 1e-3)
+    for name, parameter in parameters(found).items():
+        torch.testing.assert_close(parameter.detach(), expected.weights[name], msg=name, **near)
+
+
 @pytest.mark.parametrize(("schedule", "p"), [way for way in WAYS if way[0] != "chimera"])
 def test_a_sum_of_two_terms_has_one_order_and_so_the_bits_of_one_process(schedule, p):
     """Two layers and one microbatch: with more, one process adds layer by layer within each microbatch."""

@@ -384,3 +384,23 @@ def sharing(width: int = 8, count: int = 8, together: bool = False):
         for index in (4, count - 1):
             made[index].down.weight = made[0].down.weight
     return made
+
+
+class Sum(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.down = nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(x.to(self.down.weight.dtype))).to(x.dtype)
+
+
+def sums_in(dtype: str, frozen: bool):
+    """Four layers of a type of their own, the weight of the first of which may be frozen."""
+
+    def first() -> nn.Module:
+        layer = Sum(getattr(torch, dtype))
+        layer.down.weight.requires_grad = not frozen
+        return layer
+
+    return [first, *(lambda: Sum(getattr(torch, dtype)) for _ in range(3))]

@@ -14,6 +14,7 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.runtime import cycle, exhausted
 from zbc.runtime.ahead import close_step, flush, open_step
 from zbc.runtime.progress import Progress, StepResult
+from zbc.runtime.seeding import moved, unseeded
 from zbc.runtime.state import Worker
 from zbc.runtime.validate import Verdict, reset_peak
 
@@ -64,6 +65,7 @@ def run_step(
     ahead = worker.ahead
     if ahead is not None:
         open_step(worker, ahead)
+    others = unseeded() if worker.watched else None
     try:
         with torch.autograd.set_multithreading_enabled(False):
             loop(worker)
@@ -74,6 +76,8 @@ def run_step(
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
         error.add_note(f"while {manifest.topology.name(worker.rank)} ran {place}: {progress.op}")
         raise
+    if others is not None:  # moved perhaps not by a layer: loggers and fillers may draw, too
+        worker.suspect(moved(others) is not None)
     if cyclic is not None:
         before = cycle.close_step(worker, cyclic, began)
         if worker.ends:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import random
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from zbc.errors import ZbcError
 from zbc.runtime.private import Dropouts
 
 
@@ -97,6 +101,39 @@ def _position(device: torch.device) -> tuple[bytes, int]:
 
 
 _HEAD = 128  # bytes of 5056
+
+
+def unseeded() -> dict[str, object]:
+    """The states of generators outside of torch, by what they are called; numpy's only where somebody imported it."""
+    found: dict[str, object] = {"Python's random module": random.getstate()}
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        state = numpy.get_state(legacy=False)["state"]
+        found["numpy.random"] = (state["pos"], state["key"].tobytes())
+    return found
+
+
+def moved(before: Mapping[str, object]) -> str | None:
+    """The generator outside of torch that has been drawn from since."""
+    return next((what for what, state in unseeded().items() if before.get(what, state) != state), None)
+
+
+def draws_unseeded(layer: str, source: str) -> ZbcError:
+    """E509 for a layer that draws from `source` in its forward."""
+    text = f"model: layer {layer} draws from {source} in its forward"
+    hint = "draw with torch's own generator, which is seeded for each step, microbatch and layer"
+    return ZbcError("E509", text, hint=hint)
+
+
+@contextmanager
+def accused(layer: str) -> Iterator[None]:
+    """Raise E509 if the forward in here draws from a generator outside of torch."""
+    with RNG_LOCK:
+        before = unseeded()
+        yield
+        source = moved(before)
+    if source is not None:
+        raise draws_unseeded(layer, source)
 
 
 def draws(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from zbc.runtime.alone import Alone
 from zbc.runtime.bundle import Packing
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.remembered import Kept, Place, as_before, renew
-from zbc.runtime.seeding import Look, drawing, seed_of
+from zbc.runtime.seeding import Look, accused, drawing, seed_of
 from zbc.runtime.slicing import Part
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.split import SplitLinear
@@ -46,6 +46,7 @@ class StageLayer:
     buffers: tuple[Place, ...] = ()  # those its forward changes
     compiled: Callable[[Tensor], Tensor] | None = None  # its forward in training, if that is another
     wary: bool = False  # seeded though no trial saw it draw: another layer of its stage does
+    suspect: bool = False  # some layer of the rank draws from a generator that nobody seeds
 
     @functools.cached_property
     def call(self) -> Callable[[Tensor], Tensor]:
@@ -55,7 +56,7 @@ class StageLayer:
     @functools.cached_property
     def plain(self) -> bool:
         """Whether nothing needs to be done around its forward."""
-        return not (self.seeded or self.traits.overwrites or self.buffers)
+        return not (self.seeded or self.suspect or self.traits.overwrites or self.buffers)
 
     @property
     def seeded(self) -> bool:
@@ -103,10 +104,13 @@ class Stage:
             f"{layer.name}.{local}": p for layer in self.layers for local, p in layer.module.named_parameters()
         }
 
-    def seed_all(self) -> None:
-        """Seed every layer from now on: some other one has drawn, so any may."""
-        self.watched = False
-        self.layers = tuple(replace(layer, wary=True) for layer in self.layers)
+    def seed_all(self, *, suspect: bool = False) -> None:
+        """Seed every layer from now on: some other one has drawn, so any may.
+
+        With `suspect`, find out which one draws from a generator that nobody seeds: E509 in its next forward.
+        """
+        self.watched = False  # a thread that looks cannot have the lock for itself
+        self.layers = tuple(replace(layer, wary=True, suspect=suspect) for layer in self.layers)
         self.__dict__.pop("_calls", None)
 
     @functools.cached_property
@@ -308,10 +312,11 @@ class Stage:
             return layer.call(x)
         if layer.traits.overwrites:
             x = x.clone()
-        if not layer.seeded:
-            return layer.call(x)
-        with drawing(self.device, self._draw(step, mb, layer)):
-            return layer.call(x)
+        with accused(layer.name) if layer.suspect else nullcontext():
+            if not layer.seeded:
+                return layer.call(x)
+            with drawing(self.device, self._draw(step, mb, layer)):
+                return layer.call(x)
 
     def _draw(self, step: int, mb: int, layer: StageLayer) -> int:
         """The seed of what a layer draws."""

@@ -207,6 +207,8 @@ class Worker:
     units: Units | None = None  # runs groups of ops, where ranks share layers
     in_turn: tuple[str, ...] = ()  # why some groups run one op after the other all the same
 
+    watched: bool = False  # whether generators that nobody seeds are looked at: layers of users may draw from them
+    suspicious: bool = False  # whether each layer is
     step: int = 0
     stop: bool = False
     one_by_one: bool = False  # whether the ops of groups are to run one after the other now
@@ -250,6 +252,14 @@ class Worker:
             most = run.plan.manifest.microbatches if self.work is None else self.work.most
             run.first = self.replica * most
             self.prepare(run.plan.ops if run.cycle is None else run.cycle.all_keyed())
+
+    def suspect(self, drawn: bool) -> None:
+        """Where a step has `drawn` from a generator that nobody seeds, look at each layer of the next one."""
+        if drawn != self.suspicious:
+            self.suspicious = drawn
+            for stage in self.stages.values():
+                for one in (stage, *stage.slices):
+                    one.seed_all(suspect=drawn)
 
     @property
     def plan(self) -> RankPlan:

@@ -150,6 +150,7 @@ def build_worker(
         if work is None
         else PackedBatches(work, LOWERED[settings.model.parameters]),
         loss=_loss(settings.model, group),
+        watched=not settings.model.builtin,
         optimizers={s: _optimizer(settings, stages[s], manifest, transport.rank, plans, late.get(s, 0)) for s in mine},
         clip=settings.optimizer.clip_grad_norm,
         rate=lambda phases, step: phases.rate(

@@ -9,8 +9,6 @@ carries      it changes plain attributes of its modules in every forward: see ca
 
 from __future__ import annotations
 
-import random
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from zbc.errors import ZbcError
 from zbc.runtime.private import TorchDispatchMode
+from zbc.runtime.seeding import draws_unseeded, moved, unseeded
 from zbc.runtime.stage import Traits
 from zbc.training.probing.carried import attributes, differing
 
@@ -95,11 +94,10 @@ def observe(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tu
 def _once(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tuple[str, ...]]:
     """What a forward returned and did, and which buffers it made."""
     buffers, given = dict(module.named_buffers()), x.clone()
-    states, before = _states(), attributes(module)
+    others, before = unseeded(), attributes(module)
     with _Ops() as ops, _Differentiates() as differentiates:
         y = module(given)
-    elsewhere = next((what for what, state in _states().items() if states.get(what, state) != state), None)
-    _refuse(name, module, ops, "a generator of its own" if ops.elsewhere else elsewhere)
+    _refuse(name, module, ops, "a generator of its own" if ops.elsewhere else moved(others))
     after = dict(module.named_buffers())
     changed = tuple(key for key, old in buffers.items() if after.get(key) is not old or ops.wrote(old))
     carries = differing(before, attributes(module))
@@ -116,9 +114,8 @@ def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None
     """Raise E509 for what a forward did that no stage can do; `source`: of random numbers that nobody seeds."""
     written = next((key for key, parameter in module.named_parameters() if ops.wrote(parameter)), None)
     if source is not None:
-        text = f"draws from {source} in its forward"
-        hint = "draw with torch's own generator, which is seeded for each step, microbatch and layer"
-    elif written is not None:
+        raise draws_unseeded(name, source)
+    if written is not None:
         text = f"writes to its parameter {written} in its forward, which other microbatches and copies still need"
         hint = "compute it from the parameter instead: torch.nn.utils.parametrize; drop max_norm of an embedding"
     elif ops.sparse:
@@ -127,15 +124,6 @@ def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None
     else:
         return
     raise ZbcError("E509", f"model: layer {name} {text}", hint=hint)
-
-
-def _states() -> dict[str, object]:
-    """Generators outside of torch, by what they are called; numpy's only where somebody has imported it."""
-    found: dict[str, object] = {"Python's random module": random.getstate()}
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-        found["numpy.random"] = repr(numpy.get_state())
-    return found
 
 
 def reaches(y: Tensor, x: Tensor) -> bool:

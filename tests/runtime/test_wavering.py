@@ -1,0 +1,79 @@
+"""Layers that waver are trained as one process trains them: no trial tells what a later forward will do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.runtime.small_plans import make_plan, make_program, reference
+from tests.runtime.test_gradients import VECTORS, check_training, user
+from tests.runtime.wavering import models
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.errors import ZbcError
+from zbc.runtime.execute import run_ops, run_step
+
+WAYS = [("1f1b", 4, "keep"), ("zb-h1", 2, "recompute"), ("zb-v", 2, "keep"), ("interleaved-1f1b", 2, "recompute")]
+
+
+def plan_of(kinds, schedule="1f1b", p=4, m=4, *, activations="keep", optimizer=None):
+    model = {**user("", layers=len(kinds), kinds=kinds), "family": "tests.runtime.wavering:layers"}
+    optimizer = optimizer or {"lr": 1e-2, "weight_decay": 0.1, "clip_grad_norm": 0.5}
+    program = make_program(schedule, p, m)
+    return make_plan(program, model=model, **VECTORS, activations=activations, optimizer=optimizer, size=2)
+
+
+@pytest.mark.parametrize("examples", few([6, 150], (6,)))
+def test_drawn_layers_train_as_in_one_process(examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(models(8), st.sampled_from(WAYS))
+    def check(kinds, way):
+        schedule, p, activations = way
+        check_training(plan_of(kinds, schedule, p, activations=activations), steps=2)
+
+    check()
+
+
+@pytest.mark.parametrize(("schedule", "p", "activations"), few(WAYS, 1))
+def test_a_stage_whose_reader_is_left_out_keeps_training(schedule, p, activations):
+    """With zeros for its gradient, weight decay alone moved it."""
+    kinds = [("Plain", []), ("LeftOut", [0.5])] * 4
+    check_training(plan_of(kinds, schedule, p, activations=activations))
+
+
+@pytest.mark.parametrize("first", [("Expert", [0.5]), ("LeftOut", [0.9]), ("Masks", [0.5])])
+def test_a_first_layer_that_a_trial_passes_by_trains(first):
+    check_training(plan_of([first, ("Join" if first[0] == "Masks" else "Plain", []), ("Plain", []), ("Plain", [])]))
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_noise_that_begins_late_is_that_of_one_process(activations):
+    check_training(plan_of([("Plain", []), ("Noisy", [2.5])] * 2, "zb-h1", 2, activations=activations))
+
+
+def test_what_no_trial_saw_is_refused_where_it_shows():
+    kinds = [("Large", []), ("Masks", [10.0]), ("Join", []), ("Plain", [])]
+    with pytest.raises(ZbcError, match=r"tensor 1 of layer layers.1 wants a gradient, which trials did not show"):
+        run_threads(plan_of(kinds, p=2), 1)
+
+
+def test_draws_that_nobody_seeds_are_refused_in_their_step():
+    kinds = [("Plain", []), ("OwnDraw", [0.5]), ("Plain", []), ("Plain", [])]
+    with pytest.raises(ZbcError, match=r"layer layers.1 draws from numpy.random in its forward"):
+        run_threads(plan_of(kinds, p=2), 2)
+
+
+def test_draws_of_others_stop_no_run():
+    """Of a logger, say: the layers are looked at one by one, and none has drawn."""
+    steps = []
+
+    def drawing(worker, step, **how):
+        steps.append(random.random())
+        return run_step(worker, step, loop=lambda worker: (run_ops(worker), random.random())[0], **how)
+
+    plan = plan_of([("Plain", [])] * 4, p=1)
+    found, expected = run_threads(plan, 3, step=lambda worker: drawing), reference(plan, 3)
+    assert [r.loss for r in found[0].results] == expected.losses

@@ -1,0 +1,147 @@
+"""Layers that some forwards pass by, or whose draws and gradients begin with the data; and models drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+W = 8
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class LeftOut(Plain):
+    """Its microbatch passes it by, at random: stochastic depth."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < self.rate else super().forward(x)
+
+
+class Expert(Plain):
+    """Sees the samples alone whose first number is large, if there are any."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above = above
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[:, 0] > self.above
+        return torch.where(mask[:, None], super().forward(x), x) if mask.any() else x
+
+
+class Noisy(Plain):
+    """Adds noise where the numbers are large; those that a trial makes up are 0."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above = above
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y + 0.1 * torch.randn_like(y) if x.abs().max() > self.above else y
+
+
+class Stops(Plain):
+    """No gradient goes on to what is before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+class Fork(Plain):
+    """(B, W) -> a state and, where the numbers are large, an encoding that depends on a weight; zeros else."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above = above
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, 0.5 * y if x.abs().max() > self.above else 0.0 * y
+
+
+class Join(Plain):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + y)
+
+
+class Skip(Plain):
+    """Takes two tensors and passes the second on."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), y
+
+
+class OwnDraw(Plain):
+    """Draws from a generator that nobody seeds, where the numbers are large."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above = above
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * float(numpy.random.rand()) if x.abs().max() > self.above else y
+
+
+class Masks(Plain):
+    """Returns a second tensor that wants a gradient where the numbers are large, and in no trial."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above = above
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        return y, y if x.abs().max() > self.above else x.detach()
+
+
+class Large(Plain):
+    """Numbers that no trial makes up."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 100 * super().forward(x)
+
+
+KINDS = {
+    kind.__name__: kind for kind in (Plain, LeftOut, Expert, Noisy, Stops, Fork, Join, Skip, OwnDraw, Masks, Large)
+}
+
+
+def layers(kinds: Sequence[tuple[str, Sequence[float]]]) -> list[Callable[[], nn.Module]]:
+    return [partial(KINDS[name], *numbers) for name, numbers in kinds]
+
+
+@st.composite
+def models(draw: st.DrawFn, count: int) -> list[tuple[str, list[float]]]:
+    """What `layers` takes: `count` layers that take and give one tensor, and now and then two on the way."""
+    found: list[tuple[str, list[float]]] = []
+    above = st.sampled_from([0.0, 0.5, 1.5, 2.5, 100.0])
+    rate = st.sampled_from([0.0, 0.3, 0.9, 1.0])
+    while len(found) < count:
+        left = count - len(found)
+        name = draw(st.sampled_from(["Plain", "LeftOut", "LeftOut", "Expert", "Noisy", "Stops", "Fork"]))
+        if name == "Fork" and left >= 2:
+            skips = draw(st.integers(0, min(2, left - 2)))
+            found += [("Fork", [draw(above)]), *([("Skip", list[float]())] * skips), ("Join", [])]
+        elif name in ("Plain", "Stops", "Fork"):
+            found.append(("Plain" if name == "Fork" else name, []))
+        else:
+            found.append((name, [draw(rate if name == "LeftOut" else above)]))
+    return found
