@@ -224,7 +224,7 @@ TEXTS = f"{__name__}:Texts"
 def test_a_dataset_of_a_user_with_lengths_is_dealt_and_packed():
     plan = unequal(data={"kind": TEXTS, "balance": "length"})
     workers = run_threads(plan, STEPS)
-    as_one_process(workers, plan, documents=PairDocuments(Pairs(Texts(), "texts"), Texts(), "texts", 16))
+    as_one_process(workers, plan, documents=PairDocuments(Pairs(Texts(), "texts", 0), Texts(), "texts", 16))
 
 
 @pytest.mark.parametrize(

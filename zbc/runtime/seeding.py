@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import random
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,6 +76,30 @@ def drawing(device: torch.device, seed: int) -> Iterator[None]:
         if device.type == "cuda":
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)
         yield
+
+
+@contextmanager
+def reading() -> Iterator[Callable[[int], None]]:
+    """Have the generators of torch, Python and numpy alone; what it yields seeds them all.
+
+    For what is read of data: every rank has to draw the same for a sample. Afterwards each is as before.
+    """
+    numpy: Any = importlib.import_module("numpy.random") if "numpy" in sys.modules else None
+    with RNG_LOCK, torch.random.fork_rng(devices=[]):
+        before, its = random.getstate(), None if numpy is None else numpy.get_state()
+
+        def seed(number: int) -> None:
+            torch.default_generator.manual_seed(number)
+            random.seed(number)
+            if numpy is not None:
+                numpy.seed([number & 0xFFFFFFFF, number >> 32])
+
+        try:
+            yield seed
+        finally:
+            random.setstate(before)
+            if numpy is not None:
+                numpy.set_state(its)
 
 
 class Look:

@@ -35,6 +35,7 @@ from zbc.training.checkpoint import resume
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.checkpoint.together import try_out
+from zbc.training.data.data import KINDS
 from zbc.training.data.unequal import Dealer
 from zbc.training.evaluate import due, evaluate
 from zbc.training.filling import install
@@ -338,15 +339,17 @@ def train_steps(
 
 
 def agree_on_samples(worker: Worker) -> None:
-    """Raise E117 where ranks that deal samples to replicas do not know the same lengths."""
-    if not isinstance(worker.work, Dealer):
+    """Raise E117 where ranks that deal samples to replicas do not know the same, E516 where those that read do not."""
+    dealt, source = isinstance(worker.work, Dealer), worker.batches
+    if not dealt and worker.plan.manifest.training["data"]["kind"] in KINDS:
         return
-    own = torch.tensor([float(worker.work.digest)], dtype=torch.float64, device=worker.device)
-    everyone = own.clone()
-    worker.all_reduce(everyone, worker.everyone)
-    if everyone.item() != own.item() * len(worker.everyone):
-        text = f"data: rank {worker.rank} finds samples of other lengths than other ranks"
-        raise ZbcError("E117", text, hint="let all ranks read the same data")
+    own = worker.work.digest if isinstance(worker.work, Dealer) else None if source is None else source.digest()
+    told = torch.tensor([float(own or 0), own is not None], dtype=torch.float64, device=worker.device)
+    worker.all_reduce(told, worker.everyone)
+    total, readers = told.tolist()
+    if own is not None and total != own * readers:
+        text = f"data: rank {worker.rank} finds other samples than other ranks, or of other lengths"
+        raise ZbcError("E117" if dealt else "E516", text, hint="let all ranks read the same data")
 
 
 def _show(result: StepResult | None, context: RankContext, log: RunRecord | None) -> None:

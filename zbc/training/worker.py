@@ -117,7 +117,8 @@ def build_worker(
     if work is not None:
         samples = Padded(work.documents, work.shape.room)
     elif ends or settings.data.kind not in KINDS:
-        samples = build_samples(settings.data, settings.model, settings.train.seed)
+        both = len(placement.pipes) == 1 and set(placement.ends) <= set(mine)
+        samples = build_samples(settings.data, settings.model, settings.train.seed, both=both)
     plans = layer_plans(settings) if plans is None else list(plans)
     slices = parts_of(manifest)
     lengths: list[int | None] = [*sorted({part.rows for part in slices}, reverse=True)] or [None]

@@ -8,6 +8,8 @@ all, so no two replicas see the same sample.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -19,7 +21,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.plan.phases import Phases
-from zbc.runtime.seeding import seed_of, seeded
+from zbc.runtime.seeding import reading, seed_of
 from zbc.runtime.tensors import TensorSpec
 from zbc.training.data import corpus
 from zbc.training.data.permutation import Permutation
@@ -27,11 +29,16 @@ from zbc.training.data.tokens import TokenWindows
 
 KINDS = ("text", "tokens", "synthetic")  # made of tokens, so that a shape is known without looking
 _PAIR = tuple, list
+_ORDERS = 4  # of epochs that are remembered
+_KEPT = 1024  # targets that wait for their turn, at most about so many
 _AT_ONCE = 32  # samples that are looked up in one go, ahead of the microbatch that is asked for
 
 
 class Samples(Protocol):
-    """A map-style dataset that gives whole microbatches."""
+    """A map-style dataset that gives whole microbatches.
+
+    Numbers go on behind the last sample: in epoch `e` sample `i` has the number i + e x len.
+    """
 
     def __len__(self) -> int: ...
 
@@ -41,6 +48,9 @@ class Samples(Protocol):
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         """Their targets, stacked."""
+
+    def digest(self) -> int:
+        """Of a few samples, 40 bits: ranks compare what they read. Raises E516 if two looks at one sample differ."""
 
 
 class Windows:
@@ -55,10 +65,13 @@ class Windows:
         return len(self._inputs)
 
     def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        return self._inputs[torch.tensor(indices)].long()
+        return self._inputs[torch.tensor(indices) % len(self)].long()
 
     def targets(self, indices: Sequence[int]) -> Tensor:
-        return self._targets[torch.tensor(indices)].long()
+        return self._targets[torch.tensor(indices) % len(self)].long()
+
+    def digest(self) -> int:
+        return 0
 
 
 class RandomTokens:
@@ -76,50 +89,94 @@ class RandomTokens:
     def targets(self, indices: Sequence[int]) -> Tensor:
         return torch.stack([self._sample(i)[1:] for i in indices])
 
+    def digest(self) -> int:
+        return 0
+
     def _sample(self, index: int) -> Tensor:
-        source = torch.Generator().manual_seed(seed_of(self._seed, "noise", index))
+        source = torch.Generator().manual_seed(seed_of(self._seed, "noise", index % self._count))
         return torch.randint(self._vocab, (self._seq_len + 1,), generator=source)
 
 
 class Pairs:
     """A user's map-style dataset of (input, target) tensors, all of one shape.
 
-    The ranks of the first and the last stage each index it, so `dataset[i]` has to be the same every time; only the
-    factory call may draw from torch's generator, which is seeded for it.
+    The ranks of the first and the last stage each index it. What it draws from the generators of torch, Python and
+    numpy follows from `seed`, the epoch and the sample, so that both ranks see the same; all else has to be so anyhow.
+    With `both`, for a rank that reads inputs and targets, a target stays from the look at its input on.
     """
 
-    def __init__(self, dataset: Any, name: str) -> None:
+    def __init__(self, dataset: Any, name: str, seed: int, *, both: bool = False) -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             text = f"data: {name} returned {type(dataset).__name__}, which has no length or cannot be indexed"
             raise ZbcError("E502", text, hint="return a map-style dataset: __len__ and __getitem__(index)")
-        self._dataset, self._name = dataset, name
+        self._dataset, self._name, self._seed, self._both = dataset, name, seed, both
+        self._targets: dict[int, Tensor] = {}  # of samples whose input was read, by their number
 
     def __len__(self) -> int:
+        return self._count
+
+    @functools.cached_property
+    def _count(self) -> int:
         return int(userobject.call(partial(len, self._dataset), {}, f"len({self._name})", "data.kind"))
 
     def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        return self._stacked(indices, 0, group)
+        pairs = self.pairs(indices, group)
+        if self._both and len(self._targets) < _KEPT:
+            self._targets |= {number: target for number, (_, target) in zip(indices, pairs, strict=True)}
+        return self._stacked(indices, 0, [x for x, _ in pairs])
 
     def targets(self, indices: Sequence[int]) -> Tensor:
-        return self._stacked(indices, 1, None)
+        known = [self._targets.pop(number, None) for number in indices]
+        found = [target for target in known if target is not None]
+        if len(found) < len(known):
+            found = [target for _, target in self.pairs(indices, None)]
+        return self._stacked(indices, 1, found)
 
-    def _stacked(self, indices: Sequence[int], which: int, group: str | None) -> Tensor:
+    def digest(self) -> int:
+        seen = hashlib.sha256()
+        for index in sorted({0, len(self) // 2, len(self) - 1} if len(self) else ()):
+            first, second = (self._bytes(index) for _ in range(2))
+            if first != second:
+                text = f"data: two looks at sample {index} of {self._name} differ"
+                hint = "draw from torch's, Python's or numpy's own generator, which are seeded for each sample"
+                raise ZbcError("E516", text, hint=hint)
+            seen.update(first)
+        return int.from_bytes(seen.digest()[:5], "big")
+
+    def _bytes(self, index: int) -> bytes:
+        """All of a sample."""
+        pair = self._look([index])[0]
+        self._checked(index, pair, None)
+        x, target = pair
+        tensors = [*(x[name] for name in sorted(x)), target] if isinstance(x, Mapping) else [x, target]
+        return b"".join(one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
+
+    def _stacked(self, indices: Sequence[int], which: int, found: list[Tensor]) -> Tensor:
         """Raises E505 for samples of several shapes."""
-        found = [self.pair(i, group)[which] for i in indices]
-        other = next((i for i, one in zip(indices, found, strict=True) if one.shape != found[0].shape), None)
+        other = next((k for k, one in enumerate(found) if one.shape != found[0].shape), None)
         if other is not None:
-            what, shapes = (
-                ("input", "target")[which],
-                (list(found[0].shape), list(self.pair(other, group)[which].shape)),
-            )
-            text = f"data: the {what} of sample {other} of {self._name} has shape {shapes[1]}, that of sample"
-            raise ZbcError("E505", f"{text} {indices[0]} {shapes[0]}", hint="pad or cut samples to one shape")
+            what, shapes = ("input", "target")[which], [list(found[k].shape) for k in (other, 0)]
+            numbers = [indices[k] % len(self) for k in (other, 0)]
+            text = f"data: the {what} of sample {numbers[0]} of {self._name} has shape {shapes[0]}, that of sample"
+            raise ZbcError("E505", f"{text} {numbers[1]} {shapes[1]}", hint="pad or cut samples to one shape")
         return torch.stack(found)
 
-    def pair(self, index: int, group: str | None = "") -> tuple[Tensor, Tensor]:
-        """A sample; of inputs for several groups of layers that for one, or any where `group` is None."""
-        pair = self._dataset[index]
-        fit = isinstance(pair, _PAIR) and len(pair) == 2  # no generator here: this is asked for every sample
+    def pairs(self, numbers: Sequence[int], group: str | None = "") -> list[tuple[Tensor, Tensor]]:
+        """Samples; of inputs for several groups of layers those for one, or any where `group` is None."""
+        found = zip(numbers, self._look(numbers), strict=True)
+        return [self._checked(number % len(self), pair, group) for number, pair in found]
+
+    def _look(self, numbers: Sequence[int]) -> list[Any]:
+        with reading() as seed:
+            found = []
+            for number in numbers:
+                epoch, index = divmod(number, len(self))
+                seed(seed_of(self._seed, "sample", epoch, index))
+                found.append(self._dataset[index])
+            return found
+
+    def _checked(self, index: int, pair: Any, group: str | None) -> tuple[Tensor, Tensor]:
+        fit = isinstance(pair, _PAIR) and len(pair) == 2
         if group != "" and fit and isinstance(pair[0], Mapping):
             group = next(iter(pair[0]), "") if group is None else group
             if group not in pair[0]:
@@ -144,10 +201,17 @@ class SampleRange:
         return self._stop - self._start
 
     def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        return self._samples.inputs([self._start + i for i in indices], group)
+        return self._samples.inputs(self._numbers(indices), group)
 
     def targets(self, indices: Sequence[int]) -> Tensor:
-        return self._samples.targets([self._start + i for i in indices])
+        return self._samples.targets(self._numbers(indices))
+
+    def digest(self) -> int:
+        return self._samples.digest()
+
+    def _numbers(self, indices: Sequence[int]) -> list[int]:
+        count, total = len(self), len(self._samples)
+        return [self._start + i % count + i // count * total for i in indices]
 
 
 class Batches:
@@ -195,13 +259,22 @@ class Batches:
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU; that for a `group` of layers, where there are several."""
-        numbers = self.indices(step, mb)
+        numbers = self._numbers(step, mb)
         x = self._samples.inputs(numbers, group) if group else self._samples.inputs(numbers)
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
 
     def targets(self, step: int, mb: int) -> Tensor:
         """Its target, on the CPU."""
-        return self._samples.targets(self.indices(step, mb))
+        return self._samples.targets(self._numbers(step, mb))
+
+    def digest(self) -> int:
+        """See `Samples`."""
+        return self._samples.digest()
+
+    def _numbers(self, step: int, mb: int) -> list[int]:
+        """As `Samples` counts them, over epochs."""
+        place = self.phases.position(step) + mb * self._size
+        return in_epochs(self.indices(step, mb), place, self._count)
 
     def indices(self, step: int, mb: int) -> list[int]:
         """The numbers of its samples."""
@@ -228,13 +301,23 @@ class Batches:
     def _order(self, epoch: int) -> Permutation:
         order = self._orders.get(epoch)
         if order is None:
+            while len(self._orders) >= _ORDERS:
+                del self._orders[next(iter(self._orders))]
             order = self._orders[epoch] = Permutation(self._count, seed_of(self._seed, "epoch", epoch))
         return order
 
 
-def build_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
-    """The samples of `[data]` to train on. Raises E501 to E505, E530 to E532."""
-    samples = _all_samples(data, model, seed)
+def in_epochs(indices: Sequence[int], position: int, count: int) -> list[int]:
+    """The numbers over epochs (see `Samples`) of the samples of `count` that come from a position on."""
+    return [index + (position + k) // count * count for k, index in enumerate(indices)]
+
+
+def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:
+    """The samples of `[data]` to train on; `both`: of which this rank reads inputs and targets.
+
+    Raises E501 to E505, E530 to E532.
+    """
+    samples = _all_samples(data, model, seed, both=both)
     kept = _kept(data, samples)
     return SampleRange(samples, 0, len(samples) - kept) if kept else samples
 
@@ -270,11 +353,17 @@ def _kept(data: spec.Data, samples: Samples) -> int:
     return math.ceil(data.validation * len(samples))
 
 
-def _all_samples(data: spec.Data, model: spec.Model, seed: int) -> Samples:
+def build_dataset(data: spec.Data, seed: int) -> Any:
+    """A user's dataset; what its factory draws is the same on all ranks. Raises E501 to E505."""
+    factory = userobject.load(data.kind, "data.kind")
+    with reading() as begin:
+        begin(seed_of(seed, "data"))
+        return userobject.call(factory, data.args, data.kind, "data.kind")
+
+
+def _all_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:
     if data.kind not in KINDS:
-        factory = userobject.load(data.kind, "data.kind")
-        with seeded(seed_of(seed, "data")):  # the first and the last stage's rank build the same dataset
-            return Pairs(userobject.call(factory, data.args, data.kind, "data.kind"), data.kind)
+        return Pairs(build_dataset(data, seed), data.kind, seed, both=both)
     seq_len = _token_length(data, model)
     if data.kind == "synthetic":
         if model.vocab is None:

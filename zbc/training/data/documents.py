@@ -27,8 +27,10 @@ class Documents(Protocol):
 
     def __len__(self) -> int: ...
 
-    def pair(self, index: int) -> tuple[Tensor, Tensor]:
-        """The input and the target of a sample, both (tokens, ...)."""
+    def pair(self, number: int) -> tuple[Tensor, Tensor]:
+        """The input and the target of a sample, both (tokens, ...); numbers and `digest` are those of `Samples`."""
+
+    def digest(self) -> int: ...
 
 
 class RandomDocuments:
@@ -43,7 +45,11 @@ class RandomDocuments:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+    def digest(self) -> int:
+        return 0
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor]:
+        index = number % len(self)
         source = torch.Generator().manual_seed(seed_of(self._seed, "noise", index))
         tokens = torch.randint(self._vocab, (int(self.lengths[index]) + 1,), generator=source)
         return tokens[:-1], tokens[1:]
@@ -68,7 +74,11 @@ class TokenDocuments:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def pair(self, index: int) -> tuple[Tensor, Tensor]:
+    def digest(self) -> int:
+        return 0
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor]:
+        index = number % len(self)
         file = self._files[bisect_right(self._firsts, index) - 1]
         tokens = file.read(int(self._starts[index]), int(self.lengths[index]) + 1)
         largest = int(tokens.max())
@@ -119,8 +129,11 @@ class PairDocuments:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def pair(self, index: int) -> tuple[Tensor, Tensor]:
-        x, y = self._pairs.pair(index)
+    def digest(self) -> int:
+        return self._pairs.digest()
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor]:
+        ((x, y),), index = self._pairs.pairs([number]), number % len(self)
         wanted = int(self.lengths[index])
         for what, found in (("input", x), ("target", y)):
             if found.dim() == 0 or len(found) != wanted:
@@ -139,5 +152,9 @@ class Some:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def pair(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._documents.pair(self._start + index)
+    def digest(self) -> int:
+        return self._documents.digest()
+
+    def pair(self, number: int) -> tuple[Tensor, Tensor]:
+        epoch, index = divmod(number, len(self))
+        return self._documents.pair(self._start + index + epoch * len(self._documents))

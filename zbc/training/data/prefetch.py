@@ -47,6 +47,9 @@ class Prefetched:
     def targets(self, step: int, mb: int) -> Tensor:
         return self._take("targets", step, mb)
 
+    def digest(self) -> int:
+        return self._batches.digest()
+
     def follow(self, phases: Phases) -> None:
         """Have the steps begin where `phases` says; there are as many as before."""
         self._forget()

@@ -75,7 +75,11 @@ class TokenWindows:
     def targets(self, indices: Sequence[int]) -> Tensor:
         return torch.stack([self._window(index, 1) for index in indices])
 
-    def _window(self, index: int, shift: int) -> Tensor:
+    def digest(self) -> int:
+        return 0
+
+    def _window(self, number: int, shift: int) -> Tensor:
+        index = number % len(self)
         place = bisect_right(self._starts, index) - 1
         file, start = self._files[place], (index - self._starts[place]) * self._seq_len + shift
         tokens = file.read(start, self._seq_len)

@@ -9,20 +9,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.job import spec, userobject
+from zbc.job import spec
 from zbc.plan.balancing import Microbatch, Shape, deal, dealt_evenly, samples_of_step
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
 from zbc.runtime.packing import Rows
-from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.words import IGNORED
-from zbc.training.data.data import KINDS, Batches, Pairs, place
+from zbc.training.data.data import KINDS, Batches, Pairs, build_dataset, in_epochs, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
 
 LOOKED_AT = 4096  # samples whose lengths say how many a step takes
@@ -47,10 +46,8 @@ def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
 def _all(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     longest = model.seq_len or 1
     if data.kind not in KINDS:
-        factory = userobject.load(data.kind, "data.kind")
-        with seeded(seed_of(seed, "data")):
-            dataset: Any = userobject.call(factory, data.args, data.kind, "data.kind")
-        return PairDocuments(Pairs(dataset, data.kind), dataset, data.kind, longest)
+        dataset = build_dataset(data, seed)
+        return PairDocuments(Pairs(dataset, data.kind, seed), dataset, data.kind, longest)
     if data.kind == "tokens":
         paths = [data.path] if isinstance(data.path, str) else data.path or []
         return TokenDocuments(paths, data.dtype, longest, model.vocab)
@@ -61,7 +58,8 @@ def _all(data: spec.Data, model: spec.Model, seed: int) -> Documents:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One step: the numbers and lengths of its samples, and the microbatches of each replica, of places in these."""
+    """One step: the numbers (over epochs) and lengths of its samples; the microbatches of each replica, of places in
+    these."""
 
     samples: Sequence[int]
     lengths: Sequence[int]
@@ -89,22 +87,23 @@ class Dealer:
 
     @property
     def digest(self) -> int:
-        """Of all lengths: a number of 40 bits."""
-        raw = self.documents.lengths.numpy().tobytes()
+        """Of all lengths and a few samples: a number of 40 bits."""
+        raw = self.documents.lengths.numpy().tobytes() + self.documents.digest().to_bytes(5, "big")
         return int.from_bytes(hashlib.sha256(raw).digest()[:5], "big")
 
     def step(self, step: int) -> StepWork:
         """Raises E117 if the step has more than there is room for."""
         found = self._known.get(step)
         if found is None:
-            samples = self._order.taken(self.phases.position(step), self.samples)
+            position = self.phases.position(step)
+            samples = self._order.taken(position, self.samples)
             lengths = [self._lengths[i] for i in samples]
             replicas = deal(lengths, self.shape)
             if replicas is None:
                 raise _too_many(step, lengths, self.shape)
             while len(self._known) >= KEPT:
                 del self._known[next(iter(self._known))]
-            found = self._known[step] = StepWork(samples, lengths, replicas)
+            found = self._known[step] = StepWork(in_epochs(samples, position, len(self._lengths)), lengths, replicas)
         return found
 
     def tokens(self, step: int) -> int:
@@ -186,6 +185,10 @@ class PackedBatches:
         """How many samples there are."""
         return len(self._dealer.documents)
 
+    def digest(self) -> int:
+        """Of a few samples and all lengths."""
+        return self._dealer.digest
+
     def follow(self, phases: Phases) -> None:
         """The dealer does."""
 
@@ -228,6 +231,9 @@ class Padded:
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         return torch.stack([self._row(i, 1, IGNORED) for i in indices])
+
+    def digest(self) -> int:
+        return self._documents.digest()
 
     def _row(self, index: int, which: int, padding: int) -> Tensor:
         one = self._documents.pair(index)[which]

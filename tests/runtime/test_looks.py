@@ -1,0 +1,111 @@
+"""Ranks that read a sample each by itself see one look at it, whatever its dataset draws; else they do not begin."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.runtime.drawing_data import Drawn
+from tests.runtime.small_plans import make_plan, make_program, make_worker
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.errors import ZbcError
+from zbc.runtime.seeding import reading
+from zbc.training.data.data import Batches, Pairs, SampleRange
+
+SEEDED = st.lists(st.sampled_from(["torch", "python", "numpy", "seeded"]), max_size=3)
+WAYS = [("1f1b", 2), ("zb-v", 2), ("dualpipe", 2), ("1f1b", 1)]
+HERE = "tests.runtime.drawing_data"
+
+
+def plan_of(schedule, p, m=4, **args):
+    model = {"family": f"{HERE}:layers", "layers": 4, "loss": f"{HERE}:gap"}
+    return make_plan(make_program(schedule, p, m), model=model, data={"kind": f"{HERE}:Drawn", "args": args}, size=2)
+
+
+def pairs(ways, count=6, seed=1, **how):
+    return Pairs(Drawn(ways, [], count), "drawn", seed, **how)
+
+
+@pytest.mark.parametrize("examples", few([5, 100], (5,)))
+def test_input_and_target_are_of_one_look(examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(
+        SEEDED, SEEDED, st.integers(8, 30), st.sampled_from([("1f1b", 2), ("zb-v", 2), ("dualpipe", 2), ("1f1b", 1)])
+    )
+    def check(ways, first, count, how):
+        plan = plan_of(*how, ways=ways, first=first, count=count)
+        assert [r.loss for r in run_threads(plan, 4)[0].results] == [0.0] * 4
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("ways", "first", "text"), [(["own"], [], "two looks at sample 8"), ([], ["own"], "other ranks")]
+)
+def test_what_nobody_seeds_is_refused_before_the_first_step(ways, first, text):
+    plan = plan_of("1f1b", 2, ways=ways, first=first, count=16, start=8)
+    with pytest.raises(ZbcError, match=f"E516.*{text}"):
+        run_threads(plan, 1)
+
+
+def test_looks_follow_from_the_seed_the_epoch_and_the_sample_alone():
+    some = pairs(["torch", "python", "numpy"])
+    late, again = some.inputs([8]), pairs(["torch", "python", "numpy"]).inputs([3, 2, 8])
+    assert torch.equal(late[0], again[2]), "whatever was read before"
+    assert late[0, 0] == again[1, 0] == 2 and not torch.equal(again[1, 2:], again[2, 2:]), "another look in each epoch"
+    assert not torch.equal(pairs(["torch", "python", "numpy"], seed=2).inputs([8])[0, 2:], late[0, 2:])
+    part = SampleRange(some, 2, 5)
+    assert torch.equal(part.inputs([3 + 0])[0], some.inputs([6 + 2])[0]), "the first of the second epoch"
+
+
+def test_a_batch_that_spans_epochs_has_looks_of_both():
+    data = Batches(pairs(["torch"]), seed=3, microbatches=2, size=2)
+    seen = [tuple(row) for step in range(6) for mb in range(2) for row in data.inputs(step, mb).tolist()]
+    assert len(seen) == 24 and len(set(seen)) == 24 and len({row[0] for row in seen}) == 6
+
+
+def test_generators_are_put_back():
+    before = torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tobytes()
+    with pytest.raises(KeyError), reading() as seed:
+        seed(2**62 + 1)
+        torch.rand(3), random.random(), numpy.random.rand()
+        raise KeyError
+    assert torch.equal(torch.random.get_rng_state(), before[0])
+    assert (random.getstate(), numpy.random.get_state()[1].tobytes()) == before[1:]
+
+
+@pytest.mark.parametrize(("p", "looks"), [(1, 16), (2, 32)])
+def test_a_rank_with_both_ends_reads_each_sample_once(p, looks, monkeypatch):
+    plan = plan_of("zb-v" if p == 1 else "1f1b", p, ways=["torch"], first=[], count=16)
+    seen = []
+    original = Drawn.__getitem__
+    run_threads(plan, 1)
+    monkeypatch.setattr(Drawn, "__getitem__", lambda self, index: seen.append(index) or original(self, index))
+
+    def forget(worker):
+        if worker.rank == p - 1:
+            seen.clear()
+
+    workers = run_threads(plan, 2, setup=forget)
+    assert len(seen) - 6 * p == looks
+    assert not any(worker.batches._samples._targets for worker in workers)
+
+
+def test_orders_of_epochs_long_gone_are_not_kept():
+    data = Batches(pairs([]), seed=3, microbatches=1, size=6)
+    seen = [sorted(data.indices(step, 0)) for step in range(50)]
+    assert seen == [[*range(6)]] * 50 and len(data._orders) <= 4
+
+
+def test_a_worker_reads_once_only_where_its_inputs_meet_their_targets():
+    both = [
+        make_worker(plan_of(schedule, 2, ways=[], first=[], count=16), 0).batches._samples._both
+        for schedule in ("zb-v", "1f1b", "dualpipe")
+    ]
+    assert both == [True, False, False]
