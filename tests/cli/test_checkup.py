@@ -125,6 +125,14 @@ def test_gradients_that_are_not_finite_in_plain_autograd_either_are_told_apart(z
     assert "\n   layers.0.weight\n" in ran.err and "set_detect_anomaly" in ran.err
 
 
+def test_a_loss_that_is_no_number_is_not_all_right(zbc, job):
+    chosen = zoo("inline")
+    ran = zbc(
+        "doctor", "--model", job(**{**chosen, "model": {**chosen["model"], "loss": "tests.runtime.losses:unknown"}})
+    )
+    assert (ran.code, ran.out) == (7, "") and "error[E704] model: the loss is nan" in ran.err
+
+
 def test_a_setting_on_the_command_line(zbc, job):
     job(data={"kind": "synthetic"})
     out = zbc("doctor", "--model", "zbc.toml", "--set", 'schedule.kind="zb-v"').out

@@ -8,3 +8,8 @@ from torch.nn import functional
 
 def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=0.1)
+
+
+def unknown(output: Tensor, target: Tensor) -> Tensor:
+    """Not a number, and gradients that are."""
+    return (output * 0.0).sum() + float("nan")

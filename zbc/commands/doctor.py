@@ -76,6 +76,9 @@ def examine(path: Path, overrides: Sequence[str], *, as_json: bool, quiet: bool 
     if not found.fine:
         raise _differs(found)
     overflowing = [one.name for one in found.parameters if not one.finite]
+    if not math.isfinite(found.loss) and not overflowing:
+        text = f"model: the loss is {found.loss:.9g}, by plain autograd as through the stages"
+        raise ZbcError("E704", text, hint="look at the loss, and at data it is not defined for")
     if overflowing:
         text = f"model: the gradients of {len(overflowing)} of {len(found.parameters)} parameters are not finite,"
         text += " by plain autograd as through the stages"

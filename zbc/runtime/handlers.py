@@ -75,7 +75,8 @@ def forward(worker: Worker, op: Op) -> None:
     if last:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
         loss = y.item() if worker.on_host else y.detach().clone()
-        loss = loss if worker.work is None else loss * worker.weight(number)
+        weight = worker.weight(number)
+        loss = loss if weight == 1.0 else loss * weight
         worker.losses[key.mb] = loss if not key.slice else worker.losses.get(key.mb, 0.0) + loss
         kept[key] = inp, tape, worker.loss_share(y, number), slot
     else:
@@ -153,7 +154,7 @@ def _summed(worker: Worker, ends: Ends) -> Tensor:
 def _ending(worker: Worker, number: int, part: Part | None) -> Callable[[Tensor], Tensor]:
     """What makes the loss of the last stage's output."""
     target, share = read(worker, worker.batches, "targets", number, part)
-    if worker.work is not None and not worker.weight(number):
+    if not worker.weight(number):
         share = 0.0
     elif part is None:
         return functools.partial(stage_loss, worker.loss, target)

@@ -170,13 +170,13 @@ def first_row() -> int:
 def share_of(target: Tensor, part: Part) -> float:
     """The share that a slice has in the mean over its microbatch, whose targets on the CPU these are.
 
-    Of whole numbers those count that are not IGNORED; not a number where none does.
+    Of whole numbers those count that are not IGNORED; 0 where none does.
     """
     if target.is_floating_point() or target.is_complex():
         return part.rows / part.length
     counted = target != IGNORED
     total = int(counted.sum())
-    return int(part.of(counted).sum()) / total if total else float("nan")
+    return int(part.of(counted).sum()) / total if total else 0.0
 
 
 # ---- for layers ----------------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ class BatchSource(Protocol):
     def follow(self, phases: Phases) -> None: ...
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor: ...
     def targets(self, step: int, mb: int) -> Tensor: ...
+    def weight(self, step: int, mb: int) -> float | None: ...  # by the targets that count; None: as all others
     def digest(self) -> int: ...  # of a few samples
     def close(self) -> None: ...
 
@@ -117,6 +118,14 @@ class Evaluation:
     count: int  # microbatches per evaluation, in all replicas; 0 where the rank does not know
     script: Script
     results: list[EvaluationResult] = field(default_factory=list)
+    counts: Callable[[Tensor], float] | None = None  # how many targets count, where microbatches may differ in that
+    weights: dict[int, float] = field(default_factory=dict)  # of the microbatches of a batch, where losses are found
+
+    def weigh(self, mb: int, target: Tensor, share: float) -> float:
+        """What the mean loss of a microbatch, or of a slice of it, counts in that of all."""
+        weight = share if self.counts is None else self.counts(target)
+        self.weights[mb] = self.weights.get(mb, 0.0) + weight
+        return weight
 
     def number(self, worker: Worker, mb: int) -> int:
         """The number of a microbatch among those of all replicas of the pipeline."""
@@ -206,6 +215,7 @@ class Worker:
     work: UnequalWork | None = None  # of unequal work
     averages: dict[int, Averaging] = field(default_factory=dict)  # by stage, where replicas sum no gradients
     units: Units | None = None  # runs groups of ops, where ranks share layers
+    warnings: tuple[str, ...] = ()  # for the console, before the first step
     in_turn: tuple[str, ...] = ()  # why some groups run one op after the other all the same
 
     watched: bool = False  # whether generators that nobody seeds are looked at: layers of users may draw from them
@@ -298,11 +308,18 @@ class Worker:
 
     def loss_share(self, loss: Tensor, number: int) -> Tensor:
         """The gradient of a step's loss by that of a microbatch."""
-        return self.phase_run.share(loss) if self.work is None else loss.new_tensor(self.weight(number))
+        weight = self.weight(number)
+        if self.work is not None:
+            return loss.new_tensor(weight)
+        share = self.phase_run.share(loss)
+        return share if weight == 1.0 else share * weight
 
     def weight(self, number: int) -> float:
-        """What a microbatch counts in the loss of its step, which is the sum of all; 1 where that is their mean."""
-        return 1.0 if self.work is None else self.work.weight(self.step, number)
+        """What a microbatch counts in the loss of its step, the sum of all; where that is a mean, 1 on the mean."""
+        known = None if self.batches is None else self.batches.weight(self.step, number)
+        if known is None:
+            return 1.0 if self.work is None else self.work.weight(self.step, number)
+        return known
 
     @functools.cached_property
     def pool(self) -> Pool:

@@ -74,18 +74,27 @@ def spread(worker: Worker, op: Op) -> None:
 
 def tell(worker: Worker, op: Op) -> None:
     """S: this rank's words of the output layer; with 1 sum its terms of the input gradient, too."""
-    tell_of(worker, op, worker.batches, worker.number(op.mb), training=True)
+    number = worker.number(op.mb)
+    weight = worker.weight(number)
+    tell_of(worker, op, worker.batches, number, lambda targets, share: share * weight, training=True)
 
 
-def tell_of(worker: Worker, op: Op, batches: BatchSource | None, number: int, *, training: bool) -> None:
-    """S for microbatch `number` of some data."""
+def tell_of(
+    worker: Worker,
+    op: Op,
+    batches: BatchSource | None,
+    number: int,
+    weigh: Callable[[Tensor, float], float],
+    *,
+    training: bool,
+) -> None:
+    """S for microbatch `number` of some data; `weigh`: what the mean over some targets, a share of it, counts."""
     shared, unit = shared_of(worker, op)
     part = shared.slice_of(op)
     targets, share = read(worker, batches, "targets", number, part)
     hidden = worker.arrive(Met(Kind.SPREAD, *unit))
     began = worker.clock.start()
-    count = (targets != IGNORED).sum().double()
-    weight = share / (count if part is None else count.clamp(min=1.0))
+    weight = weigh(targets, share) / (targets != IGNORED).sum().double().clamp(min=1.0)
     step = 1.0 / worker.layout.microbatches
     early = training and shared.sums == 1
     shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=training)

@@ -34,10 +34,11 @@ def build_evaluation(
     train: spec.Train,
     kept: Samples | None,
     *,
+    counts: Callable[[Tensor], float] | None = None,
     lowered: torch.dtype | None = None,
     where: str | None = None,
 ) -> Evaluation:
-    """What the job asks for; `kept` are the data for it, None where they are not read.
+    """What the job asks for; `kept`: the data for it, None where they are not read; `counts`: how many targets count.
 
     Inputs in floating point come as `lowered`, if that is given, as in training.
     Raises E504, at `where`, if they do not make one batch of as many samples as a step has.
@@ -60,7 +61,7 @@ def build_evaluation(
     worker.prepare(ops)
     handlers = {**HANDLERS, Kind.F: _forward, Kind.I: _look_up, Kind.S: _tell}
     script = [(handlers[op.kind], op, worker.placement.text(op)) for op in ops]
-    return Evaluation(train.eval_every, manifest.microbatches, batches, count, script)
+    return Evaluation(train.eval_every, manifest.microbatches, batches, count, script, counts=counts)
 
 
 def due(worker: Worker, step: int, *, last: bool) -> bool:
@@ -77,7 +78,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     count = _agreed_count(worker, evaluation)
     per_batch = evaluation.microbatches * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may go on with samples seen before, which do not count
-    losses = torch.zeros(batches * per_batch, dtype=torch.float64, device=worker.device)
+    losses = torch.zeros(2, batches * per_batch, dtype=torch.float64, device=worker.device)  # times weights; weights
     with evaluating(worker):
         for batch in range(batches):
             worker.step = batch
@@ -86,17 +87,21 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
                 handler(worker, op)
             settle(worker)
             for mb, loss in () if worker.share else worker.losses.items():
-                losses[batch * per_batch + evaluation.number(worker, mb)] = loss
+                place = batch * per_batch + evaluation.number(worker, mb)
+                losses[0, place], losses[1, place] = loss, evaluation.weights[mb]
             worker.losses.clear()
+            evaluation.weights.clear()
             worker.transport.finish_step(drain=True)
     worker.all_reduce(losses, worker.everyone)
     worker.clock.read()  # this is no time of a step
-    progress.waiting, total = True, 0.0
-    for value in losses[:count].tolist():  # in order, so that the sum does not depend on the cut
-        total += value
+    progress.waiting = True
+    totals = [0.0, 0.0]
+    for which, values in enumerate(losses[:, :count].tolist()):  # in order, so that the sum does not depend on the cut
+        for value in values:
+            totals[which] += value
     progress.waiting, worker.step = False, step
     samples = count * manifest.microbatch_size
-    result = EvaluationResult(step, total / count, samples, time.monotonic() - began)
+    result = EvaluationResult(step, totals[0] / totals[1] if totals[1] else 0.0, samples, time.monotonic() - began)
     evaluation.results.append(result)
     return result
 
@@ -149,7 +154,8 @@ def _look_up(worker: Worker, op: Op) -> None:
 
 def _tell(worker: Worker, op: Op) -> None:
     evaluation = _of(worker)
-    tell_of(worker, op, evaluation.batches, evaluation.number(worker, op.mb), training=False)
+    weigh = functools.partial(evaluation.weigh, op.mb)
+    tell_of(worker, op, evaluation.batches, evaluation.number(worker, op.mb), weigh, training=False)
 
 
 def _forward(worker: Worker, op: Op) -> None:
@@ -165,9 +171,10 @@ def _forward(worker: Worker, op: Op) -> None:
     finish: Callable[[Tensor], Tensor] = stage.fit
     if last:
         target, share = read(worker, _of(worker).batches, "targets", number, stage.part)
-        finish = functools.partial(stage_loss, worker.loss, target)
-        if stage.part is not None:
-            finish = functools.partial(slice_loss, worker.loss, target, share)
+        weight = _of(worker).weigh(op.mb, target, share)
+        finish = functools.partial(slice_loss, worker.loss, target, weight)
+        if weight == 1.0:
+            finish = functools.partial(stage_loss, worker.loss, target)
     began = worker.clock.start()  # on a GPU the host stays near it here, too
     y = stage.evaluate(x, finish, "evaluation", worker.step, number)
     worker.clock.stop(began)

@@ -161,6 +161,8 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
     worker = build_worker(plan, transport, context.device, ramp, tell=watchdog.phase)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
+    for text in worker.warnings if worker.replica == worker.share == 0 else ():
+        context.emit(text)
     if context.device.type == "cuda":
         watchdog.phase("using every kernel and group once", waiting=True)
         warm(worker)

@@ -32,7 +32,7 @@ from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Inside, Part, within
 from zbc.runtime.stage import Stage
 from zbc.runtime.stage_slice import in_slices
-from zbc.runtime.state import PhaseRun, Worker
+from zbc.runtime.state import BatchSource, PhaseRun, Worker
 from zbc.runtime.tensor_parallel import Cut, Group, Meter
 from zbc.runtime.tensors import Loss, TensorSpec
 from zbc.runtime.transport import Transport
@@ -41,6 +41,7 @@ from zbc.runtime.validate import VectorLayout
 from zbc.runtime.versions import OneVersion, TwoVersions
 from zbc.runtime.vocabulary import Embedding, Output
 from zbc.runtime.vocabulary_state import OfRows, Vocabulary
+from zbc.training.data.counted import Count, Counted, count_of, no_mean
 from zbc.training.data.data import KINDS, Batches, Samples, build_samples, build_validation, input_spec, place
 from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.data.unequal import Dealer, PackedBatches, Padded, build_documents, shape_of
@@ -165,6 +166,13 @@ def build_worker(
         if tables is None
         else _vocabulary(plan, settings, plans, tables, by_slice, slices, transport, device),
     )
+    if samples is not None and settings.model.loss not in model.LOSSES and any(not placement.sinks(s) for s in mine):
+        some = samples.targets(range(min(len(samples), 8)))
+        told = no_mean(settings.model.loss, worker.loss, shapes.output, some)
+        worker.warnings = () if told is None else (told,)
+    counts = None if settings.data.kind in KINDS else count_of(model.loss(settings.model.loss), settings.model.loss)
+    if worker.batches is not None and counts is not None:
+        worker.batches = _counted(worker, worker.batches, counts)
     _refuse_copies(manifest, parts, settings)
     if settings.model.compile:
         _compile(stages, parts, settings.model.dtype, tell)
@@ -175,7 +183,7 @@ def build_worker(
         kept = build_validation(settings.data, settings.model, settings.train.seed) if ends else None
         where = place(settings.data, settings.model, kept=True)
         lowered = LOWERED[settings.model.parameters]
-        worker.evaluation = build_evaluation(worker, settings.train, kept, lowered=lowered, where=where)
+        worker.evaluation = build_evaluation(worker, settings.train, kept, counts=counts, lowered=lowered, where=where)
     for run in worker.phase_runs:
         run.ahead = _ahead(worker, run)
         run.turns = _turns(worker, run, settings)
@@ -553,6 +561,32 @@ def _batches(
     if settings.data.kind not in KINDS:
         return batches
     return Prefetched(batches, [_wants(plan, rank) for plan in plans], device)
+
+
+def _counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:
+    """Microbatches of a user's dataset, weighed by the targets that count, where the rank computes losses."""
+    last = worker.vocabulary is not None or any(not worker.placement.sinks(stage) for stage in worker.stages)
+    if not last:
+        return source
+    work = worker.work
+
+    def numbers(step: int, replica: int) -> range:
+        run = worker.run_of(step)
+        most, here = (run.count, run.count) if work is None else (work.most, work.count(step, replica))
+        return range(replica * most, replica * most + here)
+
+    def groups(step: int) -> list[list[int]]:
+        run = worker.run_of(step)
+        replicas = [numbers(step, r) for r in ([worker.replica] if worker.averages else range(worker.topology.dp))]
+        every = run.count if run.cycle is None or not run.cycle.every else run.cycle.every
+        if work is not None:
+            return [[number for one in replicas for number in one]]
+        return [[number for one in replicas for number in one[i : i + every]] for i in range(0, run.count, every)]
+
+    def own(step: int, number: int) -> bool:
+        return number in numbers(step, worker.replica)
+
+    return Counted(source, counts, groups, own, parts=work is not None)
 
 
 def _wants(plan: RankPlan, rank: int) -> list[Want]:

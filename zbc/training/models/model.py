@@ -305,7 +305,15 @@ def mse(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood over all leading dimensions."""
+    """Mean negative log-likelihood over all leading dimensions.
+
+    Raises E505 for targets that are not one for each, and for those of images that could be in torch's order, too.
+    """
+    shape, others = logits.shape, (logits.shape[0], *logits.shape[2:])
+    if shape[:-1] != targets.shape or (len(shape) > 3 and others == targets.shape):
+        text = f"run: cross_entropy of an output {list(shape)} and a target {list(targets.shape)}"
+        hint = "classes are the last dimension of the output, the target has the ones before; for torch's order, give"
+        raise ZbcError("E505", text, hint=f"{hint} a loss that calls torch's cross_entropy")
     return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 

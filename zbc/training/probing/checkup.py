@@ -26,6 +26,7 @@ from zbc.runtime.precision import lower_precision
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.state import Worker
 from zbc.training import frames
+from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches, build_samples, place
 from zbc.training.models import model
 from zbc.training.probing.compare import ROUNDING, apart, largest
@@ -61,8 +62,8 @@ class Checkup:
 
     @property
     def fine(self) -> bool:
-        nothing = math.isnan(self.loss) and math.isnan(self.plain_loss)
-        return not self.wrong and (nothing or math.isclose(self.loss, self.plain_loss, rel_tol=self.tolerance))
+        unlike = math.isfinite(self.loss) or math.isfinite(self.plain_loss)
+        return not self.wrong and (not unlike or math.isclose(self.loss, self.plain_loss, rel_tol=self.tolerance))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -182,7 +183,12 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
         where=place(settings.data, settings.model),
     )
     total, low, after = 0.0, settings.model.dtype == "bfloat16", read_by(layer_plans(settings))
-    for mb in range(count):
+    criterion = model.loss(settings.model.loss)
+    counts = count_of(criterion, settings.model.loss) or (lambda target: 1.0)
+    weights = [counts(batches.targets(0, mb)) for mb in range(count)]
+    for mb, weight in enumerate(weights):
+        if not weight:
+            continue  # no target counts
         target = batches.targets(0, mb).to(device)
         with torch.autocast(device.type, torch.bfloat16) if low else nullcontext():
             made = dict[str, Any]()
@@ -193,7 +199,7 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
                     given = batches.inputs(0, mb, group_of(settings.model, name)).to(device)
                 with drawing(device, seed_of(seed, 0, mb, name)):
                     made[name] = x = module(*given) if isinstance(given, tuple) else module(given)
-            loss = model.loss(settings.model.loss)(x, target)
+            loss = criterion(x, target) * (weight * count / sum(weights))
         if loss.requires_grad:
             (loss / count).backward()  # type: ignore[no-untyped-call]
         total += loss.item()

@@ -1,0 +1,61 @@
+"""Sequences of which few targets count, or none; a model of them, and losses with numbers of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+IGNORED, WORDS, LENGTH, W = -100, 7, 4, 6
+
+
+class Padded:
+    """Sample i has `counts[i]` targets that count; `ignored` marks the others."""
+
+    def __init__(self, counts: list[int], ignored: int = IGNORED) -> None:
+        source = torch.Generator().manual_seed(5)
+        self.x = torch.randint(WORDS, (len(counts), LENGTH), generator=source)
+        self.y = torch.randint(1, WORDS, (len(counts), LENGTH), generator=source)
+        for i, count in enumerate(counts):
+            self.y[i, torch.randperm(LENGTH, generator=source)[count:]] = ignored
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.x[i], self.y[i]
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(W, W, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def layers():
+    ends = (lambda: nn.Embedding(WORDS, W, dtype=torch.float64)), (lambda: nn.Linear(W, WORDS, dtype=torch.float64))
+    return [ends[0], Body, Body, ends[1]]
+
+
+def own(output: Tensor, target: Tensor) -> Tensor:
+    """Ignores what cross entropy ignores, and does not say so."""
+    return functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def zeros(output: Tensor, target: Tensor) -> Tensor:
+    """Ignores zeros, and says so."""
+    return functional.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=0)
+
+
+zeros.count = lambda target: (target != 0).sum()
+
+
+def silent(output: Tensor, target: Tensor) -> Tensor:
+    return zeros(output, target)
+
+
+def total(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum")
