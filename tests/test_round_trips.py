@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.compiler.grid import FIXED, chunk_counts, make
@@ -18,6 +18,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.simulate import simulate
 from zbc.interop import as_json
 from zbc.ir import Op, Placement
+from zbc.job import links
 from zbc.job.spec import SECTIONS
 from zbc.plan import directory as plans
 
@@ -52,6 +53,20 @@ def test_programs_survive_plan_files(data):
         read = plans.StoredPlan.read(Path(name) / "plan")
     assert read.program == program
     assert read.manifest.model_copy(update={"sha256": ""}) == manifest.model_copy(update={"sha256": ""})
+
+
+@few
+@given(st.floats(1e-7, 1e5), st.floats(0, 1e6), st.sampled_from(["rank", "node"]))
+@example(0.0004, 30000.0, "rank")  # 3.2 Mbit/s
+def test_tables_of_links_survive_their_file_to_a_millionth(gbps, us, per):
+    table = links.LinkTable(per, ((gbps, gbps), (gbps, gbps)), ((0.0, us), (us, 0.0)))
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "links.toml"
+        path.write_text(table.dumps())
+        read = links.read(path, "zbc.toml:1")
+    assert read.per == per
+    assert read.gbps[0][1] == pytest.approx(gbps, rel=1e-5) and read.us[1][0] == pytest.approx(us, rel=1e-5)
+    assert read.dumps() == table.dumps()
 
 
 @few

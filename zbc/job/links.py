@@ -41,7 +41,11 @@ class LinkTable:
         """As a file."""
         lines = [f'per = "{self.per}"']
         for key, rows in (("gbps", self.gbps), ("us", self.us)):
-            lines += [f"{key} = [", *(f"  {json.dumps([round(value, 3) for value in row])}," for row in rows), "]"]
+            lines += [
+                f"{key} = [",
+                *(f"  {json.dumps([float(f'{value:.6g}') for value in row])}," for row in rows),
+                "]",
+            ]
         return "\n".join(lines) + "\n"
 
 
