@@ -9,7 +9,9 @@ from functools import cache
 import pytest
 
 from tests.compiler.test_paper_tables import rows
+from tests.jobs import job
 from zbc.compiler.check import check_all
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.host import slabs
@@ -177,3 +179,17 @@ def test_no_slower_in_every_row_of_the_reference():
     found = compared(MOVED)
     assert not [late for late, _, _ in found if late > 1e-4]
     assert sum(ours for _, ours, _ in found) / len(found) <= 0.33
+
+
+@pytest.mark.parametrize("memory_limit", [None, "1.0x"])
+@pytest.mark.parametrize("activations", ["keep", "offload", "auto"])
+@pytest.mark.parametrize(("kind", "units"), [("zb-v", 4), ("v-half", 3), ("v-min", 2)])
+def test_a_limit_by_name_holds_whatever_may_move(kind, units, activations, memory_limit):
+    schedule = {} if memory_limit is None else {"memory_limit": memory_limit}
+    costs = {"f": 1.0, "b": 1.0, "w": 1.0, "offload": 1.0}
+    one = job(kind=kind, memory={"activations": activations}, costs=costs, schedule=schedule)
+    compiled = compile_job(one, budget=0.1)
+    assert max(rank.peak_activation_units for rank in compiled.report.per_rank) <= units + 1e-9
+    assert any(op.kind in COPY for ops in compiled.program.ranks for op in ops) == (activations == "offload") or (
+        activations == "auto"
+    )

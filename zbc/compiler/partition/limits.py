@@ -59,11 +59,16 @@ def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True
     return Limit(costs, each, tighter=Limit(both, each, rates if device else ()))
 
 
-def room_of(job: Job, placement: Placement, costs: Costs) -> Limit:
-    """What each rank may hold where activations may move to the host: the least that any order needs is no matter."""
+def room_of(job: Job, placement: Placement, costs: Costs, *, own: float | None = None) -> Limit:
+    """What each rank may hold where activations may move to the host: the least that any order needs is no matter.
+
+    `own` units at most.
+    """
     asked, p, units, sizes = _asked(job), placement.ranks, None, None
     if asked is not None and asked[1] == "x":
         units = (asked[0] * p,) * p
+    if own is not None:
+        units = (min([own, *(units or ())]),) * p
     if costs.bytes is None:
         return Limit(costs, units)
     counted, unit = _counted(costs, p)

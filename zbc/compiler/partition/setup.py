@@ -115,12 +115,13 @@ class Setup:
         """Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs)."""
         stages = choice.stages
         costs = pricing.build(with_recompute(job, choice.recompute, placement), placement, stages, table)
-        if moves(job, placement):
-            return cls(job, schedule, placement, v, stages, choice.recompute, costs, room_of(job, placement, costs))
-        if not schedule.searched:
-            return cls(job, schedule, placement, v, stages, choice.recompute, costs, Limit(costs, None))
         own = own_limit(schedule.name, placement.ranks, costs)
         own = None if own is None else own + meetings(job)
+        if moves(job, placement):
+            room = room_of(job, placement, costs, own=own)
+            return cls(job, schedule, placement, v, stages, choice.recompute, costs, room)
+        if not schedule.searched:
+            return cls(job, schedule, placement, v, stages, choice.recompute, costs, Limit(costs, None))
         limit = limit_of(job, placement, costs, split=schedule.splits_backward, own=own)
         if len(placement.pipes) > 1:
             limit = _whole(limit, placement, job.schedule.microbatches)
