@@ -19,6 +19,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime import handlers
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.training.data.data import Batches, build_samples, build_validation
+from zbc.training.recording.measure import Scale
 from zbc.training.worker import Settings, layer_plans
 
 ROOT = Path(__file__).parents[2]
@@ -194,3 +195,10 @@ def test_a_gradient_that_is_not_added_shows(monkeypatch):
     _, wanted, _ = by_autograd(plan)
     assert not torch.equal(found["a.0.linear.weight"], wanted["a.0.linear.weight"])
     assert torch.equal(found["c.0.linear.weight"], wanted["c.0.linear.weight"])
+
+
+def test_a_rank_that_reads_one_of_several_inputs_can_be_weighed():
+    """As a trace of a step does."""
+    scales = []
+    run_threads(plan_of("two branches", "zb-h1"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    assert len(scales) == 6 and all(scale.readings for scale in scales)

@@ -193,7 +193,7 @@ class Scale:
         if isinstance(worker.batches, Prefetched):
             worker.batches.close()  # the mode sees what is made on this thread only
         if worker.batches is not None:
-            worker.batches.inputs(0, 0)  # the order of an epoch's samples, made once, is nothing a step holds
+            worker.batches.targets(0, 0)  # the order of an epoch's samples, made once, is nothing a step holds
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
         worker.one_by_one = True  # what two ops hold in turns is not told apart
         worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
