@@ -17,11 +17,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from zbc.compiler.cost import estimate
+from zbc.compiler.freezing import refusal
 from zbc.compiler.partition.evaluate import INF, Evaluator, Judged
 from zbc.compiler.partition.limits import smallest
 from zbc.compiler.partition.local_search import LocalSearch
 from zbc.compiler.partition.moving import planned
-from zbc.compiler.partition.setup import Choice, Ordered, Setup, moves
+from zbc.compiler.partition.setup import Choice, Ordered, Setup, moves, refuse_placement
 from zbc.compiler.partition.timing import over_of
 from zbc.compiler.schedules import BUDGET, SCHEDULES, ScheduleCard
 from zbc.compiler.schedules.searched import own_limit
@@ -59,7 +60,10 @@ class Best:
     def offer(self, ordered: Ordered) -> float:
         """Keep it if it is better and fits; what its step takes, in ms."""
         step = ordered.step_ms(self.job)
-        if step < self.step * (1 - SAME):
+        refused = refusal(self.job, ordered)
+        if refused is not None:
+            self.refuse(refused)
+        elif step < self.step * (1 - SAME):
             over = over_of(self.job, ordered)
             if not over:
                 self.ordered, self.step = ordered, step
@@ -204,6 +208,7 @@ def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None 
     for schedule, chunks in entrants(job):
         try:
             evaluator = Evaluator(job, table, schedule, chunks)
+            refuse_placement(job, evaluator.placement, evaluator.costs(evaluator.start))
         except ZbcError as error:
             best.refuse(error)
             continue

@@ -319,6 +319,13 @@ def _averages(job: Job, placement: Placement) -> int:
     return 1 if asked.delay else 2
 
 
+def refuse_placement(job: Job, placement: Placement, costs: Costs) -> None:
+    """Raise E115 or E118 for what the job has replicas do and this placement cannot."""
+    _shared_out(job, placement)
+    _averages(job, placement)
+    _one_sided(job, placement, costs)
+
+
 def _shared_out(job: Job, placement: Placement) -> bool:
     """Whether replicas of a stage share something out. Raises E115 and E118 where they cannot as the job has it."""
     if job.parallel.shard == "none":
