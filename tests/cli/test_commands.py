@@ -665,3 +665,16 @@ def test_a_plan_says_whose_the_gap_to_its_bound_is(zbc, job, kind, limit, expect
     said = zbc(*words, *costs).out
     assert ("a loose lower bound" in said) == (expected == "loose")
     assert ("proven optimal" in said) == (expected == "met")
+
+
+@pytest.mark.parametrize(("kind", "says"), [("zb-h1", True), ("1f1b", False)])
+def test_a_plan_says_where_recompute_costs_time_and_saves_nothing(zbc, job, kind, says):
+    """B and W apart: what B leaves for W is what F would have kept."""
+    sizes = {"layers": 8, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 32}
+    path = job(kind=kind, model=sizes, memory={"activations": "recompute"}, schedule={"microbatches": 8})
+    out = " ".join(zbc("plan", path, "-o", "plan").out.split())
+    assert ("recompute makes a step" in out) == says
+    if says:
+        kept = json.loads(zbc("plan", path, "-o", "again", "--json").out)["keep"]
+        plain = json.loads(zbc("plan", path, "-o", "plain", "--json", "--set", 'memory.activations="keep"').out)
+        assert kept["barrier_ms"] == pytest.approx(plain["barrier_ms"], rel=1e-2), "by the fast search"

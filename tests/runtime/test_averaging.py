@@ -44,6 +44,9 @@ class Shifted:
     def targets(self, step, mb):
         return self._inner.targets(step, mb + self._first)
 
+    def weight(self, step, mb):
+        return self._inner.weight(step, mb + self._first)
+
     def close(self):
         self._inner.close()
 

@@ -53,7 +53,7 @@ def plan(
     from zbc.commands import summary
     from zbc.commands.worlds import of_world
     from zbc.compiler.compile import compile_job, load_job
-    from zbc.compiler.whatif.others import Others, others, speedup
+    from zbc.compiler.whatif.others import Others, kept, others, speedup
     from zbc.compiler.whatif.sharing import sharing
     from zbc.plan.directory import refuse_unwritable
     from zbc.viz.words import title
@@ -66,6 +66,7 @@ def plan(
     compiled = compile_job(loaded, budget=budget)
     beside = others(compiled) if json or not quiet else Others(None, None)
     words = sharing(compiled) if json or not quiet else None
+    plain = kept(compiled) if json or not quiet else None
     if dump_ir is not None:
         _dump(compiled, dump_ir)
     manifest = compiled.write(output)
@@ -79,6 +80,8 @@ def plan(
         weighed: dict[str, Any] = {"world": [row.as_json() for row in loaded.weighed]} if loaded.weighed else {}
         if compiled.job.links is not None:
             weighed["order"] = manifest.order or list(range(manifest.topology.world))
+        if plain is not None:
+            weighed["keep"] = {"barrier_ms": plain.ms, "peak_bytes": plain.bytes}
         if words is not None:
             weighed["vocabulary"] = {"head_blocks": words.blocks, "other": words.other, "barrier_ms": words.ms}
         show_json({**report, **ramp, **weighed, "plan": str(output), "plan_id": manifest.id})
@@ -88,6 +91,8 @@ def plan(
         if loaded.weighed:
             show(*of_world(loaded.weighed))
         show(*summary.of_plan(compiled, beside, words, quicker, verbose=verbose))
+        if plain is not None:
+            show(labelled("recompute", *summary.recompute_lines(compiled, plain)))
         if loaded.balances:
             show(labelled("balance", *summary.balance_lines(compiled, _gain(manifest))))
         took = f"planned in {short(compiled.report.compile_seconds, 2)} s, engine {compiled.report.engine}"

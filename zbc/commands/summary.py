@@ -134,6 +134,14 @@ def crowded(compiled: Compiled) -> str | None:
     return f"on this machine {ranks} ranks share {shared}: {said}"
 
 
+def recompute_lines(compiled: Compiled, plain: Other) -> Iterator[str]:
+    """What recompute costs where it saves nothing."""
+    longer = f"{100 * (compiled.settled_ms / plain.ms - 1):.0f}%"
+    saved = 1 - max(rank.bytes for rank in compiled.memory) / (plain.bytes or 1.0)
+    yield f"makes a step {longer} longer and saves {percent(max(0.0, saved))} of memory: B leaves W what F would keep"
+    yield f'memory.activations = "keep": {short(plain.ms)} ms, {size(plain.bytes or 0)}, by the fast search'
+
+
 def _faster(other: Other, compiled: Compiled) -> str:
     change = f"{100 * (other.ms / compiled.settled_ms - 1):+.1f}%"
     held = "" if other.bytes is None else f", with {size(other.bytes)}"

@@ -16,6 +16,7 @@ from zbc.compiler.partition.weighing import best_of_one
 from zbc.compiler.schedules import AUTO, SCHEDULES, ScheduleCard
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
+from zbc.ir import Kind
 from zbc.job.spec import Job
 
 BASELINE = "1f1b"
@@ -23,6 +24,7 @@ TRIED = ("v-auto", "zb-auto", "bitpipe-zb", "chimera-zb", "zb-h1")  # what is th
 LARGE = 20_000  # F, B and W of a step beyond which nothing but 1F1B is tried
 SMALL = 5_000  # up to which the nearest of those tried is planned with each of its partitions
 NEAR = 0.03  # of a step, within which that may make it the faster one
+HARDLY = 0.05  # of the memory of the fullest rank, below which recompute saves nothing to speak of
 WORTH = 0.01  # of a step, below which a schedule is not named
 
 
@@ -58,6 +60,21 @@ def others(compiled: Compiled) -> Others:
     if best is not None and ops <= SMALL and abs(best.ms / mine - 1) <= NEAR:
         best = quick(job, best.schedule, every=True)
     return Others(base, best if best is not None and best.ms < mine * (1 - WORTH) else None)
+
+
+def kept(compiled: Compiled) -> Other | None:
+    """The same without recompute, where that is clearly faster and holds hardly more: B runs a forward again then, and
+    what it leaves for a W that comes later is what F kept. None where it is not so, or not known at once."""
+    job, schedule = compiled.job, compiled.job.schedule
+    apart = {op.stage for ops in compiled.program.ranks for op in ops if op.kind is Kind.B}
+    again = {stage.stage for stage in compiled.report.cut.stages if stage.recompute}
+    if not apart & again or schedule.plugin is not None or schedule.file is not None:
+        return None
+    plain = replace(job, memory=job.memory.model_copy(update={"activations": "keep"}))
+    found = quick(plain, compiled.schedule, every=True)
+    if found is None or found.bytes is None or found.ms >= compiled.settled_ms * (1 - WORTH):
+        return None
+    return found if found.bytes <= (1 + HARDLY) * max(rank.bytes for rank in compiled.memory) else None
 
 
 def baseline(job: Job) -> Other | None:
