@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +17,7 @@ from tests.runtime.wavering import models
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
+from zbc.runtime import seeding
 from zbc.runtime.execute import run_ops, run_step
 
 WAYS = [("1f1b", 4, "keep"), ("zb-h1", 2, "recompute"), ("zb-v", 2, "keep"), ("interleaved-1f1b", 2, "recompute")]
@@ -77,3 +81,19 @@ def test_draws_of_others_stop_no_run():
     plan = plan_of([("Plain", [])] * 4, p=1)
     found, expected = run_threads(plan, 3, step=lambda worker: drawing), reference(plan, 3)
     assert [r.loss for r in found[0].results] == expected.losses
+
+
+def test_those_that_draw_do_not_wait_forever_for_a_forward_that_hangs(monkeypatch):
+    monkeypatch.setattr(seeding, "PATIENCE", 0.05)
+    here = torch.device("cpu")
+    hung, other = seeding.Look(here), seeding.Look(here)
+    with seeding.seeded(1):
+        torch.rand(3)
+    late = seeding.Look(here)
+    assert not hung.drew(), "what was drawn is put back"
+    other.drew()
+    began = time.monotonic()
+    monkeypatch.setattr(seeding, "PATIENCE", 20.0)
+    threading.Timer(0.1, late.drew).start()
+    with seeding.seeded(1):
+        assert 0.05 < time.monotonic() - began < 10, "the one that looks now is waited for"

@@ -23,6 +23,8 @@ from torch import nn
 from zbc.errors import ZbcError
 from zbc.runtime.private import Dropouts
 
+PATIENCE = 2.0  # seconds for which those that draw wait for those that look
+
 
 class _Lock:
     """Held by one thread that draws, as often as it likes, or shared by any number of those that look."""
@@ -31,24 +33,29 @@ class _Lock:
         self._lock = threading.RLock()
         self._none_looks = threading.Condition(self._lock)
         self._looking = 0
+        self._round = 0  # goes up where those that look are no longer waited for
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        while self._looking:
-            self._none_looks.wait()
+        # A forward may hang, or wait for another rank. What is drawn meanwhile it takes for its own: it runs again.
+        if self._looking and not self._none_looks.wait_for(lambda: not self._looking, PATIENCE):
+            self._looking, self._round = 0, self._round + 1
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def share(self) -> None:
+    def share(self) -> int:
+        """Begin to look, in the round that `leave` is told."""
         with self._lock:
             self._looking += 1
+            return self._round
 
-    def leave(self) -> None:
+    def leave(self, round_: int) -> None:
         with self._lock:
-            self._looking -= 1
-            if not self._looking:
-                self._none_looks.notify_all()
+            if round_ == self._round:
+                self._looking -= 1
+                if not self._looking:
+                    self._none_looks.notify_all()
 
 
 RNG_LOCK = _Lock()
@@ -105,17 +112,17 @@ def reading() -> Iterator[Callable[[int], None]]:
 class Look:
     """Of a forward on `device` that is not known to draw: no thread draws until `drew` has said whether it did."""
 
-    __slots__ = ("_before", "_device")
+    __slots__ = ("_before", "_device", "_round")
 
     def __init__(self, device: torch.device) -> None:
-        RNG_LOCK.share()
+        self._round = RNG_LOCK.share()
         self._device, self._before = device, _position(device)
 
     def drew(self) -> bool:
         try:
             return _position(self._device) != self._before
         finally:
-            RNG_LOCK.leave()
+            RNG_LOCK.leave(self._round)
 
 
 def _position(device: torch.device) -> tuple[bytes, int]:

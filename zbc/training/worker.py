@@ -170,7 +170,9 @@ def build_worker(
         some = samples.targets(range(min(len(samples), 8)))
         told = no_mean(settings.model.loss, worker.loss, shapes.output, some)
         worker.warnings = () if told is None else (told,)
-    counts = None if settings.data.kind in KINDS else count_of(model.loss(settings.model.loss), settings.model.loss)
+    counts: Count | None = None
+    if samples is not None and settings.data.kind not in KINDS and ends:
+        counts = count_of(model.loss(settings.model.loss), settings.model.loss, samples.targets([0]))
     if worker.batches is not None and counts is not None:
         worker.batches = _counted(worker, worker.batches, counts)
     _refuse_copies(manifest, parts, settings)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.job import userobject
-from zbc.job.userobject import FAILURES
+from zbc.job.userobject import IN_A_RANK
 from zbc.plan.phases import Phases
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.state import BatchSource
@@ -27,14 +27,14 @@ Count = Callable[[Tensor], float]
 _STEPS = 3  # that are remembered: one without a flush begins the next
 
 
-def count_of(loss: Any, name: str) -> Count | None:
+def count_of(loss: Any, name: str, target: Tensor) -> Count | None:
     """How many targets count, by what the loss says of itself; else of whole numbers those that are not IGNORED.
 
-    None where all weigh alike: mean squared errors.
+    None where all weigh alike: mean squared errors, and floating-point numbers, as `target` is, which all count.
     """
     own = getattr(loss, "count", None)
     if own is None:
-        return None if name == "mse" else counting
+        return None if name == "mse" or target.is_floating_point() or target.is_complex() else counting
 
     def counted(target: Tensor) -> float:
         found = float(userobject.call(lambda: own(target), {}, f"{name}.count", "model.loss"))
@@ -47,8 +47,8 @@ def count_of(loss: Any, name: str) -> Count | None:
 
 
 def counting(target: Tensor) -> float:
-    """Targets that count: whole numbers that are not IGNORED; all others."""
-    return target.numel() if target.is_floating_point() or target.is_complex() else int((target != IGNORED).sum())
+    """Whole numbers that are not IGNORED."""
+    return int((target != IGNORED).sum())
 
 
 def no_mean(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> str | None:
@@ -57,15 +57,15 @@ def no_mean(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> str |
 
     The training then depends on how many microbatches a step has. Some losses are meant so, which compare samples.
     """
-    counts, half = count_of(loss, name), len(targets) // 2
-    if counts is None or not half or not output.dtype.is_floating_point:
+    counts, half = count_of(loss, name, targets) or (lambda target: float(target.numel())), len(targets) // 2
+    if not half or not output.dtype.is_floating_point:
         return None
     cuts = (slice(None), slice(half), slice(half, None))
     with seeded(seed_of("mean")), torch.no_grad():
         made = torch.randn((len(targets), *output.shape[1:]), dtype=output.dtype)
         try:
             (all_, whole), *halves = ((counts(targets[cut]), float(loss(made[cut], targets[cut]))) for cut in cuts)
-        except FAILURES:
+        except IN_A_RANK:
             return None  # for numbers that a model never gives, perhaps; training will tell
     mean = sum(weight * value for weight, value in halves if weight) / (all_ or 1.0)
     if not math.isfinite(whole) or math.isclose(whole, mean, rel_tol=1e-3, abs_tol=1e-6):

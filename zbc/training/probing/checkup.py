@@ -184,7 +184,7 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
     )
     total, low, after = 0.0, settings.model.dtype == "bfloat16", read_by(layer_plans(settings))
     criterion = model.loss(settings.model.loss)
-    counts = count_of(criterion, settings.model.loss) or (lambda target: 1.0)
+    counts = count_of(criterion, settings.model.loss, batches.targets(0, 0)) or (lambda target: 1.0)
     weights = [counts(batches.targets(0, mb)) for mb in range(count)]
     for mb, weight in enumerate(weights):
         if not weight:
