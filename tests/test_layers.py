@@ -27,7 +27,8 @@ compiler.graph  compiler.cost  compiler.blocks
 compiler.sim  runtime
 compiler.memory
 compiler.passes  training
-compiler.check  compiler.search  compiler.lowering  compiler.recall
+compiler.recall
+compiler.check  compiler.search  compiler.lowering
 compiler.report  compiler.schedules  compiler.steps
 compiler.partition
 interop  compiler.graphs

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from zbc.compiler.cost import estimate
 from zbc.compiler.partition.limits import bounds_of
-from zbc.compiler.partition.setup import Ordered
+from zbc.compiler.partition.setup import Ordered, freezing_refused
 from zbc.compiler.passes.freeze import Freeze, alike, frozen, frozen_by_stage, trained
 from zbc.compiler.report.report import FreezeReport
 from zbc.compiler.sim.bounds import Bounds
-from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job.spec import Job
 
@@ -20,27 +19,12 @@ def freezes(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Ordere
     """The order with layers frozen, if the job asks for it. Raises E110 for orders in which none can be, E602."""
     if not job.freeze.most:
         return found
-    refused = refusal(job, found)
+    refused = freezing_refused(job, found)
     if refused is not None:
         raise refused
     layers = tuple(trained(table, part) for part in found.stages)
     lowering = replace(found.lowering, freeze=Freeze(job.freeze.most, layers))
     return replace(found, lowering=lowering, bounds=_bounds(job, found))
-
-
-def refusal(job: Job, found: Ordered) -> ZbcError | None:
-    """E110 for an order in which no layers can be frozen, where the job asks for it."""
-    if not job.freeze.most:
-        return None
-    if len(found.program.placement.pipes) > 1:
-        reason = "has several copies of each stage, which do not know what the others leave out"
-    elif found.complete.graph.marks:
-        reason = "has groups of ops, and what a group takes does not follow from the shares of its ops"
-    else:
-        return None
-    text = f"schedule: freeze.most does not go with {found.name}, which {reason}"
-    hint = "drop [freeze], or use another schedule, such as 1f1b or zb-v"
-    return ZbcError("E110", text, where=job.where("freeze", "most"), hint=hint)
 
 
 def _bounds(job: Job, found: Ordered) -> Bounds:

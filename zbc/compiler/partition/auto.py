@@ -17,12 +17,11 @@ from dataclasses import replace
 from functools import lru_cache
 
 from zbc.compiler.cost import estimate
-from zbc.compiler.freezing import refusal
 from zbc.compiler.partition.evaluate import INF, Evaluator, Judged
 from zbc.compiler.partition.limits import smallest
 from zbc.compiler.partition.local_search import LocalSearch
 from zbc.compiler.partition.moving import planned
-from zbc.compiler.partition.setup import Choice, Ordered, Setup, moves, refuse_placement
+from zbc.compiler.partition.setup import Choice, Ordered, Setup, freezing_refused, moves, refuse_placement
 from zbc.compiler.partition.timing import over_of
 from zbc.compiler.schedules import BUDGET, SCHEDULES, ScheduleCard
 from zbc.compiler.schedules.searched import own_limit
@@ -60,7 +59,7 @@ class Best:
     def offer(self, ordered: Ordered) -> float:
         """Keep it if it is better and fits; what its step takes, in ms."""
         step = ordered.step_ms(self.job)
-        refused = refusal(self.job, ordered)
+        refused = freezing_refused(self.job, ordered)
         if refused is not None:
             self.refuse(refused)
         elif step < self.step * (1 - SAME):

@@ -319,6 +319,21 @@ def _averages(job: Job, placement: Placement) -> int:
     return 1 if asked.delay else 2
 
 
+def freezing_refused(job: Job, found: Ordered) -> ZbcError | None:
+    """E110 for an order in which no layers can be frozen, where the job asks for it."""
+    if not job.freeze.most:
+        return None
+    if len(found.program.placement.pipes) > 1:
+        reason = "has several copies of each stage, which do not know what the others leave out"
+    elif found.complete.graph.marks:
+        reason = "has groups of ops, and what a group takes does not follow from the shares of its ops"
+    else:
+        return None
+    text = f"schedule: freeze.most does not go with {found.name}, which {reason}"
+    hint = "drop [freeze], or use another schedule, such as 1f1b or zb-v"
+    return ZbcError("E110", text, where=job.where("freeze", "most"), hint=hint)
+
+
 def refuse_placement(job: Job, placement: Placement, costs: Costs) -> None:
     """Raise E115 or E118 for what the job has replicas do and this placement cannot."""
     _shared_out(job, placement)
