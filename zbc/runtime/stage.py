@@ -158,12 +158,9 @@ class Stage:
         """
         if not self.watched:
             return self._forward(x, step, mb, finish, slot, parcel)
-        look = Look(self.device)
-        try:
+        with Look(self.device) as look:
             found = self._forward(x, step, mb, finish, slot, parcel)
-        finally:
-            drew = look.drew()
-        if not drew:
+        if not look.drew:
             return found
         del found
         self.seed_all()
@@ -256,17 +253,14 @@ class Stage:
         What draws random numbers even so draws from a seed made of `place`.
         """
         before, given = swap_slot(Slot()), x
-        look = Look(self.device) if self.watched else None
-        drew = False
         try:
-            with torch.no_grad(), self.autocast:
+            with Look(self.device) if self.watched else nullcontext() as look, torch.no_grad(), self.autocast:
                 for layer in self.layers:
                     x = self._evaluate(layer, x, *place)
                 found = finish(x)
         finally:
             swap_slot(before)
-            drew = look is not None and look.drew()
-        if not drew:
+        if look is None or not look.drew:
             return found
         self.seed_all()
         return self.evaluate(given, finish, *place)
