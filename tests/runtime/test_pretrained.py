@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,7 @@ from zbc.job import hfconfig
 from zbc.plan.directory import StoredPlan
 from zbc.training.models import hfexport
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights
+from zbc.training.worker import Settings
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -237,6 +239,54 @@ def test_weights_that_were_not_trained_come_out_bit_for_bit(folders, name):
     config = hfconfig.config_of(model)
     assert hfconfig.check_fits(model, config, "written").variant == model.variant
     assert config["architectures"] == [type(peer).__name__]
+
+
+CHANGED = {"architectures", "tie_word_embeddings", "dtype", "max_position_embeddings"}  # keys that training may change
+
+
+@pytest.mark.parametrize("name", few(MODELS, ("gpt2", "mistral", "llama-tied")))
+def test_what_training_leaves_alone_stays_as_it_was_in_the_folder_it_began_with(folders, tmp_path, name):
+    """Planned with shorter sequences; no step is taken, so `generate` gives what it gave."""
+    original, _ = folders(name)
+    source, target = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(original, source)
+    config = {**hfconfig.read_config(source), "bos_token_id": 3, "eos_token_id": 5, "pad_token_id": 7, "of": {"a": [1]}}
+    config |= {"dtype": "bfloat16"} | ({"sliding_window": 9} if name == "mistral" else {})
+    (source / "config.json").write_text(json.dumps(config))
+    beside = {
+        "generation_config.json": json.dumps({"eos_token_id": 5, "max_new_tokens": SEQ - 4}),
+        "tokenizer.json": "{}",
+    }
+    beside |= {"merges.txt": "a b", "chat_template.jinja": "{{ x }}", "LICENSE": "mine"}
+    for file, text in {**beside, "notes.md": "no", "old.bin": "no"}.items():
+        (source / file).write_text(text)
+    plan = plan_of(source, 1, seq_len=SEQ // 2, tie_embeddings=hfconfig.model_of(config, "").tie_embeddings)
+    model = Settings.of(plan.manifest).model
+    worker = make_worker(plan, rank=0)
+    tensors = hfexport.tensors_of(model, {n: t for o in worker.counted() for n, t in o.parameters.items()}, source)
+    hfexport.check_target(target, model)
+    said = hfexport.write_index(target, model, [hfexport.write_shard(target, 0, 1, tensors)], source)
+    found = hfconfig.read_config(target)
+    assert {key: found[key] for key in config.keys() - CHANGED} == {key: config[key] for key in config.keys() - CHANGED}
+    assert found["dtype"] == "float32" and 'dtype = "float32"' in said[0] and str(source) in said[0]
+    assert {path.name for path in target.iterdir() if path.name in {*beside, "notes.md", "old.bin"}} == beside.keys()
+    assert said[1] == f"copied from there: {', '.join(sorted(beside))}"
+    tokens = torch.randint(VOCAB, (1, 3), generator=torch.Generator().manual_seed(1))
+    given = [
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").generate(tokens, do_sample=False)
+        for folder in (source, target)
+    ]
+    assert given[0].tolist() == given[1].tolist() and given[0].shape[1] > 4
+    long = torch.randint(VOCAB, (1, SEQ), generator=torch.Generator().manual_seed(2))
+    one, other = (type(MODELS[name]()).from_pretrained(f, dtype="float32").eval() for f in (source, target))
+    assert torch.equal(one(long).logits, other(long).logits)
+
+
+def test_longer_sequences_than_before_are_said_in_the_configuration():
+    source = {"model_type": "llama", **LLAMA, "max_position_embeddings": 16, "torch_dtype": "float16"}
+    model = hfconfig.model_of(source, "config.json").model_copy(update={"seq_len": 64})
+    found = hfconfig.config_from(source, model, "float32")
+    assert (found["max_position_embeddings"], found["torch_dtype"]) == (64, "float32")
 
 
 def _chain(workers, tokens):

@@ -266,6 +266,23 @@ def config_of(model: Model) -> dict[str, Any]:
     }
 
 
+def config_from(source: Mapping[str, Any], model: Model, dtype: str) -> dict[str, Any]:
+    """The config.json of a folder whose training began with the model of `source`, with weights of type `dtype`.
+
+    All that `source` says stays, of what zbc does not read as well, but for what this training made otherwise.
+    """
+    made = config_of(model)
+    given = model_of(source, CONFIG)
+    changed = {key: made[key] for key in ("architectures",) if source.get(key) != made[key]}
+    if model.tie_embeddings != given.tie_embeddings:
+        changed["tie_word_embeddings"] = model.tie_embeddings
+    longest = source.get("max_position_embeddings")
+    if isinstance(longest, int) and (model.seq_len or 0) > longest:
+        changed["max_position_embeddings"] = model.seq_len
+    types = {key: dtype for key in ("dtype", "torch_dtype") if source.get(key) not in (None, dtype)}
+    return {**source, **changed, **types}
+
+
 def _llama_config(model: Model) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     scaling = model.rope_scaling

@@ -376,18 +376,20 @@ def _tell_late(worker: Worker, board: Board, context: RankContext, limit: timede
 
 def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limit: timedelta) -> None:
     """Every rank writes the weights it answers for; the first completes the folder when all have."""
-    model = Settings.of(worker.plan.manifest).model
+    settings = Settings.of(worker.plan.manifest)
+    model, source = settings.model, None if settings.pretrained is None else Path(settings.pretrained)
     holders = worker.placement
     writers = sorted({worker.topology.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
     worker.gather_all()
     parameters = _uncut(worker)
     said = ""
     if parameters:
-        tensors = hfexport.tensors_of(model, parameters)
+        tensors = hfexport.tensors_of(model, parameters, source)
         said = hfexport.write_shard(folder, writers.index(context.rank), len(writers), tensors)
     shards = board.meet("saved", limit, said)
     if context.rank == 0:
-        hfexport.write_index(folder, model, shards)
+        for line in hfexport.write_index(folder, model, shards, source):
+            context.emit(line)
         context.emit(f"wrote the weights to {folder}")
 
 

@@ -1,5 +1,8 @@
 """Weights as a Hugging Face folder that transformers loads: config.json, *.safetensors and their index.
 
+What began with the weights of such a folder keeps all that stands there beside them: the keys of its config.json, the
+tokenizer and how to generate, and the rows of positions that sequences of this training did not reach.
+
 Every rank writes the tensors of its own stages into a file of its own. The index comes last, in one rename, so a folder
 with an index is complete.
 """
@@ -8,9 +11,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError, unwritten
@@ -18,7 +24,10 @@ from zbc.host.folders import folders_for
 from zbc.job import hfconfig
 from zbc.job.spec import Model
 from zbc.training.models.hfnames import HEAD, parts
-from zbc.training.models.pretrained import INDEX, SINGLE, safetensors
+from zbc.training.models.pretrained import INDEX, SINGLE, Weights, safetensors
+
+_POSITIONS = "embed.positions.weight"
+_BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # tokenizers, templates, how to generate
 
 
 def check_target(folder: Path, model: Model) -> None:
@@ -36,10 +45,16 @@ def check_target(folder: Path, model: Model) -> None:
         raise _unwritable(folder, error) from None
 
 
-def tensors_of(model: Model, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters by global name as the tensors of a folder by theirs, on the CPU. A tied head is the embedding's."""
+def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | None = None) -> dict[str, Tensor]:
+    """Parameters by global name as the tensors of a folder by theirs, on the CPU. A tied head is the embedding's.
+
+    `source`: the folder that they began with, of whose longer table of positions the other rows are kept.
+    """
     found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
+        if name == _POSITIONS and source is not None:
+            more = Weights(source, model, tied=False).beyond(name, len(parameter))
+            parameter = torch.cat([parameter.detach().cpu(), more.to(parameter.dtype)])
         start = 0
         for part in parts(model, name):
             if part.name == HEAD and model.tie_embeddings:
@@ -64,16 +79,25 @@ def write_shard(folder: Path, number: int, count: int, tensors: Mapping[str, Ten
     except Exception as error:  # safetensors has a type of its own for a full disk
         raise _unwritable(folder / name, OSError(0, str(error))) from error
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return json.dumps({"file": name, "bytes": size, "tensors": sorted(tensors)})
+    types = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    return json.dumps({"file": name, "bytes": size, "tensors": sorted(tensors), "types": types})
 
 
-def write_index(folder: Path, model: Model, shards: Iterable[str]) -> None:
-    """Complete a folder once all shards are there; `shards` is what `write_shard` said of them, "" for none."""
+def write_index(folder: Path, model: Model, shards: Iterable[str], source: Path | None = None) -> list[str]:
+    """Complete a folder once all shards are there; `shards` is what `write_shard` said of them, "" for none.
+
+    `source`: the folder whose weights the training began with. What to say of that is returned.
+    """
     known = [json.loads(text) for text in shards if text]
     places = {name: shard["file"] for shard in known for name in shard["tensors"]}
     total = sum(shard["bytes"] for shard in known)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    for name, content in ((hfconfig.CONFIG, hfconfig.config_of(model)), (INDEX, index)):
+    config, said = hfconfig.config_of(model), list[str]()
+    if source is not None:
+        before, types = hfconfig.read_config(source), {name for shard in known for name in shard["types"]}
+        config = hfconfig.config_from(before, model, types.pop() if len(types) == 1 else "float32")
+        said = [*_differences(before, config, source), *_copy_beside(source, folder)]
+    for name, content in ((hfconfig.CONFIG, config), (INDEX, index)):
         part = folder / f".{name}.part"
         try:
             part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -81,6 +105,28 @@ def write_index(folder: Path, model: Model, shards: Iterable[str]) -> None:
             os.replace(part, folder / name)
         except OSError as error:
             raise _unwritable(folder / name, error) from None
+    return said
+
+
+def _differences(before: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> Iterator[str]:
+    new = [f"{key} = {json.dumps(config[key])}" for key in config if before.get(key) != config[key]]
+    yield f"{hfconfig.CONFIG} is that of {source}" + (f" but for {', '.join(new)}" if new else "")
+
+
+def _copy_beside(source: Path, folder: Path) -> Iterator[str]:
+    """Copy what stands beside weights; nothing that is in `folder` already is overwritten."""
+    copied = []
+    for path in sorted(source.iterdir()):
+        weights = path.name in (hfconfig.CONFIG, INDEX) or path.name.endswith(".index.json")
+        beside = path.suffix in _BESIDE or path.name.startswith("LICENSE")
+        if beside and not weights and path.is_file() and not os.path.exists(folder / path.name):
+            try:
+                shutil.copyfile(path, folder / path.name)
+            except OSError as error:
+                raise _unwritable(folder / path.name, error) from None
+            copied.append(path.name)
+    if copied:
+        yield f"copied from there: {', '.join(copied)}"
 
 
 def _sync(path: Path) -> None:

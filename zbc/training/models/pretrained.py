@@ -63,6 +63,11 @@ class Weights:
                 hint = "is it the folder of this model, complete, and of the same architecture?"
                 raise ZbcError("E523", f"model: {self._folder} {what} {shown}", hint=hint)
 
+    def beyond(self, parameter: str, rows: int) -> Tensor:
+        """The rows of a parameter that is one tensor there, from `rows` on: those that a shorter one left out."""
+        (part,) = self._parts(parameter)
+        return self._read(part)[rows:]
+
     @torch.no_grad()
     def fill(self, layer: str, module: nn.Module) -> None:
         """Overwrite the parameters of a layer, on the CPU, in their own type."""
