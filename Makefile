@@ -9,8 +9,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 
 help:
 	@echo "make demo    plan, check, draw and train a small transformer on four ranks of this machine"
-	@echo "make test    run the tests, on two workers (WORKERS=n for more)"
-	@echo "make test-all  with those that only add names, sizes, seeds and whole runs to others"
+	@echo "make test    run the quick tests, on two workers (WORKERS=n for more; EIGHTH=n: with an eighth of the others)"
+	@echo "make test-all  with all that take longer or add names, sizes, seeds and whole runs; before a release"
 	@echo "make test-newest  what depends on torch's pipelining, with the newest torch; once per release"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make docs    make the pictures and schedule pages of docs/ with zbc itself"
@@ -37,10 +37,11 @@ demo: $(VENV)/.run
 	$(BIN)/zbc run build/demo --local 4 $(if $(STEPS),--steps $(STEPS))
 
 WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
+# What is imported is compiled once, and kept for the many processes that tests start.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(WORKERS)
 
 test: $(VENV)/.dev
-	$(PYTEST)
+	$(PYTEST) $(if $(EIGHTH),--eighth $(EIGHTH))
 
 # Compiled kernels write where they are told to: the tests of the search once more with every index looked at.
 test-all: $(VENV)/.dev

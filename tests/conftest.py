@@ -1,19 +1,37 @@
-"""Golden files, and which tests run.
+"""Golden files, which tests run, and what one may take.
 
 Golden files are texts a person has looked at. `pytest --update-golden` writes them anew; read the diff.
-Tests marked `repeats` add names, sizes, seeds and whole runs to what others show (tests/tiers.py). They run with
-`--all`, or where the command line names a test (`pytest tests/x.py::test_y`).
+
+Tests marked `repeats` (tests/tiers.py) and those of tests/rest.txt run with `--all`, an eighth of them with
+`--eighth N`, or where the command line names one (`pytest tests/x.py::test_y`). In rest.txt is what took more than
+`QUICK` CPU seconds when `pytest --all --measure` last wrote it, but for those marked `always`; of its second part, what
+took more than `MOST`, only each fourth runs with its eighth. A test that takes more than `MOST` fails, unless a line of
+tests/slow.txt says why it does: there stand files, folders or tests by how their names begin.
+
+Schedules are searched for `BUDGET` seconds by default, outside of what is about searches or shows their results.
 """
 
 from __future__ import annotations
 
+import os
+import zlib
 from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from zbc.compiler.schedules import SCHEDULES
+
 GOLDEN = Path(__file__).parent / "golden"
+REST, SLOW = (Path(__file__).parent / name for name in ("rest.txt", "slow.txt"))
+_SOME, _LONG = (part.splitlines() for part in REST.read_text(encoding="utf-8").split("\n\n"))
+LEFT = dict.fromkeys(_SOME, 8) | dict.fromkeys(_LONG, 32)  # each one of so many
+MAY = tuple(line.split()[0] for line in SLOW.read_text(encoding="utf-8").splitlines())
+QUICK, MOST = 0.5, 3.0  # CPU seconds, of all processes of a test
+WHOLE = ("tests/search/", "tests/docs/")  # with the budgets that users have
+BUDGETS = {name: card.budget for name, card in SCHEDULES.items()}
+BUDGET = 0.1
 WAITING = ("tests/docs/", "tests/processes/")  # mostly wait for processes they have started
 
 settings.register_profile("zbc", settings.default, deadline=None)  # a busy machine may stop a test for a moment
@@ -22,16 +40,72 @@ settings.load_profile("zbc")
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the code prints now")
-    parser.addoption("--all", action="store_true", help="run tests that are marked `repeats`, too")
+    parser.addoption("--all", action="store_true", help="run the tests that `make test` leaves out, too")
+    parser.addoption("--measure", action="store_true", help="write tests/rest.txt from what these tests take")
+    parser.addoption(
+        "--eighth", type=int, metavar="N", help="run an eighth of those, another for N + 1; N + 8 the same"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
     if not config.getoption("--all") and not any("::" in name for name in config.args):
-        repeats = [item for item in items if item.get_closest_marker("repeats")]
-        config.hook.pytest_deselected(items=repeats)
-        items[:] = [item for item in items if not item.get_closest_marker("repeats")]
+        eighth = config.getoption("--eighth")
+        left = [item for item in items if _left(item) and not _in(eighth, item.nodeid)]
+        config.hook.pytest_deselected(items=left)
+        left = set(left)
+        items[:] = [item for item in items if item not in left]
     if hasattr(config, "workerinput"):
         items[:] = _in_turns(items)
+
+
+def _left(item):
+    return item.get_closest_marker("repeats") or (item.nodeid in LEFT and not item.get_closest_marker("always"))
+
+
+def _in(eighth, nodeid):
+    return eighth is not None and (zlib.crc32(nodeid.encode()) + eighth) % LEFT.get(nodeid, 8) == 0
+
+
+def pytest_runtest_setup(item):
+    whole = item.nodeid.startswith(WHOLE)
+    for name, card in SCHEDULES.items():
+        if name in BUDGETS:  # tests add some of their own
+            object.__setattr__(card, "budget", BUDGETS[name] if whole else min(BUDGETS[name], BUDGET))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    before = _cpu()
+    found = yield
+    took = _cpu() - before
+    item.user_properties.append(("cpu", took))
+    if took > MOST and not item.nodeid.startswith(MAY) and not item.config.getoption("--measure"):
+        pytest.fail(f"took {took:.1f} CPU seconds of {MOST:g}: make it smaller, or say why not in {SLOW.name}")
+    return found
+
+
+def _cpu():
+    """Of this process, and of those that it started and waited for."""
+    return sum(os.times()[:4])
+
+
+TOOK = {}  # CPU seconds of each test that ran
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call":
+        TOOK[report.nodeid] = dict(report.user_properties).get("cpu", 0.0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.getoption("--measure"):
+        long = {name for name, share in LEFT.items() if share > 8} - TOOK.keys()
+        long |= {name for name, took in TOOK.items() if took > MOST}
+        some = {name for name, took in TOOK.items() if took > QUICK} | LEFT.keys() - TOOK.keys()
+        parts = ("".join(f"{name}\n" for name in sorted(names)) for names in (some - long, long))
+        REST.write_text("\n".join(parts), encoding="utf-8")
+    slowest = sorted(TOOK, key=TOOK.get)[-1:]
+    terminalreporter.write_line(f"{sum(TOOK.values()):.0f} CPU seconds in tests, most in {', '.join(slowest)}")
 
 
 def _in_turns(items):

@@ -57,6 +57,7 @@ def tree(path):
     return ast.parse(path.read_text())
 
 
+@cache
 def imports(path, *, top_level=False):
     nodes = tree(path).body if top_level else ast.walk(tree(path))
     found = set()

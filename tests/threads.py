@@ -25,6 +25,7 @@ from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.launch.board import Board
 from zbc.training.nonfinite import Skips
+from zbc.training.probing.shapes import Shapes
 from zbc.training.train import train_steps
 from zbc.training.worker import Settings, build_worker
 
@@ -54,12 +55,12 @@ def run_threads(
     """
     manifest = plan.manifest
     hub = hub or Hub(manifest.topology.world, tp=manifest.tp)
-    workers = []
+    workers, looks = list[Worker](), dict[int | None, Shapes]()
     for rank in range(manifest.topology.world):
         part = manifest.topology.of(rank).pp
         own = RankPlan(part, plan.program.ranks[part], manifest)
         ramp = [RankPlan(part, start.program.ranks[part], start.manifest) for start in plan.ramp]
-        worker = build_worker(own, hub.end(rank), device, ramp)
+        worker = build_worker(own, hub.end(rank), device, ramp, looks=looks)
         if setup is not None:
             setup(worker)
         workers.append(worker)

@@ -122,7 +122,7 @@ def windows_of(worker):
 def test_all_three_are_shared_out_as_with_collectives(schedule, tmp_path):
     """Runs of backwards are added before ranks are, so not to the bit."""
     _, plain, _ = trained(tmp_path / "plain", schedule, "all", 2)
-    _, taken, found = trained(tmp_path / "taken", schedule, "all", 2, exchange="one-sided")
+    _, taken, found = trained(tmp_path / "taken", schedule, "all", 2, exchange="one-sided", weighed=True)
     room = {worker.rank: windows_of(worker) for worker in taken}
     for one, other in zip(plain, taken, strict=True):
         assert [r.loss for r in other.results] == pytest.approx([r.loss for r in one.results], abs=1e-5)

@@ -100,10 +100,12 @@ def build_worker(
     ramp: Sequence[RankPlan] = (),
     plans: Sequence[model.LayerPlan] | None = None,
     tell: Callable[[str], None] = lambda text: None,
+    looks: dict[int | None, Shapes] | None = None,
 ) -> Worker:
     """Build what one rank needs to run its plan, on `device`; `ramp` are the plans that its training begins with.
 
-    `plans` are the layers, if they are not those of the plan's model; `tell` is told of what takes long.
+    `plans` are the layers, if they are not those of the plan's model; `tell` is told of what takes long. `looks`: what
+    other ranks of the plan saw of its layers, by the rows of a slice, and this one sees if it is the first.
 
     Raises E205 or E406 (the plan asks for what this runtime does not do), E501 to E511 (data, user code, shapes), E617
     (nothing to compile with).
@@ -123,7 +125,13 @@ def build_worker(
     plans = layer_plans(settings) if plans is None else list(plans)
     slices = parts_of(manifest)
     lengths: list[int | None] = [*sorted({part.rows for part in slices}, reverse=True)] or [None]
-    by_rows = {rows: shapes_of(settings, plans, samples, manifest, device, rows) for rows in lengths}
+    by_rows = {} if looks is None else looks
+    for rows in lengths:
+        with nullcontext() if rows is None else within(Inside(Part(0, 0, rows, rows))):
+            if rows in by_rows:
+                by_rows[rows].settle(plans if manifest.vocabulary is None else trunk(plans))
+            else:
+                by_rows[rows] = shapes_of(settings, plans, samples, manifest, device, rows)
     shapes = by_rows[lengths[0]]
     by_slice = [by_rows[part.rows] for part in slices] or [shapes]
     parts, phases = [*ramp, plan], Phases.of(manifest) if work is None else work.phases
@@ -220,8 +228,7 @@ def shapes_of(
         spec = words if shared else given(layer)
         return spec if rows is None else spec._replace(shape=(spec.shape[0], rows, *spec.shape[2:]))
 
-    with nullcontext() if rows is None else within(Inside(Part(0, 0, rows, rows))):
-        found = look(plans, first, rows=rows)
+    found = look(plans, first, rows=rows)
     if _shares_sequence(manifest):
         found = found.of_tokens(manifest.topology.tp)
     if not shared:

@@ -7,9 +7,10 @@ from typing import NamedTuple
 from zbc.compiler.compile import Compiled
 from zbc.compiler.cost import estimate
 from zbc.compiler.deciding import shareable
-from zbc.compiler.whatif.others import LARGE, SMALL, WORTH, quick
+from zbc.compiler.whatif.others import LARGE, WORTH, quick
 
 HEAVY = 1.0  # blocks, from which on an output layer is worth a thought
+FEW = 500  # F, B and W of a step up to which each partition is tried; of more that took longer than the plan itself
 
 
 class Sharing(NamedTuple):
@@ -43,5 +44,5 @@ def sharing(compiled: Compiled) -> Sharing | None:
     if head < HEAVY:
         return None
     other = job.with_vocabulary("ends" if job.vocabulary else "shared")
-    found = quick(other, compiled.schedule, every=ops <= SMALL)
+    found = quick(other, compiled.schedule, every=ops <= FEW)
     return None if found is None else Sharing(head, bool(job.vocabulary), found.ms, found.bytes)

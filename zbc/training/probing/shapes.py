@@ -47,7 +47,8 @@ class Shapes:
     name; `output`: what the last one returns.
 
     `flows`: per stage, whether its input may get a gradient: whether anything before it trains. `passed`: whether a
-    trial saw the gradient of its output arrive; one forward cannot tell that it never does.
+    trial saw the gradient of its output arrive; one forward cannot tell that it never does. `packed`: per layer, how
+    what it takes and gives are packed where they are several tensors.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -63,6 +64,15 @@ class Shapes:
     goes: tuple[Packing | None, ...]
     before: Mapping[str, Laid]
     output: TensorSpec
+    packed: Mapping[str, tuple[Packing | None, Packing | None]]
+
+    def settle(self, plans: Sequence[LayerPlan]) -> None:
+        """Tell layers that are built for another rank of the plan what was seen here."""
+        for plan in plans:
+            for joint, layout in zip((plan.takes, plan.gives), self.packed[plan.name], strict=True):
+                if layout is not None:
+                    joint.layout = layout
+            plan.gives.settled = True
 
     def of_tokens(self, count: int) -> Shapes:
         """The same where each of `count` ranks has its part of the tokens of what goes from layer to layer."""
@@ -174,6 +184,7 @@ def derive(
         goes=(*(None if one.last is None else one.last.gives.layout for one in stages[:-1]), None),
         before=before,
         output=behind[plans[-1].name].spec,
+        packed={plan.name: (plan.takes.layout, plan.gives.layout) for plan in plans},
     )
 
 
