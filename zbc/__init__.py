@@ -7,9 +7,10 @@
     zbc.torch_schedule(plan, stages, loss_fn)      torch's own pipelining runtime with the order of a plan
     zbc.Plan, zbc.Run, zbc.ZbcError                see help(zbc.Plan)
     zbc.attention(q, k, v), zbc.positions(x)       in layers of yours that run in slices of a sequence
+    zbc.add_loss(x, value), zbc.loss_scale()       in layers of yours that have losses of their own
 
-But for the last two, they mirror the commands. All are imported when first used, so that `import zbc` costs nothing.
-None but those two and `zbc.torch_schedule` needs torch. docs/python.md has examples.
+But for the last four, they mirror the commands. All are imported when first used, so that `import zbc` costs nothing.
+None but those four and `zbc.torch_schedule` needs torch. docs/python.md has examples.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from zbc.api import plan as plan
     from zbc.errors import ZbcError as ZbcError
     from zbc.pipelining import torch_schedule as torch_schedule
+    from zbc.runtime.added import add_loss as add_loss
+    from zbc.runtime.added import loss_scale as loss_scale
     from zbc.runtime.slicing import attention as attention
     from zbc.runtime.slicing import positions as positions
 
@@ -35,10 +38,12 @@ __all__ = [
     "Run",
     "ZbcError",
     "__version__",
+    "add_loss",
     "attention",
     "compare",
     "graph",
     "load",
+    "loss_scale",
     "plan",
     "positions",
     "torch_schedule",
@@ -47,7 +52,9 @@ __all__ = [
 _HOMES = {
     "ZbcError": "zbc.errors",
     "torch_schedule": "zbc.pipelining",
+    "add_loss": "zbc.runtime.added",
     "attention": "zbc.runtime.slicing",
+    "loss_scale": "zbc.runtime.added",
     "positions": "zbc.runtime.slicing",
 }
 

@@ -87,9 +87,21 @@ def test_sums_of_squares_are_exact_where_float32_is_not(monkeypatch, way):
 
 
 @pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize(("apart", "found"), [(1, 5.0), (2, 2.5)])
+def test_what_layers_add_is_of_a_step_or_the_mean_of_replicas_that_average(apart, found):
+    layout = VectorLayout(("a",), 4, 2, apart=apart)
+    both = torch.zeros(layout.size, dtype=torch.float64)
+    for rank, added in enumerate((2.0, 3.0)):
+        losses = {2 * rank: 1.0, layout.microbatches: torch.tensor(added)}
+        both += layout.vector({}, losses, rank=rank, stop=False, busy=0.0, peak=0, device=CPU)
+    verdict = layout.read(both)
+    assert (verdict.added, verdict.loss, verdict.stop) == (found, 0.5, False)
+
+
+@pytest.mark.usefixtures("filled")
 def test_every_chunk_of_a_parameter_has_an_entry_of_its_own():
     layout = VectorLayout(("a", "b"), 2, 1, sizes=(2 * CHUNK + 1, 3))
-    assert layout.size == 3 + 1 + 2 + 1 + 2
+    assert layout.size == 3 + 1 + 2 + 1 + 1 + 2
     both = torch.zeros(layout.size, dtype=torch.float64)
     for part in (torch.tensor([1.0, 0.0, 4.0]), torch.tensor([0.0, 4.0, 0.0])):  # two ranks that share out `a`
         squares = {"a": part.double(), "b": torch.tensor([8.0]).double()}

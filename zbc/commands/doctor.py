@@ -105,6 +105,10 @@ def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
         worst = max(found.parameters, key=lambda one: one.error)
         lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e}")
     show(labelled("gradients", *lines, f"tolerance {found.tolerance:g} of the largest in each: all right"))
+    if found.unscaled:
+        more = "what it puts into the backward itself counts once for each microbatch"
+        hint = "zbc.add_loss(x, value) and zbc.loss_scale() count it once a step: docs/models.md"
+        show(labelled("warning", f"gradients of {', '.join(found.unscaled)} do not double with the loss:", more, hint))
 
 
 def _differs(found: Checkup) -> ZbcError:

@@ -54,6 +54,7 @@ def norm(worker: Worker, op: Op) -> None:
     if pending is None:
         return
     losses = {} if worker.share else {worker.number(mb): loss for mb, loss in pending.losses.items()}
+    losses |= pending.added
     squares, peak, device = worker.squares(), pending.peak, worker.device
     busy = pending.busy()  # a GPU's ops of the last step have long ended
     vector = worker.layout.vector(
@@ -96,6 +97,7 @@ def redo(worker: Worker, op: Op) -> None:
         worker.wait(message)
     worker.drop_repeated()
     worker.losses.clear()
+    worker.added.clear()
     put_back(ahead.buffers, ahead.found)
     routes = [worker.routes[one] for _, one, _ in ahead.again]
     worker.renamed = {route.message: Again(route.message) for route in routes if route.message is not None}
@@ -156,10 +158,13 @@ def open_step(worker: Worker, ahead: Ahead) -> None:
 def close_step(worker: Worker, ahead: Ahead) -> tuple[StepResult | None, TentativeStep]:
     """Put the step away until its verdict comes; returns the one before, which is final now, and the one put away."""
     before = ahead.pending
-    losses = dict(worker.losses)
+    losses, added = dict(worker.losses), worker.told()
     worker.losses.clear()
+    worker.added.clear()
     worker.renamed.clear()
-    pending = TentativeStep(worker.step, losses, worker.clock.read(), peak_bytes(worker.device), seconds=0.0)
+    pending = TentativeStep(
+        worker.step, losses, worker.clock.read(), peak_bytes(worker.device), seconds=0.0, added=added
+    )
     ahead.pending = pending
     return None if before is None else before.result(), pending
 

@@ -166,6 +166,8 @@ def close_step(worker: Worker, cycle: Cycle, began: float) -> StepResult | None:
     first, step, m = worker.phase_run.first, worker.step, cycle.microbatches
     own = [mb for mb in worker.losses if mb // m == step % 2]
     losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
+    mine = [key for key in worker.added if key.mb // m == step % 2]
+    losses |= worker.told({key: worker.added.pop(key) for key in mine})
     peak, busy = peak_bytes(worker.device), worker.clock.read()()
     vector = worker.layout.vector(
         cycle.squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=worker.device

@@ -13,6 +13,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime import ahead
+from zbc.runtime.added import Adding, swap_adding
 from zbc.runtime.optimizer import set_rate
 from zbc.runtime.packing import packed
 from zbc.runtime.parcels import Parcel
@@ -60,18 +61,23 @@ def forward(worker: Worker, op: Op) -> None:
     moves = key in run.moves
     if stage.flows and not moves:
         x.requires_grad_()  # made for this op alone, here or by the stage before
-    clock = worker.clock
-    began = clock.start()
+    clock, adding = worker.clock, Adding(worker.portion(number, stage.part))
+    began, outer = clock.start(), swap_adding(adding)
     inp: Tensor | Parcel = x
     turns = run.turns.get(key.stage)
-    if moves:
-        y, tape, inp = into_parcel(worker, stage, x, step, number, finish, slot)
-    elif turns is None:
-        y, tape = stage.forward(x, step, number, finish, slot)
-    else:
-        with stage.resting(turns.resting(step, number)) as frozen:
-            slot = Slot(frozen) if frozen else slot  # which sees to it that layers of users do not train either
+    try:
+        if moves:
+            y, tape, inp = into_parcel(worker, stage, x, step, number, finish, slot)
+        elif turns is None:
             y, tape = stage.forward(x, step, number, finish, slot)
+        else:
+            with stage.resting(turns.resting(step, number)) as frozen:
+                slot = Slot(frozen) if frozen else slot  # which sees to it that layers of users do not train either
+                y, tape = stage.forward(x, step, number, finish, slot)
+    finally:
+        swap_adding(outer)
+    if adding.total is not None:
+        worker.added[key] = adding.total
     if last:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
         loss = y.item() if worker.on_host else y.detach().clone()
@@ -388,6 +394,7 @@ def validate(worker: Worker, op: Op) -> None:
     worker.average()
     first, device = worker.phase_run.first, worker.device
     losses = {} if worker.share else {first + mb: loss for mb, loss in worker.losses.items()}
+    losses |= worker.told()
     squares, peak = worker.squares(), peak_bytes(device)
     busy = worker.clock.read()()  # waits for the ops, while a GPU has the squares to compute
     vector = worker.layout.vector(
@@ -401,6 +408,7 @@ def validate(worker: Worker, op: Op) -> None:
         replica=worker.apart,
     )
     worker.losses.clear()
+    worker.added.clear()
     worker.all_reduce(vector, worker.everyone)
     worker.verdict = worker.learn(vector)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ class TentativeStep:
     verdict: Verdict | None = None
     final: bool = False
     redone: bool = False
+    added: Mapping[int, Tensor | float] = field(default_factory=dict)  # by layers, as `Worker.told` has it
 
     def result(self) -> StepResult | None:
         """The step as the ranks agreed on it; None before they have."""

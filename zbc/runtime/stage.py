@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job.userobject import IN_A_RANK
+from zbc.runtime.added import adding_to, current_adding
 from zbc.runtime.alone import Alone
 from zbc.runtime.bundle import Packing
 from zbc.runtime.parcels import Parcel
@@ -275,9 +276,11 @@ class Stage:
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
         layers, last, asleep = self.layers, len(self.layers) - 1, self.asleep
         found: dict[int, list[Kept]] = {}  # layer -> its buffers before its forward
+        adding = current_adding()
 
         def run(index: int, x: Tensor) -> Tensor:
-            with self.autocast, self.resting(asleep & {index}) if asleep else nullcontext():
+            rests = self.resting(asleep & {index}) if asleep else nullcontext()
+            with self.autocast, rests, adding_to(adding):  # in backward as well, when it runs again
                 try:
                     y = self._run(layers[index], x, step, mb)
                 except IN_A_RANK as error:

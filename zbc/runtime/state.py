@@ -40,7 +40,7 @@ from zbc.runtime.parcels import Parcel, Pool
 from zbc.runtime.pending import Ahead
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
 from zbc.runtime.sharded import Sharded
-from zbc.runtime.slicing import Pasts
+from zbc.runtime.slicing import Part, Pasts
 from zbc.runtime.slot import Slot, know
 from zbc.runtime.stage import Stage
 from zbc.runtime.stage_slice import StageSlice
@@ -166,10 +166,14 @@ class PhaseRun:
         step on their own, of a mean over those of one such step."""
         share = self._shares.get(loss.dtype)
         if share is None:
-            alone = self.layout.microbatches // self.layout.apart
-            count = alone if self.cycle is None or not self.cycle.every else self.cycle.every
-            share = self._shares[loss.dtype] = loss.new_tensor(1.0 / count)
+            share = self._shares[loss.dtype] = loss.new_tensor(self.portion)
         return share
+
+    @functools.cached_property
+    def portion(self) -> float:
+        """`share` as a number."""
+        alone = self.layout.microbatches // self.layout.apart
+        return 1.0 / (alone if self.cycle is None or not self.cycle.every else self.cycle.every)
 
 
 class Ends(NamedTuple):
@@ -236,6 +240,7 @@ class Worker:
     slots: dict[Key, Slot] = field(default_factory=dict)
     away: dict[Key, Kept] = field(default_factory=dict)  # from OFFLOAD to RELOAD
     losses: dict[int, Tensor | float] = field(default_factory=dict)
+    added: dict[Key, Tensor] = field(default_factory=dict)  # by layers to the loss of a step: added.py
     reading: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # microbatches of which slices are to come
     evaluation: Evaluation | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
@@ -313,6 +318,19 @@ class Worker:
             return loss.new_tensor(weight)
         share = self.phase_run.share(loss)
         return share if weight == 1.0 else share * weight
+
+    def portion(self, number: int, part: Part | None) -> float:
+        """What a loss of a microbatch, or of a slice of it, counts in a mean over those of a step."""
+        whole = self.phase_run.portion if self.work is None else self.work.weight(self.step, number)
+        return whole if part is None else whole * part.rows / part.length
+
+    def told(self, added: Mapping[Key, Tensor] | None = None) -> dict[int, Tensor | float]:
+        """The entry of the vector of a step for what layers here added, or some of it; none where none did."""
+        values = list((self.added if added is None else added).values())
+        if not values:
+            return {}
+        device = values[-1].device
+        return {self.layout.microbatches: torch.stack([value.to(device) for value in values]).sum()}
 
     def weight(self, number: int) -> float:
         """What a microbatch counts in the loss of its step, the sum of all; where that is a mean, 1 on the mean."""

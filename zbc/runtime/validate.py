@@ -45,6 +45,7 @@ class Verdict:
     stop: bool
     busy_seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+    added: float = 0.0
     bad_gradients: tuple[str, ...] = ()
     bad_losses: tuple[int, ...] = ()
 
@@ -67,6 +68,7 @@ class Verdict:
             redone=redone,
             bad_gradients=self.bad_gradients,
             bad_losses=self.bad_losses,
+            added=self.added,
         )
 
     def clip(self, largest: float | None) -> float | None:
@@ -109,7 +111,12 @@ class VectorLayout:
 
     @property
     def size(self) -> int:
-        return self._norms + self.microbatches + 1 + 2 * self.ranks
+        return self._flag + 1 + 2 * self.ranks
+
+    @property
+    def _flag(self) -> int:
+        """Where it says whether to stop: behind the losses of microbatches and what layers added to them."""
+        return self._norms + self.microbatches + 1
 
     def vector(
         self,
@@ -123,9 +130,10 @@ class VectorLayout:
         device: torch.device,
         replica: int = 0,
     ) -> Tensor:
-        """One rank's entries, on `device`: sums of squares per chunk by parameter name, losses by microbatch.
+        """One rank's entries, on `device`: sums of squares per chunk by parameter name, losses by microbatch, and
+        behind them, by the number of microbatches, what layers added.
         `replica`: whose gradients, where they are not summed."""
-        count, flag = self._norms, self._norms + self.microbatches
+        count, flag = self._norms, self._flag
         base = replica * self._count
         where = [base + at for name, value in squares.items() for at in self._entries(name, value.numel())]
         where += [count + mb for mb in losses]
@@ -142,10 +150,11 @@ class VectorLayout:
     def read(self, vector: Tensor, replica: int = 0) -> Verdict:
         """The verdict in a summed vector; with the gradients of one replica, where they are not summed."""
         values = vector.tolist()
-        count, flag = self._norms, self._norms + self.microbatches
+        count, flag = self._norms, self._flag
+        end = count + self.microbatches
         own = values[replica * self._count : (replica + 1) * self._count]
         loss = 0.0
-        for value in values[count:flag]:  # in order; the built-in sum compensates on some versions of Python only
+        for value in values[count:end]:  # in order; the built-in sum compensates on some versions of Python only
             loss += value
         norm = math.sqrt(math.fsum(own))
         return Verdict(
@@ -155,7 +164,8 @@ class VectorLayout:
             busy_seconds=tuple(values[flag + 1 : flag + 1 + self.ranks]),
             peak_bytes=tuple(map(int, values[flag + 1 + self.ranks :])),
             bad_gradients=() if math.isfinite(norm) else self._bad_gradients(own),
-            bad_losses=() if math.isfinite(loss) else _not_finite(values[count:flag]),
+            bad_losses=() if math.isfinite(loss) else _not_finite(values[count:end]),
+            added=values[end] / self.apart,
         )
 
     def _bad_gradients(self, values: list[float]) -> tuple[str, ...]:

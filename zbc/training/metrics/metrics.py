@@ -166,6 +166,7 @@ class RunRecord:
         return {
             "step": result.step + 1,
             "loss": result.loss,
+            "added_loss": result.added,
             "grad_norm": result.grad_norm,
             "skipped": result.skipped,
             "redone": result.redone,
@@ -197,6 +198,7 @@ class RunRecord:
         parts = [
             f"step {numbers['step']:{width}d}/{self._steps}",
             f"loss {numbers['loss']:.4f}",
+            *([f"added {numbers['added_loss']:.4g}"] if numbers["added_loss"] else []),
             f"grad norm {numbers['grad_norm']:.4g}{how}",
             f"lr {numbers['lr']:.3g}",
             self._rate_text(numbers),

@@ -20,6 +20,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
+from zbc.runtime.added import Adding, adding_to
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.precision import lower_precision
@@ -48,13 +49,15 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkup:
-    """What came out; `stages` says of each how it ran."""
+    """What came out; `stages` says of each how it ran. `unscaled`: layers that put into the backward themselves what
+    does not grow with the loss."""
 
     stages: tuple[str, ...]
     loss: float
     plain_loss: float
     parameters: tuple[Compared, ...]
     tolerance: float
+    unscaled: tuple[str, ...] = ()
 
     @property
     def wrong(self) -> tuple[Compared, ...]:
@@ -73,6 +76,7 @@ class Checkup:
             "tolerance": self.tolerance,
             "loss": {"plan": self.loss, "plain": self.plain_loss},
             "stages": list(self.stages),
+            "unscaled": list(self.unscaled),
             "parameters": [
                 {"name": found.name, "error": found.error if math.isfinite(found.error) else None}
                 for found in self.parameters
@@ -96,6 +100,7 @@ def check_up(plan: StoredPlan) -> Checkup:
         result = run_step(worker, 0)
         mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
         loss, plain = plain_gradients(single)
+        _, twice = plain_gradients(single, times=2.0)
     least = ROUNDING * max(map(largest, plain.values()), default=0.0)
     least *= settings.model.compile or manifest.slices > 1  # else there is no such rounding
     found = tuple(
@@ -103,7 +108,30 @@ def check_up(plan: StoredPlan) -> Checkup:
         for name, grad in plain.items()
     )
     stages, mean = _ways(single, settings), math.nan if result is None else result.loss
-    return Checkup(stages, mean, loss, found, TOLERANCE[settings.model.dtype])
+    tolerance = TOLERANCE[settings.model.dtype]
+    return Checkup(stages, mean, loss, found, tolerance, _unscaled(single, settings, plain, twice, tolerance))
+
+
+def _unscaled(
+    plan: StoredPlan,
+    settings: Settings,
+    plain: Mapping[str, Tensor | None],
+    twice: Mapping[str, Tensor | None],
+    tolerance: float,
+) -> tuple[str, ...]:
+    """Layers where gradients that were right begin not to double with the loss: the last of those, in each chain.
+
+    What a layer adds goes on to the layers before it.
+    """
+    least = ROUNDING * max(map(largest, plain.values()), default=0.0)
+    wrong = {
+        name.rpartition(".")[0]
+        for name, grad in plain.items()
+        if grad is not None and grad.isfinite().all() and not apart(2.0 * grad, twice[name], least) <= tolerance
+    }
+    layers = [layer for names in plan.manifest.layers for layer in names]
+    found = [layer for layer in layers if any(f"{name}.".startswith(f"{layer}.") for name in wrong)]
+    return tuple(found if settings.model.graph else found[-1:])
 
 
 @contextmanager
@@ -166,8 +194,11 @@ def _single(plan: StoredPlan, slices: int) -> StoredPlan:
     return StoredPlan(single, program)
 
 
-def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float, dict[str, Tensor | None]]:
-    """Mean loss and gradients of all microbatches of step 0, by plain autograd of the model as it is."""
+def plain_gradients(
+    plan: StoredPlan, device: torch.device = CPU, *, times: float = 1.0
+) -> tuple[float, dict[str, Tensor | None]]:
+    """Mean loss and gradients of all microbatches of step 0, by plain autograd of the model as it is, of so many
+    `times` the loss."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     seed, lowered, count = settings.train.seed, LOWERED[settings.model.parameters], manifest.microbatches
     modules = {name: module.to(device) for name, module in _modules(settings).items()}
@@ -190,7 +221,8 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
         if not weight:
             continue  # no target counts
         target = batches.targets(0, mb).to(device)
-        with torch.autocast(device.type, torch.bfloat16) if low else nullcontext():
+        adding = adding_to(Adding(times / count))
+        with adding, torch.autocast(device.type, torch.bfloat16) if low else nullcontext():
             made = dict[str, Any]()
             for name, module in modules.items():
                 if after[name]:
@@ -201,7 +233,7 @@ def plain_gradients(plan: StoredPlan, device: torch.device = CPU) -> tuple[float
                     made[name] = x = module(*given) if isinstance(given, tuple) else module(given)
             loss = criterion(x, target) * (weight * count / sum(weights))
         if loss.requires_grad:
-            (loss / count).backward()  # type: ignore[no-untyped-call]
+            (times * loss / count).backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total / count, {name: p.grad for name, p in parameters.items()}
 

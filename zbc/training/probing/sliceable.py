@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
+from zbc.runtime.added import Adding, adding_to
 from zbc.runtime.bundle import Adapted
 from zbc.runtime.handlers import slice_loss, stage_loss
 from zbc.runtime.private import Dropouts
@@ -60,7 +61,8 @@ def try_layers(
         if what in known:
             continue
         known.add(what)
-        with seeded(seed_of("slices")):
+        # What layers add to the loss is of each slice, as of each microbatch; it need not be that of the whole.
+        with seeded(seed_of("slices")), adding_to(Adding(0.0)):
             modules = [(plan.name, made_noisy(with_values(plan, lowered))) for plan in group]
             _try(modules, before[group[0].name].spec, parts)
 

@@ -1,0 +1,144 @@
+"""What layers add to the loss counts once a step, however it is cut into microbatches, slices and replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zbc
+from tests.runtime.adding import SAMPLES, Rows, layers
+from tests.runtime.small_plans import make_plan, make_program, parameters
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.errors import ZbcError
+from zbc.runtime.added import Adding, adding_to
+from zbc.runtime.seeding import seed_of, seeded
+from zbc.training.probing.checkup import check_up
+
+HERE = "tests.runtime.adding"
+WAYS = [("1f1b", 4, 1, "before-step"), ("zb-v", 2, 2, "before-step"), ("dualpipe", 2, 1, "before-step"),
+        ("zb-h1", 2, 2, "post-validate"), ("1f1b", 1, 2, "before-step"), ("1f1b", 2, 2, "two-versions"),
+        ("interleaved-1f1b", 2, 1, "before-step")]  # fmt: skip
+
+
+def plan_of(way, how="add", places=(0, 2, 3), *, m=4, slices=1, clip=None, **options):
+    schedule, p, copies, sync = way
+    program = make_program(schedule, p, m, copies=copies, slices=slices, sync=sync)
+    model = {"family": f"{HERE}:layers", "layers": 4, "loss": "mse", "args": {"how": how, "places": list(places)}}
+    optimizer = {"kind": "sgd", "lr": 0.3, "sync": sync, "weight_decay": 0.0, "clip_grad_norm": clip}
+    data = {"kind": f"{HERE}:Rows"}
+    rows = {"rows": (0, 2, 4), "model": {**model, "seq_len": 4}} if slices == 2 else {"model": model}
+    return make_plan(program, data=data, size=SAMPLES // (m * copies), optimizer=optimizer, **rows, **options)
+
+
+def one_process(places, steps, *, delayed=False):
+    """All samples in one batch; the values of layers are means over it, so there is nothing to count."""
+    made = {}
+    for i, build in enumerate(layers("none", ())):
+        with seeded(seed_of(7, f"layers.{i}")):
+            made[f"layers.{i}"] = build()
+    weights = {f"{name}.{local}": p for name, layer in made.items() for local, p in layer.named_parameters()}
+    data = [Rows()[i] for i in range(SAMPLES)]
+    xs, targets = torch.stack([x for x, _ in data]), torch.stack([y for _, y in data])
+    found, before = [], [p.data.clone() for p in weights.values()]
+    for _ in range(steps):
+        newest = [p.data.clone() for p in weights.values()]
+        for p, older in zip(weights.values(), before if delayed else newest, strict=True):
+            p.data = older.clone()
+        before, x, added = newest, xs, torch.zeros((), dtype=torch.float64)
+        for i, layer in enumerate(made.values()):
+            added, x = added + (layer.value(x) if i in places else 0.0), layer(x)
+        loss = torch.nn.functional.mse_loss(x, targets)
+        grads = torch.autograd.grad(loss + added, list(weights.values()), allow_unused=True)
+        for p, new, grad in zip(weights.values(), newest, grads, strict=True):
+            p.data = new if grad is None else new - 0.3 * grad
+        found.append((loss.item(), added.item()))
+    return found, weights
+
+
+def check(plan, places, *, told=True):
+    workers = run_threads(plan, 3)
+    found, weights = one_process(places, 3, delayed=plan.manifest.flushless)
+    assert [r.loss for r in workers[0].results] == pytest.approx([loss for loss, _ in found], rel=1e-12)
+    values = [value if told else 0.0 for _, value in found]
+    for worker in workers:
+        assert [r.added for r in worker.results] == pytest.approx(values, rel=1e-6)
+    mine = parameters(workers)
+    for name, weight in weights.items():
+        torch.testing.assert_close(mine[name].detach(), weight.detach(), rtol=1e-11, atol=1e-13, msg=name)
+
+
+@pytest.mark.parametrize("examples", few([8, 500], (8,)))
+def test_drawn_layers_train_as_one_batch_in_one_process(examples):
+    places = st.sets(st.integers(0, 3), min_size=1).map(lambda found: tuple(sorted(found)))
+
+    @settings(max_examples=examples, deadline=None)
+    @given(st.sampled_from(WAYS), places, st.sampled_from(["add", "scaled"]), st.sampled_from(["keep", "recompute"]))
+    def run(way, places, how, activations):
+        check(plan_of(way, how, places, activations=activations), places, told=how == "add")
+
+    run()
+
+
+@pytest.mark.parametrize("how", ["add", "scaled"])
+def test_so_it_is_in_slices(how):
+    check(plan_of(("1f1b", 2, 1, "before-step"), how, slices=2), (0, 2, 3), told=how == "add")
+
+
+def test_forwards_that_run_twice_add_once():
+    """With clipping, a step without a barrier is redone."""
+    plans = [plan_of(("zb-h1", 2, 1, sync), clip=1e-3) for sync in ("post-validate", "before-step")]
+    twice, once = (run_threads(plan, 3) for plan in plans)
+    assert any(result.redone for result in twice[0].results)
+    values = [[result.added for result in workers[0].results] for workers in (twice, once)]
+    assert values[0] == pytest.approx(values[1], rel=1e-9) and values[0][0] > 0
+
+
+def test_evaluation_adds_nothing():
+    plan = plan_of(("1f1b", 2, 1, "before-step"))
+    training = plan.manifest.training
+    data, train = {**training["data"], "validation": 0.5}, {**training["train"], "eval_every": 1}
+    manifest = plan.manifest.model_copy(
+        update={"training": {**training, "data": data, "train": train}, "microbatch_size": 2}
+    )
+    plain = run_threads(plan_of(("1f1b", 2, 1, "before-step"), m=4), 1)
+    evaluated = run_threads(type(plan)(manifest, plan.program), 1)
+    assert len(evaluated[0].evaluation.results) == 1 and evaluated[0].results[0].added > 0
+    assert plain[0].results[0].added > 0 and not evaluated[0].added
+
+
+@pytest.mark.parametrize(("how", "found"), [("add", ()), ("scaled", ()), ("own", ("layers.2",)), ("none", ())])
+def test_doctor_names_the_layer_that_counts_once_per_microbatch(how, found):
+    checked = check_up(plan_of(("zb-h1", 2, 1, "before-step"), how, (0, 2)))
+    assert checked.unscaled == found and checked.fine
+
+
+def test_outside_of_a_training_they_are_plain_torch():
+    x, weight = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    assert zbc.loss_scale() == 1.0
+    zbc.add_loss(x, 3.0 * weight).sum().backward()
+    assert weight.grad == 3.0 and torch.equal(x.grad, torch.ones(3))
+    with torch.no_grad():
+        assert torch.equal(zbc.add_loss(x, weight), x)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), torch.tensor(1)])
+def test_what_is_not_one_number_is_refused(value):
+    with pytest.raises(ValueError, match=r"one floating-point number as its value, not (float32 \[2\]|int64 \[\])"):
+        zbc.add_loss(torch.ones(3), value)
+
+
+def test_a_layer_that_adds_no_number_ends_the_run(monkeypatch):
+    monkeypatch.setattr("tests.runtime.adding.Balanced.value", lambda self, x: self.router(x))
+    with pytest.raises((ZbcError, ValueError), match="one floating-point number"):
+        run_threads(plan_of(("1f1b", 2, 1, "before-step")), 1)
+
+
+def test_values_are_summed_over_calls():
+    adding = Adding(0.25)
+    with adding_to(adding):
+        x = zbc.add_loss(zbc.add_loss(torch.ones(2), torch.tensor(4.0)), torch.tensor([8.0]))
+        assert zbc.loss_scale() == 0.25
+    assert adding.total == 3.0 and torch.equal(x, torch.ones(2))
