@@ -10,6 +10,7 @@ import pytest
 
 from tests.compiler.test_paper_tables import rows
 from tests.jobs import job
+from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
@@ -193,3 +194,33 @@ def test_a_limit_by_name_holds_whatever_may_move(kind, units, activations, memor
     assert any(op.kind in COPY for ops in compiled.program.ranks for op in ops) == (activations == "offload") or (
         activations == "auto"
     )
+
+
+BY_HAND = {"zb-auto": ["1f1b"], "v-auto": [], "looped-zb": ["interleaved-1f1b", "gis"]}
+DRAWN = [(p, m, limit, k) for p, m, limit in ((4, 5, "0.35x"), (3, 6, "0.4x"), (2, 7, "0.6x")) for k in (0.3, 1.0)]
+
+
+@pytest.mark.parametrize(("p", "m", "limit", "k"), few(DRAWN, 1))
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_no_search_is_behind_orders_by_hand_of_its_placement_or_behind_a_shorter_one(kind, p, m, limit, k):
+    def step(kind, budget=0.0):
+        chunks = {"chunks": 2} if kind in ("looped-zb", "interleaved-1f1b", "gis") else {}
+        costs = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.5, "offload": k}
+        changes = {"schedule": {"memory_limit": limit, **chunks}, "costs": costs, "memory": {"activations": "offload"}}
+        return compile_job(job(kind=kind, pp=p, m=m, layers=2 * p, **changes), suggest=False, budget=budget).step_ms
+
+    found = step(kind)
+    assert all(found <= step(other) + 1e-9 for other in BY_HAND[kind])
+    assert step(kind, 0.1) <= found + 1e-9
+
+
+@pytest.mark.parametrize("limit", ["0.5x", "0.8x"])
+def test_nothing_moves_before_a_step_without_a_barrier_knows_that_its_forwards_stand(limit, tmp_path):
+    costs = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "offload": 0.3}
+    more = {"costs": costs, "memory": {"activations": "offload"}, "optimizer": {"sync": "post-validate"}}
+    schedule = {"chunks": 4, "memory_limit": limit}
+    made = compile_job(job(kind="interleaved-1f1b", pp=3, m=4, layers=12, schedule=schedule, **more), suggest=False)
+    for ops in made.program.ranks:
+        kinds = [op.kind for op in ops]
+        assert Kind.OFFLOAD in kinds and not COPY & {*kinds[: kinds.index(Kind.REDO)]}
+    assert max(rank.peak_activation_units for rank in made.report.per_rank) <= 3 * float(limit[:-1]) + 1e-6

@@ -12,11 +12,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.jobs import job
 from tests.runtime import user_models
 from tests.runtime.moving import Poisoning, moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, on_host
 from tests.threads import run_threads
 from tests.tiers import few
+from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.host import slabs
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
@@ -100,6 +102,30 @@ def test_two_pipes():
 
 def test_without_a_barrier_and_with_steps_that_do_not_stand():
     hold(make_program("zb-h1", 2, 6, sync="post-validate"), optimizer=CLIPPED)
+
+
+def test_plans_without_a_barrier_train_as_without_copies(tmp_path):
+    found = []
+    for activations in ("offload", "keep"):
+        limit = {"memory_limit": "0.5x"} if activations == "offload" else {}
+        made = compile_job(
+            job(
+                kind="interleaved-1f1b",
+                pp=3,
+                m=4,
+                layers=12,
+                schedule={"chunks": 4, **limit},
+                costs={"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "offload": 0.3},
+                memory={"activations": activations},
+                optimizer=CLIPPED,
+                data={"kind": "synthetic"},
+            ),
+            suggest=False,
+        )
+        made.write(tmp_path / activations)
+        results = run_threads(StoredPlan.read(tmp_path / activations), 2)[0].results
+        found.append([(one.loss, one.grad_norm, one.redone) for one in results])
+    assert found[0] == found[1] and any(redone for _, _, redone in found[0])
 
 
 def test_evaluation_between_steps_has_no_parcels():

@@ -1,7 +1,8 @@
 """Orders whose activations may move to the host: made for more memory than there is, and brought down to the limit.
 
 Which orders: those of a search under larger limits, and under the limit itself with a share of what stages keep taken
-to be away; those made by hand, with every size of round. Copies only add time, so an order is left alone if it takes as
+to be away, by its fast part alone as well, since what a longer one finds may be worse with copies; those made by hand
+for the same placement, with every size of round. Copies only add time, so an order is left alone if it takes as
 long without them as the best one with them.
 """
 
@@ -17,7 +18,7 @@ from zbc.compiler.partition.setup import Ordered, Setup, everything, moves
 from zbc.compiler.passes.offload import HUGE, LARGE, Offload, TooTight
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.feasible import least_of
-from zbc.ir import Placement
+from zbc.errors import ZbcError
 
 WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: what orders are made for
 AWAY = (0.9, 0.54)  # of what the first, and any other, stage of a rank keeps: taken to be on the host
@@ -65,12 +66,26 @@ def _orders(setup: Setup, units: tuple[float, ...], budget: float, search: dict[
     looked_for = _few(setup, looked_for)
     large = _size(setup) > LARGE  # then kernels that are loaded once pay
     for one in looked_for:
-        yield replace(one.ordered(budget / len(looked_for), **{"compiled": large, **search}), costs=setup.costs)
-    gis = SCHEDULES["gis"]
-    if gis.groups and setup.v > 1 and setup.placement == Placement.looped(setup.placement.ranks, setup.v):
-        by_hand = replace(setup, schedule=replace(gis, name=setup.schedule.name))
-        for group in _few(setup, list(gis.groups(setup.placement.ranks))):
-            yield by_hand.ordered(0.0, group=group)
+        for seconds in dict.fromkeys((0.0, budget / len(looked_for))):
+            yield replace(one.ordered(seconds, **{"compiled": large, **search}), costs=setup.costs)
+    yield from _by_hand(setup)
+
+
+def _by_hand(setup: Setup) -> Iterator[Ordered]:
+    """Orders of other schedules for the same placement that take no search."""
+    p = setup.placement.ranks
+    for card in SCHEDULES.values():
+        whole = setup.schedule.splits_backward or not card.splits_backward
+        if card.searched or card.grouped or not whole or not card.allows(setup.v):
+            continue
+        if card.placement(p, setup.v) != setup.placement:
+            continue
+        one = replace(setup, schedule=replace(card, name=setup.schedule.name))
+        for group in [None] if card.groups is None else _few(setup, list(card.groups(p))):
+            try:
+                yield one.ordered(0.0, group=group)
+            except ZbcError:  # not for so many microbatches, or not in slices
+                continue
 
 
 def _size(setup: Setup) -> int:

@@ -12,7 +12,7 @@ from zbc.compiler.graph import Graph
 from zbc.compiler.passes.warmup import closed, forwards, leading
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import SAME, lengths, replay
-from zbc.ir import Kind, Op, Program
+from zbc.ir import COPY, Kind, Op, Program
 
 SETTLES = 4  # steps after which the ranks follow one another as they will, at the latest
 SLACK = 0.25  # of a forward: how much earlier than planned for an op a message should be there
@@ -202,13 +202,14 @@ def _repeated(program: Program, reach: Sequence[int]) -> set[Op]:
 
 
 def _receive_in_time(ops: Sequence[Op], twice: set[Op]) -> list[Op]:
-    """Receive what may come twice before REDO, and all else after it."""
+    """Receive what may come twice before REDO, and all else after it; nothing moves to the host before it is known
+    whether the forwards that made it stand."""
     redo = next(i for i, op in enumerate(ops) if op[0] is Kind.REDO)
     head, tail = ops[:redo], ops[redo + 1 :]
-    late = [op for op in head if op[0].is_recv and op not in twice]
+    late = [op for op in head if op[0] in COPY or (op[0].is_recv and op not in twice)]
     early = [op for op in tail if op[0].is_recv and op in twice]
     if late:
-        head = [op for op in head if not op[0].is_recv or op in twice]
+        head = [op for op in head if op[0] not in COPY and (not op[0].is_recv or op in twice)]
     if early:
         tail = [op for op in tail if not op[0].is_recv or op not in twice]
     return [*head, *early, ops[redo], *late, *tail]
