@@ -4,8 +4,9 @@ Golden files are texts a person has looked at. `pytest --update-golden` writes t
 
 Tests marked `repeats` (tests/tiers.py) and those of tests/rest.txt run with `--all`, an eighth of them with
 `--eighth N`, or where the command line names one (`pytest tests/x.py::test_y`). In rest.txt is what took more than
-`QUICK` CPU seconds when `pytest --all --measure` last wrote it, but for those marked `always`; of its second part, what
-took more than `MOST`, only each fourth runs with its eighth. A test that takes more than `MOST` fails, unless a line of
+`QUICK` CPU seconds when `pytest --all --measure` last wrote it; of its second part, what took more than `MOST`, only
+each fourth runs with its eighth. In its third part, kept by hand, is what runs always: it catches planted bugs that
+nothing else does in as little time (bench/planted.py). A test that takes more than `MOST` fails, unless a line of
 tests/slow.txt says why it does: there stand files, folders or tests by how their names begin.
 
 Schedules are searched for `BUDGET` seconds by default, outside of what is about searches or shows their results.
@@ -25,7 +26,7 @@ from zbc.compiler.schedules import SCHEDULES
 
 GOLDEN = Path(__file__).parent / "golden"
 REST, SLOW = (Path(__file__).parent / name for name in ("rest.txt", "slow.txt"))
-_SOME, _LONG = (part.splitlines() for part in REST.read_text(encoding="utf-8").split("\n\n"))
+_SOME, _LONG, ALWAYS = (part.splitlines() for part in REST.read_text(encoding="utf-8").split("\n\n"))
 LEFT = dict.fromkeys(_SOME, 8) | dict.fromkeys(_LONG, 32)  # each one of so many
 MAY = tuple(line.split()[0] for line in SLOW.read_text(encoding="utf-8").splitlines())
 QUICK, MOST = 0.5, 3.0  # CPU seconds, of all processes of a test
@@ -59,7 +60,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _left(item):
-    return item.get_closest_marker("repeats") or (item.nodeid in LEFT and not item.get_closest_marker("always"))
+    return item.nodeid not in ALWAYS and (item.nodeid in LEFT or item.get_closest_marker("repeats"))
 
 
 def _in(eighth, nodeid):
@@ -102,7 +103,7 @@ def pytest_terminal_summary(terminalreporter, config):
         long = {name for name, share in LEFT.items() if share > 8} - TOOK.keys()
         long |= {name for name, took in TOOK.items() if took > MOST}
         some = {name for name, took in TOOK.items() if took > QUICK} | LEFT.keys() - TOOK.keys()
-        parts = ("".join(f"{name}\n" for name in sorted(names)) for names in (some - long, long))
+        parts = ("".join(f"{name}\n" for name in sorted(names)) for names in (some - long, long, ALWAYS))
         REST.write_text("\n".join(parts), encoding="utf-8")
     slowest = sorted(TOOK, key=TOOK.get)[-1:]
     terminalreporter.write_line(f"{sum(TOOK.values()):.0f} CPU seconds in tests, most in {', '.join(slowest)}")
