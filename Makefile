@@ -64,22 +64,12 @@ lint: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(BIN)/python docs/make.py
 
+# Each writes a file of its own; what is written stays where one of them is interrupted.
+BENCHES := compile search memory split checkpoint per_op throughput predict fidelity
 bench: $(VENV)/.dev
-	$(BIN)/python bench/compile.py
-	$(BIN)/python bench/fidelity.py
-	$(BIN)/python bench/search.py
-	$(BIN)/python bench/repair.py
-	$(BIN)/python bench/pictures.py
-	$(BIN)/python bench/memory.py
-	$(BIN)/python bench/predict.py
-	$(BIN)/python bench/loop.py
-	$(BIN)/python bench/jitter.py
-	$(BIN)/python bench/numerics.py
-	$(BIN)/python bench/split.py
-	$(BIN)/python bench/checkpoint.py
-	$(BIN)/python bench/throughput.py
-	$(BIN)/python bench/per_op.py
-	$(BIN)/python bench/tracing.py
+	@echo "$(words $(BENCHES)) scripts of some minutes each, on a machine that does nothing else: $(BENCHES)"
+	@n=0; for name in $(BENCHES); do n=$$((n + 1)); echo "[$$n/$(words $(BENCHES))] bench/$$name.py"; \
+		$(BIN)/python bench/$$name.py || exit 1; done
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -27,7 +27,7 @@ def cases(count, seed, names):
 
 @pytest.mark.repeats
 def test_orders_broken_at_random_are_repaired_within_five_percent_of_their_step():
-    """Four in five is what is promised of large ones as well; bench/repair.py counts 200 of up to 8 ranks."""
+    """Four in five is what is promised of large ones as well."""
     good = 0
     for program, wrong in [*cases(20, 3, NAMED), *cases(10, 4, SEARCHED)]:
         costs = Costs.uniform(program.placement)

@@ -148,7 +148,7 @@ def test_steps_with_clips_and_nans_have_the_bits_of_the_synchronous_run(schedule
 
 @pytest.mark.repeats
 def test_so_have_two_hundred_steps():
-    """Of one combination; bench/exact.py runs that many of all."""
+    """Of one combination."""
     long_run("zb-v", 2, False, 200)
 
 

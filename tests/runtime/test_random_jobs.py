@@ -1,4 +1,4 @@
-"""A few random jobs in random ways; bench/jobs.py tries hundreds."""
+"""A few random jobs in random ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits in units and limits in bytes hold beside each other; bench/limits.py asks two thousand jobs."""
+"""Limits in units and limits in bytes hold beside each other."""
 
 from __future__ import annotations
 

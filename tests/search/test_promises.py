@@ -1,7 +1,4 @@
-"""What is promised of searches and of `auto`: more memory, more budget or more choice never give a worse plan.
-
-bench/never_worse.py asks the same of larger jobs, and of five hundred of them.
-"""
+"""What is promised of searches and of `auto`: more memory, more budget or more choice never give a worse plan."""
 
 from __future__ import annotations
 

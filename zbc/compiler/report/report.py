@@ -300,7 +300,7 @@ def bound_is(ms: float, bound: float, limit: float | None, ranks: int, stages: i
 
     The bound follows work, ways and the memory of one rank. Where activations are limited to less than 1F1B holds, or
     to as much with several stages per rank, ranks must take turns in ways that it does not see: of small problems the
-    search finds the optimum there, 4 to 30% above it (`bench/long_steps.py --truth`); else it is met within 0.5%.
+    search finds the optimum there, 4 to 30% above it; else it is met within 0.5%.
     """
     if ms <= bound * (1 + MET):
         return "met"
