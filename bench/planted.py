@@ -417,8 +417,8 @@ BUGS = (
     Bug(
         "a bound counts all of the weight gradients",
         "zbc/compiler/freezing.py",
-        "(1 - job.freeze.most) * w",
-        "w",
+        "m * (f + bw - costs.left_out(Op(Kind.BW, s), job.freeze.most))",
+        "m * (f + bw)",
         ("tests/compiler/test_freeze.py",),
     ),
     # ---- cost, simulation, search
@@ -534,7 +534,7 @@ def first_failure(tree: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode == 0:
+    if done.returncode in (0, 5):  # 5: the tier has none of them
         return ""
     found = re.findall(r"^(?:FAILED|ERROR) \S*?(\w+\.py\S*)", done.stdout, re.MULTILINE)
     if done.returncode != 1 and not found:
