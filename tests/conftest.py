@@ -46,9 +46,7 @@ def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden from what the code prints now")
     parser.addoption("--all", action="store_true", help="run the tests that `make test` leaves out, too")
     parser.addoption("--measure", action="store_true", help="write tests/rest.txt from what these tests take")
-    parser.addoption(
-        "--eighth", type=int, metavar="N", help="run an eighth of those, another for N + 1; N + 8 the same"
-    )
+    parser.addoption("--eighth", type=int, metavar="N", help="run an eighth of those, another for N + 1")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,7 +1,8 @@
 """Which tests always run, and which only add to what others show: those are marked `repeats`.
 
 They add names, sizes and seeds, or are whole runs whose parts other tests show: of processes from their start to their
-end, of the commands of a page, of searches that take seconds. Continuous integration runs them all.
+end, of the commands of a page, of searches that take seconds.
+Continuous integration runs an eighth of them, another one for each commit.
 
 The orders of `SIX` cover every pattern a rank can meet: one stage and a backward in one piece, backwards in halves,
 stages that come back in a V and in loops, two pipes with a sum of their gradients, and microbatches that meet. Their

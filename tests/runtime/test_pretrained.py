@@ -282,6 +282,12 @@ def test_what_training_leaves_alone_stays_as_it_was_in_the_folder_it_began_with(
     assert torch.equal(one(long).logits, other(long).logits)
 
 
+def test_a_folder_that_went_away_while_it_trained_is_done_without(tmp_path):
+    assert hfexport.begun_with(None) is None and hfexport.begun_with(str(tmp_path)) is None
+    (tmp_path / "config.json").touch()
+    assert hfexport.begun_with(str(tmp_path)) == tmp_path
+
+
 def test_longer_sequences_than_before_are_said_in_the_configuration():
     source = {"model_type": "llama", **LLAMA, "max_position_embeddings": 16, "torch_dtype": "float16"}
     model = hfconfig.model_of(source, "config.json").model_copy(update={"seq_len": 64})

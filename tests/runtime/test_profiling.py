@@ -309,13 +309,15 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
     compiled = compile_job(replace(described, schedule=section, partition=stages, memory=memory, profile=profile))
     compiled.write(tmp_path / "plan")
     weighed = [weigh_ranks(tmp_path / "plan") for _ in range(4)]
+    placement = compiled.program.placement
+    losses = {placement.rank_of(s) for s in range(placement.stages) if not placement.sinks(s)}
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
         for name in ("weights", "gradients", "masters", "optimizer", "activations"):
             # Ranks are threads: a neighbour that is late leaves more on its way, never less.
             held = min(getattr(ranks[rank], name) for ranks in weighed)
             # Not predicted, as what is read ahead: the targets of a step, a number each, read at once to be counted.
-            some = 64 + 8 * compiled.program.microbatches
-            assert getattr(predicted, name) == pytest.approx(held, rel=0.05, abs=some), name
+            read = 8 * compiled.program.microbatches if name == "activations" and rank in losses else 0
+            assert getattr(predicted, name) == pytest.approx(held - read, rel=0.05, abs=64), name
 
 
 def weigh_ranks(folder):

@@ -377,7 +377,7 @@ def _tell_late(worker: Worker, board: Board, context: RankContext, limit: timede
 def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limit: timedelta) -> None:
     """Every rank writes the weights it answers for; the first completes the folder when all have."""
     settings = Settings.of(worker.plan.manifest)
-    model, source = settings.model, None if settings.pretrained is None else Path(settings.pretrained)
+    model, source = settings.model, hfexport.begun_with(settings.pretrained)
     holders = worker.placement
     writers = sorted({worker.topology.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
     worker.gather_all()
@@ -390,6 +390,8 @@ def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limi
     if context.rank == 0:
         for line in hfexport.write_index(folder, model, shards, source):
             context.emit(line)
+        if settings.pretrained is not None and source is None:
+            context.emit(f"{settings.pretrained} is not there any more: config.json is made from the plan")
         context.emit(f"wrote the weights to {folder}")
 
 

@@ -45,6 +45,12 @@ def check_target(folder: Path, model: Model) -> None:
         raise _unwritable(folder, error) from None
 
 
+def begun_with(pretrained: str | None) -> Path | None:
+    """The folder that a training began with; None where it is gone, which is no reason to lose the weights."""
+    folder = None if pretrained is None else Path(pretrained)
+    return None if folder is None or not os.path.isfile(folder / hfconfig.CONFIG) else folder
+
+
 def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | None = None) -> dict[str, Tensor]:
     """Parameters by global name as the tensors of a folder by theirs, on the CPU. A tied head is the embedding's.
 

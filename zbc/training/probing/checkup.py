@@ -101,15 +101,15 @@ def check_up(plan: StoredPlan) -> Checkup:
         mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
         loss, plain = plain_gradients(single)
         _, twice = plain_gradients(single, times=2.0)
-    least = ROUNDING * max(map(largest, plain.values()), default=0.0)
-    least *= settings.model.compile or manifest.slices > 1  # else there is no such rounding
+    rounding = ROUNDING * max(map(largest, plain.values()), default=0.0)
+    least = rounding * (settings.model.compile or manifest.slices > 1)  # else there is no such rounding
     found = tuple(
         Compared(name, apart(grad, mine.get(name), least), grad is None or bool(grad.isfinite().all()))
         for name, grad in plain.items()
     )
     stages, mean = _ways(single, settings), math.nan if result is None else result.loss
     tolerance = TOLERANCE[settings.model.dtype]
-    return Checkup(stages, mean, loss, found, tolerance, _unscaled(single, settings, plain, twice, tolerance))
+    return Checkup(stages, mean, loss, found, tolerance, _unscaled(single, settings, plain, twice, tolerance, rounding))
 
 
 def _unscaled(
@@ -118,12 +118,12 @@ def _unscaled(
     plain: Mapping[str, Tensor | None],
     twice: Mapping[str, Tensor | None],
     tolerance: float,
+    least: float,
 ) -> tuple[str, ...]:
     """Layers where gradients that were right begin not to double with the loss: the last of those, in each chain.
 
     What a layer adds goes on to the layers before it.
     """
-    least = ROUNDING * max(map(largest, plain.values()), default=0.0)
     wrong = {
         name.rpartition(".")[0]
         for name, grad in plain.items()
