@@ -114,6 +114,7 @@ def test_llama_with_stretched_positions_wide_heads_and_one_key_for_all():
 @pytest.mark.parametrize("variant", ["qwen2", "qwen3", "gemma"])
 def test_the_variants_of_llama(variant):
     model = {**LLAMA, "variant": variant, "attention_bias": variant == "qwen3"}
+    model |= {"padding_token": 5} if variant == "gemma" else {}
     check_gradients(make_plan(make_program("zb-v", 2, 4), model=model, keep=without_step, size=1))
     check_training(make_plan(make_program("zb-h1", 2, 4), model=model, optimizer={"lr": 1e-2}))
 

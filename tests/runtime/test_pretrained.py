@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -87,6 +88,7 @@ MODELS = {
         Qwen3Config(**LLAMA, num_key_value_heads=4, head_dim=8, attention_bias=True)
     ),
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**LLAMA, num_key_value_heads=1, head_dim=12)),
+    "padded": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, pad_token_id=7)),
 }
 VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma")
 
@@ -150,6 +152,24 @@ def test_logits_are_those_of_transformers(folders, name, p):
             expected = peer(tokens).logits
         assert expected.std() > 0.1
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["padded", "gemma"])
+def test_the_embedding_of_padding_does_not_learn_as_in_transformers(folders, name):
+    folder, tied = folders(name)
+    peer = deepcopy(tied)
+    peer.lm_head.weight = torch.nn.Parameter(peer.lm_head.weight.detach().clone())
+    plan = plan_of(folder, 2, "zb-v", m=6)
+    workers, loss, read = run_threads(plan, 1), 0.0, set()
+    batches = next(w.batches for w in workers if w.batches is not None)
+    for mb in range(6):
+        tokens, target = batches.inputs(0, mb), batches.targets(0, mb)
+        read |= set(tokens.flatten().tolist())
+        loss = loss + torch.nn.functional.cross_entropy(peer(tokens).logits.flatten(0, 1), target.flatten()) / 6
+    assert plan.manifest.planning["model"]["padding_token"] in read
+    loss.backward()
+    norm = sum(p.grad.square().sum() for p in peer.parameters()).sqrt()
+    assert workers[0].results[0].grad_norm == pytest.approx(norm.item(), rel=1e-5)
 
 
 def test_shorter_sequences_take_the_first_positions(folders):

@@ -31,7 +31,7 @@ from zbc.training.recording.measure import Scale
 from zbc.training.warm import warm
 
 TIED = {**GPT, "tie_embeddings": True}
-GEMMA = {**LLAMA, "variant": "gemma", "head_size": 8, "tie_embeddings": True}
+GEMMA = {**LLAMA, "variant": "gemma", "head_size": 8, "tie_embeddings": True, "padding_token": 40}
 ROWS = {1: (), 2: (0, 9, 16)}
 TIGHT = {torch.float32: 1e-6, torch.float64: 1e-14}
 
@@ -76,7 +76,7 @@ WAYS = [
     ("1f1b", 2, 3, 1, {}),
     ("1f1b", 4, 5, 2, {}),
     ("zb-h1", 2, 4, 2, {"model": TIED}),
-    ("zb-h1", 4, 5, 1, {"model": LLAMA, "words": (0, 1, 30, 31, 67)}),
+    ("zb-h1", 4, 5, 1, {"model": {**LLAMA, "padding_token": 12}, "words": (0, 1, 30, 31, 67)}),
     ("zb-v", 2, 3, 1, {"model": LLAMA}),
     ("zb-v", 4, 5, 2, {}),
     ("1f1b", 2, 3, 2, {"slices": 2}),

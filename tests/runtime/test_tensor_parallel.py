@@ -31,7 +31,7 @@ MODELS = {
     "gpt": {},
     "tied": {"tie_embeddings": True},
     "rotary": {"positions": "rotary"},
-    "llama": {"family": "llama", "kv_heads": 4},
+    "llama": {"family": "llama", "kv_heads": 4, "padding_token": 130},
     "qwen3": {"family": "llama", "kv_heads": 4, "variant": "qwen3"},
 }
 """By name, what they change in GPT."""

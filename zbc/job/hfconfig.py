@@ -52,6 +52,7 @@ class _Variant:
     seq_len: int = 2048
     eps: float = 1e-6
     tied: bool = False
+    padding: int | None = None
 
 
 _VARIANTS = {
@@ -59,7 +60,7 @@ _VARIANTS = {
     "mistral": _Variant(ffn=14336, kv_heads=8, seq_len=131072),
     "qwen2": _Variant(ffn=22016, kv_heads=32, vocab=151936, seq_len=32768),
     "qwen3": _Variant(ffn=22016, kv_heads=32, head_size=128, vocab=151936, seq_len=32768),
-    "gemma": _Variant(3072, 24576, 28, 16, 16, 256, 256000, 8192, tied=True),
+    "gemma": _Variant(3072, 24576, 28, 16, 16, 256, 256000, 8192, tied=True, padding=0),
 }
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma"}
 
@@ -127,6 +128,9 @@ def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     kind, window = config["model_type"], window_of(config)
     default = _VARIANTS[kind]
     longest = config.get("max_position_embeddings", default.seq_len)
+    words, padding = config.get("vocab_size", default.vocab), config.get("pad_token_id", default.padding)
+    if isinstance(padding, int) and isinstance(words, int) and not -words <= padding < words:
+        raise _refused(source, "pad_token_id", padding, f"it is a word of {words}")
     return {
         "family": "llama",
         "variant": kind,
@@ -137,7 +141,8 @@ def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "kv_heads": config.get("num_key_value_heads", default.kv_heads),
         "head_size": config.get("head_dim", default.head_size),
         "ffn_hidden": config.get("intermediate_size", default.ffn),
-        "vocab": config.get("vocab_size", default.vocab),
+        "vocab": words,
+        "padding_token": words + padding if isinstance(padding, int) and padding < 0 else padding,
         "seq_len": min(longest, window) if window is not None and isinstance(longest, int) else longest,
         "norm_eps": config.get("rms_norm_eps", default.eps),
         "rope_theta": theta,
@@ -206,7 +211,7 @@ def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
     """The model of the folder. Raise E521, and E522 with every size in which the job is another model than that."""
     folder = model_of(config, source)
     keys = [*_COMPARED, "rotary"]
-    keys += ["variant", "attention_bias"] if folder.family == "llama" == job.family else []
+    keys += ["variant", "attention_bias", "padding_token"] if folder.family == "llama" == job.family else []
     keys += ["rope_theta", "rope_scaling"] if folder.rotary else ["activation"]
     names = {"head_width": "head_size", "mlp_width": "ffn_hidden", "kv_width": "kv_heads x head_size"}
     wrong = [
@@ -320,5 +325,6 @@ def _llama_config(model: Model) -> dict[str, Any]:
         "rope_scaling": None if scaling is None else rope,
         "bos_token_id": None,
         "eos_token_id": None,
+        "pad_token_id": model.padding_token,
         "tie_word_embeddings": model.tie_embeddings,
     }

@@ -18,7 +18,7 @@ from zbc.job.wording import did_you_mean
 BUILTIN = ("gpt", "llama")
 Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
-_ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias")
+_ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias", "padding_token")
 _ONLY_GPT = ("positions", "activation")
 _EXPERTS = ("experts", "top_k", "expert_hidden")
 _ONLY_BUILTIN = (
@@ -69,6 +69,9 @@ class Model(Section):
     top_k: Width | None = Field(None, description="experts that a token meets; default 2")
     expert_hidden: Width | None = Field(None, description="width inside an expert; default ffn_hidden")
     vocab: Width | None = Field(None, description="size of the vocabulary")
+    padding_token: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="llama: the word whose embedding gets no gradient; transformers' pad_token_id"
+    )
     seq_len: Width | None = Field(None, description="tokens per sequence")
     positions: Literal["learned", "rotary"] = Field("learned", description="gpt: position information")
     activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="gpt: inside the MLP; GPT-2 has gelu_tanh")
@@ -252,6 +255,10 @@ def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
 
 def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
     hidden, heads = model.hidden, model.heads
+    if model.padding_token is not None and model.vocab and model.padding_token >= model.vocab:
+        text = f"config: model.padding_token = {model.padding_token} is no word of model.vocab = {model.vocab}"
+        where = document.where(("model", "padding_token"))
+        yield ZbcError("E110", text, where=where, hint=f"use one from 0 to {model.vocab - 1}, or drop it")
     if not hidden or not heads:
         return
     if model.head_size is None and hidden % heads:

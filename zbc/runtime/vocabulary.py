@@ -117,16 +117,20 @@ class Output:
 
 
 class Embedding:
-    """This rank's rows of the embedding, `weight` (rows, H), the words from `first` on."""
+    """This rank's rows of the embedding, `weight` (rows, H), the words from `first` on.
 
-    def __init__(self, weight: nn.Parameter, first: int) -> None:
-        self.weight, self.first = weight, first
+    `padding`: the word whose row gets no gradient.
+    """
+
+    def __init__(self, weight: nn.Parameter, first: int, padding: int | None = None) -> None:
+        self.weight, self.first, self.padding = weight, first, padding
 
     def look_up(self, tokens: Tensor) -> tuple[Own, Tensor]:
-        """I: (.., H), 0 for other ranks' words; which are this rank's."""
+        """I: (.., H), 0 for other ranks' words; which are this rank's, and learn."""
         found = words.own(tokens, self.first, len(self.weight))
-        looked = functional.embedding(found.row, self.weight.detach())
-        return found, looked.masked_fill_(~found.mine[..., None], 0.0)
+        looked = functional.embedding(found.row, self.weight.detach()).masked_fill_(~found.mine[..., None], 0.0)
+        learns = found if self.padding is None else found._replace(mine=found.mine & (tokens != self.padding))
+        return learns, looked
 
     def learn(self, looked: Own, grad: Tensor) -> None:
         """E: add the gradient (.., H) of the embeddings to this rank's rows."""

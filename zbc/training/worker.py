@@ -382,7 +382,7 @@ def _vocabulary(
     ranks = tuple(sorted(map(seat, range(run.pp))))
     return Vocabulary(
         output,
-        Embedding(embedding, low),
+        Embedding(embedding, low, settings.model.padding_token),
         OfRows(optimizer, low, tables.shapes),
         ranks=ranks,
         bounds=tuple((words.rows[part], words.rows[part + 1]) for part in (run.of(rank).pp for rank in ranks)),

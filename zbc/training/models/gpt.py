@@ -31,11 +31,21 @@ def same(x: Tensor) -> Tensor:
 class Embed(nn.Module):
     """(B, T) int64 -> (B, T, H)."""
 
-    def __init__(self, vocab: int, hidden: int, seq_len: int, *, learned: bool, scale: float = 1.0) -> None:
-        """`learned`: there is a table of positions; `scale`: of the embeddings of tokens."""
+    def __init__(
+        self,
+        vocab: int,
+        hidden: int,
+        seq_len: int,
+        *,
+        learned: bool,
+        scale: float = 1.0,
+        padding: int | None = None,
+    ) -> None:
+        """`learned`: there is a table of positions; `scale`: of the embeddings of tokens; `padding`: the word whose
+        embedding gets no gradient."""
         super().__init__()
         self.scale = scale
-        self.tokens = nn.Embedding(vocab, hidden)
+        self.tokens = nn.Embedding(vocab, hidden, padding)
         self.positions = nn.Embedding(seq_len, hidden) if learned else None
         self.look_up: Callable[[Tensor], Tensor] = self._look_up
         self.place = 0  # of this rank's part of the tokens, where ranks share the sequence
@@ -44,6 +54,9 @@ class Embed(nn.Module):
         for table in (self.tokens, self.positions):
             if table is not None:
                 nn.init.normal_(table.weight, std=STD)
+        if padding is not None:
+            with torch.no_grad():
+                self.tokens.weight[padding] = 0.0
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.look_up(tokens)

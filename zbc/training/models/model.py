@@ -129,7 +129,8 @@ def _family(model: spec.Model) -> list[LayerPlan]:
         raise ZbcError("E105", text)
     scale = math.sqrt(model.hidden) if model.variant == "gemma" else 1.0
     learned = not model.rotary
-    embed = functools.partial(gpt.Embed, model.vocab, model.hidden, model.seq_len, learned=learned, scale=scale)
+    sizes, padding = (model.vocab, model.hidden, model.seq_len), model.padding_token
+    embed = functools.partial(gpt.Embed, *sizes, learned=learned, scale=scale, padding=padding)
     block = functools.partial(_llama_block if model.family == "llama" else _gpt_block, model)
     ties = {"logits.weight": TIED} if model.tie_embeddings else {}
     return [

@@ -77,6 +77,8 @@ def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
     first, stop = group.bounds(words)
     cut = _keep(layer.tokens, "weight", 0, [words], group)
     layer.tokens.num_embeddings = stop - first
+    padding = layer.tokens.padding_idx
+    layer.tokens.padding_idx = None if padding is None or not first <= padding < stop else padding - first
     layer.look_up = look_up(group, layer.tokens, first, stop - first)
     layer.place = group.place if group.sequence else 0
     return {"tokens.weight": cut}
