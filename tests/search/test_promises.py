@@ -53,6 +53,34 @@ def rungs_of(grid):
     return found
 
 
+# ---- what searches do not see ----------------------------------------------------------------------------------------
+
+UNITS = {"f": 1.0, "b": 1.0, "w": 1.0}
+BUSY = {"costs": {**UNITS, "comm": 4.0, "occupies": 4.0}, "layers": 24}
+WORDS = {"costs": {**UNITS, "s": 0.9, "t": 0.6, "i": 0.1, "e": 0.2}, "parallel": {"vocabulary": "shared"}, "layers": 24}
+UNSEEN = [
+    ("looped-zb", "interleaved-1f1b", 3, 6, BUSY),
+    ("zb-auto", "zb-h2", 4, 6, BUSY),
+    ("v-auto", "zb-v", 3, 7, BUSY),
+    ("zb-auto", "zb-h1", 4, 8, WORDS),
+    ("looped-zb", "interleaved-1f1b", 3, 6, WORDS),
+]
+
+
+@pytest.mark.parametrize(("kind", "other", "p", "m", "more"), UNSEEN)
+@pytest.mark.parametrize("budget", [0.0, 0.1])
+def test_with_busy_links_and_shared_words_a_search_is_not_behind_an_order_made_by_hand(kind, other, p, m, more, budget):
+    searched, by_hand = (compile_job(job(kind=one, pp=p, m=m, **more), budget=budget) for one in (kind, other))
+    assert searched.step_ms <= by_hand.step_ms * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("kind", "p", "m", "more"), [(kind, p, m, more) for kind, _, p, m, more in UNSEEN])
+def test_with_busy_links_and_shared_words_more_memory_is_not_worse(kind, p, m, more):
+    limits = [{"schedule": {"memory_limit": f"{times}x"}} for times in (1.0, 1.5, 2.0)]
+    steps = [compile_job(job(kind=kind, pp=p, m=m, **more, **limit), budget=0.0).step_ms for limit in limits]
+    assert all(late <= early * 1.005 for early, late in pairwise(steps)), steps
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_larger_limit_has_every_rung_of_a_smaller_one(seed):
     rng = Random(seed)

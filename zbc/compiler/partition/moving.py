@@ -16,9 +16,7 @@ from zbc.compiler.check.memory import excess
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.setup import Ordered, Setup, everything, moves
 from zbc.compiler.passes.offload import HUGE, LARGE, Offload, TooTight
-from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.feasible import least_of
-from zbc.errors import ZbcError
 
 WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: what orders are made for
 AWAY = (0.9, 0.54)  # of what the first, and any other, stage of a rank keeps: taken to be on the host
@@ -68,24 +66,7 @@ def _orders(setup: Setup, units: tuple[float, ...], budget: float, search: dict[
     for one in looked_for:
         for seconds in dict.fromkeys((0.0, budget / len(looked_for))):
             yield replace(one.ordered(seconds, **{"compiled": large, **search}), costs=setup.costs)
-    yield from _by_hand(setup)
-
-
-def _by_hand(setup: Setup) -> Iterator[Ordered]:
-    """Orders of other schedules for the same placement that take no search."""
-    p = setup.placement.ranks
-    for card in SCHEDULES.values():
-        whole = setup.schedule.splits_backward or not card.splits_backward
-        if card.searched or card.grouped or not whole or not card.allows(setup.v):
-            continue
-        if card.placement(p, setup.v) != setup.placement:
-            continue
-        one = replace(setup, schedule=replace(card, name=setup.schedule.name))
-        for group in [None] if card.groups is None else _few(setup, list(card.groups(p))):
-            try:
-                yield one.ordered(0.0, group=group)
-            except ZbcError:  # not for so many microbatches, or not in slices
-                continue
+    yield from setup.by_hand(lambda groups: _few(setup, groups))
 
 
 def _size(setup: Setup) -> int:

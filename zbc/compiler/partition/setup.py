@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from math import inf
+from itertools import chain, islice, pairwise
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -17,9 +16,10 @@ from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.initial import Stages, initial
 from zbc.compiler.partition.limits import Limit, bounds_of, limit_of, room_of
-from zbc.compiler.schedules import Request, ScheduleCard
+from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
+from zbc.compiler.search.ladder import LARGE
 from zbc.compiler.search.rungs import whole
 from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
 from zbc.compiler.sim.context import Context
@@ -31,6 +31,8 @@ from zbc.topology import Topology
 
 STEP = 0.25  # activation units: the least by which an order is made for less
 WORTH = 0.002  # of a step, that logits of a second unit have to save
+TINY = 1e-9  # of a step
+RUNGS = 8  # limits whose orders are looked at where searches do not see all that a step takes
 RETRIES = 4  # with less for activations, until what is on its way fits as well
 
 
@@ -134,7 +136,7 @@ class Setup:
         the tighter limit; where tensors on their way need more of the device than the limit left for them, with that
         much less for activations.
         """
-        found = self.ordered(budget, **search)
+        found = self._best(budget, search)
         tighter = self.limit.tighter
         if tighter is not None and excess(self.job, found.memory, self.costs) > 0:
             return replace(self, limit=tighter).make(budget, **search)
@@ -151,8 +153,50 @@ class Setup:
                 for now, more, unit, most in zip(held, over, self.limit.unit, units, strict=True)
             ]
             units = tuple(map(max, lowered, least_of(self.placement, self.limit.costs)))
-            found = self.under(units).ordered(budget, **search)
+            found = self.under(units)._best(budget, search)
         return found
+
+    def _best(self, budget: float | None, search: dict[str, Any]) -> Ordered:
+        """One order for its limit. Where searches do not see all that a step takes, the best of several by that: what
+        is found for this limit and smaller ones, which share the budget, and the orders made by hand."""
+        unseen = self.job.vocabulary or any(any(links.values()) for links in self.costs.occupies)
+        if not self.schedule.searched or not unseen or len(self.placement.pipes) > 1:
+            return self.ordered(budget, **search)
+        small = 3 * self.placement.stages * self.job.schedule.microbatches <= LARGE
+        rungs = list(islice(self.lowered(), RUNGS if small else 1))
+        each = (self.schedule.budget if budget is None else budget) / (len(rungs) + 1)
+        best = self.ordered(each, **search)
+        step = best.step_ms(self.job)
+        for other in chain((rung.ordered(each, **search) for rung in rungs), filter(self._keeps, self.by_hand())):
+            now = other.step_ms(self.job)
+            if now < step * (1 - TINY) and excess(self.job, other.memory, self.costs) <= 0:
+                best, step = other, now
+        return best
+
+    def _keeps(self, found: Ordered) -> bool:
+        """Whether an order keeps to the limit in activation units."""
+        if self.limit.units is None:
+            return True
+        held = peaks(found.complete.program, replace(self.limit.costs, bytes=None, shares=()))
+        return all(rank.units <= most + 1e-6 for rank, most in zip(held, self.limit.units, strict=True))
+
+    def by_hand(self, some: Callable[[list[int]], list[int]] = list) -> Iterator[Ordered]:
+        """Orders of other schedules for the same placement that take no search; of their sizes of groups `some`."""
+        p = self.placement.ranks
+        for card in SCHEDULES.values():
+            whole = self.schedule.splits_backward or not card.splits_backward
+            if card.searched or card.grouped or not whole or not card.allows(self.v):
+                continue
+            if card.placement(p, self.v) != self.placement:
+                continue
+            one = replace(self, schedule=replace(card, name=self.schedule.name))
+            for group in [None] if card.groups is None else some(list(card.groups(p))):
+                try:
+                    card.check_slices(self.job.slices)
+                    card.check_vocabulary(self.job.parallel.vocabulary)
+                    yield one.ordered(0.0, group=group)
+                except ZbcError:  # not for so many microbatches, not in slices, or not with shared words
+                    continue
 
     def ordered(self, budget: float | None, *, group: int | None = None, **search: Any) -> Ordered:
         """One order for its limit; `group` instead of what the job asks for.
@@ -184,10 +228,7 @@ class Setup:
         other = replace(found, lowering=replace(found.lowering, weave=replace(weave, late=2)))
         if other.step_ms(self.job) > found.step_ms(self.job) * (1 - WORTH):
             return found
-        held = [rank.units for rank in peaks(other.complete.program, replace(self.limit.costs, bytes=None, shares=()))]
-        units = self.limit.units or [inf] * len(held)
-        fits = all(now <= most + 1e-6 for now, most in zip(held, units, strict=True))
-        return other if fits and excess(self.job, other.memory, self.costs) <= 0 else found
+        return other if self._keeps(other) and excess(self.job, other.memory, self.costs) <= 0 else found
 
     def _ordered(
         self, units: tuple[float, ...] | None, budget: float | None, group: int | None, search: dict[str, Any]
