@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from tests.jobs import toml_text
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.partition.setup import as_ordered
+from zbc.compiler.whatif.others import kept
 from zbc.errors import ZbcError
 
 PARTS = ("keep", "recompute", "offload", "recompute+offload")
@@ -116,3 +117,24 @@ def test_what_does_not_fit_names_the_limit_with_recompute_too(tmp_path):
 def test_a_plan_that_needs_too_much_of_the_host_is_not_chosen(tmp_path):
     compiled = planned(tmp_path, "auto", limit="0.5x", offload=0.3, hardware={"host_gib": 1e-6})
     assert compiled.report.copied is None
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    kind=st.sampled_from(["zb-h1", "zb-h2", "zb-v", "zb-auto", "v-half", "looped-zb", "auto"]),
+    gib=st.sampled_from([0.3, 0.45, 0.6, 0.9, 1.4, 4.0]),
+    m=st.sampled_from([4, 6]),
+)
+def test_auto_recomputes_nothing_where_keeping_takes_hardly_more_memory_and_is_faster(tmp_path_factory, kind, gib, m):
+    path = tmp_path_factory.mktemp("auto") / "zbc.toml"
+    model = {"hidden": 512, "heads": 8, "seq_len": 512, "vocab": 2000}
+    changes = {"model": model, "hardware": {"memory_gib": gib}, "memory": {"activations": "auto"}}
+    path.write_text(toml_text(kind=kind, pp=4, m=m, layers=14, **changes))
+    try:
+        compiled = compile_job(load_job(path), suggest=False, budget=0.0)
+    except ZbcError as error:
+        assert {each.code for each in error.errors} <= {"E301", "E302", "E303"}
+        return
+    again = [stage.stage for stage in compiled.report.cut.stages if stage.recompute]
+    event(f"recomputes {bool(again)}")
+    assert kept(compiled) is None
