@@ -143,5 +143,5 @@ def _train(worker: Worker, steps: int, checkpoints: Checkpoints, run: Step) -> N
         skips.look(result)
 
     train_steps(worker, range(checkpoints.last, steps), checkpoints, run=run, show=keep)
-    if not worker.frees:  # tests look at whole weights
-        worker.gather_all()
+    if not worker.gathers.freed:  # tests look at whole weights
+        worker.gathers.gathers(worker)

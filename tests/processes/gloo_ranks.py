@@ -10,6 +10,7 @@ import torch
 
 from zbc.ir import Kind
 from zbc.plan.directory import RankPlan, StoredPlan
+from zbc.runtime.answers import primary
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.network import Network
 from zbc.runtime.staged import Staged
@@ -38,16 +39,16 @@ def train(
     worker = open_worker(rank, plan, staged=staged)
     if warmed:
         warm(worker)
-    worker.open_windows()
+    worker.gathers.open_windows(worker)
     found = []
     for step in range(steps):
         worker.ends = step + 1 == steps
         found.append(run_step(worker, step))
     found.append(finish(worker))
     results = [result for result in found if result is not None]
-    worker.gather_all()
+    worker.gathers.gathers(worker)
     worker.transport.close()
-    parameters = worker.primary()
+    parameters = primary(worker)
     if worker.vocabulary is not None and worker.replica == 0:
         low = worker.vocabulary.output.first
         parameters |= {f"{low:06d} {name}": p for name, p in worker.vocabulary.optimizer.parameters.items()}

@@ -130,7 +130,7 @@ def every_weight(rank, plan, steps):
     worker = open_worker(rank, plan)
     for step in range(steps):
         run_step(worker, step)
-    worker.gather_all()
+    worker.gathers.gathers(worker)
     worker.transport.close()
     named = {name: p for stage in worker.stages.values() for name, p in stage.parameters.items()}
     return {name: p.detach().numpy().tobytes() for name, p in named.items()}

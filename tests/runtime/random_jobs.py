@@ -245,7 +245,7 @@ def _left(workers: Sequence[Worker]) -> dict[str, Tensor]:
         for optimizer in worker.optimizers.values():
             state = {} if optimizer.optimizer is None else optimizer.optimizer.state
             for held in optimizer.held():
-                if optimizer in worker.frees:
+                if optimizer in worker.gathers.freed:
                     _join(found, held.name, held, held.tensor.detach())
                 for key, value in state.get(held.tensor, {}).items() if held.tensor.numel() else ():
                     if not isinstance(value, Tensor):

@@ -17,6 +17,7 @@ from tests.tiers import dealt, few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
+from zbc.runtime.answers import primary
 from zbc.runtime.bucket import Bucket
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
@@ -279,7 +280,7 @@ def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
         assert one == pytest.approx(two, rel=tolerance, abs=0)
     for name in before:
         torch.testing.assert_close(before[name], after[name], rtol=0, atol=10 * tolerance)
-    assert sorted(n for w in mixed for n in w.primary()) == sorted(n for w in plain for n in w.primary())
+    assert sorted(n for w in mixed for n in primary(w)) == sorted(n for w in plain for n in primary(w))
 
 
 # ---- a weight that two stages share --------------------------------------------------------------------------
@@ -376,5 +377,5 @@ def test_without_a_barrier_copies_and_tied_weights_have_the_same_bits(schedule, 
 
 def test_every_weight_is_written_down_from_one_rank():
     workers = trained("zb-h1", 2, 4, 2, True, tied=True)
-    names = [name for worker in workers for name in worker.primary()]
+    names = [name for worker in workers for name in primary(worker)]
     assert sorted(names) == sorted(whole(2, 4, tied=True).weights)

@@ -12,7 +12,7 @@ import torch
 from tests.runtime.small_plans import make_plan, make_program, make_worker, plan_of, reference
 from tests.threads import run_threads
 from zbc.errors import ZbcError
-from zbc.ir import Key, Kind, Op, Placement
+from zbc.ir import Key, Kind, Message, Op, Placement
 from zbc.runtime import handlers
 from zbc.runtime.execute import run_step
 from zbc.runtime.handlers import HANDLERS
@@ -134,8 +134,8 @@ def test_stores_fill_and_empty_as_ops_run():
     key0, key1 = Key(0, 0), Key(1, 0)
     sizes = []
     for _ in step_through(worker):
-        stores = (worker.handed, worker.kept, worker.output_grads, worker.slots)
-        sizes.append([sorted(k.stage for k in store) for store in stores])
+        acts, grads = ([e.sink for e in worker.edges if e.forward is way] for way in (True, False))
+        sizes.append([acts, sorted(k.stage for k in worker.kept), grads, sorted(k.stage for k in worker.slots)])
     assert sizes == [
         [[1], [0], [], []],
         [[], [0, 1], [], []],
@@ -161,7 +161,7 @@ def test_an_output_is_gone_after_its_send_and_the_graph_after_b():
     worker.stages[0].layers[1].module.up.register_forward_hook(remember)
     ops = step_through(worker)
     assert next(ops).kind is Kind.F
-    output = weakref.ref(worker.outputs[Key(0, 0)].untyped_storage())
+    output = weakref.ref(worker.edges[Message(0, 1, 0, 0, 0)].untyped_storage())
     assert next(ops).kind is Kind.SEND_F and output() is not None
     for op in step_through(other):
         if op.kind is Kind.SEND_B:
@@ -318,17 +318,16 @@ def test_a_loss_that_is_not_one_number_is_named():
 
 
 @pytest.mark.parametrize(
-    ("store", "op", "what"),
-    [("handed", "F", "the input of F s1 m0"), ("output_grads", "BW", "the gradient for B s0 m0")],
+    ("forward", "op", "what"),
+    [(True, "F", "the input of F s1 m0"), (False, "BW", "the gradient for B s0 m0")],
 )
-def test_tensors_handed_over_in_memory_are_checked_too(store, op, what):
+def test_tensors_handed_over_in_memory_are_checked_too(forward, op, what):
     plan = plan_of(["F s0 m0, F s1 m0, BW s1 m0, BW s0 m0, VALIDATE"], Placement.looped(1, 2), 1)
     worker = make_worker(plan)
     with pytest.raises(ZbcError) as caught:
         for handler, current, _ in worker.script:
-            held = getattr(worker, store)
-            if held and current.kind.value == op:
-                (key,) = held
-                held[key] = held[key].double()
+            if current.kind.value == op:
+                for edge in [one for one in worker.edges if one.forward is forward]:
+                    worker.edges[edge] = worker.edges[edge].double()
             handler(worker, current)
     assert caught.value.code == "E505" and what in caught.value.message

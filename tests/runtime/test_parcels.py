@@ -24,7 +24,7 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan, assemble, write
-from zbc.runtime import handlers, parcels
+from zbc.runtime import parcels, route
 from zbc.runtime.execute import run_step
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.private import users
@@ -254,7 +254,7 @@ def test_a_parcel_goes_with_its_graph(monkeypatch):
             super().__init__(*args)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(handlers, "Parcel", Seen)
+    monkeypatch.setattr(route, "Parcel", Seen)
     gc.disable()
     try:
         run_threads(make_plan(moved(make_program("zb-h1", 2, 3))), 1)

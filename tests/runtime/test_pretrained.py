@@ -36,6 +36,7 @@ from tests.threads import run_threads
 from zbc.errors import ZbcError
 from zbc.job import hfconfig
 from zbc.plan.directory import StoredPlan
+from zbc.runtime.answers import counted
 from zbc.training.models import hfexport
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights
 from zbc.training.worker import Settings
@@ -227,7 +228,7 @@ def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, 
     hfexport.check_target(target, model)
     shards = []
     for number, worker in enumerate(workers):
-        parameters = {n: t for optimizer in worker.counted() for n, t in optimizer.parameters.items()}
+        parameters = {n: t for optimizer in counted(worker) for n, t in optimizer.parameters.items()}
         shards.append(hfexport.write_shard(target, number, p, hfexport.tensors_of(model, parameters)))
     hfexport.write_index(target, model, shards)
     assert sorted(f.name for f in target.iterdir()) == sorted(
@@ -251,7 +252,7 @@ def test_weights_that_were_not_trained_come_out_bit_for_bit(folders, name):
     model = hfconfig.model_of(hfconfig.read_config(source), "config.json")
     plan = plan_of(source, 1)
     (worker,) = (make_worker(plan, rank=0),)
-    found = hfexport.tensors_of(model, {n: t for o in worker.counted() for n, t in o.parameters.items()})
+    found = hfexport.tensors_of(model, {n: t for o in counted(worker) for n, t in o.parameters.items()})
     expected = load_file(source / SINGLE)
     assert found.keys() == {key for key in expected if key != "lm_head.weight" or not model.tie_embeddings}
     for key, tensor in found.items():
@@ -283,7 +284,7 @@ def test_what_training_leaves_alone_stays_as_it_was_in_the_folder_it_began_with(
     plan = plan_of(source, 1, seq_len=SEQ // 2, tie_embeddings=hfconfig.model_of(config, "").tie_embeddings)
     model = Settings.of(plan.manifest).model
     worker = make_worker(plan, rank=0)
-    tensors = hfexport.tensors_of(model, {n: t for o in worker.counted() for n, t in o.parameters.items()}, source)
+    tensors = hfexport.tensors_of(model, {n: t for o in counted(worker) for n, t in o.parameters.items()}, source)
     hfexport.check_target(target, model)
     said = hfexport.write_index(target, model, [hfexport.write_shard(target, 0, 1, tensors)], source)
     found = hfconfig.read_config(target)

@@ -38,7 +38,7 @@ GROUPED = dict(
 )
 STEPS = 3  # the first is not looked at: there is no step before it to make final
 
-PER_UNIT = {store.value for store in STORES}  # of these all is seen
+PER_UNIT = {value for store in STORES for value in store.values}  # of these all is seen
 FROM_OUTSIDE = {"part", "total", "tied", "norm", "verdict", "shard", "weights", "clean"}  # of these, that it is made
 NOT_THERE = {"kv", "dkv"}  # without slices
 SHARES = {name for name, value in VALUES.items() if value.scope == "share"} | {"pooled"}  # see test_shared_words.py
@@ -122,13 +122,10 @@ class Watch:
 
     def stored(self, store, key):
         """The ref of what lies in a store, as the op that runs sees it."""
-        placement = self.worker.placement
-        if VALUES[store.value].scope == "unit":
-            assert key == self.op.key
-            return Ref(store.value)
-        towards = {"handed": At.SOURCES, "outputs": At.SINKS, "output_grads": At.SINKS, "input_grads": At.SOURCES}
-        (other,) = placement.beside(key.stage, towards[store.name])
-        return self.on_edge(store.value, key.stage, other, key)
+        if isinstance(key, Message):
+            return self.on_edge("act" if key.forward else "grad", key.source, key.sink, key)
+        assert key == self.op.key
+        return Ref(*store.values)
 
     def sent(self, letter):
         if isinstance(letter, Signal):
@@ -147,7 +144,8 @@ class Watch:
         def run(worker, op):
             self.op, self.found = op, defaultdict(set)
             if Ref("weights") in op.kind.row.reads:
-                worker.finish_gather(op.stage)  # what it waits for itself: a GATHER has written it
+                stage = worker.gathers.stages.get(op.stage)
+                worker.gathers.finish(worker, stage)  # what it waits for itself: a GATHER has written it
             before = self.outside()
             handler(worker, op)
             after = self.outside()
@@ -163,7 +161,7 @@ class Watch:
         worker, kind = self.worker, self.op.kind
         pending = worker.ahead.pending if worker.ahead else None
         verdict = worker.verdict if pending is None else pending.verdict
-        found = {"verdict": verdict is not None, "weights": len(worker.gathering)}
+        found = {"verdict": verdict is not None, "weights": len(worker.gathers.coming)}
         if kind is Kind.NORM and pending is not None:  # VERDICT takes the sums of all, and need not keep them
             found["norm"] = pending.sums is not None
         if kind.row.scope is not Scope.RANK:
@@ -242,6 +240,6 @@ def test_every_value_is_watched_or_cannot_be():
 
 
 def test_whatever_may_not_stay_has_a_store_in_which_it_would_be_found():
-    assert {store.value for store in STORES} == {
+    assert {value for store in STORES for value in store.values} == {
         name for name, value in VALUES.items() if not value.stays and name not in NOT_THERE | SHARES
     }

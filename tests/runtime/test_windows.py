@@ -115,7 +115,7 @@ def test_slots_are_added_in_the_order_of_the_ranks(shard, tmp_path, monkeypatch)
 
 def windows_of(worker):
     """Bytes of a rank's windows, which no op allocates."""
-    return sum(one._window.bytes for one in worker.frees)
+    return sum(one._window.bytes for one in worker.gathers.freed)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "breadth-first"])

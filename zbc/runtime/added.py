@@ -7,12 +7,18 @@ counts m times, where the loss is their mean. `add_loss` sees to that, and `loss
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from zbc.ir import Key, Op
+from zbc.runtime.feature import Feature
+
+if TYPE_CHECKING:
+    from zbc.runtime.state import Worker
 
 
 class Adding:
@@ -23,6 +29,43 @@ class Adding:
     def __init__(self, scale: float) -> None:
         self.scale = scale
         self.total: Tensor | None = None
+
+
+class Added(Feature):
+    """What layers add on this rank in a step, by the stage and microbatch whose forward it is."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, Tensor] = {}
+
+    def add(self, key: Key, value: Tensor) -> None:
+        self._found[key] = value
+
+    def repeats(self, worker: Worker) -> None:
+        self._found.clear()
+
+    def told(self, place: int, which: Callable[[Key], bool] = lambda key: True) -> dict[int, Tensor | float]:
+        """The entry of the vector of a step, at `place`, of what there is; it goes. None where no layer adds."""
+        values = [self._found.pop(key) for key in list(self._found) if which(key)]
+        if not values:
+            return {}
+        device = values[-1].device
+        return {place: torch.stack([value.to(device) for value in values]).sum()}
+
+
+def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
+    """An F whose layers may add to the loss."""
+
+    def run(worker: Worker, op: Op) -> None:
+        adding = Adding(worker.portion(worker.number(op.mb), worker.routes[op].stage.part))
+        outer = swap_adding(adding if worker.phase_run.trains else None)
+        try:
+            handler(worker, op)
+        finally:
+            swap_adding(outer)
+        if adding.total is not None:
+            worker.added.add(op.key, adding.total)
+
+    return run
 
 
 class _Local(threading.local):

@@ -20,6 +20,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import judges
+from zbc.runtime.answers import squares
 from zbc.runtime.optimizer import Masters, set_rate
 from zbc.runtime.pending import Ahead, TentativeStep
 from zbc.runtime.progress import StepResult
@@ -39,9 +40,7 @@ def tentative(worker: Worker, op: Op) -> None:
 
     The learning rate stays until the next one: COMMIT and REDO come before it and belong to this step.
     """
-    worker.finish_sums()
-    if op.stage in worker.incomplete:
-        worker.complete(op.stage)
+    worker.settle(op.stage)
     worker.before_update()
     masters = masters_of(worker, op)
     set_rate(masters, worker.rate(worker.phases, worker.step))
@@ -55,11 +54,9 @@ def norm(worker: Worker, op: Op) -> None:
         return
     losses = {} if worker.share else {worker.number(mb): loss for mb, loss in pending.losses.items()}
     losses |= pending.added
-    squares, peak, device = worker.squares(), pending.peak, worker.device
+    own, peak, device = squares(worker), pending.peak, worker.device
     busy = pending.busy()  # a GPU's ops of the last step have long ended
-    vector = worker.layout.vector(
-        squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device
-    )
+    vector = worker.layout.vector(own, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device)
     before = _before(worker)
     if before is not None:
         vector += _signal(worker, NORM, before)
@@ -97,10 +94,9 @@ def redo(worker: Worker, op: Op) -> None:
         worker.wait(message)
     worker.drop_repeated()
     worker.losses.clear()
-    worker.added.clear()
     put_back(ahead.buffers, ahead.found)
     routes = [worker.routes[one] for _, one, _ in ahead.again]
-    worker.renamed = {route.message: Again(route.message) for route in routes if route.message is not None}
+    worker.renamed = {one: Again(one) for route in routes if (one := route.brought) is not None}
     progress, shown = worker.progress, (worker.progress.index, worker.progress.op)
     for handler, one, text in ahead.again:
         progress.op = f"{text} again"
@@ -123,9 +119,8 @@ def _settle(worker: Worker, pending: TentativeStep) -> bool:
         masters.publish()
         optimizer.drop()
         if isinstance(optimizer, Sharded):  # all its copies are here, in this order, as they all know the verdict
-            optimizer.start_gather(worker.transport)
-            worker.gathering.append(optimizer)
-    worker.finish_gathers()
+            worker.gathers.start(worker, optimizer)
+    worker.gathers.finish(worker)
     pending.final = pending.redone = True
     return False
 
@@ -158,9 +153,8 @@ def open_step(worker: Worker, ahead: Ahead) -> None:
 def close_step(worker: Worker, ahead: Ahead) -> tuple[StepResult | None, TentativeStep]:
     """Put the step away until its verdict comes; returns the one before, which is final now, and the one put away."""
     before = ahead.pending
-    losses, added = dict(worker.losses), worker.told()
+    losses, added = dict(worker.losses), worker.added.told(worker.layout.microbatches)
     worker.losses.clear()
-    worker.added.clear()
     worker.renamed.clear()
     pending = TentativeStep(
         worker.step, losses, worker.clock.read(), peak_bytes(worker.device), seconds=0.0, added=added

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op
+from zbc.runtime.answers import counted
 from zbc.runtime.optimizer import set_rate
 from zbc.runtime.progress import StepResult
 from zbc.runtime.transport import Pending
@@ -131,7 +132,7 @@ def stage_step(worker: Worker, op: Op) -> None:
     worker.finish_sums()
     worker.before_update()
     squares = stage.squares()
-    if stage in worker.counted():  # of a stage that steps several times the last one counts, or what is not finite
+    if stage in counted(worker):  # of a stage that steps several times the last one counts, or what is not finite
         bad = {name: old for name, old in cycle.squares.items() if not torch.isfinite(old).all()}
         cycle.squares |= squares | bad
     norm = math.sqrt(math.fsum(number for one in squares.values() for number in one.tolist()))
@@ -166,8 +167,7 @@ def close_step(worker: Worker, cycle: Cycle, began: float) -> StepResult | None:
     first, step, m = worker.phase_run.first, worker.step, cycle.microbatches
     own = [mb for mb in worker.losses if mb // m == step % 2]
     losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
-    mine = [key for key in worker.added if key.mb // m == step % 2]
-    losses |= worker.told({key: worker.added.pop(key) for key in mine})
+    losses |= worker.added.told(worker.layout.microbatches, lambda key: key.mb // m == step % 2)
     peak, busy = peak_bytes(worker.device), worker.clock.read()()
     vector = worker.layout.vector(
         cycle.squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=worker.device

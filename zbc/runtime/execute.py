@@ -59,7 +59,8 @@ def run_step(
         cycle.open_step(worker, cyclic, step)
     progress.step, progress.total = step, len(worker.script)
     began = now()
-    worker.free_all()  # of what stood between steps
+    for feature in worker.features:
+        feature.opens(worker)
     if worker.group is not None:
         worker.group.hidden()  # what stood between steps does not count
     ahead = worker.ahead
@@ -128,8 +129,8 @@ def _verdict(worker: Worker) -> Verdict:
 def _close(worker: Worker, *, drain: bool) -> None:
     """Check that the step used up everything; with `drain`, wait until what was sent has arrived."""
     _refuse_left(worker)
-    worker.finish_gathers()
-    worker.finish_sent()
+    for feature in worker.features:
+        feature.closes(worker)
     worker.progress.waiting = True
     worker.transport.finish_step(drain=drain)
     worker.progress.waiting = False

@@ -15,16 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import WHOLE, Op
 from zbc.plan.directory import Manifest
+from zbc.runtime.feature import Feature
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.seeding import seed_of
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage
+
+if TYPE_CHECKING:
+    from zbc.runtime.state import Worker
 
 
 class Turns:
@@ -89,6 +94,14 @@ def scale(stage: Stage, optimizer: StageOptimizer, turns: Turns, step: int) -> N
             raise ZbcError("E509", text, hint=hint)
         if count < m:
             grad.mul_(m / count)
+
+
+class Resting(Feature):
+    """Gradients of layers that were frozen in some microbatches become means over the others."""
+
+    def settles(self, worker: Worker, stages: Sequence[int]) -> None:
+        for stage, turns in worker.phase_run.turns.items():
+            scale(worker.stages[stage], worker.optimizers[stage], turns, worker.step)
 
 
 def _gradients(optimizer: StageOptimizer) -> Iterator[tuple[str, Tensor]]:

@@ -28,7 +28,7 @@ class TentativeStep:
     verdict: Verdict | None = None
     final: bool = False
     redone: bool = False
-    added: Mapping[int, Tensor | float] = field(default_factory=dict)  # by layers, as `Worker.told` has it
+    added: Mapping[int, Tensor | float] = field(default_factory=dict)  # by layers, as `Added.told` has it
 
     def result(self) -> StepResult | None:
         """The step as the ranks agreed on it; None before they have."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.runtime.slicing import Part, share_of
-from zbc.runtime.state import BatchSource, Worker
 from zbc.runtime.tensors import to_device
+
+if TYPE_CHECKING:
+    from zbc.runtime.state import BatchSource, Worker
 
 
 def read(

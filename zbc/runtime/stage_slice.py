@@ -9,17 +9,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from zbc.runtime.alone import Alone
+from zbc.runtime.feature import Feature
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.seeding import seed_of
 from zbc.runtime.slicing import Inside, Part, Pasts, within
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage, StageLayer
 from zbc.runtime.tape import Tape
+
+if TYPE_CHECKING:
+    from zbc.runtime.state import Worker
 
 
 @dataclass
@@ -101,3 +105,20 @@ def in_slices(stage: Stage, parts: list[Part], shapes: list[dict[str, Any]]) -> 
         StageSlice(**{**shared, **own, "part": part}, whole=stage, pasts=pasts)
         for part, own in zip(parts, shapes, strict=True)
     )
+
+
+class SlicePasts(Feature):
+    """What stages keep of the slices before: nothing behind a step."""
+
+    def repeats(self, worker: Worker) -> None:
+        for pasts in self._of(worker):
+            pasts.clear()
+
+    def leftovers(self, worker: Worker) -> list[str]:
+        numbers = sorted({number for pasts in self._of(worker) for number in pasts})
+        return [f"keys and values of microbatch {number} were never freed" for number in numbers]
+
+    @staticmethod
+    def _of(worker: Worker) -> list[dict[int, Pasts]]:
+        firsts = (one for stage in worker.stages.values() for one in stage.slices[:1])
+        return [one.pasts for one in firsts if isinstance(one, StageSlice)]

@@ -1,83 +1,74 @@
 """What one rank holds while it runs a plan: the `Worker`, and where each op finds its things.
 
-A tensor's way through a rank, all of it keyed by `ir.Key` (stage, microbatch, pipe, slice):
+A tensor's way through a rank, keyed by `ir.Key` (stage, microbatch, pipe, slice) or by the edge:
 
-    RECV_F -> F -> kept[key] until B; outputs[key] -> SEND_F, or handed[key of the next stage] if that is on this rank
+    RECV_F -> F -> kept[key] until B; edges[message] until SEND_F, or until the F here that reads it
     OFFLOAD .. RELEASE .. RELOAD: from kept[key] into away[key] and back
-    RECV_B -> B -> slots[key] until W; input_grads[key] -> SEND_B, or output_grads[key of the stage before]
+    RECV_B -> B -> slots[key] until W; edges[message] until SEND_B, or until the B here that reads it
 
-What an op reads, makes and uses up is what its row in zbc/ops.py says; `STORES` says where such a value lies.
-
-Where stages are more than a chain, what is on an edge is keyed by the message that it is or would be.
-
-Where two neighbouring stages share a rank there is no transfer: the producer puts the tensor where the consumer looks.
+What an op reads, makes and uses up is what its row in zbc/ops.py says; `STORES` says where such a value lies, and
+route.py where each op looks.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
-from zbc.ops import VALUES, At, Scope
+from zbc.ops import VALUES
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
-from zbc.runtime.averaging import Averaging, meet
+from zbc.runtime.added import Added
+from zbc.runtime.averaging import Averaging
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
 from zbc.runtime.copying import copier_for
 from zbc.runtime.cycle import Cycle
-from zbc.runtime.freezing import Turns, scale
+from zbc.runtime.feature import Feature
+from zbc.runtime.freezing import Resting, Turns
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.packing import Rows
-from zbc.runtime.parcels import Parcel, Pool
+from zbc.runtime.parcels import Pool
 from zbc.runtime.pending import Ahead
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
+from zbc.runtime.route import Left, Route, route_of
 from zbc.runtime.sharded import Sharded
-from zbc.runtime.slicing import Part, Pasts
+from zbc.runtime.slicing import Part
 from zbc.runtime.slot import Slot, know
 from zbc.runtime.stage import Stage
-from zbc.runtime.stage_slice import StageSlice
-from zbc.runtime.tape import Tape
-from zbc.runtime.tensor_parallel import Cut, Group
+from zbc.runtime.stage_slice import SlicePasts
+from zbc.runtime.tensor_parallel import Cut, Group, PartialSums
 from zbc.runtime.tensors import Loss
 from zbc.runtime.transport import Letter, Pending, Transport
 from zbc.runtime.units import Units
 from zbc.runtime.validate import VectorLayout, Verdict
 from zbc.runtime.vocabulary_state import Met, Vocabulary
-from zbc.runtime.windows import WindowCopier
 
-Value = TypeVar("Value")
 Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
 Script = list[Entry]
 
-# What F leaves for B: the stage input, a leaf that collects its gradient, or the parcel where it moves; the way back;
-# what that starts with, at the loss; the slot, None where backward is one op and the layers are torch's own.
-Kept = tuple[Tensor | Parcel, Tape, Tensor | None, Slot | None]
-
 
 class Store(NamedTuple):
-    """A store of a worker: the value that it holds, and what is said of a key that is left when a step is over."""
+    """A store of a worker: the values that it holds, and what is said of a key that is left when a step is over."""
 
     name: str
-    value: str  # of `ops.VALUES`
+    values: tuple[str, ...]  # of `ops.VALUES`
     left: str
 
 
 STORES = (
-    Store("handed", "act", "the output handed over for F {} was never used"),
-    Store("kept", "kept", "F {} has no backward"),
-    Store("outputs", "act", "the output of F {} was never sent"),
-    Store("output_grads", "grad", "the gradient handed over for B {} was never used"),
-    Store("input_grads", "grad", "the input gradient of B {} was never sent"),
-    Store("slots", "left", "B {} has no W"),
-    Store("away", "host", "what F {} left went to the host and was never fetched back"),
+    Store("edges", ("act", "grad"), "{}"),
+    Store("kept", ("kept",), "F {} has no backward"),
+    Store("slots", ("left",), "B {} has no W"),
+    Store("away", ("host",), "what F {} left went to the host and was never fetched back"),
 )
 # What the ops make that REDO runs again.
 REPEATED = frozenset(ref.what for kind in Kind if kind.row.repeats for ref in kind.row.writes)
@@ -109,30 +100,6 @@ class UnequalWork(Protocol):
 
 
 @dataclass
-class Evaluation:
-    """What a rank needs to evaluate: the forward-only program, and the data where they are read."""
-
-    every: int
-    microbatches: int  # of a batch, per replica of the pipeline
-    batches: BatchSource | None  # None on ranks with neither the first nor the last stage
-    count: int  # microbatches per evaluation, in all replicas; 0 where the rank does not know
-    script: Script
-    results: list[EvaluationResult] = field(default_factory=list)
-    counts: Callable[[Tensor], float] | None = None  # how many targets count, where microbatches may differ in that
-    weights: dict[int, float] = field(default_factory=dict)  # of the microbatches of a batch, where losses are found
-
-    def weigh(self, mb: int, target: Tensor, share: float) -> float:
-        """What the mean loss of a microbatch, or of a slice of it, counts in that of all."""
-        weight = share if self.counts is None else self.counts(target)
-        self.weights[mb] = self.weights.get(mb, 0.0) + weight
-        return weight
-
-    def number(self, worker: Worker, mb: int) -> int:
-        """The number of a microbatch among those of all replicas of the pipeline."""
-        return worker.replica * self.microbatches + mb
-
-
-@dataclass
 class PhaseRun:
     """What a rank runs in one phase of the training."""
 
@@ -142,6 +109,9 @@ class PhaseRun:
     ahead: Ahead | None = None  # of a plan without a barrier
     cycle: Cycle | None = None  # of one whose steps have no flush; the script is that of the step that runs
     turns: dict[int, Turns] = field(default_factory=dict)  # of the stages in which layers are frozen
+    routes: dict[Op, Route] = field(default_factory=dict)
+    trains: bool = True  # not of an evaluation, which has data of its own
+    batches: BatchSource | None = None
     first: int = 0  # the number of this replica's first microbatch among those of all replicas of the pipeline
     _shares: dict[torch.dtype, Tensor] = field(default_factory=dict)
 
@@ -176,24 +146,22 @@ class PhaseRun:
         return 1.0 / (alone if self.cycle is None or not self.cycle.every else self.cycle.every)
 
 
-class Ends(NamedTuple):
-    """The edges of a stage, where stages are more than a chain: (what is on it, whether it crosses ranks)."""
+@dataclass
+class Evaluation:
+    """What a rank needs to evaluate: the forward-only program with data of its own, None where they are not read."""
 
-    takes: tuple[tuple[Message, bool], ...]  # in the order of the stage's arguments; of gradients by stage
-    gives: tuple[tuple[Message, bool], ...]
+    every: int
+    count: int  # microbatches per evaluation, in all replicas; 0 where the rank does not know
+    run: PhaseRun
+    results: list[EvaluationResult] = field(default_factory=list)
+    counts: Callable[[Tensor], float] | None = None  # how many targets count, where microbatches may differ in that
+    weights: dict[int, float] = field(default_factory=dict)  # of the microbatches of a batch, where losses are found
 
-
-class Route(NamedTuple):
-    """What the plan and the placement fix about an op, looked up once per plan."""
-
-    key: Key
-    stage: Stage
-    message: Message | None  # a transfer's own; of others the one that brings what they read, if they wait for one
-    peer: int  # of a transfer, in the run
-    local: Key | None  # where the result goes in memory, if it goes to a stage on this rank
-    first: bool  # a stage that reads the data: B and BW give nothing
-    last: bool  # one that no other reads: F ends in the loss, B and BW begin there
-    ends: Ends | None = None  # of a stage in a graph that is no chain
+    def weigh(self, number: int, target: Tensor, share: float) -> float:
+        """What the mean loss of a microbatch, or of a slice of it, counts in that of all."""
+        weight = share if self.counts is None else self.counts(target)
+        self.weights[number] = self.weights.get(number, 0.0) + weight
+        return weight
 
 
 @dataclass(repr=False)
@@ -232,20 +200,16 @@ class Worker:
     progress: Progress = field(default_factory=Progress)
     results: list[StepResult] = field(default_factory=list)
 
-    handed: dict[Key | Message, Tensor] = field(default_factory=dict)
-    kept: dict[Key, Kept] = field(default_factory=dict)
-    outputs: dict[Key | Message, Tensor] = field(default_factory=dict)
-    output_grads: dict[Key | Message, Tensor] = field(default_factory=dict)
-    input_grads: dict[Key | Message, Tensor] = field(default_factory=dict)
+    edges: dict[Message, Tensor] = field(default_factory=dict)  # until its SEND, or the stage here that reads it
+    kept: dict[Key, Left] = field(default_factory=dict)
     slots: dict[Key, Slot] = field(default_factory=dict)
-    away: dict[Key, Kept] = field(default_factory=dict)  # from OFFLOAD to RELOAD
+    away: dict[Key, Left] = field(default_factory=dict)  # from OFFLOAD to RELOAD
     losses: dict[int, Tensor | float] = field(default_factory=dict)
-    added: dict[Key, Tensor] = field(default_factory=dict)  # by layers to the loss of a step: added.py
+    added: Added = field(default_factory=Added)
     reading: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # microbatches of which slices are to come
     evaluation: Evaluation | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
-    gathering: list[Sharded] = field(default_factory=list)
-    scattering: list[Sharded] = field(default_factory=list)  # sums of gradients that are shared out, under way
+    features: list[Feature] = field(default_factory=list)
     copied: torch.cuda.Event | None = None  # when the state that is copied to the host may change
     renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
 
@@ -263,11 +227,23 @@ class Worker:
         self.replica = place.dp
         self.clock = clock_for(self.device, self.progress)
         self.on_host = self.device.type == "cpu"
-        self.routes: dict[Op, Route] = {}
+        stages = {s: one for s, one in self.optimizers.items() if isinstance(one, Sharded)}
+        barrier = Kind.NORM.value not in manifest.capabilities
+        self.gathers = Gathers(stages, gathers=barrier, frees=bool(manifest.resident))
+        reduced = {op.stage for run in self.phase_runs for op in run.plan.ops if op.kind is Kind.REDUCE}
+        self.partial_sums = PartialSums(self.partial, sorted(self.partial.keys() - reduced))
+        self.features = [
+            self.gathers,
+            self.partial_sums,
+            Resting(),
+            SlicePasts(),
+            self.added,
+            *([] if self.vocabulary is None else [self.vocabulary]),
+        ]
         for run in self.phase_runs:
             most = run.plan.manifest.microbatches if self.work is None else self.work.most
             run.first = self.replica * most
-            self.prepare(run.plan.ops if run.cycle is None else run.cycle.all_keyed())
+            self.prepare(run)
 
     def suspect(self, drawn: bool) -> None:
         """Where a step has `drawn` from a generator that nobody seeds, look at each layer of the next one."""
@@ -280,6 +256,15 @@ class Worker:
     @property
     def plan(self) -> RankPlan:
         return self.phase_run.plan
+
+    @property
+    def routes(self) -> dict[Op, Route]:
+        return self.phase_run.routes
+
+    @property
+    def source(self) -> BatchSource | None:
+        """The data of what runs: of training, or of evaluation."""
+        return self.batches if self.phase_run.trains else self.phase_run.batches
 
     @property
     def layout(self) -> VectorLayout:
@@ -324,20 +309,18 @@ class Worker:
         whole = self.phase_run.portion if self.work is None else self.work.weight(self.step, number)
         return whole if part is None else whole * part.rows / part.length
 
-    def told(self, added: Mapping[Key, Tensor] | None = None) -> dict[int, Tensor | float]:
-        """The entry of the vector of a step for what layers here added, or some of it; none where none did."""
-        values = list((self.added if added is None else added).values())
-        if not values:
-            return {}
-        device = values[-1].device
-        return {self.layout.microbatches: torch.stack([value.to(device) for value in values]).sum()}
-
     def weight(self, number: int) -> float:
         """What a microbatch counts in the loss of its step, the sum of all; where that is a mean, 1 on the mean."""
         known = None if self.batches is None else self.batches.weight(self.step, number)
         if known is None:
             return 1.0 if self.work is None else self.work.weight(self.step, number)
         return known
+
+    def weigh(self, number: int, target: Tensor, share: float) -> float:
+        """What the mean over the targets of a microbatch, or of a slice of it that is `share` of it, counts."""
+        if self.phase_run.trains or self.evaluation is None:
+            return share * self.weight(number)
+        return self.evaluation.weigh(number, target, share)
 
     @functools.cached_property
     def pool(self) -> Pool:
@@ -387,7 +370,7 @@ class Worker:
     def learn(self, vector: Tensor) -> Verdict:
         """What all ranks agreed on: the one place in a step where the host reads what the device computed."""
         self.progress.waiting = True
-        verdict = self.layout.read(vector, self.apart)
+        verdict = self.layout.read(vector, self.replica if self.averages else 0)
         self.progress.waiting = False
         return verdict
 
@@ -403,144 +386,17 @@ class Worker:
         for one in self.summing:
             one.finish()
         self.summing.clear()
-        self.scattering.clear()
         self.progress.waiting = False
 
-    def complete(self, stage: int) -> None:
-        """Sum the gradients of which each rank that shares the layers of a stage has a part; blocks."""
-        found = [p for p in self.partial.get(stage, ()) if p.grad is not None]
-        if self.group is None or not found:
-            return
-        self.progress.waiting = True
-        flat = torch.cat([p.grad.reshape(-1) for p in found if p.grad is not None])
-        self.group.start(flat).wait()
-        parts = torch.split_with_sizes(flat, [p.numel() for p in found])
-        for parameter, part in zip(found, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
-        self.progress.waiting = False
-
-    @functools.cached_property
-    def incomplete(self) -> list[int]:
-        """The stages whose gradients no REDUCE sums, of which each rank may have parts."""
-        return [stage for stage in sorted(self.partial) if Op(Kind.REDUCE, stage) not in self.sums]
-
-    def average(self) -> None:
-        """Make the gradients of layers that were frozen in some microbatches means over the others."""
-        for stage, turns in self.phase_run.turns.items():
-            scale(self.stages[stage], self.optimizers[stage], turns, self.step)
-
-    def finish_sent(self) -> None:
-        """Block until the other ranks of the pipeline have what this one brought to collectives of the vocabulary."""
-        if self.vocabulary is not None:
-            self.progress.waiting = True
-            self.vocabulary.finish()
-            self.progress.waiting = False
-
-    def poll_sums(self) -> None:
-        """Let go of the messages of sums that are over."""
-        self.scattering = [one for one in self.scattering if not one.poll()]
-
-    def finish_gathers(self) -> None:
-        """Block until the weights that other ranks stepped are here."""
-        self.progress.waiting = True
-        for one in self.gathering:
-            one.finish_gather()
-        self.gathering.clear()
-        self.progress.waiting = False
-
-    def finish_gather(self, stage: int) -> None:
-        """Block until the weights of a stage are here, if they are on their way."""
-        one = self.optimizers.get(stage)
-        if isinstance(one, Sharded) and one in self.gathering:
-            self.progress.waiting = True
-            self.gathering.remove(one)
-            one.finish_gather()
-            self.progress.waiting = False
-
-    def sharded(self, op: Op) -> Sharded:
-        """The optimizer of the stage of an op, which other ranks step parts of."""
-        optimizer = self.optimizers[op.stage]
-        if not isinstance(optimizer, Sharded):
-            raise ZbcError("E703", f"run: {op} has nothing to gather: this rank steps all of the stage")
-        return optimizer
-
-    def frees_with(self, stage: int, tensor: Tensor) -> bool:
-        """Whether the bytes of a tensor go with the weights of a stage."""
-        one = self.optimizers.get(stage)
-        return isinstance(one, Sharded) and one.takes_away(tensor)
-
-    @property
-    def frees(self) -> list[Sharded]:
-        """The stages whose weights are here only when ops need them, ascending."""
-        return self.gathers if self.plan.manifest.resident else []
-
-    @property
-    def gathers(self) -> list[Sharded]:
-        """The stages whose weights a step gathers before ops use them, ascending: between steps they are not here, or
-        those of before the last one."""
-        if self.ahead is not None:
-            return []
-        return [one for _, one in sorted(self.optimizers.items()) if isinstance(one, Sharded)]
-
-    def open_windows(self) -> None:
-        """Have replicas take weights from each other's memory, if the plan says so; all ranks do so together, once the
-        weights to begin with are there."""
-        if self.plan.manifest.one_sided:
-            copier = WindowCopier(self.device)
-            for one in self.gathers:
-                one.open_window(self.transport, copier)
-
-    def gather_all(self) -> None:
-        """Have the weights of all stages here, between steps; all ranks do so together."""
-        for one in self.gathers:
-            one.start_gather(self.transport, whole=True)
-            self.gathering.append(one)
-            self.finish_gathers()
-
-    def free_all(self) -> None:
-        """Give back the room of all weights that a step will gather."""
-        for one in self.frees:
-            one.free()
+    def settle(self, *stages: int) -> None:
+        """Have all gradients of these stages as the optimizer is to see them; blocks."""
+        self.finish_sums()
+        for feature in self.features:
+            feature.settles(self, stages)
 
     def number(self, mb: int) -> int:
         """The number of a microbatch among those of all replicas of the pipeline: what it reads and draws depend on."""
         return self.phase_run.first + mb % self.phase_run.count
-
-    @property
-    def apart(self) -> int:
-        """Which of several gradients are its own, where replicas do not sum theirs."""
-        return self.replica if self.averages else 0
-
-    def meet(self) -> None:
-        """Make all replicas alike that do not sum gradients: weights, and what the optimizer keeps, become means."""
-        for stage, one in sorted(self.averages.items()):
-            one.forget()
-            optimizer = self.optimizers[stage]
-            state = {} if optimizer.optimizer is None else optimizer.optimizer.state
-            parameters = [p for _, p in sorted(optimizer.parameters.items())]
-            kept = [state[p][key] for p in parameters if p in state for key in sorted(state[p])]
-            numbers = [value for value in kept if isinstance(value, Tensor) and value.is_floating_point()]
-            meet(
-                self.topology.ranks(self.placement.holders(stage), self.share), [*parameters, *numbers], self.transport
-            )
-
-    def counted(self) -> list[StageOptimizer]:
-        """The stages whose gradients this rank answers for in the norm of all.
-
-        Of several copies of a stage the one in pipe 0 of the first pipeline counts; where they share out its optimizer,
-        each counts its part, and where replicas do not sum gradients each counts its own.
-        """
-        rank, placement = self.plan.rank, self.placement
-        if self.averages:
-            return list(self.optimizers.values())
-        found = [
-            optimizer
-            for s, optimizer in self.optimizers.items()
-            if (isinstance(optimizer, Sharded) and not optimizer.mirrored)
-            or ((self.replica == 0 or isinstance(optimizer, Sharded)) and placement.rank_of(s) == rank)
-        ]
-        rows = None if self.vocabulary is None else self.vocabulary.optimizer
-        return [*found, *([rows] if rows is not None and (self.replica == 0 or rows.dealt is not None) else [])]
 
     @property
     def every_optimizer(self) -> list[StageOptimizer]:
@@ -548,38 +404,14 @@ class Worker:
         shared = self.vocabulary
         return [*self.optimizers.values(), *([] if shared is None else [shared.optimizer])]
 
-    def primary(self) -> dict[str, nn.Parameter]:
-        """The weights that are written down from this rank: each of the model's on one rank, in the first pipeline."""
-        rank, placement = self.plan.rank, self.placement
-        mine = [s for s in self.stages if self.replica == 0 and placement.rank_of(s) == rank]
-        found = {name: p for s in mine for name, p in self.optimizers[s].parameters.items()}
-        for name, stages in self.tied.items():
-            if placement.rank_of(stages[0]) != rank:
-                found.pop(name, None)
-        return found
-
-    def squares(self) -> dict[str, Tensor]:
-        """Sums of squares of the gradients this rank answers for, by parameter name; see `StageOptimizer.squares`."""
-        found = {name: value for optimizer in self.counted() for name, value in optimizer.squares().items()}
-        if self.share:  # what is no part of anything is counted on the first of the ranks that share layers
-            found = {name: value for name, value in found.items() if name in self.cuts}
-        if self.tied:
-            own = self.primary()
-            found = {name: value for name, value in found.items() if name not in self.tied or name in own}
-        return found
-
-    def sharing(self, name: str) -> tuple[int, ...]:
-        """The ranks of the run that hold a shared weight."""
-        ranks = {rank for stage in self.tied[name] for rank in self.placement.holders(stage)}
-        return self.topology.ranks(sorted(ranks), self.share)
-
     def seat(self, part: int) -> int:
         """The rank of the run that is rank `part` of the pipeline, in this replica and with this share of layers."""
         return self.topology.rank(self.replica, part, self.share)
 
-    def prepare(self, ops: Iterable[Op]) -> None:
-        """Look up where further ops find their things."""
-        self.routes |= {op: route for op in ops if (route := _route(self, op)) is not None}
+    def prepare(self, run: PhaseRun) -> None:
+        """Look up where the ops of a phase find their things."""
+        ops = run.plan.ops if run.cycle is None else run.cycle.all_keyed()
+        run.routes = {op: route for op in ops if (route := route_of(self, run, op)) is not None}
 
     def store(self, which: Store) -> dict[Any, Any]:
         """One of `STORES`."""
@@ -588,11 +420,12 @@ class Worker:
 
     def drop_repeated(self) -> None:
         """Drop what the ops have made that REDO runs again."""
-        for store in STORES:
-            if store.value in REPEATED:
+        self.edges = {edge: tensor for edge, tensor in self.edges.items() if not edge.forward}
+        for store in STORES[1:]:
+            if REPEATED.issuperset(store.values):
                 self.store(store).clear()
-        for pasts in self._pasts():
-            pasts.clear()
+        for feature in self.features:
+            feature.repeats(self)
         self.reading.clear()
 
     def close(self) -> None:
@@ -607,73 +440,29 @@ class Worker:
 
     def leftovers(self) -> list[str]:
         """What a finished step should have used up and did not."""
-        due = (store for store in STORES if not VALUES[store.value].stays)
+        due = (store for store in STORES[1:] if not any(VALUES[value].stays for value in store.values))
         found = [store.left.format(name_of(key)) for store in due for key in self.store(store) if self._due(key.mb)]
-        found += [] if self.vocabulary is None else self.vocabulary.leftovers()
+        found += [self._left_on(edge) for edge in self.edges if self._due(edge.mb)]
+        found += [text for feature in self.features for text in feature.leftovers(self)]
         found += ["a sum of gradients was started and never used"] * len(self.summing)
-        numbers = sorted({number for pasts in self._pasts() for number in pasts})
-        found += [f"keys and values of microbatch {number} were never freed" for number in numbers]
         found += [f"the slices of m{number - self.phase_run.first} did not all run" for _, number in self.reading]
         return [*found, *(f"the loss of m{mb} was never reported" for mb in self.losses if self._due(mb))]
+
+    def _left_on(self, edge: Message) -> str:
+        """What is said of a value that is left on an edge."""
+        sent = self.placement.crosses(edge.source, edge.sink, edge.pipe)
+        name = name_of(Key(edge.source if sent or self.placement.branches else edge.sink, *edge[2:]))
+        name += f" to s{edge.sink}" if self.placement.branches else ""
+        what, reader = ("output", "F") if edge.forward else ("gradient", "B")
+        if sent:
+            return f"the {'output of F' if edge.forward else 'input gradient of B'} {name} was never sent"
+        return f"the {what} handed over for {reader} {name} was never used"
 
     def _due(self, mb: int) -> bool:
         """Whether a microbatch is not one of the next step, whose forwards may have run."""
         return self.cycle is None or self.ends or mb // self.phase_run.count == self.step % 2
 
-    def _pasts(self) -> list[dict[int, Pasts]]:
-        """What stages that run slices keep of those before."""
-        return [one.pasts for stage in self.stages.values() for one in stage.slices[:1] if isinstance(one, StageSlice)]
 
-
-def _route(worker: Worker, op: Op) -> Route | None:
-    kind, placement = op.kind, worker.placement
-    if kind.row.scope in (Scope.RANK, Scope.EVERY):
-        return None
-    whole = worker.stages.get(op.stage)
-    if whole is None:
-        text = f"run: {op} is in the plan of rank {worker.plan.rank}, which does not hold stage {op.stage}"
-        raise ZbcError("E205", text, hint="plan again")
-    stage, key, here = whole.at(op.slice), op.key, op.stage
-    sources, sinks = placement.sources(here), placement.sinks(here)
-    if kind.is_transfer:
-        peer = placement.peer(op)
-        if peer is None:
-            raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
-        rank = worker.seat(peer)
-        by_edge = Ends((), ()) if placement.branches else None
-        return Route(key, stage, placement.message(op), rank, None, not sources, not sinks, by_edge)
-    taken, given = placement.beside(here, kind.takes), placement.beside(here, kind.gives)
-    if placement.branches:
-        return Route(key, stage, None, -1, None, not sources, not sinks, _ends(worker, op, stage))
-    messages = [Message(other, *key) for other in taken if placement.crosses(other, here, op.pipe)]
-    inside = [key._replace(stage=other) for other in given if not placement.crosses(here, other, op.pipe)]
-    message, local = next(iter(messages), None), next(iter(inside), None)  # a chain has one
-    ends = worker.vocabulary is None  # elsewhere all ranks together are before the first stage and behind the last
-    return Route(key, stage, message, -1, local, ends and not sources, ends and not sinks)
-
-
-def _ends(worker: Worker, op: Op, stage: Stage) -> Ends:
-    placement, here, kind = worker.placement, op.stage, op.kind
-    arguments = stage.inputs or placement.sources(here)
-    backward = kind.takes is At.SINKS
-    taken = placement.sinks(here) if backward else arguments if kind.takes else ()
-    given = arguments if backward else placement.sinks(here) if kind.gives else ()
-    return Ends(
-        tuple((Message(other, *op.key), placement.crosses(other, here, op.pipe)) for other in taken),
-        tuple((Message(here, other, *op.key[1:]), placement.crosses(here, other, op.pipe)) for other in given),
-    )
-
-
-def take(store: dict[Any, Value], key: Key | Message, missing: str) -> Value:
-    """Remove and return; raises E703 with `missing`, {} filled with the key, if it is not there."""
-    try:
-        return store.pop(key)
-    except KeyError:
-        raise ZbcError("E703", "run: " + missing.format(name_of(key))) from None
-
-
-def name_of(key: Key | Message) -> str:
-    """`s1 m0`, as in the text of an op; of an edge `s1 m0 to s4`."""
-    if isinstance(key, Message):
-        return f"{name_of(Key(key.source, *key[2:]))} to s{key.sink}"
+def name_of(key: Key) -> str:
+    """`s1 m0`, as in the text of an op."""
     return str(Op(Kind.F, *key)).removeprefix("F ")

@@ -20,19 +20,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from zbc.runtime import words
+from zbc.runtime.feature import Feature
 from zbc.runtime.slot import Slot, current_slot
 from zbc.runtime.strands import current_pair
 from zbc.runtime.transport import Pending, Transport
+
+if TYPE_CHECKING:
+    from zbc.runtime.state import Worker
 
 
 @dataclass(slots=True)
@@ -122,6 +126,32 @@ class Group(NamedTuple):
     def join(self, x: Tensor, count: int) -> Tensor:
         """What each rank has some of the last `count` features of, as `bounds` says: all of them."""
         return _apply(_Join, x, self, count)
+
+
+class PartialSums(Feature):
+    """Gradients of `parameters`, by stage, of which each rank that shares its layers has a part: they are summed before
+    the replicas sum theirs; those of `rest`, whose stages no REDUCE sums, at the end of the step."""
+
+    def __init__(self, parameters: Mapping[int, list[nn.Parameter]], rest: Sequence[int]) -> None:
+        self._parameters, self.rest = parameters, rest
+
+    def settles(self, worker: Worker, stages: Sequence[int]) -> None:
+        for stage in self.rest:
+            if stage in stages:
+                self.complete(worker, stage)
+
+    def complete(self, worker: Worker, stage: int) -> None:
+        """Blocks."""
+        found = [p for p in self._parameters.get(stage, ()) if p.grad is not None]
+        if worker.group is None or not found:
+            return
+        worker.progress.waiting = True
+        flat = torch.cat([p.grad.reshape(-1) for p in found if p.grad is not None])
+        worker.group.start(flat).wait()
+        parts = torch.split_with_sizes(flat, [p.numel() for p in found])
+        for parameter, part in zip(found, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        worker.progress.waiting = False
 
 
 class Cut(NamedTuple):

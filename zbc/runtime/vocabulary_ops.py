@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import Key, Kind, Message, Op
+from zbc.ir import Kind, Message, Op
 from zbc.runtime.reading import read
-from zbc.runtime.state import BatchSource, Worker
+from zbc.runtime.state import Worker
 from zbc.runtime.tensors import TensorSpec
 from zbc.runtime.transport import Then
 from zbc.runtime.vocabulary_state import Meeting, Met, Unit, Vocabulary
 from zbc.runtime.words import IGNORED
 
-_Where = TypeVar("_Where", Key, Key | Message, Unit)
+_Where = TypeVar("_Where", Message, Unit)
 _Value = TypeVar("_Value")
 
 
@@ -26,13 +26,8 @@ _Value = TypeVar("_Value")
 
 def look_up(worker: Worker, op: Op) -> None:
     """I: this rank's words of the inputs; zeros where they are others'."""
-    look_up_in(worker, op, worker.batches, worker.number(op.mb))
-
-
-def look_up_in(worker: Worker, op: Op, batches: BatchSource | None, number: int) -> None:
-    """I for microbatch `number` of some data."""
     shared, unit = shared_of(worker, op)
-    tokens, _ = read(worker, batches, "inputs", number, shared.slice_of(op))
+    tokens, _ = read(worker, worker.source, "inputs", worker.number(op.mb), shared.slice_of(op))
     began = worker.clock.start()
     shared.looked[unit], shared.given[unit] = shared.embedding.look_up(tokens)
     worker.clock.stop(began)
@@ -50,7 +45,7 @@ def give(worker: Worker, op: Op) -> None:
 def take(worker: Worker, op: Op) -> None:
     """TAKE: start to send the gradient of the first stage's input to all; E waits."""
     shared, _ = shared_of(worker, op)
-    _broadcast(worker, op, worker.input_grads, Key(0, op.mb, 0, op.slice), shared.first, shared.inputs[op.slice])
+    _broadcast(worker, op, Message(0, -1, op.mb, 0, op.slice), shared.first, shared.inputs[op.slice])
 
 
 def embedding_gradient(worker: Worker, op: Op) -> None:
@@ -68,33 +63,18 @@ def embedding_gradient(worker: Worker, op: Op) -> None:
 def spread(worker: Worker, op: Op) -> None:
     """SPREAD: start to send the last stage's output to all; S waits."""
     shared, _ = shared_of(worker, op)
-    key = Key(shared.last_stage, op.mb, 0, op.slice)
-    _broadcast(worker, op, worker.outputs, key, shared.last, shared.outputs[op.slice])
+    edge = Message(shared.last_stage, shared.last_stage + 1, op.mb, 0, op.slice)
+    _broadcast(worker, op, edge, shared.last, shared.outputs[op.slice])
 
 
 def tell(worker: Worker, op: Op) -> None:
     """S: this rank's words of the output layer; with 1 sum its terms of the input gradient, too."""
-    number = worker.number(op.mb)
-    weight = worker.weight(number)
-    tell_of(worker, op, worker.batches, number, lambda targets, share: share * weight, training=True)
-
-
-def tell_of(
-    worker: Worker,
-    op: Op,
-    batches: BatchSource | None,
-    number: int,
-    weigh: Callable[[Tensor, float], float],
-    *,
-    training: bool,
-) -> None:
-    """S for microbatch `number` of some data; `weigh`: what the mean over some targets, a share of it, counts."""
     shared, unit = shared_of(worker, op)
-    part = shared.slice_of(op)
-    targets, share = read(worker, batches, "targets", number, part)
+    part, training = shared.slice_of(op), worker.phase_run.trains
+    targets, share = read(worker, worker.source, "targets", worker.number(op.mb), part)
     hidden = worker.arrive(Met(Kind.SPREAD, *unit))
     began = worker.clock.start()
-    weight = weigh(targets, share) / (targets != IGNORED).sum().double().clamp(min=1.0)
+    weight = worker.weigh(worker.number(op.mb), targets, share) / (targets != IGNORED).sum().double().clamp(min=1.0)
     step = 1.0 / worker.layout.microbatches
     early = training and shared.sums == 1
     shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=training)
@@ -148,7 +128,7 @@ def settle(worker: Worker) -> None:
         _count_loss(worker, shared, mb, meeting, *meeting.known())
     shared.met.clear()
     shared.looked.clear()
-    worker.finish_sent()
+    shared.closes(worker)
 
 
 def _count_loss(worker: Worker, shared: Vocabulary, mb: int, meeting: Meeting, log: Tensor, logit: Tensor) -> None:
@@ -169,15 +149,13 @@ def shared_of(worker: Worker, op: Op) -> tuple[Vocabulary, Unit]:
     return shared, (op.mb, op.slice)
 
 
-def _broadcast(
-    worker: Worker, op: Op, made: dict[Key | Message, Tensor], key: Key, root: int, spec: TensorSpec
-) -> None:
-    """Start to send what the rank `root` has made of `key` to all."""
+def _broadcast(worker: Worker, op: Op, edge: Message, root: int, spec: TensorSpec) -> None:
+    """Start to send what the rank `root` has on an edge to all."""
     shared, unit = shared_of(worker, op)
     if worker.rank != root:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=worker.device)
     else:
-        tensor = _take(made, key, op, "what it sends has not been computed").contiguous()
+        tensor = _take(worker.edges, edge, op, "what it sends has not been computed").contiguous()
     pending = worker.transport.start_broadcast(tensor, root, shared.ranks)
     shared.start(op.kind, unit, pending, tensor, spec, here=True)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.nn import functional
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.dealing import CHUNK
+from zbc.runtime.feature import Feature
 from zbc.runtime.optimizer import Held, StageOptimizer
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Part
@@ -29,6 +30,9 @@ from zbc.runtime.transport import Pending, Transport
 from zbc.runtime.validate import chunks
 from zbc.runtime.vocabulary import Embedding, Output, Told
 from zbc.runtime.words import Own, combine
+
+if TYPE_CHECKING:
+    from zbc.runtime.state import Worker
 
 Unit = tuple[int, int]  # microbatch, slice
 
@@ -93,7 +97,7 @@ class Meeting:
 
 
 @dataclass
-class Vocabulary:
+class Vocabulary(Feature):
     """One rank's share. `ranks` are those of its pipeline, as ranks of the run, ascending, `bounds` the words of each;
     `replicas` are the ranks of the run with the same words."""
 
@@ -130,11 +134,13 @@ class Vocabulary:
         else:
             self.sent.append((pending, tensor))
 
-    def finish(self) -> None:
+    def closes(self, worker: Worker) -> None:
         """Block until others have what they were to have."""
+        worker.progress.waiting = True
         for pending, _ in self.sent:
             pending.wait()
         self.sent.clear()
+        worker.progress.waiting = False
 
     def whole(self, name: str, transport: Transport) -> Tensor:
         """All rows of a table, which all ranks of the pipeline call for together; blocks."""
@@ -146,7 +152,7 @@ class Vocabulary:
         order = sorted(range(len(self.ranks)), key=self.bounds.__getitem__)
         return torch.cat([parts[i, : self.bounds[i][1] - self.bounds[i][0]] for i in order])
 
-    def leftovers(self) -> list[str]:
+    def leftovers(self, worker: Worker) -> list[str]:
         """What a finished step should have used up and did not."""
         stores: Iterable[tuple[str, Mapping[Unit, object]]] = (
             ("the words that I {} looked up have no E", self.looked),

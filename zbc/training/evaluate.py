@@ -6,7 +6,6 @@ and every random number that training draws has a seed of its own.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,16 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
 from zbc.job import spec
+from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
-from zbc.runtime.handlers import HANDLERS, give, handed, joined, slice_loss, stage_loss
+from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.progress import EvaluationResult
-from zbc.runtime.reading import read
 from zbc.runtime.remembered import put_back, renew
 from zbc.runtime.seeding import seed_of
-from zbc.runtime.state import Evaluation, Worker
-from zbc.runtime.vocabulary_ops import look_up_in, settle, tell_of
+from zbc.runtime.state import Evaluation, PhaseRun, Worker
+from zbc.runtime.vocabulary_ops import settle
 from zbc.training.data.data import Batches, Samples
 
 
@@ -57,11 +55,12 @@ def build_evaluation(
         count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
     shared = worker.vocabulary is not None
     forwards = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
-    ops = forwards.ranks[worker.plan.rank]
-    worker.prepare(ops)
-    handlers = {**HANDLERS, Kind.F: _forward, Kind.I: _look_up, Kind.S: _tell}
-    script = [(handlers[op.kind], op, worker.placement.text(op)) for op in ops]
-    return Evaluation(train.eval_every, manifest.microbatches, batches, count, script, counts=counts)
+    plan = RankPlan(worker.plan.rank, forwards.ranks[worker.plan.rank], manifest)
+    script = [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
+    first = worker.replica * manifest.microbatches
+    run = PhaseRun(plan, worker.phase_runs[-1].layout, script, trains=False, batches=batches, first=first)
+    worker.prepare(run)
+    return Evaluation(train.eval_every, count, run, counts=counts)
 
 
 def due(worker: Worker, step: int, *, last: bool) -> bool:
@@ -76,22 +75,26 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     began = time.monotonic()
     manifest, progress = worker.plan.manifest, worker.progress
     count = _agreed_count(worker, evaluation)
-    per_batch = evaluation.microbatches * manifest.topology.dp
+    run, training = evaluation.run, worker.phase_run
+    per_batch = run.count * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may go on with samples seen before, which do not count
     losses = torch.zeros(2, batches * per_batch, dtype=torch.float64, device=worker.device)  # times weights; weights
     with evaluating(worker):
+        worker.phase_run = run
         for batch in range(batches):
             worker.step = batch
-            for handler, op, text in evaluation.script:
+            for handler, op, text in run.script:
                 progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
                 handler(worker, op)
             settle(worker)
             for mb, loss in () if worker.share else worker.losses.items():
-                place = batch * per_batch + evaluation.number(worker, mb)
-                losses[0, place], losses[1, place] = loss, evaluation.weights[mb]
+                number = worker.number(mb)
+                place = batch * per_batch + number
+                losses[0, place], losses[1, place] = loss, evaluation.weights[number]
             worker.losses.clear()
             evaluation.weights.clear()
             worker.transport.finish_step(drain=True)
+        worker.phase_run = training
     worker.all_reduce(losses, worker.everyone)
     worker.clock.read()  # this is no time of a step
     progress.waiting = True
@@ -130,7 +133,7 @@ def evaluating(worker: Worker) -> Iterator[None]:
     before = [module.training for module in modules]
     places = [place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers]
     buffers = renew(places)
-    worker.gather_all()
+    worker.gathers.gathers(worker)
     try:
         for module in modules:
             module.training = False
@@ -144,44 +147,4 @@ def evaluating(worker: Worker) -> Iterator[None]:
             cast.forget()
         if shared is not None:
             shared.output.cast.forget()
-        worker.free_all()
-
-
-def _look_up(worker: Worker, op: Op) -> None:
-    evaluation = _of(worker)
-    look_up_in(worker, op, evaluation.batches, evaluation.number(worker, op.mb))
-
-
-def _tell(worker: Worker, op: Op) -> None:
-    evaluation = _of(worker)
-    weigh = functools.partial(evaluation.weigh, op.mb)
-    tell_of(worker, op, evaluation.batches, evaluation.number(worker, op.mb), weigh, training=False)
-
-
-def _forward(worker: Worker, op: Op) -> None:
-    """F without a backward: the output goes on, and nothing is kept."""
-    key, stage, message, _, local, first, last, ends = worker.routes[op]
-    number = _of(worker).number(worker, op.mb)
-    if message is not None:
-        x = stage.arrived(worker.wait(message))
-    elif first:
-        x = read(worker, _of(worker).batches, "inputs", number, stage.part, stage.reads)[0]
-    else:
-        x = handed(worker, key) if ends is None else joined(worker, stage, ends)
-    finish: Callable[[Tensor], Tensor] = stage.fit
-    if last:
-        target, share = read(worker, _of(worker).batches, "targets", number, stage.part)
-        weight = _of(worker).weigh(op.mb, target, share)
-        finish = functools.partial(slice_loss, worker.loss, target, weight)
-        if weight == 1.0:
-            finish = functools.partial(stage_loss, worker.loss, target)
-    began = worker.clock.start()  # on a GPU the host stays near it here, too
-    y = stage.evaluate(x, finish, "evaluation", worker.step, number)
-    worker.clock.stop(began)
-    if last:
-        worker.losses[op.mb] = y if not op.slice else worker.losses.get(op.mb, 0.0) + y
-    elif ends is not None:
-        give(ends, [y] * len(ends.gives), worker.outputs, worker.handed)
-    else:
-        store, place = (worker.outputs, key) if local is None else (worker.handed, local)
-        store[place] = y
+        worker.gathers.free()

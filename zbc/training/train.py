@@ -25,6 +25,8 @@ from zbc.errors import EXIT_BUG, ZbcError
 from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import Manifest, read_manifest, read_ramp, read_rank
 from zbc.runtime import exhausted
+from zbc.runtime.answers import primary
+from zbc.runtime.averaging import alike
 from zbc.runtime.execute import Step, StepResult, finish, run_step
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.state import Worker
@@ -314,7 +316,8 @@ def train_steps(
     """
     stopped, stopping = None, False
     agree_on_samples(worker)
-    worker.open_windows()
+    if worker.plan.manifest.one_sided:
+        worker.gathers.open_windows(worker)
     for step in steps:
         last = step + 1 == steps.stop
         worker.ends = last or stopping or due(worker, step, last=last) or checkpoints.due(step, last=last)
@@ -329,7 +332,7 @@ def train_steps(
         if evaluating:
             evaluated(evaluate(worker, step))
         if saving:
-            worker.meet()
+            alike(worker)
             checkpoints.save(step)
         if stopping:
             stopped = step + 1
@@ -380,7 +383,7 @@ def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limi
     model, source = settings.model, hfexport.begun_with(settings.pretrained)
     holders = worker.placement
     writers = sorted({worker.topology.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
-    worker.gather_all()
+    worker.gathers.gathers(worker)
     parameters = _uncut(worker)
     said = ""
     if parameters:
@@ -398,7 +401,7 @@ def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limi
 def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
     """The weights that are written down from this rank, whole: of ranks that share layers from the first of them, of a
     vocabulary that all share from those that would have it else."""
-    found = worker.primary()
+    found = primary(worker)
     shared = worker.vocabulary
     if shared is not None and worker.replica == 0:
         for name in sorted(shared.optimizer.parameters):

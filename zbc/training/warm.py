@@ -19,10 +19,11 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import judges
 from zbc.runtime import exhausted, words
 from zbc.runtime.ahead import NORM, VERDICT
-from zbc.runtime.handlers import into_parcel, stage_loss
+from zbc.runtime.answers import squares
 from zbc.runtime.network import directions, of_replica, rounds
 from zbc.runtime.optimizer import Masters, build_optimizer
 from zbc.runtime.remembered import present, put_back, renew
+from zbc.runtime.route import KEEPS, MOVES, stage_loss
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot, using
@@ -116,18 +117,17 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
     moves = [
         op for run in worker.phase_runs for op in run.plan.ops if (op.kind, op.stage) == (Kind.OFFLOAD, stage.index)
     ]
+    y, left = (MOVES if moves else KEEPS).forward(worker, stage, x, 0, finish, slot)
+    assert left is not None
+    del x  # as in a step, where only what F left has it
     if moves:
-        y, tape, parcel = into_parcel(worker, stage, x, 0, 0, finish, slot)
-        del x  # as in a step, where only the parcel has it
-        for turn in (parcel.offload, parcel.release, parcel.reload, parcel.arrive):
+        for turn in (left.entry.offload, left.entry.release, left.entry.reload, left.entry.arrive):
             turn(moves[0])
-    else:
-        y, tape = stage.forward(x.requires_grad_() if stage.flows else x, 0, 0, finish, slot)
     grad = worker.phase_run.share(y) if last else torch.zeros_like(y)
     with using(slot), torch.autograd.set_multithreading_enabled(False):
         if slot is not None:
             slot.split = split
-        tape.backward(grad)
+        left.tape.backward(grad)
     if slot is not None and split:
         slot.run()
     if not last:
@@ -213,20 +213,19 @@ def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
         worker.finish_sums()
     for _, optimizer in sorted(worker.optimizers.items()):
         if isinstance(optimizer, Sharded):
-            optimizer.start_gather(worker.transport)
-            worker.gathering.append(optimizer)
-            worker.finish_gathers()
+            worker.gathers.start(worker, optimizer)
+            worker.gathers.finish(worker)
     ends = [op.mb for op in worker.plan.ops if op.kind is Kind.F and not worker.placement.sinks(op.stage)]
     numbers = {worker.number(mb): losses.get(0, 0.0) for mb in ends}  # in their order: places are constants
     vector = worker.layout.vector(
-        worker.squares(),
+        squares(worker),
         numbers,
         rank=worker.rank,
         stop=False,
         busy=0.0,
         peak=0,
         device=worker.device,
-        replica=worker.apart,
+        replica=worker.replica if worker.averages else 0,
     )
     worker.all_reduce(vector, worker.everyone)
     worker.learn(vector)

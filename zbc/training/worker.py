@@ -25,6 +25,7 @@ from zbc.runtime.averaging import Averaging
 from zbc.runtime.bucket import Bucket, GradientSum, absent
 from zbc.runtime.cycle import Cycle, stage_step
 from zbc.runtime.freezing import Turns, refuse_frozen, turns_of
+from zbc.runtime.gathers import with_weights
 from zbc.runtime.handlers import HANDLERS, in_rows
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.pending import Ahead
@@ -197,6 +198,7 @@ def build_worker(
     for run in worker.phase_runs:
         run.ahead = _ahead(worker, run)
         run.turns = _turns(worker, run, settings)
+        worker.prepare(run)
     worker.in_turn = tuple(braid(worker))
     return worker
 
@@ -320,17 +322,20 @@ def _phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> Phase
     batch = run.batch if unequal is None else run.dp * unequal.most
     apart = run.dp if manifest.averages else 1
     layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, apart, weighted=unequal is not None)
+    handlers = dict(HANDLERS)
+    for wanted, kinds, around in (
+        (unequal is not None, _RUNS_LAYERS, in_rows),
+        (manifest.sharded, _RUNS_LAYERS | ({Kind.W} if manifest.with_w else set()), with_weights),
+    ):
+        handlers |= {kind: around(handlers[kind]) for kind in kinds} if wanted else {}
+    texts = tuple(map(placement.text, plan.ops))
     if manifest.flushless:
         options = Settings.of(manifest).optimizer
         every = options.every if options.sync == "asynchronous" else 0
-        texts = tuple(map(placement.text, plan.ops))
-        handlers = {**HANDLERS, Kind.STEP: stage_step}
+        handlers[Kind.STEP] = stage_step
         cycle = Cycle(plan.ops, texts, manifest.microbatches, handlers, options.clip_stage_norm, every)
         return PhaseRun(plan, layout, [], cycle=cycle)
-    script = [(HANDLERS[op.kind], op, placement.text(op)) for op in plan.ops]
-    if unequal is not None:
-        script = [(in_rows(one) if op.kind in _RUNS_LAYERS else one, op, text) for one, op, text in script]
-    return PhaseRun(plan, layout, script)
+    return PhaseRun(plan, layout, [(handlers[op.kind], op, text) for op, text in zip(plan.ops, texts, strict=True)])
 
 
 def layer_plans(settings: Settings) -> list[model.LayerPlan]:
@@ -512,7 +517,7 @@ def _ahead(worker: Worker, run: PhaseRun) -> Ahead | None:
     if Kind.REDO not in kinds:
         return None
     again = [entry for entry in run.script[: kinds.index(Kind.REDO)] if entry[1].kind.row.scope in UNIT_SCOPES]
-    messages = [(op.kind, worker.routes[op].message) for _, op, _ in again]
+    messages = [(op.kind, run.routes[op].brought) for _, op, _ in again]
     posted = [message for kind, message in messages if kind.is_recv and message is not None]
     used = {message for kind, message in messages if kind.computes}
     buffers = tuple(place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import meeting
+from zbc.runtime.answers import sharing
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.pieces import Piece, deal
 from zbc.runtime.sharded import Sharded
@@ -74,7 +75,7 @@ def _weights(worker: Worker, stage: int, optimizer: StageOptimizer, usual: tuple
         if held.name in worker.cuts or worker.share:  # what each holds whole, the first of those that share layers has
             continue
         tied = held.name in worker.tied
-        holders = worker.sharing(held.name) if tied else usual
+        holders = sharing(worker, held.name) if tied else usual
         if not held.shared:
             holders = _mirrors(worker, stage, optimizer)
         writer = holders[0] if tied or not held.shared else shares[held.name]

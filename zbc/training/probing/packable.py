@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
-from zbc.runtime.handlers import stage_loss
 from zbc.runtime.packing import packed
+from zbc.runtime.route import stage_loss
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.stage import Stage
 from zbc.runtime.tensors import Laid, Loss, TensorSpec

@@ -19,8 +19,8 @@ from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.runtime.added import Adding, adding_to
 from zbc.runtime.bundle import Adapted
-from zbc.runtime.handlers import slice_loss, stage_loss
 from zbc.runtime.private import Dropouts
+from zbc.runtime.route import slice_loss, stage_loss
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.slicing import Inside, Part, Pasts, share_of, within
 from zbc.runtime.stage import Stage, StageLayer

@@ -14,9 +14,9 @@ from torch import Tensor
 from zbc.ir import Kind, Op
 from zbc.job.profile import LayerBytes
 from zbc.runtime.execute import run_step
-from zbc.runtime.handlers import stage_loss
 from zbc.runtime.optimizer import Masters
 from zbc.runtime.private import tree_leaves
+from zbc.runtime.route import stage_loss
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import Stage
 from zbc.runtime.state import Worker

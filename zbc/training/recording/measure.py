@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from zbc.ir import Kind, Message, Op
-from zbc.ops import At
 from zbc.runtime.clock import Clock
 from zbc.runtime.private import TorchDispatchMode, shares_memory, tree_leaves
+from zbc.runtime.route import Edges, Here
 from zbc.runtime.state import Worker
 from zbc.training.data.prefetch import Prefetched
 from zbc.training.recording.pace import Pace, left
@@ -222,7 +222,7 @@ class Scale:
                 self.readings.clear()
                 self._kept.clear()
             ledger = self._ledger
-            if worker.frees:
+            if worker.gathers.freed:
                 ledger.resize()
             ledger.keep(self._taken(op))
             ledger.peak = before = ledger.kept
@@ -232,7 +232,7 @@ class Scale:
             self._clock.began = time.perf_counter_ns()
             with ledger:
                 handler(worker, op)
-            if worker.frees:
+            if worker.gathers.freed:
                 ledger.resize()
             time.sleep(left(self.pace, op, (time.perf_counter_ns() - self._clock.began) / 1e9))
             if op.kind is Kind.OFFLOAD:
@@ -275,10 +275,10 @@ class Scale:
         worker, route = self.worker, self.worker.routes.get(op)
         if route is None or not op.kind.computes:
             return set()
-        if route.message is not None:
-            return self._posted.pop(route.message, set())
-        store = worker.handed if op.kind.takes is At.SOURCES else worker.output_grads
-        return self._ledger.numbers([store[route.key]] if route.key in store else [])
+        if route.brought is not None:
+            return self._posted.pop(route.brought, set())
+        edge = route.takes.edge if isinstance(route.takes, Here) else None
+        return self._ledger.numbers([worker.edges[edge]] if edge in worker.edges else [])
 
     def _mark(self, op: Op, last: int) -> None:
         """What is on its way to or from a neighbour from now on; `last` is the newest storage before the op."""
@@ -286,12 +286,11 @@ class Scale:
         if op.kind.is_recv and route is not None and route.message is not None:
             self._posted[route.message] = {number for number in list(ledger.sizes) if number > last}
             ledger.move(self._posted[route.message])
-        if op.kind is Kind.F and route is not None:
-            result = worker.outputs.get(route.key) if route.local is None else worker.handed.get(route.local)
+        if op.kind is Kind.F and route is not None and isinstance(route.gives, Edges):
+            result = worker.edges.get(route.gives.edges[0])
             if result is not None and shares_memory(result):
                 self._kept |= ledger.numbers([result])
-        for store in (worker.outputs, worker.input_grads, worker.handed, worker.output_grads):
-            ledger.move(ledger.numbers(store.values()) - self._kept)
+        ledger.move(ledger.numbers(worker.edges.values()) - self._kept)
 
     def _note(self, reading: Reading) -> None:
         """Complete a reading, of which the peak is known and what left meanwhile, and keep it."""
