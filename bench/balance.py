@@ -170,7 +170,8 @@ def rank_main(rank: int, port: int, plan: StoredPlan, schedule: str, equal: bool
     calibrate()
     assert isinstance(worker.work, unequal_data.Dealer)
     worker.clock = Paced(worker, worker.work)  # type: ignore[assignment]
-    worker.open_windows()
+    if worker.plan.manifest.one_sided:
+        worker.gathers.open_windows(worker)
     found = []
     for step in range(steps + WARM_UP):
         work = worker.work.step(step)

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbc
 from zbc.ir import Kind
+from zbc.runtime.answers import primary
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
 from zbc.runtime.streams import StreamHub
@@ -163,10 +164,10 @@ def own_thread(bench: Bench) -> None:
     left: list[int] = []
 
     def counting(worker: Worker, op: Any, call: Callable[[], None]) -> None:
-        before = sum(p.grad is not None for p in worker.primary().values())
+        before = sum(p.grad is not None for p in primary(worker).values())
         call()
         if op.kind is Kind.B and op.mb == 0:
-            left.append(sum(p.grad is not None for p in worker.primary().values()) - before)
+            left.append(sum(p.grad is not None for p in primary(worker).values()) - before)
 
     case.wrapped(1, counting)
     bench.say(f"weights whose gradient the first B of a stage made, and did not leave for W: {left}")

@@ -193,7 +193,7 @@ def bare_transfers(worker: Any, ops: tuple[Op, ...]) -> Callable[[], None]:
     ways: list[Any] = [dist.new_group([0, 1], timeout=PATIENCE) for _ in range(RANKS)]  # one for what each rank sends
     out, back = (ways[rank]._get_backend(cpu) for rank in (worker.rank, there))
     waiting = {kind for kind in Kind if kind.is_transfer} | {Kind.F, Kind.B, Kind.BW}
-    routes = [(op, worker.routes[op].message) for op in ops if op.kind in waiting]
+    routes = [(op, worker.routes[op].brought) for op in ops if op.kind in waiting]
     todo = [(op.kind, 2 * op.mb + message.forward, torch.zeros(1)) for op, message in routes if message is not None]
 
     def run() -> None:

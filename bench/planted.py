@@ -70,9 +70,9 @@ BUGS = (
     # ---- runtime
     Bug(
         "norms that ranks hold whole learn from their own heads or tokens",
-        "zbc/runtime/handlers.py",
-        "    for stage in worker.incomplete:\n        worker.complete(stage)\n    worker.average()",
-        "    worker.average()",
+        "zbc/runtime/tensor_parallel.py",
+        "        for stage in self.rest:\n            if stage in stages:\n",
+        "        for stage in ():\n            if stage in stages:\n",
         (RUNTIME + "test_tensor_parallel.py",),
     ),
     Bug(
@@ -134,29 +134,29 @@ BUGS = (
     Bug(
         "the gradient of a microbatch counts as if there were one copy",
         "zbc/runtime/state.py",
-        "alone = self.layout.microbatches // self.layout.apart",
-        "alone = self.plan.manifest.microbatches",
+        "self.ending.every or self.layout.microbatches // self.layout.apart",
+        "self.ending.every or self.plan.manifest.microbatches",
         (RUNTIME + "test_copies.py",),
     ),
     Bug(
         "all copies read the data of the first",
-        "zbc/runtime/handlers.py",
-        "number, takes = run.first + key.mb % run.count, stage.takes",
-        "number, takes = key.mb % run.count, stage.takes",
+        "zbc/runtime/state.py",
+        "return self.phase_run.first + mb % self.phase_run.count",
+        "return mb % self.phase_run.count",
         (RUNTIME + "test_copies.py",),
     ),
     Bug(
         "a weight that two stages share counts twice in the norm",
-        "zbc/runtime/state.py",
-        "if name not in self.tied or name in own}",
+        "zbc/runtime/answers.py",
+        "if name not in worker.tied or name in own}",
         "if name in found}",
         (RUNTIME + "test_copies.py",),
     ),
     Bug(
         "both pipes answer for a stage in the norm",
-        "zbc/runtime/state.py",
-        "or ((self.replica == 0 or isinstance(optimizer, Sharded)) and placement.rank_of(s) == rank)",
-        "or self.replica == 0 or isinstance(optimizer, Sharded)",
+        "zbc/runtime/answers.py",
+        "or ((worker.replica == 0 or isinstance(optimizer, Sharded)) and placement.rank_of(s) == rank)",
+        "or worker.replica == 0 or isinstance(optimizer, Sharded)",
         (RUNTIME + "test_two_pipes.py", RUNTIME + "test_gradients.py"),
     ),
     Bug(
@@ -175,9 +175,9 @@ BUGS = (
     ),
     Bug(
         "F does not wait for the weights that are on their way",
-        "zbc/runtime/handlers.py",
-        "        worker.finish_gather(key.stage)\n    if worker.scattering:\n        worker.poll_sums()\n    kept, ",
-        "        pass\n    if worker.scattering:\n        worker.poll_sums()\n    kept, ",
+        "zbc/runtime/gathers.py",
+        "            gathers.finish(worker, gathers.stages[op.stage])\n",
+        "            pass\n",
         (RUNTIME + "test_copies.py", RUNTIME + "test_freed_weights.py"),
     ),
     Bug(

@@ -21,6 +21,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
+from zbc.runtime.ahead import Ahead
 from zbc.runtime.execute import finish, run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.state import Worker
@@ -70,7 +71,7 @@ class Watched:
         self.after: list[dict[str, torch.Tensor]] = [{} for _ in what]
         self.workers = run_threads(plan, len(what), setup=self.watch)
         for worker in self.workers:
-            if worker.ahead is not None:
+            if isinstance(worker.phase_run.ending, Ahead):
                 self.remember(worker, len(what) - 1)
         self.results = self.workers[0].results
 
@@ -228,7 +229,7 @@ def buffers(worker: Worker) -> list[torch.Tensor]:
 
 def test_nothing_is_kept_of_a_step_when_it_is_over():
     for worker in run_threads(plan_for("zb-v", 2, "post-validate", "adamw"), 2):
-        assert worker.ahead.pending is None and not worker.leftovers() and not worker.renamed
+        assert worker.phase_run.ending.pending is None and not worker.leftovers() and not worker.renamed
         assert all(p.grad is None for stage in worker.stages.values() for p in stage.parameters.values())
 
 

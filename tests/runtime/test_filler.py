@@ -129,4 +129,4 @@ def test_a_rank_that_fails_is_heard_while_others_fill():
 
 
 def _letters(worker):
-    return {route.message for route in worker.routes.values() if route.message is not None}
+    return {one for route in worker.routes.values() if (one := route.brought) is not None}

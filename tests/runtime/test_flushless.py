@@ -167,14 +167,14 @@ def poisoned(worker, step, stage):
         return run_step(one, number, stop=stop)
 
     if stage in worker.stages:
-        plain = worker.cycle.handlers[Kind.STEP]
+        plain = worker.phase_run.ending.handlers[Kind.STEP]
 
         def poison(one, op):
             if one.step == step and op.stage == stage:
                 next(iter(one.stages[stage].parameters.values())).grad.fill_(math.nan)
             plain(one, op)
 
-        worker.cycle.handlers = {**worker.cycle.handlers, Kind.STEP: poison}
+        worker.phase_run.ending.handlers = {**worker.phase_run.ending.handlers, Kind.STEP: poison}
     return run
 
 

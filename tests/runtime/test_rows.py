@@ -159,7 +159,7 @@ class Watch:
     def outside(self):
         """Of the op's stage, or of the rank, what there is, as it can be compared."""
         worker, kind = self.worker, self.op.kind
-        pending = worker.ahead.pending if worker.ahead else None
+        pending = getattr(worker.phase_run.ending, "pending", None)
         verdict = worker.verdict if pending is None else pending.verdict
         found = {"verdict": verdict is not None, "weights": len(worker.gathers.coming)}
         if kind is Kind.NORM and pending is not None:  # VERDICT takes the sums of all, and need not keep them

@@ -14,23 +14,105 @@ step before.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
+from zbc.ir import Kind, Message, Op
+from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import judges
 from zbc.runtime.answers import squares
+from zbc.runtime.clock import Busy
+from zbc.runtime.ending import Ending, close
 from zbc.runtime.optimizer import Masters, set_rate
-from zbc.runtime.pending import Ahead, TentativeStep
 from zbc.runtime.progress import StepResult
-from zbc.runtime.remembered import present, put_back
+from zbc.runtime.remembered import Kept, Place, present, put_back
 from zbc.runtime.sharded import Sharded
-from zbc.runtime.state import Worker
+from zbc.runtime.state import PhaseRun, Script, Worker
 from zbc.runtime.transport import Again, Signal
-from zbc.runtime.validate import peak_bytes
+from zbc.runtime.validate import Verdict, peak_bytes
 
 NORM, VERDICT = Signal(Kind.NORM), Signal(Kind.VERDICT)
+
+
+@dataclass
+class TentativeStep:
+    """A step whose verdict may be unknown; its gradients are where backward left them until the step is `final`."""
+
+    step: int
+    losses: dict[int, Tensor | float]
+    busy: Busy
+    peak: int
+    seconds: float
+    sums: Tensor | None = None  # of all ranks, on the last one
+    verdict: Verdict | None = None
+    final: bool = False
+    redone: bool = False
+    added: Mapping[int, Tensor | float] = field(default_factory=dict)  # by layers, as `Added.told` has it
+
+    def result(self) -> StepResult | None:
+        """The step as the ranks agreed on it; None before they have."""
+        return None if self.verdict is None else self.verdict.result(self.step, self.seconds, redone=self.redone)
+
+
+class Ahead(Ending):
+    """The verdict of a step comes while the next one runs, or at the end of what runs.
+
+    `again` is what REDO runs: the ops before it that make or move tensors. `outstanding` are the messages they receive
+    and do not use. `buffers` are those that forwards change, `found` what was in them when the step began.
+    """
+
+    def __init__(self, again: Script, outstanding: list[Message], buffers: tuple[Place, ...]) -> None:
+        self.again, self.outstanding, self.buffers = again, outstanding, buffers
+        self.pending: TentativeStep | None = None
+        self.found: list[Kept] = []
+
+    @classmethod
+    def of(cls, worker: Worker, run: PhaseRun) -> Ahead:
+        """For a plan with REDO."""
+        kinds = [op.kind for op in run.plan.ops]
+        again = [entry for entry in run.script[: kinds.index(Kind.REDO)] if entry[1].kind.row.scope in UNIT_SCOPES]
+        messages = [(op.kind, run.routes[op].brought) for _, op, _ in again]
+        posted = [message for kind, message in messages if kind.is_recv and message is not None]
+        used = {message for kind, message in messages if kind.computes}
+        buffers = tuple(place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers)
+        return cls(again, [message for message in posted if message not in used], buffers)
+
+    def opens(self, worker: Worker, step: int) -> None:
+        if self.pending is not None:
+            self.found = present(self.buffers)  # forwards change copies of these
+
+    def closes(self, worker: Worker, began: float) -> StepResult | None:
+        """Put the step away until its verdict comes."""
+        before = self.pending
+        losses, added = dict(worker.losses), worker.added.told(worker.layout.microbatches)
+        worker.losses.clear()
+        worker.renamed.clear()
+        busy, peak = worker.clock.read(), peak_bytes(worker.device)
+        self.pending = pending = TentativeStep(worker.step, losses, busy, peak, seconds=0.0, added=added)
+        found = None if before is None else before.result()
+        close(worker, drain=False)
+        pending.seconds = time.monotonic() - began
+        return found
+
+    def finish(self, worker: Worker) -> StepResult | None:
+        worker.progress.index, worker.progress.op = 0, "the end of the last step"
+        pending, result = self.pending, None
+        if pending is not None:
+            self.opens(worker, worker.step)
+            norm(worker, Op(Kind.NORM, 0))
+            verdict(worker, Op(Kind.VERDICT, 0))
+            if _settle(worker, pending):
+                for stage in worker.stages:
+                    commit(worker, Op(Kind.COMMIT, stage))
+            self.pending, result = None, pending.result()
+        close(worker, drain=True)
+        return result
+
 
 # ---- handlers ------------------------------------------------------------------------------------------------
 
@@ -95,12 +177,12 @@ def redo(worker: Worker, op: Op) -> None:
     worker.drop_repeated()
     worker.losses.clear()
     put_back(ahead.buffers, ahead.found)
-    routes = [worker.routes[one] for _, one, _ in ahead.again]
+    routes = [worker.routes[entry[1]] for entry in ahead.again]
     worker.renamed = {one: Again(one) for route in routes if (one := route.brought) is not None}
     progress, shown = worker.progress, (worker.progress.index, worker.progress.op)
-    for handler, one, text in ahead.again:
+    for handler, again, text in ahead.again:
         progress.op = f"{text} again"
-        handler(worker, one)
+        handler(worker, again)
     progress.index, progress.op = shown
 
 
@@ -141,47 +223,10 @@ def _signal(worker: Worker, signal: Signal, peer: int) -> Tensor:
     return worker.wait(signal)
 
 
-# ---- steps ---------------------------------------------------------------------------------------------------
-
-
-def open_step(worker: Worker, ahead: Ahead) -> None:
-    """Remember what the forwards of the step may change."""
-    if ahead.pending is not None:
-        ahead.found = present(ahead.buffers)  # forwards change copies of these
-
-
-def close_step(worker: Worker, ahead: Ahead) -> tuple[StepResult | None, TentativeStep]:
-    """Put the step away until its verdict comes; returns the one before, which is final now, and the one put away."""
-    before = ahead.pending
-    losses, added = dict(worker.losses), worker.added.told(worker.layout.microbatches)
-    worker.losses.clear()
-    worker.renamed.clear()
-    pending = TentativeStep(
-        worker.step, losses, worker.clock.read(), peak_bytes(worker.device), seconds=0.0, added=added
-    )
-    ahead.pending = pending
-    return None if before is None else before.result(), pending
-
-
-def flush(worker: Worker, ahead: Ahead) -> StepResult | None:
-    """Make the last step final, with no step after it."""
-    pending = ahead.pending
-    if pending is None:
-        return None
-    open_step(worker, ahead)
-    norm(worker, Op(Kind.NORM, 0))
-    verdict(worker, Op(Kind.VERDICT, 0))
-    if _settle(worker, pending):
-        for stage in worker.stages:
-            commit(worker, Op(Kind.COMMIT, stage))
-    ahead.pending = None
-    return pending.result()
-
-
 def _ahead(worker: Worker, op: Op) -> Ahead:
-    if worker.ahead is None:
+    if not isinstance(ending := worker.phase_run.ending, Ahead):
         raise _not_ahead(str(op))
-    return worker.ahead
+    return ending
 
 
 def masters_of(worker: Worker, op: Op) -> Masters:

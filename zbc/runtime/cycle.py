@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,10 +22,11 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op
 from zbc.runtime.answers import counted
+from zbc.runtime.ending import Ending, close, refuse_left
 from zbc.runtime.optimizer import set_rate
 from zbc.runtime.progress import StepResult
 from zbc.runtime.transport import Pending
-from zbc.runtime.validate import Verdict, peak_bytes
+from zbc.runtime.validate import peak_bytes
 from zbc.runtime.versions import OneVersion, TwoVersions, Unflushed
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Told:
 
 
 @dataclass
-class Cycle:
+class Cycle(Ending):
     """What a plan without a flush needs besides its ops; `limit` is the largest norm of a stage's gradients."""
 
     ops: tuple[Op, ...]
@@ -59,16 +60,15 @@ class Cycle:
     squares: dict[str, Tensor] = field(default_factory=dict)  # of the step that runs
     _scripts: dict[tuple[bool, bool, bool], Script] = field(default_factory=dict)
 
-    def keyed(self, op: Op, *, odd: bool) -> Op:
+    def _key(self, op: Op, *, odd: bool) -> Op:
         """An op with the key of its microbatch, in the body of an even or an odd step."""
         if op.kind.stage_wide:
             return op
         ahead = op.mb >= NEXT
         return op._replace(mb=(op.mb - NEXT if ahead else op.mb) + self.microbatches * (odd != ahead))
 
-    def all_keyed(self) -> Iterator[Op]:
-        """All ops as they may be keyed."""
-        return (self.keyed(op, odd=odd) for odd in (False, True) for op in self.ops)
+    def keyed(self, ops: Iterable[Op]) -> Iterator[Op]:
+        return (self._key(op, odd=odd) for odd in (False, True) for op in ops)
 
     def script(self, step: int, *, ends: bool) -> Script:
         """What runs in a step: `ends`, if there is none to come right behind it."""
@@ -90,8 +90,53 @@ class Cycle:
                 if op.kind.computes:
                     handler = _of_next(handler) if ahead and own is None else _of_this(handler)
                 shown = text if own is None else text.replace(" next", "")
-                found.append((handler, self.keyed(op, odd=odd), shown))
+                found.append((handler, self._key(op, odd=odd), shown))
         return found
+
+    def opens(self, worker: Worker, step: int) -> None:
+        """Set out what runs in this step."""
+        worker.phase_run.script = self.script(step, ends=worker.ends)
+        if not self.running:
+            for stage in worker.stages:
+                versions_of(worker, stage).begin(step)
+
+    def closes(self, worker: Worker, began: float) -> StepResult | None:
+        """Tell the others of the step; returns the one before, which they have told of."""
+        first, step, m = worker.phase_run.first, worker.step, self.microbatches
+        own = [mb for mb in worker.losses if mb // m == step % 2]
+        losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
+        losses |= worker.added.told(worker.layout.microbatches, lambda key: key.mb // m == step % 2)
+        peak, busy = peak_bytes(worker.device), worker.clock.read()()
+        vector = worker.layout.vector(
+            self.squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=worker.device
+        )
+        self.squares = {}
+        pending = worker.transport.start_sum(vector, worker.everyone)
+        before = self.finish(worker)
+        self.told = Told(step, time.monotonic() - began, vector, pending)
+        self.running = not worker.ends
+        if not worker.ends:
+            refuse_left(worker)
+            return before
+        for stage in worker.stages:
+            versions_of(worker, stage).newest()
+        close(worker, drain=True)
+        return before
+
+    def finish(self, worker: Worker) -> StepResult | None:
+        """What the ranks have told each other of the last step; waits for it."""
+        told, self.told = self.told, None
+        if told is None:
+            return None
+        worker.wait_for("the sums of the step before", told.pending)
+        return worker.learn(told.vector).result(told.step, told.seconds)
+
+    def due(self, worker: Worker, mb: int) -> bool:
+        """Forwards of the next step may have run."""
+        return worker.ends or mb // self.microbatches == worker.step % 2
+
+    def follows(self, worker: Worker) -> bool:
+        return not worker.ends
 
 
 def versions_of(worker: Worker, stage: int) -> Unflushed:
@@ -146,48 +191,6 @@ def stage_step(worker: Worker, op: Op) -> None:
 
 
 def cycle_of(worker: Worker) -> Cycle:
-    if worker.cycle is None:
+    if not isinstance(ending := worker.phase_run.ending, Cycle):
         raise ZbcError("E703", "run: this plan's steps are not part of a cycle", hint="plan again")
-    return worker.cycle
-
-
-# ---- steps ---------------------------------------------------------------------------------------------------
-
-
-def open_step(worker: Worker, cycle: Cycle, step: int) -> None:
-    """Set out what runs in this step."""
-    worker.phase_run.script = cycle.script(step, ends=worker.ends)
-    if not cycle.running:
-        for stage in worker.stages:
-            versions_of(worker, stage).begin(step)
-
-
-def close_step(worker: Worker, cycle: Cycle, began: float) -> StepResult | None:
-    """Tell the others of the step; returns the one before, which they have told of."""
-    first, step, m = worker.phase_run.first, worker.step, cycle.microbatches
-    own = [mb for mb in worker.losses if mb // m == step % 2]
-    losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
-    losses |= worker.added.told(worker.layout.microbatches, lambda key: key.mb // m == step % 2)
-    peak, busy = peak_bytes(worker.device), worker.clock.read()()
-    vector = worker.layout.vector(
-        cycle.squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=worker.device
-    )
-    cycle.squares = {}
-    pending = worker.transport.start_sum(vector, worker.everyone)
-    before = read_told(worker, cycle)
-    cycle.told = Told(step, time.monotonic() - began, vector, pending)
-    cycle.running = not worker.ends
-    if worker.ends:
-        for stage in worker.stages:
-            versions_of(worker, stage).newest()
-    return before
-
-
-def read_told(worker: Worker, cycle: Cycle) -> StepResult | None:
-    """What the ranks have told each other of the last step; waits for it. None if it was read already."""
-    told, cycle.told = cycle.told, None
-    if told is None:
-        return None
-    worker.wait_for("the sums of the step before", told.pending)
-    verdict: Verdict = worker.learn(told.vector)
-    return verdict.result(told.step, told.seconds)
+    return ending

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from zbc.errors import ZbcError
 from zbc.job.userobject import IN_A_RANK
-from zbc.runtime import cycle, exhausted
-from zbc.runtime.ahead import close_step, flush, open_step
+from zbc.runtime import exhausted
 from zbc.runtime.progress import Progress, StepResult
 from zbc.runtime.seeding import moved, unseeded
 from zbc.runtime.state import Worker
-from zbc.runtime.validate import Verdict, reset_peak
+from zbc.runtime.validate import reset_peak
 
 __all__ = ["Progress", "Step", "StepResult", "finish", "run_step"]
 
@@ -54,18 +51,12 @@ def run_step(
     progress, now = worker.progress, time.monotonic
     worker.step, worker.verdict = step, None
     reset_peak(worker.device)
-    cyclic = worker.cycle
-    if cyclic is not None:
-        cycle.open_step(worker, cyclic, step)
+    ending = worker.phase_run.ending
+    ending.opens(worker, step)
     progress.step, progress.total = step, len(worker.script)
     began = now()
     for feature in worker.features:
         feature.opens(worker)
-    if worker.group is not None:
-        worker.group.hidden()  # what stood between steps does not count
-    ahead = worker.ahead
-    if ahead is not None:
-        open_step(worker, ahead)
     others = unseeded() if worker.watched else None
     try:
         with torch.autograd.set_multithreading_enabled(False):
@@ -79,22 +70,11 @@ def run_step(
         raise
     if others is not None:  # moved perhaps not by a layer: loggers and fillers may draw, too
         worker.suspect(moved(others) is not None)
-    if cyclic is not None:
-        before = cycle.close_step(worker, cyclic, began)
-        if worker.ends:
-            _close(worker, drain=True)
-        else:
-            _refuse_left(worker)
-        return before
-    if ahead is None:
-        verdict = _verdict(worker)
-        _close(worker, drain=True)
-        result = verdict.result(step, now() - began)
-        return result if worker.group is None else replace(result, sums_hidden=worker.group.hidden())
-    found, pending = close_step(worker, ahead)
-    _close(worker, drain=False)
-    pending.seconds = now() - began
-    return found if before is None else before
+    result = ending.closes(worker, began)
+    if result is not None and result.step == step:
+        for feature in worker.features:
+            result = feature.tells(worker, result)
+    return result if before is None else before
 
 
 def _enter(worker: Worker, step: int) -> StepResult | None:
@@ -109,39 +89,4 @@ def _enter(worker: Worker, step: int) -> StepResult | None:
 
 def finish(worker: Worker) -> StepResult | None:
     """Make the last step final where that is still to be done; returns its result, None if `run_step` has."""
-    if worker.cycle is not None:
-        return cycle.read_told(worker, worker.cycle)
-    if worker.ahead is None:
-        return None
-    worker.progress.index, worker.progress.op = 0, "the end of the last step"
-    result = flush(worker, worker.ahead)
-    _close(worker, drain=True)
-    return result
-
-
-def _verdict(worker: Worker) -> Verdict:
-    if worker.verdict is None:
-        text = "run: the plan has no VALIDATE, so the ranks agree on nothing"
-        raise ZbcError("E703", text, where=_where(worker))
-    return worker.verdict
-
-
-def _close(worker: Worker, *, drain: bool) -> None:
-    """Check that the step used up everything; with `drain`, wait until what was sent has arrived."""
-    _refuse_left(worker)
-    for feature in worker.features:
-        feature.closes(worker)
-    worker.progress.waiting = True
-    worker.transport.finish_step(drain=drain)
-    worker.progress.waiting = False
-
-
-def _refuse_left(worker: Worker) -> None:
-    left = worker.leftovers()
-    if left:
-        shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
-        raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=_where(worker), details=shown)
-
-
-def _where(worker: Worker) -> str:
-    return f"{worker.plan.manifest.topology.name(worker.rank)} after step {worker.step + 1}"
+    return worker.phase_run.ending.finish(worker)

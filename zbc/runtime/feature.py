@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from zbc.runtime.progress import StepResult
     from zbc.runtime.state import Worker
 
 
@@ -25,6 +26,10 @@ class Feature:
 
     def closes(self, worker: Worker) -> None:
         """All ops of a step have run; blocks until what they started is over."""
+
+    def tells(self, worker: Worker, result: StepResult) -> StepResult:
+        """What else is to be said of a step."""
+        return result
 
     def repeats(self, worker: Worker) -> None:
         """The forwards of a step are about to run again: drop what they have made."""

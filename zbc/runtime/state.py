@@ -30,14 +30,13 @@ from zbc.runtime.averaging import Averaging
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
 from zbc.runtime.copying import copier_for
-from zbc.runtime.cycle import Cycle
+from zbc.runtime.ending import Barrier, Ending
 from zbc.runtime.feature import Feature
 from zbc.runtime.freezing import Resting, Turns
 from zbc.runtime.gathers import Gathers
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.packing import Rows
 from zbc.runtime.parcels import Pool
-from zbc.runtime.pending import Ahead
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
 from zbc.runtime.route import Left, Route, route_of
 from zbc.runtime.sharded import Sharded
@@ -45,7 +44,7 @@ from zbc.runtime.slicing import Part
 from zbc.runtime.slot import Slot, know
 from zbc.runtime.stage import Stage
 from zbc.runtime.stage_slice import SlicePasts
-from zbc.runtime.tensor_parallel import Cut, Group, PartialSums
+from zbc.runtime.tensor_parallel import Cut, Group, Hidden, PartialSums
 from zbc.runtime.tensors import Loss
 from zbc.runtime.transport import Letter, Pending, Transport
 from zbc.runtime.units import Units
@@ -106,8 +105,7 @@ class PhaseRun:
     plan: RankPlan
     layout: VectorLayout
     script: Script
-    ahead: Ahead | None = None  # of a plan without a barrier
-    cycle: Cycle | None = None  # of one whose steps have no flush; the script is that of the step that runs
+    ending: Ending = field(default_factory=Barrier)
     turns: dict[int, Turns] = field(default_factory=dict)  # of the stages in which layers are frozen
     routes: dict[Op, Route] = field(default_factory=dict)
     trains: bool = True  # not of an evaluation, which has data of its own
@@ -123,8 +121,7 @@ class PhaseRun:
     @functools.cached_property
     def halves(self) -> frozenset[Key]:
         """Whose W is an op of its own."""
-        ops = self.plan.ops if self.cycle is None else self.cycle.all_keyed()
-        return frozenset(op.key for op in ops if op.kind is Kind.B)
+        return frozenset(op.key for op in self.ending.keyed(self.plan.ops) if op.kind is Kind.B)
 
     @functools.cached_property
     def moves(self) -> frozenset[Key]:
@@ -142,8 +139,7 @@ class PhaseRun:
     @functools.cached_property
     def portion(self) -> float:
         """`share` as a number."""
-        alone = self.layout.microbatches // self.layout.apart
-        return 1.0 / (alone if self.cycle is None or not self.cycle.every else self.cycle.every)
+        return 1.0 / (self.ending.every or self.layout.microbatches // self.layout.apart)
 
 
 @dataclass
@@ -238,6 +234,7 @@ class Worker:
             Resting(),
             SlicePasts(),
             self.added,
+            *([] if self.group is None else [Hidden()]),
             *([] if self.vocabulary is None else [self.vocabulary]),
         ]
         for run in self.phase_runs:
@@ -273,14 +270,6 @@ class Worker:
     @property
     def script(self) -> Script:
         return self.phase_run.script
-
-    @property
-    def cycle(self) -> Cycle | None:
-        return self.phase_run.cycle
-
-    @property
-    def ahead(self) -> Ahead | None:
-        return self.phase_run.ahead
 
     def run_of(self, step: int) -> PhaseRun:
         """What runs a step."""
@@ -410,7 +399,7 @@ class Worker:
 
     def prepare(self, run: PhaseRun) -> None:
         """Look up where the ops of a phase find their things."""
-        ops = run.plan.ops if run.cycle is None else run.cycle.all_keyed()
+        ops = run.ending.keyed(run.plan.ops)
         run.routes = {op: route for op in ops if (route := route_of(self, run, op)) is not None}
 
     def store(self, which: Store) -> dict[Any, Any]:
@@ -459,8 +448,7 @@ class Worker:
         return f"the {what} handed over for {reader} {name} was never used"
 
     def _due(self, mb: int) -> bool:
-        """Whether a microbatch is not one of the next step, whose forwards may have run."""
-        return self.cycle is None or self.ends or mb // self.phase_run.count == self.step % 2
+        return self.phase_run.ending.due(self, mb)
 
 
 def name_of(key: Key) -> str:

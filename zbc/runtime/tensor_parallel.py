@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,6 +36,7 @@ from zbc.runtime.strands import current_pair
 from zbc.runtime.transport import Pending, Transport
 
 if TYPE_CHECKING:
+    from zbc.runtime.progress import StepResult
     from zbc.runtime.state import Worker
 
 
@@ -152,6 +153,19 @@ class PartialSums(Feature):
         for parameter, part in zip(found, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         worker.progress.waiting = False
+
+
+class Hidden(Feature):
+    """Tells of a step how much of the time of its sums inside of ops this rank did something else."""
+
+    def opens(self, worker: Worker) -> None:
+        self._read(worker)  # what stood between steps does not count
+
+    def tells(self, worker: Worker, result: StepResult) -> StepResult:
+        return replace(result, sums_hidden=self._read(worker))
+
+    def _read(self, worker: Worker) -> float | None:
+        return None if worker.group is None else worker.group.hidden()
 
 
 class Cut(NamedTuple):

@@ -21,6 +21,7 @@ import torch
 
 from zbc.ir import Kind, Op
 from zbc.runtime.clock import Busy, Clock
+from zbc.runtime.cycle import Cycle
 from zbc.runtime.stage import Stage
 from zbc.runtime.strands import Pair, current_pair
 
@@ -120,7 +121,7 @@ def braid(worker: Worker) -> list[str]:
     reasons: dict[str, None] = {}
     found = False
     for run in worker.phase_runs:
-        if run.cycle is not None:
+        if isinstance(run.ending, Cycle):
             if any(op.kind.is_mark for op in run.plan.ops):
                 reasons["steps have no flush between them"] = None
             continue

@@ -195,7 +195,7 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
         )
         if context.rank == 0:
             context.emit("filler  " + "\n        ".join(filter(None, told)))
-    if worker.cycle is not None and worker.cycle.every:
+    if worker.phase_run.ending.every:
         _tell_late(worker, board, context, limit)
     if options.save_hf is not None:
         watchdog.phase("writing its weights")
@@ -324,7 +324,7 @@ def train_steps(
         result = run(worker, step, stop=True) if asked() else run(worker, step)
         show(result)
         stopping = (stopping or (result is not None and result.stop)) and not last
-        if stopping and worker.cycle is not None and not worker.ends:
+        if stopping and worker.phase_run.ending.follows(worker):
             continue  # forwards of the next step have run, so it is the last one
         evaluating, saving = due(worker, step, last=last), checkpoints.due(step, last=last, stopping=stopping)
         if evaluating or saving or stopping:

@@ -18,7 +18,7 @@ from zbc.ir import Kind, Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import judges
 from zbc.runtime import exhausted, words
-from zbc.runtime.ahead import NORM, VERDICT
+from zbc.runtime.ahead import NORM, VERDICT, Ahead
 from zbc.runtime.answers import squares
 from zbc.runtime.network import directions, of_replica, rounds
 from zbc.runtime.optimizer import Masters, build_optimizer
@@ -233,7 +233,7 @@ def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
 
 def _signal(worker: Worker) -> None:
     """The numbers of a step without a barrier, down the pipeline and back up."""
-    if worker.ahead is None:
+    if not isinstance(worker.phase_run.ending, Ahead):
         return
     numbers = torch.zeros(worker.layout.size, dtype=torch.float64, device=worker.device)
     part, last = worker.plan.rank, worker.topology.pp - 1

@@ -16,11 +16,11 @@ from torch import nn
 from zbc.errors import ZbcError
 from zbc.ir import COPY, NEXT, Kind, Op
 from zbc.job import spec
-from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import FROZEN, Manifest, RankPlan, Unequal, meeting
 from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
 from zbc.runtime import tensor_parallel
+from zbc.runtime.ahead import Ahead
 from zbc.runtime.averaging import Averaging
 from zbc.runtime.bucket import Bucket, GradientSum, absent
 from zbc.runtime.cycle import Cycle, stage_step
@@ -28,7 +28,6 @@ from zbc.runtime.freezing import Turns, refuse_frozen, turns_of
 from zbc.runtime.gathers import with_weights
 from zbc.runtime.handlers import HANDLERS, in_rows
 from zbc.runtime.optimizer import StageOptimizer, build_optimizer
-from zbc.runtime.pending import Ahead
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Inside, Part, within
 from zbc.runtime.stage import Stage
@@ -196,7 +195,8 @@ def build_worker(
         lowered = LOWERED[settings.model.parameters]
         worker.evaluation = build_evaluation(worker, settings.train, kept, counts=counts, lowered=lowered, where=where)
     for run in worker.phase_runs:
-        run.ahead = _ahead(worker, run)
+        if any(op.kind is Kind.REDO for op in run.plan.ops):
+            run.ending = Ahead.of(worker, run)
         run.turns = _turns(worker, run, settings)
         worker.prepare(run)
     worker.in_turn = tuple(braid(worker))
@@ -334,7 +334,7 @@ def _phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> Phase
         every = options.every if options.sync == "asynchronous" else 0
         handlers[Kind.STEP] = stage_step
         cycle = Cycle(plan.ops, texts, manifest.microbatches, handlers, options.clip_stage_norm, every)
-        return PhaseRun(plan, layout, [], cycle=cycle)
+        return PhaseRun(plan, layout, [], cycle)
     return PhaseRun(plan, layout, [(handlers[op.kind], op, text) for op, text in zip(plan.ops, texts, strict=True)])
 
 
@@ -506,22 +506,9 @@ def _turns(worker: Worker, run: PhaseRun, settings: Settings) -> dict[int, Turns
     manifest, ops = run.plan.manifest, run.plan.ops
     if FROZEN in manifest.capabilities:
         moves = any(op.kind in COPY for op in ops)
-        refuse_frozen(manifest, barrier=run.ahead is None, compiled=settings.model.compile, moves=moves)
+        refuse_frozen(manifest, barrier=not isinstance(run.ending, Ahead), compiled=settings.model.compile, moves=moves)
     found = {s: turns_of(ops, stage, manifest, settings.freeze.after) for s, stage in worker.stages.items()}
     return {s: turns for s, turns in found.items() if turns is not None}
-
-
-def _ahead(worker: Worker, run: PhaseRun) -> Ahead | None:
-    """What REDO runs again, and which messages come to it that nothing before REDO uses; None for plans without it."""
-    kinds = [op.kind for op in run.plan.ops]
-    if Kind.REDO not in kinds:
-        return None
-    again = [entry for entry in run.script[: kinds.index(Kind.REDO)] if entry[1].kind.row.scope in UNIT_SCOPES]
-    messages = [(op.kind, run.routes[op].brought) for _, op, _ in again]
-    posted = [message for kind, message in messages if kind.is_recv and message is not None]
-    used = {message for kind, message in messages if kind.computes}
-    buffers = tuple(place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers)
-    return Ahead(again, [message for message in posted if message not in used], buffers=buffers)
 
 
 def _sums(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
@@ -592,7 +579,7 @@ def _counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:
     def groups(step: int) -> list[list[int]]:
         run = worker.run_of(step)
         replicas = [numbers(step, r) for r in ([worker.replica] if worker.averages else range(worker.topology.dp))]
-        every = run.count if run.cycle is None or not run.cycle.every else run.cycle.every
+        every = run.ending.every or run.count
         if work is not None:
             return [[number for one in replicas for number in one]]
         return [[number for one in replicas for number in one[i : i + every]] for i in range(0, run.count, every)]
