@@ -195,6 +195,39 @@ class Masters:
             cast.forget()
 
 
+class OptimizerOver:
+    """A `StageOptimizer` around another one: as that, but for what its own class says."""
+
+    def __init__(self, inner: StageOptimizer) -> None:
+        self._inner = inner
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._inner.parameters
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self._inner.optimizer
+
+    def squares(self) -> dict[str, Tensor]:
+        return self._inner.squares()
+
+    def step(self, scale: float | None) -> None:
+        self._inner.step(scale)
+
+    def drop(self) -> None:
+        self._inner.drop()
+
+    def held(self) -> list[Held]:
+        return self._inner.held()
+
+    def incomplete(self) -> list[Held]:
+        return self._inner.incomplete()
+
+    def loaded(self) -> None:
+        self._inner.loaded()
+
+
 def _master(parameter: nn.Parameter, lowered: bool) -> Tensor:
     """A copy of a parameter, in float32 if that is about to be lowered; complex ones are not."""
     wide = lowered and parameter.is_floating_point()

@@ -36,7 +36,7 @@ from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.bucket import flags, gradient_type
 from zbc.runtime.flat import Flat
-from zbc.runtime.optimizer import Held, Masters, build_optimizer, kept_by
+from zbc.runtime.optimizer import Held, Masters, OptimizerOver, build_optimizer, kept_by
 from zbc.runtime.pieces import Piece, Row, cut, deal, part_of, places_in, weights_read_low
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.private import add_all, copy_all
@@ -58,7 +58,7 @@ class Sum(NamedTuple):
 NO_CASTS: Mapping[str, Tensor] = {}
 
 
-class Sharded:
+class Sharded(OptimizerOver):
     """The optimizer of a stage that `ranks` hold copies of, as a `StageOptimizer` and a `GradientSum`.
 
     Where several ranks of a pipeline hold the stage, those of one of them in all replicas may share out its weights
@@ -86,7 +86,7 @@ class Sharded:
         low: torch.dtype | None = None,
         scatters: bool = False,
     ) -> None:
-        self.parameters, self._options = parameters, options
+        self._all, self._options = parameters, options
         self._casts, self._frees, self._ahead = tuple(casts), frees, ahead
         self._ranks, self._mine = ranks, ranks.index(rank)
         self._among = among if len(among) > len(ranks) else ()
@@ -102,7 +102,7 @@ class Sharded:
         self._own = {piece: nn.Parameter(self._place(piece)) for piece in self._shares[self._mine]}
         self._whole = {name: parameters[name] for name in sorted(whole)}
         working = {str(piece): p for piece, p in self._own.items()} | self._whole
-        self._inner = build_optimizer(options, working, self._casts, lowered=lowered, ahead=ahead)
+        super().__init__(build_optimizer(options, working, self._casts, lowered=lowered, ahead=ahead))
         if lowered is not None:  # the masters are made; the pieces are views of weights that are lowered only now
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             for piece, parameter in self._own.items():
@@ -125,8 +125,8 @@ class Sharded:
         self._fetch: Pending | None = None
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._inner.optimizer
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._all
 
     def squares(self) -> dict[str, Tensor]:
         """Zeros stand for the chunks that other ranks answer for."""
@@ -142,9 +142,6 @@ class Sharded:
         every = torch.zeros(sum(counts.values()), dtype=torch.float64, device=sums.device)
         every.index_copy_(0, constant(where, torch.int64, sums.device), sums)
         return found | dict(zip(counts, torch.split(every, list(counts.values())), strict=True))
-
-    def step(self, scale: float | None) -> None:
-        self._inner.step(scale)
 
     @property
     def masters(self) -> Masters | None:

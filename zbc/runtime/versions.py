@@ -24,30 +24,22 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
 from zbc.job import spec
-from zbc.runtime.optimizer import Held, InPlace
+from zbc.runtime.optimizer import InPlace, OptimizerOver
 from zbc.runtime.private import copy_all, go_on, unversioned
 
 OLDER = "older"  # what checkpoints have of a parameter beside the optimizer's own state
 
 
-class TwoVersions:
+class TwoVersions(OptimizerOver):
     """A `StageOptimizer` that knows which weights a batch runs on. Between runs of steps the newest are there."""
 
     def __init__(self, options: spec.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._inner = InPlace(options, parameters)
+        super().__init__(InPlace(options, parameters))
         self._trained = [p for p in parameters.values() if p.requires_grad]
         self._newer = [p.data for p in self._trained]
         self._older = [p.data.clone() for p in self._trained]
         self._shows_newer = True
         self.steps = 0  # taken so far, skipped ones too
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._inner.parameters
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._inner.optimizer
 
     def begin(self, step: int) -> None:
         """Steps follow one another from here on, after `step` of them."""
@@ -72,9 +64,6 @@ class TwoVersions:
         """Have the parameters be what the last step made."""
         self._show(newer=True)
 
-    def squares(self) -> dict[str, Tensor]:
-        return self._inner.squares()
-
     def step(self, scale: float | None) -> None:
         self._turn()
         with unversioned(tuple(self._trained)):
@@ -85,15 +74,6 @@ class TwoVersions:
         """A step that changes nothing."""
         self._turn()
         self._keep()
-
-    def drop(self) -> None:
-        self._inner.drop()
-
-    def held(self) -> list[Held]:
-        return self._inner.held()
-
-    def incomplete(self) -> list[Held]:
-        return []
 
     def loaded(self) -> None:
         """The newest weights were overwritten, and with the optimizer's state the older ones, where there were any."""
@@ -121,14 +101,14 @@ class TwoVersions:
         keep_older(self.optimizer, self._trained, self._older)
 
 
-class OneVersion:
+class OneVersion(OptimizerOver):
     """A `StageOptimizer` that steps while microbatches are between their forward and their backward.
 
     `lookahead`: how many steps forwards look ahead, 0 for none.
     """
 
     def __init__(self, options: spec.Optimizer, parameters: Mapping[str, nn.Parameter], lookahead: int = 0) -> None:
-        self._inner = InPlace(options, parameters)
+        super().__init__(InPlace(options, parameters))
         self._trained = [p for p in parameters.values() if p.requires_grad]
         self._lookahead = lookahead
         looks = self._trained if lookahead else []
@@ -137,14 +117,6 @@ class OneVersion:
         self._read: dict[Key, int] = {}  # the steps that were made when a microbatch's forward ran
         self.steps = 0
         self.stalest = 0  # of all gradients so far, by how many steps the most delayed one came late
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._inner.parameters
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._inner.optimizer
 
     def begin(self, step: int) -> None:
         """Steps follow one another from here on."""
@@ -168,9 +140,6 @@ class OneVersion:
     def newest(self) -> None:
         """They always are."""
 
-    def squares(self) -> dict[str, Tensor]:
-        return self._inner.squares()
-
     def step(self, scale: float | None) -> None:
         if self._before:
             copy_all(self._before, [p.data for p in self._trained])
@@ -184,15 +153,6 @@ class OneVersion:
         if self._before:
             copy_all(self._before, [p.data for p in self._trained])
         self.steps += 1
-
-    def drop(self) -> None:
-        self._inner.drop()
-
-    def held(self) -> list[Held]:
-        return self._inner.held()
-
-    def incomplete(self) -> list[Held]:
-        return []
 
     def loaded(self) -> None:
         """The weights were overwritten, and with the optimizer's state those before the last step."""

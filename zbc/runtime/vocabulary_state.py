@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.dealing import CHUNK
 from zbc.runtime.feature import Feature
-from zbc.runtime.optimizer import Held, StageOptimizer
+from zbc.runtime.optimizer import Held, OptimizerOver, StageOptimizer
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Part
 from zbc.runtime.tensors import TensorSpec
@@ -172,7 +172,7 @@ def _name(mb: int, part: int) -> str:
 # ---- its weights ---------------------------------------------------------------------------------------------
 
 
-class OfRows:
+class OfRows(OptimizerOver):
     """The optimizer of parameters that are rows of larger ones, as a `StageOptimizer` that says of which.
 
     Where replicas share it out, STEP ends with all of the rows on each: no other op of theirs gathers them.
@@ -180,12 +180,9 @@ class OfRows:
 
     def __init__(self, inner: StageOptimizer, first: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """They begin with row `first`; `shapes` are those of the whole parameters."""
-        self._inner, self._shapes = inner, shapes
+        super().__init__(inner)
+        self._shapes = shapes
         self._starts = {name: first * shape[1] for name, shape in shapes.items()}
-
-    @property
-    def parameters(self) -> Mapping[str, nn.Parameter]:
-        return self._inner.parameters
 
     @property
     def dealt(self) -> Sharded | None:
@@ -197,10 +194,6 @@ class OfRows:
         if self.dealt is not None:
             self.dealt.start_gather(transport)
             self.dealt.finish_gather()
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        return self._inner.optimizer
 
     def squares(self) -> dict[str, Tensor]:
         """Those of rows stand where they would in all of the parameter. Where a chunk of that lies on two ranks each
@@ -214,12 +207,6 @@ class OfRows:
             found[name] = every
         return found
 
-    def step(self, scale: float | None) -> None:
-        self._inner.step(scale)
-
-    def drop(self) -> None:
-        self._inner.drop()
-
     def held(self) -> list[Held]:
         return [self._of(one) for one in self._inner.held()]
 
@@ -230,6 +217,3 @@ class OfRows:
 
     def _of(self, one: Held) -> Held:
         return one._replace(start=self._starts[one.name] + one.start, shape=self._shapes[one.name])
-
-    def loaded(self) -> None:
-        self._inner.loaded()
