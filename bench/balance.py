@@ -44,6 +44,7 @@ from zbc.ir import Op
 from zbc.plan.balancing import Microbatch, Shape, balanced, deal, dealt_evenly, fullest, least, longest_first
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import run_step
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.network import Network, bind_loopback
 from zbc.runtime.state import Worker
 from zbc.training.data import unequal as unequal_data
@@ -171,7 +172,7 @@ def rank_main(rank: int, port: int, plan: StoredPlan, schedule: str, equal: bool
     assert isinstance(worker.work, unequal_data.Dealer)
     worker.clock = Paced(worker, worker.work)  # type: ignore[assignment]
     if worker.plan.manifest.one_sided:
-        worker.gathers.open_windows(worker)
+        worker.features.of(Gathers).open_windows(worker)
     found = []
     for step in range(steps + WARM_UP):
         work = worker.work.step(step)

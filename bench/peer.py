@@ -21,8 +21,8 @@ from torch.nn.functional import mse_loss
 from zbc.ir import Program
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.slot import Slot, using
+from zbc.training.building.context import Settings
 from zbc.training.models import model
-from zbc.training.worker import Settings
 
 LETTERS = {"F": "F", "B": "I", "W": "W", "BW": "B"}  # ours -> torch's
 

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.optimizer import torch_optimizer
+from zbc.training.building.context import Settings
 from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model
-from zbc.training.worker import Settings
 
 
 class Checkpointed(nn.Module):

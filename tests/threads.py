@@ -18,16 +18,18 @@ import torch.distributed as dist
 from zbc.errors import ZbcError
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.execute import Step, run_step
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.hub import Hub
 from zbc.runtime.progress import StepResult
 from zbc.runtime.state import Worker
+from zbc.training.building.context import Settings
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.launch.board import Board
 from zbc.training.nonfinite import Skips
 from zbc.training.probing.shapes import Shapes
 from zbc.training.train import train_steps
-from zbc.training.worker import Settings, build_worker
+from zbc.training.worker import build_worker
 
 CPU = torch.device("cpu")
 
@@ -143,5 +145,5 @@ def _train(worker: Worker, steps: int, checkpoints: Checkpoints, run: Step) -> N
         skips.look(result)
 
     train_steps(worker, range(checkpoints.last, steps), checkpoints, run=run, show=keep)
-    if not worker.gathers.freed:  # tests look at whole weights
-        worker.gathers.gathers(worker)
+    if not worker.features.of(Gathers).freed:  # tests look at whole weights
+        worker.features.of(Gathers).gathers(worker)

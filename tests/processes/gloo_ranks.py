@@ -12,9 +12,11 @@ from zbc.ir import Kind
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.answers import primary
 from zbc.runtime.execute import finish, run_step
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.network import Network
 from zbc.runtime.staged import Staged
 from zbc.runtime.state import Worker
+from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training.warm import warm
 from zbc.training.worker import build_worker
 
@@ -39,19 +41,21 @@ def train(
     worker = open_worker(rank, plan, staged=staged)
     if warmed:
         warm(worker)
-    worker.gathers.open_windows(worker)
+    worker.features.of(Gathers).open_windows(worker)
     found = []
     for step in range(steps):
         worker.ends = step + 1 == steps
         found.append(run_step(worker, step))
     found.append(finish(worker))
     results = [result for result in found if result is not None]
-    worker.gathers.gathers(worker)
+    worker.features.of(Gathers).gathers(worker)
     worker.transport.close()
     parameters = primary(worker)
-    if worker.vocabulary is not None and worker.replica == 0:
-        low = worker.vocabulary.output.first
-        parameters |= {f"{low:06d} {name}": p for name, p in worker.vocabulary.optimizer.parameters.items()}
+    if worker.features.find(Vocabulary) is not None and worker.replica == 0:
+        low = worker.features.find(Vocabulary).output.first
+        parameters |= {
+            f"{low:06d} {name}": p for name, p in worker.features.find(Vocabulary).optimizer.parameters.items()
+        }
     weights = {name: p.detach() for name, p in parameters.items()}
     grads = {name: p.grad for name, p in parameters.items()}
     return [r.loss for r in results], [r.grad_norm for r in results], pack(grads), pack(weights)

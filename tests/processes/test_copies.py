@@ -22,6 +22,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
+from zbc.runtime.gathers import Gathers
 
 TWO = {"pp": 2, "dp": 2}
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
@@ -130,7 +131,7 @@ def every_weight(rank, plan, steps):
     worker = open_worker(rank, plan)
     for step in range(steps):
         run_step(worker, step)
-    worker.gathers.gathers(worker)
+    worker.features.of(Gathers).gathers(worker)
     worker.transport.close()
     named = {name: p for stage in worker.stages.values() for name, p in stage.parameters.items()}
     return {name: p.detach().numpy().tobytes() for name, p in named.items()}

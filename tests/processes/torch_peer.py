@@ -10,9 +10,9 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 import zbc
 from tests.processes.gloo_ranks import pack
 from zbc.plan.directory import StoredPlan
+from zbc.training.building.context import Settings
 from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model
-from zbc.training.worker import Settings
 
 
 def train(rank: int, plan: StoredPlan, path: str | None) -> tuple[list[float], bytes]:

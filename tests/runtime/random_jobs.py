@@ -23,6 +23,7 @@ from tests.threads import run_threads
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.hub import Hub
 from zbc.runtime.optimizer import Held
 from zbc.runtime.state import Worker
@@ -245,7 +246,7 @@ def _left(workers: Sequence[Worker]) -> dict[str, Tensor]:
         for optimizer in worker.optimizers.values():
             state = {} if optimizer.optimizer is None else optimizer.optimizer.state
             for held in optimizer.held():
-                if optimizer in worker.gathers.freed:
+                if optimizer in worker.features.of(Gathers).freed:
                     _join(found, held.name, held, held.tensor.detach())
                 for key, value in state.get(held.tensor, {}).items() if held.tensor.numel() else ():
                     if not isinstance(value, Tensor):

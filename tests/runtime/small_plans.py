@@ -23,10 +23,12 @@ from zbc.plan.phases import Phases
 from zbc.runtime.hub import Hub
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.state import Worker
+from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.training.building.context import Settings
 from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model
-from zbc.training.worker import Settings, build_worker
+from zbc.training.worker import build_worker
 
 CPU = torch.device("cpu")
 GPT = {"family": "gpt", "layers": 6, "hidden": 32, "heads": 4, "vocab": 61, "seq_len": 16}
@@ -301,8 +303,8 @@ def parameters(workers: Sequence[Worker]) -> dict[str, torch.nn.Parameter]:
     found = {name: p for w in workers for stage in w.stages.values() for name, p in stage.parameters.items()}
     rows: dict[str, list[torch.nn.Parameter]] = {}
     for worker in workers:
-        if worker.vocabulary is not None and worker.replica == 0:
-            for name, p in worker.vocabulary.optimizer.parameters.items():
+        if worker.features.find(Vocabulary) is not None and worker.replica == 0:
+            for name, p in worker.features.find(Vocabulary).optimizer.parameters.items():
                 rows.setdefault(name, []).append(p)
     for name, parts in rows.items():
         found[name] = torch.nn.Parameter(torch.cat([p.detach() for p in parts]))

@@ -21,9 +21,9 @@ from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
 from zbc.runtime.optimizer import torch_optimizer
 from zbc.runtime.private import unversioned
+from zbc.training.building.context import Settings
 from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model
-from zbc.training.worker import Settings
 
 SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "sync": "asynchronous"}

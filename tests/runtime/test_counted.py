@@ -15,9 +15,9 @@ from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.tensors import TensorSpec
+from zbc.training.building.context import Settings
 from zbc.training.data.counted import no_mean
 from zbc.training.models import model
-from zbc.training.worker import Settings
 
 HERE = "tests.runtime.padded_data"
 LOSSES = {"cross_entropy": (model.cross_entropy, -100), f"{HERE}:own": (own, -100), f"{HERE}:zeros": (zeros, 0)}

@@ -20,6 +20,7 @@ from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.split import SplitLinear
 
@@ -132,7 +133,7 @@ def test_no_more_weights_are_there_than_there_is_room_for(resident):
 
     workers = run_threads(plan, STEPS, setup=watch)
     assert most == dict.fromkeys(range(4), resident)
-    assert not any(one.freeable for worker in workers for one in worker.gathers.freed)
+    assert not any(one.freeable for worker in workers for one in worker.features.of(Gathers).freed)
 
 
 def test_w_runs_while_its_weights_are_gone():
@@ -140,7 +141,7 @@ def test_w_runs_while_its_weights_are_gone():
 
     def watch(worker):
         def watched(worker, op, handler):
-            gone.append(not worker.gathers.of(op).freeable)
+            gone.append(not worker.features.of(Gathers).of(op).freeable)
             handler(worker, op)
 
         run = worker.phase_run
@@ -192,7 +193,7 @@ def test_predicted_bytes_of_weights_are_those_that_are_allocated(tmp_path, resid
         def after(handler):
             def run(worker, op):
                 handler(worker, op)
-                there = sum(one.freeable for one in worker.gathers.freed)
+                there = sum(one.freeable for one in worker.features.of(Gathers).freed)
                 most[worker.rank] = max(most.get(worker.rank, 0), there)
 
             return run
@@ -207,7 +208,7 @@ def test_predicted_bytes_of_weights_are_those_that_are_allocated(tmp_path, resid
         constant = sum(
             costs.bytes[s].weights - costs.bytes[s].freed for s in compiled.program.placement.stages_of(rank)
         )
-        found = max(sum(one.kept for one in worker.gathers.freed) + most[worker.rank] for worker in copies)
+        found = max(sum(one.kept for one in worker.features.of(Gathers).freed) + most[worker.rank] for worker in copies)
         assert compiled.memory[rank].weights - constant == pytest.approx(found, rel=0.01)
 
 

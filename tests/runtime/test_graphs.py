@@ -18,9 +18,9 @@ from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime import route
 from zbc.runtime.seeding import drawing, seed_of
+from zbc.training.building.context import Settings, layer_plans
 from zbc.training.data.data import Batches, build_samples, build_validation
 from zbc.training.recording.measure import Scale
-from zbc.training.worker import Settings, layer_plans
 
 ROOT = Path(__file__).parents[2]
 M, SIZE = 4, 2

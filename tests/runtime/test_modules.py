@@ -12,9 +12,9 @@ from tests.tiers import dealt, few
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.runtime.split import Patch
+from zbc.training.building.context import Settings
 from zbc.training.checkpoint.folder import folder_of
 from zbc.training.models import model as models
-from zbc.training.worker import Settings
 
 SCHEDULES = [("1f1b", 2), ("zb-h1", 4), ("zb-v", 2)]
 WAYS = [(*way, "keep") for way in SCHEDULES] + [("1f1b", 2, "recompute"), ("zb-v", 2, "recompute")]

@@ -37,9 +37,9 @@ from zbc.errors import ZbcError
 from zbc.job import hfconfig
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.answers import counted
+from zbc.training.building.context import Settings
 from zbc.training.models import hfexport
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights
-from zbc.training.worker import Settings
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -15,6 +15,7 @@ from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.threads import run_threads
 from zbc.ir import COPY, Message, Op, Placement, Program
 from zbc.ops import VALUES, VOCABULARY, At, Kind, Ref, Scope
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.state import STORES
 from zbc.runtime.transport import Signal
@@ -144,8 +145,8 @@ class Watch:
         def run(worker, op):
             self.op, self.found = op, defaultdict(set)
             if Ref("weights") in op.kind.row.reads:
-                stage = worker.gathers.stages.get(op.stage)
-                worker.gathers.finish(worker, stage)  # what it waits for itself: a GATHER has written it
+                stage = worker.features.of(Gathers).stages.get(op.stage)
+                worker.features.of(Gathers).finish(worker, stage)  # what it waits for itself: a GATHER has written it
             before = self.outside()
             handler(worker, op)
             after = self.outside()
@@ -161,7 +162,7 @@ class Watch:
         worker, kind = self.worker, self.op.kind
         pending = getattr(worker.phase_run.ending, "pending", None)
         verdict = worker.verdict if pending is None else pending.verdict
-        found = {"verdict": verdict is not None, "weights": len(worker.gathers.coming)}
+        found = {"verdict": verdict is not None, "weights": len(worker.features.of(Gathers).coming)}
         if kind is Kind.NORM and pending is not None:  # VERDICT takes the sums of all, and need not keep them
             found["norm"] = pending.sums is not None
         if kind.row.scope is not Scope.RANK:

@@ -26,6 +26,7 @@ from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
 from zbc.runtime.transport import Then
 from zbc.runtime.vocabulary import Embedding, Output
+from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training.probing.checkup import check_up
 from zbc.training.recording.measure import Scale
 from zbc.training.warm import warm
@@ -184,7 +185,7 @@ def test_all_ranks_hold_the_same_bits_and_the_words_of_each_are_its_own(sums, mo
     workers = run_threads(plan_of("zb-v", 4, 3, sums), 2)
     assert len(found) == 6
     assert all(len(logs) == 4 and len(set(logs)) == 1 for logs in found.values())
-    assert [len(w.vocabulary.output.weight) for w in workers] == [15, 15, 15, 16]
+    assert [len(w.features.find(Vocabulary).output.weight) for w in workers] == [15, 15, 15, 16]
 
 
 def test_logits_are_gone_after_t():
@@ -316,7 +317,7 @@ def test_replicas_write_each_row_once_and_are_compared(tmp_path):
     def spoil(worker):
         if worker.replica:
             with torch.no_grad():
-                worker.vocabulary.embedding.weight[3, 0] += 1.0
+                worker.features.find(Vocabulary).embedding.weight[3, 0] += 1.0
 
     with pytest.raises(ZbcError, match=r"copies of model\.embed\.tokens\.weight") as caught:
         run_threads(plan, 2, setup=spoil, folder=tmp_path / "spoiled")

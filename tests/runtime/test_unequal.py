@@ -24,12 +24,12 @@ from zbc.plan.directory import StoredPlan
 from zbc.plan.manifest import RampPlan, Unequal
 from zbc.runtime.optimizer import torch_optimizer
 from zbc.runtime.packing import packed
+from zbc.training.building.context import Settings
 from zbc.training.data.data import Pairs
 from zbc.training.data.documents import PairDocuments, RandomDocuments, TokenDocuments
 from zbc.training.data.tokenfile import Tokens, write_sidecar
 from zbc.training.data.unequal import Dealer
 from zbc.training.models import model as models
-from zbc.training.worker import Settings
 
 STEPS = 3
 SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "clip_grad_norm": 0.5}

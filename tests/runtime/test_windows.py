@@ -26,6 +26,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime import shared_memory
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.hub import Hub
 from zbc.runtime.windows import Window, WindowCopier
 
@@ -115,7 +116,7 @@ def test_slots_are_added_in_the_order_of_the_ranks(shard, tmp_path, monkeypatch)
 
 def windows_of(worker):
     """Bytes of a rank's windows, which no op allocates."""
-    return sum(one._window.bytes for one in worker.gathers.freed)
+    return sum(one._window.bytes for one in worker.features.of(Gathers).freed)
 
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "breadth-first"])

@@ -63,7 +63,7 @@ def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], 
         finally:
             swap_adding(outer)
         if adding.total is not None:
-            worker.added.add(op.key, adding.total)
+            worker.features.of(Added).add(op.key, adding.total)
 
     return run
 

@@ -25,9 +25,11 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Message, Op
 from zbc.ops import UNIT_SCOPES
 from zbc.plan.directory import judges
+from zbc.runtime.added import Added
 from zbc.runtime.answers import squares
 from zbc.runtime.clock import Busy
 from zbc.runtime.ending import Ending, close
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.optimizer import Masters, set_rate
 from zbc.runtime.progress import StepResult
 from zbc.runtime.remembered import Kept, Place, present, put_back
@@ -89,7 +91,7 @@ class Ahead(Ending):
     def closes(self, worker: Worker, began: float) -> StepResult | None:
         """Put the step away until its verdict comes."""
         before = self.pending
-        losses, added = dict(worker.losses), worker.added.told(worker.layout.microbatches)
+        losses, added = dict(worker.losses), worker.features.of(Added).told(worker.layout.microbatches)
         worker.losses.clear()
         worker.renamed.clear()
         busy, peak = worker.clock.read(), peak_bytes(worker.device)
@@ -201,8 +203,8 @@ def _settle(worker: Worker, pending: TentativeStep) -> bool:
         masters.publish()
         optimizer.drop()
         if isinstance(optimizer, Sharded):  # all its copies are here, in this order, as they all know the verdict
-            worker.gathers.start(worker, optimizer)
-    worker.gathers.finish(worker)
+            worker.features.of(Gathers).start(worker, optimizer)
+    worker.features.of(Gathers).finish(worker)
     pending.final = pending.redone = True
     return False
 

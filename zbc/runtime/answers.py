@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.sharded import Sharded
+from zbc.runtime.vocabulary_state import Vocabulary
 
 if TYPE_CHECKING:
     from zbc.runtime.state import Worker
@@ -20,7 +21,7 @@ def counted(worker: Worker) -> list[StageOptimizer]:
     each counts its part, and where replicas do not sum gradients each counts its own.
     """
     rank, placement = worker.plan.rank, worker.placement
-    if worker.averages:
+    if worker.layout.apart > 1:
         return list(worker.optimizers.values())
     found = [
         optimizer
@@ -28,7 +29,8 @@ def counted(worker: Worker) -> list[StageOptimizer]:
         if (isinstance(optimizer, Sharded) and not optimizer.mirrored)
         or ((worker.replica == 0 or isinstance(optimizer, Sharded)) and placement.rank_of(s) == rank)
     ]
-    rows = None if worker.vocabulary is None else worker.vocabulary.optimizer
+    shared = worker.features.find(Vocabulary)
+    rows = None if shared is None else shared.optimizer
     return [*found, *([rows] if rows is not None and (worker.replica == 0 or rows.dealt is not None) else [])]
 
 

@@ -11,7 +11,7 @@ The parts are equal pieces of all weights of a stage laid end to end, in turn; w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zbc.ir import Op
 from zbc.job.sections import Average
+from zbc.runtime.feature import Feature
 from zbc.runtime.transport import Pending, Transport
 
 if TYPE_CHECKING:
@@ -105,23 +106,29 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def alike(worker: Worker) -> None:
-    """Make all replicas alike that do not sum gradients: weights, and what the optimizer keeps, become means."""
-    for stage, one in sorted(worker.averages.items()):
-        one.forget()
-        optimizer = worker.optimizers[stage]
-        state = {} if optimizer.optimizer is None else optimizer.optimizer.state
-        parameters = [p for _, p in sorted(optimizer.parameters.items())]
-        kept = [state[p][key] for p in parameters if p in state for key in sorted(state[p])]
-        numbers = [value for value in kept if isinstance(value, Tensor) and value.is_floating_point()]
-        ranks = worker.topology.ranks(worker.placement.holders(stage), worker.share)
-        meet(ranks, [*parameters, *numbers], worker.transport)
+class Averages(Feature):
+    """By stage."""
+
+    def __init__(self, stages: Mapping[int, Averaging]) -> None:
+        self.stages = stages
+
+    def saves(self, worker: Worker) -> None:
+        """Make all replicas alike: weights, and what the optimizer keeps, become means."""
+        for stage, one in sorted(self.stages.items()):
+            one.forget()
+            optimizer = worker.optimizers[stage]
+            state = {} if optimizer.optimizer is None else optimizer.optimizer.state
+            parameters = [p for _, p in sorted(optimizer.parameters.items())]
+            kept = [state[p][key] for p in parameters if p in state for key in sorted(state[p])]
+            numbers = [value for value in kept if isinstance(value, Tensor) and value.is_floating_point()]
+            ranks = worker.topology.ranks(worker.placement.holders(stage), worker.share)
+            meet(ranks, [*parameters, *numbers], worker.transport)
 
 
 def average(worker: Worker, op: Op) -> None:
     """AVERAGE: what was sent in the step before lands, and the next part of a stage's weights is sent."""
     worker.before_update()
-    worker.averages[op.stage].turn(worker.step, worker.transport)
+    worker.features.of(Averages).stages[op.stage].turn(worker.step, worker.transport)
 
 
 def meet(ranks: tuple[int, ...], tensors: Sequence[Tensor], transport: Transport) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op
+from zbc.runtime.added import Added
 from zbc.runtime.answers import counted
 from zbc.runtime.ending import Ending, close, refuse_left
 from zbc.runtime.optimizer import set_rate
@@ -105,7 +106,7 @@ class Cycle(Ending):
         first, step, m = worker.phase_run.first, worker.step, self.microbatches
         own = [mb for mb in worker.losses if mb // m == step % 2]
         losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
-        losses |= worker.added.told(worker.layout.microbatches, lambda key: key.mb // m == step % 2)
+        losses |= worker.features.of(Added).told(worker.layout.microbatches, lambda key: key.mb // m == step % 2)
         peak, busy = peak_bytes(worker.device), worker.clock.read()()
         vector = worker.layout.vector(
             self.squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=worker.device

@@ -7,8 +7,11 @@ features wraps their handlers when the script is made (handlers.py: `with_weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from zbc.errors import ZbcError
+from zbc.ir import Op
 
 if TYPE_CHECKING:
     from zbc.runtime.progress import StepResult
@@ -20,6 +23,12 @@ class Feature:
 
     def opens(self, worker: Worker) -> None:
         """A step begins."""
+
+    def begins(self, worker: Worker) -> None:
+        """The first step is to come; all ranks are here."""
+
+    def reduces(self, worker: Worker, op: Op) -> None:
+        """The gradients of a stage are about to be summed over its copies."""
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         """The gradients of these stages are about to be asked for: once per step."""
@@ -40,3 +49,31 @@ class Feature:
 
     def gathers(self, worker: Worker) -> None:
         """Something between steps needs whole weights."""
+
+    def saves(self, worker: Worker) -> None:
+        """A checkpoint is about to be written."""
+
+
+F = TypeVar("F", bound=Feature)
+
+
+class Features:
+    """Those of a rank, one of a kind."""
+
+    def __init__(self, features: Iterable[Feature]) -> None:
+        self._found = {type(one): one for one in features}
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self._found.values())
+
+    def find(self, kind: type[F]) -> F | None:
+        """None where the plan does not ask for it."""
+        return cast("F | None", self._found.get(kind))
+
+    def of(self, kind: type[F]) -> F:
+        """Raises E703 where the plan does not ask for it."""
+        found = self.find(kind)
+        if found is None:
+            text = f"run: an op needs what this plan was not made for: {kind.__name__.lower()}"
+            raise ZbcError("E703", text, hint="plan again")
+        return found

@@ -28,8 +28,17 @@ class Gathers(Feature):
         self.coming: list[Sharded] = []
         self.leaving: list[Sharded] = []  # sums of gradients under way
 
+    def begins(self, worker: Worker) -> None:
+        if worker.plan.manifest.one_sided:
+            self.open_windows(worker)
+
     def opens(self, worker: Worker) -> None:
         self.free()
+
+    def reduces(self, worker: Worker, op: Op) -> None:
+        one = self.stages.get(op.stage)
+        if one is not None and one.scatters:
+            self.leaving.append(one)
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         self.leaving.clear()  # VALIDATE has waited for them
@@ -79,27 +88,27 @@ class Gathers(Feature):
 
 def gather(worker: Worker, op: Op) -> None:
     """GATHER: start to collect the weights of a stage from the ranks that each stepped a part of them."""
-    worker.gathers.start(worker, worker.gathers.of(op))
+    worker.features.of(Gathers).start(worker, worker.features.of(Gathers).of(op))
 
 
 def free(worker: Worker, op: Op) -> None:
     """FREE: give back the room of a stage's weights."""
-    worker.gathers.of(op).free()
+    worker.features.of(Gathers).of(op).free()
 
 
 def scatter(worker: Worker, op: Op) -> None:
     """SCATTER: start to sum what gradients of a stage there are so far; those that follow add up."""
-    one = worker.gathers.of(op)
-    worker.partial_sums.complete(worker, op.stage)
+    one = worker.features.of(Gathers).of(op)
+    for feature in worker.features:
+        feature.reduces(worker, op)
     one.scatter(worker.transport)
-    worker.gathers.leaving.append(one)
 
 
 def with_weights(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
     """An op that reads weights which other ranks step parts of."""
 
     def run(worker: Worker, op: Op) -> None:
-        gathers = worker.gathers
+        gathers = worker.features.of(Gathers)
         if gathers.coming and op.stage in gathers.stages:
             gathers.finish(worker, gathers.stages[op.stage])
         if gathers.leaving:

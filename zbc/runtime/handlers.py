@@ -11,7 +11,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.runtime import ahead
-from zbc.runtime.added import with_added
+from zbc.runtime.added import Added, with_added
 from zbc.runtime.answers import squares
 from zbc.runtime.averaging import average
 from zbc.runtime.gathers import GATHERS
@@ -27,6 +27,7 @@ from zbc.runtime.tape import Inputs
 from zbc.runtime.units import between
 from zbc.runtime.validate import peak_bytes
 from zbc.runtime.vocabulary_ops import VOCABULARY
+from zbc.runtime.vocabulary_state import Vocabulary
 
 __all__ = ["HANDLERS", "Worker"]
 
@@ -177,12 +178,10 @@ def _parcel(op: Op, found: Left | None) -> Parcel:
 def reduce(worker: Worker, op: Op) -> None:
     """REDUCE, TIE: start to sum the gradients of a stage, or of a weight that two share, over all that hold a copy."""
     one = worker.sums[op]
-    if op.kind is Kind.REDUCE:
-        worker.partial_sums.complete(worker, op.stage)
+    for feature in worker.features if op.kind is Kind.REDUCE else ():
+        feature.reduces(worker, op)
     one.start(worker.transport)
     worker.summing.append(one)
-    if isinstance(one, Sharded) and one.scatters:
-        worker.gathers.leaving.append(one)
 
 
 def validate(worker: Worker, op: Op) -> None:
@@ -190,7 +189,7 @@ def validate(worker: Worker, op: Op) -> None:
     worker.settle(*worker.stages)
     first, device = worker.phase_run.first, worker.device
     losses = {} if worker.share else {first + mb: loss for mb, loss in worker.losses.items()}
-    losses |= worker.added.told(worker.layout.microbatches)
+    losses |= worker.features.of(Added).told(worker.layout.microbatches)
     own, peak = squares(worker), peak_bytes(device)
     busy = worker.clock.read()()  # waits for the ops, while a GPU has the squares to compute
     vector = worker.layout.vector(
@@ -201,7 +200,7 @@ def validate(worker: Worker, op: Op) -> None:
         busy=busy,
         peak=peak,
         device=device,
-        replica=worker.replica if worker.averages else 0,
+        replica=worker.apart,
     )
     worker.losses.clear()
     worker.all_reduce(vector, worker.everyone)
@@ -217,7 +216,7 @@ def optimizer_step(worker: Worker, op: Op) -> None:
     if verdict is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
     worker.before_update()
-    shared = worker.vocabulary
+    shared = worker.features.find(Vocabulary)
     for one in [optimizer, *([shared.optimizer] if shared is not None and op.stage == min(worker.stages) else [])]:
         if not verdict.skipped:
             set_rate(one, worker.rate(worker.phases, worker.step))

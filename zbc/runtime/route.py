@@ -24,13 +24,14 @@ from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.ops import At, Scope
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.reading import read
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
 from zbc.runtime.tape import Inputs, Tape
 from zbc.runtime.tensors import Loss, TensorSpec
-from zbc.runtime.vocabulary_state import Met
+from zbc.runtime.vocabulary_state import Met, Vocabulary
 
 if TYPE_CHECKING:
     from zbc.runtime.freezing import Turns
@@ -352,7 +353,8 @@ def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
 
 
 def _source(worker: Worker, op: Op, stage: Stage) -> Source | None:
-    placement, shared, here, forward = worker.placement, worker.vocabulary, op.stage, op.kind.takes is At.SOURCES
+    placement, here, forward = worker.placement, op.stage, op.kind.takes is At.SOURCES
+    shared = worker.features.find(Vocabulary)
     others = (stage.inputs or placement.sources(here)) if forward else placement.sinks(here)
     if not others and shared is not None:
         return Meets(Kind.GIVE if forward else Kind.MEET if shared.sums == 1 else Kind.SUM, op.mb, op.slice)
@@ -376,7 +378,7 @@ def _source(worker: Worker, op: Op, stage: Stage) -> Source | None:
 def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
     placement, here, forward = worker.placement, op.stage, op.kind.gives is At.SINKS
     others = placement.sinks(here) if forward else (stage.inputs or placement.sources(here))
-    if not others and worker.vocabulary is not None:  # all ranks together are behind the last stage, before the first
+    if not others and worker.features.find(Vocabulary) is not None:  # all ranks are behind the last, before the first
         others = (len(placement.pipes[0]),) if forward else (-1,)
     if not others:
         return (Losses if run.trains else Measures)(stage) if forward else None
@@ -384,7 +386,7 @@ def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
     part: Callable[[Tensor], list[Tensor]] | None = None
     came = stage.came
     if forward and run.plan.manifest.with_w:  # a layer may give a weight, which is gone before the next stage reads it
-        part = lambda y: [y.clone() if worker.gathers.takes_away(here, y) else y] * len(edges)  # noqa: E731
+        part = lambda y: [y.clone() if worker.features.of(Gathers).takes_away(here, y) else y] * len(edges)  # noqa: E731
     if not forward and came is not None:
         if stage.inputs:
             part = came.parted

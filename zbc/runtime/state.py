@@ -18,33 +18,28 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.ops import VALUES
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
-from zbc.runtime.added import Added
-from zbc.runtime.averaging import Averaging
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
 from zbc.runtime.copying import copier_for
 from zbc.runtime.ending import Barrier, Ending
-from zbc.runtime.feature import Feature
-from zbc.runtime.freezing import Resting, Turns
-from zbc.runtime.gathers import Gathers
+from zbc.runtime.feature import Features
+from zbc.runtime.freezing import Turns
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.packing import Rows
 from zbc.runtime.parcels import Pool
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
 from zbc.runtime.route import Left, Route, route_of
-from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Part
 from zbc.runtime.slot import Slot, know
 from zbc.runtime.stage import Stage
-from zbc.runtime.stage_slice import SlicePasts
-from zbc.runtime.tensor_parallel import Cut, Group, Hidden, PartialSums
+from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss
 from zbc.runtime.transport import Letter, Pending, Transport
 from zbc.runtime.units import Units
@@ -174,14 +169,12 @@ class Worker:
     optimizers: dict[int, StageOptimizer]
     clip: float | None
     rate: Callable[[Phases, int], float]  # the learning rate of a step
+    features: Features
     sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE and TIE of the plan
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shared weights: their stages, the owner's first
     group: Group | None = None  # the ranks that share this one's layers
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # the parameters of which each of them has a part
-    partial: Mapping[int, list[nn.Parameter]] = field(default_factory=dict)  # by stage: whole here, gradients are not
-    vocabulary: Vocabulary | None = None  # this rank's words, if all ranks of the pipeline share them
     work: UnequalWork | None = None  # of unequal work
-    averages: dict[int, Averaging] = field(default_factory=dict)  # by stage, where replicas sum no gradients
     units: Units | None = None  # runs groups of ops, where ranks share layers
     warnings: tuple[str, ...] = ()  # for the console, before the first step
     in_turn: tuple[str, ...] = ()  # why some groups run one op after the other all the same
@@ -201,11 +194,9 @@ class Worker:
     slots: dict[Key, Slot] = field(default_factory=dict)
     away: dict[Key, Left] = field(default_factory=dict)  # from OFFLOAD to RELOAD
     losses: dict[int, Tensor | float] = field(default_factory=dict)
-    added: Added = field(default_factory=Added)
     reading: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # microbatches of which slices are to come
     evaluation: Evaluation | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
-    features: list[Feature] = field(default_factory=list)
     copied: torch.cuda.Event | None = None  # when the state that is copied to the host may change
     renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
 
@@ -223,20 +214,6 @@ class Worker:
         self.replica = place.dp
         self.clock = clock_for(self.device, self.progress)
         self.on_host = self.device.type == "cpu"
-        stages = {s: one for s, one in self.optimizers.items() if isinstance(one, Sharded)}
-        barrier = Kind.NORM.value not in manifest.capabilities
-        self.gathers = Gathers(stages, gathers=barrier, frees=bool(manifest.resident))
-        reduced = {op.stage for run in self.phase_runs for op in run.plan.ops if op.kind is Kind.REDUCE}
-        self.partial_sums = PartialSums(self.partial, sorted(self.partial.keys() - reduced))
-        self.features = [
-            self.gathers,
-            self.partial_sums,
-            Resting(),
-            SlicePasts(),
-            self.added,
-            *([] if self.group is None else [Hidden()]),
-            *([] if self.vocabulary is None else [self.vocabulary]),
-        ]
         for run in self.phase_runs:
             most = run.plan.manifest.microbatches if self.work is None else self.work.most
             run.first = self.replica * most
@@ -336,7 +313,7 @@ class Worker:
 
     def arrive(self, met: Met) -> Tensor:
         """What a collective of the vocabulary brings here; blocks. Raises E703 if it was not started."""
-        shared = self.vocabulary
+        shared = self.features.find(Vocabulary)
         coming = None if shared is None else shared.coming.pop(met, None)
         if coming is None:
             raise ZbcError("E703", f"run: {met} has not been started, and its result is needed", hint="plan again")
@@ -359,7 +336,7 @@ class Worker:
     def learn(self, vector: Tensor) -> Verdict:
         """What all ranks agreed on: the one place in a step where the host reads what the device computed."""
         self.progress.waiting = True
-        verdict = self.layout.read(vector, self.replica if self.averages else 0)
+        verdict = self.layout.read(vector, self.apart)
         self.progress.waiting = False
         return verdict
 
@@ -388,9 +365,14 @@ class Worker:
         return self.phase_run.first + mb % self.phase_run.count
 
     @property
+    def apart(self) -> int:
+        """The replica, where each answers for itself; else 0."""
+        return self.replica if self.layout.apart > 1 else 0
+
+    @property
     def every_optimizer(self) -> list[StageOptimizer]:
         """Those of the stages, and of this rank's words."""
-        shared = self.vocabulary
+        shared = self.features.find(Vocabulary)
         return [*self.optimizers.values(), *([] if shared is None else [shared.optimizer])]
 
     def seat(self, part: int) -> int:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zbc.ir import Op
 from zbc.runtime import words
 from zbc.runtime.feature import Feature
 from zbc.runtime.slot import Slot, current_slot
@@ -135,6 +136,9 @@ class PartialSums(Feature):
 
     def __init__(self, parameters: Mapping[int, list[nn.Parameter]], rest: Sequence[int]) -> None:
         self._parameters, self.rest = parameters, rest
+
+    def reduces(self, worker: Worker, op: Op) -> None:
+        self.complete(worker, op.stage)
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         for stage in self.rest:

@@ -120,7 +120,7 @@ def add_up(worker: Worker, op: Op) -> None:
 
 def settle(worker: Worker) -> None:
     """Behind forwards alone: wait for what MEET brings, for the loss; nothing is kept for backwards."""
-    shared = worker.vocabulary
+    shared = worker.features.find(Vocabulary)
     if shared is None:
         return
     for (mb, _), meeting in shared.met.items():
@@ -143,7 +143,7 @@ def _count_loss(worker: Worker, shared: Vocabulary, mb: int, meeting: Meeting, l
 
 def shared_of(worker: Worker, op: Op) -> tuple[Vocabulary, Unit]:
     """This rank's share, and the unit of an op."""
-    shared = worker.vocabulary
+    shared = worker.features.find(Vocabulary)
     if shared is None:
         raise ZbcError("E703", f"run: {op} is in a plan that shares no vocabulary", hint="plan again")
     return shared, (op.mb, op.slice)

@@ -18,12 +18,14 @@ from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.remembered import put_back, renew
 from zbc.runtime.seeding import seed_of
 from zbc.runtime.state import Evaluation, PhaseRun, Worker
 from zbc.runtime.vocabulary_ops import settle
+from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training.data.data import Batches, Samples
 
 
@@ -53,7 +55,7 @@ def build_evaluation(
         seed = seed_of(train.seed, "evaluation")
         batches = Batches(kept, seed=seed, microbatches=per_step, size=size, lowered=lowered)
         count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
-    shared = worker.vocabulary is not None
+    shared = worker.features.find(Vocabulary) is not None
     forwards = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
     plan = RankPlan(worker.plan.rank, forwards.ranks[worker.plan.rank], manifest)
     script = [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
@@ -133,7 +135,8 @@ def evaluating(worker: Worker) -> Iterator[None]:
     before = [module.training for module in modules]
     places = [place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers]
     buffers = renew(places)
-    worker.gathers.gathers(worker)
+    for feature in worker.features:
+        feature.gathers(worker)
     try:
         for module in modules:
             module.training = False
@@ -142,9 +145,9 @@ def evaluating(worker: Worker) -> Iterator[None]:
         for module, training in zip(modules, before, strict=True):
             module.training = training
         put_back(places, buffers)
-        shared = worker.vocabulary
+        shared = worker.features.find(Vocabulary)
         for cast in chain.from_iterable(stage.casts for stage in worker.stages.values()):
             cast.forget()
         if shared is not None:
             shared.output.cast.forget()
-        worker.gathers.free()
+        worker.features.of(Gathers).free()

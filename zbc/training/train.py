@@ -26,13 +26,14 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import Manifest, read_manifest, read_ramp, read_rank
 from zbc.runtime import exhausted
 from zbc.runtime.answers import primary
-from zbc.runtime.averaging import alike
 from zbc.runtime.execute import Step, StepResult, finish, run_step
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.state import Worker
 from zbc.runtime.transport import Transport
 from zbc.runtime.versions import OneVersion
+from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training import devices, frames
+from zbc.training.building.context import Settings
 from zbc.training.checkpoint import resume
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
@@ -53,7 +54,7 @@ from zbc.training.nonfinite import Skips
 from zbc.training.recording.tracing import Tracers, open_tracers
 from zbc.training.warm import warm
 from zbc.training.watchdog import Watchdog, in_time
-from zbc.training.worker import Settings, build_worker
+from zbc.training.worker import build_worker
 
 _SETTLE_S = 5.0  # for a rank that fails to write down what it has recorded
 
@@ -316,8 +317,8 @@ def train_steps(
     """
     stopped, stopping = None, False
     agree_on_samples(worker)
-    if worker.plan.manifest.one_sided:
-        worker.gathers.open_windows(worker)
+    for feature in worker.features:
+        feature.begins(worker)
     for step in steps:
         last = step + 1 == steps.stop
         worker.ends = last or stopping or due(worker, step, last=last) or checkpoints.due(step, last=last)
@@ -332,7 +333,8 @@ def train_steps(
         if evaluating:
             evaluated(evaluate(worker, step))
         if saving:
-            alike(worker)
+            for feature in worker.features:
+                feature.saves(worker)
             checkpoints.save(step)
         if stopping:
             stopped = step + 1
@@ -383,7 +385,8 @@ def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limi
     model, source = settings.model, hfexport.begun_with(settings.pretrained)
     holders = worker.placement
     writers = sorted({worker.topology.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
-    worker.gathers.gathers(worker)
+    for feature in worker.features:
+        feature.gathers(worker)
     parameters = _uncut(worker)
     said = ""
     if parameters:
@@ -402,7 +405,7 @@ def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
     """The weights that are written down from this rank, whole: of ranks that share layers from the first of them, of a
     vocabulary that all share from those that would have it else."""
     found = primary(worker)
-    shared = worker.vocabulary
+    shared = worker.features.find(Vocabulary)
     if shared is not None and worker.replica == 0:
         for name in sorted(shared.optimizer.parameters):
             table = shared.whole(name, worker.transport)

@@ -20,6 +20,7 @@ from zbc.plan.directory import judges
 from zbc.runtime import exhausted, words
 from zbc.runtime.ahead import NORM, VERDICT, Ahead
 from zbc.runtime.answers import squares
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.network import directions, of_replica, rounds
 from zbc.runtime.optimizer import Masters, build_optimizer
 from zbc.runtime.remembered import present, put_back, renew
@@ -31,9 +32,10 @@ from zbc.runtime.stage import Stage
 from zbc.runtime.state import Worker
 from zbc.runtime.tensors import to_device
 from zbc.runtime.transport import Letter
+from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.training.building.context import LOWERED, Settings
 from zbc.training.data.prefetch import AHEAD
 from zbc.training.evaluate import evaluating
-from zbc.training.worker import LOWERED, Settings
 
 _FEW = 64  # elements of a parameter that stands for all of its type
 
@@ -113,7 +115,7 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
     """
     x, finish = _input(worker, stage), _finish(worker, stage)
     slot = Slot() if split or stage.casts_weights else None
-    last = worker.vocabulary is None and not worker.placement.sinks(stage.index)
+    last = worker.features.find(Vocabulary) is None and not worker.placement.sinks(stage.index)
     moves = [
         op for run in worker.phase_runs for op in run.plan.ops if (op.kind, op.stage) == (Kind.OFFLOAD, stage.index)
     ]
@@ -137,7 +139,7 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
 
 def _share_words(worker: Worker) -> None:
     """I, S, T and E of a microbatch or its first slice, twice: the second time gradients are added to."""
-    shared = worker.vocabulary
+    shared = worker.features.find(Vocabulary)
     if shared is None or worker.batches is None:
         return
     part = shared.slices[0] if shared.slices else None
@@ -158,7 +160,7 @@ def _share_words(worker: Worker) -> None:
 
 
 def _input(worker: Worker, stage: Stage) -> Tensor:
-    first = worker.vocabulary is None and not worker.placement.sources(stage.index)
+    first = worker.features.find(Vocabulary) is None and not worker.placement.sources(stage.index)
     if first and worker.batches is not None:
         look_up = worker.batches.inputs
         return _carried(worker, functools.partial(look_up, group=stage.reads) if stage.reads else look_up)
@@ -168,7 +170,7 @@ def _input(worker: Worker, stage: Stage) -> Tensor:
 
 
 def _finish(worker: Worker, stage: Stage) -> Callable[[Tensor], Tensor]:
-    if worker.placement.sinks(stage.index) or worker.batches is None or worker.vocabulary is not None:
+    if worker.placement.sinks(stage.index) or worker.batches is None or worker.features.find(Vocabulary) is not None:
         return stage.fit
     return functools.partial(stage_loss, worker.loss, _carried(worker, worker.batches.targets))
 
@@ -213,8 +215,8 @@ def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
         worker.finish_sums()
     for _, optimizer in sorted(worker.optimizers.items()):
         if isinstance(optimizer, Sharded):
-            worker.gathers.start(worker, optimizer)
-            worker.gathers.finish(worker)
+            worker.features.of(Gathers).start(worker, optimizer)
+            worker.features.of(Gathers).finish(worker)
     ends = [op.mb for op in worker.plan.ops if op.kind is Kind.F and not worker.placement.sinks(op.stage)]
     numbers = {worker.number(mb): losses.get(0, 0.0) for mb in ends}  # in their order: places are constants
     vector = worker.layout.vector(
@@ -225,7 +227,7 @@ def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
         busy=0.0,
         peak=0,
         device=worker.device,
-        replica=worker.replica if worker.averages else 0,
+        replica=worker.apart,
     )
     worker.all_reduce(vector, worker.everyone)
     worker.learn(vector)

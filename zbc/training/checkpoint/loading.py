@@ -14,6 +14,7 @@ from zbc.runtime.optimizer import Held, StageOptimizer
 from zbc.runtime.state import Worker
 from zbc.runtime.tensor_parallel import Cut
 from zbc.runtime.versions import OLDER, OneVersion, TwoVersions
+from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
 from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, state_buffers
@@ -77,8 +78,8 @@ def _restore(worker: Worker, reader: Reader) -> None:
     for stage, optimizer in worker.optimizers.items():
         _restore_weights(optimizer, reader, worker.cuts)
         _restore_buffers(worker, stage, reader)
-    if worker.vocabulary is not None:
-        _restore_weights(worker.vocabulary.optimizer, reader, worker.cuts)
+    if (words := worker.features.find(Vocabulary)) is not None:
+        _restore_weights(words.optimizer, reader, worker.cuts)
 
 
 def _check_fits(worker: Worker, reader: Reader) -> None:

@@ -24,6 +24,7 @@ from zbc.runtime.pieces import Piece, deal
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import StageLayer
 from zbc.runtime.state import Worker
+from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training.checkpoint.files import TensorPart, check_type
 
 MODEL, OPTIM, BUFFER = "model.", "optim.", "buffer."
@@ -56,7 +57,7 @@ def _weights_of(worker: Worker, stage: int) -> Iterator[HeldPart]:
 
 def _rows(worker: Worker) -> list[HeldPart]:
     """This rank's rows of a vocabulary that all share; its replicas have the same."""
-    shared = worker.vocabulary
+    shared = worker.features.find(Vocabulary)
     return [] if shared is None else [*_weights(worker, -1, shared.optimizer, shared.replicas)]
 
 

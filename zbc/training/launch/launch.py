@@ -147,8 +147,8 @@ def _check_plan(manifest: Manifest, steps: int | None, save_hf: Path | None, tra
     check_runnable(sections_of(manifest)["model"])
     sinks.check(manifest.training["log"])
     if save_hf is not None:
+        from zbc.training.building.context import Settings
         from zbc.training.models.hfexport import check_target
-        from zbc.training.worker import Settings
 
         check_target(save_hf, Settings.of(manifest).model)
     total = int(manifest.training["train"]["steps"]) if steps is None else steps

@@ -27,13 +27,14 @@ from zbc.runtime.precision import lower_precision
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.state import Worker
 from zbc.training import frames
+from zbc.training.building.context import LOWERED, Settings, group_of, layer_plans
 from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches, build_samples, place
 from zbc.training.models import model
 from zbc.training.probing.compare import ROUNDING, apart, largest
 from zbc.training.probing.refusals import overlaps, refuse_stage
 from zbc.training.probing.shapes import read_by
-from zbc.training.worker import LOWERED, Settings, build_worker, group_of, layer_plans
+from zbc.training.worker import build_worker
 
 CPU = torch.device("cpu")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a parameter

@@ -20,10 +20,11 @@ from zbc.runtime.hub import Hub, HubTransport, Offer, Round, Started
 from zbc.runtime.state import Worker
 from zbc.runtime.tensor_parallel import Group
 from zbc.runtime.tensors import TensorSpec
+from zbc.training.building.context import Settings, layer_plans, shapes_of
 from zbc.training.data.data import build_samples
 from zbc.training.models.model import LayerPlan
 from zbc.training.profiling.alike import chain, kinds
-from zbc.training.worker import Settings, build_worker, layer_plans, shapes_of
+from zbc.training.worker import build_worker
 
 IDLE = "idle"
 MICROBATCHES = 5  # the first makes the gradients, then two with B and W apart and two in one piece, in turns

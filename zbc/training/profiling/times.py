@@ -17,8 +17,8 @@ from zbc.ir import Kind, Op
 from zbc.runtime.execute import run_step
 from zbc.runtime.optimizer import Masters, build_optimizer
 from zbc.runtime.state import Worker
+from zbc.training.building.context import LOWERED
 from zbc.training.profiling.rig import FUSED, IDLE, SPLIT, Rig
-from zbc.training.worker import LOWERED
 
 WARM_UP = 2  # rounds that do not count
 NAMES = ("f", "f fused", "b", "w", "bw", "step", "norm", "tentative")

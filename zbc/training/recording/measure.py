@@ -36,9 +36,11 @@ from torch import Tensor
 
 from zbc.ir import Kind, Message, Op
 from zbc.runtime.clock import Clock
+from zbc.runtime.gathers import Gathers
 from zbc.runtime.private import TorchDispatchMode, shares_memory, tree_leaves
 from zbc.runtime.route import Edges, Here
 from zbc.runtime.state import Worker
+from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training.data.prefetch import Prefetched
 from zbc.training.recording.pace import Pace, left
 
@@ -222,7 +224,7 @@ class Scale:
                 self.readings.clear()
                 self._kept.clear()
             ledger = self._ledger
-            if worker.gathers.freed:
+            if worker.features.of(Gathers).freed:
                 ledger.resize()
             ledger.keep(self._taken(op))
             ledger.peak = before = ledger.kept
@@ -232,7 +234,7 @@ class Scale:
             self._clock.began = time.perf_counter_ns()
             with ledger:
                 handler(worker, op)
-            if worker.gathers.freed:
+            if worker.features.of(Gathers).freed:
                 ledger.resize()
             time.sleep(left(self.pace, op, (time.perf_counter_ns() - self._clock.began) / 1e9))
             if op.kind is Kind.OFFLOAD:
@@ -310,7 +312,8 @@ class Scale:
         self.held.raise_to(found if not reading.op.kind.is_transfer else RankBytes(peak=found.peak))
 
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
-        stages, optimizers, shared = self.worker.stages.values(), self.worker.every_optimizer, self.worker.vocabulary
+        stages, optimizers = self.worker.stages.values(), self.worker.every_optimizer
+        shared = self.worker.features.find(Vocabulary)
         parameters = [p for one in optimizers for p in one.parameters.values()]
         buffers = [b for stage in stages for layer in stage.layers for b in layer.module.buffers()]
         casting = [cast for stage in stages for cast in stage.casts] + ([] if shared is None else [shared.output.cast])

@@ -1,0 +1,1 @@
+"""A rank's `Worker` from its plan, part by part; worker.py puts them together."""

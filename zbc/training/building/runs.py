@@ -1,0 +1,49 @@
+"""What a rank runs in each phase of a training: the script, with what stands around its ops."""
+
+from __future__ import annotations
+
+from zbc.ir import COPY, Kind
+from zbc.plan.directory import FROZEN, RankPlan, Unequal
+from zbc.runtime.ahead import Ahead
+from zbc.runtime.cycle import Cycle, stage_step
+from zbc.runtime.freezing import Turns, refuse_frozen, turns_of
+from zbc.runtime.gathers import with_weights
+from zbc.runtime.handlers import HANDLERS, in_rows
+from zbc.runtime.state import PhaseRun, Worker
+from zbc.runtime.validate import VectorLayout
+from zbc.training.building.context import Settings
+from zbc.training.probing.shapes import Shapes
+
+_RUNS_LAYERS = frozenset({Kind.F, Kind.B, Kind.BW})  # backwards may run forwards again
+
+
+def phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> PhaseRun:
+    manifest, run = plan.manifest, plan.manifest.topology
+    placement = manifest.to_placement()
+    batch = run.batch if unequal is None else run.dp * unequal.most
+    apart = run.dp if manifest.averages else 1
+    layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, apart, weighted=unequal is not None)
+    handlers = dict(HANDLERS)
+    for wanted, kinds, around in (
+        (unequal is not None, _RUNS_LAYERS, in_rows),
+        (manifest.sharded, _RUNS_LAYERS | ({Kind.W} if manifest.with_w else set()), with_weights),
+    ):
+        handlers |= {kind: around(handlers[kind]) for kind in kinds} if wanted else {}
+    texts = tuple(map(placement.text, plan.ops))
+    if manifest.flushless:
+        options = Settings.of(manifest).optimizer
+        every = options.every if options.sync == "asynchronous" else 0
+        handlers[Kind.STEP] = stage_step
+        cycle = Cycle(plan.ops, texts, manifest.microbatches, handlers, options.clip_stage_norm, every)
+        return PhaseRun(plan, layout, [], cycle)
+    return PhaseRun(plan, layout, [(handlers[op.kind], op, text) for op, text in zip(plan.ops, texts, strict=True)])
+
+
+def turns_in(worker: Worker, run: PhaseRun, settings: Settings) -> dict[int, Turns]:
+    """The stages in which layers are frozen. Raises E406 for plans that freeze beside what that does not go with."""
+    manifest, ops = run.plan.manifest, run.plan.ops
+    if FROZEN in manifest.capabilities:
+        moves = any(op.kind in COPY for op in ops)
+        refuse_frozen(manifest, barrier=not isinstance(run.ending, Ahead), compiled=settings.model.compile, moves=moves)
+    found = {s: turns_of(ops, stage, manifest, settings.freeze.after) for s, stage in worker.stages.items()}
+    return {s: turns for s, turns in found.items() if turns is not None}

@@ -1,0 +1,124 @@
+"""What a rank has a part of: a vocabulary that all ranks share, layers that several do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from zbc.errors import ZbcError
+from zbc.job import spec
+from zbc.plan.directory import Manifest, RankPlan
+from zbc.runtime import tensor_parallel
+from zbc.runtime.optimizer import StageOptimizer, build_optimizer
+from zbc.runtime.sharded import Sharded
+from zbc.runtime.stage import Stage
+from zbc.runtime.tensor_parallel import Cut, Group, Meter
+from zbc.runtime.tensors import Loss
+from zbc.runtime.transport import Transport
+from zbc.runtime.vocabulary import Embedding, Output
+from zbc.runtime.vocabulary_state import OfRows, Vocabulary
+from zbc.training.building.context import LOWERED, Settings, parts_of, shares_sequence
+from zbc.training.models import model, sharding
+from zbc.training.models.shared_words import LOGITS, Tables
+from zbc.training.probing.shapes import Shapes
+
+
+def tables_of(manifest: Manifest, settings: Settings, rank: int) -> Tables | None:
+    """What leaves this rank's words of the vocabulary, if all ranks of the pipeline share it. Raises E406 for plans of
+    models whose output layer this runtime cannot cut."""
+    words = manifest.vocabulary
+    if words is None:
+        return None
+    chosen, rows = settings.model, words.rows
+    if not chosen.builtin or chosen.loss != "cross_entropy" or manifest.topology.tp > 1 or rows[-1] != chosen.vocab:
+        text = "run: the plan shares a vocabulary over its ranks, which this model or its other axes do not allow"
+        raise ZbcError("E406", text, hint='plan again, or with parallel.vocabulary = "ends"')
+    return Tables(rows[rank], rows[rank + 1], tied=chosen.tie_embeddings)
+
+
+def vocabulary_of(
+    plan: RankPlan,
+    settings: Settings,
+    plans: Sequence[model.LayerPlan],
+    tables: Tables,
+    shapes: Sequence[Shapes],
+    transport: Transport,
+    device: torch.device,
+) -> Vocabulary:
+    """This rank's words; `shapes` are those of each slice."""
+    manifest, run = plan.manifest, plan.manifest.topology
+    words, placement, replica = manifest.vocabulary, manifest.to_placement(), run.of(transport.rank).dp
+    assert words is not None
+    low = tables.low
+    parameters = tables.parameters(plans, settings.train.seed, device)
+    embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
+    output = Output(head, low, torch.bfloat16 if settings.model.dtype == "bfloat16" else None)
+    replicas, lowered = run.ranks([plan.rank]), LOWERED[settings.model.parameters]
+    optimizer: StageOptimizer = (
+        Sharded(settings.optimizer, parameters, (output.cast,), ranks=replicas, rank=transport.rank, lowered=lowered)
+        if manifest.sharded and len(replicas) > 1
+        else build_optimizer(settings.optimizer, parameters, (output.cast,), lowered=lowered)
+    )
+    seat = partial(run.rank, replica)
+    ranks = tuple(sorted(map(seat, range(run.pp))))
+    return Vocabulary(
+        output,
+        Embedding(embedding, low, settings.model.padding_token),
+        OfRows(optimizer, low, tables.shapes),
+        ranks=ranks,
+        bounds=tuple((words.rows[part], words.rows[part + 1]) for part in (run.of(rank).pp for rank in ranks)),
+        replicas=replicas,
+        first=seat(placement.rank_of(0)),
+        last=seat(placement.rank_of(placement.ends[-1])),
+        last_stage=placement.ends[-1],
+        sums=words.sums,
+        slices=parts_of(manifest),
+        inputs=[one.inputs[0] for one in shapes],
+        outputs=[one.output for one in shapes],
+    )
+
+
+def group_for(manifest: Manifest, transport: Transport, device: torch.device) -> Group | None:
+    """The ranks that share the layers of this one."""
+    run, rank = manifest.topology, transport.rank
+    sequence = shares_sequence(manifest)
+    meter = Meter() if device.type == "cpu" else None  # on a GPU the host does not wait
+    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport, sequence, meter)
+
+
+class Shared:
+    """Layers that several ranks share: which parts of them this one has, once stages are built."""
+
+    def __init__(self, group: Group | None) -> None:
+        self.group = group
+        self.cuts: dict[str, Cut] = {}
+        self._partial: set[str] = set()  # whole here, of whose gradients each rank has a part
+
+    def part(self, chosen: spec.Model) -> Callable[[str, nn.Module], None]:
+        """What leaves this rank's part of a layer, and notes which that is."""
+
+        def share(name: str, layer: nn.Module) -> None:
+            if self.group is not None:
+                found = sharding.shard(name, layer, self.group, joined=not _by_words(chosen))
+                self.cuts.update({f"{name}.{local}": cut for local, cut in found.cuts.items()})
+                self._partial.update(f"{name}.{local}" for local in found.partial)
+
+        return share
+
+    def partial_of(self, stage: Stage) -> list[nn.Parameter]:
+        """Parameters of a stage that are whole here and whose gradients are not."""
+        return [p for name, p in stage.parameters.items() if name in self._partial]
+
+
+def _by_words(chosen: spec.Model) -> bool:
+    """Whether the loss is found from parts of the logits, where ranks share layers."""
+    return chosen.builtin and chosen.loss == "cross_entropy"
+
+
+def loss_of(chosen: spec.Model, group: Group | None) -> Loss:
+    if group is None or not _by_words(chosen):
+        return model.loss(chosen.loss)
+    return tensor_parallel.cross_entropy(group, chosen.vocab or 0)

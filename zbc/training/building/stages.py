@@ -1,0 +1,97 @@
+"""The stages of a rank: their layers, what goes in and out, compiled where asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbc.ir import Kind
+from zbc.job import spec
+from zbc.plan.directory import Manifest, RankPlan
+from zbc.runtime.stage import Stage
+from zbc.training.building.context import Settings, group_of
+from zbc.training.models import model
+from zbc.training.models.building import build_stage, share_ties
+from zbc.training.probing.refusals import refuse_stage
+from zbc.training.probing.shapes import Shapes
+
+
+def build_stages(
+    parts: Sequence[RankPlan],
+    settings: Settings,
+    plans: list[model.LayerPlan],
+    shapes: Shapes,
+    device: torch.device,
+    share: Callable[[str, nn.Module], None],
+) -> dict[int, Stage]:
+    manifest = parts[-1].manifest
+    by_name, split = {layer.name: layer for layer in plans}, split_stages(parts)
+    stages = {}
+    placement = manifest.to_placement()
+    for s in placement.stages_of(parts[-1].rank):
+        stages[s] = build_stage(
+            s,
+            [by_name[name] for name in manifest.layers[s]],
+            **forms(manifest, s, shapes),
+            traits=shapes.traits,
+            seed=settings.train.seed,
+            device=device,
+            dtype=settings.model.dtype,
+            splits=s in split,
+            recompute=settings.memory.recomputes(s),
+            flows=shapes.flows[s],
+            passed=shapes.passed[s],
+            compiles=settings.model.compile,
+            watched=not settings.model.builtin,
+            share=share,
+        )
+        if settings.model.graph:
+            stages[s].reads = group_of(settings.model, manifest.layers[s][0])
+            stages[s].inputs = _arguments(settings.model, manifest, s)
+        for part in parts:
+            refuse_stage(part.manifest, part.ops, stages[s])
+    if manifest.vocabulary is None:  # else what is tied is one table in each rank's share
+        share_ties(stages.values(), plans, settings.train.seed, device, share)
+    return stages
+
+
+def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int, ...]:
+    """The stages that a stage of a graph reads, in the order of its first layer's arguments; () for one or none."""
+    group, _, number = manifest.layers[stage][0].partition(".")
+    if number != "0" or len(chosen.graph[group]) < 2:
+        return ()
+    home = {name: s for s, names in enumerate(manifest.layers) for name in names}
+    return tuple(home[f"{one}.{chosen.groups[one] - 1}"] for one in chosen.graph[group])
+
+
+def forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:
+    """What a stage takes and gives, and how."""
+    last = not manifest.to_placement().sinks(stage)
+    return {
+        "takes": shapes.inputs[stage],
+        "gives": shapes.output if last and manifest.vocabulary is not None else shapes.outputs[stage],
+        "came": shapes.layouts[stage],
+        "goes": shapes.goes[stage],
+        "laid": shapes.laid[stage],
+    }
+
+
+def split_stages(parts: Sequence[RankPlan]) -> set[int]:
+    """The stages of which some B and W stand apart."""
+    return {op.stage for plan in parts for op in plan.ops if op.kind is Kind.B}
+
+
+def compile_stages(
+    stages: Mapping[int, Stage], parts: Sequence[RankPlan], dtype: str, tell: Callable[[str], None]
+) -> None:
+    """Compile now what is to be compiled, and see that it comes out right."""
+    from zbc.training.models.compiled import make_room  # takes a second or two to import
+    from zbc.training.probing.proof import prove
+
+    make_room(sum(len(stage.layers) for stage in stages.values()))
+    split = split_stages(parts)
+    for index, stage in sorted(stages.items()):
+        prove(stage, dtype, splits=index in split, tell=tell)
