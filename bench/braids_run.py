@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbc.runtime.units import Braids
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shared_run
@@ -67,12 +69,12 @@ def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any) -
     calibrate()
     found: dict[bool, list[float]] = {True: [], False: []}
     for step in range(2 * (steps + WARM_UP)):
-        worker.one_by_one = step % 2 == 0
+        worker.features.of(Braids).one_by_one = step % 2 == 0
         dist.barrier()
         began = time.perf_counter()
         run_step(worker, step)
         dist.barrier()
-        found[worker.one_by_one].append(1e3 * (time.perf_counter() - began))
+        found[worker.features.of(Braids).one_by_one].append(1e3 * (time.perf_counter() - began))
     worker.close()
     dist.destroy_process_group()
     if rank == 0:

@@ -197,8 +197,8 @@ BUGS = (
     Bug(
         "rows are published before the step",
         "zbc/runtime/handlers.py",
-        "    for one in [optimizer, *(",
-        "    if isinstance(optimizer, Sharded):\n        optimizer.publish()\n    for one in [optimizer, *(",
+        "    step(worker.optimizers[op.stage])\n",
+        "    one = worker.optimizers[op.stage]\n    one.stepped(worker.transport, skipped=False)\n    step(one)\n",
         (RUNTIME + "test_windows.py",),
     ),
     Bug(

@@ -21,6 +21,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Message, Placement, Program
 from zbc.plan.directory import assemble
 from zbc.runtime.network import directions, gatherings
+from zbc.runtime.units import Braids
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
 
@@ -114,7 +115,7 @@ def test_groups_in_turns_have_the_bits_of_one_process_per_rank(pool, tmp_path):
     assert any(op.kind.is_mark for op in plan.program.ranks[0])
 
     def one_by_one(worker):
-        worker.one_by_one = True
+        worker.features.of(Braids).one_by_one = True
 
     alone = run_threads(plan, 2, setup=one_by_one)
     for losses, norms, *_ in pool.run(train, plan, 2):

@@ -24,8 +24,9 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan, assemble, write
-from zbc.runtime import parcels, route
+from zbc.runtime import parcels
 from zbc.runtime.execute import run_step
+from zbc.runtime.offload import Offloads
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.private import users
 from zbc.trace.recording import Cause, read
@@ -48,9 +49,9 @@ def train(program, *, copier=None, steps=3, **options):
 
     def setup(worker):
         if copier is not None:
-            worker.pool.copier = copier()
-        if worker.phase_run.moves:
-            copiers.append(worker.pool.copier)
+            worker.features.of(Offloads).pool.copier = copier()
+        if worker.features.of(Offloads).of(worker.phase_run):
+            copiers.append(worker.features.of(Offloads).pool.copier)
 
     workers = run_threads(make_plan(program, **options), steps, setup=setup)
     results = [[(r.loss, r.grad_norm, r.redone) for r in worker.results] for worker in workers]
@@ -202,7 +203,7 @@ def test_ops_out_of_turn_are_named(text):
 
 def test_a_pool_that_was_counted_too_small_is_an_error():
     worker = alone(ROUND)
-    worker.pool._counts[0] = 0
+    worker.features.of(Offloads).pool._counts[0] = 0
     with pytest.raises(ZbcError, match="no slab of host memory is left for stage 0"):
         run_step(worker, 0)
 
@@ -227,8 +228,8 @@ def test_nothing_that_moves_is_left_on_the_device(monkeypatch, activations):
     copiers = []
 
     def setup(worker):
-        worker.pool.copier = Weighing()
-        copiers.append(worker.pool.copier)
+        worker.features.of(Offloads).pool.copier = Weighing()
+        copiers.append(worker.features.of(Offloads).pool.copier)
 
     true = Parcel.release
     left = []
@@ -254,7 +255,7 @@ def test_a_parcel_goes_with_its_graph(monkeypatch):
             super().__init__(*args)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(route, "Parcel", Seen)
+    monkeypatch.setattr(offload, "Parcel", Seen)
     gc.disable()
     try:
         run_threads(make_plan(moved(make_program("zb-h1", 2, 3))), 1)

@@ -18,9 +18,10 @@ from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.runtime import slot
+from zbc.runtime.offload import Offloads
 from zbc.runtime.strands import Pair, current_pair
 from zbc.runtime.tensor_parallel import Group, Meter
-from zbc.runtime.units import Units, _reason
+from zbc.runtime.units import Braids, Units, _reason
 from zbc.training.recording.measure import Scale
 from zbc.training.recording.tracing import Recorder
 
@@ -40,7 +41,7 @@ def found(plan, *, one_by_one=False, steps=2, setup=lambda worker: None):
     starts = {}
 
     def watch(worker):
-        worker.one_by_one = one_by_one
+        worker.features.of(Braids).one_by_one = one_by_one
         mine = starts[worker.rank] = []
         for name in ("start_sum", "start_scatter", "start_gather"):
             watched(worker, name, mine)
@@ -342,8 +343,8 @@ def test_layers_that_draw_run_one_after_the_other_and_the_run_says_why():
     model = {**DEEP, "args": {"width": 8, "count": 8, "dropout": 0.5}}
     plan = make_plan(program, model=model, **VECTORS)
     (first, *_) = workers = run_threads(plan, 0)  # as threads they would wait for one generator
-    assert first.in_turn == ("layers.0 draws random numbers (dropout)",)
-    assert all(worker.units is None for worker in workers)
+    assert first.features.of(Braids).in_turn == ("layers.0 draws random numbers (dropout)",)
+    assert all(worker.features.of(Braids).units is None for worker in workers)
 
 
 def test_what_moves_to_the_host_runs_one_after_the_other(tmp_path):
@@ -351,14 +352,14 @@ def test_what_moves_to_the_host_runs_one_after_the_other(tmp_path):
     run, ops = worker.phase_run, [op for _, op, _ in worker.script]
     at = next(i for i, op in enumerate(ops) if op.kind.is_mark)
     assert _reason(worker, run, *ops[at + 1 : at + 3]) is None
-    run.moves = frozenset([ops[at + 2].key])
+    worker.features.of(Offloads)._keys[id(run.plan)] = frozenset([ops[at + 2].key])
     assert _reason(worker, run, *ops[at + 1 : at + 3]) == "their activations go to the host"
 
 
 def test_without_shared_layers_the_script_is_that_of_the_plan(tmp_path):
     plan = plan_of(tmp_path, "dualpipe-v", m=6, model_more={"layers": 4}, schedule_more={"overlap": True})
     for worker in run_threads(plan, 1):
-        assert worker.units is None and not worker.in_turn
+        assert worker.features.of(Braids).units is None and not worker.features.of(Braids).in_turn
         assert all(handler.__module__ != "zbc.runtime.units" for handler, *_ in worker.script)
 
 
@@ -416,5 +417,5 @@ def test_what_is_hidden_is_what_is_not_waited_for():
 def test_ops_of_groups_are_weighed_one_after_the_other(tmp_path):
     (worker, *_) = run_threads(braided(tmp_path), 1)
     with Scale(worker):
-        assert worker.one_by_one
-    assert not worker.one_by_one
+        assert worker.features.of(Braids).one_by_one
+    assert not worker.features.of(Braids).one_by_one

@@ -13,6 +13,7 @@ from tests.tiers import few
 from zbc.runtime import parcels
 from zbc.runtime.execute import run_step
 from zbc.runtime.hub import Hub
+from zbc.runtime.offload import Offloads
 from zbc.runtime.transport import Signal
 from zbc.training.warm import warm
 
@@ -126,7 +127,7 @@ def test_no_slab_is_made_in_a_step(monkeypatch, activations):
         def run(worker, number, **how):
             if number == 0:
                 warm(worker)
-                copier, made[worker.rank] = worker.pool.copier, []
+                copier, made[worker.rank] = worker.features.of(Offloads).pool.copier, []
                 slab = copier.slab
                 monkeypatch.setattr(copier, "slab", lambda size: made[worker.rank].append(size) or slab(size))
             return run_step(worker, number, **how)
@@ -134,7 +135,7 @@ def test_no_slab_is_made_in_a_step(monkeypatch, activations):
         return run
 
     workers = run_threads(make_plan(program, activations=activations), 2, step=step)
-    assert made == {0: [], 1: []} and all(worker.pool._free for worker in workers)
+    assert made == {0: [], 1: []} and all(worker.features.of(Offloads).pool._free for worker in workers)
 
 
 def test_what_goes_wrong_says_that_kernels_ran_for_the_first_time():

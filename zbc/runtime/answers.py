@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.sharded import Sharded
-from zbc.runtime.vocabulary_state import Vocabulary
 
 if TYPE_CHECKING:
     from zbc.runtime.state import Worker
@@ -29,9 +28,7 @@ def counted(worker: Worker) -> list[StageOptimizer]:
         if (isinstance(optimizer, Sharded) and not optimizer.mirrored)
         or ((worker.replica == 0 or isinstance(optimizer, Sharded)) and placement.rank_of(s) == rank)
     ]
-    shared = worker.features.find(Vocabulary)
-    rows = None if shared is None else shared.optimizer
-    return [*found, *([rows] if rows is not None and (worker.replica == 0 or rows.dealt is not None) else [])]
+    return [*found, *(one for feature in worker.features for one in feature.counted(worker))]
 
 
 def primary(worker: Worker) -> dict[str, nn.Parameter]:

@@ -7,15 +7,20 @@ features wraps their handlers when the script is made (handlers.py: `with_weight
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from zbc.errors import ZbcError
-from zbc.ir import Op
+from zbc.ir import Key, Op
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zbc.runtime.optimizer import StageOptimizer
     from zbc.runtime.progress import StepResult
-    from zbc.runtime.state import Worker
+    from zbc.runtime.route import Keeps, Source
+    from zbc.runtime.stage import Stage
+    from zbc.runtime.state import PhaseRun, Worker
 
 
 class Feature:
@@ -26,6 +31,29 @@ class Feature:
 
     def begins(self, worker: Worker) -> None:
         """The first step is to come; all ranks are here."""
+
+    def keeps(self, run: PhaseRun, stage: Stage, key: Key) -> Keeps | None:
+        """What else than the graph on the device is kept between F and B; None: that."""
+
+    def source(self, op: Op) -> Source | None:
+        """Where an op of a stage that no other one feeds finds what it reads; None: in the data, or in the loss."""
+
+    def reader(self, worker: Worker, op: Op) -> int | None:
+        """Who reads what an op of a stage makes that no other one reads; None: nobody, or the loss."""
+
+    def lays(self, run: PhaseRun, stage: int) -> Callable[[Tensor], Tensor] | None:
+        """What the output of a stage is made before others read it."""
+
+    def optimizers(self) -> Sequence[StageOptimizer]:
+        """Of weights that are of no stage."""
+        return ()
+
+    def counted(self, worker: Worker) -> Sequence[StageOptimizer]:
+        """Those of them whose gradients this rank answers for in the norm of all."""
+        return ()
+
+    def steps(self, worker: Worker, op: Op, step: Callable[[StageOptimizer], None]) -> None:
+        """A stage has been stepped, and so may be what belongs to it."""
 
     def reduces(self, worker: Worker, op: Op) -> None:
         """The gradients of a stage are about to be summed over its copies."""
@@ -52,6 +80,9 @@ class Feature:
 
     def saves(self, worker: Worker) -> None:
         """A checkpoint is about to be written."""
+
+    def ends(self) -> None:
+        """The rank is done: end the threads that work for it."""
 
 
 F = TypeVar("F", bound=Feature)

@@ -13,20 +13,24 @@ the optimizer included, stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.ir import WHOLE, Op
-from zbc.plan.directory import Manifest
+from zbc.ir import WHOLE, Key, Op
+from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.feature import Feature
 from zbc.runtime.optimizer import StageOptimizer
+from zbc.runtime.route import KEEPS, Finish, Keeps, Left
 from zbc.runtime.seeding import seed_of
 from zbc.runtime.sharded import Sharded
+from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
+from zbc.runtime.state import PhaseRun
 
 if TYPE_CHECKING:
     from zbc.runtime.state import Worker
@@ -96,11 +100,37 @@ def scale(stage: Stage, optimizer: StageOptimizer, turns: Turns, step: int) -> N
             grad.mul_(m / count)
 
 
+@dataclass(frozen=True, slots=True)
+class Rests(Keeps):
+    """Some layers are frozen in turn."""
+
+    turns: Turns
+
+    def forward(
+        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
+    ) -> tuple[Tensor, Left | None]:
+        with stage.resting(self.turns.resting(worker.step, number)) as frozen:
+            slot = Slot(frozen) if frozen else slot  # which sees to it that layers of users do not train either
+            return KEEPS.forward(worker, stage, x, number, finish, slot)
+
+
 class Resting(Feature):
-    """Gradients of layers that were frozen in some microbatches become means over the others."""
+    """Layers that take turns, by plan and stage; gradients of those that were frozen in some microbatches become means
+    over the others."""
+
+    def __init__(self, turns: Iterable[tuple[RankPlan, Mapping[int, Turns]]]) -> None:
+        self._turns = {id(plan): found for plan, found in turns}
+
+    def of(self, run: PhaseRun) -> Mapping[int, Turns]:
+        """By stage."""
+        return self._turns.get(id(run.plan), {})
+
+    def keeps(self, run: PhaseRun, stage: Stage, key: Key) -> Keeps | None:
+        turns = self.of(run).get(stage.index)
+        return None if turns is None else Rests(turns)
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
-        for stage, turns in worker.phase_run.turns.items():
+        for stage, turns in self.of(worker.phase_run).items():
             scale(worker.stages[stage], worker.optimizers[stage], turns, worker.step)
 
 

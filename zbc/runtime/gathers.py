@@ -14,7 +14,7 @@ from zbc.runtime.sharded import Sharded
 from zbc.runtime.windows import WindowCopier
 
 if TYPE_CHECKING:
-    from zbc.runtime.state import Worker
+    from zbc.runtime.state import PhaseRun, Worker
 
 
 class Gathers(Feature):
@@ -27,6 +27,11 @@ class Gathers(Feature):
         self.freed = self.gathered if frees else []
         self.coming: list[Sharded] = []
         self.leaving: list[Sharded] = []  # sums of gradients under way
+
+    def lays(self, run: PhaseRun, stage: int) -> Callable[[Tensor], Tensor] | None:
+        if not run.plan.manifest.with_w:
+            return None  # a layer may give a weight, which is gone before the next stage reads it
+        return lambda y: y.clone() if self.takes_away(stage, y) else y
 
     def begins(self, worker: Worker) -> None:
         if worker.plan.manifest.one_sided:

@@ -15,11 +15,11 @@ from zbc.runtime.added import Added, with_added
 from zbc.runtime.answers import squares
 from zbc.runtime.averaging import average
 from zbc.runtime.gathers import GATHERS
-from zbc.runtime.optimizer import set_rate
+from zbc.runtime.offload import OFFLOAD
+from zbc.runtime.optimizer import StageOptimizer, set_rate
 from zbc.runtime.packing import packed
 from zbc.runtime.parcels import Parcel
 from zbc.runtime.route import Left
-from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot, swap_slot
 from zbc.runtime.stage import mismatch
 from zbc.runtime.state import Worker, name_of
@@ -27,7 +27,6 @@ from zbc.runtime.tape import Inputs
 from zbc.runtime.units import between
 from zbc.runtime.validate import peak_bytes
 from zbc.runtime.vocabulary_ops import VOCABULARY
-from zbc.runtime.vocabulary_state import Vocabulary
 
 __all__ = ["HANDLERS", "Worker"]
 
@@ -137,41 +136,6 @@ def receive(worker: Worker, op: Op) -> None:
         worker.transport.post(worker.renamed.get(route.message, route.message), route.buffer(), route.peer)
 
 
-# ---- activations to the host and back -------------------------------------------------------------------------
-
-
-def offload(worker: Worker, op: Op) -> None:
-    """OFFLOAD: start to copy what F keeps; what nobody else holds goes."""
-    key = op.key
-    found = worker.kept.get(key)
-    _parcel(op, found).offload(op)
-    if found is not None:
-        worker.away[key] = found
-
-
-def release(worker: Worker, op: Op) -> None:
-    """RELEASE: once that copy is over, let go of what F keeps."""
-    key = op.key
-    _parcel(op, worker.away.get(key)).release(op)
-    worker.kept.pop(key, None)
-
-
-def reload(worker: Worker, op: Op) -> None:
-    """RELOAD: start to copy back; B or BW waits."""
-    key = op.key
-    found = worker.away.pop(key, None)
-    _parcel(op, found).reload(op)
-    if found is not None:
-        worker.kept[key] = found
-
-
-def _parcel(op: Op, found: Left | None) -> Parcel:
-    parcel = None if found is None else found.entry
-    if not isinstance(parcel, Parcel):
-        raise ZbcError("E703", f"run: {op}: there is nothing that it could move", hint="plan again")
-    return parcel
-
-
 # ---- the end of a step ---------------------------------------------------------------------------------------
 
 
@@ -208,24 +172,21 @@ def validate(worker: Worker, op: Op) -> None:
 
 
 def optimizer_step(worker: Worker, op: Op) -> None:
-    """STEP: clip, update the stage's weights unless the verdict is to skip, and drop its gradients.
-
-    What the rank has of a shared vocabulary is stepped with the first of its stages.
-    """
-    verdict, optimizer = worker.verdict, worker.optimizers[op.stage]
-    if verdict is None:
+    """STEP: clip, update the stage's weights unless the verdict is to skip, and drop its gradients."""
+    if (verdict := worker.verdict) is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
     worker.before_update()
-    shared = worker.features.find(Vocabulary)
-    for one in [optimizer, *([shared.optimizer] if shared is not None and op.stage == min(worker.stages) else [])]:
+
+    def step(one: StageOptimizer) -> None:
         if not verdict.skipped:
             set_rate(one, worker.rate(worker.phases, worker.step))
             one.step(verdict.clip(worker.clip))
         one.drop()
-        if isinstance(one, Sharded):
-            one.publish()
-        if shared is not None and one is shared.optimizer and not verdict.skipped:
-            shared.optimizer.renew(worker.transport)
+        one.stepped(worker.transport, skipped=verdict.skipped)
+
+    step(worker.optimizers[op.stage])
+    for feature in worker.features:
+        feature.steps(worker, op, step)
 
 
 def in_rows(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
@@ -253,9 +214,7 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.SEND_B: send,
     Kind.RECV_B: receive,
     Kind.OVERLAP: overlap,
-    Kind.OFFLOAD: offload,
-    Kind.RELEASE: release,
-    Kind.RELOAD: reload,
+    **OFFLOAD,
     Kind.REDUCE: reduce,
     Kind.TIE: reduce,
     Kind.REDUCE_V: reduce,

@@ -17,6 +17,7 @@ from zbc.plan import dealing
 from zbc.runtime.precision import lower_precision
 from zbc.runtime.private import scale_all
 from zbc.runtime.split import SplitLinear
+from zbc.runtime.transport import Transport
 from zbc.runtime.validate import squares_of
 
 
@@ -56,6 +57,9 @@ class StageOptimizer(Protocol):
     def drop(self) -> None:
         """End the step: drop the gradients, and the casts of weights that may have changed."""
 
+    def stepped(self, transport: Transport, *, skipped: bool) -> None:
+        """A step is over: let other ranks have what they are to have of it."""
+
     def held(self) -> list[Held]:
         """What this rank would write down. Together the ranks with a copy of the stage hold all of it."""
 
@@ -89,6 +93,9 @@ class InPlace:
             parameter.grad = None
         for cast in self._casts:
             cast.forget()
+
+    def stepped(self, transport: Transport, *, skipped: bool) -> None:
+        """Nobody else needs what was stepped here."""
 
     def held(self) -> list[Held]:
         return [Held(name, 0, tuple(p.shape), p) for name, p in self.parameters.items()]
@@ -133,6 +140,9 @@ class Masters:
     def drop(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def stepped(self, transport: Transport, *, skipped: bool) -> None:
+        """Nobody else needs what was stepped here."""
 
     def held(self) -> list[Held]:
         return [Held(name, 0, tuple(p.shape), self.masters.get(name, p)) for name, p in self.parameters.items()]
@@ -217,6 +227,9 @@ class OptimizerOver:
 
     def drop(self) -> None:
         self._inner.drop()
+
+    def stepped(self, transport: Transport, *, skipped: bool) -> None:
+        self._inner.stepped(transport, skipped=skipped)
 
     def held(self) -> list[Held]:
         return self._inner.held()

@@ -24,17 +24,13 @@ from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.ops import At, Scope
-from zbc.runtime.gathers import Gathers
-from zbc.runtime.parcels import Parcel
 from zbc.runtime.reading import read
 from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
-from zbc.runtime.tape import Inputs, Tape
+from zbc.runtime.tape import Tape
 from zbc.runtime.tensors import Loss, TensorSpec
-from zbc.runtime.vocabulary_state import Met, Vocabulary
 
 if TYPE_CHECKING:
-    from zbc.runtime.freezing import Turns
     from zbc.runtime.state import PhaseRun, Worker
 
 Finish = Callable[[Tensor], Tensor]
@@ -101,19 +97,6 @@ class Comes:
     def take(self, worker: Worker, number: int) -> Tensor:
         found = worker.wait(self.edge)
         return found if self.laid is None else self.laid(found)
-
-
-@dataclass(frozen=True, slots=True)
-class Meets:
-    """A collective of all ranks brings it."""
-
-    kind: Kind
-    mb: int
-    slice: int
-    waits: bool = True
-
-    def take(self, worker: Worker, number: int) -> Tensor:
-        return worker.arrive(Met(self.kind, self.mb, self.slice))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,49 +225,6 @@ class Keeps:
         return left
 
 
-@dataclass(frozen=True, slots=True)
-class Rests(Keeps):
-    """Some layers are frozen in turn."""
-
-    turns: Turns
-
-    def forward(
-        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
-    ) -> tuple[Tensor, Left | None]:
-        with stage.resting(self.turns.resting(worker.step, number)) as frozen:
-            slot = Slot(frozen) if frozen else slot  # which sees to it that layers of users do not train either
-            return KEEPS.forward(worker, stage, x, number, finish, slot)
-
-
-class Moves(Keeps):
-    """To the host and back: what it keeps is in a parcel."""
-
-    def forward(
-        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
-    ) -> tuple[Tensor, Left]:
-        parcel, flows = Parcel(worker.pool, x), stage.flows
-        if stage.recompute and stage.layers:
-            y, tape = stage.forward(x.requires_grad_() if flows else x, worker.step, number, finish, slot)
-            assert isinstance(tape, Inputs)
-            parcel.adopt(tape.inputs, stage.names, flows=flows)
-        else:
-            with parcel.hooks():
-                entered = parcel.enter(x, worker.anchor) if flows else x
-                y, tape = stage.forward(entered, worker.step, number, finish, slot, parcel)
-        parcel.leave(y, *(() if flows else (x,)))
-        return y.detach(), Left(parcel, tape, slot)
-
-    def back(self, worker: Worker, op: Op, left: Left) -> Left:
-        """This rank's own copy is waited for, so it holds the others up."""
-        progress = worker.progress
-        text = progress.op
-        if left.entry.coming():
-            progress.op = f"{text}, waits for {op._replace(kind=Kind.RELOAD)}"
-        left.entry = left.entry.arrive(op)
-        progress.op = text
-        return left
-
-
 class Evaluates(Keeps):
     """Nothing: no backward follows."""
 
@@ -294,7 +234,7 @@ class Evaluates(Keeps):
         return stage.evaluate(x, finish, "evaluation", worker.step, number), None
 
 
-KEEPS, MOVES, EVALUATES = Keeps(), Moves(), Evaluates()
+KEEPS, EVALUATES = Keeps(), Evaluates()
 
 
 # ---- routes --------------------------------------------------------------------------------------------------
@@ -340,8 +280,7 @@ def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
         return Route(key, stage, message, worker.seat(peer), buffer=buffer)
     if not kind.computes:
         return Route(key, stage)
-    turns, moves = run.turns.get(here), key in run.moves
-    keeps = MOVES if moves else KEEPS if turns is None else Rests(turns)
+    keeps = next((one for feature in worker.features if (one := feature.keeps(run, stage, key))), KEEPS)
     return Route(
         key,
         stage,
@@ -354,39 +293,38 @@ def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
 
 def _source(worker: Worker, op: Op, stage: Stage) -> Source | None:
     placement, here, forward = worker.placement, op.stage, op.kind.takes is At.SOURCES
-    shared = worker.features.find(Vocabulary)
     others = (stage.inputs or placement.sources(here)) if forward else placement.sinks(here)
-    if not others and shared is not None:
-        return Meets(Kind.GIVE if forward else Kind.MEET if shared.sums == 1 else Kind.SUM, op.mb, op.slice)
     if not others:
-        return Data(stage) if forward else None
+        found = next((one for feature in worker.features if (one := feature.source(op))), None)
+        return found or (Data(stage) if forward else None)
     name = str(Op(Kind.F, *op.key)).removeprefix("F ")
     missing = f"F {name}: the stage before has not handed over its output"
     if not forward:
         missing = f"B {name}: the next stage has not handed over its gradient"
     several = len(others) > 1
     laid = None if several or not forward or stage.laid is None else stage.arrived
-    found: list[Source] = []
+    brought: list[Source] = []
     for other in others:
         edge = Message(other, *op.key)
-        found.append(Comes(edge, laid) if placement.crosses(other, here, op.pipe) else Here(edge, missing))
+        brought.append(Comes(edge, laid) if placement.crosses(other, here, op.pipe) else Here(edge, missing))
     if not several:
-        return found[0]
-    return Several(tuple(found), total if not forward or stage.came is None else stage.came.joined)
+        return brought[0]
+    return Several(tuple(brought), total if not forward or stage.came is None else stage.came.joined)
 
 
 def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
     placement, here, forward = worker.placement, op.stage, op.kind.gives is At.SINKS
     others = placement.sinks(here) if forward else (stage.inputs or placement.sources(here))
-    if not others and worker.features.find(Vocabulary) is not None:  # all ranks are behind the last, before the first
-        others = (len(placement.pipes[0]),) if forward else (-1,)
+    if not others:
+        others = tuple(who for feature in worker.features if (who := feature.reader(worker, op)) is not None)
     if not others:
         return (Losses if run.trains else Measures)(stage) if forward else None
     edges = tuple(Message(here, other, *op.key[1:]) for other in others)
     part: Callable[[Tensor], list[Tensor]] | None = None
     came = stage.came
-    if forward and run.plan.manifest.with_w:  # a layer may give a weight, which is gone before the next stage reads it
-        part = lambda y: [y.clone() if worker.features.of(Gathers).takes_away(here, y) else y] * len(edges)  # noqa: E731
+    lays = next((one for feature in worker.features if (one := feature.lays(run, here))), None)
+    if forward and lays is not None:
+        part = lambda y: [lays(y)] * len(edges)  # noqa: E731
     if not forward and came is not None:
         if stage.inputs:
             part = came.parted

@@ -372,6 +372,9 @@ class Sharded(OptimizerOver):
         self._window = Window(transport, self._ranks, row, self._width, kind, device, copier)
         self.publish()
 
+    def stepped(self, transport: Transport, *, skipped: bool) -> None:
+        self.publish()
+
     def publish(self) -> None:
         """Have the other ranks take what this one has stepped."""
         if self._window is not None:

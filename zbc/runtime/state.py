@@ -20,31 +20,25 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.ops import VALUES
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.bucket import GradientSum
 from zbc.runtime.clock import clock_for
-from zbc.runtime.copying import copier_for
 from zbc.runtime.ending import Barrier, Ending
 from zbc.runtime.feature import Features
-from zbc.runtime.freezing import Turns
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.packing import Rows
-from zbc.runtime.parcels import Pool
 from zbc.runtime.progress import EvaluationResult, Progress, StepResult
 from zbc.runtime.route import Left, Route, route_of
 from zbc.runtime.slicing import Part
-from zbc.runtime.slot import Slot, know
+from zbc.runtime.slot import Slot
 from zbc.runtime.stage import Stage
 from zbc.runtime.tensor_parallel import Cut, Group
 from zbc.runtime.tensors import Loss
 from zbc.runtime.transport import Letter, Pending, Transport
-from zbc.runtime.units import Units
 from zbc.runtime.validate import VectorLayout, Verdict
-from zbc.runtime.vocabulary_state import Met, Vocabulary
 
 Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
 Script = list[Entry]
@@ -101,7 +95,6 @@ class PhaseRun:
     layout: VectorLayout
     script: Script
     ending: Ending = field(default_factory=Barrier)
-    turns: dict[int, Turns] = field(default_factory=dict)  # of the stages in which layers are frozen
     routes: dict[Op, Route] = field(default_factory=dict)
     trains: bool = True  # not of an evaluation, which has data of its own
     batches: BatchSource | None = None
@@ -117,11 +110,6 @@ class PhaseRun:
     def halves(self) -> frozenset[Key]:
         """Whose W is an op of its own."""
         return frozenset(op.key for op in self.ending.keyed(self.plan.ops) if op.kind is Kind.B)
-
-    @functools.cached_property
-    def moves(self) -> frozenset[Key]:
-        """What goes to the host."""
-        return frozenset(op.key for op in self.plan.ops if op.kind is Kind.OFFLOAD)
 
     def share(self, loss: Tensor) -> Tensor:
         """The gradient of a step's loss, a mean over the microbatches of all replicas, by the loss of one. Where stages
@@ -175,15 +163,12 @@ class Worker:
     group: Group | None = None  # the ranks that share this one's layers
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # the parameters of which each of them has a part
     work: UnequalWork | None = None  # of unequal work
-    units: Units | None = None  # runs groups of ops, where ranks share layers
     warnings: tuple[str, ...] = ()  # for the console, before the first step
-    in_turn: tuple[str, ...] = ()  # why some groups run one op after the other all the same
 
     watched: bool = False  # whether generators that nobody seeds are looked at: layers of users may draw from them
     suspicious: bool = False  # whether each layer is
     step: int = 0
     stop: bool = False
-    one_by_one: bool = False  # whether the ops of groups are to run one after the other now
     ends: bool = True  # whether something comes between this step and the next
     verdict: Verdict | None = None
     progress: Progress = field(default_factory=Progress)
@@ -288,21 +273,6 @@ class Worker:
             return share * self.weight(number)
         return self.evaluation.weigh(number, target, share)
 
-    @functools.cached_property
-    def pool(self) -> Pool:
-        """Host memory for what moves, of the phase that moves most."""
-        counts: dict[int, int] = {}
-        for run in self.phase_runs:
-            for stage, count in run.plan.manifest.slabs(run.plan.rank).items():
-                counts[stage] = max(count, counts.get(stage, 0))
-        know(p for stage in self.stages.values() for p in stage.parameters.values())
-        return Pool(copier_for(self.device), counts)
-
-    @functools.cached_property
-    def anchor(self) -> Tensor:
-        """What parcels let gradients flow to; it never has one."""
-        return torch.zeros((), device=self.device, requires_grad=True)
-
     def wait(self, message: Letter) -> Tensor:
         """Block until a posted message is there."""
         progress = self.progress
@@ -310,15 +280,6 @@ class Worker:
         tensor = self.transport.wait(self.renamed.get(message, message))
         progress.waiting = False
         return tensor
-
-    def arrive(self, met: Met) -> Tensor:
-        """What a collective of the vocabulary brings here; blocks. Raises E703 if it was not started."""
-        shared = self.features.find(Vocabulary)
-        coming = None if shared is None else shared.coming.pop(met, None)
-        if coming is None:
-            raise ZbcError("E703", f"run: {met} has not been started, and its result is needed", hint="plan again")
-        self.wait_for(str(met), coming.pending)
-        return coming.result()
 
     def wait_for(self, what: str, pending: Pending) -> None:
         """Block until a collective has happened, which is said of the op that runs."""
@@ -371,9 +332,8 @@ class Worker:
 
     @property
     def every_optimizer(self) -> list[StageOptimizer]:
-        """Those of the stages, and of this rank's words."""
-        shared = self.features.find(Vocabulary)
-        return [*self.optimizers.values(), *([] if shared is None else [shared.optimizer])]
+        """Those of the stages, and of weights that are of none."""
+        return [*self.optimizers.values(), *(one for feature in self.features for one in feature.optimizers())]
 
     def seat(self, part: int) -> int:
         """The rank of the run that is rank `part` of the pipeline, in this replica and with this share of layers."""
@@ -402,10 +362,8 @@ class Worker:
     def close(self) -> None:
         """End the threads that work for this rank."""
         self.transport.close()
-        if self.units is not None:
-            self.units.close()
-        if "pool" in self.__dict__:
-            self.pool.copier.close()
+        for feature in self.features:
+            feature.ends()
         if self.batches is not None:
             self.batches.close()
 

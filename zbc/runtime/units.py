@@ -22,6 +22,9 @@ import torch
 from zbc.ir import Kind, Op
 from zbc.runtime.clock import Busy, Clock
 from zbc.runtime.cycle import Cycle
+from zbc.runtime.feature import Feature
+from zbc.runtime.freezing import Resting
+from zbc.runtime.offload import Offloads
 from zbc.runtime.stage import Stage
 from zbc.runtime.strands import Pair, current_pair
 
@@ -111,13 +114,24 @@ def between() -> Callable[[int], None] | None:
     return None if pair is None else pair.part_done
 
 
-def braid(worker: Worker) -> list[str]:
-    """Let the groups of a worker's plans run in turns, where they can; returns why others do not, each reason once.
+class Braids(Feature):
+    """Groups whose ops run in turns: `units` runs them, if there are any; `in_turn` says why others do not."""
 
-    To be called when all else of the worker is there.
-    """
+    def __init__(self) -> None:
+        self.units: Units | None = None
+        self.in_turn: tuple[str, ...] = ()
+        self.one_by_one = False  # whether ops of groups are to run one after the other now
+
+    def ends(self) -> None:
+        if self.units is not None:
+            self.units.close()
+
+
+def braid(worker: Worker) -> None:
+    """Let the groups of a worker's plans run in turns, where they can. To be called when all else of it is there."""
     if worker.group is None:
-        return []
+        return
+    braids = worker.features.of(Braids)
     reasons: dict[str, None] = {}
     found = False
     for run in worker.phase_runs:
@@ -134,10 +148,10 @@ def braid(worker: Worker) -> list[str]:
                 else:
                     reasons[why] = None
     if found:
-        worker.units = Units(worker)
+        braids.units = Units(worker)
         for stage in worker.stages.values():
             _apart(stage, worker.device)
-    return [why for why in reasons if why]
+    braids.in_turn = tuple(why for why in reasons if why)
 
 
 def _put(run: PhaseRun, at: int) -> None:
@@ -145,13 +159,15 @@ def _put(run: PhaseRun, at: int) -> None:
     first, second = (Entry(*run.script[at + i]) for i in (1, 2))
 
     def both(worker: Worker, op: Op) -> None:
-        if worker.units is None or worker.one_by_one:
+        braids = worker.features.of(Braids)
+        if braids.units is None or braids.one_by_one:
             first.handler(worker, op)
         else:
-            worker.units.run(first, second)
+            braids.units.run(first, second)
 
     def rest(worker: Worker, op: Op) -> None:
-        if worker.units is None or worker.one_by_one:
+        braids = worker.features.of(Braids)
+        if braids.units is None or braids.one_by_one:
             second.handler(worker, op)
 
     run.script[at + 1], run.script[at + 2] = (both, first.op, first.text), (rest, second.op, second.text)
@@ -163,9 +179,9 @@ def _reason(worker: Worker, run: PhaseRun, *ops: Op) -> str | None:
         return ""
     if run.plan.manifest.slices > 1:
         return "microbatches come in slices"
-    if run.turns:
+    if worker.features.of(Resting).of(run):
         return "layers are frozen in some microbatches"
-    if any(op.key in run.moves for op in ops):
+    if any(op.key in worker.features.of(Offloads).of(run) for op in ops):
         return "their activations go to the host"
     for op in ops:
         for layer in worker.stages[op.stage].layers:

@@ -51,7 +51,7 @@ def take(worker: Worker, op: Op) -> None:
 def embedding_gradient(worker: Worker, op: Op) -> None:
     """E: the gradient of this rank's rows of the embedding."""
     shared, unit = shared_of(worker, op)
-    grad = worker.arrive(Met(Kind.TAKE, *unit))
+    grad = shared.arrive(worker, Met(Kind.TAKE, *unit))
     began = worker.clock.start()
     shared.embedding.learn(_take(shared.looked, unit, op, "its I has not run"), grad)
     worker.clock.stop(began)
@@ -72,7 +72,7 @@ def tell(worker: Worker, op: Op) -> None:
     shared, unit = shared_of(worker, op)
     part, training = shared.slice_of(op), worker.phase_run.trains
     targets, share = read(worker, worker.source, "targets", worker.number(op.mb), part)
-    hidden = worker.arrive(Met(Kind.SPREAD, *unit))
+    hidden = shared.arrive(worker, Met(Kind.SPREAD, *unit))
     began = worker.clock.start()
     weight = worker.weigh(worker.number(op.mb), targets, share) / (targets != IGNORED).sum().double().clamp(min=1.0)
     step = 1.0 / worker.layout.microbatches
@@ -143,10 +143,7 @@ def _count_loss(worker: Worker, shared: Vocabulary, mb: int, meeting: Meeting, l
 
 def shared_of(worker: Worker, op: Op) -> tuple[Vocabulary, Unit]:
     """This rank's share, and the unit of an op."""
-    shared = worker.features.find(Vocabulary)
-    if shared is None:
-        raise ZbcError("E703", f"run: {op} is in a plan that shares no vocabulary", hint="plan again")
-    return shared, (op.mb, op.slice)
+    return worker.features.of(Vocabulary), (op.mb, op.slice)
 
 
 def _broadcast(worker: Worker, op: Op, edge: Message, root: int, spec: TensorSpec) -> None:

@@ -10,7 +10,7 @@ A unit is a microbatch or a slice of it. A unit's way, all of it keyed by (micro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -20,9 +20,11 @@ from torch.nn import functional
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
+from zbc.ops import At
 from zbc.plan.dealing import CHUNK
 from zbc.runtime.feature import Feature
 from zbc.runtime.optimizer import Held, OptimizerOver, StageOptimizer
+from zbc.runtime.route import Source
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slicing import Part
 from zbc.runtime.tensors import TensorSpec
@@ -134,6 +136,33 @@ class Vocabulary(Feature):
         else:
             self.sent.append((pending, tensor))
 
+    def source(self, op: Op) -> Source:
+        kind = Kind.GIVE if op.kind.takes is At.SOURCES else Kind.MEET if self.sums == 1 else Kind.SUM
+        return Meets(kind, op.mb, op.slice)
+
+    def reader(self, worker: Worker, op: Op) -> int:
+        """All ranks together are behind the last stage, and before the first."""
+        return len(worker.placement.pipes[0]) if op.kind.gives is At.SINKS else -1
+
+    def arrive(self, worker: Worker, met: Met) -> Tensor:
+        """What a collective brings here; blocks. Raises E703 if it was not started."""
+        coming = self.coming.pop(met, None)
+        if coming is None:
+            raise ZbcError("E703", f"run: {met} has not been started, and its result is needed", hint="plan again")
+        worker.wait_for(str(met), coming.pending)
+        return coming.result()
+
+    def optimizers(self) -> Sequence[StageOptimizer]:
+        return (self.optimizer,)
+
+    def counted(self, worker: Worker) -> Sequence[StageOptimizer]:
+        return self.optimizers() if worker.replica == 0 or self.optimizer.dealt is not None else ()
+
+    def steps(self, worker: Worker, op: Op, step: Callable[[StageOptimizer], None]) -> None:
+        """With the first of a rank's stages."""
+        if op.stage == min(worker.stages):
+            step(self.optimizer)
+
     def closes(self, worker: Worker) -> None:
         """Block until others have what they were to have."""
         worker.progress.waiting = True
@@ -169,6 +198,19 @@ def _name(mb: int, part: int) -> str:
     return str(Op(Kind.F, 0, mb, 0, part)).removeprefix("F s0 ")
 
 
+@dataclass(frozen=True, slots=True)
+class Meets:
+    """A collective of all ranks brings it."""
+
+    kind: Kind
+    mb: int
+    slice: int
+    waits: bool = True
+
+    def take(self, worker: Worker, number: int) -> Tensor:
+        return worker.features.of(Vocabulary).arrive(worker, Met(self.kind, self.mb, self.slice))
+
+
 # ---- its weights ---------------------------------------------------------------------------------------------
 
 
@@ -189,9 +231,9 @@ class OfRows(OptimizerOver):
         """What sums this rank's part of the gradients, where replicas share them out."""
         return self._inner if isinstance(self._inner, Sharded) else None
 
-    def renew(self, transport: Transport) -> None:
+    def stepped(self, transport: Transport, *, skipped: bool) -> None:
         """Collect what the other replicas stepped; blocks."""
-        if self.dealt is not None:
+        if self.dealt is not None and not skipped:
             self.dealt.start_gather(transport)
             self.dealt.finish_gather()
 

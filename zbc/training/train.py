@@ -30,6 +30,7 @@ from zbc.runtime.execute import Step, StepResult, finish, run_step
 from zbc.runtime.progress import EvaluationResult
 from zbc.runtime.state import Worker
 from zbc.runtime.transport import Transport
+from zbc.runtime.units import Braids
 from zbc.runtime.versions import OneVersion
 from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training import devices, frames
@@ -261,8 +262,8 @@ def _train(
 ) -> str | None:
     if log is not None:
         context.emit(log.headline())
-        if worker.in_turn:
-            context.emit(f"groups (OVERLAP) run one op after the other: {'; '.join(worker.in_turn)}")
+        if in_turn := worker.features.of(Braids).in_turn:
+            context.emit(f"groups (OVERLAP) run one op after the other: {'; '.join(in_turn)}")
         if not steps:
             context.emit(f"nothing is left to train: the checkpoint has {steps.start} steps, the run {steps.stop}")
     run = run_step if tracer is None else tracer.step

@@ -22,9 +22,10 @@ from zbc.runtime.ahead import NORM, VERDICT, Ahead
 from zbc.runtime.answers import squares
 from zbc.runtime.gathers import Gathers
 from zbc.runtime.network import directions, of_replica, rounds
+from zbc.runtime.offload import Offloads
 from zbc.runtime.optimizer import Masters, build_optimizer
 from zbc.runtime.remembered import present, put_back, renew
-from zbc.runtime.route import KEEPS, MOVES, stage_loss
+from zbc.runtime.route import KEEPS, stage_loss
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.slot import Slot, using
@@ -119,7 +120,8 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
     moves = [
         op for run in worker.phase_runs for op in run.plan.ops if (op.kind, op.stage) == (Kind.OFFLOAD, stage.index)
     ]
-    y, left = (MOVES if moves else KEEPS).forward(worker, stage, x, 0, finish, slot)
+    keeps = worker.features.of(Offloads).moves if moves else KEEPS
+    y, left = keeps.forward(worker, stage, x, 0, finish, slot)
     assert left is not None
     del x  # as in a step, where only what F left has it
     if moves:

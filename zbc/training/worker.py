@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from zbc.ir import Kind
-from zbc.plan.directory import Manifest, RankPlan
+from zbc.plan.directory import RankPlan
 from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
 from zbc.runtime.added import Added
@@ -15,6 +15,7 @@ from zbc.runtime.ahead import Ahead
 from zbc.runtime.feature import Feature, Features
 from zbc.runtime.freezing import Resting
 from zbc.runtime.gathers import Gathers
+from zbc.runtime.offload import Offloads
 from zbc.runtime.optimizer import StageOptimizer
 from zbc.runtime.sharded import Sharded
 from zbc.runtime.stage import Stage
@@ -22,7 +23,7 @@ from zbc.runtime.stage_slice import SlicePasts, in_slices
 from zbc.runtime.state import Worker
 from zbc.runtime.tensor_parallel import Hidden, PartialSums
 from zbc.runtime.transport import Transport
-from zbc.runtime.units import braid
+from zbc.runtime.units import Braids, braid
 from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training.building.context import LOWERED, Settings, layer_plans, looks_of, parts_of
 from zbc.training.building.data import batches_of, counted, reads_data, samples_of, work_of
@@ -91,7 +92,7 @@ def build_worker(
         tied=tied_weights(manifest, plans),
         group=shared.group,
         cuts=shared.cuts,
-        features=features_of(manifest, parts, stages, optimizers, words, shared, rank),
+        features=features_of(settings, parts, stages, optimizers, words, shared, rank, device),
     )
     if samples is not None and last and chosen.loss not in model.LOSSES:
         told = no_mean(chosen.loss, worker.loss, shapes.output, samples.targets(range(min(len(samples), 8))))
@@ -111,22 +112,23 @@ def build_worker(
     for run in worker.phase_runs:
         if any(op.kind is Kind.REDO for op in run.plan.ops):
             run.ending = Ahead.of(worker, run)
-        run.turns = turns_in(worker, run, settings)
         worker.prepare(run)
-    worker.in_turn = tuple(braid(worker))
+    braid(worker)
     return worker
 
 
 def features_of(
-    manifest: Manifest,
+    settings: Settings,
     parts: Sequence[RankPlan],
     stages: Mapping[int, Stage],
     optimizers: Mapping[int, StageOptimizer],
     words: Vocabulary | None,
     shared: Shared,
     rank: int,
+    device: torch.device,
 ) -> Features:
     """What the plan asks for beside the pipeline, on a rank of the run."""
+    manifest = parts[-1].manifest
     sharded = {s: one for s, one in optimizers.items() if isinstance(one, Sharded)}
     barrier = Kind.NORM.value not in manifest.capabilities
     partial = {s: shared.partial_of(stage) for s, stage in stages.items()}
@@ -134,7 +136,9 @@ def features_of(
     found: list[Feature | None] = [
         Gathers(sharded, gathers=barrier, frees=bool(manifest.resident)),
         PartialSums(partial, sorted(partial.keys() - reduced)),
-        Resting(),
+        Resting((part, turns_in(part, stages, settings)) for part in parts),
+        Offloads(parts, stages, device),
+        Braids(),
         SlicePasts(),
         words,
         Added(),

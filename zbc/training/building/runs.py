@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from zbc.ir import COPY, Kind
 from zbc.plan.directory import FROZEN, RankPlan, Unequal
-from zbc.runtime.ahead import Ahead
 from zbc.runtime.cycle import Cycle, stage_step
 from zbc.runtime.freezing import Turns, refuse_frozen, turns_of
 from zbc.runtime.gathers import with_weights
 from zbc.runtime.handlers import HANDLERS, in_rows
-from zbc.runtime.state import PhaseRun, Worker
+from zbc.runtime.stage import Stage
+from zbc.runtime.state import PhaseRun
 from zbc.runtime.validate import VectorLayout
 from zbc.training.building.context import Settings
 from zbc.training.probing.shapes import Shapes
@@ -39,11 +41,12 @@ def phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> PhaseR
     return PhaseRun(plan, layout, [(handlers[op.kind], op, text) for op, text in zip(plan.ops, texts, strict=True)])
 
 
-def turns_in(worker: Worker, run: PhaseRun, settings: Settings) -> dict[int, Turns]:
+def turns_in(plan: RankPlan, stages: Mapping[int, Stage], settings: Settings) -> dict[int, Turns]:
     """The stages in which layers are frozen. Raises E406 for plans that freeze beside what that does not go with."""
-    manifest, ops = run.plan.manifest, run.plan.ops
+    manifest, ops = plan.manifest, plan.ops
     if FROZEN in manifest.capabilities:
-        moves = any(op.kind in COPY for op in ops)
-        refuse_frozen(manifest, barrier=not isinstance(run.ending, Ahead), compiled=settings.model.compile, moves=moves)
-    found = {s: turns_of(ops, stage, manifest, settings.freeze.after) for s, stage in worker.stages.items()}
+        kinds = {op.kind for op in ops}
+        barrier, moves = Kind.REDO not in kinds, not kinds.isdisjoint(COPY)
+        refuse_frozen(manifest, barrier=barrier, compiled=settings.model.compile, moves=moves)
+    found = {s: turns_of(ops, stage, manifest, settings.freeze.after) for s, stage in stages.items()}
     return {s: turns for s, turns in found.items() if turns is not None}

@@ -37,9 +37,11 @@ from torch import Tensor
 from zbc.ir import Kind, Message, Op
 from zbc.runtime.clock import Clock
 from zbc.runtime.gathers import Gathers
+from zbc.runtime.offload import Offloads
 from zbc.runtime.private import TorchDispatchMode, shares_memory, tree_leaves
 from zbc.runtime.route import Edges, Here
 from zbc.runtime.state import Worker
+from zbc.runtime.units import Braids
 from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training.data.prefetch import Prefetched
 from zbc.training.recording.pace import Pace, left
@@ -197,7 +199,7 @@ class Scale:
         if worker.batches is not None:
             worker.batches.targets(0, 0)  # the order of an epoch's samples, made once, is nothing a step holds
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
-        worker.one_by_one = True  # what two ops hold in turns is not told apart
+        worker.features.of(Braids).one_by_one = True  # what two ops hold in turns is not told apart
         worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
         self._clock = worker.clock = _Begins(worker.clock)
 
@@ -211,7 +213,7 @@ class Scale:
         """Let the worker run as before."""
         self.worker.script[:] = self._plain
         self.worker.clock = self._clock.inner
-        self.worker.one_by_one = False
+        self.worker.features.of(Braids).one_by_one = False
         if isinstance(self.worker.batches, Prefetched):
             self.worker.batches.open()
 
@@ -238,7 +240,7 @@ class Scale:
                 ledger.resize()
             time.sleep(left(self.pace, op, (time.perf_counter_ns() - self._clock.began) / 1e9))
             if op.kind is Kind.OFFLOAD:
-                ledger.forget(ledger.numbers(slab.memory for slab in worker.pool.slabs))
+                ledger.forget(ledger.numbers(slab.memory for slab in worker.features.of(Offloads).pool.slabs))
             gone, came = self._left(), self._came(last)
             extra, rise = self._extra(before, came), ledger.peak - before
             peak = ledger.peak + ledger.bytes(list(ledger.moving))  # its own result is in the first of these
@@ -306,8 +308,8 @@ class Scale:
         found.activations = ledger.kept - ledger.bytes(counted - ledger.moving)
         reading.transit += there
         found.buffers = reading.transit + reading.extra
-        if self.worker.phase_run.moves:
-            found.host = sum(slab.memory.nbytes for slab in self.worker.pool.slabs)
+        if (offloads := self.worker.features.of(Offloads)).of(self.worker.phase_run):
+            found.host = sum(slab.memory.nbytes for slab in offloads.pool.slabs)
         self.readings.append(reading)
         self.held.raise_to(found if not reading.op.kind.is_transfer else RankBytes(peak=found.peak))
 

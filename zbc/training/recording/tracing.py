@@ -23,9 +23,11 @@ from zbc.host.cores import cores
 from zbc.runtime.clock import Clock
 from zbc.runtime.copying import Ticket
 from zbc.runtime.execute import StepResult, run_step
+from zbc.runtime.offload import Offloads
 from zbc.runtime.parcels import Pool
 from zbc.runtime.state import Entry, Worker
 from zbc.runtime.transport import Letter, Pending, Then, Transport
+from zbc.runtime.units import Braids
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
 from zbc.training.launch.board import Board
@@ -111,7 +113,7 @@ class Tracer:
         pace = None if self._timed is None else pace_of(worker, self._timed[0].timing(), self._timed[1])
         with Scale(worker, pace) as scale:
             result = run_step(worker, step, stop=stop)
-        names = (*CATEGORIES, *(["host"] if worker.phase_run.moves else []), "peak")
+        names = (*CATEGORIES, *(["host"] if worker.features.of(Offloads).of(worker.phase_run) else []), "peak")
         rows = [[getattr(reading.held, name) for name in names] for reading in scale.readings]
         memory = MemorySamples(step + 1, names, rows)
         self._scribe.add(lambda: self.writer.memory(memory))
@@ -257,8 +259,10 @@ class Recorder:
         stamps.open()
         worker.transport = _Transport(transport, worker, stamps.stamp, self._waits)
         worker.clock = _Clock(clock, worker, stamps.stamp, self._leads)
-        spans = self._copies() if worker.phase_run.moves else []
-        units, turns = worker.units, (list[int](), list[Any]())
+        offloads = worker.features.of(Offloads)
+        moves = bool(offloads.of(worker.phase_run))
+        spans = self._copies() if moves else []
+        units, turns = worker.features.of(Braids).units, (list[int](), list[Any]())
         if units is not None:
             units.stamp, units.turns = stamps.stamp, turns
         try:
@@ -268,9 +272,9 @@ class Recorder:
             worker.transport, worker.clock = transport, clock
             if units is not None:
                 units.stamp = None
-            if worker.phase_run.moves:
-                worker.pool.copier.spans = None
-                del worker.pool.wait
+            if moves:
+                offloads.pool.copier.spans = None
+                del offloads.pool.wait
         read = stamps.read
         leads, waits = (self._leads[0][:], read(self._leads[1])), (self._waits[0][:], read(self._waits[1]))
         copies = read([moment for span in spans for moment in span])
@@ -279,7 +283,7 @@ class Recorder:
 
     def _copies(self) -> list[list[Any]]:
         """Where copies of activations write when they run; what waits for them is noted as well."""
-        pool, progress, stamp = self.worker.pool, self.worker.progress, self._stamps.stamp
+        pool, progress, stamp = self.worker.features.of(Offloads).pool, self.worker.progress, self._stamps.stamp
 
         def wait(ticket: Ticket) -> None:
             began = stamp()
