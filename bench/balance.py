@@ -43,10 +43,10 @@ from zbc.compiler.sim.simulate import replay
 from zbc.ir import Op
 from zbc.plan.balancing import Microbatch, Shape, balanced, deal, dealt_evenly, fullest, least, longest_first
 from zbc.plan.directory import RankPlan, StoredPlan
-from zbc.runtime.execute import run_step
-from zbc.runtime.gathers import Gathers
-from zbc.runtime.network import Network, bind_loopback
-from zbc.runtime.state import Worker
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.transports.network import Network, bind_loopback
 from zbc.training.data import unequal as unequal_data
 from zbc.training.worker import build_worker
 
@@ -171,8 +171,7 @@ def rank_main(rank: int, port: int, plan: StoredPlan, schedule: str, equal: bool
     calibrate()
     assert isinstance(worker.work, unequal_data.Dealer)
     worker.clock = Paced(worker, worker.work)  # type: ignore[assignment]
-    if worker.plan.manifest.one_sided:
-        worker.features.of(Gathers).open_windows(worker)
+    worker.features.of(Gathers).begins(worker)
     found = []
     for step in range(steps + WARM_UP):
         work = worker.work.step(step)

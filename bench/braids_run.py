@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbc.runtime.units import Braids
+from zbc.runtime.features.units import Braids
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -37,8 +37,8 @@ from sleeping import Sleeper, calibrate
 import zbc
 from zbc.compiler.sim.simulate import simulate
 from zbc.plan.directory import RankPlan, StoredPlan
-from zbc.runtime.execute import run_step
-from zbc.runtime.network import Network, bind_loopback
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.transports.network import Network, bind_loopback
 from zbc.training.worker import build_worker
 
 RANKS, LAYERS, MICROBATCHES, WARM_UP = 4, 16, 6, 1

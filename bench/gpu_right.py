@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zbc
 from zbc.ir import Kind
-from zbc.runtime.answers import primary
-from zbc.runtime.hub import Hub
-from zbc.runtime.state import Worker
-from zbc.runtime.streams import StreamHub
-from zbc.runtime.transport import Letter
+from zbc.runtime.core.answers import primary
+from zbc.runtime.core.state import Worker
+from zbc.runtime.transports.hub import Hub
+from zbc.runtime.transports.streams import StreamHub
+from zbc.runtime.transports.transport import Letter
 from zbc.training.probing.checkup import plain_gradients
 
 KINDS = ("1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "dualpipe")

@@ -30,9 +30,9 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.execute import Step, StepResult, run_step
-from zbc.runtime.hub import Hub
-from zbc.runtime.state import Worker
+from zbc.runtime.core.execute import Step, StepResult, run_step
+from zbc.runtime.core.state import Worker
+from zbc.runtime.transports.hub import Hub
 from zbc.training.recording.measure import CATEGORIES, RankBytes, Scale
 from zbc.training.recording.pace import Pace, pace_of, usual
 from zbc.training.recording.tracing import Recorder

@@ -22,7 +22,7 @@ from typing import Any
 from sleeping import calibrate, layers, sleep_until
 from slices_run import added
 
-from zbc.runtime import copying
+from zbc.runtime.features import copying
 
 JOB = """\
 zbc = 1

@@ -7,10 +7,10 @@ from datetime import timedelta
 import torch
 
 from zbc.plan.directory import RankPlan, StoredPlan
-from zbc.runtime.execute import finish, run_step
-from zbc.runtime.network import Network
-from zbc.runtime.progress import StepResult
-from zbc.runtime.state import Worker
+from zbc.runtime.core.execute import finish, run_step
+from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.state import Worker
+from zbc.runtime.transports.network import Network
 from zbc.training.worker import build_worker
 
 

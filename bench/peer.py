@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 
 from zbc.ir import Program
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.slot import Slot, using
+from zbc.runtime.core.slot import Slot, using
 from zbc.training.building.context import Settings
 from zbc.training.models import model
 

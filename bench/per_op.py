@@ -30,7 +30,7 @@ from throughput import PATIENCE, RANKS, measure, meeting, over_ranks, write_plan
 
 if TYPE_CHECKING:
     from zbc.ir import Op
-    from zbc.runtime.transport import Transport
+    from zbc.runtime.transports.transport import Transport
 
 STEPS, QUICK, WARM_UP = 100, 5, 20
 NOTHING = """\
@@ -150,7 +150,7 @@ def never_waiting(plan: Any, rank: int) -> Callable[[int], float]:
     import torch
 
     from zbc.plan.directory import RankPlan
-    from zbc.runtime.execute import run_ops
+    from zbc.runtime.core.execute import run_ops
     from zbc.training.worker import build_worker
 
     own = RankPlan(rank, plan.program.ranks[rank], plan.manifest)

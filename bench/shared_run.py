@@ -31,9 +31,9 @@ from sleeping import Sleeper, calibrate, sleep_until
 
 import zbc
 from zbc.plan.directory import RankPlan, StoredPlan
-from zbc.runtime.execute import run_step
-from zbc.runtime.network import Network, bind_loopback
-from zbc.runtime.tensor_parallel import Group
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.features.tensor_parallel import Group
+from zbc.runtime.transports.network import Network, bind_loopback
 from zbc.training.worker import build_worker
 
 RANKS, LAYERS, MICROBATCHES, WARM_UP = 4, 8, 8, 1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.slot import Slot, accumulate, current_slot
+from zbc.runtime.core.slot import Slot, accumulate, current_slot
 
 late: list[float] = []  # how much too late each `sleep_until` returned, seconds
 _usual = 0.0  # how late time.sleep returns here, seconds; see `calibrate`

@@ -20,9 +20,9 @@ from record import Record
 
 from zbc.ir import Kind
 from zbc.plan.directory import RankPlan, StoredPlan
-from zbc.runtime.execute import run_step
-from zbc.runtime.hub import Hub
-from zbc.runtime.state import Worker
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.state import Worker
+from zbc.runtime.transports.hub import Hub
 from zbc.training.worker import build_worker
 
 STAGE = {"layers": 2, "hidden": 256, "heads": 4, "vocab": 512, "seq_len": 128, "size": 2, "m": 4}

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.utils.checkpoint import checkpoint
 
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.optimizer import torch_optimizer
+from zbc.runtime.core.optimizer import torch_optimizer
 from zbc.training.building.context import Settings
 from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model

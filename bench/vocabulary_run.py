@@ -41,9 +41,9 @@ from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Op, Program
 from zbc.plan.directory import RankPlan, StoredPlan
-from zbc.runtime.execute import run_step
-from zbc.runtime.network import Network, bind_loopback
-from zbc.runtime.state import Worker
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.state import Worker
+from zbc.runtime.transports.network import Network, bind_loopback
 from zbc.training.worker import build_worker
 
 RANKS, MICROBATCHES, WARM_UP = 4, 16, 1

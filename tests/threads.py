@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from zbc.errors import ZbcError
 from zbc.plan.directory import RankPlan, StoredPlan
-from zbc.runtime.execute import Step, run_step
-from zbc.runtime.gathers import Gathers
-from zbc.runtime.hub import Hub
-from zbc.runtime.progress import StepResult
-from zbc.runtime.state import Worker
+from zbc.runtime.core.execute import Step, run_step
+from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints

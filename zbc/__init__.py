@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from zbc.api import plan as plan
     from zbc.errors import ZbcError as ZbcError
     from zbc.pipelining import torch_schedule as torch_schedule
-    from zbc.runtime.added import add_loss as add_loss
-    from zbc.runtime.added import loss_scale as loss_scale
-    from zbc.runtime.slicing import attention as attention
-    from zbc.runtime.slicing import positions as positions
+    from zbc.runtime.features.added import add_loss as add_loss
+    from zbc.runtime.features.added import loss_scale as loss_scale
+    from zbc.runtime.features.slicing import attention as attention
+    from zbc.runtime.features.slicing import positions as positions
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,10 +52,10 @@ __all__ = [
 _HOMES = {
     "ZbcError": "zbc.errors",
     "torch_schedule": "zbc.pipelining",
-    "add_loss": "zbc.runtime.added",
-    "attention": "zbc.runtime.slicing",
-    "loss_scale": "zbc.runtime.added",
-    "positions": "zbc.runtime.slicing",
+    "add_loss": "zbc.runtime.features.added",
+    "attention": "zbc.runtime.features.slicing",
+    "loss_scale": "zbc.runtime.features.added",
+    "positions": "zbc.runtime.features.slicing",
 }
 
 # Importing the package zbc/plan sets `zbc.plan`, once: done first, it leaves the name to the function `zbc.plan(job)`.

@@ -11,7 +11,7 @@ import pytest
 from tests.limits import at_most
 from tests.processes.leftovers import alive, forked, ports
 from tests.processes.plans import processes, threads
-from zbc.runtime.network import bind_loopback
+from zbc.runtime.transports.network import bind_loopback
 from zbc.training.launch.forking import fork_server
 
 LIMIT_S = 90

@@ -10,13 +10,13 @@ import torch
 
 from zbc.ir import Kind
 from zbc.plan.directory import RankPlan, StoredPlan
-from zbc.runtime.answers import primary
-from zbc.runtime.execute import finish, run_step
-from zbc.runtime.gathers import Gathers
-from zbc.runtime.network import Network
-from zbc.runtime.staged import Staged
-from zbc.runtime.state import Worker
-from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.runtime.core.answers import primary
+from zbc.runtime.core.execute import finish, run_step
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.transports.network import Network
+from zbc.runtime.transports.staged import Staged
 from zbc.training.warm import warm
 from zbc.training.worker import build_worker
 
@@ -41,7 +41,7 @@ def train(
     worker = open_worker(rank, plan, staged=staged)
     if warmed:
         warm(worker)
-    worker.features.of(Gathers).open_windows(worker)
+    worker.features.of(Gathers).begins(worker)
     found = []
     for step in range(steps):
         worker.ends = step + 1 == steps
@@ -51,11 +51,9 @@ def train(
     worker.features.of(Gathers).gathers(worker)
     worker.transport.close()
     parameters = primary(worker)
-    if worker.features.find(Vocabulary) is not None and worker.replica == 0:
-        low = worker.features.find(Vocabulary).output.first
-        parameters |= {
-            f"{low:06d} {name}": p for name, p in worker.features.find(Vocabulary).optimizer.parameters.items()
-        }
+    words = worker.features.find(Vocabulary)
+    if words is not None and worker.replica == 0:
+        parameters |= {f"{words.output.first:06d} {name}": p for name, p in words.optimizer.parameters.items()}
     weights = {name: p.detach() for name, p in parameters.items()}
     grads = {name: p.grad for name, p in parameters.items()}
     return [r.loss for r in results], [r.grad_norm for r in results], pack(grads), pack(weights)

@@ -22,7 +22,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.gathers import Gathers
+from zbc.runtime.features.gathers import Gathers
 
 TWO = {"pp": 2, "dp": 2}
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
@@ -126,7 +126,7 @@ def test_processes_whose_weights_come_and_go_compute_bit_by_bit(pool, schedule, 
 def every_weight(rank, plan, steps):
     """The bytes of all weights of a rank after some steps, by name."""
     from tests.processes.gloo_ranks import open_worker
-    from zbc.runtime.execute import run_step
+    from zbc.runtime.core.execute import run_step
 
     worker = open_worker(rank, plan)
     for step in range(steps):

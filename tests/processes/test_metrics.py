@@ -17,7 +17,7 @@ from tests.test_linefile import no_file_beyond
 from zbc.errors import ZbcError
 from zbc.plan.directory import read_manifest
 from zbc.plan.phases import Phases
-from zbc.runtime.progress import EvaluationResult, StepResult
+from zbc.runtime.core.progress import EvaluationResult, StepResult
 from zbc.training.launch import launch, torchrun
 from zbc.training.metrics.live import LiveLine
 from zbc.training.metrics.metrics import RunRecord, RunSettings

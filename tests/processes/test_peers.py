@@ -11,7 +11,7 @@ import torch
 
 from tests.processes.plans import write_plan
 from zbc.plan.directory import read_manifest
-from zbc.runtime.staged import Staged
+from zbc.runtime.transports.staged import Staged
 from zbc.training import devices
 from zbc.training.launch import peers, torchrun
 

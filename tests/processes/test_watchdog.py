@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.limits import until
 from zbc.errors import ZbcError
-from zbc.runtime.progress import Progress
+from zbc.runtime.core.progress import Progress
 from zbc.training.launch.board import Beat, Board
 from zbc.training.watchdog import Heard, Watchdog, in_time
 

@@ -16,7 +16,7 @@ from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.job.profile import LinkProfile
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.execute import run_step
+from zbc.runtime.core.execute import run_step
 from zbc.training.profiling.rig import build_rig
 from zbc.training.profiling.weigh import weigh
 from zbc.training.recording.measure import Scale

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.progress import StepResult
+from zbc.runtime.core.progress import StepResult
 from zbc.trace.recording import Timing, Writer
 from zbc.training.checkpoint import saving
 from zbc.training.metrics.metrics import RunRecord

@@ -23,10 +23,10 @@ from tests.threads import run_threads
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.gathers import Gathers
-from zbc.runtime.hub import Hub
-from zbc.runtime.optimizer import Held
-from zbc.runtime.state import Worker
+from zbc.runtime.core.optimizer import Held
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.transports.hub import Hub
 from zbc.training.checkpoint.folder import folder_of
 
 HERE = "tests.runtime.random_models"

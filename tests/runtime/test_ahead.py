@@ -21,11 +21,11 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import Request, find
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.ahead import Ahead
-from zbc.runtime.execute import finish, run_step
-from zbc.runtime.hub import Hub
-from zbc.runtime.state import Worker
-from zbc.runtime.transport import Signal
+from zbc.runtime.core.execute import finish, run_step
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.ahead import Ahead
+from zbc.runtime.transports.hub import Hub
+from zbc.runtime.transports.transport import Signal
 
 MICROBATCHES, LAYERS = 5, 8
 KINDS: dict[str, dict[str, Any]] = {

@@ -19,8 +19,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, repeated
 from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
-from zbc.runtime.optimizer import torch_optimizer
-from zbc.runtime.private import unversioned
+from zbc.runtime.core.optimizer import torch_optimizer
+from zbc.runtime.core.private import unversioned
 from zbc.training.building.context import Settings
 from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model

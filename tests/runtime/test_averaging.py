@@ -16,9 +16,9 @@ from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import RankPlan
-from zbc.runtime import averaging
-from zbc.runtime.execute import run_step
-from zbc.runtime.hub import Hub
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.features import averaging
+from zbc.runtime.transports.hub import Hub
 from zbc.training.worker import build_worker
 
 M, STEPS = 4, 9

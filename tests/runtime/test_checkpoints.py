@@ -22,8 +22,8 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan import dealing
-from zbc.runtime import validate
-from zbc.runtime.execute import run_step
+from zbc.runtime.core import validate
+from zbc.runtime.core.execute import run_step
 from zbc.training.checkpoint import files, saving
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TensorPart, put_together, write_parts

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from tests.runtime.fake_gpu import Stream, fake_torch
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
-from zbc.runtime import clock
-from zbc.runtime.clock import LEAD, CudaClock
-from zbc.runtime.progress import Progress
+from zbc.runtime.core import clock
+from zbc.runtime.core.clock import LEAD, CudaClock
+from zbc.runtime.core.progress import Progress
 from zbc.training.launch.board import Board
 from zbc.training.watchdog import Heard, Watchdog
 

@@ -21,8 +21,8 @@ from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.execute import run_step
-from zbc.runtime.slot import Slot
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.slot import Slot
 from zbc.training.evaluate import evaluate
 from zbc.training.models import compiled
 from zbc.training.probing.checkup import check_up

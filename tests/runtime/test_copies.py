@@ -17,11 +17,11 @@ from tests.tiers import dealt, few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.runtime.answers import primary
-from zbc.runtime.bucket import Bucket
-from zbc.runtime.execute import run_step
-from zbc.runtime.hub import Hub
-from zbc.runtime.sharded import Sharded
+from zbc.runtime.core.answers import primary
+from zbc.runtime.core.bucket import Bucket
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.transports.hub import Hub
 
 TEXT = {"kind": "text", "path": str(Path(sysconfig.get_paths()["stdlib"], "argparse.py"))}
 REAL = {"model": {**GPT, "layers": 4, "vocab": 256}, "data": TEXT}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from zbc.errors import ZbcError
-from zbc.runtime import copying
-from zbc.runtime.copying import Piece, StreamCopier, ThreadCopier
+from zbc.runtime.features import copying
+from zbc.runtime.features.copying import Piece, StreamCopier, ThreadCopier
 
 
 class Stream:

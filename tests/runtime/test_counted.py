@@ -14,7 +14,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.tensors import TensorSpec
+from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.building.context import Settings
 from zbc.training.data.counted import no_mean
 from zbc.training.models import model

@@ -14,9 +14,9 @@ from tests.threads import run_threads
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op, Placement
 from zbc.runtime import handlers
-from zbc.runtime.execute import run_step
+from zbc.runtime.core.execute import run_step
 from zbc.runtime.handlers import HANDLERS
-from zbc.runtime.hub import Hub
+from zbc.runtime.transports.hub import Hub
 
 HERE = "tests.runtime.user_models"
 VECTORS = {"data": {"kind": f"{HERE}:Vectors"}}

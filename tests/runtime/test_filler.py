@@ -10,7 +10,7 @@ import torch
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
 from zbc.ir import Message
-from zbc.runtime.filler import Filling
+from zbc.runtime.features.filler import Filling
 
 CPU = torch.device("cpu")
 A, B = Message(0, 1, 0, 0, 0), Message(0, 1, 1, 0, 0)

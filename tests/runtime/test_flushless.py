@@ -16,8 +16,8 @@ from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op
-from zbc.runtime import cycle
-from zbc.runtime.versions import TwoVersions
+from zbc.runtime.features import cycle
+from zbc.runtime.features.versions import TwoVersions
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 OPTIMIZERS = {
@@ -145,7 +145,7 @@ def test_a_run_that_is_asked_to_stop_ends_with_the_step_that_has_begun():
 
         return run
 
-    from zbc.runtime.execute import run_step as cycle_step
+    from zbc.runtime.core.execute import run_step as cycle_step
 
     workers = run_threads(plan, 20, step=step)
     ran = [one.step for one in workers[0].results]
@@ -162,7 +162,7 @@ def poisoned(worker, step, stage):
     """Have a gradient of a stage be no number in one step."""
 
     def run(one, number, *, stop=False):
-        from zbc.runtime.execute import run_step
+        from zbc.runtime.core.execute import run_step
 
         return run_step(one, number, stop=stop)
 
@@ -206,7 +206,7 @@ def test_a_version_that_is_switched_for_forwards_only_is_noticed(monkeypatch):
 
         patch.setattr(cycle, "_of_this", only_forwards)
 
-    from zbc.runtime.handlers import forward as cycle_forward
+    from zbc.runtime.core.ops import forward as cycle_forward
 
     plan = plan_of("1f1b", 3, 4, model=SMALL, activations="recompute")
     assert not broken(plan, monkeypatch, lambda patch: None)
@@ -238,7 +238,9 @@ def test_a_backward_before_the_step_of_the_step_before_is_wrong_without_a_word()
 
 def test_a_step_that_forgets_to_copy_is_noticed(monkeypatch):
     plan = plan_of("1f1b", 3, 4, model=SMALL)
-    assert broken(plan, monkeypatch, lambda patch: patch.setattr("zbc.runtime.versions.copy_all", lambda *_: None))
+    assert broken(
+        plan, monkeypatch, lambda patch: patch.setattr("zbc.runtime.features.versions.copy_all", lambda *_: None)
+    )
 
 
 def test_an_op_on_weights_that_are_not_here_is_refused():

@@ -20,9 +20,9 @@ from zbc.compiler.schedules import SCHEDULES, Request, find
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.gathers import Gathers
-from zbc.runtime.sharded import Sharded
-from zbc.runtime.split import SplitLinear
+from zbc.runtime.core.split import SplitLinear
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.sharded import Sharded
 
 CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.5}
 STEPS = 3
@@ -156,9 +156,9 @@ def test_w_runs_while_its_weights_are_gone():
 
 def test_a_cast_that_is_kept_over_a_gather_is_noticed(monkeypatch):
     """The trap of bfloat16: a step that computes with the casts of the step before has other losses, and no error."""
-    monkeypatch.setattr("zbc.runtime.split.SplitLinear.forget", lambda self: None)
-    monkeypatch.setattr("zbc.runtime.split.SplitLinear.refill", lambda self: None)
-    monkeypatch.setattr("zbc.runtime.split.SplitLinear.free", lambda self: None)
+    monkeypatch.setattr("zbc.runtime.core.split.SplitLinear.forget", lambda self: None)
+    monkeypatch.setattr("zbc.runtime.core.split.SplitLinear.refill", lambda self: None)
+    monkeypatch.setattr("zbc.runtime.core.split.SplitLinear.free", lambda self: None)
     plain = SplitLinear.adopt
 
     def kept(self, dtype):

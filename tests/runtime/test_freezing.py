@@ -13,8 +13,8 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import WHOLE, Kind
-from zbc.runtime.freezing import Turns
-from zbc.runtime.seeding import seed_of
+from zbc.runtime.core.seeding import seed_of
+from zbc.runtime.features.freezing import Turns
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 SGD = {"kind": "sgd", "lr": 0.1}

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from zbc.ir import Placement
-from zbc.runtime import network
-from zbc.runtime.network import directions, rounds
+from zbc.runtime.transports import network
+from zbc.runtime.transports.network import directions, rounds
 
 PLACEMENTS = [
     *(Placement.linear(p) for p in (2, 3, 64)),

@@ -10,7 +10,7 @@ import torch
 
 from zbc.errors import ZbcError
 from zbc.ir import Message
-from zbc.runtime.hub import Hub
+from zbc.runtime.transports.hub import Hub
 
 DOWN = Message(0, 1, 0, 0, 0)  # output of stage 0, microbatch 0
 UP = Message(1, 0, 0, 0, 0)

@@ -19,7 +19,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Kind, Op, Placement
 from zbc.plan import dealing
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.execute import run_step
+from zbc.runtime.core.execute import run_step
 from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
 
 

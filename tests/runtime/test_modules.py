@@ -11,7 +11,7 @@ from tests.threads import run_threads
 from tests.tiers import dealt, few
 from zbc.errors import ZbcError
 from zbc.ir import Placement
-from zbc.runtime.split import Patch
+from zbc.runtime.core.split import Patch
 from zbc.training.building.context import Settings
 from zbc.training.checkpoint.folder import folder_of
 from zbc.training.models import model as models

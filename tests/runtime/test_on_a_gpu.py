@@ -17,12 +17,12 @@ from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import run_threads
 from zbc.ir import Kind
-from zbc.runtime import parcels
-from zbc.runtime.clock import LEAD, CudaClock
-from zbc.runtime.execute import run_step
-from zbc.runtime.progress import Progress
-from zbc.runtime.slot import Slot
-from zbc.runtime.state import Worker
+from zbc.runtime.core.clock import LEAD, CudaClock
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.progress import Progress
+from zbc.runtime.core.slot import Slot
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features import parcels
 from zbc.training.checkpoint.arena import Arena, copy_beside
 from zbc.training.warm import warm
 

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.threads import run_threads
 from tests.tiers import few
-from zbc.runtime import execute, optimizer, validate
-from zbc.runtime.bucket import Bucket
-from zbc.runtime.state import Worker
-from zbc.runtime.tensors import constant
-from zbc.runtime.validate import VectorLayout
+from zbc.runtime.core import execute, optimizer, validate
+from zbc.runtime.core.bucket import Bucket
+from zbc.runtime.core.state import Worker
+from zbc.runtime.core.tensors import constant
+from zbc.runtime.core.validate import VectorLayout
 from zbc.training.warm import warm
 
 READS = {"_local_scalar_dense", "nonzero", "nonzero_static", "masked_select", "equal", "is_nonzero", "item"}

@@ -13,7 +13,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.job import spec
 from zbc.plan import dealing
-from zbc.runtime.optimizer import Masters
+from zbc.runtime.core.optimizer import Masters
 
 KINDS = {
     "adamw": {"kind": "adamw", "lr": 0.01},

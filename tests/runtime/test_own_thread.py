@@ -11,8 +11,8 @@ from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
 from tests.tiers import few
 from zbc.ir import Kind
-from zbc.runtime import tape
-from zbc.runtime.slot import Slot
+from zbc.runtime.core import tape
+from zbc.runtime.core.slot import Slot
 
 REENTRANT = {"model": user("reentrant"), **VECTORS}
 

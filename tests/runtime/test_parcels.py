@@ -24,11 +24,11 @@ from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan, assemble, write
-from zbc.runtime import parcels
-from zbc.runtime.execute import run_step
-from zbc.runtime.offload import Offloads
-from zbc.runtime.parcels import Parcel
-from zbc.runtime.private import users
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.private import users
+from zbc.runtime.features import offload, parcels
+from zbc.runtime.features.offload import Offloads
+from zbc.runtime.features.parcels import Parcel
 from zbc.trace.recording import Cause, read
 
 HERE = "tests.runtime.user_models"

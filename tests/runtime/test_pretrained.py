@@ -36,7 +36,7 @@ from tests.threads import run_threads
 from zbc.errors import ZbcError
 from zbc.job import hfconfig
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.answers import counted
+from zbc.runtime.core.answers import counted
 from zbc.training.building.context import Settings
 from zbc.training.models import hfexport
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import zbc
-from zbc.runtime import private
+from zbc.runtime.core import private
 
 ROOT = Path(zbc.__file__).parent
 PRIVATE = re.compile(r"\btorch(?:\.\w+)*(?:\.| import )_[A-Za-z]")
@@ -19,11 +19,11 @@ def _sources():
 
 def test_private_parts_of_torch_are_named_in_one_file():
     found = {name for name, text in _sources().items() if PRIVATE.search(text)}
-    assert found == {"runtime/private.py", *ELSEWHERE}
+    assert found == {"runtime/core/private.py", *ELSEWHERE}
 
 
 def test_nothing_there_is_left_over():
-    text = "\n".join(text for name, text in _sources().items() if name != "runtime/private.py")
+    text = "\n".join(text for name, text in _sources().items() if name != "runtime/core/private.py")
     names = [name for name in vars(private) if not name.startswith("_") and name not in ("annotations", "Any")]
     own = [name for name in names if getattr(vars(private)[name], "__module__", "") == private.__name__]
     assert own and all(re.search(rf"\b{name}\b", text) for name in [*own, *private.__all__])

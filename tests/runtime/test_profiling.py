@@ -26,8 +26,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job.profile import Profile, spread
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.execute import run_step
-from zbc.runtime.tensors import TensorSpec
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.models.model import LayerPlan
 from zbc.training.profiling import slices, times, words
 from zbc.training.profiling.alike import chain, describe, kinds

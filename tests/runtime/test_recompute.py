@@ -14,7 +14,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.ir import Kind, Placement
-from zbc.runtime.execute import run_step
+from zbc.runtime.core.execute import run_step
 
 ALL = {"activations": "recompute"}
 

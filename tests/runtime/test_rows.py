@@ -15,10 +15,10 @@ from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.threads import run_threads
 from zbc.ir import COPY, Message, Op, Placement, Program
 from zbc.ops import VALUES, VOCABULARY, At, Kind, Ref, Scope
-from zbc.runtime.gathers import Gathers
+from zbc.runtime.core.state import STORES
+from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.handlers import HANDLERS
-from zbc.runtime.state import STORES
-from zbc.runtime.transport import Signal
+from zbc.runtime.transports.transport import Signal
 
 HERE = "tests.runtime.user_models"
 RESIDUAL = {"family": f"{HERE}:residual", "layers": 8, "loss": "mse", "args": {"count": 8}}

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from zbc.errors import ZbcError
-from zbc.runtime.network import Network
-from zbc.runtime.sends import EventSends, ThreadSends
+from zbc.runtime.transports.network import Network
+from zbc.runtime.transports.sends import EventSends, ThreadSends
 
 TENSOR = torch.zeros(1)
 LIMIT = 20  # seconds; only a hang takes as long

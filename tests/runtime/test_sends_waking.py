@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from zbc.runtime import sends
-from zbc.runtime.sends import ThreadSends
+from zbc.runtime.transports import sends
+from zbc.runtime.transports.sends import ThreadSends
 
 
 class Work:

@@ -12,7 +12,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
-from zbc.runtime.bundle import Packing
+from zbc.runtime.core.bundle import Packing
 
 SEVERAL = user("several", layers=8, count=8, width=8)
 
@@ -47,7 +47,7 @@ def test_where_nothing_flows_back_nothing_does(p):
 def test_messages_bring_all_of_them_and_gradients_of_those_alone_that_have_one(monkeypatch):
     """Per sample a state, an encoding (both of 8 numbers of 4 bytes) and 8 bytes of a mask; beside them 8 whole numbers
     of 8 bytes, and one number of 8."""
-    from zbc.runtime import hub
+    from zbc.runtime.transports import hub
 
     sent = {}
     real = hub.HubTransport.send

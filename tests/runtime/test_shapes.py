@@ -9,7 +9,7 @@ from tests.runtime.small_plans import CPU, GPT, make_plan, make_program, make_wo
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan.directory import Boundary
-from zbc.runtime.tensors import TensorSpec
+from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.models import model
 from zbc.training.probing.shapes import derive
 

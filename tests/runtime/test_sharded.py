@@ -13,11 +13,11 @@ from torch import nn
 from zbc.compiler.memory import ledger
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.runtime.hub import Hub
-from zbc.runtime.optimizer import InPlace
-from zbc.runtime.pieces import Piece, cut, deal
-from zbc.runtime.sharded import Sharded
-from zbc.runtime.validate import CHUNK
+from zbc.runtime.core.optimizer import InPlace
+from zbc.runtime.core.validate import CHUNK
+from zbc.runtime.features.pieces import Piece, cut, deal
+from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.transports.hub import Hub
 
 ADAMW = spec.Optimizer(lr=0.1)
 

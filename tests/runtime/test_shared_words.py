@@ -21,12 +21,12 @@ from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.plan.forward import forward_only
-from zbc.runtime import vocabulary, words
-from zbc.runtime.execute import run_step
-from zbc.runtime.hub import Hub
-from zbc.runtime.transport import Then
-from zbc.runtime.vocabulary import Embedding, Output
-from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.features import vocabulary, words
+from zbc.runtime.features.vocabulary import Embedding, Output
+from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.transports.hub import Hub
+from zbc.runtime.transports.transport import Then
 from zbc.training.probing.checkup import check_up
 from zbc.training.recording.measure import Scale
 from zbc.training.warm import warm
@@ -118,7 +118,9 @@ def test_training_with_clipping_is_that_of_one_process(sums):
 def test_in_bfloat16_sums_are_float32(options, monkeypatch):
     kinds = set[torch.dtype]()
     combine = words.combine
-    monkeypatch.setattr("zbc.runtime.vocabulary_state.combine", lambda told: kinds.add(told.dtype) or combine(told))
+    monkeypatch.setattr(
+        "zbc.runtime.features.vocabulary_state.combine", lambda told: kinds.add(told.dtype) or combine(told)
+    )
     model = {**LLAMA, "dtype": "bfloat16", **options}
     plans = (
         plan_of("zb-h1", 2, 3, sums, model=model, optimizer={"lr": 1e-2})

@@ -17,9 +17,9 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import Request, find
 from zbc.errors import ZbcError
 from zbc.ir import Kind
-from zbc.runtime.slicing import Inside, Part, Past, attention, positions, share_of, within
-from zbc.runtime.slot import Slot, using
-from zbc.runtime.split import split_backward
+from zbc.runtime.core.slot import Slot, using
+from zbc.runtime.core.split import split_backward
+from zbc.runtime.features.slicing import Inside, Part, Past, attention, positions, share_of, within
 from zbc.training.models.gpt import GptBlock
 from zbc.training.models.llama import LlamaBlock
 from zbc.training.models.rotary import Rotary

@@ -12,8 +12,8 @@ from torch.nn.utils import parametrizations
 
 from tests.runtime import user_models
 from zbc.errors import ZbcError
-from zbc.runtime.slot import Slot, current_slot, using
-from zbc.runtime.split import refuse_wrapped, split_backward
+from zbc.runtime.core.slot import Slot, current_slot, using
+from zbc.runtime.core.split import refuse_wrapped, split_backward
 
 LAYERS = {
     "linear": (lambda: nn.Linear(6, 5), (3, 6)),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zbc.runtime import tape
+from zbc.runtime.core import tape
 
 
 @pytest.mark.parametrize("engine", [None, tape.engine], ids=["public", "direct"])

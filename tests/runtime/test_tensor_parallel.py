@@ -19,10 +19,10 @@ from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job.model_section import Model
 from zbc.plan.directory import StoredPlan
-from zbc.runtime import tensor_parallel
-from zbc.runtime.hub import Hub, HubTransport
-from zbc.runtime.tensor_parallel import Cut, Group
-from zbc.runtime.words import IGNORED
+from zbc.runtime.features import tensor_parallel
+from zbc.runtime.features.tensor_parallel import Cut, Group
+from zbc.runtime.features.words import IGNORED
+from zbc.runtime.transports.hub import Hub, HubTransport
 from zbc.training.models import model as models
 from zbc.training.models import sharding
 

@@ -15,7 +15,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.ir import Kind
 from zbc.plan.directory import assemble, write
-from zbc.runtime.execute import run_step
+from zbc.runtime.core.execute import run_step
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, Writer
 from zbc.training.launch.board import Board

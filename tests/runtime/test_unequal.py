@@ -22,8 +22,8 @@ from zbc.job import spec
 from zbc.plan.balancing import Shape
 from zbc.plan.directory import StoredPlan
 from zbc.plan.manifest import RampPlan, Unequal
-from zbc.runtime.optimizer import torch_optimizer
-from zbc.runtime.packing import packed
+from zbc.runtime.core.optimizer import torch_optimizer
+from zbc.runtime.features.packing import packed
 from zbc.training.building.context import Settings
 from zbc.training.data.data import Pairs
 from zbc.training.data.documents import PairDocuments, RandomDocuments, TokenDocuments

@@ -9,8 +9,8 @@ import torch
 
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
-from zbc.runtime import validate
-from zbc.runtime.validate import CHUNK, VectorLayout, Verdict, squares_of
+from zbc.runtime.core import validate
+from zbc.runtime.core.validate import CHUNK, VectorLayout, Verdict, squares_of
 
 LAYOUT, CPU = VectorLayout(("a", "b", "c"), microbatches=2, ranks=2), torch.device("cpu")
 

@@ -10,11 +10,11 @@ from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_
 from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import run_threads
 from tests.tiers import few
-from zbc.runtime import parcels
-from zbc.runtime.execute import run_step
-from zbc.runtime.hub import Hub
-from zbc.runtime.offload import Offloads
-from zbc.runtime.transport import Signal
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.features import parcels
+from zbc.runtime.features.offload import Offloads
+from zbc.runtime.transports.hub import Hub
+from zbc.runtime.transports.transport import Signal
 from zbc.training.warm import warm
 
 HELD = {"data": {**VECTORS["data"], "validation": 0.3}}

@@ -25,10 +25,10 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
-from zbc.runtime import shared_memory
-from zbc.runtime.gathers import Gathers
-from zbc.runtime.hub import Hub
-from zbc.runtime.windows import Window, WindowCopier
+from zbc.runtime.features import shared_memory
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.windows import Window, WindowCopier
+from zbc.runtime.transports.hub import Hub
 
 
 def one_sided(plan):

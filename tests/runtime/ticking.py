@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from zbc.runtime.slot import accumulate, current_slot
+from zbc.runtime.core.slot import accumulate, current_slot
 
 NOW = [0.0]  # seconds
 

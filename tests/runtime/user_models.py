@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from zbc.runtime.slot import accumulate, current_slot
+from zbc.runtime.core.slot import accumulate, current_slot
 
 
 class Vectors:

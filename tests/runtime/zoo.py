@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zbc.runtime.slot import current_slot
+from zbc.runtime.core.slot import current_slot
 
 W = 8
 

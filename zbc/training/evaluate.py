@@ -18,14 +18,14 @@ from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
-from zbc.runtime.gathers import Gathers
+from zbc.runtime.core.progress import EvaluationResult
+from zbc.runtime.core.remembered import put_back, renew
+from zbc.runtime.core.seeding import seed_of
+from zbc.runtime.core.state import Evaluation, PhaseRun, Worker
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.vocabulary_ops import settle
+from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.handlers import HANDLERS
-from zbc.runtime.progress import EvaluationResult
-from zbc.runtime.remembered import put_back, renew
-from zbc.runtime.seeding import seed_of
-from zbc.runtime.state import Evaluation, PhaseRun, Worker
-from zbc.runtime.vocabulary_ops import settle
-from zbc.runtime.vocabulary_state import Vocabulary
 from zbc.training.data.data import Batches, Samples
 
 

@@ -1,4 +1,4 @@
-"""The filler of a rank, as the job's [filler] has it; see runtime/filler.py."""
+"""The filler of a rank, as the job's [filler] has it; see runtime/features/filler.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
-from zbc.runtime.filler import Filling
-from zbc.runtime.state import Worker
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.filler import Filling
 from zbc.text import GIB, size
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from zbc.errors import ZbcError
 from zbc.job.spec import Train
 from zbc.plan.directory import Manifest
-from zbc.runtime.progress import StepResult
+from zbc.runtime.core.progress import StepResult
 
 _SHOWN = 4  # parameters that are named
 

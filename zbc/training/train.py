@@ -24,15 +24,15 @@ from torch import nn
 from zbc.errors import EXIT_BUG, ZbcError
 from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import Manifest, read_manifest, read_ramp, read_rank
-from zbc.runtime import exhausted
-from zbc.runtime.answers import primary
-from zbc.runtime.execute import Step, StepResult, finish, run_step
-from zbc.runtime.progress import EvaluationResult
-from zbc.runtime.state import Worker
-from zbc.runtime.transport import Transport
-from zbc.runtime.units import Braids
-from zbc.runtime.versions import OneVersion
-from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.runtime.core import exhausted
+from zbc.runtime.core.answers import primary
+from zbc.runtime.core.execute import Step, StepResult, finish, run_step
+from zbc.runtime.core.progress import EvaluationResult
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.units import Braids
+from zbc.runtime.features.versions import OneVersion
+from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.transports.transport import Transport
 from zbc.training import devices, frames
 from zbc.training.building.context import Settings
 from zbc.training.checkpoint import resume

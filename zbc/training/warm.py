@@ -17,23 +17,24 @@ from torch import Tensor, nn
 from zbc.ir import Kind, Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import judges
-from zbc.runtime import exhausted, words
-from zbc.runtime.ahead import NORM, VERDICT, Ahead
-from zbc.runtime.answers import squares
-from zbc.runtime.gathers import Gathers
-from zbc.runtime.network import directions, of_replica, rounds
-from zbc.runtime.offload import Offloads
-from zbc.runtime.optimizer import Masters, build_optimizer
-from zbc.runtime.remembered import present, put_back, renew
-from zbc.runtime.route import KEEPS, stage_loss
-from zbc.runtime.seeding import seed_of, seeded
-from zbc.runtime.sharded import Sharded
-from zbc.runtime.slot import Slot, using
-from zbc.runtime.stage import Stage
-from zbc.runtime.state import Worker
-from zbc.runtime.tensors import to_device
-from zbc.runtime.transport import Letter
-from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.runtime.core import exhausted
+from zbc.runtime.core.answers import squares
+from zbc.runtime.core.optimizer import Masters, build_optimizer
+from zbc.runtime.core.remembered import present, put_back, renew
+from zbc.runtime.core.route import KEEPS, stage_loss
+from zbc.runtime.core.seeding import seed_of, seeded
+from zbc.runtime.core.slot import Slot, using
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.state import Worker
+from zbc.runtime.core.tensors import to_device
+from zbc.runtime.features import words
+from zbc.runtime.features.ahead import NORM, VERDICT, Ahead
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.offload import Offloads
+from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.transports.network import directions, of_replica, rounds
+from zbc.runtime.transports.transport import Letter
 from zbc.training.building.context import LOWERED, Settings
 from zbc.training.data.prefetch import AHEAD
 from zbc.training.evaluate import evaluating

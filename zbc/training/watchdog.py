@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from zbc.errors import ZbcError
-from zbc.runtime.progress import Progress
+from zbc.runtime.core.progress import Progress
 from zbc.training import frames
 from zbc.training.launch.board import Beat, Board, plain_name
 

@@ -10,21 +10,21 @@ from zbc.ir import Kind
 from zbc.plan.directory import RankPlan
 from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
-from zbc.runtime.added import Added
-from zbc.runtime.ahead import Ahead
-from zbc.runtime.feature import Feature, Features
-from zbc.runtime.freezing import Resting
-from zbc.runtime.gathers import Gathers
-from zbc.runtime.offload import Offloads
-from zbc.runtime.optimizer import StageOptimizer
-from zbc.runtime.sharded import Sharded
-from zbc.runtime.stage import Stage
-from zbc.runtime.stage_slice import SlicePasts, in_slices
-from zbc.runtime.state import Worker
-from zbc.runtime.tensor_parallel import Hidden, PartialSums
-from zbc.runtime.transport import Transport
-from zbc.runtime.units import Braids, braid
-from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.runtime.core.feature import Feature, Features
+from zbc.runtime.core.optimizer import StageOptimizer
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.added import Added
+from zbc.runtime.features.ahead import Ahead
+from zbc.runtime.features.freezing import Resting
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.offload import Offloads
+from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.stage_slice import SlicePasts, in_slices
+from zbc.runtime.features.tensor_parallel import Hidden, PartialSums
+from zbc.runtime.features.units import Braids, braid
+from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.transports.transport import Transport
 from zbc.training.building.context import LOWERED, Settings, layer_plans, looks_of, parts_of
 from zbc.training.building.data import batches_of, counted, reads_data, samples_of, work_of
 from zbc.training.building.optimizers import averages_of, optimizer_of, sums_of, tied_weights

@@ -10,7 +10,7 @@ stream of r bytes:
                   output, which lies in another order then; 4 per head and the norms' statistics. With experts the
                   MLP's part is kept top_k times, beside 2 h top_k n for the rows on their way to the experts and back
                   and 8 E for the router's choice
-    kept B -> W   n bytes each: input and output gradient of the linear layers (what runtime/split.py stores)
+    kept B -> W   n bytes each: input and output gradient of the linear layers (what runtime/core/split.py stores)
 
     gpt with q = k = h, f = 4h     14 h n (17 h n with rotary positions) beside 2 h r, and 16 h n
     llama                          (4h + 2q + 2k + 3f) n from B to W

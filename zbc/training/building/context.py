@@ -15,8 +15,8 @@ import torch
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan.directory import Manifest
-from zbc.runtime.slicing import Inside, Part, within
-from zbc.runtime.tensors import TensorSpec
+from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.features.slicing import Inside, Part, within
 from zbc.training.data.data import Samples, input_spec
 from zbc.training.models import model, pretrained
 from zbc.training.models.shared_words import table_sizes, trunk

@@ -9,7 +9,7 @@ import torch
 from zbc.ir import NEXT, Kind
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.plan.phases import Phases
-from zbc.runtime.state import BatchSource, Worker
+from zbc.runtime.core.state import BatchSource, Worker
 from zbc.training.building.context import LOWERED, Settings
 from zbc.training.data.counted import Count, Counted
 from zbc.training.data.data import KINDS, Batches, Samples, build_samples, place

@@ -10,14 +10,14 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
 from zbc.plan.directory import Manifest, meeting
-from zbc.runtime.averaging import Averages, Averaging
-from zbc.runtime.bucket import Bucket, GradientSum, absent
-from zbc.runtime.optimizer import StageOptimizer, build_optimizer
-from zbc.runtime.sharded import Sharded
-from zbc.runtime.stage import Stage
-from zbc.runtime.state import Worker
-from zbc.runtime.versions import OneVersion, TwoVersions
-from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.runtime.core.bucket import Bucket, GradientSum, absent
+from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.averaging import Averages, Averaging
+from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.versions import OneVersion, TwoVersions
+from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.training.building.context import LOWERED, Settings, section
 from zbc.training.models import model
 from zbc.training.probing.shapes import Shapes

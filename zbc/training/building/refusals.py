@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from zbc.errors import ZbcError
 from zbc.ir import COPY
 from zbc.plan.directory import Manifest, RankPlan
-from zbc.runtime.slicing import Part
-from zbc.runtime.stage import Stage
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.features.slicing import Part
 from zbc.training.building.context import LOWERED, Settings, parts_of
 from zbc.training.data.data import KINDS, Samples
 from zbc.training.models import model

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 
 from zbc.ir import COPY, Kind
 from zbc.plan.directory import FROZEN, RankPlan, Unequal
-from zbc.runtime.cycle import Cycle, stage_step
-from zbc.runtime.freezing import Turns, refuse_frozen, turns_of
-from zbc.runtime.gathers import with_weights
-from zbc.runtime.handlers import HANDLERS, in_rows
-from zbc.runtime.stage import Stage
-from zbc.runtime.state import PhaseRun
-from zbc.runtime.validate import VectorLayout
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.state import PhaseRun
+from zbc.runtime.core.validate import VectorLayout
+from zbc.runtime.features.cycle import Cycle, stage_step
+from zbc.runtime.features.freezing import Turns, refuse_frozen, turns_of
+from zbc.runtime.features.gathers import with_weights
+from zbc.runtime.features.packing import in_rows
+from zbc.runtime.handlers import HANDLERS
 from zbc.training.building.context import Settings
 from zbc.training.probing.shapes import Shapes
 

@@ -11,15 +11,15 @@ from torch import nn
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
-from zbc.runtime import tensor_parallel
-from zbc.runtime.optimizer import StageOptimizer, build_optimizer
-from zbc.runtime.sharded import Sharded
-from zbc.runtime.stage import Stage
-from zbc.runtime.tensor_parallel import Cut, Group, Meter
-from zbc.runtime.tensors import Loss
-from zbc.runtime.transport import Transport
-from zbc.runtime.vocabulary import Embedding, Output
-from zbc.runtime.vocabulary_state import OfRows, Vocabulary
+from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.tensors import Loss
+from zbc.runtime.features import tensor_parallel
+from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.tensor_parallel import Cut, Group, Meter
+from zbc.runtime.features.vocabulary import Embedding, Output
+from zbc.runtime.features.vocabulary_state import OfRows, Vocabulary
+from zbc.runtime.transports.transport import Transport
 from zbc.training.building.context import LOWERED, Settings, parts_of, shares_sequence
 from zbc.training.models import model, sharding
 from zbc.training.models.shared_words import LOGITS, Tables

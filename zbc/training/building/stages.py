@@ -11,7 +11,7 @@ from torch import nn
 from zbc.ir import Kind
 from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
-from zbc.runtime.stage import Stage
+from zbc.runtime.core.stage import Stage
 from zbc.training.building.context import Settings, group_of
 from zbc.training.models import model
 from zbc.training.models.building import build_stage, share_ties

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.runtime.optimizer import Held, StageOptimizer
-from zbc.runtime.state import Worker
-from zbc.runtime.tensor_parallel import Cut
-from zbc.runtime.versions import OLDER, OneVersion, TwoVersions
-from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.runtime.core.optimizer import Held, StageOptimizer
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.tensor_parallel import Cut
+from zbc.runtime.features.versions import OLDER, OneVersion, TwoVersions
+from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
 from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, state_buffers

@@ -24,7 +24,7 @@ import torch
 import zbc
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.runtime.state import Worker
+from zbc.runtime.core.state import Worker
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.arena import Arena, copy_beside
 from zbc.training.checkpoint.files import digest, put_together, write_parts

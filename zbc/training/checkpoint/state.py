@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import meeting
-from zbc.runtime.answers import sharing
-from zbc.runtime.optimizer import StageOptimizer
-from zbc.runtime.pieces import Piece, deal
-from zbc.runtime.sharded import Sharded
-from zbc.runtime.stage import StageLayer
-from zbc.runtime.state import Worker
-from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.runtime.core.answers import sharing
+from zbc.runtime.core.optimizer import StageOptimizer
+from zbc.runtime.core.stage import StageLayer
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.pieces import Piece, deal
+from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.training.checkpoint.files import TensorPart, check_type
 
 MODEL, OPTIM, BUFFER = "model.", "optim.", "buffer."

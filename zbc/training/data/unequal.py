@@ -19,8 +19,8 @@ from zbc.job import spec
 from zbc.plan.balancing import Microbatch, Shape, deal, dealt_evenly, samples_of_step
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
-from zbc.runtime.packing import Rows
-from zbc.runtime.words import IGNORED
+from zbc.runtime.features.packing import Rows
+from zbc.runtime.features.words import IGNORED
 from zbc.training.data.data import KINDS, Batches, Pairs, build_dataset, in_epochs, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
 

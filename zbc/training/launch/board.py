@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zbc.errors import ZbcError
 
 if TYPE_CHECKING:
-    from zbc.runtime.private import Store
+    from zbc.runtime.core.private import Store
 
 
 _PIECE = 2**20  # characters of one value; torch's store takes 8 MiB at most

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from zbc.errors import RUN_FAILED, ZbcError
 from zbc.host.cores import cores
 from zbc.plan.directory import Manifest
-from zbc.runtime.network import bind_loopback
+from zbc.runtime.transports.network import bind_loopback
 from zbc.training import devices
 from zbc.training.launch.board import Board, connector, plain_name, prefixed
 from zbc.training.launch.forking import fork_server
@@ -39,7 +39,7 @@ from zbc.training.train import Failure, RankContext, RankFailed, StopFlag, end, 
 from zbc.training.watchdog import in_time
 
 if TYPE_CHECKING:
-    from zbc.runtime.private import Store
+    from zbc.runtime.core.private import Store
 
 HOST, PREFIX = "127.0.0.1", "zbc"
 _NOT_STARTED = "it had not started yet"

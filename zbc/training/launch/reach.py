@@ -19,7 +19,7 @@ from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.runtime.network import bind_loopback
+from zbc.runtime.transports.network import bind_loopback
 from zbc.training.launch.board import Board
 
 _SIOCGIFADDR = 0x8915  # Linux

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from zbc.errors import ZbcError
 
 if TYPE_CHECKING:
-    from zbc.runtime.private import Store
+    from zbc.runtime.core.private import Store
 
 _TICK_S = 0.05
 _NO_NAME = ("", "none")  # torchrun's without --rdzv-id

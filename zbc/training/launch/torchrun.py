@@ -19,8 +19,8 @@ import torch
 from zbc.errors import EXIT_INTERRUPTED, RUN_FAILED, ZbcError
 from zbc.host.closed_pipe import EXIT_PIPE
 from zbc.plan.directory import Manifest
-from zbc.runtime.network import bind_loopback
-from zbc.runtime.private import flight_record
+from zbc.runtime.core.private import flight_record
+from zbc.runtime.transports.network import bind_loopback
 from zbc.text import visible
 from zbc.training import devices
 from zbc.training.launch.board import Board, Connect, connector, open_store

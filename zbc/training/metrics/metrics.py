@@ -31,7 +31,7 @@ from zbc.job.throughput import balance, idle_rate, throughput
 from zbc.plan.directory import Manifest
 from zbc.plan.headline import headline
 from zbc.plan.phases import Phases
-from zbc.runtime.progress import EvaluationResult, StepResult
+from zbc.runtime.core.progress import EvaluationResult, StepResult
 from zbc.text import percent, short, size, wrap
 from zbc.training.launch import rundir
 from zbc.training.metrics import sinks

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.bundle import Packing, is_adapted
-from zbc.runtime.remembered import places
-from zbc.runtime.seeding import draws
-from zbc.runtime.split import SPLIT, Patch, SplitLinear, split_backward
-from zbc.runtime.stage import Stage, StageLayer, Traits
-from zbc.runtime.tensors import Laid, TensorSpec
+from zbc.runtime.core.bundle import Packing, is_adapted
+from zbc.runtime.core.remembered import places
+from zbc.runtime.core.seeding import draws
+from zbc.runtime.core.split import SPLIT, Patch, SplitLinear, split_backward
+from zbc.runtime.core.stage import Stage, StageLayer, Traits
+from zbc.runtime.core.tensors import Laid, TensorSpec
 from zbc.training.models.model import LayerPlan
 
 
@@ -74,7 +74,7 @@ def build_stage(
 def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:
     """None where there is nothing to compile: a layer that its user compiled, that takes or returns several tensors, or
     that is one of those left outside."""
-    from zbc.runtime.private import is_compiled
+    from zbc.runtime.core.private import is_compiled
     from zbc.training.models.compiled import compile_layer  # takes a second or two to import
 
     if is_compiled(module) or is_adapted(module) or any(patch.module is module for patch in patches):

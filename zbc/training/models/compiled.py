@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.runtime.private import compile_here
-from zbc.runtime.split import Patch
+from zbc.runtime.core.private import compile_here
+from zbc.runtime.core.split import Patch
 
 BACKEND: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
 _WAYS = 8  # of calling one kind of layer, torch's own limit; beyond its limit torch says nothing and compiles no more

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.packing import rows_now
-from zbc.runtime.slicing import attention, first_row, positions
+from zbc.runtime.features.packing import rows_now
+from zbc.runtime.features.slicing import attention, first_row, positions
 from zbc.training.models.rotary import Rotary
 
 STD = 0.02

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.slicing import attention
+from zbc.runtime.features.slicing import attention
 from zbc.training.models.gpt import linear, same
 from zbc.training.models.rotary import Rotary
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from zbc.job.model_section import RopeScaling
-from zbc.runtime.packing import places, rows_now
-from zbc.runtime.slicing import first_row
+from zbc.runtime.features.packing import places, rows_now
+from zbc.runtime.features.slicing import first_row
 
 
 class Rotary(nn.Module):

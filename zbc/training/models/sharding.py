@@ -21,7 +21,7 @@ from torch import nn
 
 from zbc.errors import ZbcError
 from zbc.job import userobject
-from zbc.runtime.tensor_parallel import Cut, Group, look_up
+from zbc.runtime.features.tensor_parallel import Cut, Group, look_up
 from zbc.training.models.gpt import Embed, GptBlock, GptHead
 from zbc.training.models.llama import LlamaBlock
 

@@ -1,8 +1,8 @@
 """What a layer keeps in plain attributes from one forward to the next, where nobody can put it back.
 
-Buffers that a forward changes are renewed for every microbatch (runtime/remembered.py). A counter, or the last input
-kept in an attribute, is not: its output is that of one process only where each forward runs once, in order. Nor can
-anybody keep apart what several microbatches leave in one attribute between their forward and their backward. Most
+Buffers that a forward changes are renewed for every microbatch (runtime/core/remembered.py). A counter, or the last
+input kept in an attribute, is not: its output is that of one process only where each forward runs once, in order. Nor
+can anybody keep apart what several microbatches leave in one attribute between their forward and their backward. Most
 attributes that change do no harm, such as attention weights kept to be looked at. So a layer that changes some in each
 forward, or that makes buffers in its first, runs with made-up numbers: forward x, forward other, backward of x.
 """
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from zbc.job.userobject import FAILURES
-from zbc.runtime.bundle import example_for
-from zbc.runtime.private import tree_leaves
-from zbc.runtime.remembered import as_before, places, present
-from zbc.runtime.seeding import seeded
-from zbc.runtime.tensors import TensorSpec
+from zbc.runtime.core.bundle import example_for
+from zbc.runtime.core.private import tree_leaves
+from zbc.runtime.core.remembered import as_before, places, present
+from zbc.runtime.core.seeding import seeded
+from zbc.runtime.core.tensors import TensorSpec
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 

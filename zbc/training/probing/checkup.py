@@ -20,12 +20,12 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
-from zbc.runtime.added import Adding, adding_to
-from zbc.runtime.execute import run_step
-from zbc.runtime.hub import Hub
-from zbc.runtime.precision import lower_precision
-from zbc.runtime.seeding import drawing, seed_of
-from zbc.runtime.state import Worker
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.precision import lower_precision
+from zbc.runtime.core.seeding import drawing, seed_of
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.added import Adding, adding_to
+from zbc.runtime.transports.hub import Hub
 from zbc.training import frames
 from zbc.training.building.context import LOWERED, Settings, group_of, layer_plans
 from zbc.training.data.counted import count_of

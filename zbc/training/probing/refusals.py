@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
 from zbc.plan.directory import Manifest
-from zbc.runtime.stage import Stage, StageLayer
+from zbc.runtime.core.stage import Stage, StageLayer
 
 
 def refuse_untrainable(name: str, layer: nn.Module) -> None:

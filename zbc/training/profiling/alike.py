@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.bundle import Adapted
-from zbc.runtime.tensors import TensorSpec
+from zbc.runtime.core.bundle import Adapted
+from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.models.model import LayerPlan
 
 _DEEP = 4  # levels of objects that are looked into

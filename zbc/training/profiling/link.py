@@ -18,7 +18,7 @@ import torch
 from zbc.ir import Kind, Message, Op, Placement, Program
 from zbc.job.profile import Copy, LinkProfile, Point, spread
 from zbc.plan.directory import Manifest, assemble
-from zbc.runtime.network import Network
+from zbc.runtime.transports.network import Network
 from zbc.training.profiling.statistics import quick
 
 _BUSY = 0.002  # seconds that the sender computes

@@ -16,10 +16,10 @@ from zbc.ir import Kind, Op, Placement, Program
 from zbc.job.learning_rate import RateSchedule
 from zbc.job.spec import Job
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
-from zbc.runtime.hub import Hub, HubTransport, Offer, Round, Started
-from zbc.runtime.state import Worker
-from zbc.runtime.tensor_parallel import Group
-from zbc.runtime.tensors import TensorSpec
+from zbc.runtime.core.state import Worker
+from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.features.tensor_parallel import Group
+from zbc.runtime.transports.hub import Hub, HubTransport, Offer, Round, Started
 from zbc.training.building.context import Settings, layer_plans, shapes_of
 from zbc.training.data.data import build_samples
 from zbc.training.models.model import LayerPlan

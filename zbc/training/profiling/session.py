@@ -31,8 +31,8 @@ from zbc.host.cores import cores
 from zbc.job.profile import FAMILY, Copy, Host, LayerProfile, Measured, Origin, Profile, SliceTime, WordTimes, model_of
 from zbc.job.spec import Job
 from zbc.job.userobject import FAILURES
-from zbc.runtime.network import bind_loopback
-from zbc.runtime.private import workspaces
+from zbc.runtime.core.private import workspaces
+from zbc.runtime.transports.network import bind_loopback
 from zbc.training import devices, frames
 from zbc.training.launch.forking import fork_server
 from zbc.training.profiling.link import HostCopies, Pair, fit, sums_of

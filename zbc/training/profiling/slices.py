@@ -13,8 +13,8 @@ from itertools import pairwise
 import torch
 
 from zbc.ir import Op
-from zbc.runtime.execute import run_step
-from zbc.runtime.state import Worker
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.state import Worker
 from zbc.training.profiling.rig import Rig
 from zbc.training.profiling.statistics import quick
 

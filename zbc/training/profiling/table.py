@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zbc.job.links import LinkTable
-from zbc.runtime.network import bind_loopback
+from zbc.runtime.transports.network import bind_loopback
 
 _SMALL, _LARGE = 256, 4 << 20  # bytes
 _WARM_UP = 2

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from zbc.ir import Kind, Op
-from zbc.runtime.execute import run_step
-from zbc.runtime.optimizer import Masters, build_optimizer
-from zbc.runtime.state import Worker
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.optimizer import Masters, build_optimizer
+from zbc.runtime.core.state import Worker
 from zbc.training.building.context import LOWERED
 from zbc.training.profiling.rig import FUSED, IDLE, SPLIT, Rig
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from zbc.ir import Kind, Op
 from zbc.job.profile import LayerBytes
-from zbc.runtime.execute import run_step
-from zbc.runtime.optimizer import Masters
-from zbc.runtime.private import tree_leaves
-from zbc.runtime.route import stage_loss
-from zbc.runtime.slot import Slot, swap_slot
-from zbc.runtime.stage import Stage
-from zbc.runtime.state import Worker
-from zbc.runtime.tensors import TensorSpec
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.optimizer import Masters
+from zbc.runtime.core.private import tree_leaves
+from zbc.runtime.core.route import stage_loss
+from zbc.runtime.core.slot import Slot, swap_slot
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.state import Worker
+from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.profiling.rig import Rig
 from zbc.training.recording.measure import Ledger, Reading, Scale
 

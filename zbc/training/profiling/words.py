@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from zbc.job.profile import WordTimes
-from zbc.runtime.vocabulary import Embedding, Output
-from zbc.runtime.words import combine
+from zbc.runtime.features.vocabulary import Embedding, Output
+from zbc.runtime.features.words import combine
 from zbc.training.profiling.rig import Rig
 from zbc.training.profiling.statistics import quick
 

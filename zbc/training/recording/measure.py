@@ -35,14 +35,14 @@ import torch
 from torch import Tensor
 
 from zbc.ir import Kind, Message, Op
-from zbc.runtime.clock import Clock
-from zbc.runtime.gathers import Gathers
-from zbc.runtime.offload import Offloads
-from zbc.runtime.private import TorchDispatchMode, shares_memory, tree_leaves
-from zbc.runtime.route import Edges, Here
-from zbc.runtime.state import Worker
-from zbc.runtime.units import Braids
-from zbc.runtime.vocabulary_state import Vocabulary
+from zbc.runtime.core.clock import Clock
+from zbc.runtime.core.private import TorchDispatchMode, shares_memory, tree_leaves
+from zbc.runtime.core.route import Edges, Here
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.offload import Offloads
+from zbc.runtime.features.units import Braids
+from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.training.data.prefetch import Prefetched
 from zbc.training.recording.pace import Pace, left
 

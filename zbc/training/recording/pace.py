@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from zbc.ir import Kind, Op
 from zbc.plan.directory import Manifest
-from zbc.runtime.progress import StepResult
-from zbc.runtime.state import Worker
+from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.state import Worker
 from zbc.trace.recording import Timing
 
 LOOKING_S = 0.005  # for the kernels of a layer, on a CPU

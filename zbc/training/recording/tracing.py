@@ -20,14 +20,14 @@ from typing import Any
 from torch import Tensor
 
 from zbc.host.cores import cores
-from zbc.runtime.clock import Clock
-from zbc.runtime.copying import Ticket
-from zbc.runtime.execute import StepResult, run_step
-from zbc.runtime.offload import Offloads
-from zbc.runtime.parcels import Pool
-from zbc.runtime.state import Entry, Worker
-from zbc.runtime.transport import Letter, Pending, Then, Transport
-from zbc.runtime.units import Braids
+from zbc.runtime.core.clock import Clock
+from zbc.runtime.core.execute import StepResult, run_step
+from zbc.runtime.core.state import Entry, Worker
+from zbc.runtime.features.copying import Ticket
+from zbc.runtime.features.offload import Offloads
+from zbc.runtime.features.parcels import Pool
+from zbc.runtime.features.units import Braids
+from zbc.runtime.transports.transport import Letter, Pending, Then, Transport
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
 from zbc.training.launch.board import Board

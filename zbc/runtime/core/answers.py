@@ -1,0 +1,59 @@
+"""Which rank answers for what: in the norm of all gradients, and in what is written down of the weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from zbc.runtime.core.optimizer import StageOptimizer
+from zbc.runtime.features.sharded import Sharded
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+
+def counted(worker: Worker) -> list[StageOptimizer]:
+    """The stages whose gradients this rank answers for in the norm of all.
+
+    Of several copies of a stage the one in pipe 0 of the first pipeline counts; where they share out its optimizer,
+    each counts its part, and where replicas do not sum gradients each counts its own.
+    """
+    rank, placement = worker.plan.rank, worker.placement
+    if worker.layout.apart > 1:
+        return list(worker.optimizers.values())
+    found = [
+        optimizer
+        for s, optimizer in worker.optimizers.items()
+        if (isinstance(optimizer, Sharded) and not optimizer.mirrored)
+        or ((worker.replica == 0 or isinstance(optimizer, Sharded)) and placement.rank_of(s) == rank)
+    ]
+    return [*found, *(one for feature in worker.features for one in feature.counted(worker))]
+
+
+def primary(worker: Worker) -> dict[str, nn.Parameter]:
+    """The weights that are written down from this rank: each of the model's on one rank, in the first pipeline."""
+    rank, placement = worker.plan.rank, worker.placement
+    mine = [s for s in worker.stages if worker.replica == 0 and placement.rank_of(s) == rank]
+    found = {name: p for s in mine for name, p in worker.optimizers[s].parameters.items()}
+    for name, stages in worker.tied.items():
+        if placement.rank_of(stages[0]) != rank:
+            found.pop(name, None)
+    return found
+
+
+def squares(worker: Worker) -> dict[str, Tensor]:
+    """Sums of squares of the gradients this rank answers for, by parameter name; see `StageOptimizer.squares`."""
+    found = {name: value for optimizer in counted(worker) for name, value in optimizer.squares().items()}
+    if worker.share:  # what is no part of anything is counted on the first of the ranks that share layers
+        found = {name: value for name, value in found.items() if name in worker.cuts}
+    if worker.tied:
+        own = primary(worker)
+        found = {name: value for name, value in found.items() if name not in worker.tied or name in own}
+    return found
+
+
+def sharing(worker: Worker, name: str) -> tuple[int, ...]:
+    """The ranks of the run that hold a shared weight."""
+    ranks = {rank for stage in worker.tied[name] for rank in worker.placement.holders(stage)}
+    return worker.topology.ranks(sorted(ranks), worker.share)

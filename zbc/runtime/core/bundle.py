@@ -1,0 +1,239 @@
+"""Several tensors between two layers, carried as one: what is sent, kept and handed on stays a single tensor.
+
+A layer that returns a tuple is given a `forward` that packs it, byte by byte, into a tensor of float32 without a
+meaning of its own; the layer behind it gets the tuple back as its arguments:
+
+    | tensors that gradients flow through | tensors without: masks, tables, whole numbers |
+    0                                     back                                          size
+
+Only the first part comes back as a gradient (`back` numbers of it). Nothing ever computes with what is packed: it is
+copied, so every bit arrives. A `Joint` is the place between two layers; the layout is filled in when the layers run for
+the first time, without data (training/probing/shapes.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError
+from zbc.runtime.core.tensors import Laid, TensorSpec
+from zbc.runtime.features.slicing import now
+
+_ALIGN = 16  # bytes: of the largest type, complex128
+_WIDTH = 4  # bytes of a number of what carries
+
+
+class Part(NamedTuple):
+    """Where a tensor of the tuple lies: its form, and from which number on; `flows`: gradients come back through it."""
+
+    laid: Laid
+    start: int
+    flows: bool
+
+    def of(self, carrier: Tensor) -> Tensor:
+        """Its place in a carrier, or in the part of one that comes back, as the tensor lies there."""
+        shape, dtype = self.laid.spec
+        count = torch.Size(shape).numel()
+        numbers = -(-count * dtype.itemsize // _WIDTH)
+        flat = carrier[self.start : self.start + numbers].view(torch.uint8)[: count * dtype.itemsize].view(dtype)
+        return flat.view(shape) if self.laid.strides is None else flat.as_strided(shape, self.laid.strides)
+
+
+class Packing(NamedTuple):
+    """How a tuple of tensors is packed: `parts` in its order; `size` and `back` in numbers of float32."""
+
+    parts: tuple[Part, ...]
+    size: int
+    back: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], flows: Sequence[bool]) -> Packing:
+        """`flows`: whether each of `tensors` gets a gradient."""
+        starts, at, back = dict[int, int](), 0, 0
+        for index in sorted(range(len(tensors)), key=lambda index: not flows[index]):
+            starts[index] = at
+            used = tensors[index].numel() * tensors[index].dtype.itemsize
+            at += -(-used // _ALIGN) * _ALIGN // _WIDTH
+            back = at if flows[index] else back
+        parts = (Part(Laid.of(t), starts[i], flows[i]) for i, t in enumerate(tensors))
+        return cls(tuple(parts), max(at, 1), max(back, 1))  # no message is empty
+
+    def __str__(self) -> str:
+        return _list([part.laid.spec for part in self.parts])
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec((self.size,), torch.float32)
+
+    @property
+    def gradient(self) -> TensorSpec:
+        """Of what comes back."""
+        return TensorSpec((self.back,), torch.float32)
+
+    def pack(self, tensors: Sequence[Tensor], where: str) -> Tensor:
+        """Raises E505 for other tensors than there were at first; `where` names the layer."""
+        found = [TensorSpec.of(tensor) for tensor in tensors]
+        wanted = [part.laid.spec for part in self.parts]
+        if found != wanted:
+            text = f"run: layer {where} returned {_list(found)}, it must be {_list(wanted)}"
+            hint = "every microbatch has the same shapes; layers must not depend on the data"
+            raise ZbcError("E505", text, hint=hint)
+        packed: Tensor = _Pack.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return packed
+
+    def joined(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Outputs of several stages as the input of one, which is a leaf: their gradients are `parted`."""
+        return _fill(self, torch.zeros(self.size, device=tensors[0].device), tensors)
+
+    def parted(self, grad: Tensor) -> list[Tensor]:
+        """The gradient of each of them; zeros for those that none flows to."""
+        parts = (part.of(grad) if part.flows else part.laid.zeros(grad.device) for part in self.parts)
+        return [part.contiguous() for part in parts]
+
+    def unpack(self, carrier: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = _Unpack.apply(self, carrier)  # type: ignore[no-untyped-call]
+        return found
+
+    def example(self, device: torch.device) -> Tensor:
+        """Tensors with numbers drawn for them, whole ones and masks zeros, packed."""
+        made = []
+        for part in self.parts:
+            shape, dtype = part.laid.spec
+            some = dtype.is_floating_point or dtype.is_complex
+            made.append(torch.randn(shape, dtype=dtype) if some else torch.zeros(shape, dtype=dtype))
+        carrier = torch.zeros(self.size)
+        _fill(self, carrier, made)
+        return carrier.to(device)
+
+    def widened(self, grad: Tensor) -> Tensor:
+        """What came back as the gradient of all that was sent: zeros for the rest, which nobody reads."""
+        if len(grad) == self.size:
+            return grad
+        whole = grad.new_zeros(self.size)
+        whole[: self.back] = grad
+        return whole
+
+
+def _list(specs: Sequence[TensorSpec]) -> str:
+    return f"({', '.join(map(str, specs))})"
+
+
+def _fill(layout: Packing, carrier: Tensor, tensors: Sequence[Tensor | None], *, back: bool = False) -> Tensor:
+    for part, tensor in zip(layout.parts, tensors, strict=True):
+        if tensor is not None and (part.flows or not back):
+            part.of(carrier).copy_(tensor)
+    return carrier
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: Packing, *tensors: Tensor) -> Tensor:
+        ctx.layout = layout
+        carrier = torch.zeros(layout.size, device=tensors[0].device)
+        return _fill(layout, carrier, [tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        parts = ctx.layout.parts
+        needed = ctx.needs_input_grad[1:]
+        return None, *(s.of(grads[0]).clone() if s.flows and n else None for s, n in zip(parts, needed, strict=True))
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layout: Packing, carrier: Tensor) -> tuple[Tensor, ...]:
+        ctx.layout = layout
+        ctx.set_materialize_grads(False)
+        found = tuple(part.of(carrier).clone() for part in layout.parts)
+        ctx.mark_non_differentiable(*(t for t, part in zip(found, layout.parts, strict=True) if not part.flows))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        layout = ctx.layout
+        device = next((grad.device for grad in grads if grad is not None), None)
+        if device is None:
+            return None, None
+        return None, _fill(layout, torch.zeros(layout.size, device=device), grads, back=True)
+
+
+class Joint:
+    """What lies between two layers: one tensor as it is (no layout), or several. One object for all that build them.
+
+    Slices of a microbatch have a layout for each number of rows.
+    """
+
+    def __init__(self) -> None:
+        self._layouts: dict[int | None, Packing] = {}
+        self.settled = False  # whether trials are over: what gets a gradient then, and did not in them, is an error
+
+    @property
+    def layout(self) -> Packing | None:
+        """In the slice that runs, or of whole microbatches."""
+        return self._layouts.get(_rows())
+
+    @layout.setter
+    def layout(self, layout: Packing) -> None:
+        self._layouts[_rows()] = layout
+
+    @property
+    def several(self) -> bool:
+        """Whether several tensors lie there."""
+        return bool(self._layouts)
+
+    def __deepcopy__(self, memo: Any) -> Joint:
+        return self
+
+
+def _rows() -> int | None:
+    inside = now()
+    return None if inside is None else inside.part.rows
+
+
+class Adapted:
+    """The `forward` of a layer that takes or returns several tensors."""
+
+    def __init__(self, name: str, forward: Callable[..., Any], takes: Joint, gives: Joint) -> None:
+        self.name, self.forward, self.takes, self.gives = name, forward, takes, gives
+
+    def __call__(self, x: Tensor) -> Any:
+        layout = self.takes.layout
+        y = self.forward(x) if layout is None else self.forward(*layout.unpack(x))
+        given = self.gives.layout
+        if given is None:
+            return y
+        if not isinstance(y, tuple) or not all(isinstance(one, Tensor) for one in y):
+            what = f"a tuple of {len(given.parts)} tensors"
+            text = f"run: layer {self.name} returned {type(y).__name__}, it must be {what}"
+            raise ZbcError("E505", text, hint="layers must not depend on the data")
+        if self.gives.settled and torch.is_grad_enabled():
+            self._refuse_new(y, given)
+        return given.pack(y, self.name)
+
+    def _refuse_new(self, y: tuple[Tensor, ...], given: Packing) -> None:
+        """Raise E509 for a tensor that wants a gradient and has no room for one."""
+        for index, (tensor, part) in enumerate(zip(y, given.parts, strict=False)):
+            if tensor.requires_grad and not part.flows:
+                text = f"run: tensor {index} of layer {self.name} wants a gradient, which trials did not show"
+                hint = "let it depend on what trains in every forward: add 0 * x.sum(), or detach() it in every one"
+                raise ZbcError("E509", text, hint=hint)
+
+
+def adapt(name: str, module: nn.Module, takes: Joint, gives: Joint) -> None:
+    """Let `module` take and return one tensor, where links say that it has several."""
+    if (takes.several or gives.several) and not is_adapted(module):
+        module.forward = Adapted(name, module.forward, takes, gives)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    return isinstance(module.forward, Adapted)
+
+
+def example_for(module: nn.Module, device: torch.device) -> Tensor | None:
+    """Made-up input for a layer that takes several tensors; None for one that takes one."""
+    layout = module.forward.takes.layout if isinstance(module.forward, Adapted) else None
+    return None if layout is None else layout.example(device)

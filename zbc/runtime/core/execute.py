@@ -1,0 +1,92 @@
+"""The runtime loop: run every op of a rank's plan, in the order written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from zbc.job.userobject import IN_A_RANK
+from zbc.runtime.core import exhausted
+from zbc.runtime.core.progress import Progress, StepResult
+from zbc.runtime.core.seeding import moved, unseeded
+from zbc.runtime.core.state import Worker
+from zbc.runtime.core.validate import reset_peak
+
+__all__ = ["Progress", "Step", "StepResult", "finish", "run_step"]
+
+
+class Step(Protocol):
+    """One way to run a step; see `run_step`."""
+
+    def __call__(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None: ...
+
+
+def run_ops(worker: Worker) -> None:
+    """Every op of a step, in order."""
+    progress, now = worker.progress, time.monotonic
+    for index, (handler, op, text) in enumerate(worker.script):
+        progress.index, progress.op, progress.since = index, text, now()
+        handler(worker, op)
+
+
+def run_step(
+    worker: Worker, step: int, *, stop: bool = False, loop: Callable[[Worker], None] = run_ops
+) -> StepResult | None:
+    """One training step of one rank. `stop` asks all ranks to end after this step; `StepResult.stop` says whether to.
+
+    `loop` runs the ops; one that looks at them, too, stands in tracing.py. Backward runs on this thread on every
+    device: torch's own thread for a GPU knows neither the slot that is current here nor its locks, and ranks as
+    threads would share it.
+
+    Without a barrier the result is that of the step before, None in the first: `finish` has that of the last one. Of a
+    plan without a flush `worker.ends` says whether one comes all the same, since something stands behind the step.
+    An exception from an op keeps its type and gets a note naming rank, op (counted from 0), step and the op itself.
+    `step` counts from 0 and decides which data are read; texts for people count steps from 1, as the console does.
+    Raises E703 if the plan leaves something unused behind or does not agree on the result.
+    """
+    worker.stop, before = stop, _enter(worker, step)
+    progress, now = worker.progress, time.monotonic
+    worker.step, worker.verdict = step, None
+    reset_peak(worker.device)
+    ending = worker.phase_run.ending
+    ending.opens(worker, step)
+    progress.step, progress.total = step, len(worker.script)
+    began = now()
+    for feature in worker.features:
+        feature.opens(worker)
+    others = unseeded() if worker.watched else None
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            loop(worker)
+    except IN_A_RANK as error:
+        manifest = worker.plan.manifest
+        if exhausted.ran_out(error):
+            error.add_note(exhausted.predicted(manifest, worker.rank))
+        place = f"op {progress.index} of {progress.total} of step {step + 1}"
+        error.add_note(f"while {manifest.topology.name(worker.rank)} ran {place}: {progress.op}")
+        raise
+    if others is not None:  # moved perhaps not by a layer: loggers and fillers may draw, too
+        worker.suspect(moved(others) is not None)
+    result = ending.closes(worker, began)
+    if result is not None and result.step == step:
+        for feature in worker.features:
+            result = feature.tells(worker, result)
+    return result if before is None else before
+
+
+def _enter(worker: Worker, step: int) -> StepResult | None:
+    """Turn to what runs this step. Where that changes the step before becomes final; its result if that was to do."""
+    run = worker.run_of(step)
+    if run is worker.phase_run:
+        return None
+    before = finish(worker)
+    worker.phase_run = run
+    return before
+
+
+def finish(worker: Worker) -> StepResult | None:
+    """Make the last step final where that is still to be done; returns its result, None if `run_step` has."""
+    return worker.phase_run.ending.finish(worker)

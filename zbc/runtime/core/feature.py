@@ -1,0 +1,110 @@
+"""What a plan may ask for beside the pipeline itself, as the executor sees it: hooks around the ops of a step.
+
+A feature that only adds ops needs none of this: a row in ops.py and a handler. One that has state between ops, or does
+something where every step begins and ends, is a `Feature` of the worker; one that does something around ops of other
+features wraps their handlers when the script is made (handlers.py: `with_weights`, `in_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from zbc.errors import ZbcError
+from zbc.ir import Key, Op
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zbc.runtime.core.optimizer import StageOptimizer
+    from zbc.runtime.core.progress import StepResult
+    from zbc.runtime.core.route import Keeps, Source
+    from zbc.runtime.core.stage import Stage
+    from zbc.runtime.core.state import PhaseRun, Worker
+
+
+class Feature:
+    """Every hook may be left out."""
+
+    def opens(self, worker: Worker) -> None:
+        """A step begins."""
+
+    def begins(self, worker: Worker) -> None:
+        """The first step is to come; all ranks are here."""
+
+    def keeps(self, run: PhaseRun, stage: Stage, key: Key) -> Keeps | None:
+        """What else than the graph on the device is kept between F and B; None: that."""
+
+    def source(self, op: Op) -> Source | None:
+        """Where an op of a stage that no other one feeds finds what it reads; None: in the data, or in the loss."""
+
+    def reader(self, worker: Worker, op: Op) -> int | None:
+        """Who reads what an op of a stage makes that no other one reads; None: nobody, or the loss."""
+
+    def lays(self, run: PhaseRun, stage: int) -> Callable[[Tensor], Tensor] | None:
+        """What the output of a stage is made before others read it."""
+
+    def optimizers(self) -> Sequence[StageOptimizer]:
+        """Of weights that are of no stage."""
+        return ()
+
+    def counted(self, worker: Worker) -> Sequence[StageOptimizer]:
+        """Those of them whose gradients this rank answers for in the norm of all."""
+        return ()
+
+    def steps(self, worker: Worker, op: Op, step: Callable[[StageOptimizer], None]) -> None:
+        """A stage has been stepped, and so may be what belongs to it."""
+
+    def reduces(self, worker: Worker, op: Op) -> None:
+        """The gradients of a stage are about to be summed over its copies."""
+
+    def settles(self, worker: Worker, stages: Sequence[int]) -> None:
+        """The gradients of these stages are about to be asked for: once per step."""
+
+    def closes(self, worker: Worker) -> None:
+        """All ops of a step have run; blocks until what they started is over."""
+
+    def tells(self, worker: Worker, result: StepResult) -> StepResult:
+        """What else is to be said of a step."""
+        return result
+
+    def repeats(self, worker: Worker) -> None:
+        """The forwards of a step are about to run again: drop what they have made."""
+
+    def leftovers(self, worker: Worker) -> list[str]:
+        """What a finished step should have used up and did not."""
+        return []
+
+    def gathers(self, worker: Worker) -> None:
+        """Something between steps needs whole weights."""
+
+    def saves(self, worker: Worker) -> None:
+        """A checkpoint is about to be written."""
+
+    def ends(self) -> None:
+        """The rank is done: end the threads that work for it."""
+
+
+F = TypeVar("F", bound=Feature)
+
+
+class Features:
+    """Those of a rank, one of a kind."""
+
+    def __init__(self, features: Iterable[Feature]) -> None:
+        self._found = {type(one): one for one in features}
+
+    def __iter__(self) -> Iterator[Feature]:
+        return iter(self._found.values())
+
+    def find(self, kind: type[F]) -> F | None:
+        """None where the plan does not ask for it."""
+        return cast("F | None", self._found.get(kind))
+
+    def of(self, kind: type[F]) -> F:
+        """Raises E703 where the plan does not ask for it."""
+        found = self.find(kind)
+        if found is None:
+            text = f"run: an op needs what this plan was not made for: {kind.__name__.lower()}"
+            raise ZbcError("E703", text, hint="plan again")
+        return found

@@ -1,0 +1,196 @@
+"""What the ops of the pipeline itself do on a rank: one function per kind. Stores are in state.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.runtime.core.answers import squares
+from zbc.runtime.core.optimizer import StageOptimizer, set_rate
+from zbc.runtime.core.route import Left
+from zbc.runtime.core.slot import Slot, swap_slot
+from zbc.runtime.core.stage import mismatch
+from zbc.runtime.core.state import Worker, name_of
+from zbc.runtime.core.tape import Inputs
+from zbc.runtime.core.validate import peak_bytes
+from zbc.runtime.features.added import Added
+from zbc.runtime.features.parcels import Parcel
+from zbc.runtime.features.units import between
+
+# ---- compute -------------------------------------------------------------------------------------------------
+
+
+def forward(worker: Worker, op: Op) -> None:
+    """F: run the stage on its input; the output goes along its edges, or into the loss."""
+    route = worker.routes[op]
+    key, stage, takes, gives = route.key, route.stage, route.takes, route.gives
+    if key in worker.kept or takes is None or gives is None:
+        raise ZbcError("E703", f"run: {op} runs twice")
+    number, slot = worker.number(key.mb), Slot() if route.slotted else None
+    x = None if takes.waits else takes.take(worker, number)
+    finish = gives.finish(worker, number)
+    x = takes.take(worker, number) if x is None else x  # last, so that what comes is used at once
+    if x.dtype is not stage.takes.dtype or x.shape != stage.takes.shape:
+        raise mismatch(f"the input of F {name_of(key)}", x, stage.takes)
+    clock = worker.clock
+    began = clock.start()
+    y, left = route.keeps.forward(worker, stage, x, number, finish, slot)
+    grad = gives.give(worker, y, op, number)
+    if left is not None:
+        left.grad, worker.kept[key] = grad, left
+    clock.stop(began)
+
+
+_NOTHING = Inputs([], lambda index, x: x, lambda index: nullcontext(), 0)  # a backward that ends where it begins
+
+
+def backward(worker: Worker, op: Op) -> None:
+    """BW: both halves in one walk of the graph. B: the gradient of the stage input; that of weights waits for W."""
+    route = worker.routes[op]
+    key, stage, takes, gives = route.key, route.stage, route.takes, route.gives
+    left = worker.kept.pop(key, None)
+    if left is None:
+        raise ZbcError("E703", f"run: {op}: its F has not run")
+    left = route.keeps.back(worker, op, left)
+    grad = left.grad
+    if takes is not None:
+        grad, wanted = takes.take(worker, 0), stage.returned
+        if wanted is not None and (grad.dtype is not wanted.dtype or grad.shape != wanted.shape):
+            raise mismatch(f"the gradient for B {name_of(key)}", grad, wanted)
+        grad = grad if stage.goes is None else stage.goes.widened(grad)
+        if not stage.passed and not grad.any():  # in one process there is none, and AdamW moves nothing
+            left.tape = _NOTHING
+    clock = worker.clock
+    began = clock.start()
+    _walk(worker, op, left, grad)
+    stage.alone.look(worker.step)
+    if gives is not None:
+        x = left.entry
+        found = x.grad
+        if found is None:
+            found = x.zeros() if isinstance(x, Parcel) else torch.zeros_like(x)
+        gives.give(worker, found, op, 0)
+    clock.stop(began)
+
+
+def _walk(worker: Worker, op: Op, left: Left, grad: Tensor | None) -> None:
+    """Go back through the graph. With B the weight gradients of split layers stay in the slot, for W."""
+    slot, apart = left.slot, op.kind is Kind.B
+    if slot is None:
+        if apart:
+            raise ZbcError("E703", f"run: {op} comes apart from its W, its F was told otherwise")
+        left.tape.backward(grad)
+        return
+    slot.fills = not apart and worker.group is not None
+    slot.split = apart or slot.fills
+    before = swap_slot(slot)
+    try:
+        left.tape.backward(grad)
+    finally:
+        swap_slot(before)
+    if apart:
+        worker.slots[op.key] = slot
+    elif slot.split:
+        slot.run(between())
+
+
+def backward_weight(worker: Worker, op: Op) -> None:
+    """W: the weight gradients that B left."""
+    slot = worker.slots.pop(op.key, None)
+    if slot is None:
+        raise ZbcError("E703", f"run: W {name_of(op.key)}: its B has not run")
+    began = worker.clock.start()
+    slot.run(between())
+    worker.clock.stop(began)
+
+
+# ---- transfers -----------------------------------------------------------------------------------------------
+
+
+def send(worker: Worker, op: Op) -> None:
+    """SEND_F, SEND_B: start sending what lies on an edge; from here on only the transport holds it."""
+    message, peer = worker.routes[op][2:4]
+    tensor = None if message is None else worker.edges.pop(message, None)
+    if tensor is None or message is None:
+        raise ZbcError("E703", f"run: {op}: what it sends has not been computed")
+    worker.transport.send(worker.renamed.get(message, message), tensor, peer)
+
+
+def receive(worker: Worker, op: Op) -> None:
+    """RECV_F, RECV_B: post the buffer for what an edge brings; who reads it waits."""
+    route = worker.routes[op]
+    if route.message is not None and route.buffer is not None:
+        worker.transport.post(worker.renamed.get(route.message, route.message), route.buffer(), route.peer)
+
+
+# ---- the end of a step ---------------------------------------------------------------------------------------
+
+
+def reduce(worker: Worker, op: Op) -> None:
+    """REDUCE, TIE: start to sum the gradients of a stage, or of a weight that two share, over all that hold a copy."""
+    one = worker.sums[op]
+    for feature in worker.features if op.kind is Kind.REDUCE else ():
+        feature.reduces(worker, op)
+    one.start(worker.transport)
+    worker.summing.append(one)
+
+
+def validate(worker: Worker, op: Op) -> None:
+    """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
+    worker.settle(*worker.stages)
+    first, device = worker.phase_run.first, worker.device
+    losses = {} if worker.share else {first + mb: loss for mb, loss in worker.losses.items()}
+    losses |= worker.features.of(Added).told(worker.layout.microbatches)
+    own, peak = squares(worker), peak_bytes(device)
+    busy = worker.clock.read()()  # waits for the ops, while a GPU has the squares to compute
+    vector = worker.layout.vector(
+        own,
+        losses,
+        rank=worker.rank,
+        stop=worker.stop,
+        busy=busy,
+        peak=peak,
+        device=device,
+        replica=worker.apart,
+    )
+    worker.losses.clear()
+    worker.all_reduce(vector, worker.everyone)
+    worker.verdict = worker.learn(vector)
+
+
+def optimizer_step(worker: Worker, op: Op) -> None:
+    """STEP: clip, update the stage's weights unless the verdict is to skip, and drop its gradients."""
+    if (verdict := worker.verdict) is None:
+        raise ZbcError("E703", f"run: {op} comes before VALIDATE")
+    worker.before_update()
+
+    def step(one: StageOptimizer) -> None:
+        if not verdict.skipped:
+            set_rate(one, worker.rate(worker.phases, worker.step))
+            one.step(verdict.clip(worker.clip))
+        one.drop()
+        one.stepped(worker.transport, skipped=verdict.skipped)
+
+    step(worker.optimizers[op.stage])
+    for feature in worker.features:
+        feature.steps(worker, op, step)
+
+
+OPS: dict[Kind, Callable[[Worker, Op], None]] = {
+    Kind.F: forward,
+    Kind.B: backward,
+    Kind.W: backward_weight,
+    Kind.BW: backward,
+    Kind.SEND_F: send,
+    Kind.RECV_F: receive,
+    Kind.SEND_B: send,
+    Kind.RECV_B: receive,
+    Kind.REDUCE: reduce,
+    Kind.VALIDATE: validate,
+    Kind.STEP: optimizer_step,
+}

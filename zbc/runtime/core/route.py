@@ -1,0 +1,334 @@
+"""Where an op of a stage finds what it reads and lays what it makes: looked up once per plan.
+
+What may be special about a stage (it reads the data, ends in the loss, has several neighbours; activations that move;
+layers that are frozen) is said here, by which parts a route has. The ops themselves (handlers.py) are the same for all:
+
+    F    x = takes.take();  y, left = keeps.forward(x);  left.grad = gives.give(y);  kept[key] = left
+    B    left = keeps.back(kept.pop(key));  grad = left.grad or takes.take();  left.tape.backward(grad);  gives.give(..)
+
+A value of an edge lies in `Worker.edges`, keyed by the message that it is or would be, until its SEND or the stage that
+reads it takes it out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.ir import Key, Kind, Message, Op
+from zbc.job.userobject import IN_A_RANK
+from zbc.ops import At, Scope
+from zbc.runtime.core.reading import read
+from zbc.runtime.core.slot import Slot
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.tape import Tape
+from zbc.runtime.core.tensors import Loss, TensorSpec
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import PhaseRun, Worker
+
+Finish = Callable[[Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Left:
+    """What F leaves for B: the input, which collects its gradient, or the parcel where it moves; the way back; what
+    that starts with, at the loss; the slot, None where backward is one op and the layers are torch's own."""
+
+    entry: Any  # Tensor | Parcel
+    tape: Tape
+    slot: Slot | None
+    grad: Tensor | None = None
+
+
+# ---- sources -------------------------------------------------------------------------------------------------
+
+
+class Source(Protocol):
+    """Where an op finds a tensor."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether to ask for it last, so that it is used as soon as it comes."""
+
+    def take(self, worker: Worker, number: int) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Microbatch `number` of the data: all of it or a slice, for one group of layers."""
+
+    stage: Stage
+    waits: bool = False
+
+    def take(self, worker: Worker, number: int) -> Tensor:
+        return read(worker, worker.source, "inputs", number, self.stage.part, self.stage.reads)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Another stage of this rank has laid it down."""
+
+    edge: Message
+    missing: str
+    waits: bool = False
+
+    def take(self, worker: Worker, number: int) -> Tensor:
+        found = worker.edges.pop(self.edge, None)
+        if found is None:
+            raise ZbcError("E703", f"run: {self.missing}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Comes:
+    """A message brings it; `laid` as it lies in memory in one process."""
+
+    edge: Message
+    laid: Callable[[Tensor], Tensor] | None = None
+    waits: bool = True
+
+    def take(self, worker: Worker, number: int) -> Tensor:
+        found = worker.wait(self.edge)
+        return found if self.laid is None else self.laid(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Tensors of several stages, in their order, made one."""
+
+    sources: tuple[Source, ...]
+    join: Callable[[list[Tensor]], Tensor]
+    waits: bool = True
+
+    def take(self, worker: Worker, number: int) -> Tensor:
+        return self.join([one.take(worker, number) for one in self.sources])
+
+
+def total(found: list[Tensor]) -> Tensor:
+    """A gradient by all stages that read an output, in their order: a sum of three depends on it."""
+    return functools.reduce(torch.add, found)
+
+
+# ---- sinks ---------------------------------------------------------------------------------------------------
+
+
+class Sink(Protocol):
+    """Where what an op makes goes; of a loss, what its backward begins with."""
+
+    def finish(self, worker: Worker, number: int) -> Finish: ...
+    def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> Tensor | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """Along edges, where SENDs look and stages of this rank; `part` makes a tensor for each of several."""
+
+    edges: tuple[Message, ...]
+    stage: Stage
+    part: Callable[[Tensor], list[Tensor]] | None = None
+
+    def finish(self, worker: Worker, number: int) -> Finish:
+        return self.stage.fit
+
+    def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> None:
+        store = worker.edges
+        if self.part is None:
+            for edge in self.edges:
+                store[edge] = tensor
+        else:
+            for edge, one in zip(self.edges, self.part(tensor), strict=True):
+                store[edge] = one
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Into the loss of the step."""
+
+    stage: Stage
+
+    def finish(self, worker: Worker, number: int) -> Finish:
+        part = self.stage.part
+        target, share = read(worker, worker.source, "targets", number, part)
+        if not worker.weight(number):
+            share = 0.0
+        elif part is None:
+            return functools.partial(stage_loss, worker.loss, target)
+        return functools.partial(slice_loss, worker.loss, target, share)
+
+    def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> Tensor | None:
+        # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
+        loss = tensor.item() if worker.on_host else tensor.detach().clone()
+        weight = worker.weight(number)
+        loss = loss if weight == 1.0 else loss * weight
+        worker.losses[op.mb] = loss if not op.slice else worker.losses.get(op.mb, 0.0) + loss
+        return worker.loss_share(tensor, number)
+
+
+@dataclass(frozen=True, slots=True)
+class Measures(Losses):
+    """Into the loss of an evaluation, each microbatch by the targets that count in it."""
+
+    def finish(self, worker: Worker, number: int) -> Finish:
+        target, share = read(worker, worker.source, "targets", number, self.stage.part)
+        weight = worker.weigh(number, target, share)
+        if weight == 1.0:
+            return functools.partial(stage_loss, worker.loss, target)
+        return functools.partial(slice_loss, worker.loss, target, weight)
+
+    def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> None:
+        worker.losses[op.mb] = tensor if not op.slice else worker.losses.get(op.mb, 0.0) + tensor
+
+
+def slice_loss(function: Loss, target: Tensor, share: float, output: Tensor) -> Tensor:
+    """What a slice adds to the loss of its microbatch. Raises E505 as `stage_loss`."""
+    if share == 0.0:  # no target counts: a mean over none would be no number
+        return (output * 0.0).sum()
+    return stage_loss(function, target, output) * share
+
+
+def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
+    """The loss of a microbatch. Raises E505 if it is not one number."""
+    try:
+        loss = function(output, target)
+    except IN_A_RANK as error:
+        error.add_note(f"in model.loss, for an output {TensorSpec.of(output)} and a target {TensorSpec.of(target)}")
+        raise
+    if loss.dim() != 0:
+        text = f"run: model.loss returned a tensor of shape {list(loss.shape)}, it must be one number"
+        raise ZbcError("E505", text, hint="return the mean over the microbatch")
+    return loss
+
+
+# ---- what is kept between F and B ----------------------------------------------------------------------------
+
+
+class Keeps:
+    """The graph, on the device."""
+
+    def forward(
+        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
+    ) -> tuple[Tensor, Left | None]:
+        if stage.flows:
+            x.requires_grad_()  # made for this op alone, here or by the stage before
+        y, tape = stage.forward(x, worker.step, number, finish, slot)
+        return y.detach(), Left(x, tape, slot)
+
+    def back(self, worker: Worker, op: Op, left: Left) -> Left:
+        """Before backward."""
+        return left
+
+
+class Evaluates(Keeps):
+    """Nothing: no backward follows."""
+
+    def forward(
+        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
+    ) -> tuple[Tensor, None]:
+        return stage.evaluate(x, finish, "evaluation", worker.step, number), None
+
+
+KEEPS, EVALUATES = Keeps(), Evaluates()
+
+
+# ---- routes --------------------------------------------------------------------------------------------------
+
+
+class Route(NamedTuple):
+    """What the plan and the placement fix about an op."""
+
+    key: Key
+    stage: Stage
+    message: Message | None = None  # a transfer's
+    peer: int = -1  # its other end, in the run
+    takes: Source | None = None  # None: a backward that begins at the loss
+    gives: Sink | None = None  # None: a backward that ends at the data
+    keeps: Keeps = KEEPS
+    slotted: bool = False  # whether layers that split their backward are to do so, which costs more than torch's own
+    buffer: Callable[[], Tensor] | None = None  # for what a receive brings
+
+    @property
+    def brought(self) -> Message | None:
+        """The one message that brings what a compute op reads, or a transfer's own."""
+        return self.takes.edge if isinstance(self.takes, Comes) else self.message
+
+
+def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
+    """None for ops that are of no stage and microbatch. Raises E203, E205 for a plan of another rank."""
+    kind, placement, here = op.kind, worker.placement, op.stage
+    if kind.row.scope in (Scope.RANK, Scope.EVERY):
+        return None
+    whole = worker.stages.get(here)
+    if whole is None:
+        text = f"run: {op} is in the plan of rank {worker.plan.rank}, which does not hold stage {here}"
+        raise ZbcError("E205", text, hint="plan again")
+    key, stage = op.key, whole.at(op.slice)
+    if kind.is_transfer:
+        peer = placement.peer(op)
+        if peer is None:
+            raise ZbcError("E203", f"run: {op} leads out of the pipeline", hint="plan again")
+        message = placement.message(op)
+        buffer = stage.empty_grad if kind is Kind.RECV_B else stage.empty_input if kind is Kind.RECV_F else None
+        if kind is Kind.RECV_F and stage.inputs and message is not None:
+            buffer = functools.partial(stage.empty_from, message.source)
+        return Route(key, stage, message, worker.seat(peer), buffer=buffer)
+    if not kind.computes:
+        return Route(key, stage)
+    keeps = next((one for feature in worker.features if (one := feature.keeps(run, stage, key))), KEEPS)
+    return Route(
+        key,
+        stage,
+        takes=None if kind.takes is None else _source(worker, op, stage),
+        gives=None if kind.gives is None else _sink(worker, run, op, stage),
+        keeps=keeps if run.trains else EVALUATES,
+        slotted=stage.casts_weights or worker.group is not None or key in run.halves,
+    )
+
+
+def _source(worker: Worker, op: Op, stage: Stage) -> Source | None:
+    placement, here, forward = worker.placement, op.stage, op.kind.takes is At.SOURCES
+    others = (stage.inputs or placement.sources(here)) if forward else placement.sinks(here)
+    if not others:
+        found = next((one for feature in worker.features if (one := feature.source(op))), None)
+        return found or (Data(stage) if forward else None)
+    name = str(Op(Kind.F, *op.key)).removeprefix("F ")
+    missing = f"F {name}: the stage before has not handed over its output"
+    if not forward:
+        missing = f"B {name}: the next stage has not handed over its gradient"
+    several = len(others) > 1
+    laid = None if several or not forward or stage.laid is None else stage.arrived
+    brought: list[Source] = []
+    for other in others:
+        edge = Message(other, *op.key)
+        brought.append(Comes(edge, laid) if placement.crosses(other, here, op.pipe) else Here(edge, missing))
+    if not several:
+        return brought[0]
+    return Several(tuple(brought), total if not forward or stage.came is None else stage.came.joined)
+
+
+def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
+    placement, here, forward = worker.placement, op.stage, op.kind.gives is At.SINKS
+    others = placement.sinks(here) if forward else (stage.inputs or placement.sources(here))
+    if not others:
+        others = tuple(who for feature in worker.features if (who := feature.reader(worker, op)) is not None)
+    if not others:
+        return (Losses if run.trains else Measures)(stage) if forward else None
+    edges = tuple(Message(here, other, *op.key[1:]) for other in others)
+    part: Callable[[Tensor], list[Tensor]] | None = None
+    came = stage.came
+    lays = next((one for feature in worker.features if (one := feature.lays(run, here))), None)
+    if forward and lays is not None:
+        part = lambda y: [lays(y)] * len(edges)  # noqa: E731
+    if not forward and came is not None:
+        if stage.inputs:
+            part = came.parted
+        else:
+            back = came.back
+            part = lambda grad: [grad[:back]]  # noqa: E731
+    return Edges(edges, stage, part)

@@ -1,0 +1,328 @@
+"""Linear, embedding and convolution layers whose weight gradient can wait: B is the input gradient, W the rest.
+
+`split_backward` replaces the `forward` of such modules, one instance at a time. The replacement takes the current
+`Slot` (slot.py) along; without one, outside a pipeline step, it is the ordinary forward. Only these layers are split:
+they hold the arithmetic. Norms, biases of norms and everything else get their gradients in B.
+
+Between B and W a slot holds the input and the output gradient of each deferred layer and nothing else of the graph.
+Accumulation follows autograd (`p.grad = g`, then add), so W in microbatch order gives the bits of a fused backward.
+A parameter used twice in one forward adds its two gradients in another order than autograd (about 1e-7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn import functional
+
+from zbc.errors import ZbcError
+from zbc.runtime.core.private import transforming
+from zbc.runtime.core.slot import Slot, accumulate, current_slot
+
+# ---- linear --------------------------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):
+    """`y = x w^T + b`. `low` is w in the autocast type, or None outside autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, slot: Slot) -> Tensor:
+        ctx.slot, ctx.shape, ctx.weight, ctx.bias = slot, x.shape, weight, bias
+        multiplier = weight
+        if low is not None:
+            multiplier, x = low, x.to(low.dtype)
+            bias = None if bias is None else bias.to(low.dtype)
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_weight else None, multiplier if needs_x else None)
+        if low is None:
+            return functional.linear(x, multiplier, bias)
+        with torch.autocast(x.device.type, enabled=False):
+            return functional.linear(x, multiplier, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, multiplier = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        grad_x = None if multiplier is None else grad.mm(multiplier).view(ctx.shape)  # autograd casts it to x's type
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        rows: Tensor | None = None if x is None else x.detach().reshape(-1, x.shape[-1])
+        if not ctx.slot.split:
+            grad_weight = None if rows is None else grad.t().mm(rows).to(ctx.weight.dtype)
+            grad_bias = grad.sum(0).to(ctx.bias.dtype) if needs_bias else None
+            return grad_x, grad_weight, grad_bias, None, None
+        weight, bias = ctx.weight, ctx.bias
+
+        def weight_grad() -> None:
+            if rows is not None:
+                accumulate(weight, grad.t().mm(rows).to(weight.dtype))
+            if needs_bias:
+                accumulate(bias, grad.sum(0).to(bias.dtype))
+
+        if needs_weight or needs_bias:
+            ctx.slot.defer(weight_grad)
+        return grad_x, None, None, None, None
+
+
+class SplitLinear:
+    """The `forward` of one `nn.Linear` whose weight gradient can wait.
+
+    Under autocast the weight is cast once and kept until it changes, not once per microbatch: see `forget`.
+    """
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.module = module
+        self._low: tuple[int, Tensor, Tensor] | None = None  # the weight's version, its cast, the weight
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module, slot = self.module, current_slot()
+        if slot is None or not _own(module):
+            return nn.Linear.forward(module, input)
+        kind = input.device.type
+        low = self.cast(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        return _apply(_Linear, input, module.weight, module.bias, low, slot)
+
+    @property
+    def low(self) -> Tensor | None:
+        """The cast that is kept now, if any."""
+        return None if self._low is None else self._low[1]
+
+    def cast(self, dtype: torch.dtype) -> Tensor | None:
+        """The weight in that type, kept until it changes; None where autocast leaves it as it is."""
+        weight = self.module.weight
+        if weight.dtype == torch.float64:  # as autocast, which leaves those alone
+            return None
+        if weight.dtype == dtype:
+            return weight.detach()
+        version = weight._version
+        low = self._low
+        if low is None or low[0] != version or low[2] is not weight or low[1].dtype != dtype:
+            self._low = low = version, weight.detach().to(dtype), weight
+        return low[1]
+
+    def adopt(self, dtype: torch.dtype) -> Tensor:
+        """Room for the weight in that type, which counts as its cast: for who brings it in place of the weight. What is
+        in it is undefined; it is the tensor of before, if that was freed."""
+        weight, low = self.module.weight, self._low
+        if low is None or low[0] != weight._version or low[1].dtype != dtype:
+            self._low = low = weight._version, torch.empty_like(weight, dtype=dtype, requires_grad=False), weight
+        elif not low[1].untyped_storage().nbytes():
+            low[1].untyped_storage().resize_(low[1].nbytes)
+        return low[1]
+
+    def free(self) -> None:
+        """Give back the bytes of the cast: graphs that need it for their backward keep the tensor."""
+        if self._low is not None:
+            self._low[1].untyped_storage().resize_(0)
+
+    def refill(self) -> None:
+        """Cast again into the tensor that was freed, once the weight is there."""
+        if self._low is not None:
+            _, low, weight = self._low
+            low.untyped_storage().resize_(low.nbytes)
+            low.data.copy_(weight.data)  # `data` leaves no version behind, or autograd would refuse those graphs
+
+    def forget(self) -> None:
+        """Drop the cast weight; called after each optimizer step, also for writes that leave no version behind."""
+        self._low = None
+
+
+# ---- embedding -----------------------------------------------------------------------------------------------
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, index: Tensor, weight: Tensor, padding: int, slot: Slot) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.slot, ctx.weight, ctx.padding = slot, weight, padding
+        return torch.ops.aten.embedding(weight, index, padding)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (index,) = ctx.saved_tensors
+        grad, weight, padding = grads[0], ctx.weight, ctx.padding
+
+        def weight_grad() -> Tensor:
+            rows = weight.shape[0]
+            return torch.ops.aten.embedding_dense_backward(grad, index, rows, padding, False)  # type: ignore[no-any-return]
+
+        if not ctx.slot.split:
+            return None, weight_grad(), None, None
+        ctx.slot.defer(lambda: accumulate(weight, weight_grad()))
+        return None, None, None, None
+
+
+class SplitEmbedding:
+    """The `forward` of one `nn.Embedding` whose weight gradient can wait."""
+
+    def __init__(self, module: nn.Embedding) -> None:
+        self.module = module
+
+    def __call__(self, input: Tensor) -> Tensor:
+        module, slot = self.module, current_slot()
+        if slot is None or not module.weight.requires_grad or not _own(module):
+            return nn.Embedding.forward(module, input)
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        return _apply(_Embedding, input, module.weight, padding, slot)
+
+
+# ---- any layer with one input, by keeping its own small graph -------------------------------------------------
+
+
+class _Leaf(torch.autograd.Function):
+    """Runs `function(x)` as a graph of its own; B asks that graph for the input gradient, W for the parameters'."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], slot: Slot, *parameters: Tensor) -> Tensor:
+        inner = x.detach().requires_grad_(x.requires_grad)
+        with torch.enable_grad():
+            y = function(inner)
+        ctx.slot, ctx.inner, ctx.edge = slot, inner, get_gradient_edge(y)
+        ctx.parameters = tuple(p for p in parameters if p.requires_grad)
+        ctx.wanted = tuple(p.requires_grad for p in parameters)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad, edge, inner, parameters = grads[0], ctx.edge, ctx.inner, ctx.parameters
+        ctx.edge = ctx.inner = None
+        inputs = (inner,) if inner.requires_grad else ()
+        if not ctx.slot.split:
+            found = _grads(edge, (*inputs, *parameters), grad)
+            grad_x = found[0] if inputs else None
+            rest = iter(found[len(inputs) :])
+            return grad_x, None, None, *(next(rest) if wanted else None for wanted in ctx.wanted)
+        grad_x = _grads(edge, inputs, grad, keep=bool(parameters))[0] if inputs else None
+        if parameters:
+            ctx.slot.defer(lambda: _accumulate_all(parameters, _grads(edge, parameters, grad)))
+        return grad_x, None, None, *(None for _ in ctx.wanted)
+
+
+def _grads(edge: GradientEdge, inputs: tuple[Tensor, ...], grad: Tensor, keep: bool = False) -> tuple[Tensor, ...]:
+    return torch.autograd.grad([edge], inputs, [grad], retain_graph=keep, allow_unused=True)
+
+
+def _accumulate_all(parameters: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is not None:
+            accumulate(parameter, grad)
+
+
+class SplitLeaf:
+    """The `forward` of one module with a single input whose parameter gradients can wait, whatever it computes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward = module.forward
+
+    def __call__(self, input: Tensor) -> Tensor:
+        parameters = tuple(self.module.parameters(recurse=False))
+        slot = current_slot()
+        needed = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        if slot is None or not needed or not _own(self.module):
+            return self.forward(input)  # type: ignore[no-any-return]
+        return _apply(_Leaf, input, self.forward, slot, *parameters)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+# ---- installing ----------------------------------------------------------------------------------------------
+
+Patch = SplitLinear | SplitEmbedding | SplitLeaf
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SPLIT: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, *_CONVOLUTIONS)
+# By name: importing torch.distributed.fsdp takes a second, and FSDP2 gives each wrapped module a class of its own.
+_WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT) -> list[Patch]:
+    """Let every layer of `kinds` inside `root` defer its weight gradient; return what was installed.
+
+    A module stays as it is, and its weight gradient is computed in B, if patching could change what it does: it has a
+    forward of its own (subclass or instance), hooks, parametrizations, gradient hooks on its parameters, parameters
+    without elements, sparse or renormalised embeddings, or lies inside a compiled module.
+    """
+    compiled = {id(inner) for outer in root.modules() if _is(outer, "OptimizedModule") for inner in outer.modules()}
+    installed: list[Patch] = []
+    for module in root.modules():
+        fit = isinstance(module, kinds) and id(module) not in compiled and _plain(module)
+        patch = _patch_for(module) if fit else None
+        if patch is not None:
+            module.forward = patch
+            installed.append(patch)
+    return installed
+
+
+def refuse_wrapped(name: str, layer: nn.Module) -> None:
+    """Raise E507 for data-parallel wrappers and sharded parameters inside `layer`.
+
+    Their hooks fire when autograd accumulates a gradient, which a deferred W bypasses: gradients would silently not
+    be summed over ranks, and the collectives would run in an order no plan knows.
+    """
+    for path, module in layer.named_modules():
+        wrapper = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
+        if wrapper is None and any(_is(p, "DTensor") for p in module.parameters(recurse=False)):
+            wrapper = "DTensor"
+        if wrapper is not None:
+            where = f"{name}.{path}" if path else name
+            text = f"model: layer {where} uses {wrapper}, whose gradient exchange does not work inside a pipeline stage"
+            raise ZbcError("E507", text, hint="return plain layers; copies of a stage are summed by the plan itself")
+
+
+def _patch_for(module: nn.Module) -> Patch | None:
+    forward = type(module).forward
+    if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
+        return SplitLinear(module)
+    if isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:
+        dense = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+        return SplitEmbedding(module) if dense else None
+    if isinstance(module, _CONVOLUTIONS) and any(forward is cls.forward for cls in _CONVOLUTIONS):
+        return SplitLeaf(module)
+    return None
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def _plain(module: nn.Module) -> bool:
+    """Whether the module computes what its class says with plain leaf parameters, and nobody listens in."""
+    if "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS):
+        return False
+    own = module._parameters
+    if own.get("weight") is None or ("bias" not in own and hasattr(module, "bias")):
+        return False
+    return all(p is None or _plain_parameter(p) for p in own.values())
+
+
+def _own(module: nn.Module) -> bool:
+    """Whether the weights of a module are parameters now, and not what torch.func.functional_call put in their place:
+    the gradient of that goes on through the graph, and its values are other ones from call to call.
+
+    Nor are they while torch.vmap or another transform of torch.func runs."""
+    if transforming():
+        return False
+    for parameter in module._parameters.values():
+        if type(parameter) is not nn.Parameter and not (parameter is None or isinstance(parameter, nn.Parameter)):
+            return False
+    return True
+
+
+def _plain_parameter(parameter: nn.Parameter) -> bool:
+    hooks = getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    fit = type(parameter) is nn.Parameter and parameter.is_floating_point() and parameter.numel() > 0
+    return fit and not hooks
+
+
+def _is(value: object, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(value).__mro__)

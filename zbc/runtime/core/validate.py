@@ -1,0 +1,262 @@
+"""What ranks agree on at the end of a step: one vector, summed over all ranks.
+
+Each rank fills its own entries and leaves the others zero, so the sum is exact and every rank reads the same numbers:
+
+    per chunk of each parameter, by name  sum of squares of its gradient     the rank of pipe 0 that holds it
+    per microbatch                        its loss                           the rank that ran its last stage
+    one                                   1 to stop after this step          any rank
+    per rank                              busy seconds                       the rank
+    per rank                              peak bytes                         the rank
+
+Since the norm is made of one number per chunk, it is the same double for every cut of the model, and for every way in
+which copies share out the optimizer. Of several replicas the first one answers for the gradients, and each for
+the losses of its own microbatches; where replicas do not sum gradients, each has entries of its own for those.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import resource
+import sys
+from array import array
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zbc.plan.dealing import CHUNK
+from zbc.runtime.core.private import norms_of
+from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.tensors import constant, to_device
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the ranks agreed on; see `StepResult`."""
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    busy_seconds: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    added: float = 0.0
+    bad_gradients: tuple[str, ...] = ()
+    bad_losses: tuple[int, ...] = ()
+
+    @property
+    def skipped(self) -> bool:
+        """Whether no rank may step: a gradient is not finite."""
+        return not math.isfinite(self.grad_norm)
+
+    def result(self, step: int, seconds: float, *, redone: bool = False) -> StepResult:
+        """The step for the console and the log; `seconds` is its wall time on this rank."""
+        return StepResult(
+            step=step,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            stop=self.stop,
+            skipped=self.skipped,
+            seconds=seconds,
+            busy_seconds=self.busy_seconds,
+            peak_bytes=self.peak_bytes,
+            redone=redone,
+            bad_gradients=self.bad_gradients,
+            bad_losses=self.bad_losses,
+            added=self.added,
+        )
+
+    def clip(self, largest: float | None) -> float | None:
+        """What to multiply gradients with so that their norm is at most `largest`; None to leave them.
+
+        As torch.nn.utils.clip_grad_norm_: min(1, largest / (norm + 1e-6)).
+        """
+        if largest is None or self.skipped:
+            return None
+        scale = largest / (self.grad_norm + 1e-6)
+        return scale if scale < 1.0 else None
+
+
+@dataclass(frozen=True)
+class VectorLayout:
+    """Which entry of the vector means what."""
+
+    parameters: tuple[str, ...]  # of the whole model, sorted
+    microbatches: int  # of all replicas
+    ranks: int  # of all replicas
+    sizes: tuple[int, ...] = ()  # elements of each parameter; by default each has one chunk
+    apart: int = 1  # replicas that do not sum their gradients
+    weighted: bool = False  # losses come as parts of the step's, not as those of equal microbatches
+
+    @functools.cached_property
+    def _places(self) -> dict[str, int]:
+        """Where the entries of each parameter begin."""
+        counts = map(chunks, self.sizes) if self.sizes else (1 for _ in self.parameters)
+        starts = list(accumulate(counts, initial=0))
+        return dict(zip(self.parameters, starts, strict=False)) | {"": starts[-1]}
+
+    @property
+    def _count(self) -> int:
+        return self._places[""]
+
+    @property
+    def _norms(self) -> int:
+        """Entries before those of the losses."""
+        return self._count * self.apart
+
+    @property
+    def size(self) -> int:
+        return self._flag + 1 + 2 * self.ranks
+
+    @property
+    def _flag(self) -> int:
+        """Where it says whether to stop: behind the losses of microbatches and what layers added to them."""
+        return self._norms + self.microbatches + 1
+
+    def vector(
+        self,
+        squares: Mapping[str, Tensor],
+        losses: Mapping[int, Tensor | float],
+        *,
+        rank: int,
+        stop: bool,
+        busy: float,
+        peak: int,
+        device: torch.device,
+        replica: int = 0,
+    ) -> Tensor:
+        """One rank's entries, on `device`: sums of squares per chunk by parameter name, losses by microbatch, and
+        behind them, by the number of microbatches, what layers added.
+        `replica`: whose gradients, where they are not summed."""
+        count, flag = self._norms, self._flag
+        base = replica * self._count
+        where = [base + at for name, value in squares.items() for at in self._entries(name, value.numel())]
+        where += [count + mb for mb in losses]
+        where += [flag, flag + 1 + rank, flag + 1 + self.ranks + rank]
+        found, own = [*squares.values(), *losses.values()], [float(stop), busy, float(peak)]
+        make = _written if device.type == "cpu" else _copied
+        return make(self.size, where, found, own, device)
+
+    def _entries(self, name: str, count: int) -> range:
+        """Those of a parameter that is cut into `count` chunks."""
+        start = self._places[name]
+        return range(start, start + count)
+
+    def read(self, vector: Tensor, replica: int = 0) -> Verdict:
+        """The verdict in a summed vector; with the gradients of one replica, where they are not summed."""
+        values = vector.tolist()
+        count, flag = self._norms, self._flag
+        end = count + self.microbatches
+        own = values[replica * self._count : (replica + 1) * self._count]
+        loss = 0.0
+        for value in values[count:end]:  # in order; the built-in sum compensates on some versions of Python only
+            loss += value
+        norm = math.sqrt(math.fsum(own))
+        return Verdict(
+            loss=loss if self.weighted else loss / self.microbatches,
+            grad_norm=norm,
+            stop=values[flag] > 0,
+            busy_seconds=tuple(values[flag + 1 : flag + 1 + self.ranks]),
+            peak_bytes=tuple(map(int, values[flag + 1 + self.ranks :])),
+            bad_gradients=() if math.isfinite(norm) else self._bad_gradients(own),
+            bad_losses=() if math.isfinite(loss) else _not_finite(values[count:end]),
+            added=values[end] / self.apart,
+        )
+
+    def _bad_gradients(self, values: list[float]) -> tuple[str, ...]:
+        """The parameters with a sum of squares that is not finite, by name."""
+        starts = [*self._places.values()]
+        pieces = zip(self.parameters, pairwise(starts), strict=True)
+        return tuple(name for name, (a, b) in pieces if not all(map(math.isfinite, values[a:b])))
+
+
+def _written(
+    size: int, where: Sequence[int], found: Sequence[Tensor | float], own: Sequence[float], device: torch.device
+) -> Tensor:
+    """A float64 vector of zeros but for `where`, there what was found and then one's own: number by number.
+
+    A kernel that runs once per step takes ten times as long as in a loop, so on the CPU none is asked.
+    """
+    row = array("d", bytes(8 * size))
+    numbers = [number for one in found for number in (one.view(-1).tolist() if isinstance(one, Tensor) else (one,))]
+    for at, number in zip(where, (*numbers, *own), strict=True):
+        row[at] = number
+    return torch.frombuffer(row, dtype=torch.float64)
+
+
+def _copied(
+    size: int, where: Sequence[int], found: Sequence[Tensor | float], own: Sequence[float], device: torch.device
+) -> Tensor:
+    """The same without waiting for the device: places are a constant there, own numbers come from pinned memory."""
+    tensors = [torch.as_tensor(one, device=device).view(-1).double() for one in found]
+    tensors.append(to_device(torch.frombuffer(array("d", own), dtype=torch.float64), device))
+    vector = torch.zeros(size, dtype=torch.float64, device=device)
+    return vector.index_copy_(0, constant(tuple(where), torch.int64, device), torch.cat(tensors))
+
+
+def _not_finite(values: Sequence[float]) -> tuple[int, ...]:
+    return tuple(place for place, value in enumerate(values) if not math.isfinite(value))
+
+
+def chunks(size: int) -> int:
+    """Into how many chunks a parameter of `size` elements is cut."""
+    return max(1, -(-size // CHUNK))
+
+
+def squares_of(grads: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
+    """Sum of squares of each chunk of each gradient, as a float64 vector on its device.
+
+    Each sum depends on its chunk alone (and on the number of threads inside torch's kernels).
+    """
+    imaginary = {name: grad.imag for name, grad in grads.items() if grad.is_complex()}
+    parts = {name: _chunks_of(grad.real if name in imaginary else grad) for name, grad in grads.items()}
+    found = (_one_by_one if all(grad.is_cpu for grad in grads.values()) else _together)(parts)
+    for name, squares in squares_of(imaginary).items() if imaginary else ():
+        found[name] = found[name] + squares
+    return found
+
+
+def _chunks_of(grad: Tensor) -> Sequence[Tensor]:
+    flat = grad.detach().reshape(-1)
+    return torch.split(flat, CHUNK) if len(flat) > CHUNK else (flat,)
+
+
+def _one_by_one(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
+    found = {name: [_square(part.double()) for part in some] for name, some in parts.items()}
+    return {name: torch.stack(some) if len(some) > 1 else some[0].view(1) for name, some in found.items()}
+
+
+def _square(wide: Tensor) -> Tensor:
+    return torch.dot(wide, wide)
+
+
+def _together(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
+    """The same for a GPU, where a launch takes longer than most of the sums."""
+    if not parts:
+        return {}
+    norms = norms_of([part for some in parts.values() for part in some])
+    squares = torch.split(norms * norms, [len(some) for some in parts.values()])
+    return dict(zip(parts, squares, strict=True))
+
+
+# Sizes are the process's either way; what else is asked for takes twice as long for all of its threads.
+_ANY = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Device memory allocated at most since `reset_peak` on cuda; on cpu the largest resident size of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(_ANY).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin again what `peak_bytes` counts; on a CPU nothing does."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)

@@ -1,0 +1,139 @@
+"""Losses that layers add to the training's own, such as those that balance experts (arXiv 2101.03961, section 2.2).
+
+A layer that puts a gradient into its backward itself does so once per microbatch, so in a step of m microbatches it
+counts m times, where the loss is their mean. `add_loss` sees to that, and `loss_scale` says by how much to multiply.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zbc.ir import Key, Op
+from zbc.runtime.core.feature import Feature
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+
+class Adding:
+    """What the forward of one microbatch in a stage adds; `scale`: what a loss of it counts by in that of the step."""
+
+    __slots__ = ("scale", "total")
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.total: Tensor | None = None
+
+
+class Added(Feature):
+    """What layers add on this rank in a step, by the stage and microbatch whose forward it is."""
+
+    def __init__(self) -> None:
+        self._found: dict[Key, Tensor] = {}
+
+    def add(self, key: Key, value: Tensor) -> None:
+        self._found[key] = value
+
+    def repeats(self, worker: Worker) -> None:
+        self._found.clear()
+
+    def told(self, place: int, which: Callable[[Key], bool] = lambda key: True) -> dict[int, Tensor | float]:
+        """The entry of the vector of a step, at `place`, of what there is; it goes. None where no layer adds."""
+        values = [self._found.pop(key) for key in list(self._found) if which(key)]
+        if not values:
+            return {}
+        device = values[-1].device
+        return {place: torch.stack([value.to(device) for value in values]).sum()}
+
+
+def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
+    """An F whose layers may add to the loss."""
+
+    def run(worker: Worker, op: Op) -> None:
+        adding = Adding(worker.portion(worker.number(op.mb), worker.routes[op].stage.part))
+        outer = swap_adding(adding if worker.phase_run.trains else None)
+        try:
+            handler(worker, op)
+        finally:
+            swap_adding(outer)
+        if adding.total is not None:
+            worker.features.of(Added).add(op.key, adding.total)
+
+    return run
+
+
+class _Local(threading.local):
+    adding: Adding | None = None
+
+
+_local = _Local()
+
+
+def swap_adding(adding: Adding | None) -> Adding | None:
+    """Make this what layers of this thread add to; returns what it was."""
+    before = _local.adding
+    _local.adding = adding
+    return before
+
+
+def current_adding() -> Adding | None:
+    """What layers of this thread add to; None outside of a training's forward."""
+    return _local.adding
+
+
+@contextmanager
+def adding_to(adding: Adding | None) -> Iterator[None]:
+    """Have layers add to `adding` in here."""
+    before = swap_adding(adding)
+    try:
+        yield
+    finally:
+        swap_adding(before)
+
+
+def loss_scale() -> float:
+    """What a gradient of this forward counts by in its step: 1 over the microbatches of a step, of all replicas, and of
+    a slice its share of the sequence. 1.0 outside of a training.
+
+    A layer multiplies with it what it puts into a backward itself, in an autograd function of its own. Ask for it in
+    the forward.
+    """
+    adding = _local.adding
+    return 1.0 if adding is None else adding.scale
+
+
+def add_loss(x: Tensor, value: Tensor) -> Tensor:
+    """`x` as it is; where its gradient passes, `value`, one number, is minimised besides the loss.
+
+    What a step adds is the mean over its microbatches, summed over all calls: `added_loss` in metrics.jsonl.
+    Use what is returned in place of `x`. Raises ValueError if `value` is not one number.
+    """
+    if value.numel() != 1 or not value.is_floating_point():
+        shape = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        raise ValueError(f"zbc.add_loss takes one floating-point number as its value, not {shape}: a mean, or a sum")
+    adding = _local.adding
+    if adding is None:
+        return _Added.apply(x, value, 1.0)  # type: ignore[no-any-return, no-untyped-call]
+    mine = value.detach().reshape(()).float() * adding.scale
+    adding.total = mine if adding.total is None else adding.total + mine
+    return _Added.apply(x, value, adding.scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Added(torch.autograd.Function):
+    """Passes x on; gives `value` the gradient `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.like = scale, (value.shape, value.dtype, value.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        shape, dtype, device = ctx.like
+        return grads[0], torch.full(shape, ctx.scale, dtype=dtype, device=device), None

@@ -1,0 +1,266 @@
+"""Ops of a step without a barrier (arXiv 2401.10241, section 4): tentative weights, a verdict that comes later.
+
+    TENTATIVE  the weights that forward reads become what a step without clipping would make of them; nothing else does
+    NORM       the numbers that make the gradient norm, the loss and the rest go from rank to rank, each adding its own;
+               every entry comes from one rank, so the sum is exact in any order
+    VERDICT    the sums of all come back from the last rank; with several replicas, their last ranks add up first
+    REDO       if the step is to be clipped or skipped: step so, publish the weights, drop what the forwards since have
+               made, wait for what is still on its way to them, and run them again, messages and all
+    COMMIT     otherwise: the ordinary step, in place; the weights that forward reads have its bits already
+
+Nothing is ever computed backwards: until COMMIT or REDO, master weights, optimizer state and gradients are those of the
+step before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Message, Op
+from zbc.ops import UNIT_SCOPES
+from zbc.plan.directory import judges
+from zbc.runtime.core.answers import squares
+from zbc.runtime.core.clock import Busy
+from zbc.runtime.core.ending import Ending, close
+from zbc.runtime.core.optimizer import Masters, set_rate
+from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.remembered import Kept, Place, present, put_back
+from zbc.runtime.core.state import PhaseRun, Script, Worker
+from zbc.runtime.core.validate import Verdict, peak_bytes
+from zbc.runtime.features.added import Added
+from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.transports.transport import Again, Signal
+
+NORM, VERDICT = Signal(Kind.NORM), Signal(Kind.VERDICT)
+
+
+@dataclass
+class TentativeStep:
+    """A step whose verdict may be unknown; its gradients are where backward left them until the step is `final`."""
+
+    step: int
+    losses: dict[int, Tensor | float]
+    busy: Busy
+    peak: int
+    seconds: float
+    sums: Tensor | None = None  # of all ranks, on the last one
+    verdict: Verdict | None = None
+    final: bool = False
+    redone: bool = False
+    added: Mapping[int, Tensor | float] = field(default_factory=dict)  # by layers, as `Added.told` has it
+
+    def result(self) -> StepResult | None:
+        """The step as the ranks agreed on it; None before they have."""
+        return None if self.verdict is None else self.verdict.result(self.step, self.seconds, redone=self.redone)
+
+
+class Ahead(Ending):
+    """The verdict of a step comes while the next one runs, or at the end of what runs.
+
+    `again` is what REDO runs: the ops before it that make or move tensors. `outstanding` are the messages they receive
+    and do not use. `buffers` are those that forwards change, `found` what was in them when the step began.
+    """
+
+    def __init__(self, again: Script, outstanding: list[Message], buffers: tuple[Place, ...]) -> None:
+        self.again, self.outstanding, self.buffers = again, outstanding, buffers
+        self.pending: TentativeStep | None = None
+        self.found: list[Kept] = []
+
+    @classmethod
+    def of(cls, worker: Worker, run: PhaseRun) -> Ahead:
+        """For a plan with REDO."""
+        kinds = [op.kind for op in run.plan.ops]
+        again = [entry for entry in run.script[: kinds.index(Kind.REDO)] if entry[1].kind.row.scope in UNIT_SCOPES]
+        messages = [(op.kind, run.routes[op].brought) for _, op, _ in again]
+        posted = [message for kind, message in messages if kind.is_recv and message is not None]
+        used = {message for kind, message in messages if kind.computes}
+        buffers = tuple(place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers)
+        return cls(again, [message for message in posted if message not in used], buffers)
+
+    def opens(self, worker: Worker, step: int) -> None:
+        if self.pending is not None:
+            self.found = present(self.buffers)  # forwards change copies of these
+
+    def closes(self, worker: Worker, began: float) -> StepResult | None:
+        """Put the step away until its verdict comes."""
+        before = self.pending
+        losses, added = dict(worker.losses), worker.features.of(Added).told(worker.layout.microbatches)
+        worker.losses.clear()
+        worker.renamed.clear()
+        busy, peak = worker.clock.read(), peak_bytes(worker.device)
+        self.pending = pending = TentativeStep(worker.step, losses, busy, peak, seconds=0.0, added=added)
+        found = None if before is None else before.result()
+        close(worker, drain=False)
+        pending.seconds = time.monotonic() - began
+        return found
+
+    def finish(self, worker: Worker) -> StepResult | None:
+        worker.progress.index, worker.progress.op = 0, "the end of the last step"
+        pending, result = self.pending, None
+        if pending is not None:
+            self.opens(worker, worker.step)
+            norm(worker, Op(Kind.NORM, 0))
+            verdict(worker, Op(Kind.VERDICT, 0))
+            if _settle(worker, pending):
+                for stage in worker.stages:
+                    commit(worker, Op(Kind.COMMIT, stage))
+            self.pending, result = None, pending.result()
+        close(worker, drain=True)
+        return result
+
+
+# ---- handlers ------------------------------------------------------------------------------------------------
+
+
+def tentative(worker: Worker, op: Op) -> None:
+    """TENTATIVE: write a stage's working weights as if its step stood, once its gradients are summed over replicas.
+
+    The learning rate stays until the next one: COMMIT and REDO come before it and belong to this step.
+    """
+    worker.settle(op.stage)
+    worker.before_update()
+    masters = masters_of(worker, op)
+    set_rate(masters, worker.rate(worker.phases, worker.step))
+    masters.tentative()
+
+
+def norm(worker: Worker, op: Op) -> None:
+    """NORM: add this rank's sums of the last step to those of the ranks before, and pass them on."""
+    pending = _ahead(worker, op).pending
+    if pending is None:
+        return
+    losses = {} if worker.share else {worker.number(mb): loss for mb, loss in pending.losses.items()}
+    losses |= pending.added
+    own, peak, device = squares(worker), pending.peak, worker.device
+    busy = pending.busy()  # a GPU's ops of the last step have long ended
+    vector = worker.layout.vector(own, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device)
+    before = _before(worker)
+    if before is not None:
+        vector += _signal(worker, NORM, before)
+    after = _after(worker)
+    if after is None:
+        worker.all_reduce(vector, judges(worker.plan.manifest))
+        pending.sums = vector
+    else:
+        worker.transport.send(NORM, vector, after)
+
+
+def verdict(worker: Worker, op: Op) -> None:
+    """VERDICT: take the sums of all ranks from the next one and pass them back."""
+    pending = _ahead(worker, op).pending
+    if pending is None:
+        return
+    sums, before = pending.sums, _before(worker)
+    after = _after(worker)
+    if sums is None and after is not None:
+        sums = _signal(worker, VERDICT, after)
+    if sums is None:
+        raise ZbcError("E703", f"run: {op} comes before NORM", hint="plan again")
+    if before is not None:
+        worker.transport.send(VERDICT, sums, before)
+    pending.verdict, pending.sums = worker.learn(sums), None
+
+
+def redo(worker: Worker, op: Op) -> None:
+    """REDO: where the last step does not stand as it was assumed, set it right and run the forwards since again."""
+    ahead = _ahead(worker, op)
+    pending = ahead.pending
+    if pending is None or _settle(worker, pending):
+        return
+    for message in ahead.outstanding:
+        worker.wait(message)
+    worker.drop_repeated()
+    worker.losses.clear()
+    put_back(ahead.buffers, ahead.found)
+    routes = [worker.routes[entry[1]] for entry in ahead.again]
+    worker.renamed = {one: Again(one) for route in routes if (one := route.brought) is not None}
+    progress, shown = worker.progress, (worker.progress.index, worker.progress.op)
+    for handler, again, text in ahead.again:
+        progress.op = f"{text} again"
+        handler(worker, again)
+    progress.index, progress.op = shown
+
+
+def _settle(worker: Worker, pending: TentativeStep) -> bool:
+    """Whether the last step stands; if not, step as the verdict says and write the working weights again."""
+    verdict = pending.verdict
+    if verdict is None:
+        raise ZbcError("E703", "run: the verdict of the last step is not known", hint="plan again")
+    scale = verdict.clip(worker.clip)
+    if not verdict.skipped and scale is None:
+        return True
+    for stage, optimizer in sorted(worker.optimizers.items()):
+        masters = masters_of(worker, Op(Kind.COMMIT, stage))
+        if not verdict.skipped:
+            masters.commit(scale)
+        masters.publish()
+        optimizer.drop()
+        if isinstance(optimizer, Sharded):  # all its copies are here, in this order, as they all know the verdict
+            worker.features.of(Gathers).start(worker, optimizer)
+    worker.features.of(Gathers).finish(worker)
+    pending.final = pending.redone = True
+    return False
+
+
+def commit(worker: Worker, op: Op) -> None:
+    """COMMIT: the ordinary step of a stage, unless REDO has made it."""
+    pending, masters = _ahead(worker, op).pending, masters_of(worker, op)
+    if pending is not None and not pending.final:
+        masters.commit(None)
+        worker.optimizers[op.stage].drop()
+
+
+def _signal(worker: Worker, signal: Signal, peer: int) -> Tensor:
+    """Numbers of `peer`, posted for right before they are waited for: on a GPU what is posted takes part of it until
+    it comes, and kernels that run for the first time may wait for that."""
+    buffer = torch.empty(worker.layout.size, dtype=torch.float64, device=worker.device)
+    worker.transport.post(signal, buffer, peer)
+    return worker.wait(signal)
+
+
+def _ahead(worker: Worker, op: Op) -> Ahead:
+    if not isinstance(ending := worker.phase_run.ending, Ahead):
+        raise _not_ahead(str(op))
+    return ending
+
+
+def masters_of(worker: Worker, op: Op) -> Masters:
+    """The optimizer of a stage's masters, or of the pieces of them that are this rank's."""
+    optimizer = worker.optimizers[op.stage]
+    masters = optimizer.masters if isinstance(optimizer, Sharded) else optimizer
+    if not isinstance(masters, Masters):
+        raise _not_ahead(str(op))
+    return masters
+
+
+def _not_ahead(what: str) -> ZbcError:
+    text = f'run: {what} is for optimizer.sync = "post-validate", which this plan was not made for'
+    return ZbcError("E703", text, hint="plan again")
+
+
+def _before(worker: Worker) -> int | None:
+    """The rank that NORM comes from."""
+    part = worker.plan.rank
+    return worker.seat(part - 1) if part > 0 else None
+
+
+def _after(worker: Worker) -> int | None:
+    """The rank that VERDICT comes from."""
+    part = worker.plan.rank
+    return worker.seat(part + 1) if part + 1 < worker.topology.pp else None
+
+
+AHEAD: dict[Kind, Callable[[Worker, Op], None]] = {
+    Kind.TENTATIVE: tentative,
+    Kind.NORM: norm,
+    Kind.VERDICT: verdict,
+    Kind.REDO: redo,
+    Kind.COMMIT: commit,
+}

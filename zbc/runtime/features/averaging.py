@@ -1,0 +1,142 @@
+"""Replicas that average their weights instead of summing their gradients, a part at a time and beside training.
+
+    step k    AVERAGE s: what was sent in the step before lands; then part k of the stage's weights is sent
+
+What lands is the mean of what all replicas sent, less what this one did (after AsyncMesh, arXiv 2601.22442): what it
+has learned meanwhile stays. With `ema` e a weight gets d = e d' + (1 - e) (mean - sent), d' being what it got the last
+time its part was averaged. Without a delay the step waits, and the part becomes the mean.
+
+The parts are equal pieces of all weights of a stage laid end to end, in turn; whose turn it is follows from the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbc.ir import Op
+from zbc.job.sections import Average
+from zbc.runtime.core.feature import Feature
+from zbc.runtime.transports.transport import Pending, Transport
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+
+class _Sent(NamedTuple):
+    """A part that is on its way: where it goes, what this replica sent, what becomes the sum of all."""
+
+    part: int
+    mine: Tensor
+    sum: Tensor
+    pending: Pending
+
+
+class Averaging:
+    """The weights of one stage on one rank; `ranks` hold the same stage, one of each replica."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], ranks: tuple[int, ...], asked: Average) -> None:
+        self._parameters, self._ranks, self._asked = list(parameters), ranks, asked
+        self._size = sum(p.numel() for p in self._parameters)
+        self._sent: _Sent | None = None
+        self._last: dict[int, Tensor] = {}  # by part, what it got when it landed
+
+    def turn(self, step: int, transport: Transport) -> None:
+        """What an AVERAGE of a step does."""
+        self.land()
+        asked = self._asked
+        if step % asked.every:
+            return
+        part = step // asked.every % asked.parts
+        mine = torch.cat([view.reshape(-1) for view in self._views(part)])
+        total = mine.clone()
+        self._sent = _Sent(part, mine, total, transport.start_sum(total, self._ranks))
+        if not asked.delay:
+            self.land()
+
+    def land(self) -> None:
+        """Add what the others found, if anything is on its way."""
+        if self._sent is None:
+            return
+        (part, mine, total, pending), self._sent = self._sent, None
+        pending.wait()
+        mean = total.div_(len(self._ranks))
+        views = self._views(part)
+        if not self._asked.delay and not self._asked.smooth:
+            _spread(mean, views, Tensor.copy_)
+            return
+        found = mean.sub_(mine)
+        if self._asked.smooth:
+            found.mul_(1 - self._asked.smooth)
+            before = self._last.get(part)
+            found = found if before is None else found.add_(before, alpha=self._asked.smooth)
+            self._last[part] = found
+        _spread(found, views, Tensor.add_)
+
+    def forget(self) -> None:
+        """Drop what is on its way, and what landed before: all replicas are about to be alike."""
+        if self._sent is not None:
+            self._sent.pending.wait()
+        self._sent = None
+        self._last.clear()
+
+    def _views(self, part: int) -> list[Tensor]:
+        """The pieces of the weights that make up a part, flat."""
+        low, high = (self._size * (part + k) // self._asked.parts for k in (0, 1))
+        found, start = [], 0
+        for parameter in self._parameters:
+            a, b = max(low, start) - start, min(high, start + parameter.numel()) - start
+            if a < b:
+                found.append(_flat(parameter.detach())[a:b])
+            start += parameter.numel()
+        return found
+
+
+def _spread(values: Tensor, views: Sequence[Tensor], put: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Copy or add consecutive values to views of weights."""
+    for view, piece in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
+        put(view, piece)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All of a tensor that lies in memory in one piece, whatever the order of its dimensions."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class Averages(Feature):
+    """By stage."""
+
+    def __init__(self, stages: Mapping[int, Averaging]) -> None:
+        self.stages = stages
+
+    def saves(self, worker: Worker) -> None:
+        """Make all replicas alike: weights, and what the optimizer keeps, become means."""
+        for stage, one in sorted(self.stages.items()):
+            one.forget()
+            optimizer = worker.optimizers[stage]
+            state = {} if optimizer.optimizer is None else optimizer.optimizer.state
+            parameters = [p for _, p in sorted(optimizer.parameters.items())]
+            kept = [state[p][key] for p in parameters if p in state for key in sorted(state[p])]
+            numbers = [value for value in kept if isinstance(value, Tensor) and value.is_floating_point()]
+            ranks = worker.topology.ranks(worker.placement.holders(stage), worker.share)
+            meet(ranks, [*parameters, *numbers], worker.transport)
+
+
+def average(worker: Worker, op: Op) -> None:
+    """AVERAGE: what was sent in the step before lands, and the next part of a stage's weights is sent."""
+    worker.before_update()
+    worker.features.of(Averages).stages[op.stage].turn(worker.step, worker.transport)
+
+
+def meet(ranks: tuple[int, ...], tensors: Sequence[Tensor], transport: Transport) -> None:
+    """Make each of these tensors its mean over all ranks, which bring them in one order; blocks."""
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        mine = [tensor for tensor in tensors if tensor.dtype is dtype]
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in mine])
+        transport.all_reduce(flat, ranks)
+        flat.div_(len(ranks))
+        for tensor, piece in zip(mine, torch.split(flat, [tensor.numel() for tensor in mine]), strict=True):
+            tensor.detach().copy_(piece.view(tensor.shape))

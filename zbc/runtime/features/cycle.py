@@ -1,0 +1,197 @@
+"""Steps that follow one another without a flush.
+
+The plan has the body of a cycle. A run of steps begins with what the body says of the next step (the prologue), and
+ends with the body without that (the epilogue); both are made here from the body. Microbatches of even and odd steps
+have keys of their own, [0, m) and [m, 2m), so that those of two steps lie in the stores and travel side by side.
+
+No rank waits for the others at the end of a step. What they tell each other of it (loss, norm, whether to stop) is
+summed while the next step runs, and read at its end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.ir import NEXT, Kind, Op
+from zbc.runtime.core.answers import counted
+from zbc.runtime.core.ending import Ending, close, refuse_left
+from zbc.runtime.core.optimizer import set_rate
+from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.validate import peak_bytes
+from zbc.runtime.features.added import Added
+from zbc.runtime.features.versions import OneVersion, TwoVersions, Unflushed
+from zbc.runtime.transports.transport import Pending
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Script, Worker
+
+Handler = Callable[["Worker", Op], None]
+
+
+@dataclass
+class Told:
+    """A step that the ranks have told each other of, or are about to."""
+
+    step: int
+    seconds: float
+    vector: Tensor
+    pending: Pending
+
+
+@dataclass
+class Cycle(Ending):
+    """What a plan without a flush needs besides its ops; `limit` is the largest norm of a stage's gradients."""
+
+    ops: tuple[Op, ...]
+    texts: tuple[str, ...]
+    microbatches: int
+    handlers: dict[Kind, Handler]
+    limit: float | None
+    every: int = 0  # microbatches from one step of a stage to its next, where stages step on their own
+    running: bool = False  # whether forwards of the next step have run
+    told: Told | None = None
+    squares: dict[str, Tensor] = field(default_factory=dict)  # of the step that runs
+    _scripts: dict[tuple[bool, bool, bool], Script] = field(default_factory=dict)
+
+    def _key(self, op: Op, *, odd: bool) -> Op:
+        """An op with the key of its microbatch, in the body of an even or an odd step."""
+        if op.kind.stage_wide:
+            return op
+        ahead = op.mb >= NEXT
+        return op._replace(mb=(op.mb - NEXT if ahead else op.mb) + self.microbatches * (odd != ahead))
+
+    def keyed(self, ops: Iterable[Op]) -> Iterator[Op]:
+        return (self._key(op, odd=odd) for odd in (False, True) for op in ops)
+
+    def script(self, step: int, *, ends: bool) -> Script:
+        """What runs in a step: `ends`, if there is none to come right behind it."""
+        key = (step % 2 == 1, not self.running, ends)
+        if key not in self._scripts:
+            self._scripts[key] = [*(self._part(odd=not key[0], own=False) if key[1] else ()), *self._body(key[0], ends)]
+        return self._scripts[key]
+
+    def _body(self, odd: bool, ends: bool) -> Script:
+        return self._part(odd=odd, own=True) if ends else self._part(odd=odd, own=None)
+
+    def _part(self, *, odd: bool, own: bool | None) -> Script:
+        """The ops of this step, or of the next one alone; None: both. What is alone is of the step that runs."""
+        found: Script = []
+        for op, text in zip(self.ops, self.texts, strict=True):
+            ahead = op.mb >= NEXT
+            if own is None or own != ahead:
+                handler = self.handlers[op.kind]
+                if op.kind.computes:
+                    handler = _of_next(handler) if ahead and own is None else _of_this(handler)
+                shown = text if own is None else text.replace(" next", "")
+                found.append((handler, self._key(op, odd=odd), shown))
+        return found
+
+    def opens(self, worker: Worker, step: int) -> None:
+        """Set out what runs in this step."""
+        worker.phase_run.script = self.script(step, ends=worker.ends)
+        if not self.running:
+            for stage in worker.stages:
+                versions_of(worker, stage).begin(step)
+
+    def closes(self, worker: Worker, began: float) -> StepResult | None:
+        """Tell the others of the step; returns the one before, which they have told of."""
+        first, step, m = worker.phase_run.first, worker.step, self.microbatches
+        own = [mb for mb in worker.losses if mb // m == step % 2]
+        losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
+        losses |= worker.features.of(Added).told(worker.layout.microbatches, lambda key: key.mb // m == step % 2)
+        peak, busy = peak_bytes(worker.device), worker.clock.read()()
+        vector = worker.layout.vector(
+            self.squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=worker.device
+        )
+        self.squares = {}
+        pending = worker.transport.start_sum(vector, worker.everyone)
+        before = self.finish(worker)
+        self.told = Told(step, time.monotonic() - began, vector, pending)
+        self.running = not worker.ends
+        if not worker.ends:
+            refuse_left(worker)
+            return before
+        for stage in worker.stages:
+            versions_of(worker, stage).newest()
+        close(worker, drain=True)
+        return before
+
+    def finish(self, worker: Worker) -> StepResult | None:
+        """What the ranks have told each other of the last step; waits for it."""
+        told, self.told = self.told, None
+        if told is None:
+            return None
+        worker.wait_for("the sums of the step before", told.pending)
+        return worker.learn(told.vector).result(told.step, told.seconds)
+
+    def due(self, worker: Worker, mb: int) -> bool:
+        """Forwards of the next step may have run."""
+        return worker.ends or mb // self.microbatches == worker.step % 2
+
+    def follows(self, worker: Worker) -> bool:
+        return not worker.ends
+
+
+def versions_of(worker: Worker, stage: int) -> Unflushed:
+    """The weights of a stage. Raises E703 where there is one version only."""
+    found = worker.optimizers[stage]
+    if not isinstance(found, TwoVersions | OneVersion):
+        text = "run: the plan has steps without a flush, and its optimizer is for steps with one"
+        raise ZbcError("E703", text, hint="plan again")
+    return found
+
+
+def _of_this(handler: Handler) -> Handler:
+    def run(worker: Worker, op: Op) -> None:
+        weights = versions_of(worker, op.stage)
+        weights.before(op, worker.step)
+        handler(worker, op)
+        weights.after(op)
+
+    return run
+
+
+def _of_next(handler: Handler) -> Handler:
+    run_it = _of_this(handler)
+
+    def run(worker: Worker, op: Op) -> None:
+        worker.step += 1
+        try:
+            run_it(worker, op)
+        finally:
+            worker.step -= 1
+
+    return run
+
+
+def stage_step(worker: Worker, op: Op) -> None:
+    """STEP: clip by the stage's own norm, update its weights unless a gradient is not finite, drop the gradients."""
+    cycle, stage = cycle_of(worker), versions_of(worker, op.stage)
+    worker.finish_sums()
+    worker.before_update()
+    squares = stage.squares()
+    if stage in counted(worker):  # of a stage that steps several times the last one counts, or what is not finite
+        bad = {name: old for name, old in cycle.squares.items() if not torch.isfinite(old).all()}
+        cycle.squares |= squares | bad
+    norm = math.sqrt(math.fsum(number for one in squares.values() for number in one.tolist()))
+    if math.isfinite(norm):
+        set_rate(stage, worker.rate(worker.phases, worker.step))
+        scale = None if cycle.limit is None else cycle.limit / (norm + 1e-6)
+        stage.step(scale if scale is not None and scale < 1.0 else None)
+    else:
+        stage.skip()
+    stage.drop()
+
+
+def cycle_of(worker: Worker) -> Cycle:
+    if not isinstance(ending := worker.phase_run.ending, Cycle):
+        raise ZbcError("E703", "run: this plan's steps are not part of a cycle", hint="plan again")
+    return ending

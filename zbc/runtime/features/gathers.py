@@ -1,0 +1,123 @@
+"""Weights and gradients that ranks share out: GATHER, FREE, SCATTER, and who waits for them (sharded.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
+from zbc.runtime.core.feature import Feature
+from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.windows import WindowCopier
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import PhaseRun, Worker
+
+
+class Gathers(Feature):
+    """`stages` whose weights other ranks step parts of; `gathered`: those that a step gathers before ops use them, so
+    that between steps they are not here, or are those of before the last one; `freed`: those that go in between."""
+
+    def __init__(self, stages: dict[int, Sharded], *, gathers: bool, frees: bool) -> None:
+        self.stages = stages
+        self.gathered = [one for _, one in sorted(stages.items())] if gathers else []
+        self.freed = self.gathered if frees else []
+        self.coming: list[Sharded] = []
+        self.leaving: list[Sharded] = []  # sums of gradients under way
+
+    def lays(self, run: PhaseRun, stage: int) -> Callable[[Tensor], Tensor] | None:
+        if not run.plan.manifest.with_w:
+            return None  # a layer may give a weight, which is gone before the next stage reads it
+        return lambda y: y.clone() if self.takes_away(stage, y) else y
+
+    def begins(self, worker: Worker) -> None:
+        """Where replicas take weights from each other's memory: open the windows, all ranks together, once the weights
+        to begin with are there."""
+        if worker.plan.manifest.one_sided:
+            copier = WindowCopier(worker.device)
+            for one in self.gathered:
+                one.open_window(worker.transport, copier)
+
+    def opens(self, worker: Worker) -> None:
+        self.free()
+
+    def reduces(self, worker: Worker, op: Op) -> None:
+        one = self.stages.get(op.stage)
+        if one is not None and one.scatters:
+            self.leaving.append(one)
+
+    def settles(self, worker: Worker, stages: Sequence[int]) -> None:
+        self.leaving.clear()  # VALIDATE has waited for them
+
+    def closes(self, worker: Worker) -> None:
+        self.finish(worker)
+
+    def start(self, worker: Worker, one: Sharded, *, whole: bool = False) -> None:
+        one.start_gather(worker.transport, whole=whole)
+        self.coming.append(one)
+
+    def finish(self, worker: Worker, *some: Sharded) -> None:
+        """Block until weights that other ranks stepped are here: those of `some` stages, or all."""
+        worker.progress.waiting = True
+        for one in some or tuple(self.coming):
+            if one in self.coming:
+                self.coming.remove(one)
+                one.finish_gather()
+        worker.progress.waiting = False
+
+    def gathers(self, worker: Worker) -> None:
+        for one in self.gathered:
+            self.start(worker, one, whole=True)
+            self.finish(worker)
+
+    def free(self) -> None:
+        """Give back the room of all weights that a step will gather."""
+        for one in self.freed:
+            one.free()
+
+    def takes_away(self, stage: int, tensor: Tensor) -> bool:
+        """Whether the bytes of a tensor go with the weights of a stage."""
+        return stage in self.stages and self.stages[stage].takes_away(tensor)
+
+    def of(self, op: Op) -> Sharded:
+        if op.stage not in self.stages:
+            raise ZbcError("E703", f"run: {op} has nothing to gather: this rank steps all of the stage")
+        return self.stages[op.stage]
+
+
+def gather(worker: Worker, op: Op) -> None:
+    """GATHER: start to collect the weights of a stage from the ranks that each stepped a part of them."""
+    worker.features.of(Gathers).start(worker, worker.features.of(Gathers).of(op))
+
+
+def free(worker: Worker, op: Op) -> None:
+    """FREE: give back the room of a stage's weights."""
+    worker.features.of(Gathers).of(op).free()
+
+
+def scatter(worker: Worker, op: Op) -> None:
+    """SCATTER: start to sum what gradients of a stage there are so far; those that follow add up."""
+    one = worker.features.of(Gathers).of(op)
+    for feature in worker.features:
+        feature.reduces(worker, op)
+    one.scatter(worker.transport)
+
+
+def with_weights(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
+    """An op that reads weights which other ranks step parts of."""
+
+    def run(worker: Worker, op: Op) -> None:
+        gathers = worker.features.of(Gathers)
+        if gathers.coming and op.stage in gathers.stages:
+            gathers.finish(worker, gathers.stages[op.stage])
+        if gathers.leaving:
+            gathers.leaving = [one for one in gathers.leaving if not one.poll()]
+        handler(worker, op)
+
+    return run
+
+
+GATHERS: dict[Kind, Callable[[Worker, Op], None]] = {Kind.GATHER: gather, Kind.FREE: free, Kind.SCATTER: scatter}

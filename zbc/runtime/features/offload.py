@@ -1,0 +1,126 @@
+"""Activations that go to the host and come back: OFFLOAD, RELEASE, RELOAD, and what F and B do for it (parcels.py)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.ir import Key, Kind, Op
+from zbc.plan.directory import RankPlan
+from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.route import Finish, Keeps, Left
+from zbc.runtime.core.slot import Slot, know
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.state import PhaseRun, Worker
+from zbc.runtime.core.tape import Inputs
+from zbc.runtime.features.copying import copier_for
+from zbc.runtime.features.parcels import Parcel, Pool
+
+
+class Offloads(Feature):
+    """Host memory for what moves, and what moves: `plans` are those of all phases."""
+
+    def __init__(self, plans: Sequence[RankPlan], stages: Mapping[int, Stage], device: torch.device) -> None:
+        self._plans, self._stages, self._device = plans, stages, device
+        self._keys = {id(plan): frozenset(op.key for op in plan.ops if op.kind is Kind.OFFLOAD) for plan in plans}
+
+    def of(self, run: PhaseRun) -> frozenset[Key]:
+        """What moves in a phase."""
+        return self._keys.get(id(run.plan), frozenset())
+
+    def keeps(self, run: PhaseRun, stage: Stage, key: Key) -> Keeps | None:
+        return self.moves if key in self.of(run) else None
+
+    @functools.cached_property
+    def moves(self) -> Moves:
+        return Moves(self.pool, torch.zeros((), device=self._device, requires_grad=True))
+
+    @functools.cached_property
+    def pool(self) -> Pool:
+        """Of the phase that moves most."""
+        counts: dict[int, int] = {}
+        for plan in self._plans:
+            for stage, count in plan.manifest.slabs(plan.rank).items():
+                counts[stage] = max(count, counts.get(stage, 0))
+        know(p for stage in self._stages.values() for p in stage.parameters.values())
+        return Pool(copier_for(self._device), counts)
+
+    def ends(self) -> None:
+        if "pool" in self.__dict__:
+            self.pool.copier.close()
+
+
+class Moves(Keeps):
+    """To the host and back: what it keeps is in a parcel. `anchor`: what parcels let gradients flow to; it never has
+    one."""
+
+    def __init__(self, pool: Pool, anchor: Tensor) -> None:
+        self._pool, self._anchor = pool, anchor
+
+    def forward(
+        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
+    ) -> tuple[Tensor, Left]:
+        parcel, flows = Parcel(self._pool, x), stage.flows
+        if stage.recompute and stage.layers:
+            y, tape = stage.forward(x.requires_grad_() if flows else x, worker.step, number, finish, slot)
+            assert isinstance(tape, Inputs)
+            parcel.adopt(tape.inputs, stage.names, flows=flows)
+        else:
+            with parcel.hooks():
+                entered = parcel.enter(x, self._anchor) if flows else x
+                y, tape = stage.forward(entered, worker.step, number, finish, slot, parcel)
+        parcel.leave(y, *(() if flows else (x,)))
+        return y.detach(), Left(parcel, tape, slot)
+
+    def back(self, worker: Worker, op: Op, left: Left) -> Left:
+        """This rank's own copy is waited for, so it holds the others up."""
+        progress = worker.progress
+        text = progress.op
+        if left.entry.coming():
+            progress.op = f"{text}, waits for {op._replace(kind=Kind.RELOAD)}"
+        left.entry = left.entry.arrive(op)
+        progress.op = text
+        return left
+
+
+def offload(worker: Worker, op: Op) -> None:
+    """OFFLOAD: start to copy what F keeps; what nobody else holds goes."""
+    key = op.key
+    found = worker.kept.get(key)
+    _parcel(op, found).offload(op)
+    if found is not None:
+        worker.away[key] = found
+
+
+def release(worker: Worker, op: Op) -> None:
+    """RELEASE: once that copy is over, let go of what F keeps."""
+    key = op.key
+    _parcel(op, worker.away.get(key)).release(op)
+    worker.kept.pop(key, None)
+
+
+def reload(worker: Worker, op: Op) -> None:
+    """RELOAD: start to copy back; B or BW waits."""
+    key = op.key
+    found = worker.away.pop(key, None)
+    _parcel(op, found).reload(op)
+    if found is not None:
+        worker.kept[key] = found
+
+
+def _parcel(op: Op, found: Left | None) -> Parcel:
+    parcel = None if found is None else found.entry
+    if not isinstance(parcel, Parcel):
+        raise ZbcError("E703", f"run: {op}: there is nothing that it could move", hint="plan again")
+    return parcel
+
+
+OFFLOAD: dict[Kind, Callable[[Worker, Op], None]] = {
+    Kind.OFFLOAD: offload,
+    Kind.RELEASE: release,
+    Kind.RELOAD: reload,
+}

@@ -1,0 +1,88 @@
+"""Rows of a microbatch that hold several samples, which do not see each other and begin at position 0 each.
+
+A forward runs inside of `packed`, which says how long the samples of each row are; attention and positions ask for it.
+What is left of a row is padding: nothing sees it, and its targets do not count.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zbc.ir import Op
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+Rows = tuple[tuple[int, ...], ...]  # lengths of the samples of each row, in their order
+
+
+class _Current(threading.local):
+    rows: Rows | None = None
+
+
+_local = _Current()
+
+
+def rows_now() -> Rows | None:
+    """Those of the microbatch that runs on this thread; None where a row is one sample."""
+    return _local.rows
+
+
+@contextmanager
+def packed(rows: Rows) -> Iterator[None]:
+    """Run forwards, or backwards that run them again, on rows of several samples."""
+    before, _local.rows = _local.rows, rows
+    try:
+        yield
+    finally:
+        _local.rows = before
+
+
+@functools.lru_cache(maxsize=64)
+def places(rows: Rows, length: int, device: torch.device) -> Tensor:
+    """The place of each token in its sample: (rows, length) int64; padding begins anew, too."""
+    found = torch.zeros(len(rows), length, dtype=torch.int64)
+    for row, lengths in zip(found, rows, strict=True):
+        row.copy_(torch.cat([torch.arange(n) for n in (*lengths, length - sum(lengths))]))
+    return found.to(device)
+
+
+def each_alone(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows
+) -> Tensor:
+    """Attention of (batch, heads, tokens, features), sample by sample; zeros for padding."""
+    length, found = q.shape[-2], list[Tensor]()
+    for number, lengths in enumerate(rows):
+        one = slice(number, number + 1)
+        cuts = [*lengths, length - sum(lengths)]
+        parts = [torch.split(tensor[one], cuts, dim=-2) for tensor in (q, k, v)]
+        mixed = [attend(*part) for part in zip(*(part[:-1] for part in parts), strict=True)]
+        if cuts[-1]:
+            mixed.append(_zeros(q[one, :, length - cuts[-1] :], mixed))
+        found.append(torch.cat(mixed, dim=-2) if len(mixed) > 1 else mixed[0])
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def _zeros(like: Tensor, mixed: list[Tensor]) -> Tensor:
+    """Of the type that attention has."""
+    kind = like.device.type
+    low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
+    return like.new_zeros(like.shape, dtype=mixed[0].dtype if mixed else low)
+
+
+def in_rows(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
+    """An op of a microbatch whose rows hold several samples."""
+
+    def run(worker: Worker, op: Op) -> None:
+        assert worker.work is not None
+        with packed(worker.work.rows(worker.step, worker.number(op.mb))):
+            handler(worker, op)
+
+    return run

@@ -1,0 +1,284 @@
+"""What F leaves for B as a parcel that goes to the host and comes back.
+
+    kept --OFFLOAD--> going --RELEASE--> away --RELOAD--> coming --B, BW--> back
+
+Any other order is E703. While F runs, what autograd saves goes through hooks into the parcel, each storage once; where
+layers run again in the backward, their inputs are the parcel. A storage stays on the device
+
+    if it is small (`SMALL`), a parameter, whole numbers, as inputs and targets are (masks do move), or not plain
+    memory of this device
+    if it was there before F and is not the stage's input, or anybody else holds it at OFFLOAD: buffers, casts of
+    weights, tables, what a layer keeps in an attribute. Letting go of it would free nothing
+    if it is the stage's output, which is sent or handed on
+
+The hooks switch off autograd's own look at tensors that change after they are saved, so it is done here (E514).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from zbc.errors import ZbcError
+from zbc.ir import Op
+from zbc.runtime.core.private import users
+from zbc.runtime.features.copying import Copier, Piece, Slab, Ticket
+
+SMALL = 64 * 1024  # bytes below which a storage stays
+_ALIGN = 64  # bytes
+_WHOLE = {torch.int16, torch.int32, torch.int64}
+
+
+class Pool:
+    """The slabs of a rank: so many for each stage as the plan says, all made for its first parcel, and used again.
+
+    Where a layer keeps more of one microbatch than of another, a slab grows.
+    """
+
+    def __init__(self, copier: Copier, counts: dict[int, int]) -> None:
+        self.copier = copier
+        self._counts = dict(counts)
+        self._free: dict[int, list[Slab]] = {}
+        self.slabs: list[Slab] = []
+
+    def take(self, op: Op, size: int) -> Slab:
+        """Raises E703 where the ops move more at once than the plan says."""
+        free = self._free.get(op.stage)
+        if free is None:
+            free = self._free[op.stage] = [Slab(self.copier.slab(size)) for _ in range(self._counts.get(op.stage, 0))]
+            self.slabs += free
+        if not free:
+            raise ZbcError("E703", f"run: {op}: no slab of host memory is left for stage {op.stage}", hint="plan again")
+        slab = free.pop()
+        if len(slab.memory) < size:
+            slab.memory = self.copier.slab(size)
+        return slab
+
+    def give(self, stage: int, slab: Slab) -> None:
+        self._free[stage].append(slab)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Let the compute of the rank wait for a copy."""
+        ticket.result()
+
+
+class _Kept:
+    """A storage of the parcel; `seen` is a tensor in it, to ask for its version."""
+
+    __slots__ = ("at", "layer", "seen", "size", "storage", "version")
+
+    def __init__(self, storage: UntypedStorage, tensor: Tensor, layer: str) -> None:
+        self.storage: UntypedStorage | None = storage
+        self.seen: Tensor | None = tensor.detach()
+        self.size, self.version, self.layer, self.at = storage.nbytes(), tensor._version, layer, -1
+
+    def look(self) -> None:
+        if self.seen is not None and self.seen._version != self.version:
+            raise _changed(self.layer)
+
+
+class _View(NamedTuple):
+    """A tensor in a storage of the parcel."""
+
+    kept: _Kept
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _Stays(NamedTuple):
+    """A tensor that stays as it is."""
+
+    tensor: Tensor
+    version: int
+    layer: str
+
+
+def _changed(layer: str) -> ZbcError:
+    text = f"run: layer {layer}: a tensor that its backward needs was changed in place after it was saved"
+    return ZbcError("E514", text, hint=f"change a copy in {layer}: x + 1 in place of x += 1, or x.clone() before")
+
+
+class Parcel:
+    """Of one forward of `x`, which `with parcel.hooks():` surrounds.
+
+    It stands for the stage's input, whose gradient is in `grad`.
+    """
+
+    def __init__(self, pool: Pool, x: Tensor) -> None:
+        self.pool, self.device = pool, x.device
+        self.state, self.layer = "kept", ""
+        self.grad: Tensor | None = None
+        self._found: dict[int, _Kept] = {}  # by the storage's address
+        self._moved: list[_Kept] = []
+        self._slab: Slab | None = None
+        self._ticket: Ticket | None = None
+        self._form = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")  # of the input
+        self._inputs: list[Tensor] | None = None  # of the layers, where they run again
+        self._packed: list[_View | _Stays] = []
+        self._flows = False
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Not kept, for they hold the parcel: what it holds is to go with its last user, not when Python looks."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    # ---- F --------------------------------------------------------------------------------------------------
+
+    def enter(self, x: Tensor, anchor: Tensor) -> Tensor:
+        """The stage's input as what no leaf holds."""
+        entered: Tensor = _Enter.apply(anchor, x, self)  # type: ignore[no-untyped-call]
+        return entered
+
+    def naming(self, calls: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
+        """The same calls; errors name the layer whose turn it is."""
+        for call, name in zip(calls, names, strict=True):
+            self.layer = name
+            yield call
+
+    def adopt(self, inputs: list[Tensor], names: Iterable[str], *, flows: bool) -> None:
+        """Take the inputs of the layers out of their list, until they are back."""
+        self._inputs, self._flows = inputs, flows
+        for x, name in zip(inputs, names, strict=True):
+            self.layer = name
+            self._packed.append(self._pack(x))
+        inputs.clear()
+
+    def forget(self) -> None:
+        """F begins again: what it has kept so far is not its."""
+        self._found.clear()
+        self._packed.clear()
+
+    def leave(self, *outside: Tensor) -> None:
+        """F is over; these tensors are not the parcel's: the stage's output, an input that was there before."""
+        for tensor in outside:
+            self._found.pop(tensor.untyped_storage()._cdata, None)
+
+    def _pack(self, tensor: Tensor) -> _View | _Stays:
+        if not _movable(tensor, self.device):
+            return _Stays(tensor, tensor._version, self.layer)
+        storage = tensor.untyped_storage()
+        kept = self._found.get(storage._cdata)
+        if kept is None:
+            kept = self._found[storage._cdata] = _Kept(storage, tensor, self.layer)
+        return _View(kept, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, packed: _View | _Stays) -> Tensor:
+        if isinstance(packed, _Stays):
+            if packed.tensor._version != packed.version:
+                raise _changed(packed.layer)
+            return packed.tensor
+        kept, dtype, shape, stride, offset = packed
+        kept.look()
+        if kept.storage is None:
+            raise ZbcError("E703", f"run: what F left is used while it is {self.state}")
+        return torch.empty(0, dtype=dtype, device=self.device).set_(kept.storage, offset, shape, stride)
+
+    # ---- the way there and back -----------------------------------------------------------------------------
+
+    def offload(self, op: Op) -> None:
+        """OFFLOAD. Raises E514."""
+        self._turn(op, "kept", "going")
+        size = 0
+        for kept in self._found.values():
+            kept.look()
+            if kept.storage is None or users(kept.storage) > 2:  # `seen` and the storage itself
+                continue  # and `seen` goes on being looked at
+            kept.seen, kept.at = None, size
+            size += -(-kept.size // _ALIGN) * _ALIGN
+            self._moved.append(kept)
+        self._found.clear()
+        self._slab = self.pool.take(op, size)
+        self._ticket = self.pool.copier.out(self._slab, self._pieces())
+
+    def release(self, op: Op) -> None:
+        """RELEASE: the copy is there; the memory on the device goes."""
+        self._turn(op, "going", "away")
+        self.pool.wait(self._awaited())
+        for kept in self._moved:
+            if kept.storage is not None:
+                self.pool.copier.release(kept.storage)
+            kept.storage = None
+
+    def reload(self, op: Op) -> None:
+        """RELOAD: take memory, start to copy back."""
+        self._turn(op, "away", "coming")
+        gone, slab = self._awaited(), self._slab
+        assert slab is not None
+        for kept in self._moved:
+            kept.storage = self.pool.copier.take(kept.size)
+        self._ticket = slab.read = self.pool.copier.back(slab, self._pieces(), gone)
+
+    def arrive(self, op: Op) -> Tensor | Parcel:
+        """B, BW: wait for what comes back; what the gradient of the stage's input will be in.
+
+        From here on only the graph holds what came, so each tensor goes when it was used.
+        """
+        self._turn(op, "coming", "back")
+        self.pool.wait(self._awaited())
+        if self._slab is not None:
+            self.pool.give(op.stage, self._slab)
+        self._slab = None
+        self._moved.clear()
+        if self._inputs is None:
+            return self
+        self._inputs += map(self._unpack, self._packed)
+        self._packed.clear()
+        return self._inputs[0].requires_grad_(self._flows)
+
+    def coming(self) -> bool:
+        """Whether a copy is under way that who comes next has to wait for."""
+        return self._ticket is not None and not self._ticket.done()
+
+    def zeros(self) -> Tensor:
+        """The gradient of an input that nothing depends on."""
+        return torch.zeros_like(self._form, device=self.device)
+
+    @property
+    def moved(self) -> int:
+        """Bytes that go to the host."""
+        return sum(kept.size for kept in self._moved)
+
+    def _pieces(self) -> list[Piece]:
+        return [Piece(kept.storage, kept.at) for kept in self._moved if kept.storage is not None]
+
+    def _awaited(self) -> Ticket:
+        assert self._ticket is not None
+        return self._ticket
+
+    def _turn(self, op: Op, before: str, after: str) -> None:
+        if self.state != before:
+            text = f"run: {op}: what F left is {self.state}, it must be {before}"
+            raise ZbcError("E703", text, hint="plan again")
+        self.state = after
+
+
+def _movable(tensor: Tensor, device: torch.device) -> bool:
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.device.type == device.type
+    if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return False
+    if isinstance(tensor, nn.Parameter) or tensor.dtype in _WHOLE:
+        return False
+    return tensor.untyped_storage().nbytes() >= SMALL
+
+
+class _Enter(torch.autograd.Function):
+    """The stage's input, behind `anchor`, a leaf that takes no gradient: that of the input goes into the parcel."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, parcel: Parcel) -> Tensor:
+        ctx.parcel = parcel
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        parcel = ctx.parcel
+        grad, stride = grads[0], parcel._form.stride()
+        if grad.stride() != stride:  # as autograd lays the gradient of a leaf
+            grad = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        parcel.grad = grad
+        return None, None, None

@@ -1,0 +1,77 @@
+"""Pieces of parameters: what the ranks that share out a stage deal among themselves, and the rows they send of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbc.plan import dealing
+from zbc.runtime.core.split import SplitLinear
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of a parameter, in memory order."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start}:{self.stop}]"
+
+
+def cut(parameters: Mapping[str, nn.Parameter]) -> list[Piece]:
+    """The pieces of all parameters, in order. One that is not contiguous in memory stays whole."""
+    pieces = []
+    for name, parameter in parameters.items():
+        count = parameter.numel()
+        places = dealing.cut(count) if parameter.is_contiguous() else [(0, count)]
+        pieces += [Piece(name, start, stop) for start, stop in places]
+    return pieces
+
+
+def deal(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
+    """The pieces of each rank, in order."""
+    return [[pieces[i] for i in share] for share in dealing.deal([piece.size for piece in pieces], ranks)]
+
+
+class Row:
+    """The pieces of a rank, as its part of a message has them: first those that go as they are."""
+
+    def __init__(self, share: Sequence[Piece], low: Mapping[str, SplitLinear]) -> None:
+        self._share = list(share)
+        self._wide = [piece for piece in share if piece.name not in low]
+        self._low = [piece for piece in share if piece.name in low]
+        self.wide, self.low = (sum(piece.size for piece in some) for some in (self._wide, self._low))
+
+    def parts(self, lowers: bool) -> tuple[list[Piece], list[Piece]]:
+        """As they are, and in the lower type."""
+        return (self._wide, self._low) if lowers else (self._share, [])
+
+
+def weights_read_low(trained: Mapping[str, nn.Parameter], casts: Iterable[SplitLinear]) -> dict[str, SplitLinear]:
+    """The weights of linear layers, which ops read as casts alone, by name."""
+    by_weight = {id(cast.module.weight): cast for cast in casts}
+    found = {name: by_weight[id(p)] for name, p in trained.items() if id(p) in by_weight and p.is_contiguous()}
+    return {name: cast for name, cast in found.items() if cast.module.weight.dtype == torch.float32}
+
+
+def places_in(row: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
+    """Where the elements of each piece are in a row."""
+    sizes = [piece.size for piece in pieces]
+    return list(torch.split_with_sizes(row[: sum(sizes)], sizes)) if sizes else []
+
+
+def part_of(tensor: Tensor, piece: Piece, *, keep_shape: bool = False) -> Tensor:
+    """The elements of a piece: a view where `tensor` is contiguous or the piece is all of it and keeps its shape."""
+    whole = piece.size == tensor.numel()
+    if whole and keep_shape:
+        return tensor
+    return tensor.reshape(-1)[piece.start : piece.stop]

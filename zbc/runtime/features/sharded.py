@@ -1,0 +1,473 @@
+"""ZeRO-1: the ranks with a copy of a stage share out its optimizer (arXiv 1910.02054, section 5.1).
+
+Parameters are cut into *pieces* of at most CHUNK elements, the grid in which gradient norms are summed, and the pieces
+are dealt to the ranks as evenly as they go (zbc/plan/dealing.py). A rank keeps state for its own pieces only:
+
+    REDUCE   every rank gets the sum of the gradients of its pieces (a reduce-scatter)
+    STEP     and updates them, in place: a piece is a view of the working weights
+    SCATTER  the same of what gradients there are so far, where they are shared out: parts of all sums add up
+    GATHER   all ranks collect all pieces (an all-gather), before the next step uses them
+
+Without a barrier the pieces are stepped tentatively, and gathered so; where a step does not stand they are stepped as
+it is to be, and gathered once more.
+
+Where weights are *freed*, a rank has those of a stage only while its ops need them: all are views of one storage,
+whose bytes FREE gives back and GATHER takes again, so that graphs which wait for their backward find them in place. The
+pieces then have storage of their own. Weights that ops read in a lower type alone come in that type, straight to where
+the layer keeps its cast: half the bytes on their way, and no room for the weight itself.
+
+On one host ranks may read weights from each other's memory and write gradients into it: no collectives (windows.py).
+
+Element by element that is the arithmetic of the ordinary optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError
+from zbc.job import spec
+from zbc.plan import dealing
+from zbc.runtime.core.bucket import flags, gradient_type
+from zbc.runtime.core.optimizer import Held, Masters, OptimizerOver, build_optimizer, kept_by
+from zbc.runtime.core.precision import lower_precision
+from zbc.runtime.core.private import add_all, copy_all
+from zbc.runtime.core.split import SplitLinear
+from zbc.runtime.core.tensors import constant
+from zbc.runtime.core.validate import chunks, squares_of
+from zbc.runtime.features.flat import Flat
+from zbc.runtime.features.pieces import Piece, Row, cut, deal, part_of, places_in, weights_read_low
+from zbc.runtime.features.windows import SlotSum, Window, WindowCopier
+from zbc.runtime.transports.transport import Pending, Transport
+
+
+class Sum(NamedTuple):
+    """A sum by way of a window."""
+
+    pending: Pending
+    slots: SlotSum
+    every: bool  # whether all of its gradients were here
+
+
+NO_CASTS: Mapping[str, Tensor] = {}
+
+
+class Sharded(OptimizerOver):
+    """The optimizer of a stage that `ranks` hold copies of, as a `StageOptimizer` and a `GradientSum`.
+
+    Where several ranks of a pipeline hold the stage, those of one of them in all replicas may share out its weights
+    among themselves; gradients are then summed `among` all, and each keeps its part.
+
+    `whole` names parameters that this rank steps all of, and that are summed elsewhere. `lowered` is the type that
+    forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only. `frees`: the
+    weights go and come back within a step, those that layers read as casts in the type `low`; `scatters`: gradients are
+    summed after each run of backwards.
+    """
+
+    def __init__(
+        self,
+        options: spec.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        casts: Iterable[SplitLinear] = (),
+        *,
+        ranks: tuple[int, ...],
+        rank: int,
+        among: tuple[int, ...] = (),
+        whole: frozenset[str] = frozenset(),
+        lowered: torch.dtype | None = None,
+        ahead: bool = False,
+        frees: bool = False,
+        low: torch.dtype | None = None,
+        scatters: bool = False,
+    ) -> None:
+        self._all, self._options = parameters, options
+        self._casts, self._frees, self._ahead = tuple(casts), frees, ahead
+        self._ranks, self._mine = ranks, ranks.index(rank)
+        self._among = among if len(among) > len(ranks) else ()
+        self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in whole}
+        types = {(p.dtype, gradient_type(p)) for p in self._trained.values()}
+        if len(types) > 1:
+            found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind, _ in types))
+            text = f"run: optimizer.zero1 needs parameters of one type in a stage, found {found}"
+            raise ZbcError("E110", text, hint="set optimizer.zero1 = false")
+        self._shares = deal(cut(self._trained), len(ranks))
+        self._length = max(sum(piece.size for piece in share) for share in self._shares)
+        self._width = self._length + max(map(len, self._shares))  # and whether each piece has a gradient
+        self._own = {piece: nn.Parameter(self._place(piece)) for piece in self._shares[self._mine]}
+        self._whole = {name: parameters[name] for name in sorted(whole)}
+        working = {str(piece): p for piece, p in self._own.items()} | self._whole
+        super().__init__(build_optimizer(options, working, self._casts, lowered=lowered, ahead=ahead))
+        if lowered is not None:  # the masters are made; the pieces are views of weights that are lowered only now
+            lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
+            for piece, parameter in self._own.items():
+                parameter.data = self._place(piece)
+        first = next(iter(self._own.values()), None) if lowered is None else None
+        self._type = torch.float32 if first is None else first.dtype  # of what is stepped
+        self._kind, self._low = low, weights_read_low(self._trained, self._casts) if frees and low is not None else {}
+        wide = [p for name, p in self._trained.items() if p.is_contiguous() and name not in self._low]
+        self._flat = Flat(wide) if frees else None
+        self._there = frees  # whether weights of which casts are enough are here
+        self._rows = [Row(share, self._low) for share in self._shares]
+        self._message = max(row.wide for row in self._rows), max(row.low for row in self._rows)
+        self.scatters = scatters
+        self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None  # and whether all of its gradients were here
+        self._added: tuple[Tensor, bool] | None = None  # the parts of sums that are over; likewise
+        self._weights: tuple[Pending, Tensor, bool] | None = None  # and whether casts come in place of weights
+        self._window: Window | None = None  # in place of collectives
+        self._in_slots: set[str] | None = None  # the parameters whose gradients of this step are there
+        self._slot_sum: Sum | None = None
+        self._fetch: Pending | None = None
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._all
+
+    def squares(self) -> dict[str, Tensor]:
+        """Zeros stand for the chunks that other ranks answer for."""
+        found = squares_of({name: p.grad for name, p in self._whole.items() if p.grad is not None})
+        own = squares_of({piece: p.grad for piece, p in self._own.items() if p.grad is not None})
+        if not own:
+            return found
+        counts = {piece.name: chunks(self._trained[piece.name].numel()) for piece in own}
+        starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+        firsts = [(starts[piece.name] + piece.start // dealing.CHUNK, len(sums)) for piece, sums in own.items()]
+        where = tuple(place for first, count in firsts for place in range(first, first + count))
+        sums = torch.cat(list(own.values()))
+        every = torch.zeros(sum(counts.values()), dtype=torch.float64, device=sums.device)
+        every.index_copy_(0, constant(where, torch.int64, sums.device), sums)
+        return found | dict(zip(counts, torch.split(every, list(counts.values())), strict=True))
+
+    @property
+    def masters(self) -> Masters | None:
+        """Those of its pieces, if the weights that forward reads are copies."""
+        return self._inner if isinstance(self._inner, Masters) else None
+
+    def drop(self) -> None:
+        self._inner.drop()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def held(self) -> list[Held]:
+        pieces = {str(piece): piece for piece in self._own}
+        found = []
+        for inner in self._inner.held():
+            piece = pieces.get(inner.name)
+            if piece is None:
+                found.append(inner)
+            else:
+                shape = tuple(self._trained[piece.name].shape)
+                found.append(Held(piece.name, piece.start, shape, inner.tensor, shared=False))
+        rest = {name: p for name, p in self.parameters.items() if name not in self._trained and name not in self._whole}
+        return found + [Held(name, 0, tuple(p.shape), p) for name, p in rest.items()]
+
+    def incomplete(self) -> list[Held]:
+        if not self._ahead:  # the next step gathers them
+            return []
+        return [Held(name, 0, tuple(p.shape), p) for name, p in self._trained.items()]
+
+    def loaded(self) -> None:
+        self._inner.loaded()
+        self.drop()
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether other ranks of a pipeline have the same parts."""
+        return bool(self._among)
+
+    @property
+    def dealt(self) -> frozenset[str]:
+        """The parameters of which ranks hold pieces."""
+        return frozenset(self._trained)
+
+    def collect(self, name: str, transport: Transport) -> tuple[Tensor, dict[str, Tensor]]:
+        """All of a parameter that is dealt, and what the optimizer keeps for it; all with a copy call this, blocks."""
+        kept, shape = kept_by(self._options), self._trained[name].shape
+        wide = [key for key in kept if kept[key]]
+        single = [key for key in kept if not kept[key]]
+        shares = [[piece for piece in share if piece.name == name] for share in self._shares]
+        most = max(sum(piece.size for piece in share) for share in shares)
+        count = 1 + len(wide)
+        mine = torch.zeros(count * most + len(single) + 1, dtype=self._type, device=self._trained[name].device)
+        rows, rest = mine[: count * most].view(count, most), mine[count * most :]
+        state = {} if self.optimizer is None else self.optimizer.state
+        held = {one.name: one.tensor for one in self._inner.held()}
+        at = 0
+        for piece in shares[self._mine]:
+            tensor = held[str(piece)]
+            found = state.get(tensor, {})
+            for row, value in zip(rows, (tensor.data, *(found.get(key) for key in wide)), strict=True):
+                if value is not None:
+                    row[at : at + piece.size].copy_(value.reshape(-1))
+            if found:  # every piece of a parameter has been stepped as often
+                rest.copy_(torch.stack([*(found[key].to(rest) for key in single), rest.new_ones(())]))
+            at += piece.size
+        parts = mine.new_empty(len(self._ranks), len(mine))
+        transport.start_gather(mine, parts, self._ranks).wait()
+        whole = mine.new_empty(count, math.prod(shape))
+        for part, share in zip(parts, shares, strict=True):
+            at = 0
+            for piece in share:
+                whole[:, piece.start : piece.stop] = part[: count * most].view(count, most)[:, at : at + piece.size]
+                at += piece.size
+        told = next((part[count * most :] for part in parts if part[-1]), None)
+        value, *others = whole.view(count, *shape)
+        if told is None:
+            return value, {}
+        return value, dict(zip(wide, others, strict=True)) | dict(zip(single, told, strict=False))
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Of what this rank steps, once they are summed, with the names of the parameters that they are parts of."""
+        found = [(piece.name, p.grad) for piece, p in self._own.items()]
+        found += [(name, p.grad) for name, p in self._whole.items()]
+        return ((name, grad) for name, grad in found if grad is not None)
+
+    def start(self, transport: Transport) -> None:
+        if not self._trained:
+            return
+        if self._window is not None:
+            self._slot_sum = self._post(self._window, transport)
+            return
+        if self._sum is not None and not self.scatters:
+            raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
+        self._collect()
+        first = next(iter(self._trained.values()))
+        parts = torch.zeros(len(self._ranks), self._width, dtype=gradient_type(first), device=first.device)
+        there = self._move(parts)
+        most = self._width - self._length
+        present = [index < len(share) and share[index].name in there for share in self._shares for index in range(most)]
+        parts[:, self._length :] = flags(present, parts.dtype, parts.device).view(-1, most)
+        every = all(piece.name in there for piece in self._own)
+        if self._among:
+            self._sum = transport.start_sum(parts.view(-1), self._among), parts, parts[self._mine], every
+            return
+        mine = torch.empty_like(parts[0])
+        self._sum = transport.start_scatter(parts, mine, self._ranks), parts, mine, every
+
+    def scatter(self, transport: Transport) -> None:
+        """Start to sum the gradients that there are so far."""
+        if self._window is None:
+            self.start(transport)
+        else:
+            self._put(self._window)
+
+    def _post(self, window: Window, transport: Transport) -> Sum:
+        """Put the last gradients of a step into the slots of their owners, and say so."""
+        if self._slot_sum is not None:
+            raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
+        there = self._put(window)
+        for row, share in zip(window.slots, self._shares, strict=True):
+            present = [piece.name in there for piece in share]
+            row[self._length : self._length + len(share)] = flags(present, row.dtype, row.device)
+        self._in_slots, slots = None, window.post()
+        return Sum(transport.watch(slots, gather=False), slots, all(piece.name in there for piece in self._own))
+
+    def _put(self, window: Window) -> set[str]:
+        """Move the gradients into slots, or add them to those of this step; the names of all that came so far."""
+        before, there = self._in_slots, {name for name, p in self._trained.items() if p.grad is not None}
+        if before is None and len(there) < len(self._trained):
+            for row in window.slots:
+                row.zero_()
+        self._move(window.slots, add=before is not None)
+        self._in_slots = there | (before or set())
+        return self._in_slots
+
+    def _move(self, parts: Iterable[Tensor], *, add: bool = False) -> set[str]:
+        """Move the gradients into their rows, or `add` them there; the names of those there were."""
+        there = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
+        targets, sources = list[Tensor](), list[Tensor]()
+        for row, share in zip(parts, self._shares, strict=True):
+            for piece, place in zip(share, places_in(row, share), strict=True):
+                if piece.name in there:
+                    targets.append(place)
+                    sources.append(part_of(there[piece.name], piece))
+        (add_all if add else copy_all)(targets, sources)
+        for parameter in self._trained.values():
+            parameter.grad = None
+        return set(there)
+
+    def poll(self) -> bool:
+        """Let go of a message whose sum is over; whether none is under way."""
+        if self._sum is not None and self._sum[0].ready():
+            self._collect()
+        return self._sum is None
+
+    def _collect(self) -> None:
+        """Wait for a sum that is under way, and add its part to those before."""
+        if self._sum is None:
+            return
+        pending, _, mine, every = self._sum
+        pending.wait()
+        before = self._added
+        mine = mine.clone() if self._among else mine  # and let go of the parts of others
+        self._added = (mine, every) if before is None else (before[0].add_(mine), before[1] or every)
+        self._sum = None
+
+    def finish(self) -> None:
+        self._collect()
+        if self._slot_sum is not None:
+            pending, slots, every = self._slot_sum
+            pending.wait()
+            self._added, self._slot_sum = (slots.total, every), None
+        if self._added is None:
+            return
+        mine, every = self._added
+        present = [1.0] * len(self._own) if every else mine[self._length :].tolist()
+        for place, parameter, there in zip(places_in(mine, self._own), self._own.values(), present, strict=False):
+            parameter.grad = place.view(parameter.shape) if there != 0 else None
+        self._added = None
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def start_gather(self, transport: Transport, *, whole: bool = False) -> None:
+        """Start to collect the weights that the other ranks stepped; `whole`: none of them as casts."""
+        if not self._trained:
+            return
+        if self._flat is not None:
+            self._flat.restore()
+        lowers = bool(self._low) and not whole
+        if self._window is not None and not whole:
+            casts = self._adopted(lowers)
+            fetch = self._window.fetch(lambda parts: self._spread(parts, casts, lowers))
+            self._fetch = transport.watch(fetch, gather=True)
+            return
+        if self._low and whole:
+            self._bring_back()
+        first = next(iter(self._trained.values()))
+        size, rows = self._row_bytes(lowers), len(self._ranks)
+        mine = torch.zeros(size, dtype=torch.uint8, device=first.device)
+        self._fill(mine, lowers)
+        parts = torch.empty(rows, size, dtype=torch.uint8, device=first.device)
+        self._weights = transport.start_gather(mine, parts, self._ranks), parts, lowers  # what was started holds `mine`
+
+    def finish_gather(self) -> None:
+        """Wait until they are there, and put them in place."""
+        if self._fetch is not None:
+            self._fetch.wait()
+            self._fetch = None
+            self._refill(lowers=bool(self._low))
+        if self._weights is None:
+            return
+        pending, parts, lowers = self._weights
+        pending.wait()
+        self._spread(parts, self._adopted(lowers), lowers)
+        self._weights = None
+        self._refill(lowers=lowers)
+
+    def open_window(self, transport: Transport, copier: WindowCopier) -> None:
+        """From now on what a step gathers and sums goes by way of memory that the ranks share; all of them call this,
+        and blocks."""
+        if not self._trained:
+            return
+        first = next(iter(self._trained.values()))
+        row = self._row_bytes(bool(self._low))
+        kind, device = gradient_type(first), first.device
+        self._window = Window(transport, self._ranks, row, self._width, kind, device, copier)
+        self.publish()
+
+    def stepped(self, transport: Transport, *, skipped: bool) -> None:
+        self.publish()
+
+    def publish(self) -> None:
+        """Have the other ranks take what this one has stepped."""
+        if self._window is not None:
+            self._fill(self._window.weights, lowers=bool(self._low))
+            self._window.publish()
+
+    def _fill(self, row: Tensor, lowers: bool) -> None:
+        """Write this rank's pieces into what others get."""
+        for places, pieces in zip(self._split(row, lowers), self._rows[self._mine].parts(lowers), strict=True):
+            copy_all(places_in(places, pieces), [self._own[piece].detach().reshape(-1) for piece in pieces])
+
+    def _adopted(self, lowers: bool) -> dict[str, Tensor]:
+        """Room for what comes as casts."""
+        if not lowers or self._kind is None:
+            return {}
+        return {name: cast.adopt(self._kind) for name, cast in self._low.items()}
+
+    def _spread(self, parts: Iterable[Tensor], casts: Mapping[str, Tensor], lowers: bool) -> None:
+        """Put the rows of all ranks in place."""
+        targets, sources = list[Tensor](), list[Tensor]()
+        for index, (message, row) in enumerate(zip(parts, self._rows, strict=True)):
+            if self._frees or index != self._mine:
+                for places, pieces in zip(self._split(message, lowers), row.parts(lowers), strict=True):
+                    views = [self._view(piece, casts) for piece in pieces]
+                    targets += views
+                    sources += [a.view(b.shape) for a, b in zip(places_in(places, pieces), views, strict=True)]
+        copy_all(targets, sources)
+
+    def _refill(self, *, lowers: bool) -> None:
+        """Make the other casts anew."""
+        for cast in self._casts:
+            if not self._frees:
+                cast.forget()
+            elif not lowers or cast not in self._low.values():
+                cast.refill()
+
+    def _row_bytes(self, lowers: bool) -> int:
+        """Bytes that each rank sends."""
+        width = next(iter(self._trained.values())).element_size()
+        if not lowers or self._kind is None:
+            return self._length * width
+        found = self._message[0] * width + self._message[1] * self._kind.itemsize
+        return -(-found // 8) * 8  # so that the rows of all ranks can be read as numbers
+
+    def _split(self, message: Tensor, lowers: bool) -> tuple[Tensor, Tensor]:
+        """The two parts of a message: of weights as they are, and in the lower type."""
+        first = next(iter(self._trained.values()))
+        wide = (self._message[0] if lowers else self._length) * first.element_size()
+        kind = self._kind if lowers and self._kind is not None else first.dtype
+        return message[:wide].view(first.dtype), message[wide:].view(kind)
+
+    def _bring_back(self) -> None:
+        """Room for the weights themselves where casts are enough in a step."""
+        for name in self._low:
+            parameter = self._trained[name]
+            parameter.data.untyped_storage().resize_(parameter.nbytes)
+        self._there = True
+
+    def free(self) -> None:
+        """Give back the bytes of the weights."""
+        if self._flat is not None:
+            self._flat.free()
+            for cast in self._casts:
+                cast.free()
+        if self._there:
+            for name in self._low:
+                self._trained[name].data.untyped_storage().resize_(0)
+            self._there = False
+
+    def takes_away(self, tensor: Tensor) -> bool:
+        """Whether FREE would take the bytes of a tensor, which is a view of a weight."""
+        return self._flat is not None and self._flat.holds(tensor)
+
+    @property
+    def freeable(self) -> int:
+        """Bytes that FREE would give back now."""
+        low = [cast.low for cast in self._low.values()]
+        there = sum(one.untyped_storage().nbytes() for one in low if one is not None)
+        return 0 if self._flat is None else self._flat.bytes + there
+
+    @property
+    def kept(self) -> int:
+        """Bytes of this rank's parts of the weights, where those are freed, and of its window."""
+        own = sum(p.nbytes for p in self._own.values()) if self._frees else 0
+        return own + (0 if self._window is None else self._window.bytes)
+
+    def _view(self, piece: Piece, casts: Mapping[str, Tensor] = NO_CASTS) -> Tensor:
+        if piece.name in casts:
+            return part_of(casts[piece.name].data, piece, keep_shape=True)
+        parameter = self._trained[piece.name]
+        # What is written through `data` leaves no version behind: graphs of this step go on after a GATHER.
+        return part_of(parameter.data if self._frees else parameter.detach(), piece, keep_shape=True)
+
+    def _place(self, piece: Piece) -> Tensor:
+        """What this rank steps of a piece."""
+        return self._view(piece).clone() if self._frees else self._view(piece)

@@ -1,0 +1,263 @@
+"""Slices of a microbatch along its sequence, and the attention that sees across them.
+
+A forward runs in one slice, rows [start, stop) of a sequence of `length`, which `now` tells what is inside of it. A
+layer that treats every token alone needs nothing; one that mixes tokens does so through `attention`.
+
+`Past` holds K and V of one attention of one microbatch, in one buffer each, and while its backward runs, their
+gradients. F of a slice writes its rows and attends to rows [0, stop); B adds the gradients of rows [0, stop) and takes
+out its own, which are complete because slices come back in reverse. So each slice keeps one ordinary graph with one
+root, and what splits the backward of linear layers does so unchanged. The graphs of all slices share the buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+
+from zbc.errors import ZbcError
+from zbc.runtime.features.packing import each_alone, places, rows_now
+from zbc.runtime.features.words import IGNORED
+
+
+class Part(NamedTuple):
+    """Slice `number` of a microbatch: rows [start, stop) of a sequence of `length`."""
+
+    number: int
+    start: int
+    stop: int
+    length: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.length
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Its rows of a tensor (batch, length, ..)."""
+        return whole[:, self.start : self.stop]
+
+
+class Past:
+    """K and V of one attention for one microbatch, (.., length, features), and their gradients.
+
+    Raises E703 for slices whose forwards do not come in order, or whose backwards not in reverse.
+    """
+
+    __slots__ = ("_grads", "_left", "_written", "keys", "length", "values")
+
+    def __init__(self, length: int) -> None:
+        self.length = self._left = length  # rows whose backward is still to come
+        self._written = 0
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+        self._grads: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds."""
+        held = (self.keys, self.values, *(self._grads or ()))
+        return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
+
+    def write(self, start: int, stop: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write rows [start, stop); K and V of rows [0, stop), as views with versions of their own.
+
+        What earlier slices saved is not written to, so their versions have nothing to tell. With recompute a forward
+        comes again, right before its backward; its rows are there.
+        """
+        if start != self._written and not (stop == self._left and self.keys is not None):
+            text = f"run: forward of rows [{start}, {stop}): the next to run are those that begin at {self._written}"
+            raise ZbcError("E703", text, hint="plan again")
+        if self.keys is None or self.values is None:
+            self.keys, self.values = (t.new_empty((*t.shape[:-2], self.length, t.shape[-1])) for t in (k, v))
+        if start == self._written:
+            self.keys.data[..., start:stop, :] = k
+            self.values.data[..., start:stop, :] = v
+            self._written = stop
+        return self.keys.data[..., :stop, :], self.values.data[..., :stop, :]
+
+    def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Add gradients of rows [0, stop); those of [start, stop), which are complete now."""
+        if stop != self._left:
+            text = f"run: backward of rows [{start}, {stop}): the next to come are those that end at {self._left}"
+            raise ZbcError("E703", text, hint="plan again")
+        self._left = start
+        if self._grads is None:
+            self._grads = dk, dv
+        else:
+            for grads, new in zip(self._grads, (dk, dv), strict=True):
+                grads[..., :stop, :] += new
+        found = tuple(grads[..., start:stop, :] for grads in self._grads)
+        if start == 0:
+            self.keys = self.values = self._grads = None
+            return found[0], found[1]
+        return found[0].clone(), found[1].clone()
+
+
+Pasts = dict[tuple[str, int], Past]  # of one stage and microbatch: by layer, and which attention in it
+
+
+class Inside:
+    """One forward of a layer in a slice; `pasts` is None where only shapes are asked for."""
+
+    __slots__ = ("_calls", "_layer", "part", "pasts")
+
+    def __init__(self, part: Part, pasts: Pasts | None = None, layer: str = "") -> None:
+        self.part, self.pasts = part, pasts
+        self._layer, self._calls = layer, 0
+
+    def past(self) -> Past | None:
+        """That of the next attention of the layer: in every slice they come in the same order."""
+        if self.pasts is None:
+            return None
+        key = self._layer, self._calls
+        self._calls += 1
+        found = self.pasts.get(key)
+        if found is None:
+            found = self.pasts[key] = Past(self.part.length)
+        return found
+
+
+class _Current(threading.local):
+    inside: Inside | None = None
+
+
+_local = _Current()
+
+
+def now() -> Inside | None:
+    """What runs on this thread; None outside of a slice, where forwards have whole microbatches, and where torch
+    compiles: compiled layers run no slices."""
+    return None if torch.compiler.is_compiling() else _local.inside
+
+
+@contextmanager
+def within(inside: Inside) -> Iterator[None]:
+    """Run the forward of a layer in a slice."""
+    before = swap(inside)
+    try:
+        yield
+    finally:
+        swap(before)
+
+
+def swap(inside: Inside | None) -> Inside | None:
+    """Make it the one that runs, and return the one before."""
+    before = _local.inside
+    _local.inside = inside
+    return before
+
+
+def first_row() -> int:
+    """The place in the sequence of the first row of what a forward is given."""
+    inside = now()
+    return 0 if inside is None else inside.part.start
+
+
+# ---- the loss of a slice -------------------------------------------------------------------------------------
+
+
+def share_of(target: Tensor, part: Part) -> float:
+    """The share that a slice has in the mean over its microbatch, whose targets on the CPU these are.
+
+    Of whole numbers those count that are not IGNORED; 0 where none does.
+    """
+    if target.is_floating_point() or target.is_complex():
+        return part.rows / part.length
+    counted = target != IGNORED
+    total = int(counted.sum())
+    return int(part.of(counted).sum()) / total if total else 0.0
+
+
+# ---- for layers ----------------------------------------------------------------------------------------------
+
+
+def positions(x: Tensor) -> Tensor:
+    """The places of the tokens of `x` (batch, tokens, ..) in their sequence: (tokens,) int64, on its device; where rows
+    hold several samples, (batch, tokens)."""
+    rows = rows_now()
+    if rows is not None:
+        return places(rows, x.shape[1], x.device)
+    start = first_row()
+    return torch.arange(start, start + x.shape[1], device=x.device)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention, (batch, heads, tokens, features) each; K and V may have fewer heads, which queries share.
+
+    In a slice of a microbatch its tokens attend to those of the slices before, too; where rows hold several samples,
+    to those of their own. Else it is torch's scaled_dot_product_attention.
+    """
+    rows = rows_now()
+    if rows is not None:
+        return each_alone(_causal, q, k, v, rows)
+    inside = now()
+    grouped = k.shape[-3] < q.shape[-3]
+    past = None if inside is None else inside.past()
+    if inside is None or past is None:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):  # as torch's own would, once for all slices
+        low = torch.get_autocast_dtype(kind)
+        q, k, v = (t.to(low) if t.dtype is torch.float32 else t for t in (q, k, v))
+    part = inside.part
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        mixed: Tensor = _Attend.apply(q, k, v, past, part.start, part.stop)  # type: ignore[no-untyped-call]
+        return mixed
+    keys, values = past.write(part.start, part.stop, k.detach(), v.detach())
+    return _causal(q, keys, values)
+
+
+class _Attend(torch.autograd.Function):
+    """Attention of a slice as a small graph of its own, on views of the buffers: nothing is copied or runs twice."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, past: Past, start: int, stop: int) -> Tensor:
+        kept = past.write(start, stop, k, v)
+        leaves = [t.detach().requires_grad_() for t in (_alone(q), *kept)]
+        with torch.enable_grad():
+            mixed = _causal(leaves[0], leaves[1], leaves[2])
+        ctx.past, ctx.rows, ctx.leaves, ctx.edge = past, (start, stop), leaves, get_gradient_edge(mixed)
+        return mixed.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        leaves, edge = ctx.leaves, ctx.edge
+        ctx.leaves = ctx.edge = None
+        dq, dk, dv = torch.autograd.grad([edge], leaves, [grads[0]])
+        return dq, *ctx.past.add(*ctx.rows, dk, dv), None, None, None
+
+
+def _alone(q: Tensor) -> Tensor:
+    """Queries with a storage of their own: a view of what queries, keys and values come from would keep all of it."""
+    return q.detach() if q.untyped_storage().nbytes() == q.numel() * q.element_size() else q.detach().clone()
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last rows to all rows up to their own."""
+    rows, length, grouped = q.shape[-2], k.shape[-2], k.shape[-3] < q.shape[-3]
+    if rows == length:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    if q.device.type == "cuda":  # flash attention knows this mask by its name; it takes no memory
+        from torch.nn.attention.bias import causal_lower_right
+
+        return functional.scaled_dot_product_attention(q, k, v, causal_lower_right(rows, length), enable_gqa=grouped)
+    mask = _lower_right(rows, length, q.dtype, q.device)
+    return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
+
+
+@functools.lru_cache(maxsize=64)
+def _lower_right(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to the scores: one for all graphs, which keep it, of type `dtype`, as torch would turn it into."""
+    hidden = torch.ones(rows, length, dtype=torch.bool, device=device).triu(length - rows + 1)
+    return torch.zeros(rows, length, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)

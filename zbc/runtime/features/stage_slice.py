@@ -1,0 +1,124 @@
+"""A stage as it runs one slice of its microbatches: shapes of its own, and what it keeps of the slices before.
+
+Layers, weights and what looks after gradients are those of the whole stage. Keys and values that later slices attend to
+stay from the first forward of a microbatch to its last backward; see slicing.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from zbc.runtime.core.alone import Alone
+from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.seeding import seed_of
+from zbc.runtime.core.slot import Slot
+from zbc.runtime.core.stage import Stage, StageLayer
+from zbc.runtime.core.tape import Tape
+from zbc.runtime.features.parcels import Parcel
+from zbc.runtime.features.slicing import Inside, Part, Pasts, within
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+
+@dataclass
+class StageSlice(Stage):
+    """`pasts` is shared by all slices of the stage: by the number of the microbatch."""
+
+    whole: Stage | None = None
+    pasts: dict[int, Pasts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.whole is None or self.part is None:
+            raise TypeError("a slice of which stage, and which?")
+        self.parameters = self.whole.parameters
+        self._part, self._whole = self.part, self.whole
+
+    @functools.cached_property
+    def alone(self) -> Alone:
+        return self._whole.alone
+
+    @functools.cached_property
+    def _calls(self) -> tuple[tuple[Callable[[Tensor], Tensor], StageLayer | None], ...]:
+        return tuple((layer.call, layer) for layer in self.layers)
+
+    def forward(
+        self,
+        x: Tensor,
+        step: int,
+        mb: int,
+        finish: Callable[[Tensor], Tensor],
+        slot: Slot | None,
+        parcel: Parcel | None = None,
+    ) -> tuple[Tensor, Tape]:
+        y, tape = super().forward(x, step, mb, finish, slot, parcel)
+        return y, _Last(tape, self.pasts, mb) if self._part.number == 0 else tape
+
+    def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
+        y = super().evaluate(x, finish, *place)
+        if self._part.last:
+            self.pasts.pop(_number(place), None)
+        return y
+
+    def _run(self, layer: StageLayer, x: Tensor, step: int, mb: int) -> Tensor:
+        with within(Inside(self._part, self.pasts.setdefault(mb, {}), layer.name)):
+            return super()._run(layer, x, step, mb)
+
+    def _evaluate(self, layer: StageLayer, x: Tensor, *place: object) -> Tensor:
+        with within(Inside(self._part, self.pasts.setdefault(_number(place), {}), layer.name)):
+            return super()._evaluate(layer, x, *place, self._part.number)
+
+    def _draw(self, step: int, mb: int, layer: StageLayer) -> int:
+        return seed_of(self.seed, step, mb, layer.name, self._part.number)
+
+
+def _number(place: tuple[object, ...]) -> int:
+    """The microbatch, which is the last word of where an evaluation is."""
+    number = place[-1]
+    assert isinstance(number, int)
+    return number
+
+
+class _Last:
+    """The way back of the first slice, which is the last to come: nothing of the microbatch is kept behind it."""
+
+    __slots__ = ("_mb", "_pasts", "_tape")
+
+    def __init__(self, tape: Tape, pasts: dict[int, Pasts], mb: int) -> None:
+        self._tape, self._pasts, self._mb = tape, pasts, mb
+
+    def backward(self, grad: Tensor | None) -> None:
+        self._tape.backward(grad)
+        self._pasts.pop(self._mb, None)
+
+
+def in_slices(stage: Stage, parts: list[Part], shapes: list[dict[str, Any]]) -> None:
+    """Have a stage run slices; `shapes` are its `takes`, `gives`, `laid`, `came` and `goes` of each."""
+    shared = {one.name: getattr(stage, one.name) for one in fields(Stage) if one.init}
+    pasts = dict[int, Pasts]()
+    stage.slices = tuple(
+        StageSlice(**{**shared, **own, "part": part}, whole=stage, pasts=pasts)
+        for part, own in zip(parts, shapes, strict=True)
+    )
+
+
+class SlicePasts(Feature):
+    """What stages keep of the slices before: nothing behind a step."""
+
+    def repeats(self, worker: Worker) -> None:
+        for pasts in self._of(worker):
+            pasts.clear()
+
+    def leftovers(self, worker: Worker) -> list[str]:
+        numbers = sorted({number for pasts in self._of(worker) for number in pasts})
+        return [f"keys and values of microbatch {number} were never freed" for number in numbers]
+
+    @staticmethod
+    def _of(worker: Worker) -> list[dict[int, Pasts]]:
+        firsts = (one for stage in worker.stages.values() for one in stage.slices[:1])
+        return [one.pasts for one in firsts if isinstance(one, StageSlice)]

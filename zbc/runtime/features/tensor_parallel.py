@@ -1,0 +1,340 @@
+"""Layers that several ranks share: each has a part of every large weight (tensor parallel, arXiv 1909.08053).
+
+A linear layer that is cut by its outputs comes first, one cut by its inputs behind it; between them each rank works on
+its own columns. Both meet the whole tensors outside through two functions:
+
+    Group.enter    forward: nothing             backward: the sum of the ranks' gradients
+    Group.leave    forward: the sum of outputs  backward: nothing
+
+so F has one sum per pair of linear layers, B another, W none; in a BW the weight gradients that are due run beside the
+sum. With a shared sequence (arXiv 2205.05198) each rank has its part of the tokens outside of them:
+
+    Group.enter    forward: the tokens of all                backward: the sum of the gradients of one's own tokens
+    Group.leave    forward: the sum of outputs of one's own  backward: the gradients of all
+
+All ranks of a group run the same ops in the same order,
+and get the same bits from every sum: what they hold whole, such as norms, stays alike without being compared.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zbc.ir import Op
+from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.slot import Slot, current_slot
+from zbc.runtime.features import words
+from zbc.runtime.features.strands import current_pair
+from zbc.runtime.transports.transport import Pending, Transport
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.progress import StepResult
+    from zbc.runtime.core.state import Worker
+
+
+@dataclass(slots=True)
+class Meter:
+    """Seconds of sums since it was read: from their start until this rank came back to them and had them, and of that
+    what it waited there."""
+
+    under_way: float = 0.0
+    waited: float = 0.0
+
+    def read(self) -> float | None:
+        """The share of the first that was not waited for; None where there was no sum."""
+        found = None if self.under_way <= 0 else 1 - self.waited / self.under_way
+        self.under_way = self.waited = 0.0
+        return found
+
+
+class Group(NamedTuple):
+    """The ranks of a run that share the layers of this one, which has part `place`."""
+
+    ranks: tuple[int, ...]
+    place: int
+    transport: Transport
+    sequence: bool = False  # whether each has its part of the tokens between the layers
+    meter: Meter | None = None  # of what is waited for, where that can be seen
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def bounds(self, count: int) -> tuple[int, int]:
+        """From where to where this rank's part of `count` rows goes."""
+        return bounds(count, self.place, self.size)
+
+    def start(self, tensor: Tensor) -> Pending:
+        """Start to sum it in place."""
+        return self.transport.start_sum(tensor, self.ranks)
+
+    def hidden(self) -> float | None:
+        """Of the time of sums since this was asked last: the share in which this rank did something else."""
+        return None if self.meter is None else self.meter.read()
+
+    def settle(self, pending: Pending, slot: Slot | None = None) -> None:
+        """Wait for what was started just now, with something else to do meanwhile: first the weight gradients of
+        `slot` that are due, where they belong to the same op, then the other op of a group that this one is in."""
+        began, pair = time.perf_counter(), current_pair()
+        if slot is not None and slot.fills:
+            slot.run()
+        if pair is not None:
+            pair.pause()
+        back = time.perf_counter()
+        pending.wait()
+        if self.meter is not None:
+            now = time.perf_counter()
+            self.meter.under_way += now - began
+            self.meter.waited += now - back
+
+    def collect(self, mine: Tensor) -> Tensor:
+        """Every rank's tensor, all of one shape: (size, ...); blocks."""
+        parts = mine.new_empty((self.size, mine.numel()))
+        self.settle(self.transport.start_gather(mine.reshape(-1), parts, self.ranks))
+        return parts.view(self.size, *mine.shape)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What all ranks have, into layers of which each has a part."""
+        return _apply(_EnterWhole if self.sequence else _Enter, x, self)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What each rank has a term of: the sum."""
+        return _apply(_LeavePart if self.sequence else _Leave, x, self)
+
+    def tokens(self, x: Tensor) -> tuple[Tensor, Pending]:
+        """Start to collect (batch, tokens, ...) of all ranks, each of which has its own; `joined` when it is there."""
+        parts = x.new_empty((self.size, x.numel()))
+        return parts, self.transport.start_gather(x.reshape(-1), parts, self.ranks)
+
+    def joined(self, parts: Tensor, x: Tensor) -> Tensor:
+        """What `tokens` has collected, of tensors like `x`."""
+        return torch.cat(list(parts.view(self.size, *x.shape)), 1)
+
+    def scatter(self, x: Tensor) -> tuple[Tensor, Pending]:
+        """Start to sum (batch, tokens, ...) over all ranks, for each its part of the tokens."""
+        parts = torch.stack(x.chunk(self.size, 1))
+        mine = torch.empty_like(parts[0])
+        return mine, self.transport.start_scatter(parts.view(self.size, -1), mine.view(-1), self.ranks)
+
+    def join(self, x: Tensor, count: int) -> Tensor:
+        """What each rank has some of the last `count` features of, as `bounds` says: all of them."""
+        return _apply(_Join, x, self, count)
+
+
+class PartialSums(Feature):
+    """Gradients of `parameters`, by stage, of which each rank that shares its layers has a part: they are summed before
+    the replicas sum theirs; those of `rest`, whose stages no REDUCE sums, at the end of the step."""
+
+    def __init__(self, parameters: Mapping[int, list[nn.Parameter]], rest: Sequence[int]) -> None:
+        self._parameters, self.rest = parameters, rest
+
+    def reduces(self, worker: Worker, op: Op) -> None:
+        self.complete(worker, op.stage)
+
+    def settles(self, worker: Worker, stages: Sequence[int]) -> None:
+        for stage in self.rest:
+            if stage in stages:
+                self.complete(worker, stage)
+
+    def complete(self, worker: Worker, stage: int) -> None:
+        """Blocks."""
+        found = [p for p in self._parameters.get(stage, ()) if p.grad is not None]
+        if worker.group is None or not found:
+            return
+        worker.progress.waiting = True
+        flat = torch.cat([p.grad.reshape(-1) for p in found if p.grad is not None])
+        worker.group.start(flat).wait()
+        parts = torch.split_with_sizes(flat, [p.numel() for p in found])
+        for parameter, part in zip(found, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+        worker.progress.waiting = False
+
+
+class Hidden(Feature):
+    """Tells of a step how much of the time of its sums inside of ops this rank did something else."""
+
+    def opens(self, worker: Worker) -> None:
+        self._read(worker)  # what stood between steps does not count
+
+    def tells(self, worker: Worker, result: StepResult) -> StepResult:
+        return replace(result, sums_hidden=self._read(worker))
+
+    def _read(self, worker: Worker) -> float | None:
+        return None if worker.group is None else worker.group.hidden()
+
+
+class Cut(NamedTuple):
+    """Which part of a weight a rank of a group of `ranks` has: along `dim` of its whole `shape` a share of each of the
+    `blocks` that lie there one after the other."""
+
+    shape: tuple[int, ...]
+    dim: int
+    blocks: tuple[int, ...]
+    ranks: int
+    place: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """From where to where, block by block."""
+        starts = accumulate(self.blocks, initial=0)
+        shares = (bounds(block, self.place, self.ranks) for block in self.blocks)
+        return [(start + low, start + high) for start, (low, high) in zip(starts, shares, strict=False)]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part, as a tensor of its own."""
+        return torch.cat([whole.narrow(self.dim, low, high - low) for low, high in self.ranges], self.dim)
+
+    def collect(self, part: Tensor, group: Group) -> Tensor:
+        """The whole, of the parts that all ranks have; blocks."""
+        cuts = [self._replace(place=place) for place in range(self.ranks)]
+        sizes = [math.prod(cut.part) for cut in cuts]
+        flat = functional.pad(part.reshape(-1), (0, max(sizes) - part.numel()))
+        whole = part.new_empty(self.shape)
+        for cut, size, found in zip(cuts, sizes, group.collect(flat), strict=True):
+            pieces = found[:size].view(cut.part).split([high - low for low, high in cut.ranges], self.dim)
+            for (low, high), piece in zip(cut.ranges, pieces, strict=True):
+                whole.narrow(self.dim, low, high - low).copy_(piece)
+        return whole
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        width = sum(high - low for low, high in self.ranges)
+        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
+
+
+def bounds(count: int, place: int, ranks: int) -> tuple[int, int]:
+    """From where to where the part of one of so many ranks goes, of `count` rows."""
+    return count * place // ranks, count * (place + 1) // ranks
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.slot = group, current_slot()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.group.settle(ctx.group.start(grad), ctx.slot)
+        return grad, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        y = x.clone(memory_format=torch.contiguous_format)
+        group.settle(group.start(y))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0], None
+
+
+class _EnterWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.slot = group, current_slot()
+        parts, pending = group.tokens(x)
+        group.settle(pending)
+        return group.joined(parts, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        mine, pending = ctx.group.scatter(grads[0])
+        ctx.group.settle(pending, ctx.slot)
+        return mine, None
+
+
+class _LeavePart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.slot = group, current_slot()
+        mine, pending = group.scatter(x)
+        group.settle(pending)
+        return mine
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        parts, pending = ctx.group.tokens(grads[0])
+        ctx.group.settle(pending, ctx.slot)
+        return ctx.group.joined(parts, grads[0]), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, count: int) -> Tensor:
+        ctx.bounds = group.bounds(count)
+        sizes = [stop - start for start, stop in (bounds(count, i, group.size) for i in range(group.size))]
+        wide = functional.pad(x, (0, max(sizes) - x.shape[-1]))
+        return torch.cat([part[..., :size] for part, size in zip(group.collect(wide), sizes, strict=True)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        start, stop = ctx.bounds
+        return grads[0][..., start:stop], None, None
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+# ---- the loss over words that ranks share ------------------------------------------------------------------------
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The mean of log(sum of exp) less the target's logit, over targets that count. `logits` (N, words of this rank).
+
+    Ranks exchange three numbers per token; see words.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, first: int) -> Tensor:
+        wide, counted = words.wide(logits), targets != words.IGNORED
+        place, here = found = words.own(targets, first, wide.shape[-1])
+        log, target = words.combine(group.collect(words.tell(wide, found)[0]))
+        count = counted.sum()
+        ctx.save_for_backward(logits, log, place, here, counted, count)
+        return (log - target).where(counted, log.new_zeros(())).sum() / count
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        logits, log, place, here, counted, count = ctx.saved_tensors
+        share = (grads[0] / count).to(log.dtype)
+        found = (logits.to(log.dtype) - log[:, None]).exp_()
+        found.scatter_add_(-1, place[:, None], -here.to(found.dtype)[:, None])
+        found *= counted.to(found.dtype)[:, None] * share
+        return found.to(logits.dtype), None, None, None
+
+
+def cross_entropy(group: Group, vocab: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of `logits` (..., words of this rank) and `targets` (...), found by all ranks of the group together."""
+    first = group.bounds(vocab)[0]
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return _apply(_CrossEntropy, logits.flatten(0, -2), targets.flatten(), group, first)
+
+    return loss
+
+
+def look_up(group: Group, table: nn.Module, first: int, rows: int) -> Callable[[Tensor], Tensor]:
+    """An embedding of which this rank has the `rows` from `first` on."""
+
+    def forward(tokens: Tensor) -> Tensor:
+        row, mine = words.own(tokens, first, rows)
+        found: Tensor = table(row)
+        return group.leave(found.masked_fill(~mine[..., None], 0.0))
+
+    return forward

@@ -1,0 +1,204 @@
+"""How the two ops of a group run where ranks share layers: in turns, so that each computes while the other's sum runs.
+
+A *unit* is what an op computes between two sums: norm, qkv, attention and proj of a block, or its norm and MLP. Where a
+unit ends in a sum, that is started and the other op goes on with its next unit; the sum is waited for when the turn
+comes back. An op without sums (W, and what is left of a BW) gives its turn away between the weight gradients of two
+layers. Each op does what it does alone, in its own order: what comes out has the same bits.
+
+Both ops begin when both have their inputs, as the plan's prediction has it. Without shared layers, and where `reason`
+says why, the two run one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zbc.ir import Kind, Op
+from zbc.runtime.core.clock import Busy, Clock
+from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.features.cycle import Cycle
+from zbc.runtime.features.freezing import Resting
+from zbc.runtime.features.offload import Offloads
+from zbc.runtime.features.strands import Pair, current_pair
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import PhaseRun, Worker
+
+Handler = Callable[["Worker", Op], None]
+
+
+class Together:
+    """The `Clock` of a group: one time for both ops, from when both have their inputs to when both have ended."""
+
+    def __init__(self, inner: Clock, pair: Pair) -> None:
+        self._inner, self._pair = inner, pair
+        self._began: float | None = None
+        self._ended = 0
+
+    def start(self) -> float:
+        self._pair.turn()  # until the other op has its inputs, too
+        if self._began is None:
+            self._began = self._inner.start()
+        return self._began
+
+    def stop(self, began: float) -> None:
+        self._ended += 1
+        if self._ended == 2:
+            self._inner.stop(began)
+
+    def read(self) -> Busy:
+        return self._inner.read()
+
+
+@dataclass
+class Units:
+    """Runs the groups of a rank."""
+
+    worker: Worker = field(repr=False)
+    stamp: Callable[[], Any] | None = None  # the time, where it is recorded who had the turn when
+    turns: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # op in the script, since when
+    _ops: tuple[tuple[int, str], tuple[int, str]] = ((0, ""), (0, ""))  # of the group that runs: place and text
+
+    def __post_init__(self) -> None:
+        self._pair = Pair(self.worker.device, self._switched)
+        self.close = self._pair.close
+
+    def run(self, first: Entry, second: Entry) -> None:
+        """Both ops of a group, in turns."""
+        worker, progress = self.worker, self.worker.progress
+        self._ops = (progress.index, first.text), (progress.index + 1, second.text)
+        clock = worker.clock
+        worker.clock = Together(clock, self._pair)
+        try:
+            self._pair.run(first.bound(worker), second.bound(worker), (first.name, second.name))
+        finally:
+            worker.clock, progress.thread = clock, None
+
+    def _switched(self, side: int) -> None:
+        """What is said of the rank, and recorded, is of the op that has the turn."""
+        progress = self.worker.progress
+        progress.index, progress.op = self._ops[side]
+        progress.since, progress.thread = time.monotonic(), self._pair.thread_of(side)
+        if self.stamp is not None:
+            self.turns[0].append(progress.index)
+            self.turns[1].append(self.stamp())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An op of a group as the script has it."""
+
+    handler: Handler
+    op: Op
+    text: str
+
+    def bound(self, worker: Worker) -> Callable[[], None]:
+        return lambda: self.handler(worker, self.op)
+
+    @property
+    def name(self) -> tuple[Kind, int]:
+        """Ops with one name have as many sums."""
+        return self.op.kind, self.op.stage
+
+
+def between() -> Callable[[int], None] | None:
+    """What to call between the weight gradients of two layers; None outside a group."""
+    pair = current_pair()
+    return None if pair is None else pair.part_done
+
+
+class Braids(Feature):
+    """Groups whose ops run in turns: `units` runs them, if there are any; `in_turn` says why others do not."""
+
+    def __init__(self) -> None:
+        self.units: Units | None = None
+        self.in_turn: tuple[str, ...] = ()
+        self.one_by_one = False  # whether ops of groups are to run one after the other now
+
+    def ends(self) -> None:
+        if self.units is not None:
+            self.units.close()
+
+
+def braid(worker: Worker) -> None:
+    """Let the groups of a worker's plans run in turns, where they can. To be called when all else of it is there."""
+    if worker.group is None:
+        return
+    braids = worker.features.of(Braids)
+    reasons: dict[str, None] = {}
+    found = False
+    for run in worker.phase_runs:
+        if isinstance(run.ending, Cycle):
+            if any(op.kind.is_mark for op in run.plan.ops):
+                reasons["steps have no flush between them"] = None
+            continue
+        for at, (_, op, _) in enumerate(run.script):
+            if op.kind.is_mark:
+                why = _reason(worker, run, run.script[at + 1][1], run.script[at + 2][1])
+                if why is None:
+                    _put(run, at)
+                    found = True
+                else:
+                    reasons[why] = None
+    if found:
+        braids.units = Units(worker)
+        for stage in worker.stages.values():
+            _apart(stage, worker.device)
+    braids.in_turn = tuple(why for why in reasons if why)
+
+
+def _put(run: PhaseRun, at: int) -> None:
+    """Let the first op of the group at `at` run both, and the second one nothing more."""
+    first, second = (Entry(*run.script[at + i]) for i in (1, 2))
+
+    def both(worker: Worker, op: Op) -> None:
+        braids = worker.features.of(Braids)
+        if braids.units is None or braids.one_by_one:
+            first.handler(worker, op)
+        else:
+            braids.units.run(first, second)
+
+    def rest(worker: Worker, op: Op) -> None:
+        braids = worker.features.of(Braids)
+        if braids.units is None or braids.one_by_one:
+            second.handler(worker, op)
+
+    run.script[at + 1], run.script[at + 2] = (both, first.op, first.text), (rest, second.op, second.text)
+
+
+def _reason(worker: Worker, run: PhaseRun, *ops: Op) -> str | None:
+    """Why two ops run one after the other; None if they need not, "" if there is nothing to gain."""
+    if not any(op.kind is Kind.F for op in ops) or not all(op.kind.computes for op in ops):
+        return ""
+    if run.plan.manifest.slices > 1:
+        return "microbatches come in slices"
+    if worker.features.of(Resting).of(run):
+        return "layers are frozen in some microbatches"
+    if any(op.key in worker.features.of(Offloads).of(run) for op in ops):
+        return "their activations go to the host"
+    for op in ops:
+        for layer in worker.stages[op.stage].layers:
+            traits = layer.traits
+            if traits.random:
+                return f"{layer.name} draws random numbers (dropout)"
+            if layer.buffers or traits.carries or traits.mixes:
+                return f"{layer.name} keeps something from one forward to the next"
+    return None
+
+
+def _apart(stage: Stage, device: torch.device) -> None:
+    """Keep casts of weights inside of each op: autocast's own store is one for all threads, and a cast that a forward
+    without a graph left there has no gradient."""
+    if not isinstance(stage.autocast, nullcontext):
+        stage.autocast = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+
+def overlap(worker: Worker, op: Op) -> None:
+    """OVERLAP: a mark. How the two ops after it run is written into the script; see units.py."""

@@ -1,0 +1,153 @@
+"""Embedding and output layer that all ranks of a pipeline share, each with some words (arXiv 2411.05288).
+
+    I       looks this rank's words up, 0 for others
+    GIVE    adds those up on the first stage's rank
+    SPREAD  the last stage's output, to all ranks
+    S       logits of this rank's words, and what words.py tells of them
+    MEET    what all tell, to all ranks
+    T       the gradient of the output layer's rows
+    SUM     adds up the gradient of the last stage's output, where T makes it
+    TAKE    the gradient of what GIVE gave, to all ranks
+    E       the gradient of the embedding's rows
+
+With 1 sum S makes its part of the output's gradient, too, before it knows the sum over all words: `soft @ weight` less
+the target's row. MEET then scales it, `exp(largest - log) * .. `, and adds up at once. With 2 sums T makes it.
+
+Statistics, and what is summed over ranks, are float32 at least, whatever the model's type.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zbc.runtime.core.bucket import gradient_type
+from zbc.runtime.core.slot import accumulate
+from zbc.runtime.core.split import SplitLinear
+from zbc.runtime.features import words
+from zbc.runtime.features.words import IGNORED, Own
+
+
+@dataclass
+class Told:
+    """What S leaves of N tokens: for T `hidden` (N, H), `soft` (N, rows); for MEET `mine` (3, N); with 1 sum `spread`
+    and `row`, both (N, H), the terms of the gradient of `hidden`. `weight` (N): of each token in the loss of its
+    microbatch, which has the share `step` in that of a step.
+    """
+
+    hidden: Tensor
+    soft: Tensor
+    target: Own
+    mine: Tensor
+    weight: Tensor
+    step: float
+    spread: Tensor | None = None
+    row: Tensor | None = None
+
+    @property
+    def factor(self) -> Tensor:
+        """(N): of each token in the loss of a step."""
+        return self.weight * self.step
+
+    def loss(self, log: Tensor, logit: Tensor) -> Tensor:
+        """What these tokens add to the loss of their microbatch."""
+        return ((log - logit) * self.weight).where(self.weight != 0, self.weight).sum()
+
+    def scale(self, log: Tensor) -> Tensor:
+        """(N): what makes `soft` the softmax over all words."""
+        return (self.mine[0] - log).exp()
+
+    def part(self, log: Tensor) -> Tensor:
+        """This rank's part of the gradient of `hidden` (N, H), where S has made its terms; they are used up."""
+        spread, row = self.spread, self.row
+        if spread is None or row is None:
+            raise TypeError("S has left no terms of the gradient")
+        self.spread = self.row = None
+        return spread.mul_(self.scale(log)[:, None]).sub_(row).mul_(self.factor[:, None])
+
+
+class Output:
+    """This rank's rows of the output layer, `weight` (rows, H), the words from `first` on.
+
+    `dtype`: what products are in under autocast, if that is another type than the weight's.
+    """
+
+    def __init__(self, weight: nn.Parameter, first: int, dtype: torch.dtype | None = None) -> None:
+        layer = nn.Linear(1, 1, bias=False, device="meta")  # draws nothing: ranks as threads share the generator
+        layer.weight = weight
+        self.weight, self.first, self._dtype = weight, first, dtype
+        self.cast = SplitLinear(layer)  # keeps the cast of the weight for all microbatches
+
+    def _multiplier(self) -> Tensor:
+        low = None if self._dtype is None else self.cast.cast(self._dtype)
+        return self.weight.detach() if low is None else low
+
+    def tell(
+        self, hidden: Tensor, targets: Tensor, weight: Tensor, step: float, *, early: bool, keep: bool = True
+    ) -> Told:
+        """S: of `hidden` (.., H) and `targets` (..); `weight` and `step` as in `Told`, one number for all that count.
+
+        `early`: make the terms of the gradient, too; without `keep` nothing is left for T.
+        """
+        by = self._multiplier()
+        flat, wanted = hidden.detach().reshape(-1, hidden.shape[-1]).to(by.dtype), targets.reshape(-1)
+        target = words.own(wanted, self.first, by.shape[0])
+        mine, soft = words.tell(words.wide(flat.mm(by.t())), target, over=True)
+        weights = weight.to(soft.dtype) * (wanted != IGNORED)  # where none counts that is no number, as a mean is
+        told = Told(flat, soft if keep else soft.new_empty(0), target, mine, weights, step)
+        if early:
+            told.spread = words.wide(soft.to(by.dtype).mm(by))
+            told.row = words.wide(by[target.row]).mul_(target.mine[:, None])
+        return told
+
+    def learn(self, told: Told, log: Tensor, *, part: bool) -> Tensor | None:
+        """T: add the gradient of the rows; `part`: this rank's part of the gradient of `hidden`, (N, H).
+
+        What S left is used up: `soft` becomes the gradient of the logits.
+        """
+        d = told.soft.mul_(told.scale(log)[:, None])
+        d[torch.arange(len(d), device=d.device), told.target.row] -= told.target.mine.to(d.dtype)
+        d = d.mul_(told.factor[:, None]).to(told.hidden.dtype)
+        add_product(self.weight, d, told.hidden)
+        told.soft = told.hidden = d.new_empty(0)
+        return words.wide(d.mm(self._multiplier())) if part else None
+
+
+class Embedding:
+    """This rank's rows of the embedding, `weight` (rows, H), the words from `first` on.
+
+    `padding`: the word whose row gets no gradient.
+    """
+
+    def __init__(self, weight: nn.Parameter, first: int, padding: int | None = None) -> None:
+        self.weight, self.first, self.padding = weight, first, padding
+
+    def look_up(self, tokens: Tensor) -> tuple[Own, Tensor]:
+        """I: (.., H), 0 for other ranks' words; which are this rank's, and learn."""
+        found = words.own(tokens, self.first, len(self.weight))
+        looked = functional.embedding(found.row, self.weight.detach()).masked_fill_(~found.mine[..., None], 0.0)
+        learns = found if self.padding is None else found._replace(mine=found.mine & (tokens != self.padding))
+        return learns, looked
+
+    def learn(self, looked: Own, grad: Tensor) -> None:
+        """E: add the gradient (.., H) of the embeddings to this rank's rows."""
+        weight = self.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight, dtype=gradient_type(weight))
+        into, rows = weight.grad, looked.row.reshape(-1)
+        own = grad.reshape(-1, grad.shape[-1]).to(into.dtype) * looked.mine.reshape(-1, 1)
+        if into.is_cuda:  # index_add_ adds there in any order
+            into.index_put_((rows,), own, accumulate=True)
+        else:
+            into.index_add_(0, rows, own)
+
+
+def add_product(weight: nn.Parameter, grad: Tensor, hidden: Tensor) -> None:
+    """Add grad^T hidden to the gradient of a weight, in place where it has their type."""
+    if weight.grad is not None and weight.grad.dtype is hidden.dtype:
+        weight.grad.addmm_(grad.t(), hidden)
+    else:
+        accumulate(weight, grad.t().mm(hidden))

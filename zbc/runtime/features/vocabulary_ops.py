@@ -1,0 +1,181 @@
+"""What ops of a vocabulary do that all ranks share; see vocabulary.py. Stores are in vocabulary_state.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Message, Op
+from zbc.runtime.core.reading import read
+from zbc.runtime.core.state import Worker
+from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.features.vocabulary_state import Meeting, Met, Unit, Vocabulary
+from zbc.runtime.features.words import IGNORED
+from zbc.runtime.transports.transport import Then
+
+_Where = TypeVar("_Where", Message, Unit)
+_Value = TypeVar("_Value")
+
+
+# ---- the embedding -------------------------------------------------------------------------------------------
+
+
+def look_up(worker: Worker, op: Op) -> None:
+    """I: this rank's words of the inputs; zeros where they are others'."""
+    shared, unit = shared_of(worker, op)
+    tokens, _ = read(worker, worker.source, "inputs", worker.number(op.mb), shared.slice_of(op))
+    began = worker.clock.start()
+    shared.looked[unit], shared.given[unit] = shared.embedding.look_up(tokens)
+    worker.clock.stop(began)
+
+
+def give(worker: Worker, op: Op) -> None:
+    """GIVE: start to add up what all looked up, on the first stage's rank, whose F waits."""
+    shared, unit = shared_of(worker, op)
+    tensor = _take(shared.given, unit, op, "its I has not run")
+    pending = worker.transport.start_reduce(tensor, shared.first, shared.ranks)
+    spec = shared.inputs[op.slice]
+    shared.start(op.kind, unit, pending, tensor, spec, here=worker.rank == shared.first)
+
+
+def take(worker: Worker, op: Op) -> None:
+    """TAKE: start to send the gradient of the first stage's input to all; E waits."""
+    shared, _ = shared_of(worker, op)
+    _broadcast(worker, op, Message(0, -1, op.mb, 0, op.slice), shared.first, shared.inputs[op.slice])
+
+
+def embedding_gradient(worker: Worker, op: Op) -> None:
+    """E: the gradient of this rank's rows of the embedding."""
+    shared, unit = shared_of(worker, op)
+    grad = shared.arrive(worker, Met(Kind.TAKE, *unit))
+    began = worker.clock.start()
+    shared.embedding.learn(_take(shared.looked, unit, op, "its I has not run"), grad)
+    worker.clock.stop(began)
+
+
+# ---- the output layer ----------------------------------------------------------------------------------------
+
+
+def spread(worker: Worker, op: Op) -> None:
+    """SPREAD: start to send the last stage's output to all; S waits."""
+    shared, _ = shared_of(worker, op)
+    edge = Message(shared.last_stage, shared.last_stage + 1, op.mb, 0, op.slice)
+    _broadcast(worker, op, edge, shared.last, shared.outputs[op.slice])
+
+
+def tell(worker: Worker, op: Op) -> None:
+    """S: this rank's words of the output layer; with 1 sum its terms of the input gradient, too."""
+    shared, unit = shared_of(worker, op)
+    part, training = shared.slice_of(op), worker.phase_run.trains
+    targets, share = read(worker, worker.source, "targets", worker.number(op.mb), part)
+    hidden = shared.arrive(worker, Met(Kind.SPREAD, *unit))
+    began = worker.clock.start()
+    weight = worker.weigh(worker.number(op.mb), targets, share) / (targets != IGNORED).sum().double().clamp(min=1.0)
+    step = 1.0 / worker.layout.microbatches
+    early = training and shared.sums == 1
+    shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=training)
+    worker.clock.stop(began)
+
+
+def meet(worker: Worker, op: Op) -> None:
+    """MEET: start to bring what S found to all; with 1 sum, behind it, to add up the gradient of the last stage's
+    output on its rank, whose B waits. T waits."""
+    shared, unit = shared_of(worker, op)
+    told = _take(shared.told, unit, op, "its S has not run")
+    mine = told.mine.contiguous()
+    meeting = Meeting(told, mine.new_empty(len(shared.ranks), *mine.shape), shared.outputs[op.slice])
+    then = None if told.spread is None else Then(meeting.make, shared.last)
+    meeting.pending = worker.transport.start_gather(mine.view(-1), meeting.parts.flatten(1), shared.ranks, then)
+    shared.met[unit] = meeting
+    if then is not None and worker.rank == shared.last:
+        shared.coming[Met(Kind.MEET, *unit)] = meeting
+
+
+def output_gradient(worker: Worker, op: Op) -> None:
+    """T: the gradient of this rank's rows of the output layer; with 2 sums its part of the input gradient, too."""
+    shared, unit = shared_of(worker, op)
+    meeting = _take(shared.met, unit, op, "its MEET has not been started")
+    worker.wait_for(f"MEET {_unit_text(op)}", meeting.pending)
+    began = worker.clock.start()
+    log, logit = meeting.known()
+    _count_loss(worker, shared, op.mb, meeting, log, logit)
+    part = shared.output.learn(meeting.told, log, part=shared.sums == 2)
+    if part is not None:
+        shared.parts[unit] = part
+    worker.clock.stop(began)
+
+
+def add_up(worker: Worker, op: Op) -> None:
+    """SUM: start to add up the gradient of the last stage's output on its rank, whose B waits."""
+    shared, unit = shared_of(worker, op)
+    tensor = _take(shared.parts, unit, op, "its T has not run")
+    pending = worker.transport.start_reduce(tensor, shared.last, shared.ranks)
+    spec = shared.outputs[op.slice]
+    shared.start(op.kind, unit, pending, tensor, spec, here=worker.rank == shared.last)
+
+
+def settle(worker: Worker) -> None:
+    """Behind forwards alone: wait for what MEET brings, for the loss; nothing is kept for backwards."""
+    shared = worker.features.find(Vocabulary)
+    if shared is None:
+        return
+    for (mb, _), meeting in shared.met.items():
+        worker.wait_for("MEET", meeting.pending)
+        _count_loss(worker, shared, mb, meeting, *meeting.known())
+    shared.met.clear()
+    shared.looked.clear()
+    shared.closes(worker)
+
+
+def _count_loss(worker: Worker, shared: Vocabulary, mb: int, meeting: Meeting, log: Tensor, logit: Tensor) -> None:
+    """The last stage's rank answers for the losses, as it does where it has the whole output layer."""
+    if worker.rank == shared.last:
+        found = meeting.told.loss(log, logit)
+        worker.losses[mb] = worker.losses.get(mb, 0.0) + (found.item() if worker.on_host else found)
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------
+
+
+def shared_of(worker: Worker, op: Op) -> tuple[Vocabulary, Unit]:
+    """This rank's share, and the unit of an op."""
+    return worker.features.of(Vocabulary), (op.mb, op.slice)
+
+
+def _broadcast(worker: Worker, op: Op, edge: Message, root: int, spec: TensorSpec) -> None:
+    """Start to send what the rank `root` has on an edge to all."""
+    shared, unit = shared_of(worker, op)
+    if worker.rank != root:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device=worker.device)
+    else:
+        tensor = _take(worker.edges, edge, op, "what it sends has not been computed").contiguous()
+    pending = worker.transport.start_broadcast(tensor, root, shared.ranks)
+    shared.start(op.kind, unit, pending, tensor, spec, here=True)
+
+
+def _take(store: dict[_Where, _Value], key: _Where, op: Op, missing: str) -> _Value:
+    found = store.pop(key, None)
+    if found is None:
+        raise ZbcError("E703", f"run: {op}: {missing}", hint="plan again")
+    return found
+
+
+def _unit_text(op: Op) -> str:
+    return str(op).partition(" ")[2]
+
+
+VOCABULARY: dict[Kind, Callable[[Worker, Op], None]] = {
+    Kind.I: look_up,
+    Kind.GIVE: give,
+    Kind.SPREAD: spread,
+    Kind.S: tell,
+    Kind.MEET: meet,
+    Kind.T: output_gradient,
+    Kind.SUM: add_up,
+    Kind.TAKE: take,
+    Kind.E: embedding_gradient,
+}

@@ -1,0 +1,1 @@
+"""How messages and collectives go between ranks: processes, threads, and what stands around either."""

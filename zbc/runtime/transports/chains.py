@@ -1,0 +1,98 @@
+"""A collective, arithmetic on what it brought, another collective: while the rank itself computes.
+
+On gloo somebody has to wait for the first one and start the second: a thread does, chain by chain in the order in which
+the rank starts them, which all ranks share. On CUDA a stream of its own waits, and no thread is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbc.runtime.transports.background import Background
+
+First = Callable[[], dist.Work]
+Second = Callable[[Tensor], dist.Work]
+
+
+class Chain(Protocol):
+    """What was started, as a `dist.Work`."""
+
+    def wait(self) -> object: ...
+    def is_completed(self) -> bool: ...
+
+
+class Chains(Protocol):
+    """Where chains run."""
+
+    def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
+        """Start `first` now; when it is over, `make`, and `second` with what that returns."""
+
+    def close(self) -> None: ...
+
+
+class ThreadChains:
+    """In a thread; `first` starts in the rank's own, so that it keeps its place among other collectives."""
+
+    def __init__(self) -> None:
+        self._background = Background("zbc-chains")
+
+    def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
+        work = first()
+
+        def rest() -> None:
+            work.wait()
+            second(make()).wait()
+
+        return _Threaded(self._background.start(rest))
+
+    def close(self) -> None:
+        self._background.close()
+
+
+class _Threaded:
+    def __init__(self, found: Future[None]) -> None:
+        self._found = found
+
+    def wait(self) -> None:
+        self._found.result()
+
+    def is_completed(self) -> bool:
+        return self._found.done()
+
+
+class StreamChains:
+    """On a stream of its own, behind what the current one has been given. Has not run on GPUs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            first().wait()  # the stream does, not the host
+            made = make()
+            second(made).wait()
+            return _Streamed(stream.record_event(), made)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class _Streamed:
+    def __init__(self, over: torch.cuda.Event, made: Tensor) -> None:
+        self._over, self._made = over, made
+
+    def wait(self) -> None:
+        current = torch.cuda.current_stream()
+        current.wait_event(self._over)
+        self._made.record_stream(current)
+
+    def is_completed(self) -> bool:
+        return bool(self._over.query())  # type: ignore[no-untyped-call]

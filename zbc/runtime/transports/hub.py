@@ -1,0 +1,366 @@
+"""All ranks in one process: a transport whose ranks are threads.
+
+Strict where networks are lenient: shapes, dtypes and peers of each message are checked, a receive buffer holds NaN
+until its message is in it, and when all ranks wait for something that cannot come they are told so at once. A message
+is in its buffer when it was waited for, so that whoever does not wait computes with NaN; a `prompt` hub puts it there
+as soon as it is sent and posted for, as networks do, and the sender is rid of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.runtime.transports.transport import Letter, Pending, Shared, Then
+
+
+class Offer(NamedTuple):
+    """What a rank brings to a collective, and where it wants the result."""
+
+    what: Literal["sum", "scatter", "gather", "broadcast", "reduce"]
+    source: Tensor
+    target: Tensor
+    ready: torch.cuda.Event | None = None  # when both may be used, where ranks have streams
+    root: int = -1  # whose tensor is sent, or who gets the sum
+    then: Then | None = None  # what follows a gather
+
+
+@dataclass
+class Round:
+    """One collective."""
+
+    ranks: tuple[int, ...]
+    offers: dict[int, Offer] = field(default_factory=dict)
+    over: bool = False
+    ended: torch.cuda.Event | None = None  # when it is over on the device, where ranks have streams
+
+
+class Hub:
+    """The meeting point. `end(rank)` is the transport of a rank; `leave(rank)` says that its thread has ended."""
+
+    def __init__(self, ranks: int, *, prompt: bool = False, tp: int = 1) -> None:
+        """`tp`: so many neighbours share layers, and meet inside of ops."""
+        self._lock = threading.Lock()
+        self._buffers: dict[tuple[int, Letter], Tensor] | None = {} if prompt else None
+        self._wake = [threading.Condition(self._lock) for _ in range(ranks)]
+        self._letters: dict[tuple[int, Letter], tuple[int, Tensor]] = {}  # (to, message) -> from, tensor
+        self._rounds: dict[tuple[tuple[int, ...], int], Round] = {}  # ranks, how often they met before -> who is there
+        self._joined: dict[tuple[int, tuple[int, ...]], int] = {}  # rank, ranks -> how many it has started
+        self._queues: list[deque[tuple[tuple[int, ...], int]]] = [deque() for _ in range(ranks)]
+        self._shared: dict[tuple[tuple[int, ...], int], dict[int, Tensor]] = {}  # ranks, how often -> memory of each
+        self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}  # rank -> what it waits for
+        self._left: set[int] = set()
+        self._failure: tuple[int, str] | None = None
+        self.ranks = ranks
+        self._inside = {tuple(range(first, first + tp)) for first in range(0, ranks, tp)} if tp > 1 else set()
+
+    def end(self, rank: int) -> HubTransport:
+        return HubTransport(self, rank)
+
+    def leave(self, rank: int) -> None:
+        """The rank will not call again; whoever waits for it is told."""
+        with self._lock:
+            self._left.add(rank)
+            if self._stuck():
+                self._fail(rank, self._explain())
+
+    def poison(self, rank: int, reason: str) -> None:
+        """`rank` failed: every call that waits, and every later one, raises E702 with the reason."""
+        with self._lock:
+            self._fail(rank, reason)
+
+    # ---- for the transports; `_lock` is held in the private ones ------------------------------------------------
+
+    def put(self, source: int, message: Letter, tensor: Tensor, peer: int) -> None:
+        with self._lock:
+            self._check()
+            if (peer, message) in self._letters:
+                raise ZbcError("E703", f"run: {message.send} was sent twice", where=f"rank {source}")
+            self._letters[peer, message] = source, tensor
+            self._wake[peer].notify()
+            self._deliver((peer, message))
+
+    def post(self, rank: int, message: Letter, buffer: Tensor) -> None:
+        """Say where a message may go before it is waited for."""
+        if self._buffers is not None:
+            with self._lock:
+                self._buffers[rank, message] = buffer
+                self._deliver((rank, message))
+
+    def _deliver(self, place: tuple[int, Letter]) -> None:
+        """Put a message that is there into the buffer that is there, if it fits; whether it does is for `take`."""
+        if self._buffers is None or place not in self._letters or place not in self._buffers:
+            return
+        buffer, (source, tensor) = self._buffers.pop(place), self._letters[place]
+        if tensor.shape == buffer.shape and tensor.dtype is buffer.dtype:
+            self._letters[place] = source, buffer.copy_(tensor)
+
+    def take(self, rank: int, message: Letter, peer: int) -> Tensor:
+        """Wait for a message and take it out."""
+        place = rank, message
+        with self._lock:
+            self._block(rank, lambda: place in self._letters, f"{message.recv} from rank {peer}")
+            source, tensor = self._letters.pop(place)
+            self._wake[source].notify()
+        if source != peer:
+            text = f"run: {message.recv} came from rank {source}, the plan says rank {peer}"
+            raise ZbcError("E703", text, where=f"rank {rank}")
+        return tensor
+
+    def there(self, rank: int, message: Letter) -> bool:
+        """Whether `take` would return, or raise, at once."""
+        with self._lock:
+            return (rank, message) in self._letters or self._failure is not None
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def drain(self, rank: int) -> None:
+        """Wait until nothing that `rank` sent is left."""
+        with self._lock:
+            self._block(rank, lambda: not self._unread(rank), "the delivery of what it sent")
+
+    def join(self, rank: int, offer: Offer, ranks: tuple[int, ...]) -> Round:
+        """Start to meet `ranks`. A rank's collectives happen in the order in which it starts them, as on one device;
+        only those inside of ops do not queue behind sums that were started before."""
+        with self._lock:
+            self._check()
+            if rank not in ranks:
+                text = f"run: a collective over ranks {', '.join(map(str, ranks))}, to which it does not belong"
+                raise ZbcError("E703", text, where=f"rank {rank}")
+            number = self._joined.get((rank, ranks), 0)
+            self._joined[rank, ranks] = number + 1
+            meeting = self._rounds.setdefault((ranks, number), Round(ranks))
+            meeting.offers[rank] = offer
+            if ranks not in self._inside:
+                self._queues[rank].append((ranks, number))
+                self._meet()
+            elif len(meeting.offers) == len(ranks):
+                self._end(self._rounds.pop((ranks, number)))
+            return meeting
+
+    def complete(self, rank: int, meeting: Round) -> None:
+        """Wait until a collective has happened."""
+        with self._lock:
+            self._block(rank, lambda: meeting.over, f"a sum over ranks {', '.join(map(str, meeting.ranks))}")
+
+    def share(self, rank: int, memory: Tensor, ranks: tuple[int, ...], number: int) -> list[Tensor]:
+        """Wait for the memory of all `ranks`, the `number`th that they share."""
+        with self._lock:
+            found = self._shared.setdefault((ranks, number), {})
+            found[rank] = memory
+            for r in ranks:
+                self._wake[r].notify()
+            self._block(rank, lambda: len(found) == len(ranks), f"memory of ranks {', '.join(map(str, ranks))}")
+            return [found[r] for r in ranks]
+
+    def alive(self) -> None:
+        """Raise E702 once a rank failed."""
+        with self._lock:
+            self._check()
+
+    def _meet(self) -> None:
+        """Let every collective happen that is the next of all its ranks."""
+        waiting = True
+        while waiting:
+            waiting = False
+            for queue in self._queues:
+                key = queue[0] if queue else None
+                if key is not None and all(self._queues[r] and self._queues[r][0] == key for r in key[0]):
+                    waiting = True
+                    self._happen(self._rounds.pop(key))
+
+    def _happen(self, meeting: Round) -> None:
+        for r in meeting.ranks:
+            self._queues[r].popleft()
+        self._end(meeting)
+
+    def _end(self, meeting: Round) -> None:
+        offers = [meeting.offers[r] for r in meeting.ranks]
+        _combine(offers, meeting.ranks)
+        following = [offer.then for offer in offers if offer.then is not None]
+        if following:
+            made = [then.make() for then in following]
+            _combine([Offer("reduce", one, one, root=following[0].root) for one in made], meeting.ranks)
+            # Who started it holds this meeting, and `then` holds that one: nothing would be free before a collection.
+            meeting.offers = {r: offer._replace(then=None) for r, offer in meeting.offers.items()}
+        meeting.over = True
+        for r in meeting.ranks:
+            self._wake[r].notify()
+
+    def _block(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        self._check()
+        while not ready():
+            self._blocked[rank] = ready, what
+            try:
+                if self._stuck():
+                    text = self._explain()
+                    self._fail(rank, text)
+                    raise ZbcError("E703", text, details=self._waits())
+                self._wake[rank].wait()
+            finally:
+                del self._blocked[rank]
+            self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            rank, reason = self._failure
+            raise ZbcError("E702", f"run: stopped, because rank {rank} failed: {reason}")
+
+    def _fail(self, rank: int, reason: str) -> None:
+        self._failure = self._failure or (rank, reason)
+        for condition in self._wake:
+            condition.notify_all()
+
+    def _stuck(self) -> bool:
+        """Every rank that still runs waits, and none has what it waits for."""
+        return (
+            bool(self._blocked)
+            and len(self._blocked.keys() | self._left) == self.ranks
+            and not any(ready() for ready, _ in self._blocked.values())
+        )
+
+    def _explain(self) -> str:
+        return "all ranks wait for what cannot come: " + "; ".join(self._waits())
+
+    def _waits(self) -> list[str]:
+        waits = [f"rank {rank} waits for {what}" for rank, (_, what) in sorted(self._blocked.items())]
+        letters = sorted(((source, message, to) for (to, message), (source, _) in self._letters.items()), key=str)
+        return [*waits, *(f"rank {source} sent {m.send}, which rank {to} does not take" for source, m, to in letters)]
+
+    def _unread(self, rank: int) -> bool:
+        return any(source == rank for source, _ in self._letters.values())
+
+
+def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
+    """Do what the ranks of a collective asked for, all of them the same; sums are in the order of the ranks."""
+    shapes = {(offer.what, tuple(offer.source.shape), offer.source.dtype, offer.root) for offer in offers}
+    if len(shapes) > 1:
+        text = f"run: ranks sum tensors of different shapes: {sorted(map(str, shapes))}"
+        raise ZbcError("E703", text, where=f"rank {ranks[0]}")
+    what, root = offers[0].what, offers[0].root
+    if what == "broadcast":
+        sent = offers[ranks.index(root)].source
+        for offer in offers:
+            if offer.target is not sent:
+                offer.target.copy_(sent)
+        return
+    if what == "gather":
+        for offer in offers:
+            for row, other in zip(offer.target, offers, strict=True):
+                row.copy_(other.source)
+        return
+    if what == "scatter":  # without a temporary: what a rank needs is weighed
+        for index, offer in enumerate(offers):
+            offer.target.copy_(offers[0].source[index])
+            for other in offers[1:]:
+                offer.target.add_(other.source[index])
+        return
+    total = offers[0].source.clone()
+    for offer in offers[1:]:
+        total += offer.source
+    for index, offer in enumerate(offers):
+        if what == "reduce" and ranks[index] != root:
+            offer.target.fill_(torch.nan)  # as lenient networks may: it is nobody's
+        else:
+            offer.target.copy_(total)
+
+
+@dataclass(frozen=True)
+class Started:
+    """A `Pending`."""
+
+    hub: Hub
+    rank: int
+    meeting: Round
+
+    def wait(self) -> None:
+        self.hub.complete(self.rank, self.meeting)
+
+    def ready(self) -> bool:
+        return self.meeting.over or self.hub.failed
+
+
+class HubTransport:
+    """A `Transport`: one rank's end of a hub."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self._hub, self.rank = hub, rank
+        self._posted: dict[Letter, tuple[Tensor, int]] = {}
+        self._shares = Counter[tuple[int, ...]]()
+
+    def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
+        self._hub.put(self.rank, message, tensor, peer)
+
+    def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
+        if message in self._posted:
+            raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+        self._posted[message] = buffer, peer
+        self._hub.post(self.rank, message, buffer)
+
+    def wait(self, message: Letter) -> Tensor:
+        try:
+            buffer, peer = self._posted.pop(message)
+        except KeyError:
+            text = f"run: {message.recv} is needed but was not posted"
+            raise ZbcError("E703", text, where=f"rank {self.rank}") from None
+        tensor = self._hub.take(self.rank, message, peer)
+        if tensor.shape != buffer.shape or tensor.dtype is not buffer.dtype:
+            found, wanted = (f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (tensor, buffer))
+            text = f"run: {message.recv} got {found} from rank {peer}, its buffer is {wanted}"
+            raise ZbcError("E505", text, where=f"rank {self.rank}")
+        return buffer if tensor is buffer else buffer.copy_(tensor)
+
+    def ready(self, message: Letter) -> bool:
+        return message not in self._posted or self._hub.there(self.rank, message)
+
+    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Started:
+        return self._start(Offer("sum", tensor, tensor), ranks)
+
+    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Started:
+        return self._start(Offer("scatter", parts, mine), ranks)
+
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Started:
+        return self._start(Offer("gather", mine, parts, then=then), ranks)
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Started:
+        if self.rank != root and tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        return self._start(Offer("broadcast", tensor, tensor, root=root), ranks)
+
+    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Started:
+        return self._start(Offer("reduce", tensor, tensor, root=root), ranks)
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        self.start_sum(tensor, ranks).wait()
+
+    def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._shares[ranks] += 1
+        return Shared(self._hub.share(self.rank, memory, ranks, self._shares[ranks]), self._hub.alive)
+
+    def watch(self, pending: Pending, *, gather: bool) -> Pending:
+        return pending
+
+    def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
+        return Started(self._hub, self.rank, self._hub.join(self.rank, offer, ranks))
+
+    def finish_step(self, *, drain: bool = True) -> None:
+        if self._posted:
+            names = ", ".join(str(message.recv) for message in self._posted)
+            raise ZbcError("E703", f"run: received but never used: {names}", where=f"rank {self.rank}")
+        if drain:
+            self._hub.drain(self.rank)
+
+    def close(self) -> None:
+        self._hub.leave(self.rank)

@@ -1,0 +1,474 @@
+"""Tensors between processes: torch.distributed with gloo (CPU) or NCCL (CUDA).
+
+Every ordered pair of ranks that exchange tensors has a 2-rank process group of its own. With one communicator per
+*unordered* pair even 1F1B has a cycle of waits on NCCL; with one per direction it has none, and the messages of a
+direction are FIFO, which is what the compiler proves. On gloo each message of a step also has its own tag: a plan whose
+order is wrong hangs, where the watchdog sees it, instead of handing a tensor to the wrong receive.
+
+On CUDA the calls only enqueue: `wait` makes the current stream wait for the message, and the host runs ahead as far as
+clock.py lets it. NCCL raises nothing there; what failed shows in its work objects (sends.py). Only the watchdog is to
+end a run that stands still, so the limits of groups lie far above its own.
+
+Sums of gradients have groups of their own, one for each set of ranks that hold copies of a stage, and start without
+waiting. All ranks start them in one order; on NCCL each group has a stream of its own, so that they overlap with each
+other and with transfers, and a rank that started two of them in another order than the others could wait forever.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import re
+import socket
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, view_as_real
+
+from zbc.errors import ZbcError
+from zbc.ir import Kind, Op, Placement
+from zbc.plan.directory import Manifest, judges, meeting
+from zbc.runtime.core.private import symmetric
+from zbc.runtime.features import shared_memory
+from zbc.runtime.transports.arrivals import Arrivals, Coming
+from zbc.runtime.transports.chains import Chain, Chains, StreamChains, ThreadChains
+from zbc.runtime.transports.sends import EventSends, Sends, ThreadSends
+from zbc.runtime.transports.transport import Again, Letter, Pending, Shared, Signal, Then
+
+_MAX_TAG = 2**31
+
+Lost = Callable[[BaseException], ZbcError]  # makes the error of a transfer that failed
+_Way = tuple[Callable[..., dist.Work], int, int, Lost]  # what starts a message, the rank of its other end, its tag
+_Out = tuple[Callable[..., dist.Work], int, int, Lost, Sends]  # and what keeps it while it is under way
+_Sum = tuple[Callable[..., dist.Work], Lost]  # what starts a sum
+
+
+def bind_loopback() -> None:
+    """All ranks are on this machine: keep gloo off its network. Has to come before the process group."""
+    names = {name for _, name in socket.if_nameindex()}
+    for name in ("lo", "lo0"):
+        if name in names:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            return
+
+
+def directions(placement: Placement) -> list[tuple[int, int]]:
+    """The ordered pairs (from, to) of ranks between which tensors travel, in the order all ranks create groups."""
+    pairs = {
+        pair
+        for pipe in range(len(placement.pipes))
+        for a, b in placement.links(pipe)
+        if a != b
+        for pair in ((a, b), (b, a))  # outputs one way, gradients the other
+    }
+    return sorted(pairs)
+
+
+def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """The ordered pairs in rounds, in each of which a rank meets at most one other one.
+
+    Ranks that go through their own pairs round by round never wait for each other in a cycle, and for a chain of any
+    length in four rounds only: those from even to odd ranks first, then the others.
+    """
+    found: list[list[tuple[int, int]]] = []
+    busy: list[set[int]] = []
+    for pair in sorted(set(pairs), key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)):
+        at = next((number for number, taken in enumerate(busy) if taken.isdisjoint(pair)), len(busy))
+        if at == len(busy):
+            found.append([])
+            busy.append(set())
+        found[at].append(pair)
+        busy[at].update(pair)
+    return found
+
+
+def of_replica(
+    manifest: Manifest, replica: int, pairs: Iterable[tuple[int, int]], tp: int = 0
+) -> list[tuple[int, int]]:
+    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas, with one share of the layers."""
+    rank = manifest.topology.rank
+    return [(rank(replica, a, tp), rank(replica, b, tp)) for a, b in pairs]
+
+
+def signalled(manifest: Manifest) -> list[tuple[int, int]]:
+    """The ordered pairs of ranks of a pipeline between which the numbers of a step without a barrier go."""
+    if Kind.NORM.value not in manifest.capabilities:
+        return []
+    return [pair for r in range(manifest.ranks - 1) for pair in ((r, r + 1), (r + 1, r))]
+
+
+def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
+    """The sets of ranks of the run that sum over something, besides all of them, in the order they create groups.
+
+    The holders of each stage that has more than one, over all replicas, and those of a weight that the first and
+    the last stage share; the replicas of a rank that share out its weights; without a barrier also the last ranks of
+    all replicas, which make the verdict; and the ranks that share layers, which sum inside of ops.
+    """
+    run = manifest.topology
+    sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
+    sums += [Op(Kind.TIE, 0)] if manifest.tied else []
+    groups = {meeting(manifest, op, tp) for op in sums for tp in range(run.tp)}
+    groups |= {run.sharing(rank) for rank in range(0, run.world, run.tp)}
+    if Kind.NORM.value in manifest.capabilities:
+        groups.add(judges(manifest))
+    if manifest.resident:  # replicas of one rank share out its weights
+        groups |= {run.ranks((rank,), tp) for rank in range(run.pp) for tp in range(run.tp)}
+    groups |= set(pipelines(manifest))
+    return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
+
+
+def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:
+    """The ranks of the run that are one replica of the pipeline, where those share the vocabulary; else nothing."""
+    if manifest.vocabulary is None:
+        return []
+    run = manifest.topology
+    return [tuple(sorted(run.rank(dp, part) for part in range(run.pp))) for dp in range(run.dp)]
+
+
+class Network:
+    """One rank's end; a `Transport`. `dist.init_process_group` has run, and all ranks build theirs together."""
+
+    def __init__(self, manifest: Manifest, device: torch.device, timeout: timedelta) -> None:
+        placement = manifest.to_placement()
+        self.rank = dist.get_rank()
+        self._manifest, self._device, self._nccl = manifest, device, device.type == "cuda"
+        self._edges = {edge: number for number, edge in enumerate(placement.edges)}
+        self._pairs: dict[tuple[int, int], Any] = {}
+        self._signals: dict[tuple[int, int], Any] = {}
+        swift = _swift if self._nccl else None
+        run = manifest.topology
+        for replica, tp in itertools.product(range(run.dp), range(run.tp)):
+            for pairs, groups in ((directions(placement), self._pairs), (signalled(manifest), self._signals)):
+                for some in rounds(of_replica(manifest, replica, pairs, tp)):
+                    for pair in some:
+                        group = _group(pair, timeout, swift)
+                        if self.rank in pair:
+                            groups[pair] = group
+        self._circles: dict[tuple[int, ...], Any] = {tuple(range(manifest.topology.world)): dist.group.WORLD}
+        for ranks in gatherings(manifest):
+            group = _group(ranks, timeout)
+            if self.rank in ranks:
+                self._circles[ranks] = group
+        self._after = self._groups_after(timeout)
+        self._there: dict[Letter, _Out] = {}  # of what this rank sends
+        self._here: dict[Letter, _Way] = {}  # of what it receives
+        self._sums: dict[tuple[int, ...], _Sum] = {}
+        self._posted: dict[Letter, tuple[dist.Work | Coming, Tensor, Lost]] = {}
+        self._arrivals = Arrivals()
+        self._sends: dict[int, Sends] = {}  # by the rank they go to
+        most = 4 * len(placement.edges) * manifest.microbatches * len(placement.pipes) * manifest.slices
+        if most > _MAX_TAG:
+            raise ZbcError("E703", f"run: {most} messages in one step are more than gloo has tags for")
+        self._connect(device)
+
+    def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
+        start, number, tag, lost, sends = self._there.get(message) or self._way_out(message, peer)
+        tensor = tensor.contiguous()
+        if tensor.is_neg() or tensor.is_conj():  # a view that says what its memory does not
+            tensor = tensor.resolve_neg().resolve_conj()
+        try:
+            work = start([view_as_real(tensor) if tensor.is_complex() else tensor], number, tag)
+        except RuntimeError as error:
+            raise lost(error) from error
+        sends.add(work, tensor, lost)
+
+    def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
+        if message in self._posted:
+            raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
+        start, number, tag, lost = self._here.get(message) or self._way_in(message, peer)
+        try:
+            work = start([view_as_real(buffer) if buffer.is_complex() else buffer], number, tag)
+        except RuntimeError as error:
+            raise lost(error) from error
+        self._posted[message] = work, buffer, lost
+
+    def wait(self, message: Letter) -> Tensor:
+        try:
+            work, buffer, lost = self._posted.pop(message)
+        except KeyError:
+            text = f"run: {message.recv} is needed but was not posted"
+            raise ZbcError("E703", text, where=f"rank {self.rank}") from None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise lost(error) from error
+        return buffer
+
+    def ready(self, message: Letter) -> bool:
+        found = self._posted.get(message)
+        if found is None:
+            return True
+        work, buffer, lost = found
+        if not self._nccl and not isinstance(work, Coming):
+            work = self._arrivals.ask(work)
+            self._posted[message] = work, buffer, lost
+        return work.is_completed()
+
+    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        if ranks == (self.rank,):
+            return _Done()
+        start, lost = self._sums.get(ranks) or self._sum(ranks)
+        try:
+            work = start([view_as_real(tensor) if tensor.is_complex() else tensor], _SUM)
+        except RuntimeError as error:
+            raise lost(error) from error
+        return _Collective(work, lost)
+
+    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
+        return self._collective(ranks, partial(_reduce_scatter, mine, parts.view(-1)))
+
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
+        into, flat = parts.view(-1), mine.reshape(-1)
+        if ranks == (self.rank,):
+            into.copy_(flat)
+            if then is not None:
+                then.make()
+            return _Done()
+        if then is None:
+            return self._collective(ranks, partial(_all_gather, into, flat))
+        gather = partial(_all_gather, into, flat, group=self._circle(ranks), async_op=True)
+        reduce = partial(dist.reduce, dst=then.root, group=self._after[ranks], async_op=True)
+        chain = self._chains.start(lambda: _started(gather()), then.make, lambda made: _started(reduce(made)))
+        return _Collective(chain, partial(self._lost_sum, ranks))
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        return _Done() if ranks == (self.rank,) else self._collective(ranks, partial(dist.broadcast, tensor, root))
+
+    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        return _Done() if ranks == (self.rank,) else self._collective(ranks, partial(dist.reduce, tensor, root))
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        self.start_sum(tensor, ranks).wait()
+
+    def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
+        # That a rank is gone is seen by those that exchange tensors with it, and by who started the ranks.
+        if device.type == "cuda":
+            try:
+                return Shared(symmetric(size, self._circle(ranks), len(ranks), device), _nobody_told)
+            except (ImportError, RuntimeError) as error:
+                text = f"run: the GPUs of ranks {', '.join(map(str, ranks))} cannot see each other's memory"
+                raise ZbcError("E620", text, details=[_first_line(error)], hint=shared_memory.COLLECTIVE) from error
+        return Shared(shared_memory.share(size, self.rank, ranks, partial(self._say, ranks)), _nobody_told)
+
+    def _say(self, ranks: tuple[int, ...], word: bytes) -> list[bytes]:
+        """A word of each of `ranks`."""
+        mine = torch.zeros(shared_memory.NAME, dtype=torch.uint8)
+        if word:
+            mine[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        parts = torch.empty(len(ranks), shared_memory.NAME, dtype=torch.uint8, device=self._device)
+        self.start_gather(mine.to(self._device), parts, ranks).wait()
+        return [bytes(row).rstrip(b"\0") for row in parts.tolist()]
+
+    def watch(self, pending: Pending, *, gather: bool) -> Pending:
+        return pending
+
+    def _collective(self, ranks: tuple[int, ...], start: Callable[..., dist.Work | None]) -> Pending:
+        """Start a collective in the group of `ranks`."""
+        group, lost = self._circle(ranks), partial(self._lost_sum, ranks)
+        try:
+            return _Collective(_started(start(group=group, async_op=True)), lost)
+        except RuntimeError as error:
+            raise lost(error) from error
+
+    def _groups_after(self, timeout: timedelta) -> dict[tuple[int, ...], Any]:
+        """For the sums behind gathers groups of their own: they start whenever those are over."""
+        groups = {ranks: _group(ranks, timeout) for ranks in pipelines(self._manifest) if len(ranks) > 1}
+        return {ranks: group for ranks, group in groups.items() if self.rank in ranks}
+
+    @functools.cached_property
+    def _chains(self) -> Chains:
+        return StreamChains(self._device) if self._nccl else ThreadChains()
+
+    def _circle(self, ranks: tuple[int, ...]) -> Any:
+        """The group of `ranks`."""
+        group = self._circles.get(ranks)
+        if group is None:
+            raise ZbcError("E703", f"run: no group for a sum over ranks {ranks}", where=f"rank {self.rank}")
+        return group
+
+    def _sum(self, ranks: tuple[int, ...]) -> _Sum:
+        """How a sum starts, looked up once: dist.all_reduce takes as long until it comes to starting one."""
+        way = self._sums[ranks] = self._backend(self._circle(ranks)).allreduce, partial(self._lost_sum, ranks)
+        return way
+
+    def _backend(self, group: Any) -> Any:
+        """What does a group's work. A group that is asked itself looks that up every time, a sixth of a call's cost."""
+        return group._get_backend(self._device) if hasattr(group, "_get_backend") else group
+
+    def _lost_sum(self, ranks: tuple[int, ...], error: BaseException) -> ZbcError:
+        others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
+        text = f"run: rank {self.rank} lost a rank in a sum over all of them (the others are {others})"
+        return ZbcError("E702", text, details=[_first_line(error)])
+
+    def finish_step(self, *, drain: bool = True) -> None:
+        if self._posted:
+            names = ", ".join(str(message.recv) for message in self._posted)
+            raise ZbcError("E703", f"run: received but never used: {names}", where=f"rank {self.rank}")
+        if drain:
+            for sends in self._sends.values():
+                sends.drain()
+
+    def close(self) -> None:
+        """To be called when all that this rank sent and posted is done; gloo's threads of a group end with it."""
+        for sends in self._sends.values():
+            sends.close()
+        self._arrivals.close()
+        if "_chains" in self.__dict__:
+            self._chains.close()
+        self._there.clear()
+        self._here.clear()
+        self._sums.clear()
+        for table in (self._pairs, self._signals, self._circles, self._after):
+            for group in table.values():
+                if group is not dist.group.WORLD:
+                    dist.destroy_process_group(group)
+            table.clear()
+
+    def _way_out(self, message: Letter, peer: int) -> _Out:
+        way = self._there[message] = *self._way(message, peer, sending=True), self._sends_to(peer)
+        return way
+
+    def _way_in(self, message: Letter, peer: int) -> _Way:
+        way = self._here[message] = self._way(message, peer, sending=False)
+        return way
+
+    def _way(self, message: Letter, peer: int, *, sending: bool) -> _Way:
+        """How a message goes.
+
+        Looked up once: dist.isend and irecv ask again each time, which takes as long as the transfer's start itself.
+        """
+        group = self._pair(*((self.rank, peer) if sending else (peer, self.rank)), message)
+        number, lost = dist.get_group_rank(group, peer), partial(self._lost, message, peer, sending)
+        backend = self._backend(group)
+        return backend.send if sending else backend.recv, number, self._tag(message), lost
+
+    def _sends_to(self, peer: int) -> Sends:
+        """What keeps the messages to a rank, which are delivered in order: what one has taken is not to stay until
+        another, that is slower, has taken its own."""
+        if peer not in self._sends:
+            self._sends[peer] = EventSends() if self._nccl else ThreadSends()
+        return self._sends[peer]
+
+    def _pair(self, source: int, target: int, message: Letter) -> Any:
+        groups = self._signals if isinstance(message, Signal) else self._pairs
+        try:
+            return groups[source, target]
+        except KeyError:
+            text = f"run: the placement has no way from rank {source} to rank {target}"
+            raise ZbcError("E703", text, where=f"rank {self.rank}") from None
+
+    def _tag(self, message: Letter) -> int:
+        """A number of its own for each message of a step. NCCL has no tags."""
+        if self._nccl or isinstance(message, Signal):
+            return 0
+        again = isinstance(message, Again)
+        carried = message.message if isinstance(message, Again) else message
+        manifest, (_, _, mb, pipe, part) = self._manifest, carried
+        index = (2 * self._edges[carried.edge] + carried.forward) * manifest.microbatches + mb
+        return 2 * ((index * len(manifest.placement[0]) + pipe) * manifest.slices + part) + again
+
+    def _lost(self, message: Letter, peer: int, sending: bool, error: BaseException) -> ZbcError:
+        op = f"{message.send} >r{peer}" if sending else f"{message.recv} <r{peer}"
+        return ZbcError("E702", f"run: rank {self.rank} lost rank {peer} at {op}", details=[_first_line(error)])
+
+    def _connect(self, device: torch.device) -> None:
+        """Use every group once, in an order that all ranks share: that in which they were made, see `rounds`.
+
+        NCCL builds a communicator at its first use and both ends block meanwhile: done on the way, that is a wait the
+        plan knows nothing of. What a large transfer needs besides is for training/warm.py.
+        """
+        number = torch.zeros(1, device=device)
+        groups = [(pair, table[pair]) for table in (self._pairs, self._signals) for pair in table]
+        for (source, target), group in groups:
+            peer = target if source == self.rank else source
+            start = dist.isend if source == self.rank else dist.irecv
+            try:
+                _started(start(number, peer, group)).wait()
+            except RuntimeError as error:
+                text = f"run: rank {self.rank} cannot reach rank {peer}"
+                raise ZbcError("E702", text, details=[_first_line(error)]) from error
+        for ranks in sorted(self._circles):
+            self.all_reduce(number, ranks)
+        for group in self._after.values():
+            _started(dist.all_reduce(number, group=group, async_op=True)).wait()
+
+
+# Blocks of a GPU that one transfer may take, unless NCCL_MAX_CTAS says otherwise: a posted receive holds its own until
+# the message comes. Not measured.
+_BLOCKS = 4
+
+
+def _swift() -> Any:
+    """Options of NCCL for a group of transfers: they go before what computes, and leave most of the GPU to it."""
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if "NCCL_MAX_CTAS" not in os.environ:
+        options.config.min_ctas, options.config.max_ctas = 1, _BLOCKS
+    return options
+
+
+def _group(ranks: tuple[int, ...], timeout: timedelta, make_options: Callable[[], Any] | None = None) -> Any:
+    """A process group of `ranks`, made by all ranks in one order.
+
+    Not by those in it alone: such groups have names that depend on how many others a rank is in (torch 2.13), so that
+    two ranks would wait for each other under different names.
+    """
+    options = None
+    if make_options is not None:  # torch writes the group's name into them: each has its own
+        options = make_options()
+        options._timeout = timeout
+    return dist.new_group(list(ranks), timeout=timeout, pg_options=options)
+
+
+_SUM = dist.AllreduceOptions()  # a sum that nobody waits for, as dist.all_reduce asks for one
+_SUM.asyncOp = True
+
+# torch renames these; the old names warn where the new ones exist.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class _Done:
+    """A `Pending` that nobody else takes part in."""
+
+    def wait(self) -> None:
+        return None
+
+    def ready(self) -> bool:
+        return True
+
+
+class _Collective(NamedTuple):
+    """A `Pending`."""
+
+    work: dist.Work | Chain
+    lost: Callable[[BaseException], ZbcError]
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.lost(error) from error
+
+    def ready(self) -> bool:
+        return self.work.is_completed()
+
+
+def _nobody_told() -> None:
+    return None
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise ZbcError("E703", "run: a rank outside of a process group used it")
+    return work
+
+
+def _first_line(error: BaseException) -> str:
+    """What the backend says, without the place in its own sources and without its advice."""
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return re.split(r"\. (?=[A-Z])", re.sub(r"^\[\S+:\d+\] ", "", first))[0][:200]

@@ -1,0 +1,129 @@
+"""Processes that share a GPU: their tensors travel over gloo, by way of the host's memory.
+
+NCCL refuses two ranks on one GPU. What a rank sends is copied to pinned memory first, and what arrives there back to
+the GPU. A host waits for its stream where it sends or starts a collective, which the proof allows: by then all that the
+stream has to do can happen. It is slow, and for trials. On a CPU the copies are copies, so that it can be tried there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.runtime.transports.transport import Letter, Pending, Shared, Then, Transport
+
+
+class Staged:
+    """A `Transport` for tensors on `device` over one for tensors on the host."""
+
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        self.rank = inner.rank
+        self._inner, self._device = inner, device
+        self._buffers: dict[Letter, Tensor] = {}  # on the device, of what is posted
+
+    def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
+        self._inner.send(message, self._down(tensor), peer)
+
+    def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
+        self._inner.post(message, self._room(buffer), peer)
+        self._buffers[message] = buffer
+
+    def wait(self, message: Letter) -> Tensor:
+        arrived = self._inner.wait(message)
+        return self._buffers.pop(message).copy_(arrived, non_blocking=True)
+
+    def ready(self, message: Letter) -> bool:
+        return self._inner.ready(message)
+
+    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        host = self._down(tensor)
+        return _Landing(self._inner.start_sum(host, ranks), host, tensor)
+
+    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
+        host = self._room(mine)
+        return _Landing(self._inner.start_scatter(self._down(parts), host, ranks), host, mine)
+
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
+        host = self._room(parts)
+        if then is None:
+            return _Landing(self._inner.start_gather(self._down(mine), host, ranks), host, parts)
+        made: list[tuple[Tensor, Tensor]] = []  # on the host and on the device
+
+        def make() -> Tensor:
+            parts.copy_(host)
+            found = then.make()
+            made.append((self._down(found), found))
+            return made[0][0]
+
+        return _Following(self._inner.start_gather(self._down(mine), host, ranks, Then(make, then.root)), made)
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        host = self._down(tensor)
+        return _Landing(self._inner.start_broadcast(host, root, ranks), host, tensor)
+
+    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        host = self._down(tensor)
+        return _Landing(self._inner.start_reduce(host, root, ranks), host, tensor)
+
+    def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
+        if device.type != "cpu":
+            text = "run: ranks that share a GPU cannot take weights from each other's memory"
+            raise ZbcError("E620", text, hint='set parallel.exchange = "collective"')
+        return self._inner.share(size, ranks, device)
+
+    def watch(self, pending: Pending, *, gather: bool) -> Pending:
+        return self._inner.watch(pending, gather=gather)
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        self.start_sum(tensor, ranks).wait()
+
+    def finish_step(self, *, drain: bool = True) -> None:
+        self._inner.finish_step(drain=drain)
+
+    def close(self) -> None:
+        self._inner.close()
+        self._buffers.clear()
+
+    def _room(self, like: Tensor) -> Tensor:
+        """Memory of the host for a tensor; what is pinned is used again once copies from it are over."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._device.type == "cuda")
+
+    def _down(self, tensor: Tensor) -> Tensor:
+        """A copy on the host, complete."""
+        host = self._room(tensor).copy_(tensor, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return host
+
+
+class _Landing(NamedTuple):
+    """A `Pending`: a collective on the host, and where its result goes."""
+
+    inner: Pending
+    host: Tensor
+    target: Tensor
+
+    def wait(self) -> None:
+        self.inner.wait()
+        self.target.copy_(self.host, non_blocking=True)
+
+    def ready(self) -> bool:
+        return self.inner.ready()
+
+
+class _Following(NamedTuple):
+    """A `Pending`: a gather and the sum behind it, on the host, and where that goes once it is known."""
+
+    inner: Pending
+    made: list[tuple[Tensor, Tensor]]
+
+    def wait(self) -> None:
+        self.inner.wait()
+        for host, target in self.made:
+            target.copy_(host, non_blocking=True)
+
+    def ready(self) -> bool:
+        return self.inner.ready()
