@@ -26,8 +26,8 @@ from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.ir import Kind, Program
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.state import Worker
+from zbc.runtime.cuda import StreamHub
 from zbc.runtime.transports.hub import Hub
-from zbc.runtime.transports.streams import StreamHub
 from zbc.training.launch.threads import own_stream
 from zbc.training.recording.measure import CATEGORIES, Scale
 

@@ -24,8 +24,8 @@ import zbc
 from zbc.ir import Kind
 from zbc.runtime.core.answers import primary
 from zbc.runtime.core.state import Worker
+from zbc.runtime.cuda import StreamHub
 from zbc.runtime.transports.hub import Hub
-from zbc.runtime.transports.streams import StreamHub
 from zbc.runtime.transports.transport import Letter
 from zbc.training.probing.checkup import plain_gradients
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from tests.runtime.fake_gpu import Stream, fake_torch
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
-from zbc.runtime.core import clock
-from zbc.runtime.core.clock import LEAD, CudaClock
+from zbc.runtime import cuda
 from zbc.runtime.core.progress import Progress
+from zbc.runtime.cuda import LEAD, CudaClock
 from zbc.training.launch.board import Board
 from zbc.training.watchdog import Heard, Watchdog
 
@@ -37,7 +37,7 @@ class Rank:
 def streams(monkeypatch):
     """The streams of the devices, by their number."""
     found = {}
-    monkeypatch.setattr(clock, "torch", fake_torch(found))
+    monkeypatch.setattr(cuda, "torch", fake_torch(found))
     return found
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from zbc.errors import ZbcError
+from zbc.runtime.cuda import StreamCopier
 from zbc.runtime.features import copying
-from zbc.runtime.features.copying import Piece, StreamCopier, ThreadCopier
+from zbc.runtime.features.copying import Piece, ThreadCopier
 
 
 class Stream:

@@ -17,11 +17,11 @@ from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import run_threads
 from zbc.ir import Kind
-from zbc.runtime.core.clock import LEAD, CudaClock
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.progress import Progress
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.state import Worker
+from zbc.runtime.cuda import LEAD, CudaClock
 from zbc.runtime.features import parcels
 from zbc.training.checkpoint.arena import Arena, copy_beside
 from zbc.training.warm import warm

@@ -1,7 +1,7 @@
 """Copies of activations to the host and back, beside the compute of a rank.
 
     ThreadCopier   ranks on a CPU: a thread copies into slabs of ordinary memory, one copy at a time
-    StreamCopier   ranks on a GPU: a stream for each direction, and slabs of pinned memory
+    StreamCopier   ranks on a GPU: a stream for each direction, and slabs of pinned memory (runtime/cuda.py)
 
 What is copied are whole storages, `Piece`s of a slab. Who needs the end of a copy asks its ticket.
 """
@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
-
-from zbc.errors import ZbcError
 
 
 class Ticket(Protocol):
@@ -129,96 +127,14 @@ def _timed(copy: _Copy, slab: Slab, pieces: Sequence[Piece], span: list[int]) ->
     span.append(time.perf_counter_ns())
 
 
-class _Recorded(NamedTuple):
-    """A copy on a stream, over when its event is."""
-
-    event: torch.cuda.Event
-
-    def result(self) -> None:
-        """The host goes on; the stream of compute waits."""
-        torch.cuda.current_stream().wait_event(self.event)
-
-    def done(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
-
-
-class StreamCopier:
-    """Copies on a GPU. No host waits for a device, and no memory changes its stream: what is copied out is released
-    behind the compute stream's wait for the copy, what comes back is taken on that stream."""
-
-    spans: list[list[Any]] | None = None
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._out, self._back = _stream(device), _stream(device)
-
-    def slab(self, size: int) -> Tensor:
-        """Pinned. Raises E619. It may stop the device for a moment, so slabs are made once and kept."""
-        try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            text = f"run: {size / 2**20:.1f} MiB of pinned host memory for activations cannot be had ({error})"
-            hint = "raise the limit of locked memory (ulimit -l), or let fewer stages move: memory.activations"
-            raise ZbcError("E619", text, hint=hint) from error
-
-    def take(self, size: int) -> UntypedStorage:
-        return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
-
-    def release(self, storage: UntypedStorage) -> None:
-        pass
-
-    def out(self, slab: Slab, pieces: Sequence[Piece]) -> _Recorded:
-        """Behind the F that made the pieces, and behind the last copy out of this slab: it may be read still."""
-        waits = [_now()]  # of the compute stream, which is another one inside
-        if isinstance(slab.read, _Recorded):
-            waits.append(slab.read.event)
-        with torch.cuda.stream(self._out):
-            for event in waits:
-                self._out.wait_event(event)
-            begin = self._began()
-            for storage, at in pieces:
-                slab.memory[at : at + storage.nbytes()].copy_(_bytes(storage), non_blocking=True)
-            return self._over(begin)
-
-    def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> _Recorded:
-        """Behind who had the memory before, and behind the parcel's own copy out."""
-        waits = [_now()]
-        if isinstance(gone, _Recorded):
-            waits.append(gone.event)
-        with torch.cuda.stream(self._back):
-            for event in waits:
-                self._back.wait_event(event)
-            begin = self._began()
-            for storage, at in pieces:
-                _bytes(storage).copy_(slab.memory[at : at + storage.nbytes()], non_blocking=True)
-            return self._over(begin)
-
-    def _began(self) -> torch.cuda.Event | None:
-        return None if self.spans is None else _now(timed=True)
-
-    def _over(self, begin: torch.cuda.Event | None) -> _Recorded:
-        end = _now(timed=begin is not None)
-        if self.spans is not None:
-            self.spans.append([begin, end])
-        return _Recorded(end)
-
-    def close(self) -> None:
-        pass
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _now(*, timed: bool = False) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _bytes(storage: UntypedStorage) -> Tensor:
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """All of a storage, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def copier_for(device: torch.device) -> Copier:
-    return StreamCopier(device) if device.type == "cuda" else ThreadCopier()
+    if device.type != "cuda":
+        return ThreadCopier()
+    from zbc.runtime.cuda import StreamCopier
+
+    return StreamCopier(device)

@@ -20,8 +20,8 @@ from zbc.errors import EXIT_INTERRUPTED
 from zbc.host.closed_pipe import EXIT_PIPE
 from zbc.host.cores import cores
 from zbc.plan.directory import Manifest
+from zbc.runtime.cuda import StreamHub
 from zbc.runtime.transports.hub import Hub
-from zbc.runtime.transports.streams import StreamHub
 from zbc.training.launch.board import Board, connector
 from zbc.training.launch.local import HOST, PREFIX, host_store
 from zbc.training.launch.options import RunOptions

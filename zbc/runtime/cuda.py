@@ -1,0 +1,264 @@
+"""What only GPUs use: the clock of streams, copies to the host beside compute, ranks as threads that share a GPU.
+
+No test on a CPU runs this but with stand-ins (tests/runtime/test_clock.py, test_copying.py, test_streams.py);
+tests/runtime/test_on_a_gpu.py and bench/gpu.py do. Others that name CUDA do so in a line: transports/network.py (NCCL),
+chains.py and features/windows.py (a stream beside), core/seeding.py and core/validate.py (generators, peaks of memory).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from zbc.errors import ZbcError
+from zbc.runtime.core.clock import Busy
+from zbc.runtime.core.progress import Progress
+from zbc.runtime.features.copying import Piece, Slab, Ticket, bytes_of
+from zbc.runtime.transports.hub import Hub, Offer, Round
+from zbc.runtime.transports.transport import Letter
+
+# ---- the clock -----------------------------------------------------------------------------------------------
+
+# How many compute ops the host of a GPU may have started that have not ended. While one runs the next one is launched.
+# Driver queues hold a thousand launches, many ops: with that lead sent tensors would stay, and nobody could tell where
+# a rank hangs.
+LEAD = 2
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Of the times of ops between two reads."""
+
+    seconds: float = 0.0
+    open: int = 0  # ops that have not ended, as far as the host knows
+
+
+@dataclass(slots=True)
+class _Mark:
+    """A compute op that the host has started: events on the stream where its inputs are there and where it ends."""
+
+    place: Progress
+    sum: _Sum
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    ended: bool = False  # whether `end` is on the stream
+
+
+class CudaClock:
+    """For cuda, where a call only enqueues work: events around it on the stream.
+
+    Waits for events of the stream that computes only, never for the whole device: posted receives would have to end
+    first. `start` waits for the op `LEAD` ops before to end; a proven plan allows that, since a rank's compute ops end
+    one after the other there.
+    """
+
+    def __init__(self, device: torch.device, progress: Progress) -> None:
+        self._device, self._progress = device, progress
+        self._marks: deque[_Mark] = deque()  # those that have not ended, as far as the host knows
+        self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._sum = _Sum()
+        self._seen: tuple[_Mark | None, bool] = (None, False)  # by `behind` the last time
+        self._since = 0.0  # when it saw that first
+        progress.behind = self.behind
+
+    def start(self) -> float:
+        while len(self._marks) >= LEAD:
+            self._settle()
+        begin, end = self._free.pop() if self._free else (_event(), _event())
+        begin.record(torch.cuda.current_stream(self._device))
+        self._sum.open += 1
+        self._marks.append(_Mark(replace(self._progress, behind=None), self._sum, begin, end))
+        return 0.0
+
+    def stop(self, began: float) -> None:
+        mark = self._marks[-1]
+        mark.end.record(torch.cuda.current_stream(self._device))
+        mark.ended = True
+
+    def read(self) -> Busy:
+        found, self._sum = self._sum, _Sum()
+
+        def busy() -> float:
+            while found.open:
+                self._settle()
+            return found.seconds
+
+        return busy
+
+    def _settle(self) -> None:
+        """Wait until the oldest op has ended, and count it."""
+        mark = self._marks[0]
+        mark.end.synchronize()
+        mark.sum.seconds += mark.begin.elapsed_time(mark.end) / 1e3
+        mark.sum.open -= 1
+        self._marks.popleft()
+        self._free.append((mark.begin, mark.end))
+
+    def behind(self, now: float) -> Progress:
+        """The op the device is in, seen from the watchdog's thread; it waits until what the op needs is there.
+
+        Where the device has done all that it was told to: where the host is.
+        """
+        torch.cuda.set_device(self._device)
+        try:
+            mark = next((mark for mark in tuple(self._marks) if not (mark.ended and _passed(mark.end))), None)
+            begun = mark is not None and _passed(mark.begin)
+        except RuntimeError:  # the device has failed, which the rank's own thread will find
+            return self._progress
+        if self._seen[0] is not mark or self._seen[1] is not begun:
+            self._seen, self._since = (mark, begun), now
+        if mark is None:
+            return replace(self._progress, since=max(self._progress.since, self._since))
+        return replace(mark.place, waiting=not begun, since=self._since)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _passed(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+# ---- copies to the host --------------------------------------------------------------------------------------
+
+
+class _Recorded(NamedTuple):
+    """A copy on a stream, over when its event is."""
+
+    event: torch.cuda.Event
+
+    def result(self) -> None:
+        """The host goes on; the stream of compute waits."""
+        torch.cuda.current_stream().wait_event(self.event)
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+class StreamCopier:
+    """Copies on a GPU. No host waits for a device, and no memory changes its stream: what is copied out is released
+    behind the compute stream's wait for the copy, what comes back is taken on that stream."""
+
+    spans: list[list[Any]] | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._out, self._back = _stream(device), _stream(device)
+
+    def slab(self, size: int) -> Tensor:
+        """Pinned. Raises E619. It may stop the device for a moment, so slabs are made once and kept."""
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            text = f"run: {size / 2**20:.1f} MiB of pinned host memory for activations cannot be had ({error})"
+            hint = "raise the limit of locked memory (ulimit -l), or let fewer stages move: memory.activations"
+            raise ZbcError("E619", text, hint=hint) from error
+
+    def take(self, size: int) -> UntypedStorage:
+        return torch.empty(size, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def release(self, storage: UntypedStorage) -> None:
+        pass
+
+    def out(self, slab: Slab, pieces: Sequence[Piece]) -> _Recorded:
+        """Behind the F that made the pieces, and behind the last copy out of this slab: it may be read still."""
+        waits = [_now()]  # of the compute stream, which is another one inside
+        if isinstance(slab.read, _Recorded):
+            waits.append(slab.read.event)
+        with torch.cuda.stream(self._out):
+            for event in waits:
+                self._out.wait_event(event)
+            begin = self._began()
+            for storage, at in pieces:
+                slab.memory[at : at + storage.nbytes()].copy_(bytes_of(storage), non_blocking=True)
+            return self._over(begin)
+
+    def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> _Recorded:
+        """Behind who had the memory before, and behind the parcel's own copy out."""
+        waits = [_now()]
+        if isinstance(gone, _Recorded):
+            waits.append(gone.event)
+        with torch.cuda.stream(self._back):
+            for event in waits:
+                self._back.wait_event(event)
+            begin = self._began()
+            for storage, at in pieces:
+                bytes_of(storage).copy_(slab.memory[at : at + storage.nbytes()], non_blocking=True)
+            return self._over(begin)
+
+    def _began(self) -> torch.cuda.Event | None:
+        return None if self.spans is None else _now(timed=True)
+
+    def _over(self, begin: torch.cuda.Event | None) -> _Recorded:
+        end = _now(timed=begin is not None)
+        if self.spans is not None:
+            self.spans.append([begin, end])
+        return _Recorded(end)
+
+    def close(self) -> None:
+        pass
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _now(*, timed: bool = False) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+# ---- ranks as threads that share a GPU -----------------------------------------------------------------------
+
+
+class StreamHub(Hub):
+    """A hub whose ranks each have a stream of their own, current in their threads.
+
+    A thread comes to a message or a collective when its host does; what is to be moved may still be computed then. So
+    who sends records an event, and the stream of who takes waits for it; whoever comes last to a collective computes it
+    on its own stream, after the events of all, and each member's stream waits for its end. No host waits for a device
+    here.
+    """
+
+    def __init__(self, ranks: int, *, tp: int = 1) -> None:
+        super().__init__(ranks, tp=tp)
+        self._made: dict[tuple[int, Letter], torch.cuda.Event] = {}  # (to, message) -> when its tensor is there
+
+    def put(self, source: int, message: Letter, tensor: Tensor, peer: int) -> None:
+        self._made[peer, message] = _now()  # before anybody can take it
+        super().put(source, message, tensor, peer)
+
+    def take(self, rank: int, message: Letter, peer: int) -> Tensor:
+        tensor = super().take(rank, message, peer)
+        _after(self._made.pop((rank, message)), tensor)
+        return tensor
+
+    def join(self, rank: int, offer: Offer, ranks: tuple[int, ...]) -> Round:
+        return super().join(rank, offer._replace(ready=_now()), ranks)
+
+    def _end(self, meeting: Round) -> None:
+        for offer in meeting.offers.values():
+            if offer.ready is not None:
+                _after(offer.ready, offer.source, offer.target)
+        super()._end(meeting)
+        meeting.ended = _now()
+
+    def complete(self, rank: int, meeting: Round) -> None:
+        super().complete(rank, meeting)
+        if meeting.ended is not None:
+            torch.cuda.current_stream().wait_event(meeting.ended)
+
+
+def _after(event: torch.cuda.Event, *tensors: Tensor) -> None:
+    """Let the current stream wait, and use these tensors of another one: their memory stays theirs until it has."""
+    stream = torch.cuda.current_stream()
+    stream.wait_event(event)
+    for tensor in tensors:
+        tensor.record_stream(stream)
