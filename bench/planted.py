@@ -155,8 +155,8 @@ BUGS = (
     Bug(
         "both pipes answer for a stage in the norm",
         "zbc/runtime/core/answers.py",
-        "or ((worker.replica == 0 or isinstance(optimizer, Sharded)) and placement.rank_of(s) == rank)",
-        "or worker.replica == 0 or isinstance(optimizer, Sharded)",
+        "or ((worker.replica == 0 or optimizer.apart) and placement.rank_of(s) == rank)",
+        "or worker.replica == 0 or optimizer.apart",
         (RUNTIME + "test_two_pipes.py", RUNTIME + "test_gradients.py"),
     ),
     Bug(
@@ -252,7 +252,7 @@ BUGS = (
     ),
     Bug(
         "the host of a GPU runs as far ahead as its driver lets it",
-        "zbc/runtime/core/clock.py",
+        "zbc/runtime/cuda.py",
         "while len(self._marks) >= LEAD:",
         "while len(self._marks) >= 1000:",
         (RUNTIME + "test_clock.py",),

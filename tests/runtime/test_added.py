@@ -14,7 +14,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.runtime.core.seeding import seed_of, seeded
-from zbc.runtime.features.added import Added, Adding, adding_to
+from zbc.runtime.features.added import Adding, adding_to
 from zbc.training.probing.checkup import check_up
 
 HERE = "tests.runtime.adding"
@@ -106,7 +106,7 @@ def test_evaluation_adds_nothing():
     plain = run_threads(plan_of(("1f1b", 2, 1, "before-step"), m=4), 1)
     evaluated = run_threads(type(plan)(manifest, plan.program), 1)
     assert len(evaluated[0].evaluation.results) == 1 and evaluated[0].results[0].added > 0
-    assert plain[0].results[0].added > 0 and not evaluated[0].features.of(Added).told(0)
+    assert plain[0].results[0].added > 0 and not evaluated[0].entries()
 
 
 @pytest.mark.parametrize(("how", "found"), [("add", ()), ("scaled", ()), ("own", ("layers.2",)), ("none", ())])

@@ -22,7 +22,6 @@ from zbc.runtime.core.progress import EvaluationResult
 from zbc.runtime.core.remembered import put_back, renew
 from zbc.runtime.core.seeding import seed_of
 from zbc.runtime.core.state import Evaluation, PhaseRun, Worker
-from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.vocabulary_ops import settle
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.handlers import HANDLERS
@@ -137,6 +136,7 @@ def evaluating(worker: Worker) -> Iterator[None]:
     buffers = renew(places)
     for feature in worker.features:
         feature.gathers(worker)
+        feature.evaluates(worker)
     try:
         for module in modules:
             module.training = False
@@ -150,4 +150,5 @@ def evaluating(worker: Worker) -> Iterator[None]:
             cast.forget()
         if shared is not None:
             shared.output.cast.forget()
-        worker.features.of(Gathers).free()
+        for feature in worker.features:
+            feature.trains(worker)

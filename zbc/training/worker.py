@@ -10,19 +10,15 @@ from zbc.ir import Kind
 from zbc.plan.directory import RankPlan
 from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
-from zbc.runtime.core.feature import Feature, Features
+from zbc.runtime.core.feature import Context, Feature, Features
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.added import Added
+from zbc.runtime.features import built
 from zbc.runtime.features.ahead import Ahead
 from zbc.runtime.features.freezing import Resting
-from zbc.runtime.features.gathers import Gathers
-from zbc.runtime.features.offload import Offloads
-from zbc.runtime.features.sharded import Sharded
-from zbc.runtime.features.stage_slice import SlicePasts, in_slices
-from zbc.runtime.features.tensor_parallel import Hidden, PartialSums
-from zbc.runtime.features.units import Braids, braid
+from zbc.runtime.features.stage_slice import in_slices
+from zbc.runtime.features.units import braid
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.transports.transport import Transport
 from zbc.training.building.context import LOWERED, Settings, layer_plans, looks_of, parts_of
@@ -128,21 +124,11 @@ def features_of(
     device: torch.device,
 ) -> Features:
     """What the plan asks for beside the pipeline, on a rank of the run."""
-    manifest = parts[-1].manifest
-    sharded = {s: one for s, one in optimizers.items() if isinstance(one, Sharded)}
-    barrier = Kind.NORM.value not in manifest.capabilities
     partial = {s: shared.partial_of(stage) for s, stage in stages.items()}
-    reduced = {op.stage for part in parts for op in part.ops if op.kind is Kind.REDUCE}
-    found: list[Feature | None] = [
-        Gathers(sharded, gathers=barrier, frees=bool(manifest.resident)),
-        PartialSums(partial, sorted(partial.keys() - reduced)),
+    context = Context(parts, stages, optimizers, rank, device, shared.group, partial)
+    given: list[Feature | None] = [
         Resting((part, turns_in(part, stages, settings)) for part in parts),
-        Offloads(parts, stages, device),
-        Braids(),
-        SlicePasts(),
         words,
-        Added(),
-        None if shared.group is None else Hidden(),
-        averages_of(manifest, optimizers, rank) if manifest.averages else None,
+        averages_of(context.manifest, optimizers, rank) if context.manifest.averages else None,
     ]
-    return Features(one for one in found if one is not None)
+    return Features([*built(context), *(one for one in given if one is not None)])

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from zbc.runtime.core.optimizer import StageOptimizer
-from zbc.runtime.features.sharded import Sharded
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
@@ -25,8 +24,8 @@ def counted(worker: Worker) -> list[StageOptimizer]:
     found = [
         optimizer
         for s, optimizer in worker.optimizers.items()
-        if (isinstance(optimizer, Sharded) and not optimizer.mirrored)
-        or ((worker.replica == 0 or isinstance(optimizer, Sharded)) and placement.rank_of(s) == rank)
+        if (optimizer.apart and not optimizer.mirrored)
+        or ((worker.replica == 0 or optimizer.apart) and placement.rank_of(s) == rank)
     ]
     return [*found, *(one for feature in worker.features for one in feature.counted(worker))]
 

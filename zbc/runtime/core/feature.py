@@ -7,20 +7,42 @@ features wraps their handlers when the script is made (handlers.py: `with_weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Op
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
+    from torch import Tensor, nn
 
+    from zbc.plan.directory import Manifest, RankPlan
     from zbc.runtime.core.optimizer import StageOptimizer
     from zbc.runtime.core.progress import StepResult
     from zbc.runtime.core.route import Keeps, Source
     from zbc.runtime.core.stage import Stage
     from zbc.runtime.core.state import PhaseRun, Worker
+    from zbc.runtime.features.tensor_parallel import Group
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a feature of a rank of the run is built from: `plans` are those of all phases, the last one is what the
+    training comes to; `partial` are parameters that are whole here, of whose gradients each of a `group` has a part."""
+
+    plans: Sequence[RankPlan]
+    stages: Mapping[int, Stage]
+    optimizers: Mapping[int, StageOptimizer]
+    rank: int
+    device: torch.device
+    group: Group | None
+    partial: Mapping[int, list[nn.Parameter]]
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.plans[-1].manifest
 
 
 class Feature:
@@ -61,6 +83,10 @@ class Feature:
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         """The gradients of these stages are about to be asked for: once per step."""
 
+    def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
+        """What is told of a step beside losses and norms, by its place in the vector: of some microbatches, or all."""
+        return {}
+
     def closes(self, worker: Worker) -> None:
         """All ops of a step have run; blocks until what they started is over."""
 
@@ -77,6 +103,16 @@ class Feature:
 
     def gathers(self, worker: Worker) -> None:
         """Something between steps needs whole weights."""
+
+    def evaluates(self, worker: Worker) -> None:
+        """An evaluation is about to run."""
+
+    def trains(self, worker: Worker) -> None:
+        """An evaluation is over."""
+
+    def kept(self, stage: int) -> Mapping[str, Tensor]:
+        """What checkpoints keep of a stage besides, by names of its own; all ranks with a copy have the same."""
+        return {}
 
     def saves(self, worker: Worker) -> None:
         """A checkpoint is about to be written."""

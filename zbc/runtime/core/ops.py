@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
@@ -13,14 +12,11 @@ from zbc.ir import Kind, Op
 from zbc.runtime.core.answers import squares
 from zbc.runtime.core.optimizer import StageOptimizer, set_rate
 from zbc.runtime.core.route import Left
-from zbc.runtime.core.slot import Slot, swap_slot
+from zbc.runtime.core.slot import Slot, between, swap_slot
 from zbc.runtime.core.stage import mismatch
 from zbc.runtime.core.state import Worker, name_of
 from zbc.runtime.core.tape import Inputs
 from zbc.runtime.core.validate import peak_bytes
-from zbc.runtime.features.added import Added
-from zbc.runtime.features.parcels import Parcel
-from zbc.runtime.features.units import between
 
 # ---- compute -------------------------------------------------------------------------------------------------
 
@@ -70,11 +66,8 @@ def backward(worker: Worker, op: Op) -> None:
     _walk(worker, op, left, grad)
     stage.alone.look(worker.step)
     if gives is not None:
-        x = left.entry
-        found = x.grad
-        if found is None:
-            found = x.zeros() if isinstance(x, Parcel) else torch.zeros_like(x)
-        gives.give(worker, found, op, 0)
+        found = left.entry.grad
+        gives.give(worker, route.keeps.zeros(left.entry) if found is None else found, op, 0)
     clock.stop(began)
 
 
@@ -145,7 +138,7 @@ def validate(worker: Worker, op: Op) -> None:
     worker.settle(*worker.stages)
     first, device = worker.phase_run.first, worker.device
     losses = {} if worker.share else {first + mb: loss for mb, loss in worker.losses.items()}
-    losses |= worker.features.of(Added).told(worker.layout.microbatches)
+    losses |= worker.entries()
     own, peak = squares(worker), peak_bytes(device)
     busy = worker.clock.read()()  # waits for the ops, while a GPU has the squares to compute
     vector = worker.layout.vector(

@@ -40,7 +40,14 @@ class StageOptimizer(Protocol):
 
     `parameters`: the working weights, those that forward reads and whose `.grad` backward fills, by global name.
     `optimizer`: the torch optimizer that holds the state; None if nothing of the stage trains here.
+    `apart`: other ranks with a copy of the stage step other parts of it; `mirrored`: others have the same part.
     """
+
+    @property
+    def apart(self) -> bool: ...
+
+    @property
+    def mirrored(self) -> bool: ...
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...
@@ -72,6 +79,8 @@ class StageOptimizer(Protocol):
 
 class InPlace:
     """The ordinary one: torch's optimizer updates the working weights themselves."""
+
+    apart = mirrored = False
 
     def __init__(
         self, options: spec.Optimizer, parameters: Mapping[str, nn.Parameter], casts: Iterable[SplitLinear] = ()
@@ -113,6 +122,8 @@ class Masters:
     Working weights that are `lowered` to another type have float32 masters and gradients, and so is the sum of their
     gradients over microbatches; others have masters of their own type.
     """
+
+    apart = mirrored = False
 
     def __init__(
         self,
@@ -207,6 +218,12 @@ class Masters:
 
 class OptimizerOver:
     """A `StageOptimizer` around another one: as that, but for what its own class says."""
+
+    apart = False
+
+    @property
+    def mirrored(self) -> bool:
+        return False
 
     def __init__(self, inner: StageOptimizer) -> None:
         self._inner = inner

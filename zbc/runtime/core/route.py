@@ -224,6 +224,10 @@ class Keeps:
         """Before backward."""
         return left
 
+    def zeros(self, entry: Any) -> Tensor:
+        """The gradient of an input that has none."""
+        return torch.zeros_like(entry)
+
 
 class Evaluates(Keeps):
     """Nothing: no backward follows."""

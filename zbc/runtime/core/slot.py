@@ -75,6 +75,7 @@ class Slot:
 
 class _Current(threading.local):
     slot: Slot | None = None
+    between: Callable[[int], None] | None = None
 
 
 _local = _Current()
@@ -83,6 +84,16 @@ _local = _Current()
 def current_slot() -> Slot | None:
     """The slot of the forward that runs on this thread; None outside a pipeline step (evaluation, tests)."""
     return _local.slot
+
+
+def call_between(function: Callable[[int], None] | None) -> None:
+    """Have W on this thread call `function` between the weight gradients of two layers, with how many are left."""
+    _local.between = function
+
+
+def between() -> Callable[[int], None] | None:
+    """What W calls between the weight gradients of two layers."""
+    return _local.between
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +21,11 @@ from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tape import Inputs, RecordedGraph, Tape, input_of
 from zbc.runtime.core.tensors import Laid, TensorSpec
+
+if TYPE_CHECKING:
+    from zbc.runtime.features.parcels import Parcel
+    from zbc.runtime.features.slicing import Part
 from zbc.runtime.features.added import adding_to, current_adding
-from zbc.runtime.features.parcels import Parcel
-from zbc.runtime.features.slicing import Part
 
 
 @dataclass(frozen=True)

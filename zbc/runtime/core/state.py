@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,10 +35,12 @@ from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.core.validate import VectorLayout, Verdict
-from zbc.runtime.features.packing import Rows
-from zbc.runtime.features.slicing import Part
-from zbc.runtime.features.tensor_parallel import Cut, Group
 from zbc.runtime.transports.transport import Letter, Pending, Transport
+
+if TYPE_CHECKING:
+    from zbc.runtime.features.packing import Rows
+    from zbc.runtime.features.slicing import Part
+    from zbc.runtime.features.tensor_parallel import Cut, Group
 
 Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
 Script = list[Entry]
@@ -314,6 +316,10 @@ class Worker:
             one.finish()
         self.summing.clear()
         self.progress.waiting = False
+
+    def entries(self, which: Callable[[Key], bool] = lambda key: True) -> dict[int, Tensor | float]:
+        """What features tell of a step."""
+        return {place: one for feature in self.features for place, one in feature.entries(self, which).items()}
 
     def settle(self, *stages: int) -> None:
         """Have all gradients of these stages as the optimizer is to see them; blocks."""

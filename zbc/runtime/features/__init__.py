@@ -1,1 +1,21 @@
-"""What a plan may ask for beside the pipeline, each with its ops, its state and its hooks (core/feature.py)."""
+"""What a plan may ask for beside the pipeline, each with its ops, its state and its hooks (core/feature.py).
+
+A module with a function `build(context) -> Feature | None` is all that a feature needs to be found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.feature import Context, Feature
+
+
+def built(context: Context) -> list[Feature]:
+    """The features of a rank, in the order of their modules."""
+    names = sorted(info.name for info in pkgutil.iter_modules(__path__))
+    builders = (getattr(importlib.import_module(f"{__name__}.{name}"), "build", None) for name in names)
+    made = (build(context) for build in builders if build is not None)
+    return [one for one in made if one is not None]

@@ -7,7 +7,7 @@ counts m times, where the loss is their mean. `add_loss` sees to that, and `loss
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zbc.ir import Key, Op
-from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.feature import Context, Feature
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
@@ -43,13 +43,13 @@ class Added(Feature):
     def repeats(self, worker: Worker) -> None:
         self._found.clear()
 
-    def told(self, place: int, which: Callable[[Key], bool] = lambda key: True) -> dict[int, Tensor | float]:
-        """The entry of the vector of a step, at `place`, of what there is; it goes. None where no layer adds."""
+    def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
+        """Behind the losses; what is told goes. None where no layer adds."""
         values = [self._found.pop(key) for key in list(self._found) if which(key)]
         if not values:
             return {}
         device = values[-1].device
-        return {place: torch.stack([value.to(device) for value in values]).sum()}
+        return {worker.layout.microbatches: torch.stack([value.to(device) for value in values]).sum()}
 
 
 def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
@@ -137,3 +137,7 @@ class _Added(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         shape, dtype, device = ctx.like
         return grads[0], torch.full(shape, ctx.scale, dtype=dtype, device=device), None
+
+
+def build(context: Context) -> Added:
+    return Added()

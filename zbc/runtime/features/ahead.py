@@ -33,7 +33,6 @@ from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.remembered import Kept, Place, present, put_back
 from zbc.runtime.core.state import PhaseRun, Script, Worker
 from zbc.runtime.core.validate import Verdict, peak_bytes
-from zbc.runtime.features.added import Added
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.transports.transport import Again, Signal
@@ -54,7 +53,7 @@ class TentativeStep:
     verdict: Verdict | None = None
     final: bool = False
     redone: bool = False
-    added: Mapping[int, Tensor | float] = field(default_factory=dict)  # by layers, as `Added.told` has it
+    added: Mapping[int, Tensor | float] = field(default_factory=dict)  # by layers, as `Worker.entries` has it
 
     def result(self) -> StepResult | None:
         """The step as the ranks agreed on it; None before they have."""
@@ -91,7 +90,7 @@ class Ahead(Ending):
     def closes(self, worker: Worker, began: float) -> StepResult | None:
         """Put the step away until its verdict comes."""
         before = self.pending
-        losses, added = dict(worker.losses), worker.features.of(Added).told(worker.layout.microbatches)
+        losses, added = dict(worker.losses), worker.entries()
         worker.losses.clear()
         worker.renamed.clear()
         busy, peak = worker.clock.read(), peak_bytes(worker.device)

@@ -26,7 +26,6 @@ from zbc.runtime.core.ending import Ending, close, refuse_left
 from zbc.runtime.core.optimizer import set_rate
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.validate import peak_bytes
-from zbc.runtime.features.added import Added
 from zbc.runtime.features.versions import OneVersion, TwoVersions, Unflushed
 from zbc.runtime.transports.transport import Pending
 
@@ -106,7 +105,7 @@ class Cycle(Ending):
         first, step, m = worker.phase_run.first, worker.step, self.microbatches
         own = [mb for mb in worker.losses if mb // m == step % 2]
         losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
-        losses |= worker.features.of(Added).told(worker.layout.microbatches, lambda key: key.mb // m == step % 2)
+        losses |= worker.entries(lambda key: key.mb // m == step % 2)
         peak, busy = peak_bytes(worker.device), worker.clock.read()()
         vector = worker.layout.vector(
             self.squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=worker.device

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.windows import WindowCopier
 
@@ -42,6 +42,9 @@ class Gathers(Feature):
                 one.open_window(worker.transport, copier)
 
     def opens(self, worker: Worker) -> None:
+        self.free()
+
+    def trains(self, worker: Worker) -> None:
         self.free()
 
     def reduces(self, worker: Worker, op: Op) -> None:
@@ -121,3 +124,9 @@ def with_weights(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op]
 
 
 GATHERS: dict[Kind, Callable[[Worker, Op], None]] = {Kind.GATHER: gather, Kind.FREE: free, Kind.SCATTER: scatter}
+
+
+def build(context: Context) -> Gathers:
+    sharded = {s: one for s, one in context.optimizers.items() if isinstance(one, Sharded)}
+    barrier = Kind.NORM.value not in context.manifest.capabilities
+    return Gathers(sharded, gathers=barrier, frees=bool(context.manifest.resident))

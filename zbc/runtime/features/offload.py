@@ -11,7 +11,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
 from zbc.plan.directory import RankPlan
-from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.route import Finish, Keeps, Left
 from zbc.runtime.core.slot import Slot, know
 from zbc.runtime.core.stage import Stage
@@ -86,6 +86,9 @@ class Moves(Keeps):
         progress.op = text
         return left
 
+    def zeros(self, entry: Parcel) -> Tensor:
+        return entry.zeros()
+
 
 def offload(worker: Worker, op: Op) -> None:
     """OFFLOAD: start to copy what F keeps; what nobody else holds goes."""
@@ -124,3 +127,7 @@ OFFLOAD: dict[Kind, Callable[[Worker, Op], None]] = {
     Kind.RELEASE: release,
     Kind.RELOAD: reload,
 }
+
+
+def build(context: Context) -> Offloads:
+    return Offloads(context.plans, context.stages, context.device)

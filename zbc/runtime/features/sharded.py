@@ -70,6 +70,8 @@ class Sharded(OptimizerOver):
     summed after each run of backwards.
     """
 
+    apart = True
+
     def __init__(
         self,
         options: spec.Optimizer,

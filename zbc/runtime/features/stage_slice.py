@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from zbc.runtime.core.alone import Alone
-from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.seeding import seed_of
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage, StageLayer
@@ -122,3 +122,7 @@ class SlicePasts(Feature):
     def _of(worker: Worker) -> list[dict[int, Pasts]]:
         firsts = (one for stage in worker.stages.values() for one in stage.slices[:1])
         return [one.pasts for one in firsts if isinstance(one, StageSlice)]
+
+
+def build(context: Context) -> SlicePasts:
+    return SlicePasts()

@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from zbc.runtime.core.slot import call_between
+
 Work = Callable[[], None]
 
 
@@ -71,6 +73,7 @@ class Pair:
         self._second, self._over, self._error, self._failed = second, [False, False], None, False
         self._turn, self._names, self.begun, self._rest = 0, names, [0, 0], 0
         _local.pair, _local.side = self, 0
+        call_between(self.part_done)
         self._switched(0)
         try:
             first()
@@ -85,6 +88,7 @@ class Pair:
             raise
         finally:
             _local.pair = None
+            call_between(None)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -156,6 +160,7 @@ class Pair:
             if second is None:
                 return
             _local.pair, _local.side = self, 1
+            call_between(self.part_done)
             try:
                 if not self._failed:
                     self._in_settings(second)

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zbc.ir import Op
-from zbc.runtime.core.feature import Feature
+from zbc.ir import Kind, Op
+from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.slot import Slot, current_slot
 from zbc.runtime.features import words
 from zbc.runtime.features.strands import current_pair
@@ -132,7 +132,8 @@ class Group(NamedTuple):
 
 class PartialSums(Feature):
     """Gradients of `parameters`, by stage, of which each rank that shares its layers has a part: they are summed before
-    the replicas sum theirs; those of `rest`, whose stages no REDUCE sums, at the end of the step."""
+    the replicas sum theirs; those of `rest`, whose stages no REDUCE sums, at the end of the step. And of a step, in how
+    much of the time of its sums inside of ops this rank did something else."""
 
     def __init__(self, parameters: Mapping[int, list[nn.Parameter]], rest: Sequence[int]) -> None:
         self._parameters, self.rest = parameters, rest
@@ -157,10 +158,6 @@ class PartialSums(Feature):
         for parameter, part in zip(found, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         worker.progress.waiting = False
-
-
-class Hidden(Feature):
-    """Tells of a step how much of the time of its sums inside of ops this rank did something else."""
 
     def opens(self, worker: Worker) -> None:
         self._read(worker)  # what stood between steps does not count
@@ -338,3 +335,8 @@ def look_up(group: Group, table: nn.Module, first: int, rows: int) -> Callable[[
         return group.leave(found.masked_fill(~mine[..., None], 0.0))
 
     return forward
+
+
+def build(context: Context) -> PartialSums:
+    reduced = {op.stage for plan in context.plans for op in plan.ops if op.kind is Kind.REDUCE}
+    return PartialSums(context.partial, sorted(context.partial.keys() - reduced))

@@ -21,12 +21,12 @@ import torch
 
 from zbc.ir import Kind, Op
 from zbc.runtime.core.clock import Busy, Clock
-from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.features.cycle import Cycle
 from zbc.runtime.features.freezing import Resting
 from zbc.runtime.features.offload import Offloads
-from zbc.runtime.features.strands import Pair, current_pair
+from zbc.runtime.features.strands import Pair
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import PhaseRun, Worker
@@ -106,12 +106,6 @@ class Entry:
     def name(self) -> tuple[Kind, int]:
         """Ops with one name have as many sums."""
         return self.op.kind, self.op.stage
-
-
-def between() -> Callable[[int], None] | None:
-    """What to call between the weight gradients of two layers; None outside a group."""
-    pair = current_pair()
-    return None if pair is None else pair.part_done
 
 
 class Braids(Feature):
@@ -202,3 +196,7 @@ def _apart(stage: Stage, device: torch.device) -> None:
 
 def overlap(worker: Worker, op: Op) -> None:
     """OVERLAP: a mark. How the two ops after it run is written into the script; see units.py."""
+
+
+def build(context: Context) -> Braids:
+    return Braids()

@@ -17,7 +17,7 @@ from zbc.runtime.features.versions import OLDER, OneVersion, TwoVersions
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
-from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, state_buffers
+from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, features_keep, state_buffers
 from zbc.training.checkpoint.together import together
 from zbc.training.launch.board import Board
 
@@ -78,6 +78,9 @@ def _restore(worker: Worker, reader: Reader) -> None:
     for stage, optimizer in worker.optimizers.items():
         _restore_weights(optimizer, reader, worker.cuts)
         _restore_buffers(worker, stage, reader)
+        for name, value in features_keep(worker, stage):
+            if name in reader.tensors:
+                reader.fill(value, name)
     if (words := worker.features.find(Vocabulary)) is not None:
         _restore_weights(words.optimizer, reader, worker.cuts)
 

@@ -42,7 +42,9 @@ class HeldPart:
 def entries(worker: Worker) -> list[HeldPart]:
     """Everything of a rank between two steps. Raises E611 for what the files cannot hold."""
     found = [
-        entry for stage in sorted(worker.stages) for entry in (*_weights_of(worker, stage), *_buffers(worker, stage))
+        entry
+        for stage in sorted(worker.stages)
+        for entry in (*_weights_of(worker, stage), *_buffers(worker, stage), *_of_features(worker, stage))
     ]
     found += _rows(worker)
     for entry in found:
@@ -144,6 +146,19 @@ def _buffers(worker: Worker, stage: int) -> Iterator[HeldPart]:
             value = module._buffers.get(key)
             if value is not None:
                 yield HeldPart(TensorPart(BUFFER + name, tuple(value.shape), 0, value), holders, holders[0])
+
+
+def _of_features(worker: Worker, stage: int) -> Iterator[HeldPart]:
+    holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
+    for name, value in features_keep(worker, stage):
+        yield HeldPart(TensorPart(name, tuple(value.shape), 0, value), holders, holders[0])
+
+
+def features_keep(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]]:
+    """What features have checkpoints keep of a stage, by its name there."""
+    for feature in worker.features:
+        for name, value in feature.kept(stage).items():
+            yield f"feature.{type(feature).__name__}.{name}", value
 
 
 def state_buffers(layer: StageLayer) -> Iterator[tuple[str, nn.Module, str]]:

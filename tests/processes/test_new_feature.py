@@ -1,0 +1,95 @@
+"""A feature of the runtime is one file: an average of the weights, added to a copy of zbc."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zbc
+from tests.jobs import toml_text
+
+FEATURE = '''
+"""A moving average of the weights, which evaluations use."""
+
+from zbc.runtime.core.feature import Feature
+
+
+class Moving(Feature):
+    def __init__(self, stages):
+        self.means = {
+            s: {name: p.detach().clone() for name, p in stage.parameters.items()} for s, stage in stages.items()
+        }
+
+    def steps(self, worker, op, step):
+        for name, p in worker.stages[op.stage].parameters.items():
+            self.means[op.stage][name].lerp_(p.detach(), 0.25)
+
+    def kept(self, stage):
+        return self.means[stage]
+
+    def evaluates(self, worker):
+        for s, stage in worker.stages.items():
+            for name, p in stage.parameters.items():
+                own = p.detach().clone()
+                p.data.copy_(self.means[s][name])
+                self.means[s][name].copy_(own)
+
+    trains = evaluates
+
+
+def build(context):
+    return Moving(context.stages)
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A copy of zbc beside the one here, each with a plan of the same job."""
+    folder = tmp_path_factory.mktemp("feature")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(zbc.__file__).parent, folder / "more" / "zbc", ignore=ignored)
+    (folder / "more/zbc/runtime/features/moving.py").write_text(FEATURE)
+    model = {"layers": 2, "tie_embeddings": False}
+    job = toml_text(
+        model=model,
+        pp=2,
+        m=2,
+        kind="zb-h1",
+        train={"steps": 4, "eval_every": 2, "eval_batches": 2},
+        data={"validation": 0.3},
+        optimizer={"lr": 1e-2},
+        checkpoint={"every": 2},
+    )
+    (folder / "zbc.toml").write_text(job)
+    run(folder, Path(zbc.__file__).parent.parent, "plan", "zbc.toml", "-o", "plan")
+    return folder
+
+
+def run(folder: Path, path: Path, *arguments: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(path), "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "zbc", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+
+
+def rows(folder: Path, name: str, key: str) -> list[float]:
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return [row[key] for row in map(json.loads, lines) if row.get(key) is not None]
+
+
+def test_a_feature_with_state_is_one_file_and_trains_evaluates_saves_and_resumes(folder):
+    here, more = Path(zbc.__file__).parent.parent, folder / "more"
+    for path, name in ((here, "plain"), (more, "whole")):
+        run(folder, path, "run", "plan", "--local", "2", "--threads", "--out", name)
+    run(folder, more, "run", "plan", "--local", "2", "--threads", "--out", "half", "--steps", "2")
+    run(folder, more, "run", "plan", "--local", "2", "--threads", "--out", "rest", "--resume", "half")
+    assert rows(folder, "whole", "loss") == rows(folder, "plain", "loss")
+    evaluated = rows(folder, "whole", "eval_loss")
+    assert len(evaluated) == 2 and evaluated != rows(folder, "plain", "eval_loss")
+    assert rows(folder, "rest", "eval_loss") == evaluated[1:]
