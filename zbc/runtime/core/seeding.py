@@ -8,6 +8,7 @@ and shared by forwards that are not known to draw, of which it is looked at whet
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import importlib
 import random
@@ -93,8 +94,9 @@ def reading() -> Iterator[Callable[[int], None]]:
     For what is read of data: every rank has to draw the same for a sample. Afterwards each is as before.
     """
     numpy: Any = importlib.import_module("numpy.random") if "numpy" in sys.modules else None
-    with RNG_LOCK, _READING, torch.random.fork_rng(devices=[]):
-        before, its = random.getstate(), None if numpy is None else numpy.get_state()
+    with RNG_LOCK, _READING:
+        torchs, pythons = torch.default_generator.get_state(), random.getstate()
+        numpys = None if numpy is None else numpy.get_bit_generator()
 
         def seed(number: int) -> None:
             torch.default_generator.manual_seed(number)
@@ -103,11 +105,19 @@ def reading() -> Iterator[Callable[[int], None]]:
                 numpy.seed([number & 0xFFFFFFFF, number >> 32])
 
         try:
+            if numpy is not None:  # another generator in its place: to put a state back takes 50 us
+                numpy.set_bit_generator(_instead())
             yield seed
         finally:
-            random.setstate(before)
+            torch.default_generator.set_state(torchs)
+            random.setstate(pythons)
             if numpy is not None:
-                numpy.set_state(its)
+                numpy.set_bit_generator(numpys)
+
+
+@functools.cache
+def _instead() -> Any:
+    return importlib.import_module("numpy.random").MT19937()
 
 
 class Look:
