@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ from zbc.training.metrics.metrics import RunRecord, RunSettings
 from zbc.training.models import hfexport
 from zbc.training.models.model import TIED
 from zbc.training.nonfinite import Skips
+from zbc.training.probing.shapes import Shapes
 from zbc.training.recording.tracing import Tracers, open_tracers
 from zbc.training.warm import warm
 from zbc.training.watchdog import Watchdog, in_time
@@ -89,6 +91,14 @@ class StopFlag:
 
 
 @dataclass(frozen=True)
+class Building:
+    """Ranks as threads build their layers one after the other, and look at those of the model once for all."""
+
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    looks: dict[int | None, Shapes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class RankContext:
     """A rank's place in the run, made by what started its process."""
 
@@ -103,6 +113,7 @@ class RankContext:
     doorstep: Doorstep | None = None  # where other machines find this rank; None if there are none, or nobody knows
     live: Callable[[str], None] | None = None  # takes how far the run is, after every step of rank 0
     transport: Transport | None = None  # to the other ranks; None: the network, which this rank is yet to join
+    building: Building = field(default_factory=Building)  # one for all ranks of this process
 
     def board(self) -> Board:
         return Board(self.connect(), self.rank, self.ranks)
@@ -161,8 +172,11 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
         transport, shared = connected(manifest, context.device, board, context.connect, limit)
         if shared and context.rank == 0:
             context.emit(SHARED)
-    watchdog.phase("building its stages")
-    worker = build_worker(plan, transport, context.device, ramp, tell=watchdog.phase)
+    watchdog.phase("waiting to build its stages", waiting=True)
+    with context.building.turn:
+        watchdog.phase("building its stages")
+        looks = context.building.looks
+        worker = build_worker(plan, transport, context.device, ramp, tell=watchdog.phase, looks=looks)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     board.meet("built", limit)
     for text in worker.warnings if worker.replica == worker.share == 0 else ():

@@ -26,7 +26,7 @@ from zbc.training.launch.board import Board, connector
 from zbc.training.launch.local import HOST, PREFIX, host_store
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.signals import Signals
-from zbc.training.train import Failure, RankContext, StopFlag, end, run_rank
+from zbc.training.train import Building, Failure, RankContext, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
 
 _LEAVE_S = 5.0  # for the ranks of a run that failed to notice
@@ -45,6 +45,7 @@ class _Run:
     live: Callable[[str], None]
     stops: list[StopFlag]
     ends: queue.SimpleQueue[tuple[int, Failure | str | None]] = field(default_factory=queue.SimpleQueue)
+    building: Building = field(default_factory=Building)
 
 
 def run_threads(
@@ -120,6 +121,7 @@ def _rank(run: _Run, rank: int) -> None:
         stop=run.stops[rank],
         live=run.live if run.options.live else None,
         transport=run.hub.end(rank),
+        building=run.building,
     )
     with suppress(SystemExit), own_stream(run.device):
         run.ends.put((rank, run_rank(run.folder, context, run.options)))
