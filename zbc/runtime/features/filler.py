@@ -10,14 +10,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from zbc.job.userobject import IN_A_RANK
-from zbc.runtime.transports.transport import Letter, Pending, Then, Transport
+from zbc.runtime.transports.around import Around
+from zbc.runtime.transports.transport import Letter, Pending, Transport
 
 _RECENT = 8  # steps of a task, of which the longest says how long the next may take
 _LOOK_S = 5e-5  # between two looks at a GPU
@@ -47,27 +47,23 @@ class Filled(NamedTuple):
         return f"{self.steps} steps in {self.seconds:.2f} s, {100 * share:.0f}% of {self.waited:.2f} s of waits"
 
 
-@dataclass
-class Filling:
-    """A `Transport`."""
+class Filling(Around):
+    """Does steps of a task while a rank waits; `tell` is told why the task ended."""
 
-    inner: Transport
-    task: Task | None
-    device: torch.device
-    tell: Callable[[str], None]  # is told why a task ended
-    now: Callable[[], float] = time.perf_counter
-    _known: dict[Hashable, float] = field(default_factory=dict)  # seconds of each wait, when it came last
-    _took: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    _sums: int = 0  # collectives of this step
-    _steps: int = 0
-    _filled: float = 0.0
-    _waited: float = 0.0
-
-    def __post_init__(self) -> None:
-        inner = self.inner
-        self.rank = inner.rank
-        self.send, self.post, self.ready, self.close = inner.send, inner.post, inner.ready, inner.close
-        self.share = inner.share
+    def __init__(
+        self,
+        inner: Transport,
+        task: Task | None,
+        device: torch.device,
+        tell: Callable[[str], None],
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(inner)
+        self.task, self.device, self.tell, self.now = task, device, tell, now
+        self._known: dict[Hashable, float] = {}  # seconds of each wait, when it came last
+        self._took: deque[float] = deque(maxlen=_RECENT)
+        self._sums = self._steps = 0  # collectives of this step; steps of the task
+        self._filled = self._waited = 0.0
 
     @property
     def found(self) -> Filled:
@@ -76,26 +72,8 @@ class Filling:
     def wait(self, message: Letter) -> Tensor:
         return self.awaited(message, lambda: self.inner.ready(message), lambda: self.inner.wait(message))
 
-    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
-        return _Filled(self.inner.start_sum(tensor, ranks), self)
-
-    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
-        return _Filled(self.inner.start_scatter(parts, mine, ranks), self)
-
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
-        return _Filled(self.inner.start_gather(mine, parts, ranks, then), self)
-
-    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        return _Filled(self.inner.start_broadcast(tensor, root, ranks), self)
-
-    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        return _Filled(self.inner.start_reduce(tensor, root, ranks), self)
-
-    def watch(self, pending: Pending, *, gather: bool) -> Pending:
-        return _Filled(self.inner.watch(pending, gather=gather), self)
-
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        self.start_sum(tensor, ranks).wait()
+    def started(self, pending: Pending, *, gather: bool) -> Pending:
+        return _Filled(pending, self)
 
     def finish_step(self, *, drain: bool = True) -> None:
         self._sums = 0

@@ -13,43 +13,42 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
+from zbc.runtime.transports.around import Around
 from zbc.runtime.transports.transport import Letter, Pending, Shared, Then, Transport
 
 
-class Staged:
+class Staged(Around):
     """A `Transport` for tensors on `device` over one for tensors on the host."""
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
-        self.rank = inner.rank
-        self._inner, self._device = inner, device
+        super().__init__(inner)
+        self._device = device
         self._buffers: dict[Letter, Tensor] = {}  # on the device, of what is posted
+        self.send, self.post = self._send, self._post
 
-    def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
-        self._inner.send(message, self._down(tensor), peer)
+    def _send(self, message: Letter, tensor: Tensor, peer: int) -> None:
+        self.inner.send(message, self._down(tensor), peer)
 
-    def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
-        self._inner.post(message, self._room(buffer), peer)
+    def _post(self, message: Letter, buffer: Tensor, peer: int) -> None:
+        self.inner.post(message, self._room(buffer), peer)
         self._buffers[message] = buffer
 
     def wait(self, message: Letter) -> Tensor:
-        arrived = self._inner.wait(message)
+        arrived = self.inner.wait(message)
         return self._buffers.pop(message).copy_(arrived, non_blocking=True)
-
-    def ready(self, message: Letter) -> bool:
-        return self._inner.ready(message)
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         host = self._down(tensor)
-        return _Landing(self._inner.start_sum(host, ranks), host, tensor)
+        return _Landing(self.inner.start_sum(host, ranks), host, tensor)
 
     def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
         host = self._room(mine)
-        return _Landing(self._inner.start_scatter(self._down(parts), host, ranks), host, mine)
+        return _Landing(self.inner.start_scatter(self._down(parts), host, ranks), host, mine)
 
     def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
         host = self._room(parts)
         if then is None:
-            return _Landing(self._inner.start_gather(self._down(mine), host, ranks), host, parts)
+            return _Landing(self.inner.start_gather(self._down(mine), host, ranks), host, parts)
         made: list[tuple[Tensor, Tensor]] = []  # on the host and on the device
 
         def make() -> Tensor:
@@ -58,33 +57,24 @@ class Staged:
             made.append((self._down(found), found))
             return made[0][0]
 
-        return _Following(self._inner.start_gather(self._down(mine), host, ranks, Then(make, then.root)), made)
+        return _Following(self.inner.start_gather(self._down(mine), host, ranks, Then(make, then.root)), made)
 
     def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         host = self._down(tensor)
-        return _Landing(self._inner.start_broadcast(host, root, ranks), host, tensor)
+        return _Landing(self.inner.start_broadcast(host, root, ranks), host, tensor)
 
     def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         host = self._down(tensor)
-        return _Landing(self._inner.start_reduce(host, root, ranks), host, tensor)
+        return _Landing(self.inner.start_reduce(host, root, ranks), host, tensor)
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
         if device.type != "cpu":
             text = "run: ranks that share a GPU cannot take weights from each other's memory"
             raise ZbcError("E620", text, hint='set parallel.exchange = "collective"')
-        return self._inner.share(size, ranks, device)
-
-    def watch(self, pending: Pending, *, gather: bool) -> Pending:
-        return self._inner.watch(pending, gather=gather)
-
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        self.start_sum(tensor, ranks).wait()
-
-    def finish_step(self, *, drain: bool = True) -> None:
-        self._inner.finish_step(drain=drain)
+        return self.inner.share(size, ranks, device)
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()
         self._buffers.clear()
 
     def _room(self, like: Tensor) -> Tensor:

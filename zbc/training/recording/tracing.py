@@ -27,7 +27,8 @@ from zbc.runtime.features.copying import Ticket
 from zbc.runtime.features.offload import Offloads
 from zbc.runtime.features.parcels import Pool
 from zbc.runtime.features.units import Braids
-from zbc.runtime.transports.transport import Letter, Pending, Then, Transport
+from zbc.runtime.transports.around import Around
+from zbc.runtime.transports.transport import Letter, Pending, Transport
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
 from zbc.training.launch.board import Board
@@ -336,8 +337,8 @@ class _Waited:
         return self._inner.ready()
 
 
-class _Transport:
-    """A `Transport` that notes how long it was waited for."""
+class _Transport(Around):
+    """Notes how long it was waited for."""
 
     def __init__(
         self,
@@ -346,44 +347,25 @@ class _Transport:
         stamp: Callable[[], Any],
         waits: tuple[list[int], list[Any]],
     ) -> None:
-        self.rank = inner.rank
-        self._inner, self._progress, self._stamp = inner, worker.progress, stamp
+        super().__init__(inner)
+        self._progress, self._stamp = worker.progress, stamp
         self._of, self._at = waits
-        self.send, self.post, self.close, self.share = inner.send, inner.post, inner.close, inner.share
-
-    def ready(self, message: Letter) -> bool:
-        return self._inner.ready(message)
 
     def wait(self, message: Letter) -> Tensor:
         began = self._stamp()
-        tensor = self._inner.wait(message)
+        tensor = self.inner.wait(message)
         self._at += (began, self._stamp())
         self._of += (self._progress.index, _MESSAGE)
         return tensor
 
-    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
-        return _Waited(self._inner.start_sum(tensor, ranks), Cause.SUM, self)
-
-    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
-        return _Waited(self._inner.start_scatter(parts, mine, ranks), Cause.SUM, self)
-
-    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
-        return _Waited(self._inner.start_gather(mine, parts, ranks, then), Cause.GATHER, self)
-
-    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        return _Waited(self._inner.start_broadcast(tensor, root, ranks), Cause.SUM, self)
-
-    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        return _Waited(self._inner.start_reduce(tensor, root, ranks), Cause.SUM, self)
-
-    def watch(self, pending: Pending, *, gather: bool) -> Pending:
-        return _Waited(self._inner.watch(pending, gather=gather), Cause.GATHER if gather else Cause.SUM, self)
+    def started(self, pending: Pending, *, gather: bool) -> Pending:
+        return _Waited(pending, Cause.GATHER if gather else Cause.SUM, self)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        self.noted(Cause.ALL, lambda: self._inner.all_reduce(tensor, ranks))
+        self.noted(Cause.ALL, lambda: self.inner.all_reduce(tensor, ranks))
 
     def finish_step(self, *, drain: bool = True) -> None:
-        self.noted(Cause.DELIVERY, lambda: self._inner.finish_step(drain=drain))
+        self.noted(Cause.DELIVERY, lambda: self.inner.finish_step(drain=drain))
 
     def noted(self, cause: Cause, call: Callable[[], None]) -> None:
         """Do what may wait, and note how long it took."""

@@ -1,0 +1,56 @@
+"""A transport around another one: what traces, fills waits, or takes another way to the same end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zbc.runtime.transports.transport import Letter, Pending, Shared, Then, Transport
+
+
+class Around:
+    """A `Transport` that is as its `inner` one, but for what its own class says."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.rank, self.inner = inner.rank, inner
+        self.send, self.post = inner.send, inner.post  # of every op: no call more than the inner one's
+
+    def started(self, pending: Pending, *, gather: bool) -> Pending:
+        """What is to be waited for in place of a collective that was started: a gather, or one that sums or sends."""
+        return pending
+
+    def wait(self, message: Letter) -> Tensor:
+        return self.inner.wait(message)
+
+    def ready(self, message: Letter) -> bool:
+        return self.inner.ready(message)
+
+    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
+        return self.started(self.inner.start_sum(tensor, ranks), gather=False)
+
+    def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
+        return self.started(self.inner.start_scatter(parts, mine, ranks), gather=False)
+
+    def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
+        return self.started(self.inner.start_gather(mine, parts, ranks, then), gather=True)
+
+    def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        return self.started(self.inner.start_broadcast(tensor, root, ranks), gather=False)
+
+    def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
+        return self.started(self.inner.start_reduce(tensor, root, ranks), gather=False)
+
+    def watch(self, pending: Pending, *, gather: bool) -> Pending:
+        return self.started(self.inner.watch(pending, gather=gather), gather=gather)
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
+        self.start_sum(tensor, ranks).wait()
+
+    def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
+        return self.inner.share(size, ranks, device)
+
+    def finish_step(self, *, drain: bool = True) -> None:
+        self.inner.finish_step(drain=drain)
+
+    def close(self) -> None:
+        self.inner.close()
