@@ -165,7 +165,7 @@ def test_waiting_is_counted_apart_from_computing_to_the_nanosecond():
     worker.transport = Slow(clock)
     for stage in worker.stages.values():
         for layer in stage.layers:
-            layer.module.register_forward_pre_hook(lambda module, args: worker.transport._inner.pass_(7))
+            layer.module.register_forward_pre_hook(lambda module, args: worker.transport.inner.pass_(7))
     result, stamped = Recorder(worker, clock).record(4, stop=False)
     timing = stamped.timing()
     layers, ops = sum(len(stage.layers) for stage in worker.stages.values()), worker.plan.ops

@@ -197,7 +197,15 @@ class OfBoth:
     """A current slot that both threads of a pair have in common, as if it were the rank's."""
 
     def __init__(self):
-        self.slots = {}
+        self.slots, self.own = {}, threading.local()
+
+    @property
+    def between(self):
+        return getattr(self.own, "between", None)
+
+    @between.setter
+    def between(self, function):
+        self.own.between = function
 
     @property
     def slot(self):

@@ -24,12 +24,11 @@ class Staged(Around):
         super().__init__(inner)
         self._device = device
         self._buffers: dict[Letter, Tensor] = {}  # on the device, of what is posted
-        self.send, self.post = self._send, self._post
 
-    def _send(self, message: Letter, tensor: Tensor, peer: int) -> None:
+    def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
         self.inner.send(message, self._down(tensor), peer)
 
-    def _post(self, message: Letter, buffer: Tensor, peer: int) -> None:
+    def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
         self.inner.post(message, self._room(buffer), peer)
         self._buffers[message] = buffer
 
