@@ -328,11 +328,20 @@ def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
     came = stage.came
     lays = next((one for feature in worker.features if (one := feature.lays(run, here))), None)
     if forward and lays is not None:
-        part = lambda y: [lays(y)] * len(edges)  # noqa: E731
+        part = functools.partial(_laid, lays, len(edges))
     if not forward and came is not None:
         if stage.inputs:
             part = came.parted
         else:
-            back = came.back
-            part = lambda grad: [grad[:back]]  # noqa: E731
+            part = functools.partial(_first, came.back)
     return Edges(edges, stage, part)
+
+
+def _laid(lays: Callable[[Tensor], Tensor], count: int, y: Tensor) -> list[Tensor]:
+    """An output for each of its readers."""
+    return [lays(y)] * count
+
+
+def _first(size: int, grad: Tensor) -> list[Tensor]:
+    """Of a gradient what goes back."""
+    return [grad[:size]]
