@@ -330,10 +330,7 @@ def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
     if forward and lays is not None:
         part = functools.partial(_laid, lays, len(edges))
     if not forward and came is not None:
-        if stage.inputs:
-            part = came.parted
-        else:
-            part = functools.partial(_first, came.back)
+        part = came.parted if stage.inputs else functools.partial(_first, came.back)
     return Edges(edges, stage, part)
 
 
