@@ -1,4 +1,25 @@
-"""Layers of every kind a user may bring; each factory returns four of them for vectors of width 8."""
+"""Layers of every kind a user may bring; each factory returns four of them for vectors of width 8.
+
+What they stress:
+
+    where W finds its work: own functions,      inline custom conv tied branches mapped made_weights empty scripted
+    weights without a module, used twice, in    compiled
+    ways torch alone knows
+    hooks on outputs, gradients and parameters  hooked listens_to_each listens_to_sums reuses_in_a_hook
+    memory that two share: views, writing in    overwrites aliases strided mirrored negated turns overwrites_quietly
+    place, gradients that are views             beside_w beside_sent hands_out_weights
+    buffers and attributes from one forward to  batchnorm averages averages_quietly grows grows_new grows_table
+    the next                                    carries_last carries_graph carries_count carries_nothing reuses_output
+                                                reuses_factor reuses_in_secret reuses_aside
+    random numbers, said and unsaid, from       noise dropped gambles numpys own_generator
+    elsewhere
+    gradients that end: whole numbers,          integers unused frozen stops constant rules rules_again roots locked
+    constants, frozen and unused weights,
+    slopes of no use
+    other types on the way                      imaginary wide normed renormed with_history
+    what is to be refused by name               lazy sparse sparse_inside sparse_between handed_out_twice sneaky
+                                                writes_weights writes_weights_quietly late_to_refuse
+"""
 
 from __future__ import annotations
 
