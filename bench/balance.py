@@ -21,18 +21,16 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ranks import results
+from ranks import joined, results
 from record import Record
-from sleeping import calibrate, sleep_until
+from sleeping import sleep_until
 
 from tests.runtime.small_plans import make_program
 from tests.runtime.test_unequal import unequal
@@ -42,13 +40,11 @@ from zbc.compiler.sim.simulate import lengths as durations
 from zbc.compiler.sim.simulate import replay
 from zbc.ir import Op
 from zbc.plan.balancing import Microbatch, Shape, balanced, deal, dealt_evenly, fullest, least, longest_first
-from zbc.plan.directory import RankPlan, StoredPlan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.gathers import Gathers
-from zbc.runtime.transports.network import Network, bind_loopback
 from zbc.training.data import unequal as unequal_data
-from zbc.training.worker import build_worker
 
 RANKS, WARM_UP, PP = 4, 1, 2
 MS = 12.0  # forward, and each half of the backward, of a rank's stages and a microbatch of one row without attention
@@ -157,31 +153,20 @@ class Paced:
 
 
 def rank_main(rank: int, port: int, plan: StoredPlan, schedule: str, equal: bool, steps: int, sender: Any) -> None:
-    torch.set_num_threads(1)
-    bind_loopback()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    cpu = torch.device("cpu")
-    network = Network(plan.manifest, cpu, timedelta(seconds=60))
-    part = plan.manifest.topology.of(rank).pp
     if equal:
         unequal_data.deal = dealt_evenly  # type: ignore[assignment]
-    own = RankPlan(part, plan.program.ranks[part], plan.manifest)
-    worker = build_worker(own, network, cpu, [RankPlan(part, s.program.ranks[part], s.manifest) for s in plan.ramp])
-    calibrate()
-    assert isinstance(worker.work, unequal_data.Dealer)
-    worker.clock = Paced(worker, worker.work)  # type: ignore[assignment]
-    worker.features.of(Gathers).begins(worker)
-    found = []
-    for step in range(steps + WARM_UP):
-        work = worker.work.step(step)
-        ms = MS * step_ms(schedule, worker.work.shape, work.replicas, work.lengths)
-        dist.barrier()
-        began = time.perf_counter()
-        result = run_step(worker, step)
-        found.append((1e3 * (time.perf_counter() - began), ms, result.loss if result else float("nan")))
-    worker.close()
-    dist.destroy_process_group()
+    with joined(rank, port, plan) as worker:
+        assert isinstance(worker.work, unequal_data.Dealer)
+        worker.clock = Paced(worker, worker.work)  # type: ignore[assignment]
+        worker.features.of(Gathers).begins(worker)
+        found = []
+        for step in range(steps + WARM_UP):
+            work = worker.work.step(step)
+            ms = MS * step_ms(schedule, worker.work.shape, work.replicas, work.lengths)
+            dist.barrier()
+            began = time.perf_counter()
+            result = run_step(worker, step)
+            found.append((1e3 * (time.perf_counter() - began), ms, result.loss if result else float("nan")))
     if rank == 0:
         sender.send(found[WARM_UP:])
 

@@ -12,16 +12,13 @@ a group of f and b ms with sums of a_f and a_b takes max(f + b, a_f + a_b), and 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -30,16 +27,14 @@ from zbc.runtime.features.units import Braids
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import shared_run
-from ranks import results
+from ranks import joined, results
 from record import Record
-from sleeping import Sleeper, calibrate
+from sleeping import Sleeper
 
 import zbc
 from zbc.compiler.sim.simulate import simulate
-from zbc.plan.directory import RankPlan, StoredPlan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.transports.network import Network, bind_loopback
-from zbc.training.worker import build_worker
 
 RANKS, LAYERS, MICROBATCHES, WARM_UP = 4, 16, 6, 1
 F, B, W, A = 25.0, 25.0, 25.0, 20.0  # ms of a layer, and of each of its two sums
@@ -59,24 +54,15 @@ def layers(count: int) -> list[nn.Module]:
 
 
 def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any) -> None:
-    torch.set_num_threads(1)
-    bind_loopback()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    cpu, seat = torch.device("cpu"), plan.manifest.topology.of(rank).pp
-    network = Network(plan.manifest, cpu, timedelta(seconds=60))
-    worker = build_worker(RankPlan(seat, plan.program.ranks[seat], plan.manifest), network, cpu)
-    calibrate()
-    found: dict[bool, list[float]] = {True: [], False: []}
-    for step in range(2 * (steps + WARM_UP)):
-        worker.features.of(Braids).one_by_one = step % 2 == 0
-        dist.barrier()
-        began = time.perf_counter()
-        run_step(worker, step)
-        dist.barrier()
-        found[worker.features.of(Braids).one_by_one].append(1e3 * (time.perf_counter() - began))
-    worker.close()
-    dist.destroy_process_group()
+    with joined(rank, port, plan) as worker:
+        found: dict[bool, list[float]] = {True: [], False: []}
+        for step in range(2 * (steps + WARM_UP)):
+            worker.features.of(Braids).one_by_one = step % 2 == 0
+            dist.barrier()
+            began = time.perf_counter()
+            run_step(worker, step)
+            dist.barrier()
+            found[worker.features.of(Braids).one_by_one].append(1e3 * (time.perf_counter() - began))
     if rank == 0:
         sender.send((found[True][WARM_UP:], found[False][WARM_UP:]))
 

@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zbc.plan.directory import StoredPlan
+    from zbc.runtime.core.state import Worker
+
+
+@contextmanager
+def joined(rank: int, port: int, plan: StoredPlan) -> Iterator[Worker]:
+    """The worker of a rank's process, on gloo with the others of the plan; closed behind the block."""
+    import torch
+    import torch.distributed as dist
+    from sleeping import calibrate
+
+    from zbc.plan.directory import RankPlan
+    from zbc.runtime.transports.network import Network, bind_loopback
+    from zbc.training.worker import build_worker
+
+    torch.set_num_threads(1)
+    bind_loopback()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=plan.manifest.topology.world)
+    cpu, seat = torch.device("cpu"), plan.manifest.topology.of(rank).pp
+    network = Network(plan.manifest, cpu, timedelta(seconds=60))
+    ramp = [RankPlan(seat, one.program.ranks[seat], one.manifest) for one in plan.ramp]
+    worker = build_worker(RankPlan(seat, plan.program.ranks[seat], plan.manifest), network, cpu, ramp)
+    calibrate()
+    yield worker
+    worker.close()
+    dist.destroy_process_group()
 
 
 def results(

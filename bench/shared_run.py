@@ -10,31 +10,26 @@ and a BW whose sum hides behind its W. The step of each schedule beside the pred
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ranks import results
+from ranks import joined, results
 from record import Record
-from sleeping import Sleeper, calibrate, sleep_until
+from sleeping import Sleeper, sleep_until
 
 import zbc
-from zbc.plan.directory import RankPlan, StoredPlan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.features.tensor_parallel import Group
-from zbc.runtime.transports.network import Network, bind_loopback
-from zbc.training.worker import build_worker
 
 RANKS, LAYERS, MICROBATCHES, WARM_UP = 4, 8, 8, 1
 F, B, W, A = 12.0, 12.0, 12.0, 6.0  # ms of a layer, and of each of its two sums
@@ -88,22 +83,13 @@ def layers(count: int) -> list[nn.Module]:
 
 
 def rank_main(rank: int, port: int, plan: StoredPlan, steps: int, sender: Any) -> None:
-    torch.set_num_threads(1)
-    bind_loopback()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    cpu, seat = torch.device("cpu"), plan.manifest.topology.of(rank).pp
-    network = Network(plan.manifest, cpu, timedelta(seconds=60))
-    worker = build_worker(RankPlan(seat, plan.program.ranks[seat], plan.manifest), network, cpu)
-    calibrate()
-    found = []
-    for step in range(steps + WARM_UP):
-        dist.barrier()
-        began = time.perf_counter()
-        run_step(worker, step)
-        found.append(1e3 * (time.perf_counter() - began))
-    worker.close()
-    dist.destroy_process_group()
+    with joined(rank, port, plan) as worker:
+        found = []
+        for step in range(steps + WARM_UP):
+            dist.barrier()
+            began = time.perf_counter()
+            run_step(worker, step)
+            found.append(1e3 * (time.perf_counter() - began))
     if rank == 0:
         sender.send(found[WARM_UP:])
 

@@ -18,18 +18,16 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ranks import results
+from ranks import joined, results
 from record import Record
-from sleeping import calibrate, sleep_until
+from sleeping import sleep_until
 
 from tests.runtime.small_plans import make_plan
 from zbc.compiler.check import check_all
@@ -40,11 +38,9 @@ from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Op, Program
-from zbc.plan.directory import RankPlan, StoredPlan
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.state import Worker
-from zbc.runtime.transports.network import Network, bind_loopback
-from zbc.training.worker import build_worker
 
 RANKS, MICROBATCHES, WARM_UP = 4, 16, 1
 BLOCKS, HEAD = (7, 7, 6, 6), 7.6  # layers of each stage; the output layer in layers
@@ -108,23 +104,14 @@ class Paced:
 
 
 def rank_main(rank: int, port: int, plan: StoredPlan, ms: Any, steps: int, sender: Any) -> None:
-    torch.set_num_threads(1)
-    bind_loopback()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    cpu = torch.device("cpu")
-    network = Network(plan.manifest, cpu, timedelta(seconds=60))
-    worker = build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), network, cpu)
-    calibrate()
-    worker.clock = Paced(worker, ms)
-    found = []
-    for step in range(steps + WARM_UP):
-        dist.barrier()
-        began = time.perf_counter()
-        result = run_step(worker, step)
-        found.append((1e3 * (time.perf_counter() - began), result.loss if result else float("nan")))
-    worker.close()
-    dist.destroy_process_group()
+    with joined(rank, port, plan) as worker:
+        worker.clock = Paced(worker, ms)
+        found = []
+        for step in range(steps + WARM_UP):
+            dist.barrier()
+            began = time.perf_counter()
+            result = run_step(worker, step)
+            found.append((1e3 * (time.perf_counter() - began), result.loss if result else float("nan")))
     if rank == 0:
         sender.send(found[WARM_UP:])
 
