@@ -334,7 +334,7 @@ def test_whole_tables_are_put_together_for_others():
     found = [None] * 4
 
     def run(rank):
-        found[rank] = workers[rank].vocabulary.whole("head.logits.weight", workers[rank].transport)
+        found[rank] = workers[rank].features.find(Vocabulary).whole("head.logits.weight", workers[rank].transport)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
     [thread.start() for thread in threads]
@@ -510,11 +510,15 @@ def test_replicas_share_out_the_optimizer_of_their_rows(model):
     assert [r.loss for r in dealt[0].results] == [r.loss for r in plain[0].results]
     assert [r.grad_norm for r in dealt[0].results] == pytest.approx([r.grad_norm for r in plain[0].results], rel=1e-6)
     for one, other in zip(dealt, plain, strict=True):
-        for name, p in one.vocabulary.optimizer.parameters.items():
-            assert torch.equal(p, other.vocabulary.optimizer.parameters[name])
+        for name, p in one.features.find(Vocabulary).optimizer.parameters.items():
+            assert torch.equal(p, other.features.find(Vocabulary).optimizer.parameters[name])
     for rank in (0, 1):
-        mine, others = (list(map(place_of, dealt[r].vocabulary.optimizer.held())) for r in (rank, rank + 2))
-        assert sorted({*mine} | {*others}) == sorted(map(place_of, plain[rank].vocabulary.optimizer.held()))
+        mine, others = (
+            list(map(place_of, dealt[r].features.find(Vocabulary).optimizer.held())) for r in (rank, rank + 2)
+        )
+        assert sorted({*mine} | {*others}) == sorted(
+            map(place_of, plain[rank].features.find(Vocabulary).optimizer.held())
+        )
         assert not {*mine} & {*others}, "no piece is stepped twice"
 
 
