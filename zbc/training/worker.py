@@ -108,7 +108,6 @@ def build_worker(
     for run in worker.phase_runs:
         if any(op.kind is Kind.REDO for op in run.plan.ops):
             run.ending = Ahead.of(worker, run)
-        worker.prepare(run)
     braid(worker)
     return worker
 

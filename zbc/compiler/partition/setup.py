@@ -189,13 +189,16 @@ class Setup:
                 continue
             if card.placement(p, self.v) != self.placement:
                 continue
+            try:
+                card.check_slices(self.job.slices)
+                card.check_vocabulary(self.job.parallel.vocabulary)
+            except ZbcError:
+                continue
             one = replace(self, schedule=replace(card, name=self.schedule.name))
             for group in [None] if card.groups is None else some(list(card.groups(p))):
                 try:
-                    card.check_slices(self.job.slices)
-                    card.check_vocabulary(self.job.parallel.vocabulary)
                     yield one.ordered(0.0, group=group)
-                except ZbcError:  # not for so many microbatches, not in slices, or not with shared words
+                except ZbcError:  # not for so many microbatches
                     continue
 
     def ordered(self, budget: float | None, *, group: int | None = None, **search: Any) -> Ordered:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from zbc.errors import ZbcError
 from zbc.ir import Op
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
 
 
-class Ending:
+class Ending(Protocol):
     """Of all steps of one plan."""
 
-    every = 0  # microbatches from one step of a stage to its next; 0: all
+    every: int = 0  # microbatches from one step of a stage to its next; 0: all
 
     def keyed(self, ops: Iterable[Op]) -> Iterable[Op]:
         """All ops of a plan as they may be keyed."""
@@ -32,7 +32,6 @@ class Ending:
 
     def closes(self, worker: Worker, began: float) -> StepResult | None:
         """All ops have run, since `began`. The result of the latest step that is final, None if it was given before."""
-        raise NotImplementedError
 
     def finish(self, worker: Worker) -> StepResult | None:
         """Make the last step final where that is still to be done; its result, None if `closes` has given it."""

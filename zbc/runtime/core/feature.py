@@ -1,8 +1,9 @@
 """What a plan may ask for beside the pipeline itself, as the executor sees it: hooks around the ops of a step.
 
-A feature that only adds ops needs none of this: a row in ops.py and a handler. One that has state between ops, or does
-something where every step begins and ends, is a `Feature` of the worker; one that does something around ops of other
-features wraps their handlers when the script is made (handlers.py: `with_weights`, `in_rows`).
+A feature that only adds ops needs none of this: a row in zbc/ops.py and a handler in the table of handlers.py. One that
+has state between ops, or does something where every step begins and ends, is a `Feature` of the worker; one that does
+something around ops of other features wraps their handlers: `with_weights` (gathers.py) and `in_rows` (packing.py) when
+the script is made, `with_added` (added.py) in the table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where an op of a stage finds what it reads and lays what it makes: looked up once per plan.
 
 What may be special about a stage (it reads the data, ends in the loss, has several neighbours; activations that move;
-layers that are frozen) is said here, by which parts a route has. The ops themselves (handlers.py) are the same for all:
+layers that are frozen) is said by which parts a route has, some of features. The ops (ops.py) are the same for all:
 
     F    x = takes.take();  y, left = keeps.forward(x);  left.grad = gives.give(y);  kept[key] = left
     B    left = keeps.back(kept.pop(key));  grad = left.grad or takes.take();  left.tape.backward(grad);  gives.give(..)

@@ -29,13 +29,12 @@ def work_of(settings: Settings, manifest: Manifest) -> Dealer | None:
 
 def samples_of(settings: Settings, manifest: Manifest, work: Dealer | None, rank: int) -> Samples | None:
     """The data, where a rank of the pipeline reads them; a factory's everywhere: it knows the model's input."""
-    placement = manifest.to_placement()
-    ends, mine = set(placement.ends), set(placement.stages_of(rank))
     if work is not None:
         return Padded(work.documents, work.shape.room)
     if not reads_data(manifest, rank) and settings.data.kind in KINDS:
         return None
-    both = len(placement.pipes) == 1 and ends <= mine
+    placement = manifest.to_placement()
+    both = len(placement.pipes) == 1 and set(placement.ends) <= set(placement.stages_of(rank))
     return build_samples(settings.data, settings.model, settings.train.seed, both=both)
 
 
