@@ -18,6 +18,7 @@ MODULES = {
 # A module may import what stands in its own package, or on a line above; compiler.X are the parts of zbc/compiler.
 ORDER = """
 errors  text  topology
+excludes
 ops  explain
 host  ir
 job

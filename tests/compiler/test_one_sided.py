@@ -24,7 +24,7 @@ def test_it_is_for_weights_that_come_and_go(shard):
 
 
 def test_not_for_two_pipes():
-    with pytest.raises(ZbcError, match=r"E118.*two pipes"):
+    with pytest.raises(ZbcError, match=r"E118.*chimera, a schedule with several copies"):
         compile_job(asked(kind="chimera", schedule={}))
 
 

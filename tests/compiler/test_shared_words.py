@@ -155,8 +155,8 @@ REFUSED = {
     "another loss": ({"model": {"loss": "mse"}}, "E110", "only the output layer of a built-in model"),
     "no barrier": ({"optimizer": {"sync": "post-validate"}}, "E110", "do not go together yet"),
     "sharded weights": ({"parallel": {"dp": 2, "shard": "weights"}}, "E110", "parallel.shard"),
-    "two pipes": ({"kind": "chimera"}, "E120", "chimera has no place for a vocabulary that all ranks share"),
-    "waves": ({"kind": "hanayo"}, "E120", "hanayo has no place"),
+    "two pipes": ({"kind": "chimera"}, "E120", "and chimera, a schedule of whole microbatches"),
+    "waves": ({"kind": "hanayo"}, "E120", "and hanayo, a schedule of whole microbatches"),
     "offload": ({"memory": {"activations": "offload"}}, "E110", "memory.activations with offload"),
     "three sums": ({"parallel": {"vocabulary_sums": 3}}, "E103", "vocabulary_sums"),
 }

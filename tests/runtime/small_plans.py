@@ -20,9 +20,9 @@ from zbc.ir import Op, Placement, Program
 from zbc.job import spec
 from zbc.plan.directory import Boundary, RampPlan, RankPlan, StoredPlan, assemble
 from zbc.plan.phases import Phases
-from zbc.runtime.core.seeding import drawing, seed_of
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings
 from zbc.training.data.counted import count_of

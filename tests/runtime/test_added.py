@@ -13,8 +13,8 @@ from tests.runtime.small_plans import make_plan, make_program, parameters
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
-from zbc.runtime.core.seeding import seed_of, seeded
 from zbc.runtime.features.added import Adding, adding_to
+from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.probing.checkup import check_up
 
 HERE = "tests.runtime.adding"

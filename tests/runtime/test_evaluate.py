@@ -14,7 +14,7 @@ from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.plan.forward import forward_only
-from zbc.runtime.core.seeding import seed_of
+from zbc.runtime.seeding import seed_of
 from zbc.training.building.context import Settings
 from zbc.training.data.data import Batches, build_validation
 from zbc.training.models import model

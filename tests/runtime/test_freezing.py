@@ -13,8 +13,8 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import WHOLE, Kind
-from zbc.runtime.core.seeding import seed_of
 from zbc.runtime.features.freezing import Turns
+from zbc.runtime.seeding import seed_of
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 SGD = {"kind": "sgd", "lr": 0.1}
@@ -219,7 +219,7 @@ def test_a_training_goes_on_where_a_checkpoint_was_written(tmp_path):
 
 @pytest.mark.parametrize(
     ("change", "word"),
-    [({"tied": True}, "share a weight"), ({"ahead": True}, "without a barrier"), ({"slices": 2}, "slices")],
+    [({"tied": True}, "model.tie_embeddings"), ({"ahead": True}, "post-validate"), ({"slices": 2}, "slices")],
 )
 def test_plans_that_freeze_beside_something_else_are_refused(change, word):
     made = make_program(

@@ -17,7 +17,7 @@ from zbc.compiler.compile import compile_job
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core import route
-from zbc.runtime.core.seeding import drawing, seed_of
+from zbc.runtime.seeding import drawing, seed_of
 from zbc.training.building.context import Settings, layer_plans
 from zbc.training.data.data import Batches, build_samples, build_validation
 from zbc.training.recording.measure import Scale

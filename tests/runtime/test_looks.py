@@ -15,7 +15,7 @@ from tests.runtime.small_plans import make_plan, make_program, make_worker
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
-from zbc.runtime.core.seeding import reading
+from zbc.runtime.seeding import reading
 from zbc.training.data.data import Batches, Pairs, SampleRange
 
 SEEDED = st.lists(st.sampled_from(["torch", "python", "numpy", "seeded"]), max_size=3)

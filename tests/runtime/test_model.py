@@ -11,7 +11,7 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
-from zbc.runtime.core.seeding import draws, seed_of, seeded
+from zbc.runtime.seeding import draws, seed_of, seeded
 from zbc.training.models import model
 from zbc.training.models.rotary import Rotary
 

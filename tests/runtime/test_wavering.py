@@ -17,7 +17,7 @@ from tests.runtime.wavering import models
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
-from zbc.runtime.core import seeding
+from zbc.runtime import seeding
 from zbc.runtime.core.execute import run_ops, run_step
 
 WAYS = [("1f1b", 4, "keep"), ("zb-h1", 2, "recompute"), ("zb-v", 2, "keep"), ("interleaved-1f1b", 2, "recompute")]

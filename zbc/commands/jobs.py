@@ -8,11 +8,13 @@ import shlex
 from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from zbc import excludes
 from zbc.commands.console import labelled, show, show_json, table, write_text
 from zbc.commands.options import AsJson, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 from zbc.errors import ZbcError
@@ -157,18 +159,25 @@ def _complete_code(incomplete: str) -> list[tuple[str, str]]:
 
 def explain(
     code: Annotated[
-        str | None, typer.Argument(metavar="CODE", help="An error code, such as E201.", autocompletion=_complete_code)
+        str | None,
+        typer.Argument(metavar="CODE", help='An error code, such as E201, or "limits".', autocompletion=_complete_code),
+    ] = None,
+    word: Annotated[
+        str | None, typer.Argument(metavar="WORD", help="Of limits only those about this, such as slices.")
     ] = None,
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Explain an error code, and what helps.
+    """Explain an error code, and what helps; or list what does not go together.
 
     Without a code, list them all.
     """
     from zbc.explain import CATALOGUE, FAMILIES
 
+    if code is not None and code.lower() == "limits":
+        _limits(word or "", json=json, quiet=quiet)
+        return
     if code is None:
         if json:
             show_json(_explained(CATALOGUE))
@@ -185,6 +194,19 @@ def explain(
         show_json(_explained({wanted: entry}))
     elif not quiet:
         show(f"{wanted}: {entry.title}", f"{FAMILIES[wanted[1]]}", "", entry.text)
+
+
+def _limits(word: str, *, json: bool, quiet: bool) -> None:
+    found = [*excludes.table(word)]
+    if not found:
+        raise ZbcError("E112", f"explain: no limit is about {word!r}", hint="`zbc explain limits` lists all")
+    if json:
+        limits = [{"one": one, "other": other, "why": why} for one, other, why in found]
+        show_json({"format": "zbc-limits", "version": 1, "limits": limits})
+    elif not quiet:
+        for one, rows in groupby(found, lambda row: row[0]):
+            show(f"{one} does not go with")
+            show(*(f"  {other}: {why}" for _, other, why in rows))
 
 
 def _explained(entries: Mapping[str, Explanation]) -> dict[str, Any]:

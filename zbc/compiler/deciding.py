@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zbc import excludes
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import estimate
 from zbc.compiler.order import order
@@ -59,9 +60,10 @@ def placed(job: Job) -> Job:
 def shareable(job: Job) -> bool:
     """Whether all ranks could share the job's vocabulary, and there are several."""
     kind = (job.schedule.kind or AUTO).lower()
-    if job.parallel.pp == 1 or (kind != AUTO and find(kind).whole):
-        return False
-    return next(unshareable(vars(job)), None) is None
+    shared = job.with_vocabulary("shared")
+    traits = frozenset[str]() if kind == AUTO else find(kind).traits
+    apart = (pair for pair in excludes.clashes(vars(shared), traits) if pair.one == "shared vocabulary")
+    return job.parallel.pp > 1 and not any(apart) and not any(unshareable(vars(job)))
 
 
 def quick_ms(job: Job) -> float | None:

@@ -9,18 +9,19 @@ from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.groups import stages_of
 from zbc.compiler.partition.limits import bounds_of
-from zbc.compiler.partition.setup import Ordered, finished, with_recompute
+from zbc.compiler.partition.setup import Ordered, finished, refusals, with_recompute
+from zbc.compiler.schedules import AUTO, find
 from zbc.compiler.schedules.branched import branched
 from zbc.compiler.schedules.request import Request
-from zbc.job.graph import KINDS, no_order
+from zbc.errors import raise_all
 from zbc.job.spec import Job
 
 
 def of_graph(job: Job, table: Sequence[Layer]) -> Ordered:
     """Raises E110 for a schedule that has no order for it, E128 and E131 for stages that cannot be."""
     kind = (job.schedule.kind or "").lower()
-    if kind not in KINDS:
-        raise no_order(kind, job.where("schedule", "kind"))
+    if kind != AUTO:
+        raise_all(refusals(job, find(kind)))
     stages, placement = stages_of(job, table)
     costs = pricing.build(with_recompute(job, (), placement), placement, stages, table)
     request = Request(job.parallel.pp, job.schedule.microbatches, costs=costs, objective=job.objective)

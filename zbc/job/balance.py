@@ -13,7 +13,7 @@ _ALONE = ("tokens_per_microbatch", "max_microbatches")
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
-    """E103, E110, E117 and E118."""
+    """E103, E110 and E117."""
     data, planned = draft.sections.get("data"), draft.sections.get("schedule")
     if data is None or planned is None:
         return
@@ -24,7 +24,6 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
                 text = f'config: schedule.{key} goes with data.balance = "length", balance is "none"'
                 yield ZbcError("E110", text, where=where(("schedule", key)), hint="drop it, or balance samples")
         return
-    yield from _excluded(draft, data, planned)
     if data.kind == "text":
         text = "config: data.balance needs the length of each sample, and text is one long sample"
         hint = 'make documents of it with `zbc data tokenize`, and use kind = "tokens"'
@@ -52,27 +51,3 @@ def _room(draft: Draft, planned: Any) -> Iterator[ZbcError]:
         text = f"config: a microbatch of {planned.microbatch_size} rows has room for "
         text += f"{planned.microbatch_size * model.seq_len} tokens, schedule.tokens_per_microbatch is {room}"
         yield ZbcError("E110", text, where=where, hint="drop one of them")
-
-
-def _excluded(draft: Draft, data: Any, planned: Any) -> Iterator[ZbcError]:
-    """E118 for each setting that does not go together with unequal work."""
-    sections = draft.sections
-    others = (
-        ("schedule", "ramp", bool(planned.ramp), "balanced steps choose their own number of microbatches"),
-        ("schedule", "slices", planned.slices != 1, "slices are cut at the same places of all microbatches"),
-        ("schedule", "file", planned.file is not None, "a file is an order for one number of microbatches"),
-        ("optimizer", "sync", _is(sections, "optimizer", "sync", "post-validate"), "it has not been written"),
-        ("parallel", "vocabulary", not _is(sections, "parallel", "vocabulary", "ends"), "it has not been written"),
-        ("parallel", "tp", not _is(sections, "parallel", "tp", 1), "it has not been written"),
-        ("model", "compile", _is(sections, "model", "compile", True), "attention depends on the lengths"),
-        ("train", "eval_every", not _is(sections, "train", "eval_every", 0), "samples of evaluation are not packed"),
-    )
-    for section, key, there, why in others:
-        if there and sections.get(section) is not None:
-            text = f'config: data.balance = "length" and {section}.{key} exclude each other: {why}'
-            yield ZbcError("E118", text, where=draft.document.where((section, key)), hint="drop one of them")
-
-
-def _is(sections: dict[str, Any], name: str, key: str, value: object) -> bool:
-    section = sections.get(name)
-    return section is not None and getattr(section, key) == value

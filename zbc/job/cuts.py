@@ -129,9 +129,6 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
             place = draft.document.where(("schedule", "cuts"))
             yield ZbcError("E110", text, where=place, hint=f"set schedule.slices = {count}, or drop it")
         return
-    if model.compile:
-        text = "config: model.compile runs layers on whole microbatches, and schedule.slices cuts them"
-        yield ZbcError("E110", text, where=where, hint="set model.compile = false, or schedule.slices = 1")
     if model.seq_len is None:
         text = "config: schedule.slices cuts sequences of tokens, and there is no model.seq_len"
         yield ZbcError("E110", text, where=where, hint="give model.seq_len, or drop it")

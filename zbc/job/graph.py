@@ -8,17 +8,15 @@ The layers of a model are numbered group by group, each group after those it rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
 from zbc.job.toml import Document
 
 if TYPE_CHECKING:
-    from zbc.job.job import Draft
     from zbc.job.model_section import Model
 
-KINDS = ("1f1b", "zb-h1", "zb-auto", "auto")  # that have orders for a graph
 Graph = Mapping[str, Sequence[str]]
 
 
@@ -102,58 +100,3 @@ def _cycle(graph: Graph) -> list[str]:
 
 def _list(found: Sequence[str]) -> str:
     return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
-
-
-def unfit(draft: Draft) -> Iterator[ZbcError]:
-    """E110 for what does not go with a graph."""
-    sections = draft.sections
-    model: Model | None = sections.get("model")
-    if model is None or not model.graph:
-        return
-    kind = _asked(draft, "schedule", "kind")
-    if isinstance(kind, str) and kind.lower() not in KINDS:
-        yield no_order(kind.lower(), draft.document.where(("schedule", "kind")))
-    for (section, key), fits, why, hint in _LIMITS:
-        if section in sections and not fits(_asked(draft, section, key)):
-            text = f"config: {section}.{key} does not go with model.graph: {why}"
-            yield ZbcError("E110", text, where=draft.document.where((section, key)), hint=hint)
-
-
-def no_order(kind: str, where: str) -> ZbcError:
-    """E110 for a schedule of chains."""
-    text = f"config: schedule.kind does not go with model.graph: {kind} has no order for it"
-    return ZbcError("E110", text, where=where, hint=f"use kind = {' or '.join(map(repr, KINDS))}".replace("'", '"'))
-
-
-def _asked(draft: Draft, section: str, key: str) -> object:
-    return getattr(draft.sections.get(section), key, None)
-
-
-def _stays(asked: object) -> bool:
-    """Whether activations do not move, and nothing is left open."""
-    named = [*asked.values()] if isinstance(asked, dict) else [asked]
-    return all(one in ("keep", "recompute") for one in named)
-
-
-def _is(*values: object) -> Callable[[object], bool]:
-    return lambda asked: asked in values
-
-
-_ORDER = 'use kind = "1f1b" or "zb-h1"'
-# (section, key), whether a value goes with a graph, why it does not, what to do
-_LIMITS: tuple[tuple[tuple[str, str], Callable[[object], bool], str, str], ...] = (
-    (("schedule", "file"), _is(None), "a CSV file holds the order of a chain", _ORDER),
-    (("schedule", "plugin"), _is(None), "plugins make orders of chains", _ORDER),
-    (("schedule", "slices"), _is(1), "slices are of sequences in a chain", "drop it"),
-    (("schedule", "chunks"), _is(None, 1), "a rank has one stage of it", "drop it"),
-    (("schedule", "memory_limit"), _is(None), "its orders keep to no limit", "drop it"),
-    (("parallel", "tp"), _is(1), "ranks do not share the layers of a factory", "set tp = 1"),
-    (("parallel", "vocabulary"), _is("ends", "auto"), "its ends are more than two", "drop it"),
-    (("parallel", "replicas"), _is(None), "they are of stages in a chain", "use dp"),
-    (("parallel", "shard"), _is("none", "optimizer"), "it has not been tried", 'use shard = "optimizer"'),
-    (("optimizer", "sync"), _is("before-step"), "norms travel along a chain", 'use sync = "before-step"'),
-    (("freeze", "most"), _is(0), "shares are found for a chain", "drop it"),
-    (("data", "balance"), lambda asked: asked != "length", "it packs sequences of tokens", "drop it"),
-    (("memory", "activations"), _stays, "packed inputs stay where they are", 'use "keep" or "recompute"'),
-    (("model", "compile"), _is(False), "layers with several inputs are not compiled", "drop it"),
-)

@@ -7,15 +7,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zbc import excludes
 from zbc.errors import ZbcError, raise_all
 from zbc.job import (
-    averaging,
     balance,
     cuts,
     extent,
     flushless,
-    freezing,
-    graph,
     learning_rate,
     model_section,
     ramp,
@@ -34,7 +32,6 @@ from zbc.job.sections import (
     Hardware,
     LayerCost,
     Memory,
-    Optimizer,
     Parallel,
     Partition,
     Schedule,
@@ -171,14 +168,10 @@ def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Iterator
 
 
 def _sharding_rules(draft: Draft) -> Iterator[ZbcError]:
-    parallel, memory, optimizer = (draft.sections.get(name) for name in ("parallel", "memory", "optimizer"))
-    if parallel is None or optimizer is None or memory is None:
+    parallel, memory = draft.sections.get("parallel"), draft.sections.get("memory")
+    if parallel is None or memory is None:
         return
     where = draft.document.where
-    if (parallel.frees or parallel.scatters) and optimizer.sync == "post-validate":
-        text = f'config: parallel.shard = "{parallel.shard}" and optimizer.sync = "post-validate" exclude each other'
-        hint = 'drop sync, or set shard = "optimizer"'
-        yield ZbcError("E118", text, where=where(("parallel", "shard")), hint=hint)
     if not parallel.frees and asks(memory, "resident"):
         text = f'config: memory.resident goes with parallel.shard = "weights" or "all", shard is "{parallel.shard}"'
         yield ZbcError("E115", text, where=where(("memory", "resident")), hint="drop it, or share out the weights")
@@ -259,10 +252,7 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
         return
     tp, where = parallel.tp, draft.document.where(("parallel", "tp"))
     model: Model | None = draft.sections.get("model")
-    if model is not None and model.experts:
-        text = f"config: parallel.tp = {tp} cannot share layers with experts"
-        yield ZbcError("E119", text, where=where, hint="set tp = 1")
-    elif model is not None and model.builtin:
+    if model is not None and model.builtin and not model.experts:
         counts = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.mlp_width}
         for key, count in counts.items():
             if count is not None and count % tp:
@@ -271,9 +261,6 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
                 text = f"config: parallel.tp = {tp} does not divide model.{key} = {count}"
                 yield ZbcError("E119", text, where=where, hint=f"what does: {fits}")
                 break
-        if model.compile:
-            text = "config: model.compile and parallel.tp do not go together: compiled layers cannot meet others inside"
-            yield ZbcError("E110", text, where=where, hint="drop model.compile, or set tp = 1")
 
 
 def _sequence_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -287,7 +274,6 @@ def _sequence_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E119", text, where=where, hint="set parallel.tp, or leave tp_sequence out")
         return
     model: Model | None = draft.sections.get("model")
-    schedule: Schedule | None = draft.sections.get("schedule")
     if model is not None and not model.builtin:
         text = f"config: parallel.tp_sequence is for the built-in models, model.family is {model.family!r}"
         yield ZbcError("E119", text, where=where, hint="leave tp_sequence out")
@@ -295,13 +281,10 @@ def _sequence_rules(draft: Draft) -> Iterator[ZbcError]:
         text = f"config: parallel.tp = {parallel.tp} does not divide model.seq_len = {model.seq_len}"
         near = model.seq_len // parallel.tp * parallel.tp or parallel.tp
         yield ZbcError("E119", text, where=where, hint=f"set seq_len = {near}, or leave tp_sequence out")
-    if schedule is not None and schedule.slices != 1:
-        text = "config: schedule.slices and parallel.tp_sequence do not go together yet: both cut the sequence"
-        yield ZbcError("E110", text, where=where, hint="drop one of them")
 
 
 def _vocabulary_rules(draft: Draft) -> Iterator[ZbcError]:
-    """What a vocabulary that all ranks share does not go with; "auto" leaves it at the ends there."""
+    """A vocabulary that all ranks cannot share; "auto" leaves it at the ends there."""
     parallel: Parallel | None = draft.sections.get("parallel")
     if parallel is None or parallel.vocabulary != "shared":
         return
@@ -322,20 +305,6 @@ def unshareable(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif model is not None and model.vocab is not None and model.vocab < parallel.pp:
         text = f"config: a vocabulary of {model.vocab} words leaves some of {parallel.pp} ranks without any"
         yield text, f"set parallel.pp = {model.vocab} or less, or {ends}"
-    memory: Memory | None = sections.get("memory")
-    optimizer: Optimizer | None = sections.get("optimizer")
-    schedule: Schedule | None = sections.get("schedule")
-    others = {
-        'optimizer.sync = "post-validate"': optimizer is not None and optimizer.sync == "post-validate",
-        f'parallel.shard = "{parallel.shard}"': parallel.shard not in ("none", "optimizer"),
-        "parallel.tp": parallel.tp > 1,
-        "parallel.replicas": parallel.replicas is not None,
-        "freeze.most": "freeze" in sections and sections["freeze"].most > 0,
-        "schedule.file": schedule is not None and schedule.file is not None,
-        "memory.activations with offload": memory is not None and any("offload" in one for one in memory.chosen()),
-    }
-    for key in (key for key, there in others.items() if there):
-        yield f"config: {key} and parallel.vocabulary = 'shared' do not go together yet", f"drop one of them: {ends}"
 
 
 def _order_rule(draft: Draft) -> Iterator[ZbcError]:
@@ -430,23 +399,6 @@ def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
         if choice not in ACTIVATIONS:
             hint = did_you_mean(choice, list(ACTIVATIONS)) or 'use "keep", "recompute", "offload" or "auto"'
             yield ZbcError("E103", f"config: unknown memory.activations {choice!r}", where=where, hint=hint)
-    yield from _offload_rules(draft, memory)
-
-
-def _offload_rules(draft: Draft, memory: Memory) -> Iterator[ZbcError]:
-    """What copies of activations to the host do not go with yet."""
-    schedule: Schedule | None = draft.sections.get("schedule")
-    parallel: Parallel | None = draft.sections.get("parallel")
-    if not any("offload" in one for one in memory.chosen()):
-        return
-    others = {
-        "schedule.slices": schedule is not None and schedule.slices != 1,
-        f'parallel.shard = "{parallel.shard if parallel else ""}"': parallel is not None and parallel.frees,
-    }
-    for key in (key for key, there in others.items() if there):
-        text = f"config: memory.activations with offload and {key} do not go together yet"
-        where = draft.document.where(("memory", "activations"))
-        yield ZbcError("E110", text, where=where, hint="drop one of them")
 
 
 def _rate_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -467,9 +419,6 @@ def _ramp_rules(draft: Draft) -> Iterator[ZbcError]:
     train: Train | None = draft.sections.get("train")
     if planned is None or not planned.ramp:
         return
-    if planned.file is not None:
-        text = "config: schedule.file is an order for one number of microbatches, and schedule.ramp has others"
-        yield ZbcError("E110", text, where=draft.document.where(("schedule", "ramp")), hint="drop one of them")
     if parallel is not None and train is not None:
         per = planned.microbatch_size * parallel.dp
         yield from ramp.problems(planned.ramp, planned.microbatches, per, train.steps, draft.document)
@@ -482,6 +431,23 @@ def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
     if model is not None and model.tie_embeddings and not model.builtin:
         text = "config: model.tie_embeddings is for built-in families; a factory's layers cannot share parameters"
         yield ZbcError("E110", text, where=where(("model", "tie_embeddings")), hint="drop it")
+
+
+def _average_rules(draft: Draft) -> Iterator[ZbcError]:
+    parallel: Parallel | None = draft.sections.get("parallel")
+    if parallel is None or parallel.average is None:
+        return
+    where = draft.document.where(("parallel", "average"))
+    if parallel.dp == 1 and parallel.world is None:
+        text = "config: parallel.average averages the weights of replicas, and parallel.dp is 1"
+        yield ZbcError("E115", text, where=where, hint="set parallel.dp to 2 or more, or drop average")
+    if parallel.average.ema and not parallel.average.delay:
+        text = f"config: parallel.average.ema = {parallel.average.ema} smooths what lands later, and delay is 0"
+        yield ZbcError("E118", text, where=where, hint="set delay = 1, or drop ema")
+
+
+def _excluded(draft: Draft) -> Iterator[ZbcError]:
+    yield from excludes.problems(draft.sections, draft.document.where)
 
 
 RULES = (
@@ -503,20 +469,19 @@ RULES = (
     _order_rule,
     _replica_rule,
     _filler_rule,
-    freezing.problems,
+    _excluded,
     flushless.problems,
-    graph.unfit,
     _reserve_rule,
     _evaluation_rules,
     _sharding_rules,
     balance.problems,
-    averaging.problems,
+    _average_rules,
     _idle_rules,
     _writing_rules,
 )
 
 
-_OF_COUNTS = (_extent_rule, _replica_rule, flushless.problems, balance.problems)
+_OF_COUNTS = (_extent_rule, _replica_rule, _excluded, flushless.problems, balance.problems)
 
 
 def asked_again(job: Job) -> Job:

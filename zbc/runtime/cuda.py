@@ -2,7 +2,7 @@
 
 No test on a CPU runs this but with stand-ins (tests/runtime/test_clock.py, test_copying.py, test_streams.py);
 tests/runtime/test_on_a_gpu.py and bench/gpu.py do. Others that name CUDA do so in a line: transports/network.py (NCCL),
-chains.py and features/windows.py (a stream beside), core/seeding.py and core/validate.py (generators, peaks of memory).
+chains.py and features/windows.py (a stream beside), seeding.py and core/validate.py (generators, peaks of memory).
 """
 
 from __future__ import annotations

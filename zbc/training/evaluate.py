@@ -20,11 +20,11 @@ from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
 from zbc.runtime.core.progress import EvaluationResult
 from zbc.runtime.core.remembered import put_back, renew
-from zbc.runtime.core.seeding import seed_of
 from zbc.runtime.core.state import Evaluation, PhaseRun, Worker
 from zbc.runtime.features.vocabulary_ops import settle
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.handlers import HANDLERS
+from zbc.runtime.seeding import seed_of
 from zbc.training.data.data import Batches, Samples
 
 

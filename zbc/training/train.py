@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbc import excludes
 from zbc.errors import EXIT_BUG, ZbcError
 from zbc.job.userobject import IN_A_RANK
 from zbc.plan.directory import Manifest, read_manifest, read_ramp, read_rank
@@ -151,11 +152,9 @@ def run_rank(folder: Path, context: RankContext, options: RunOptions) -> str | N
 def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watchdog, options: RunOptions) -> str | None:
     steps = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
     if options.trace and manifest.balance is not None:
-        text = "run: --trace records one plan for all replicas of a step, and data.balance has several"
-        raise ZbcError("E118", text, hint='leave out --trace, or set data.balance = "none"')
+        raise excludes.refused("balance", "trace", "run")
     if options.trace and manifest.flushless:
-        text = "run: --trace records steps that begin where the one before ended, and this plan's have no flush"
-        raise ZbcError("E118", text, hint='leave out --trace, or plan with optimizer.sync = "before-step"')
+        raise excludes.refused("two versions", "trace", "run")
     # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = context.board()

@@ -22,7 +22,6 @@ from zbc.runtime.core.answers import squares
 from zbc.runtime.core.optimizer import Masters, build_optimizer
 from zbc.runtime.core.remembered import present, put_back, renew
 from zbc.runtime.core.route import KEEPS, stage_loss
-from zbc.runtime.core.seeding import seed_of, seeded
 from zbc.runtime.core.slot import Slot, using
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
@@ -33,6 +32,7 @@ from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.offload import Offloads
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.network import directions, of_replica, rounds
 from zbc.runtime.transports.transport import Letter
 from zbc.training.building.context import LOWERED, Settings

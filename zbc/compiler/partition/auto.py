@@ -207,7 +207,7 @@ def best_of_all(job: Job, table: Sequence[estimate.Layer], budget: float | None 
     for schedule, chunks in entrants(job):
         try:
             evaluator = Evaluator(job, table, schedule, chunks)
-            refuse_placement(job, evaluator.placement, evaluator.costs(evaluator.start))
+            refuse_placement(job, evaluator.placement, evaluator.costs(evaluator.start), schedule.name)
         except ZbcError as error:
             best.refuse(error)
             continue

@@ -13,12 +13,13 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.partition.balance import Weights, even
 from zbc.compiler.partition.initial import initial, is_open, recomputing, times, uniform
 from zbc.compiler.partition.limits import shortage
-from zbc.compiler.partition.setup import Choice, Setup, with_recompute
+from zbc.compiler.partition.setup import Choice, Setup, refusals, with_recompute
 from zbc.compiler.partition.timing import FixedOrder, Recipes, Remade, Timing, limited, reduced
 from zbc.compiler.schedules import ScheduleCard
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.feasible import least_of
+from zbc.errors import raise_all
 from zbc.ir import Placement
 from zbc.job.spec import Job
 
@@ -46,8 +47,7 @@ class Evaluator:
     def __init__(self, job: Job, table: Sequence[estimate.Layer], schedule: ScheduleCard, chunks: int | None) -> None:
         self.job, self.table, self.schedule = job, table, schedule
         schedule.check_ranks(job.parallel.pp)
-        schedule.check_slices(job.slices)
-        schedule.check_vocabulary(job.parallel.vocabulary)
+        raise_all(refusals(job, schedule))
         self.v = schedule.stages_per_rank(chunks)
         self.placement = schedule.placement(job.parallel.pp, self.v)
         self.start = Choice.of(initial(job, self.placement, table))

@@ -9,6 +9,7 @@ from itertools import chain, islice, pairwise
 from operator import add, sub
 from typing import Any, NamedTuple
 
+from zbc import excludes
 from zbc.compiler.check.memory import excess
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
@@ -23,7 +24,7 @@ from zbc.compiler.search.ladder import LARGE
 from zbc.compiler.search.rungs import whole
 from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
 from zbc.compiler.sim.context import Context
-from zbc.errors import ZbcError
+from zbc.errors import ZbcError, raise_all
 from zbc.ir import Placement, Program
 from zbc.job.sections import Memory
 from zbc.job.spec import Job
@@ -189,10 +190,7 @@ class Setup:
                 continue
             if card.placement(p, self.v) != self.placement:
                 continue
-            try:
-                card.check_slices(self.job.slices)
-                card.check_vocabulary(self.job.parallel.vocabulary)
-            except ZbcError:
+            if any(refusals(self.job, card)):
                 continue
             one = replace(self, schedule=replace(card, name=self.schedule.name))
             for group in [None] if card.groups is None else some(list(card.groups(p))):
@@ -334,7 +332,8 @@ def start_of(job: Job, placement: Placement, table: Sequence[estimate.Layer]) ->
 
 
 def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Program:
-    """The program with what the job does to all its steps; `stages` are the layers of each."""
+    """The program with what the job does to all its steps; `stages` are the layers of each. Raises E115 and E118."""
+    refuse_placement(job, program.placement, costs, program.history[0])
     tied = [s for s, part in enumerate(stages) if job.model.tied_layers & set(part)]
     return replace(
         program,
@@ -344,78 +343,52 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         order=tuple(job.parallel.order or ()),
         tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1 and not job.vocabulary),
         ties=tuple(tied) if len(tied) > 1 else (),
-        sharded=_shared_out(job, program.placement),
+        sharded=job.shard != "none",
         scatters=job.parallel.scatters,
-        averages=_averages(job, program.placement),
-        one_sided=_one_sided(job, program.placement, costs),
+        averages=_averages(job),
+        one_sided=job.parallel.one_sided,
     )
 
 
-def _averages(job: Job, placement: Placement) -> int:
-    """How replicas average weights. Raises E118 for two pipes, which sum gradients."""
+def _averages(job: Job) -> int:
+    """How replicas average weights."""
     asked = job.parallel.average
-    if asked is None:
-        return 0
-    if len(placement.pipes) > 1 or any(len(set(placement.holders(s))) > 1 for s in range(placement.stages)):
-        text = "config: parallel.average and a schedule with several copies of a stage exclude each other"
-        hint = "drop average, or use a schedule of one pipe"
-        raise ZbcError("E118", text, where=job.where("parallel", "average"), hint=hint)
-    return 1 if asked.delay else 2
+    return 0 if asked is None else 1 if asked.delay else 2
+
+
+def refusals(job: Job, card: ScheduleCard) -> Iterator[ZbcError]:
+    """Why a schedule cannot be that of a job, by what is known of it before it has a placement."""
+    asked = vars(job) | {"schedule": job.schedule.model_copy(update={"slices": job.slices, "kind": card.name})}
+    return excludes.of_schedule(asked, job.document.where, card.name, card.traits)
 
 
 def freezing_refused(job: Job, found: Ordered) -> ZbcError | None:
     """E110 for an order in which no layers can be frozen, where the job asks for it."""
     if not job.freeze.most:
         return None
-    if len(found.program.placement.pipes) > 1:
-        reason = "has several copies of each stage, which do not know what the others leave out"
-    elif found.complete.graph.marks:
-        reason = "has groups of ops, and what a group takes does not follow from the shares of its ops"
-    else:
-        return None
-    text = f"schedule: freeze.most does not go with {found.name}, which {reason}"
-    hint = "drop [freeze], or use another schedule, such as 1f1b or zb-v"
-    return ZbcError("E110", text, where=job.where("freeze", "most"), hint=hint)
+    traits = {"groups"} if found.complete.graph.marks else set[str]()
+    traits |= {"copies"} if len(found.program.placement.pipes) > 1 else set()
+    return next(excludes.of_schedule(vars(job), job.document.where, found.name, traits), None)
 
 
-def refuse_placement(job: Job, placement: Placement, costs: Costs) -> None:
-    """Raise E115 or E118 for what the job has replicas do and this placement cannot."""
-    _shared_out(job, placement)
-    _averages(job, placement)
-    _one_sided(job, placement, costs)
-
-
-def _shared_out(job: Job, placement: Placement) -> bool:
-    """Whether replicas of a stage share something out. Raises E115 and E118 where they cannot as the job has it."""
-    if job.parallel.shard == "none":
-        return job.shard != "none"
-    where, pipes = job.where("parallel", "shard"), len(placement.pipes)
-    if job.parallel.scatters and pipes > 1:
-        text = f'config: parallel.shard = "{job.shard}" and a schedule of two pipes exclude each other'
-        raise ZbcError("E118", text, where=where, hint='use "optimizer" or "weights", or a schedule of one pipe')
-    if job.parallel.dp == 1 and (pipes == 1 or job.parallel.frees):
-        text = f'config: parallel.shard = "{job.shard}" has nobody to share with: parallel.dp is 1'
-        raise ZbcError("E115", text, where=where, hint="set parallel.dp to 2 or more, or drop parallel.shard")
-    return True
-
-
-def _one_sided(job: Job, placement: Placement, costs: Costs) -> bool:
-    """Whether replicas take weights from each other's memory. Raises E118 for two pipes, and for several hosts."""
-    parallel, size = job.parallel, job.hardware.ranks_per_node
-    if not parallel.one_sided:
-        return False
-    where = job.where("parallel", "exchange")
+def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) -> None:
+    """Raise E115 or E118 for what the job has replicas do and this placement, of the schedule `name`, cannot."""
     if len(placement.pipes) > 1:
-        text = 'config: parallel.exchange = "one-sided" and a schedule of two pipes exclude each other'
-        raise ZbcError("E118", text, where=where, hint='use "collective", or a schedule of one pipe')
+        raise_all(excludes.of_schedule(vars(job), job.document.where, name, {"copies"}))
+    parallel, size = job.parallel, job.hardware.ranks_per_node
+    if parallel.shard != "none" and parallel.dp == 1 and (len(placement.pipes) == 1 or parallel.frees):
+        text = f'config: parallel.shard = "{job.shard}" has nobody to share with: parallel.dp is 1'
+        hint = "set parallel.dp to 2 or more, or drop parallel.shard"
+        raise ZbcError("E115", text, where=job.where("parallel", "shard"), hint=hint)
+    if not parallel.one_sided:
+        return
     run = Topology(parallel.pp, parallel.dp, parallel.tp, node=costs.node, order=tuple(parallel.order or ()))
     for rank in range(placement.ranks):
         hosts = {one // size for one in run.ranks((rank,))}
         if len(hosts) > 1:
             text = f'config: parallel.exchange = "one-sided", and the replicas of rank {rank} are on {len(hosts)} nodes'
             hint = f'use "collective", or a node for {parallel.dp} replicas: hardware.ranks_per_node is {size}'
-            raise ZbcError("E118", text, where=where, hint=hint)
-    return True
+            raise ZbcError("E118", text, where=job.where("parallel", "exchange"), hint=hint)
 
 
 def _whole(limit: Limit, placement: Placement, microbatches: int) -> Limit:

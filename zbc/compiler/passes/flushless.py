@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from zbc import excludes
 from zbc.compiler.passes.insert_comm import POSTED, InsertComm
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
 
-GOES_WITH = ("1f1b", "interleaved-1f1b")  # schedules that are one backward after one forward, step after step
+STEADY = ("1f1b", "interleaved-1f1b")  # schedules that are one backward after one forward, step after step
 _BODY = 2  # of the steps that are laid out, the one that is cut out: all around it is as it always will be
 _STEPS = 5
 # Compute ops between a receive and what waits for it, where messages wait for a buffer: the forward and the backward
@@ -59,10 +60,8 @@ class Flushless:
 
 def _refuse(program: Program) -> None:
     name, placement = program.history[0], program.placement
-    if name not in GOES_WITH:
-        text = f"schedule: steps without a flush do not go with {name}"
-        hint = f"use {' or '.join(GOES_WITH)}; in a steady state there is no bubble that another order could fill"
-        raise ZbcError("E118", text, hint=hint)
+    if name not in STEADY:
+        raise excludes.refused("two versions", "flush", "schedule", name)
     if len(set(placement.pipes[0])) == placement.ranks < placement.stages and program.microbatches % placement.ranks:
         p, m = placement.ranks, program.microbatches
         text = f"schedule: without a flush {name} needs a multiple of {p} microbatches, not {m}"

@@ -44,6 +44,8 @@ _ALL = (
     ),
     ScheduleCard(
         name="1f1b",
+        branches=True,
+        steady=True,
         make=one_f_one_b,
         placement=_linear,
         placement_name="linear",
@@ -60,6 +62,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="interleaved-1f1b",
+        steady=True,
         make=interleaved_1f1b,
         placement=Placement.looped,
         placement_name="looped",
@@ -114,6 +117,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="zb-h1",
+        branches=True,
         make=zb_h1,
         placement=_linear,
         placement_name="linear",
@@ -197,6 +201,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="zb-auto",
+        branches=True,
         make=searched.zb_auto,
         placement=_linear,
         placement_name="linear",

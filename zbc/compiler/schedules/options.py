@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from zbc import excludes
 from zbc.compiler.schedules.request import ScheduleCard
 from zbc.errors import ZbcError
 from zbc.job.spec import Draft
@@ -19,15 +20,12 @@ def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[Schedu
     problems = list(_not_for(draft, schedule, list(known)))
     if section.group is not None and "group" in schedule.options:
         problems += _group(draft, schedule, section.group, parallel.pp)
-    for check, value, key in (
-        (schedule.check_slices, section.slices, ("schedule", "slices")),
-        (schedule.check_vocabulary, parallel.vocabulary, ("parallel", "vocabulary")),
-        (schedule.check_ranks, parallel.pp, ("parallel", "pp")),
-    ):
-        try:
-            check(value)
-        except ZbcError as error:
-            problems.append(ZbcError(error.code, error.message, where=draft.document.where(key), hint=error.hint))
+    problems += excludes.of_schedule(draft.sections, draft.document.where, schedule.name, schedule.traits)
+    try:
+        schedule.check_ranks(parallel.pp)
+    except ZbcError as error:
+        where = draft.document.where(("parallel", "pp"))
+        problems.append(ZbcError(error.code, error.message, where=where, hint=error.hint))
     return problems
 
 
@@ -36,12 +34,7 @@ def undecided(draft: Draft, known: Iterable[ScheduleCard]) -> list[ZbcError]:
     section = draft.sections.get("schedule")
     if section is None or (section.kind is None and section.file is None):  # a plugin is told
         return []
-    problems = list(_unread(draft, section.kind or "an order from a file", OPTIONS, list(known)))
-    if section.file is not None and section.slices != 1:
-        text = "schedule: schedule.slices: an order from a CSV file is one of whole microbatches"
-        where = draft.document.where(("schedule", "slices"))
-        problems.append(ZbcError("E120", text, where=where, hint="drop it, or name a schedule with kind"))
-    return problems
+    return list(_unread(draft, section.kind or "an order from a file", OPTIONS, list(known)))
 
 
 def _not_for(draft: Draft, schedule: ScheduleCard, known: list[ScheduleCard]) -> Iterator[ZbcError]:

@@ -86,6 +86,8 @@ class ScheduleCard:
     grouped: bool = False  # its orders have groups of ops
     budget: float = 0.0  # seconds of search by default; 0 is the fast tier alone
     whole: bool = False  # it has no order of slices of microbatches
+    branches: bool = False  # it has one of graphs of layers
+    steady: bool = False  # one backward after one forward, which may go on from step to step
 
     def allows(self, chunks: int | None) -> bool:
         """Whether a rank can have that many stages; None leaves it to the schedule."""
@@ -107,21 +109,11 @@ class ScheduleCard:
             )
         return v
 
-    def check_slices(self, count: int | str) -> None:
-        """Raise E120 if the schedule has no order of slices of microbatches; "auto" may come down to none."""
-        if self.whole and count not in (1, "auto"):
-            why = "its places for whole microbatches meet in the middle, and slices come back in reverse"
-            text = f"schedule: {self.name} has no order of slices of a microbatch: {why}"
-            hint = 'drop schedule.slices, or use kind = "zb-v", "zb-auto" or "1f1b"'
-            raise ZbcError("E120", text, hint=hint)
-
-    def check_vocabulary(self, where: str) -> None:
-        """Raise E120 if all ranks cannot share a vocabulary in its orders; "auto" leaves it at the ends there."""
-        if self.whole and where == "shared":
-            why = "its backwards cannot all come later for the meetings of all ranks"
-            text = f"schedule: {self.name} has no place for a vocabulary that all ranks share: {why}"
-            hint = 'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"'
-            raise ZbcError("E120", text, hint=hint)
+    @property
+    def traits(self) -> frozenset[str]:
+        """What of zbc/excludes.py it has."""
+        has = {"whole": self.whole, "chains": not self.branches, "flush": not self.steady}
+        return frozenset(name for name, there in has.items() if there)
 
     def check_ranks(self, p: int) -> None:
         """Raise E120 with the nearest numbers that work if the schedule cannot have p ranks."""

@@ -11,9 +11,9 @@ import torch
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.core import exhausted
 from zbc.runtime.core.progress import Progress, StepResult
-from zbc.runtime.core.seeding import moved, unseeded
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.validate import reset_peak
+from zbc.runtime.seeding import moved, unseeded
 
 __all__ = ["Progress", "Step", "StepResult", "finish", "run_step"]
 

@@ -16,11 +16,11 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.core.alone import Alone
 from zbc.runtime.core.bundle import Packing
 from zbc.runtime.core.remembered import Kept, Place, as_before, renew
-from zbc.runtime.core.seeding import Look, accused, drawing, seed_of
 from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tape import Inputs, RecordedGraph, Tape, input_of
 from zbc.runtime.core.tensors import Laid, TensorSpec
+from zbc.runtime.seeding import Look, accused, drawing, seed_of
 
 if TYPE_CHECKING:
     from zbc.runtime.features.parcels import Parcel

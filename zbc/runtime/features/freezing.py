@@ -26,11 +26,11 @@ from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.feature import Feature
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.route import KEEPS, Finish, Keeps, Left
-from zbc.runtime.core.seeding import seed_of
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import PhaseRun
 from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.seeding import seed_of
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
@@ -139,21 +139,3 @@ def _gradients(optimizer: StageOptimizer) -> Iterator[tuple[str, Tensor]]:
     if isinstance(optimizer, Sharded):
         return optimizer.gradients()
     return ((name, p.grad) for name, p in optimizer.parameters.items() if p.grad is not None)
-
-
-def refuse_frozen(manifest: Manifest, *, barrier: bool, compiled: bool, moves: bool) -> None:
-    """Raise E406 for plans with frozen layers beside what they do not go with."""
-    pipes = len(manifest.placement[0])
-    problems = (
-        (pipes > 1, "several copies of a stage in one pipeline"),
-        (manifest.tied, "layers that share a weight"),
-        (manifest.slices > 1, "slices of microbatches"),
-        (manifest.vocabulary is not None, "a vocabulary that all ranks share"),
-        (not barrier, "steps without a barrier"),
-        (compiled, "compiled layers"),
-        (moves, "activations that move to the host"),
-    )
-    for wrong, what in problems:
-        if wrong:
-            text = f"run: the plan freezes layers beside {what}, which this runtime does not do"
-            raise ZbcError("E406", text, hint="plan again without [freeze], or without that")

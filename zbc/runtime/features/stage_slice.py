@@ -15,12 +15,12 @@ from torch import Tensor
 
 from zbc.runtime.core.alone import Alone
 from zbc.runtime.core.feature import Context, Feature
-from zbc.runtime.core.seeding import seed_of
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tape import Tape
 from zbc.runtime.features.parcels import Parcel
 from zbc.runtime.features.slicing import Inside, Part, Pasts, within
+from zbc.runtime.seeding import seed_of
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from zbc.errors import ZbcError
-from zbc.ir import COPY
-from zbc.plan.directory import Manifest, RankPlan
+from zbc import excludes
+from zbc.errors import raise_all
+from zbc.ir import COPY, Kind
+from zbc.plan.directory import FROZEN, Manifest, RankPlan
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.features.slicing import Part
 from zbc.training.building.context import LOWERED, Settings, parts_of
@@ -34,7 +35,7 @@ def refuse(
         _refuse_slices(settings, plans, stages, samples, shapes, slices, last=last)
     if manifest.balance is not None:
         _refuse_rows(settings, plans, stages, samples, shapes, last=last)
-    _refuse_copies(manifest, parts, settings)
+    _refuse_pairs(manifest, parts, settings)
 
 
 def _refuse_slices(
@@ -78,13 +79,17 @@ def _refuse_rows(
         try_padding(settings.model.loss, model.loss(settings.model.loss), shapes.output, target)
 
 
-def _refuse_copies(manifest: Manifest, parts: Sequence[RankPlan], settings: Settings) -> None:
-    """Raise E406 or E515 for activations that go to the host where this runtime does not do it."""
-    if not any(op.kind in COPY for part in parts for op in part.ops):
-        return
-    if settings.model.compile:
-        hint = "leave out model.compile, or memory.activations = 'offload'"
-        raise ZbcError("E515", "run: the plan moves activations of compiled layers to the host", hint=hint)
-    if manifest.slices > 1:
-        text = "run: the plan moves activations of slices of microbatches to the host"
-        raise ZbcError("E406", text, hint="plan again with whole microbatches, or without offload")
+def _refuse_pairs(manifest: Manifest, parts: Sequence[RankPlan], settings: Settings) -> None:
+    """Raise E406 or E515 for a plan of features that do not go together, which was not made by this zbc."""
+    kinds = {op.kind for part in parts for op in part.ops}
+    has = {
+        "freeze": FROZEN in manifest.capabilities,
+        "copies": len(manifest.placement[0]) > 1,
+        "tied embeddings": manifest.tied,
+        "slices": manifest.slices > 1,
+        "shared vocabulary": manifest.vocabulary is not None,
+        "post-validate": Kind.REDO in kinds,
+        "compile": settings.model.compile,
+        "offload": not kinds.isdisjoint(COPY),
+    }
+    raise_all(excludes.planned({name for name, there in has.items() if there}))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zbc.ir import COPY, Kind
-from zbc.plan.directory import FROZEN, RankPlan, Unequal
+from zbc.ir import Kind
+from zbc.plan.directory import RankPlan, Unequal
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import PhaseRun
 from zbc.runtime.core.validate import VectorLayout
 from zbc.runtime.features.cycle import Cycle, stage_step
-from zbc.runtime.features.freezing import Turns, refuse_frozen, turns_of
+from zbc.runtime.features.freezing import Turns, turns_of
 from zbc.runtime.features.gathers import with_weights
 from zbc.runtime.features.packing import in_rows
 from zbc.runtime.handlers import HANDLERS
@@ -43,11 +43,6 @@ def phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> PhaseR
 
 
 def turns_in(plan: RankPlan, stages: Mapping[int, Stage], settings: Settings) -> dict[int, Turns]:
-    """The stages in which layers are frozen. Raises E406 for plans that freeze beside what that does not go with."""
-    manifest, ops = plan.manifest, plan.ops
-    if FROZEN in manifest.capabilities:
-        kinds = {op.kind for op in ops}
-        barrier, moves = Kind.REDO not in kinds, not kinds.isdisjoint(COPY)
-        refuse_frozen(manifest, barrier=barrier, compiled=settings.model.compile, moves=moves)
-    found = {s: turns_of(ops, stage, manifest, settings.freeze.after) for s, stage in stages.items()}
+    """The stages in which layers are frozen."""
+    found = {s: turns_of(plan.ops, stage, plan.manifest, settings.freeze.after) for s, stage in stages.items()}
     return {s: turns for s, turns in found.items() if turns is not None}

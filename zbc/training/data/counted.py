@@ -18,10 +18,10 @@ from zbc.errors import ZbcError
 from zbc.job import userobject
 from zbc.job.userobject import IN_A_RANK
 from zbc.plan.phases import Phases
-from zbc.runtime.core.seeding import seed_of, seeded
 from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import Loss, TensorSpec
 from zbc.runtime.features.words import IGNORED
+from zbc.runtime.seeding import seed_of, seeded
 
 Count = Callable[[Tensor], float]
 _STEPS = 3  # that are remembered: one without a flush begins the next

@@ -21,8 +21,8 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.plan.phases import Phases
-from zbc.runtime.core.seeding import reading, seed_of
 from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
 from zbc.training.data.permutation import Permutation
 from zbc.training.data.tokens import TokenWindows

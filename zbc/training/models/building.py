@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from zbc.runtime.core.bundle import Packing, is_adapted
 from zbc.runtime.core.remembered import places
-from zbc.runtime.core.seeding import draws
 from zbc.runtime.core.split import SPLIT, Patch, SplitLinear, split_backward
 from zbc.runtime.core.stage import Stage, StageLayer, Traits
 from zbc.runtime.core.tensors import Laid, TensorSpec
+from zbc.runtime.seeding import draws
 from zbc.training.models.model import LayerPlan
 
 

@@ -26,9 +26,9 @@ from zbc.job import graph, spec, userobject
 from zbc.job.model_section import check_runnable
 from zbc.runtime.core.bundle import Joint, adapt
 from zbc.runtime.core.private import mse_kernel
-from zbc.runtime.core.seeding import seed_of, seeded
 from zbc.runtime.core.split import refuse_wrapped
 from zbc.runtime.core.tensors import Loss
+from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.models import gpt, llama
 from zbc.training.models.rotary import Rotary
 from zbc.training.probing.refusals import refuse_untrainable

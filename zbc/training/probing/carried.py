@@ -19,8 +19,8 @@ from zbc.job.userobject import FAILURES
 from zbc.runtime.core.bundle import example_for
 from zbc.runtime.core.private import tree_leaves
 from zbc.runtime.core.remembered import as_before, places, present
-from zbc.runtime.core.seeding import seeded
 from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.seeding import seeded
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 

@@ -22,9 +22,9 @@ from zbc.job.userobject import FAILURES
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.precision import lower_precision
-from zbc.runtime.core.seeding import drawing, seed_of
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.added import Adding, adding_to
+from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.transports.hub import Hub
 from zbc.training import frames
 from zbc.training.building.context import LOWERED, Settings, group_of, layer_plans

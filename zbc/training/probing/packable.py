@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.runtime.core.route import stage_loss
-from zbc.runtime.core.seeding import seed_of, seeded
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tensors import Laid, Loss, TensorSpec
 from zbc.runtime.features.packing import packed
 from zbc.runtime.features.words import IGNORED
+from zbc.runtime.seeding import seed_of, seeded
 from zbc.training import frames
 from zbc.training.models.model import LayerPlan
 from zbc.training.probing.compare import apart

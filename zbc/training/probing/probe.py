@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from zbc.errors import ZbcError
 from zbc.runtime.core.private import TorchDispatchMode
-from zbc.runtime.core.seeding import draws_unseeded, moved, unseeded
 from zbc.runtime.core.stage import Traits
+from zbc.runtime.seeding import draws_unseeded, moved, unseeded
 from zbc.training.probing.carried import attributes, differing
 
 _STATISTICS = ("running_mean", "running_var")  # what kernels of BatchNorm write to without their schema saying so

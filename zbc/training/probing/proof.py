@@ -16,10 +16,10 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.runtime.core.remembered import present, put_back, renew
-from zbc.runtime.core.seeding import drawing, seed_of, seeded
 from zbc.runtime.core.slot import Slot, using
 from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.seeding import drawing, seed_of, seeded
 from zbc.training.models.compiled import first_line, not_compiled
 from zbc.training.probing.compare import apart, largest
 

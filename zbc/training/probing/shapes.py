@@ -26,9 +26,9 @@ from zbc.runtime.core.bucket import gradient_type
 from zbc.runtime.core.bundle import Packing, adapt
 from zbc.runtime.core.precision import lower_precision
 from zbc.runtime.core.private import FakeTensorMode
-from zbc.runtime.core.seeding import seeded
 from zbc.runtime.core.stage import Traits
 from zbc.runtime.core.tensors import Laid, TensorSpec
+from zbc.runtime.seeding import seeded
 from zbc.training import frames
 from zbc.training.models.model import LayerPlan, Owners, hollow
 from zbc.training.probing.carried import carried

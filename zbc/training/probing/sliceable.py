@@ -20,11 +20,11 @@ from zbc.job.userobject import FAILURES
 from zbc.runtime.core.bundle import Adapted
 from zbc.runtime.core.private import Dropouts
 from zbc.runtime.core.route import slice_loss, stage_loss
-from zbc.runtime.core.seeding import seed_of, seeded
 from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tensors import Laid, Loss, TensorSpec
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.slicing import Inside, Part, Pasts, share_of, within
+from zbc.runtime.seeding import seed_of, seeded
 from zbc.training import frames
 from zbc.training.models.model import LayerPlan
 from zbc.training.probing.compare import apart

@@ -1,0 +1,132 @@
+"""The table of what does not go together, and that jobs, candidates and pages are held to it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import job
+from zbc import excludes
+from zbc.compiler.compile import load_job
+from zbc.compiler.partition.setup import refusals
+from zbc.compiler.schedules import SCHEDULES
+from zbc.errors import ZbcError
+from zbc.job.spec import SECTIONS
+
+LIMITS = Path(__file__).parent.parent / "docs/limits.md"
+# A value of its key for each trait that a setting is.
+VALUES = {
+    "compile": True,
+    "tied embeddings": True,
+    "ties": [["layers.0.weight", "layers.1.weight"]],
+    "bfloat16 weights": "bfloat16",
+    "autocast": "bfloat16",
+    "experts": 4,
+    "graph": {"a": [], "b": ["a"]},
+    "tp": 2,
+    "tp_sequence": True,
+    "dp": 2,
+    "world": 8,
+    "replicas": "auto",
+    "average": {"every": 1},
+    "one-sided": "one-sided",
+    "sharded optimizer": "optimizer",
+    "sharded weights": "weights",
+    "sharded gradients": "gradients",
+    "sharded all": "all",
+    "shared vocabulary": "shared",
+    "open vocabulary": "auto",
+    "open kind": "Auto",
+    "slices": 2,
+    "open slices": "auto",
+    "ramp": [{"microbatches": 2, "steps": 1}],
+    "file": "order.csv",
+    "plugin": "some:order",
+    "overlap": True,
+    "group": 2,
+    "chunks": 2,
+    "memory limit": "1x",
+    "offload": {"0": "offload"},
+    "open activations": "auto",
+    "post-validate": "post-validate",
+    "two versions": "two-versions",
+    "asynchronous": "asynchronous",
+    "zero1": True,
+    "freeze": 0.5,
+    "balance": "length",
+    "evaluation": 10,
+    "filler": "some.task:make",
+}
+SETTINGS = [pair for pair in excludes.PAIRS if pair.one in VALUES and pair.other in VALUES]
+
+
+class Section:
+    """Settings of a table; of others that it is asked for there are none."""
+
+    def __init__(self, values):
+        self.__dict__.update(values)
+
+
+def sections_with(*traits):
+    found = {}
+    for trait in traits:
+        table, key = excludes.TRAITS[trait].place
+        found.setdefault(table, {})[key] = VALUES[trait]
+    return {table: Section(values) for table, values in found.items()}
+
+
+def test_every_trait_is_a_setting_with_a_value_here_or_of_the_schedule():
+    assert VALUES.keys() == {name for name, trait in excludes.TRAITS.items() if trait.there is not None}
+    for name, trait in excludes.TRAITS.items():
+        assert (name in VALUES) == trait.of(sections_with(*{name} & VALUES.keys())), name
+        table, key = trait.place
+        assert table == "run" or key in SECTIONS[table].model_fields, trait.key
+
+
+def test_each_pair_stands_once():
+    pairs = [frozenset(pair[:2]) for pair in excludes.PAIRS]
+    assert len({*pairs}) == len(pairs) and all(len(pair) == 2 for pair in pairs)
+
+
+def test_a_job_with_its_defaults_has_no_trait():
+    plain = vars(job())
+    assert [name for name, trait in excludes.TRAITS.items() if trait.of(plain)] == []
+
+
+@pytest.mark.parametrize("pair", SETTINGS, ids=lambda pair: f"{pair.one} x {pair.other}".replace(" ", "-"))
+def test_a_pair_is_refused_by_its_code_at_its_place(pair):
+    errors = list(excludes.problems(sections_with(pair.one, pair.other), ".".join))
+    assert [(error.code, error.where) for error in errors] == [(pair.code, excludes.TRAITS[pair.at].key)]
+    assert all(excludes.TRAITS[trait].label in errors[0].message for trait in pair[:2])
+    for trait in pair[:2]:
+        assert list(excludes.problems(sections_with(trait), ".".join)) == []
+
+
+@pytest.mark.parametrize(("trait", "setting"), [("whole", "slices"), ("flush", "two versions"), ("chains", "graph")])
+def test_every_candidate_is_asked_for_what_its_schedule_has(trait, setting):
+    base = job()
+    sections = vars(base) | sections_with(setting)
+    for card in SCHEDULES.values():
+        found = list(excludes.of_schedule(sections, base.document.where, card.name, card.traits))
+        assert bool(found) == (trait in card.traits), card.name
+
+
+def test_slices_are_asked_of_every_candidate():
+    sliced = job(schedule={"slices": 2})
+    assert [card.whole for card in SCHEDULES.values()] == [any(refusals(sliced, card)) for card in SCHEDULES.values()]
+
+
+def test_the_page_prints_the_table():
+    rows = ["| " + " | ".join(row) + " |" for row in excludes.table()]
+    text = LIMITS.read_text(encoding="utf-8")
+    assert "\n".join(rows) in text, "write docs/limits.md anew from `zbc explain limits`"
+
+
+def test_an_error_names_what_excludes_and_what_helps(tmp_path):
+    file = tmp_path / "zbc.toml"
+    file.write_text(
+        'zbc = 1\n[model]\nfamily = "gpt"\nlayers = 8\nhidden = 32\nheads = 4\nvocab = 256\nseq_len = 16\n'
+        '[parallel]\npp = 4\n[schedule]\nkind = "zb-v"\nmicrobatches = 8\n[optimizer]\nsync = "two-versions"\n'
+    )
+    with pytest.raises(ZbcError, match="zb-v, a schedule that needs a flush, exclude each other") as caught:
+        load_job(file)
+    assert caught.value.code == "E118" and "1f1b" in caught.value.hint and ":15:" in caught.value.where

@@ -1,0 +1,368 @@
+"""What does not go together: the one table of it, a row for each pair, with the reason.
+
+A trait is what a job can have: a setting, or a property of the schedule that it names or that is chosen for it. Each
+pair stands once. It is impossible, which its reason says, or nobody has written it yet. Jobs are refused by it when
+they are read, and again when another job is made of them; every candidate of a choice is asked, too. `zbc explain
+limits` and docs/limits.md print it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from zbc.errors import ZbcError
+
+Sections = Mapping[str, Any]
+Where = Callable[[tuple[str, ...]], str]
+
+
+class Trait(NamedTuple):
+    """`key` is where a job has it, `there` whether a value of the key is it; without `there` the schedule has it.
+
+    Messages call it `text`, by default the key.
+    """
+
+    key: str
+    there: Callable[[Any], bool] | None = None
+    text: str = ""
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        return tuple(self.key.split("."))
+
+    @property
+    def label(self) -> str:
+        return self.text or self.key
+
+    def of(self, sections: Sections) -> bool:
+        """Whether a job of these sections has it."""
+        table, _, key = self.key.partition(".")
+        value = getattr(sections.get(table), key, None)
+        return self.there is not None and value is not None and self.there(value)
+
+
+def _is(*values: object) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+def _not(*values: object) -> Callable[[Any], bool]:
+    return lambda value: value not in values
+
+
+def _value(key: str, wanted: str) -> Trait:
+    """A key with this value."""
+    return Trait(key, lambda value: isinstance(value, str) and value.lower() == wanted, f'{key} = "{wanted}"')
+
+
+def _moves(value: str | Mapping[str, str]) -> bool:
+    return any("offload" in one for one in ([value] if isinstance(value, str) else value.values()))
+
+
+def _open(value: str | Mapping[str, str]) -> bool:
+    return not _moves(value) and "auto" in ([value] if isinstance(value, str) else value.values())
+
+
+def _given(value: object) -> bool:
+    return True  # a value of None is no trait
+
+
+TRAITS = {
+    "compile": Trait("model.compile", bool),
+    "tied embeddings": Trait("model.tie_embeddings", bool),
+    "ties": Trait("model.ties", bool),
+    "bfloat16 weights": Trait("model.parameters", _not("float32")),
+    "autocast": Trait("model.dtype", _not("float32")),
+    "experts": Trait("model.experts", bool),
+    "graph": Trait("model.graph", bool),
+    "tp": Trait("parallel.tp", _not(1)),
+    "tp_sequence": Trait("parallel.tp_sequence", bool),
+    "dp": Trait("parallel.dp", _not(1)),
+    "world": Trait("parallel.world", _given),
+    "replicas": Trait("parallel.replicas", _given),
+    "average": Trait("parallel.average", _given),
+    "one-sided": _value("parallel.exchange", "one-sided"),
+    "sharded optimizer": _value("parallel.shard", "optimizer"),
+    "sharded weights": _value("parallel.shard", "weights"),
+    "sharded gradients": _value("parallel.shard", "gradients"),
+    "sharded all": _value("parallel.shard", "all"),
+    "shared vocabulary": _value("parallel.vocabulary", "shared"),
+    "open vocabulary": _value("parallel.vocabulary", "auto"),
+    "open kind": _value("schedule.kind", "auto"),
+    "slices": Trait("schedule.slices", _not(1, "auto")),
+    "open slices": _value("schedule.slices", "auto"),
+    "ramp": Trait("schedule.ramp", bool),
+    "file": Trait("schedule.file", _given),
+    "plugin": Trait("schedule.plugin", _given),
+    "overlap": Trait("schedule.overlap", bool),
+    "group": Trait("schedule.group", _given),
+    "chunks": Trait("schedule.chunks", _not(1)),
+    "memory limit": Trait("schedule.memory_limit", _given),
+    "offload": Trait("memory.activations", _moves, "memory.activations with offload"),
+    "open activations": Trait("memory.activations", _open, 'memory.activations = "auto"'),
+    "post-validate": _value("optimizer.sync", "post-validate"),
+    "two versions": _value("optimizer.sync", "two-versions"),
+    "asynchronous": _value("optimizer.sync", "asynchronous"),
+    "zero1": Trait("optimizer.zero1", bool),
+    "freeze": Trait("freeze.most", bool),
+    "balance": _value("data.balance", "length"),
+    "evaluation": Trait("train.eval_every", _not(0)),
+    "filler": Trait("filler.task", _given),
+    "copies": Trait("schedule.kind", text="a schedule with several copies of a stage"),
+    "groups": Trait("schedule.kind", text="a schedule with groups of ops"),
+    "whole": Trait("schedule.kind", text="a schedule of whole microbatches"),
+    "chains": Trait("schedule.kind", text="a schedule of chains"),
+    "flush": Trait("schedule.kind", text="a schedule that needs a flush"),
+    "trace": Trait("run.trace", text="--trace"),
+}
+# Names of several traits of one key, as rows are written.
+SEVERAL = {
+    "sliced": ("slices", "open slices"),
+    "tied": ("tied embeddings", "ties"),
+    "flushless": ("two versions", "asynchronous"),
+    "barrier-free": ("post-validate", "two versions", "asynchronous"),
+    "frees": ("sharded weights", "sharded all"),
+    "scatters": ("sharded gradients", "sharded all"),
+    "shards more": ("sharded weights", "sharded gradients", "sharded all"),
+    "sharded": ("sharded optimizer", "sharded weights", "sharded gradients", "sharded all"),
+    "vocabulary": ("shared vocabulary", "open vocabulary"),
+}
+UNWRITTEN = ""  # a reason that is none: it could be built
+DROP = "drop one of them"
+
+
+class Row(NamedTuple):
+    """A trait and what it excludes: names, several with | between them, with the reason and maybe what to do.
+
+    Its errors name the place of the trait, or `at_other` that of the other one.
+    """
+
+    trait: str
+    code: str
+    excludes: Mapping[str, str | tuple[str, str]]
+    at_other: bool = False
+
+
+ROWS = (
+    Row(
+        "flushless",
+        "E118",
+        {
+            "tied": "stages step at other times",
+            "compile|autocast|bfloat16 weights|tp|sharded|replicas|world|shared vocabulary|open kind|sliced": UNWRITTEN,
+            "ramp|file|plugin|overlap|group|offload|freeze": UNWRITTEN,
+            "zero1": "a gathered weight would be of another step",
+            "balance": "steps of other numbers of microbatches do not follow one another without a flush",
+            "filler": "there is little to fill",
+            "flush": ("in a steady state there is no bubble that it could fill", "use 1f1b or interleaved-1f1b"),
+            "trace": ("steps are recorded that begin where the one before ended", "leave out --trace"),
+        },
+    ),
+    Row("asynchronous", "E118", {"dp": ("replicas would wait for each other", "set dp = 1")}, at_other=True),
+    Row(
+        "average",
+        "E118",
+        {
+            "sharded|replicas|vocabulary|tied|barrier-free|ramp|freeze": UNWRITTEN,
+            "world": "it compares ranks by their samples alone",
+            "bfloat16 weights": "a rotating share of bfloat16 weights would lose what is added to it",
+            "zero1": "replicas with weights of their own have nothing to share out",
+            "balance": "replicas of unequal work would count alike",
+            "copies": ("copies of a stage sum their gradients", "drop average, or use a schedule of one pipe"),
+        },
+    ),
+    Row(
+        "freeze",
+        "E110",
+        {
+            "tied": "a gradient that is shared by layers is not the mean over the microbatches of one",
+            "compile": "a compiled layer cannot leave out its weight gradients in some microbatches only",
+            "scatters": "gradients are summed over ranks before their mean is known",
+            "replicas": "the replicas of a stage do not know what the others have left out",
+            "sliced": "slices of a microbatch would be trained in different layers",
+            "overlap|groups": "what a group takes does not follow from the shares of its ops",
+            "balance": "the shares are those of one number of microbatches",
+            "post-validate": "a step that is made again would need what was left out",
+            "offload": "a frozen layer keeps less than the host has room for",
+            "copies": (
+                "they do not know what the others have left out",
+                "drop [freeze], or use another schedule, such as 1f1b or zb-v",
+            ),
+        },
+    ),
+    Row(
+        "balance",
+        "E118",
+        {
+            "ramp": "balanced steps choose their own number of microbatches",
+            "sliced": "slices are cut at the same places of all microbatches",
+            "file": "a file is an order for one number of microbatches",
+            "post-validate|vocabulary|tp": UNWRITTEN,
+            "compile": "attention depends on the lengths",
+            "evaluation": "samples of evaluation are not packed",
+            "trace": ("one plan is recorded for all replicas of a step", "leave out --trace"),
+        },
+        at_other=True,
+    ),
+    Row(
+        "graph",
+        "E110",
+        {
+            "chains": (UNWRITTEN, 'use kind = "1f1b", "zb-h1", "zb-auto" or "auto"'),
+            "file|plugin": ("orders from elsewhere are of chains", 'use kind = "1f1b" or "zb-h1"'),
+            "sliced": ("slices are of sequences in a chain", "drop it"),
+            "chunks": ("a rank has one stage of it", "drop it"),
+            "memory limit": (UNWRITTEN, "drop it"),
+            "tp": (UNWRITTEN, "set tp = 1"),
+            "shared vocabulary": ("its ends are more than two", "drop it"),
+            "replicas": ("they are of stages in a chain", "use dp"),
+            "shards more": (UNWRITTEN, 'use shard = "optimizer"'),
+            "barrier-free": ("norms travel along a chain", 'use sync = "before-step"'),
+            "freeze": ("shares are found for a chain", "drop it"),
+            "balance": ("it packs sequences of tokens", "drop it"),
+            "offload|open activations": (UNWRITTEN, 'use "keep" or "recompute"'),
+            "compile": (UNWRITTEN, "drop it"),
+        },
+        at_other=True,
+    ),
+    Row(
+        "shared vocabulary",
+        "E110",
+        {"post-validate|shards more|tp|replicas|freeze|file|offload": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
+    ),
+    Row(
+        "shared vocabulary",
+        "E120",
+        {
+            "whole": (
+                "its backwards cannot all come later for the meetings of all ranks",
+                'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"',
+            )
+        },
+    ),
+    Row("sliced", "E110", {"offload|tp_sequence": UNWRITTEN}, at_other=True),
+    Row(
+        "sliced",
+        "E110",
+        {
+            "compile": (
+                "a layer is compiled for whole microbatches",
+                "set compile = false, or slices = 1",
+            )
+        },
+    ),
+    Row(
+        "sliced",
+        "E120",
+        {"file": ("its order is one of whole microbatches", "drop it, or name a schedule with kind")},
+    ),
+    Row(
+        "slices",
+        "E120",
+        {
+            "whole": (
+                "its places meet in the middle, and slices come back in reverse",
+                'drop schedule.slices, or use kind = "zb-v", "zb-auto" or "1f1b"',
+            ),
+        },
+    ),
+    Row("offload", "E110", {"frees": UNWRITTEN}),
+    Row("offload", "E515", {"compile": (UNWRITTEN, "drop one of them; recompute goes with compiled layers")}),
+    Row(
+        "shards more",
+        "E118",
+        {"post-validate": ("tentative weights would be gathered twice", 'drop sync, or set shard = "optimizer"')},
+    ),
+    Row("scatters", "E118", {"copies": (UNWRITTEN, 'use "optimizer" or "weights", or a schedule of one pipe')}),
+    Row("one-sided", "E118", {"copies": (UNWRITTEN, 'use "collective", or a schedule of one pipe')}),
+    Row("tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}),
+    Row("tp", "E119", {"experts": (UNWRITTEN, "set tp = 1")}),
+    Row("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
+)
+
+
+class Pair(NamedTuple):
+    """Two traits that no job can have both of; `at` is the one whose place is named."""
+
+    one: str
+    other: str
+    code: str
+    why: str
+    hint: str
+    at: str
+
+    @property
+    def reason(self) -> str:
+        return f"exclude each other: {self.why}" if self.why else "do not go together yet"
+
+    def error(self, where: Where | None = None, schedule: str = "", of: str = "config") -> ZbcError:
+        """`schedule` is the name of the one that has the other trait; `of`: what is wrong."""
+        one, other = (TRAITS[name].label for name in (self.one, self.other))
+        text = f"{of}: {one} and {f'{schedule}, {other},' if schedule else other} {self.reason}"
+        return ZbcError(self.code, text, where=where and where(TRAITS[self.at].place), hint=self.hint)
+
+
+def _single(names: str) -> Iterator[str]:
+    for name in names.split("|"):
+        yield from SEVERAL.get(name, (name,))
+
+
+def _pairs() -> Iterator[Pair]:
+    for row in ROWS:
+        for names, reason in row.excludes.items():
+            why, hint = reason if isinstance(reason, tuple) else (reason, DROP)
+            for one in _single(row.trait):
+                for other in _single(names):
+                    yield Pair(one, other, row.code, why, hint, other if row.at_other else one)
+
+
+PAIRS = tuple(_pairs())
+
+
+def clashes(sections: Sections, more: Collection[str] = ()) -> Iterator[Pair]:
+    """The pairs that a job of these sections has, `more` being traits of its schedule."""
+    there = {name for name, trait in TRAITS.items() if trait.of(sections)}.union(more)
+    return (pair for pair in PAIRS if pair.one in there and pair.other in there)
+
+
+def problems(sections: Sections, where: Where) -> Iterator[ZbcError]:
+    """An error for each pair of settings: E110, E118, E119, E120 or E515."""
+    return (pair.error(where) for pair in clashes(sections))
+
+
+def of_schedule(sections: Sections, where: Where, name: str, traits: Collection[str]) -> Iterator[ZbcError]:
+    """Why a job of these sections cannot have the schedule of this name, which has these traits."""
+    return (pair.error(where, name) for pair in clashes(sections, traits) if pair.other in traits)
+
+
+def refused(one: str, other: str, of: str, schedule: str = "") -> ZbcError:
+    """That of two traits that were found together where no job is at hand."""
+    return next(pair for pair in PAIRS if pair[:2] == (one, other)).error(None, schedule, of)
+
+
+def planned(there: Collection[str]) -> Iterator[ZbcError]:
+    """What a runtime says of a plan with these traits, which zbc does not make: E406, E515."""
+    for pair in PAIRS:
+        if pair.one in there and pair.other in there:
+            text = f"run: the plan has {TRAITS[pair.one].label} and {TRAITS[pair.other].label}, which {pair.reason}"
+            yield ZbcError("E515" if pair.code == "E515" else "E406", text, hint="plan again without one of them")
+
+
+def table(word: str = "") -> Iterator[tuple[str, str, str]]:
+    """What each trait excludes, and why, of traits that are called by a word: texts for people."""
+    for row in ROWS:
+        one = _called(_single(row.trait), "")
+        for names, reason in row.excludes.items():
+            other = _called(_single(names), "" if word.lower() in one.lower() else word.lower())
+            if other:
+                yield one, other, (reason[0] if isinstance(reason, tuple) else reason) or "not written yet"
+
+
+def _called(names: Iterable[str], word: str) -> str:
+    """`parallel.shard = "weights" or "all"`, and other keys behind it; those with a word."""
+    found = dict[str, str]()
+    for label in (TRAITS[name].label for name in names):
+        key, _, value = label.partition(" = ")
+        if word in label.lower():
+            found[key] = label if key not in found else f"{found[key]} or {value}" if " = " in found[key] else key
+    return ", ".join(found.values())
