@@ -25,9 +25,9 @@ from random import Random
 
 from record import Record, commit
 
+from tests.search.exact import solve
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.engine import Engine, available
-from zbc.compiler.search.exact import solve
 from zbc.compiler.search.feasible import least, one_by_one
 from zbc.compiler.search.portfolio import PLAIN_RATE, Effort, search
 from zbc.compiler.search.problem import Problem

@@ -32,9 +32,10 @@ compiler.recall
 compiler.check  compiler.search  compiler.lowering
 compiler.report  compiler.schedules  compiler.steps
 compiler.partition
+compiler.planner
 interop  compiler.graphs
 compiler.order
-compiler.deciding compiler.seating  compiler.replicating compiler.freezing
+compiler.deciding compiler.seating  compiler.freezing
 compiler.compile
 compiler.recorded  compiler.whatif
 viz

@@ -15,7 +15,7 @@ NEXT = re.compile(
 MAKERS = ("compiler/schedules/", "compiler/search/")  # orders of stages in a row
 CUTS = {  # the layers of a model come in a row: where the stages begin and end in it, one point more than stages
     "compiler/partition/balance.py",
-    "compiler/partition/local_search.py",
+    "compiler/planner/case.py",
 }
 COUNTED = {  # numbers of stages in words, and of what lies between them
     "compiler/cost/pricing.py": "stages are numbered from 0 to",

@@ -46,7 +46,7 @@ for command in sys.argv[1:]:
 def workplace(tmp_path_factory):
     """A folder with a job and its plan."""
     folder = tmp_path_factory.mktemp("work")
-    (folder / "zbc.toml").write_text(toml_text(kind="zb-v"))
+    (folder / "zbc.toml").write_text(toml_text(kind="zb-h1"))
     subprocess.run([sys.executable, "-m", "zbc", "plan", "zbc.toml", "-q"], cwd=folder, check=True, timeout=60)
     return folder
 

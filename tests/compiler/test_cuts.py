@@ -19,10 +19,8 @@ from zbc.compiler.memory.holding import fullest
 from zbc.compiler.memory.holding import peaks as held_peaks
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
-from zbc.compiler.partition.auto import shares
 from zbc.compiler.partition.balance import Loads
-from zbc.compiler.partition.evaluate import Evaluator
-from zbc.compiler.partition.local_search import LocalSearch
+from zbc.compiler.planner.case import Case
 from zbc.compiler.recall import costs_of
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
@@ -103,7 +101,7 @@ def least_of_all(parts, schedule, stages):
 @pytest.mark.parametrize("seed", few(range(9), 5))
 def test_no_cut_is_better_than_the_one_that_is_found(seed, searched, monkeypatch):
     if searched:
-        monkeypatch.setattr(LocalSearch, "_all", lambda self, visits: False)
+        monkeypatch.setattr(Case, "below", lambda self, step, most: None)
     parts, schedule, stages = drawn(seed)
     ms, found = planned(job(**parts, schedule=schedule))
     assert ms == pytest.approx(least_of_all(parts, schedule, stages)[0], rel=1e-9)
@@ -323,15 +321,3 @@ def test_with_little_memory_a_search_knows_the_cut_that_1f1b_would_have(p, m, la
         made = job(kind=kind, pp=p, m=m, layers=layers, schedule={"memory_limit": "0.5x"})
         found[kind] = order(made, estimate.layers(made), 0.0).step_ms(made)
     assert found["zb-auto"] < found["1f1b"]
-
-
-def test_no_cut_is_searched_for_less_time_with_more_budget():
-    made = with_head(7, 2.0, kind="v-auto", pp=2, m=4)
-    evaluator = Evaluator(made, estimate.layers(made), SCHEDULES["v-auto"], None)
-    before: dict[object, float] = {}
-    for budget in (0.0, 0.01, 0.05, 0.3, 1.0, 4.0, 8.0):
-        seconds = shares(evaluator, budget)
-        assert all(seconds.get(choice, -1.0) >= less for choice, less in before.items())
-        assert sum(seconds.values()) <= budget * (1 + 1e-9)
-        before = {choice: share for choice, share in seconds.items() if choice in evaluator.starts}
-    assert before[evaluator.start] >= 0.49 * 8.0

@@ -13,8 +13,8 @@ from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.footprint import Footprint, more
-from zbc.compiler.partition.evaluate import Evaluator
 from zbc.compiler.partition.initial import initial
+from zbc.compiler.planner.case import Case
 from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.bounds import bounds
 from zbc.compiler.sim.simulate import simulate
@@ -175,5 +175,5 @@ def test_no_cut_is_ruled_out_by_the_slower_way_to_go_back(kind, share):
     kinds = {name: layer(1.0, 2.0, 3.0, bw=5.0 * share) for name in ("embed", "block", "head")}
     described = job(schedule={"kind": kind, "microbatches": 32})
     described = replace(described, profile=profile_of(described, layers=kinds))
-    least = Evaluator(described, estimate.layers(described), find(kind), None).least_step()
+    least = Case(described, estimate.layers(described), find(kind), None).least_step
     assert 0 < least <= compile_job(described, budget=0.0).report.makespan_ms

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.search.exact import solve
 from tests.search.instances import Instance, instance
 from tests.tiers import few
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.candidates import Bench
-from zbc.compiler.search.exact import solve
 from zbc.compiler.sim.bounds import bounds
 from zbc.errors import ZbcError
 from zbc.ir import Placement

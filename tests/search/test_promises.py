@@ -12,7 +12,7 @@ import pytest
 from tests.jobs import job
 from tests.lowered import lower
 from tests.search.instances import PROFILES, costs, instance, placement
-from tests.tiers import dealt, few
+from tests.tiers import few
 from zbc.compiler.check.memory import check_memory
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
@@ -20,11 +20,9 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.order import order
-from zbc.compiler.partition.auto import shares
-from zbc.compiler.partition.evaluate import Evaluator
 from zbc.compiler.partition.limits import limit_of, smallest
-from zbc.compiler.partition.setup import Choice, start_of
-from zbc.compiler.partition.timing import over_of
+from zbc.compiler.partition.setup import start_of
+from zbc.compiler.planner.best import over_of
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.compiler.search import ladder
 from zbc.compiler.search.candidates import Bench, Candidate
@@ -224,21 +222,6 @@ def test_auto_is_no_worse_than_any_schedule_by_name_with_the_same_budget(seed):
             assert found.step_ms <= other.step_ms * (1 + 1e-9), (name, limit)
             compared += 1
         assert compared >= (3 if limit else 10)
-
-
-@pytest.mark.parametrize(("name", "seed"), dealt(["zb-auto", "v-auto", "looped-zb", "bitpipe-zb"], range(6)))
-def test_a_small_budget_gives_every_cut_as_much_under_a_larger_limit(seed, name):
-    """Whichever of them comes first: which do not fit depends on the limit."""
-    parts, schedule = uneven(seed)
-    before: dict[Choice, float] = {}
-    most = 0
-    for limit in ("0.3x", "0.4x", "0.6x", "1x", "3x", None):
-        more = schedule if limit is None else {**schedule, "memory_limit": limit}
-        asked = job(kind=name, **parts, schedule=more)
-        plans = shares(Evaluator(asked, estimate.layers(asked), SCHEDULES[name], None), ENOUGH / COMPILED_RATE)
-        assert all(plans.get(each, -1.0) >= share for each, share in before.items()), limit
-        before, most = plans, max(most, len(plans))
-    assert most > 1 or asked.parallel.pp == 1 or name == "zb-auto"
 
 
 def steps_under(limits, visits, kind, parts, schedule):

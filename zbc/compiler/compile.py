@@ -23,11 +23,10 @@ from zbc.compiler.deciding import decided
 from zbc.compiler.freezing import freeze_report, freezes
 from zbc.compiler.graph import build
 from zbc.compiler.memory.per_rank import RankMemory
-from zbc.compiler.order import order
+from zbc.compiler.order import glance, order
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered
 from zbc.compiler.passes.reduce_grads import reduced_as
-from zbc.compiler.replicating import replicated
 from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
@@ -211,7 +210,7 @@ def _planned(job: Job, shape: world.Shape, *, whole: bool) -> world.Weighed:
     rest = shape.microbatches - count
     changed = job.schedule.model_copy(update={"ramp": [], "microbatches": count})
     try:
-        compiled = _compile(asked_again(replace(job, schedule=changed)), _FAST)
+        compiled = _compile(decided(asked_again(replace(job, schedule=changed))), _FAST)
         held = compiled.report.peak_bytes if compiled.report.bytes_known else None
         busiest = max(rank.busy_ms for rank in compiled.report.per_rank) / count
         took = compiled.settled_ms + rest * busiest
@@ -392,7 +391,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     began = time.perf_counter()
     table = estimate.layers(job)
     try:
-        job, before = seated(replicated(job, table), table, budget)
+        job, before = seated(job, table, budget)
         found = freezes(job, before, table)
         raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
         found.compute.forget()
@@ -496,22 +495,20 @@ def _alternatives(job: Job, failed: str) -> Iterator[_Alternative]:
         changes = {"kind": name, "chunks": chunks, "plugin": None, "file": None}
         other = replace(job, schedule=job.schedule.model_copy(update=changes))
         try:
-            found = order(other, table, budget=0.0)
-            check_memory(other, found.memory, found.costs)
+            found = glance(other, table)
         except ZbcError:
             continue
-        yield _Alternative(name, found.complete.step_ms(job.objective), found.memory)
+        if found is not None:
+            yield _Alternative(name, found.complete.step_ms(job.objective), found.memory)
 
 
 def _fits_by_recompute(job: Job) -> bool:
     """Whether `memory.activations = "auto"` makes room enough, as the fastest search has it."""
     other = replace(job, memory=job.memory.model_copy(update={"activations": "auto"}))
     try:
-        found = order(other, estimate.layers(other), budget=0.0)
-        check_memory(other, found.memory, found.costs)
+        return glance(other, estimate.layers(other)) is not None
     except ZbcError:
         return False
-    return True
 
 
 def _enough(compiled: Compiled, hint: str, budget: float | None) -> str:

@@ -1,60 +1,66 @@
-"""What a job leaves open that changes the work of its ops: schedule.slices = "auto", then parallel.vocabulary = "auto".
+"""What a job leaves open that changes the work of its ops: schedule.slices = "auto", then parallel.vocabulary = "auto",
+then parallel.replicas = "auto".
 
 Each is settled by the step that the fastest search finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from zbc import excludes
-from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import estimate
-from zbc.compiler.order import order
+from zbc.compiler.cost.footprint import GRAD_BYTES
+from zbc.compiler.cost.machine import Machine
+from zbc.compiler.order import glance
+from zbc.compiler.partition.replicas import Problem, joined, plans
 from zbc.compiler.schedules import AUTO, find
+from zbc.compiler.schedules.replicated import NAME
 from zbc.errors import ZbcError
 from zbc.job.cuts import MULTIPLE
-from zbc.job.rules import unshareable
+from zbc.job.rules import fewest_microbatches, unshareable
 from zbc.job.spec import Job
 
 WORTH = 0.002  # of a step, that twice as many slices have to save, or meetings of all ranks
-MOST = 64
+MOST = 64  # slices
+_LAYERS, _SLACK, _PLANNED = 10, 0.05, 6  # layers of the closed form, how much longer plans may be, and how many count
 
 
 def decided(job: Job) -> Job:
     """The job with nothing of that left open. Where nothing fits it is the plain way, and planning says why."""
-    return placed(sliced(job))
-
-
-def sliced(job: Job) -> Job:
-    """The job with the number of slices that makes the fastest step that fits.
-
-    Of 1, 2, 4, .. as long as the step falls: each further slice shortens the bubble, and adds what its kernels and
-    messages take to get going.
-    """
-    if job.schedule.slices != "auto":
+    if job.schedule.slices == "auto":
+        job = _shortest(map(job.in_slices, _counts(job)), while_shorter=True) or job.in_slices(1)
+    if job.parallel.vocabulary == "auto":
+        ends, shared = job.with_vocabulary("ends"), job.with_vocabulary("shared")
+        job = (_shortest((ends, shared)) if shareable(job) else None) or ends
+    if job.parallel.replicas != "auto" or (job.schedule.kind or "").lower() != NAME:
         return job
-    best, least = job.in_slices(1), float("inf")
-    for count in _counts(job):
-        one = job.in_slices(count)
-        step = quick_ms(one)
-        if step is None:
-            continue
-        if step > least * (1 - WORTH):
+    made = [job.with_replicas(counts) for counts in replicas(job, estimate.layers(job))]
+    if not made:
+        raise ZbcError("E126", "config: no replicas can be planned", where=job.where("parallel", "replicas"))
+    return _shortest(made, worth=0.0) or made[0]
+
+
+def _shortest(jobs: Iterable[Job], *, worth: float = WORTH, while_shorter: bool = False) -> Job | None:
+    """The first of those with the shortest step, each by so much of what came before; None where none fits. With
+    `while_shorter`, up to the first that is no shorter."""
+    best, least = None, float("inf")
+    for job in jobs:
+        step = quick_ms(job)
+        if step is not None and step < least * (1 - worth):
+            best, least = job, step
+        elif step is not None and while_shorter:
             break
-        best, least = one, step
     return best
 
 
-def placed(job: Job) -> Job:
-    """The job with its vocabulary at the "ends" or "shared"."""
-    if job.parallel.vocabulary != "auto":
-        return job
-    ends, shared = job.with_vocabulary("ends"), job.with_vocabulary("shared")
-    if not shareable(job):
-        return ends
-    plain, other = quick_ms(ends), quick_ms(shared)
-    return ends if other is None or (plain is not None and other > plain * (1 - WORTH)) else shared
+def quick_ms(job: Job) -> float | None:
+    """ms of a step by the fastest search; None where there is none that fits."""
+    try:
+        found = glance(job, estimate.layers(job))
+    except ZbcError:
+        return None
+    return None if found is None else found.complete.step_ms(job.objective)
 
 
 def shareable(job: Job) -> bool:
@@ -66,18 +72,26 @@ def shareable(job: Job) -> bool:
     return job.parallel.pp > 1 and not any(apart) and not any(unshareable(vars(job)))
 
 
-def quick_ms(job: Job) -> float | None:
-    """ms of a step by the fastest search; None where there is none that fits."""
-    try:
-        found = order(job, estimate.layers(job), 0.0)
-        check_memory(job, found.memory, found.costs)
-    except ZbcError:
-        return None
-    return found.complete.step_ms(job.objective)
-
-
 def _counts(job: Job) -> Iterator[int]:
+    """1, 2, 4, ..: each further slice shortens the bubble, and adds what its kernels and messages take to get going."""
     length, count = job.model.seq_len or 1, 1
     while count <= min(MOST, length // MULTIPLE[job.hardware.device] or 1):
         yield count
         count *= 2
+
+
+def replicas(job: Job, table: Sequence[estimate.Layer]) -> list[tuple[int, ...]]:
+    """Ranks of each stage: the best by the closed form (partition/replicas.py) first, then equally many for each."""
+    machine, pp, m = Machine.of(job), job.parallel.pp, job.schedule.microbatches
+    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.shared)
+    before = [0.0, *((known or layer.size.result) for layer in table[:-1])]
+    grads = [float(GRAD_BYTES * layer.params) for layer in table]
+    times = [layer.f for layer in table], [layer.backward for layer in table]
+    near, far = machine.near.speed, machine.far.speed
+    problem = Problem(*times, grads, before, pp, job.hardware.ranks_per_node, near, far, m)
+    best = plans(joined(problem, _LAYERS), _SLACK)
+    found = list(dict.fromkeys(tuple(stage[2] for stage in plan.stages) for plan in best))[:_PLANNED]
+    equal = [(pp // count,) * count for count in range(1, pp + 1) if pp % count == 0]
+    fewest, _ = fewest_microbatches(vars(job))
+    fits = (counts for counts in dict.fromkeys([*found, *equal]) if max(counts) <= fewest)
+    return [counts for counts in fits if len(counts) <= len(table)]

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from zbc.compiler.check.memory import excess
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import refuse_slices
 from zbc.compiler.graphs import of_graph
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.limits import bounds_of
 from zbc.compiler.partition.setup import Ordered, finished, start_of
-from zbc.compiler.partition.weighing import best_of_all, best_of_one
-from zbc.compiler.schedules import AUTO, Request, find, replicated
+from zbc.compiler.planner.planner import entrants, planned
+from zbc.compiler.planner.planner import glance as looked
+from zbc.compiler.schedules import AUTO, Request, ScheduleCard, find, replicated
 from zbc.errors import ZbcError
 from zbc.interop.sheet_check import check_sheet
 from zbc.interop.torch_csv import read
@@ -34,12 +36,25 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
         return _file(job, table)
     if job.model.graph:
         return of_graph(job, table)
+    return planned(job, table, _cards(job), budget)
+
+
+def glance(job: Job, table: Sequence[estimate.Layer]) -> Ordered | None:
+    """The best order that fits, as the fast part of searches finds it; None where it finds none. Raises E1xx."""
+    if job.schedule.plugin is not None or job.schedule.file is not None or job.model.graph:
+        found = order(job, table)
+        return None if excess(job, found.memory, found.costs) > 0 else found
+    return looked(job, table, _cards(job))
+
+
+def _cards(job: Job) -> list[tuple[ScheduleCard, int | None]]:
+    """The schedules that a job leaves open, with their stages per rank."""
     if (job.schedule.kind or "").lower() == AUTO:
-        return best_of_all(job, table, budget)
+        return list(entrants(job))
     card = find(job.schedule.kind or "")
     if card.name == replicated.NAME:
         card = replicated.replicated(_replicas(job), job.schedule.microbatches)
-    return best_of_one(job, table, card, job.schedule.chunks, budget)
+    return [(card, job.schedule.chunks)]
 
 
 def _replicas(job: Job) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,6 +120,10 @@ class Job:
     def with_vocabulary(self, where: str) -> Job:
         """The job with its vocabulary at the "ends" or "shared"."""
         return replace(self, parallel=self.parallel.model_copy(update={"vocabulary": where}))
+
+    def with_replicas(self, counts: Sequence[int]) -> Job:
+        """The job with so many ranks for each stage."""
+        return replace(self, parallel=self.parallel.model_copy(update={"replicas": list(counts)}))
 
     @property
     def words(self) -> list[int]:

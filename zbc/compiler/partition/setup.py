@@ -199,6 +199,24 @@ class Setup:
                 except ZbcError:  # not for so many microbatches
                     continue
 
+    def quick(self, budget: float, **search: Any) -> Ordered:
+        """One order for its limit, not the best there is where all ranks meet for a vocabulary."""
+        if not self.job.vocabulary:
+            return self._ordered(self.limit.units, budget, None, search)
+        found = self._ordered(self._less([meetings(self.job)] * self.placement.ranks), budget, None, search)
+        weave = found.lowering.weave
+        quick = None if weave is None else replace(weave, quick=True)
+        return replace(found, lowering=replace(found.lowering, weave=quick))
+
+    def _less(self, more: Sequence[float]) -> tuple[float, ...] | None:
+        """The limit less so many units of each rank, where an order can do with that."""
+        units = self.limit.units
+        return (
+            None
+            if units is None
+            else tuple(map(max, least_of(self.placement, self.limit.costs), map(sub, units, more)))
+        )
+
     def ordered(self, budget: float | None, *, group: int | None = None, **search: Any) -> Ordered:
         """One order for its limit; `group` instead of what the job asks for.
 
@@ -210,9 +228,8 @@ class Setup:
             return self._ordered(units, budget, group, search)
         if units is None:
             return self._later(self._ordered(units, budget, group, search))
-        least = least_of(self.placement, self.limit.costs)
         for _ in range(RETRIES):
-            found = self._ordered(tuple(map(max, least, map(sub, units, more))), budget, group, search)
+            found = self._ordered(self._less(more), budget, group, search)
             held = peaks(found.complete.program, replace(self.limit.costs, bytes=None, shares=()))
             beyond = [rank.units - most for rank, most in zip(held, units, strict=True)]
             over = [max(one, STEP) if one > 1e-6 else 0.0 for one in beyond]
@@ -310,6 +327,11 @@ def meetings(job: Job) -> float:
 def moves(job: Job, placement: Placement) -> bool:
     """Whether activations of any stage may move to the host."""
     return any(job.memory.offloads(s) for s in range(placement.stages))
+
+
+def limited(job: Job) -> bool:
+    """Whether memory is."""
+    return job.schedule.memory_limit is not None or job.hardware.memory_gib is not None
 
 
 def with_recompute(job: Job, recompute: Collection[int], placement: Placement) -> Job:

@@ -32,16 +32,18 @@ Unit = tuple[int, int]  # microbatch, slice
 
 @dataclass(frozen=True, slots=True)
 class Weave:
-    """`sums` per unit, 1 or 2; `late` units may have their logits wait for T."""
+    """`sums` per unit, 1 or 2; `late` units may have their logits wait for T; `quick`: no orders but the given one."""
 
     name: ClassVar[str] = "weave"
     sums: int
     late: int = 1
+    quick: bool = False
 
     def run(self, program: Program, context: Context) -> Program:
         shared = replace(program, vocabulary=self.sums)
         room = [in_flight(ops) + self.sums * len(program.placement.stages_of(r)) for r, ops in enumerate(program.ranks)]
-        orders = [*_moved(context, self.sums), *_laid_out(shared, context.costs, self.late, room)]
+        orders = [*_moved(context, self.sums)]
+        orders += [] if self.quick else _laid_out(shared, context.costs, self.late, room)
         played = [_Play(shared, context.costs, self.late, each, room) for each in orders]
         best = min((one for one in played if one.whole), key=lambda one: (one.over_room, round(one.end, 9), one.most))
         return shared.with_ranks(best.lists(), by=self.name)

@@ -52,9 +52,14 @@ def fitting(problem: Problem) -> list[AnyBlock]:
     found = []
     for place, (block, offsets) in enumerate(_blocks(p, not any(problem.w))):
         widened = later(offsets, problem.slices - 1)
-        held = [_most(problem, widened, rank) for rank in sorted({0, p // 2, p - 1})]
-        if all(most <= limit + ROOM for most, limit in held):
-            found.append((-sum(most for most, _ in held), place, block))
+        held = 0.0
+        for rank in sorted({0, p // 2, p - 1}):
+            most, limit = _most(problem, widened, rank)
+            if most > limit + ROOM:
+                break
+            held += most
+        else:
+            found.append((-held, place, block))
     return [block for *_, block in sorted(found)]
 
 
@@ -89,23 +94,39 @@ def expanded(problem: Problem, block: AnyBlock) -> list[int]:
 
 def _cycle(problem: Problem, offsets: Offsets, rank: int) -> list[tuple[int, int, float]]:
     """The six ops of a rank in the order of a period: how many periods late, the first op's number, and its change."""
-    up, m, n = problem.n_stages - 1 - rank, problem.m, problem.n_stages
-    stages = (rank, up, up, rank, up, rank)
+    m, n = problem.m, problem.n_stages
+    stages = (rank, n - 1 - rank)
+    changes = _changes(problem, rank)
+    return [
+        (lead, (family * n + stages[leg]) * m, changes[family][leg])
+        for lead, family, leg in _period(tuple(times[rank] for times in offsets))
+    ]
+
+
+def _changes(problem: Problem, rank: int) -> tuple[tuple[float, float], ...]:
+    """What F, B and W of the stages of a rank, down and up, change of what it holds."""
+    stages = (rank, problem.n_stages - 1 - rank)
+    (kept, kept_up), (left, left_up) = ([of[s] for s in stages] for of in (problem.keep_b, problem.keep_w))
+    return (kept, kept_up), (left - kept, left_up - kept_up), (-left, -left_up)
+
+
+@lru_cache(maxsize=1 << 16)  # asked for under all costs and limits
+def _period(times: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    """The six ops by their slot: how many periods late, F, B or W, and whether down or up."""
     found = []
-    for family, stage, times in zip((0, 0, 1, 1, 2, 2), stages, offsets, strict=True):
-        kept, left = problem.keep_b[stage], problem.keep_w[stage]
-        change = (kept, left - kept, -left)[family]
-        lead, slot = divmod(times[rank], SLOTS)
-        found.append((slot, family, lead, (family * n + stage) * m, change))
-    return [entry[2:] for entry in sorted(found)]
+    for (family, leg), time in zip(((0, 0), (0, 1), (1, 1), (1, 0), (2, 1), (2, 0)), times, strict=True):
+        lead, slot = divmod(time, SLOTS)
+        found.append((slot, family, lead, leg))
+    return tuple((lead, family, leg) for _, family, lead, leg in sorted(found))
 
 
 def _most(problem: Problem, offsets: Offsets, rank: int, *, late: bool = True) -> tuple[float, float]:
     """What a rank holds at its fullest in the steady state, and what it may; `late`: W in its slot, not after its B."""
-    entries = _cycle(problem, offsets if late else (*offsets[:4], *offsets[2:4]), rank)
-    held = most = -sum(lead * change for lead, _, change in entries)
-    for _, _, change in entries:
-        held += change
+    offsets = offsets if late else (*offsets[:4], *offsets[2:4])
+    changes, entries = _changes(problem, rank), _period(tuple(times[rank] for times in offsets))
+    held = most = -sum(lead * changes[family][leg] for lead, family, leg in entries)
+    for _, family, leg in entries:
+        held += changes[family][leg]
         most = max(most, held)
     return most, problem.limit[rank]
 

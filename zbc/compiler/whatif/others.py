@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 from zbc.compiler.check.memory import excess
 from zbc.compiler.compile import Compiled
 from zbc.compiler.cost import estimate
-from zbc.compiler.graphs import of_graph
-from zbc.compiler.partition.evaluate import Evaluator
+from zbc.compiler.order import glance
 from zbc.compiler.partition.moving import planned
 from zbc.compiler.partition.setup import Ordered
-from zbc.compiler.partition.weighing import best_of_one
+from zbc.compiler.planner.case import Case
 from zbc.compiler.schedules import AUTO, SCHEDULES, ScheduleCard
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
@@ -107,10 +106,8 @@ def quick(job: Job, name: str, *, every: bool = False) -> Other | None:
 
 def _ordered(job: Job, card: ScheduleCard, chunks: int | None, *, every: bool) -> Ordered | None:
     table = estimate.layers(job)
-    if job.model.graph:
-        return of_graph(job, table)
-    if every or not card.searched:
-        return best_of_one(job, table, card, chunks, 0.0)
-    evaluator = Evaluator(job, table, card, chunks)
-    fitting = evaluator.fitting if evaluator.free else [evaluator.start]
-    return planned(evaluator.setup(fitting[0]), 0.0) if fitting else None
+    if every or not card.searched or job.model.graph:
+        return glance(job, table)
+    case = Case(job, table, card, chunks)
+    fitting = [one for one in case.starts if not case.short(one)] if case.free else [case.start]
+    return planned(case.setup(fitting[0]), 0.0) if fitting else None

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from tests.search.cpsat import CpModel, IntegerProblem
 from zbc.compiler.search.candidates import Bench
-from zbc.compiler.search.cpsat import CpModel, IntegerProblem
 from zbc.compiler.search.engine import Engine
 from zbc.compiler.search.feasible import one_by_one
 from zbc.compiler.search.problem import Problem

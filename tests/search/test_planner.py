@@ -1,0 +1,133 @@
+"""The planner: what it looks at, and that no plain schedule on the same layers is faster than what it answers."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+
+from tests.jobs import job
+from tests.tiers import few
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import estimate
+from zbc.compiler.order import glance, order
+from zbc.compiler.partition.setup import Choice
+from zbc.compiler.planner import planner
+from zbc.compiler.planner.best import Best
+from zbc.compiler.planner.case import Case
+from zbc.compiler.schedules import SCHEDULES, find
+from zbc.errors import ZbcError
+
+# Layers of a model on two tensor-parallel ranks; a device that is nearly full; words on all ranks; busy links.
+LLAMA = {"family": "llama", "hidden": 256, "heads": 8, "vocab": 8000, "seq_len": 512, "dtype": "bfloat16"}
+JOBS = {
+    "sums of tensor-parallel ranks": {"parallel": {"tp": 2, "dp": 2}, "memory": {"activations": "auto"}},
+    "a shared vocabulary": {"parallel": {"vocabulary": "shared"}},
+    "a limit": {"schedule": {"memory_limit": "0.75x"}},
+    "gathers of weights": {"parallel": {"dp": 2, "shard": "optimizer"}},
+    "waits of the host": {"optimizer": {"sync": "post-validate"}},
+}
+PAIRS = [("zb-auto", ("1f1b", "zb-h1", "zb-h2")), ("v-auto", ("dualpipe-v",)), ("looped-zb", ("interleaved-1f1b",))]
+
+
+def case(kind="1f1b", **changes):
+    made = job(kind=kind, **changes)
+    return Case(made, estimate.layers(made), find(kind), None)
+
+
+@pytest.mark.parametrize("what", JOBS)
+@pytest.mark.parametrize(("kind", "others"), few(PAIRS, 1))
+def test_no_plain_schedule_on_the_same_layers_and_limit_is_faster_than_a_searched_answer(what, kind, others):
+    changes = {**JOBS[what], "model": LLAMA, "hardware": {"device": "cuda"}, "layers": 10, "pp": 4, "m": 8}
+    found = compile_job(job(kind=kind, **changes), budget=0.05)
+    blocks = [sum(name not in ("embed", "head") for name in names) for names in found.layers]
+    tried = 0
+    for name in others:
+        schedule = {**changes.get("schedule", {}), "chunks": found.program.placement.chunks}
+        given = {**changes, "schedule": schedule, "partition": {"layers_per_stage": blocks}}
+        try:
+            plain = compile_job(job(kind=name, **given), suggest=False)
+        except ZbcError:
+            continue
+        tried += 1
+        assert found.step_ms <= plain.step_ms * (1 + 1e-9), name
+    assert tried or kind != "zb-auto"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_few_choices_are_all_those_that_may_be_shorter(seed):
+    rng = Random(seed)
+    layers, p = rng.randint(5, 7), rng.choice((2, 3))
+    costs = {key: [round(rng.uniform(0.5, 2), 2) for _ in range(layers)] for key in ("f", "b", "w")}
+    one = case(pp=p, m=4, layers=layers, costs={"per": "layer", **costs})
+    points = [(0, *inner, layers + 2) for inner in itertools.combinations(range(1, layers + 2), p - 1)]
+    loads = one.loads(frozenset())
+    bound = sorted(loads.busiest(each) for each in points)[len(points) // 2]
+    found = one.below(bound * 4, 1000)
+    assert {choice.points for choice in found} == {each for each in points if loads.busiest(each) < bound}
+    assert one.below(float("inf"), len(points) - 1) is None
+    assert len(one.below(float("inf"), len(points))) == len(points)
+
+
+def test_neighbours_move_one_layer_or_one_stages_recompute_the_lightest_first():
+    one = case(pp=3, m=4, layers=9, memory={"activations": "auto"}, hardware={"memory_gib": 1.0})
+    found = one.neighbours(one.start)
+    assert one.start not in found and len(set(found)) == len(found)
+    busiest = [one.loads(other.recompute).busiest(other.points) for other in found]
+    assert busiest == pytest.approx(sorted(busiest))
+    assert {len(other.recompute) for other in found} == {0, 1}
+
+
+def test_a_variant_is_looked_at_once_and_one_that_a_bound_rules_out_never(monkeypatch):
+    made = job(pp=4, m=8, layers=12)
+    best = Best(made, estimate.layers(made))
+    one = Case(made, best.table, find("1f1b"), None)
+    first = best.look(one, one.start)
+    assert first == best.look(one, one.start) and best.looks == 1
+    heavy = Choice((0, 11, 12, 13, 14))
+    assert best.look(one, heavy) == (float("inf"), float("inf")) and best.looks == 1
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "interleaved-1f1b", "zb-auto"])
+def test_what_is_answered_is_no_worse_than_any_look(kind, monkeypatch):
+    seen = []
+    look = Best.look
+
+    def looked(self, *args, **options):
+        found = look(self, *args, **options)
+        seen.append(found)
+        return found
+
+    monkeypatch.setattr(Best, "look", looked)
+    made = job(kind=kind, pp=2, m=6, layers=9, model=LLAMA)
+    found = order(made, estimate.layers(made), 0.05)
+    steps = [step for over, step in seen if not over]
+    assert len(steps) > 1 and found.step_ms(made) == pytest.approx(min(steps), rel=1e-12)
+
+
+def test_the_budget_goes_to_the_searched_orders_that_look_best_and_no_more_of_it(monkeypatch):
+    seconds = []
+    look = Best.look
+
+    def looked(self, case, choice, spent=0.0, **options):
+        seconds.append(spent)
+        return look(self, case, choice, spent, **options)
+
+    monkeypatch.setattr(Best, "look", looked)
+    made = job(kind="auto", pp=3, m=5, layers=10)
+    order(made, estimate.layers(made), 0.04)
+    assert 0 < sum(seconds) <= 0.04 * (1 + 1e-9) and len([one for one in seconds if one]) <= len(planner.SHARES)
+
+
+def test_a_glance_is_what_fits_and_nothing_where_nothing_does():
+    made = job(kind="auto", pp=3, m=5, layers=10)
+    found = glance(made, estimate.layers(made))
+    assert found.step_ms(made) >= order(made, estimate.layers(made), 0.05).step_ms(made) * (1 - 1e-9)
+    tight = job(kind="1f1b", pp=3, m=5, layers=10, schedule={"memory_limit": "0.01x"})
+    assert glance(tight, estimate.layers(tight)) is None
+
+
+def test_every_schedule_enters():
+    names = {card.name for card, _ in planner.entrants(job(kind="auto"))}
+    assert names == SCHEDULES.keys()

@@ -1,0 +1,210 @@
+"""The one evaluation of all that a job leaves open: a variant is ordered, completed, timed and weighed as its plan is.
+
+What is kept is the shortest step that fits; what was looked at; and why others cannot be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from zbc.compiler.check.memory import check_host, check_memory, excess
+from zbc.compiler.cost import copies, estimate
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.partition.limits import smallest, unlimited
+from zbc.compiler.partition.moving import planned
+from zbc.compiler.partition.setup import Choice, Ordered, Setup, freezing_refused, limited, start_of
+from zbc.compiler.passes.offload import TooTight
+from zbc.compiler.planner.case import Case
+from zbc.compiler.schedules.searched import own_limit
+from zbc.compiler.search.ladder import LARGE
+from zbc.errors import ZbcError
+from zbc.ir import Placement
+from zbc.job.sections import Memory
+from zbc.job.spec import Job
+
+INF = float("inf")
+SAME, LEAST = 1e-12, 1e-300
+AUTO, KEEP, RECOMPUTE, OFFLOAD, BOTH = "auto", "keep", "recompute", "offload", "recompute+offload"
+
+
+class Best:
+    """The best order that fits, so far, of equally good ones the first; and why others do not do."""
+
+    def __init__(self, job: Job, table: Sequence[estimate.Layer]) -> None:
+        self.job, self.table, self.step = job, table, INF
+        self.ordered: Ordered | None = None
+        self.looks = 0
+        self.compiled = False  # whether kernels are loaded for the fast tier, too: it pays where many searches follow
+        self.all_looked = False  # nothing else could be better for its schedule
+        self.weighed = dict[str, float | None]()  # ms of a step by what happens to activations; None: does not fit
+        self._known = dict[tuple[Case, Choice, float, bool], tuple[float, float]]()
+        self._too_large: tuple[float, Ordered] | None = None
+        self._refused: list[tuple[bool, float, ZbcError]] = []  # whether it is about more than memory, the least limit
+
+    def look(self, case: Case, choice: Choice, seconds: float = 0.0, *, quick: bool = False) -> tuple[float, float]:
+        """By what share a variant is above the limits (0: it fits), and ms of its step; infinite where it cannot be
+        better or cannot be at all. A `quick` look is at one order of a search, not at those for smaller limits."""
+        key = case, choice, seconds, quick
+        if key not in self._known:
+            self._known[key] = self._looked(case, choice, seconds, quick=quick)
+        return self._known[key]
+
+    def _looked(self, case: Case, choice: Choice, seconds: float, *, quick: bool) -> tuple[float, float]:
+        name = _named(case, choice)
+        self.weighed.setdefault(name, None)
+        try:
+            setup = case.setup(choice)
+            if self._rules_out(case, setup):
+                return INF, INF
+            self.looks += 1
+            found = INF, INF
+            for one in self._orders(case, setup, seconds, quick=quick):
+                check_host(self.job, one.complete.program, one.costs)
+                found = min(found, self._offered(case, one))
+        except ZbcError as error:
+            least = error.least if isinstance(error, TooTight) else INF
+            self.refuse(error, least)
+            return INF, INF
+        if not found[0]:
+            self.weighed[name] = min(found[1], self.weighed[name] or INF)
+        return found
+
+    def _rules_out(self, case: Case, setup: Setup) -> bool:
+        """Whether none of its orders can be better; bounds know nothing of overlap, nor of copies to the host."""
+        known = not case.job.costs.overlap and not case.moves
+        return known and setup.least_step >= self.step * (1 - SAME)
+
+    def _orders(self, case: Case, setup: Setup, seconds: float, *, quick: bool) -> Iterator[Ordered]:
+        compiled = {"compiled": True} if self.compiled and case.card.searched and not case.two_pipes else {}
+        if quick and not case.moves:
+            yield setup.quick(seconds, **compiled)
+            return
+        yield planned(setup, seconds, beat=self.step, **compiled)
+        if case.roomy:  # they may use all there is
+            for place, lower in enumerate(setup.lowered()):
+                if place and (case.size > LARGE or self._rules_out(case, lower)):
+                    return
+                if lower.limit.units != setup.limit.units:
+                    yield lower.make(seconds)
+
+    def _offered(self, case: Case, one: Ordered) -> tuple[float, float]:
+        refused, step, over = freezing_refused(self.job, one), one.step_ms(self.job), over_of(case.job, one)
+        if refused is not None:
+            raise refused
+        one = replace(one, activations=case.job.memory) if case.job is not self.job else one
+        if not over and step < self.step * (1 - SAME):
+            self.ordered, self.step = one, step
+        elif over and (self._too_large is None or over < self._too_large[0]):
+            self._too_large = over, one
+        return over, step
+
+    def ranked(self) -> list[tuple[Case, Choice]]:
+        """The best choice of each case that fits, the shortest step first."""
+        found = dict[Case, Choice]()
+        fits = ((step, k, *key[:2]) for k, (key, (over, step)) in enumerate(self._known.items()) if not over)
+        for _, _, case, choice in sorted(fits, key=lambda entry: entry[:2]):
+            found.setdefault(case, choice)
+        return [*found.items()]
+
+    def ranked_of(self, case: Case, choice: Choice) -> Choice:
+        """The best choice of a case that fits; `choice` where none does."""
+        return dict(self.ranked()).get(case, choice)
+
+    def nearest(self) -> tuple[Case, Choice] | None:
+        """What is the least too large, where nothing fits."""
+        known = [(*score, k, *key[:2]) for k, (key, score) in enumerate(self._known.items()) if score[0] < INF]
+        return min(known, key=lambda entry: entry[:3])[3:] if known else None
+
+    def refuse(self, error: ZbcError, needed: float = INF) -> None:
+        """A variant that cannot be, and the limit from which it could."""
+        self._refused.append((error.code != "E303", needed, error))
+
+    def refuse_for(self, case: Case, choice: Choice, error: ZbcError) -> None:
+        """One that needs the least memory of its case."""
+        needed = smallest(self.job, case.placement, case.costs(choice), split=case.card.splits_backward)
+        self.refuse(error, needed if own_limit(case.card.name, 1) is None else INF)
+
+    def answer(self) -> Ordered:
+        """The best. If nothing fits, raises what names the least limit, or answers with what checks will refuse."""
+        if self.ordered is None and self._refused:
+            elsewhere, _, error = min(self._refused, key=lambda entry: entry[:2])
+            if not elsewhere or self._too_large is None:
+                raise error
+        if self.ordered is None and self._too_large is None:
+            raise ZbcError("E303", "schedule: no schedule can be made for this job")
+        found = self._too_large[1] if self.ordered is None and self._too_large is not None else self.ordered
+        assert found is not None
+        found = replace(found, tried=self.looks, all_tried=self.all_looked)
+        if AUTO not in self.job.memory.chosen() or not any(case.moves for case, *_ in self._known):
+            return found
+        placement = found.program.placement
+        moved = replace(self.job, memory=self.job.memory.with_choice([OFFLOAD] * placement.stages))
+        return replace(
+            found,
+            bounds=unlimited(self.job, placement, found.costs),
+            weighed=tuple(self.weighed.items()),
+            copy_share=copies.share_of(start_of(moved, placement, self.table)[1], placement),
+        )
+
+
+def over_of(job: Job, ordered: Ordered) -> float:
+    """By what share an order is above the limits of its job; 0 if it fits."""
+    if not limited(job):
+        return 0.0
+    device = job.hardware.memory_gib is not None  # then receive buffers count
+    memory = (
+        ordered.memory
+        if device or ordered.lowering.offload is not None
+        else peaks(ordered.program, ordered.costs, ordered.compute.timeline)
+    )
+    try:
+        check_memory(job, memory, ordered.costs)
+    except ZbcError:
+        return max(excess(job, memory, ordered.costs), LEAST)
+    return 0.0
+
+
+# ---- what may happen to activations ----------------------------------------------------------------------------------
+
+
+def activations(job: Job, case: Case) -> Iterator[Memory]:
+    """The answers to `memory.activations = "auto"`: kept or recomputed as the partition has it; and, where memory is
+    limited and copies have a known speed, copied to the host, with the stages that recompute as well from none to all:
+    first those of each rank whose activations live longest."""
+    yield job.memory
+    if AUTO not in job.memory.chosen() or not case.optional or not limited(job):
+        return
+    if not copies.possible(job, bytes_known=case.costs(case.start).bytes is not None):
+        return
+    place = _places(case.placement)
+    sets = [frozenset(s for s in range(case.stages) if place[s] < count) for count in (0, 1, 2, max(place) + 1)]
+    for some in dict.fromkeys(sets):
+        yield with_copies(job.memory, some, case.stages)
+
+
+def with_copies(memory: Memory, recompute: frozenset[int], stages: int) -> Memory:
+    return memory.with_choice([BOTH if s in recompute else OFFLOAD for s in range(stages)])
+
+
+def _places(placement: Placement) -> list[int]:
+    """Of each stage, how many of its rank come before it."""
+    found, seen = list[int](), [0] * placement.ranks
+    for stage in range(placement.stages):
+        holders = placement.holders(stage)
+        found.append(max(seen[rank] for rank in holders))
+        for rank in holders:
+            seen[rank] += 1
+    return found
+
+
+def _named(case: Case, choice: Choice) -> str:
+    """`offload`, or `recompute+offload of 8 stages, offload of 8`."""
+    if choice.recompute and len(choice.recompute) < len(case.optional):
+        return "recompute of some"
+    memory = case.job.memory.decided(choice.recompute, case.stages)
+    each = [memory.of(s) for s in range(case.stages)]
+    kinds = [what for what in (KEEP, RECOMPUTE, BOTH, OFFLOAD) if what in each]
+    if len(kinds) == 1:
+        return kinds[0]
+    return ", ".join(f"{what} of {each.count(what)}{' stages' if k == 0 else ''}" for k, what in enumerate(kinds))

@@ -1,0 +1,218 @@
+"""One schedule of a job, with its partition and the stages that recompute left open: where to begin, and bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import chain, combinations
+from operator import add
+from random import Random
+
+from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory import holding
+from zbc.compiler.partition.balance import Loads, Points, Weights, even, moved, of_ranks
+from zbc.compiler.partition.initial import initial, is_open, recomputing, times, uniform
+from zbc.compiler.partition.limits import shortage, unlimited
+from zbc.compiler.partition.setup import Choice, Setup, limited, moves, refusals, refuse_placement, with_recompute
+from zbc.compiler.schedules import ScheduleCard
+from zbc.compiler.schedules.searched import own_limit
+from zbc.compiler.search.feasible import least_of
+from zbc.errors import raise_all
+from zbc.ir import Placement
+from zbc.job.sections import Memory
+from zbc.job.spec import Job
+
+SMALL = 4000  # ops up to which partitions that are even in memory are always looked at
+TINY = 1e-9  # of a limit
+STATE = 16.0  # bytes that stay with a parameter: weight, gradient and two moments
+SUBSETS = 64  # of stages that may recompute, all of which are tried
+
+
+class Case:
+    """A schedule of a job whose activations are decided but for stages that may recompute.
+
+    Raises E1xx where it cannot be; with `roomy`, two pipes may hold more than the limit that is theirs by name.
+    """
+
+    def __init__(
+        self, job: Job, table: Sequence[estimate.Layer], card: ScheduleCard, chunks: int | None, *, roomy: bool = False
+    ) -> None:
+        card.check_ranks(job.parallel.pp)
+        raise_all(refusals(job, card))
+        self.job, self.table, self.card, self.v = job, table, card, card.stages_per_rank(chunks)
+        self.placement = card.placement(job.parallel.pp, self.v)
+        self.start = Choice.of(initial(job, self.placement, table))
+        self.stages = self.placement.stages
+        self.movable = is_open(job) and len(table) > self.stages > 1
+        self.optional = [s for s in range(self.stages) if job.memory.of(s) == "auto"]  # stages that may recompute
+        self.moves = moves(job, self.placement)
+        self.two_pipes = len(self.placement.pipes) > 1
+        self.roomy = roomy and self.two_pipes and card.searched
+        self.size = 3 * self.stages * job.schedule.microbatches  # F, B and W of a step
+        self._even = {self.start.recompute: self.start}
+        refuse_placement(job, self.placement, self.costs(self.start), card.name)
+
+    def with_memory(self, memory: Memory) -> Case:
+        """The same with something decided about activations."""
+        return Case(replace(self.job, memory=memory), self.table, self.card, self.v, roomy=self.roomy)
+
+    @property
+    def free(self) -> bool:
+        """Whether there is anything to choose."""
+        return (self.movable or bool(self.optional)) and not self.moves
+
+    def setup(self, choice: Choice) -> Setup:
+        """Raises E303 where no order keeps to the limit."""
+        return Setup.of(self.job, self.table, self.card, self.placement, self.v, choice)
+
+    def costs(self, choice: Choice) -> Costs:
+        job = with_recompute(self.job, choice.recompute, self.placement)
+        return pricing.build(job, self.placement, choice.stages, self.table)
+
+    def times(self, recompute: frozenset[int], *, split: bool | None = None) -> list[list[float]]:
+        """[stage][layer] ms, with the stages that the job itself has recompute, the backward as the schedule has it."""
+        split = self.card.splits_backward if split is None else split
+        return times(self.table, recomputing(self.job, self.stages) | recompute, self.stages, split=split)
+
+    def even(self, recompute: frozenset[int]) -> Choice:
+        """The partition that is most even in time if these stages recompute."""
+        if not self.movable:
+            return self.start._replace(recompute=recompute)
+        if recompute not in self._even:
+            self._even[recompute] = Choice(even(self.times(recompute), self.placement), recompute)
+        return self._even[recompute]
+
+    # ---- bounds ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def least_step(self) -> float:
+        """ms that no order on any partition can beat: the work of a rank that has its share of the whole."""
+        if self.job.costs.overlap and (self.moves or not self.movable):
+            return 0.0
+        if self.moves or not self.movable:
+            return unlimited(self.job, self.placement, self.costs(self.start)).of(self.job.objective)
+        both = {False, self.card.splits_backward}  # some orders have backwards in one op and in two
+        tables = [self.times(frozenset(), split=split) for split in both]
+        share: float = sum(map(min, zip(*chain(*tables), strict=True))) / self.placement.ranks
+        return self.job.schedule.microbatches * share * (1 - self.job.costs.overlap) * (1 - 1e-9)
+
+    def short(self, choice: Choice) -> float:
+        """By what share the least that any order of this schedule holds is above the limits; 0 if it is not."""
+        where, costs = self.placement, self.costs(choice)
+        over = shortage(self.job, where, costs, split=self.card.splits_backward)
+        if (own := own_limit(self.card.name, where.ranks, costs)) is not None:
+            over = max(over, max(least_of(where, costs)) / own - 1)
+        return over if over > TINY else 0.0
+
+    def missing(self, choice: Choice) -> tuple[float, float]:
+        """`short` as a score: nothing is known of its step."""
+        return self.short(choice), 0.0
+
+    def loads(self, recompute: frozenset[int]) -> Loads:
+        """The work of ranks for a microbatch, or for one in each pipe."""
+        return of_ranks(self.times(recompute), self.placement)
+
+    @property
+    def _additive(self) -> bool:
+        """Whether a stage costs the sum of its layers; it need not where times were given for stages or ranks."""
+        return self.job.costs.f is None or self.job.costs.per == "layer"
+
+    def below(self, step: float, most: int) -> list[Choice] | None:
+        """All choices that may take less than `step` ms, if they are `most` at most."""
+        if 2 ** len(self.optional) > SUBSETS or not self._additive:
+            return None
+        m, found = self.job.schedule.microbatches / len(self.placement.pipes), list[Choice]()
+        bound = step / (m * (1 - self.job.costs.overlap)) if self.job.costs.overlap < 1 else float("inf")
+        for count in range(len(self.optional) + 1):
+            for recompute in map(frozenset, combinations(self.optional, count)):
+                if not self.movable:
+                    found.append(self.even(recompute))
+                    continue
+                left = most - len(found)
+                points, whole = self.loads(recompute).below(bound, count=left, nodes=20 * left)
+                if not whole:
+                    return None
+                found += [Choice(one, recompute) for one in points]
+        return found if len(found) <= most else None
+
+    # ---- where to begin, and where to go from there ------------------------------------------------------------------
+
+    @cached_property
+    def starts(self) -> list[Choice]:
+        """Even in time, in blocks, in memory, in time and memory; and recompute from the first stage to all.
+
+        None of them depends on how large a limit is, so with more memory there are never fewer that fit.
+        """
+        if not self.free:
+            return [self.start]
+        found, count = [self.start], 1
+        if self.movable:
+            blocks = uniform(self.table, self.stages)
+            found += [Choice.of(blocks)] if all(blocks) else []
+            if limited(self.job) or self.size <= SMALL:
+                found += self._even_in_memory()
+        while self.optional and count < 2 * len(self.optional):
+            found.append(self.even(frozenset(self.optional[:count])))
+            count *= 2
+        return list(dict.fromkeys(found))
+
+    def _even_in_memory(self) -> Iterator[Choice]:
+        """By what layers keep, as often as a stage holds it; on a device also by what stays; and mixed with their time.
+
+        How often is known of schedules made by hand. A search holds one microbatch at least; as many as 1F1B is a
+        guess, which is not worth a proof that the last layer is where it should be.
+        """
+        job, searched, flights = self.job, self.card.searched, [[1] * self.stages]
+        if searched:
+            flights.append([min(self.stages - s, job.schedule.microbatches) for s in range(self.stages)])
+        else:
+            order = self.setup(self.start).ordered(0.0).program
+            for stage, counts in chain.from_iterable(chain.from_iterable(holding.fullest(order))):
+                flights[0][stage] = max(flights[0][stage], *counts)
+        given = estimate.given_activations(job, list(self.table))
+        kept = [layer.size.act_b for layer in self.table] if given is None else [act_b for act_b, _ in given]
+        slices = 1 if searched else job.slices
+        held = [[[count * size / slices for size in kept] for count in flight] for flight in flights]
+        state = [STATE * layer.params for layer in self.table]
+        if job.hardware.memory_gib is not None:
+            held += [[list(map(add, row, state)) for row in memory] for memory in held]
+        for k, memory in enumerate(held):
+            if any(map(any, memory)):
+                yield Choice(even(memory, self.placement, exact=not searched or k % 2 == 0))
+                yield Choice(even(_mixed(self.times(frozenset()), memory), self.placement, exact=False))
+                if self.two_pipes and searched:  # one microbatch alone is in one of them
+                    yield Choice(even(memory, Placement(self.placement.pipes[:1])))
+
+    def neighbours(self, choice: Choice) -> list[Choice]:
+        """A layer from a stage to another; another stage that recomputes, as it is and with layers even again.
+
+        Those whose busiest rank has least to do come first.
+        """
+        stages, found = range(self.stages), list[Choice]()
+        if self.movable:
+            points = (moved(choice.points, giver, taker) for giver in stages for taker in stages)
+            found += [Choice(one, choice.recompute) for one in points if one is not None]
+        for stage in self.optional:
+            other = choice.recompute ^ {stage}
+            found += [Choice(choice.points, other), *([self.even(other)] if self.movable else [])]
+        known = {recompute: self.loads(recompute) for recompute in {one.recompute for one in found}}
+        return sorted(dict.fromkeys(found), key=lambda one: _weight(known[one.recompute].of(one.points)))
+
+    def shifted(self, points: Points, rng: Random) -> Points:
+        """A layer of some stage at some other."""
+        givers = [s for s in range(self.stages) if points[s + 1] - points[s] > 1]
+        return moved(points, rng.choice(givers), rng.randrange(self.stages)) or points
+
+
+def _weight(loads: Sequence[float]) -> tuple[float, float]:
+    return round(max(loads), 9), sum(load * load for load in loads)
+
+
+def _mixed(times: Weights, memory: Weights) -> list[list[float]]:
+    """Time and memory, each by its share of the whole."""
+    whole = [sum(map(sum, table)) or 1.0 for table in (times, memory)]
+    return [
+        [a / whole[0] + b / whole[1] for a, b in zip(*rows, strict=True)] for rows in zip(times, memory, strict=True)
+    ]

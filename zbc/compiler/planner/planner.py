@@ -1,0 +1,218 @@
+"""The best order of a job: over what happens to activations, partitions and recompute for one schedule or for all.
+
+1. Looks: every variant is planned from each place where its partition may begin, a searched order by the fast part of
+   its search; those with the least lower bound first, and none whose bound is not below the best step.
+2. Moves: the best variants are left for a better neighbour while there is one, and begun again a few moves away.
+3. The budget goes to the searched orders that look best.
+
+All of it is scored by the step of the complete plan. What a larger budget looks at begins with what a smaller one does;
+a small one has no moves, so that with more memory, which lets more variants fit, it is never worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from random import Random
+
+from zbc.compiler.cost import estimate
+from zbc.compiler.partition.moving import planned as moving
+from zbc.compiler.partition.setup import Choice, Ordered
+from zbc.compiler.passes.offload import TooTight, enough
+from zbc.compiler.planner.best import BOTH, INF, SAME, Best, activations
+from zbc.compiler.planner.case import Case
+from zbc.compiler.schedules import SCHEDULES, ScheduleCard
+from zbc.errors import ZbcError
+from zbc.job.spec import Job
+
+# Searched schedules in the order in which they are asked: of equally good ones the first is taken.
+SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb")
+CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job leaves them open
+SMALL_BUDGET = 0.02  # seconds up to which nothing is moved
+IMPROVED, SHARES = 2, (0.75, 0.25)  # variants that are moved; of the budget, to searched orders that look best
+MOVES, OPS = 400, 2_000_000  # variants for moves at most, and ops in all of them
+SEARCHING, WEAVING = 8, 3  # as how many an op counts in a search, and where meetings of all ranks are woven in
+LEAST = 400  # looks for the least memory
+PATIENCE, FAR = 6, 0.3  # starts without anything better; how often recompute changes where both are open
+
+Score = tuple[float, float]
+
+
+def entrants(job: Job) -> Iterator[tuple[ScheduleCard, int | None]]:
+    """Every schedule with the chunks worth trying; those by hand last, when most of them can be ruled out."""
+    asked = job.schedule.chunks
+    for name in (*SEARCHED, *(name for name, card in SCHEDULES.items() if not card.searched)):
+        card = SCHEDULES[name]
+        for chunks in (
+            CHUNKS.get(name, (card.default_chunks if card.searched else asked,)) if asked is None else (asked,)
+        ):
+            if card.allows(chunks):
+                yield card, chunks
+
+
+def planned(
+    job: Job,
+    table: Sequence[estimate.Layer],
+    cards: Iterable[tuple[ScheduleCard, int | None]],
+    budget: float | None = None,
+) -> Ordered:
+    """The best order among these schedules; searches take about `budget` seconds in all (None: what is usual).
+
+    Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
+    """
+    best, cases = _looked(job, table, list(cards))
+    if best.ordered is None:
+        _least_memory(best, cases)
+    if budget is None or budget > SMALL_BUDGET:
+        for case, choice in best.ranked()[:IMPROVED]:
+            if case.free:
+                _improve(best, case, choice)
+    _search(best, budget)
+    try:
+        return best.answer()
+    except TooTight as error:
+        raise _with_recompute(error, cases) from None
+
+
+def glance(
+    job: Job, table: Sequence[estimate.Layer], cards: Iterable[tuple[ScheduleCard, int | None]]
+) -> Ordered | None:
+    """The best order that fits as far as looks tell. Raises E1xx as `planned`."""
+    return _looked(job, table, list(cards))[0].ordered
+
+
+def _looked(
+    job: Job, table: Sequence[estimate.Layer], cards: Sequence[tuple[ScheduleCard, int | None]]
+) -> tuple[Best, list[Case]]:
+    best = Best(job, table)
+    cases, best.compiled = list(_cases(best, cards)), len(cards) > 1
+    for case in cases:
+        _look(best, case)
+    return best, cases
+
+
+def _cases(best: Best, cards: Sequence[tuple[ScheduleCard, int | None]]) -> Iterator[Case]:
+    """What there is to look at, least bound first. Raises why, if there is one schedule and it cannot be."""
+    found, job = list[Case](), best.job
+    for card, chunks in cards:
+        try:
+            bare = Case(job, best.table, card, chunks, roomy=len(cards) > 1)
+            for memory in activations(job, bare):
+                found.append(bare if memory is job.memory else bare.with_memory(memory))
+        except ZbcError as error:
+            if len(cards) == 1:
+                raise
+            best.refuse(error)
+    return iter(sorted(found, key=lambda case: (not case.card.searched, case.least_step)))
+
+
+def _look(best: Best, case: Case) -> None:
+    """At a case from all its starts, then at all orders of the best. Of searched ones at those that may fit: a search
+    finds nothing for others."""
+    if case.least_step >= best.step * (1 - SAME):
+        return
+    fitting = [one for one in case.starts if not case.card.searched or case.moves or not case.short(one)]
+    found = [(*best.look(case, choice, quick=True), k) for k, choice in enumerate(fitting)]
+    if found and (case.card.searched or case.job.vocabulary):
+        best.look(case, fitting[min(found)[2]])
+
+
+def _least_memory(best: Best, cases: Sequence[Case]) -> None:
+    """Look at what needs the least memory, or say why even that cannot be: of each searched schedule by what any order
+    of it holds, of those made by hand from what is the least too large."""
+    for case in cases:
+        if case.free and case.card.searched:
+            known = case.below(INF, LEAST) or [*case.starts]
+            choice = _climbed(case, min(known, key=case.missing), case.missing, LEAST)
+            try:
+                case.setup(choice)
+            except ZbcError as error:
+                best.refuse_for(case, choice, error)
+            else:
+                best.look(case, choice)
+    nearest = best.nearest()
+    if best.ordered is None and nearest is not None and nearest[0].free and not nearest[0].card.searched:
+        case, choice = nearest
+        _climbed(case, choice, lambda one: best.look(case, one, quick=True), min(LEAST, OPS // case.size))
+
+
+def _improve(best: Best, case: Case, choice: Choice) -> None:
+    """Move layers and recompute, first from what looks best; look at all there are, if they are few."""
+    price = case.size * (SEARCHING if case.card.searched else 1) * (WEAVING if case.job.vocabulary else 1)
+    most = max(2, min(MOVES, OPS // price))
+    best.compiled = True
+    every = case.below(best.step, most)
+    for one in every or ():
+        best.look(case, one, quick=True)
+    if every is None:
+        choice = _climbed(case, choice, lambda one: best.look(case, one, quick=True), most)
+    elif not case.card.searched:
+        best.all_looked = True
+    best.look(case, choice if every is None else best.ranked_of(case, choice))
+
+
+def _climbed(case: Case, at: Choice, score: Callable[[Choice], Score], most: int) -> Choice:
+    """The best choice that is found from here: a better neighbour as long as there is one, then again from a few moves
+    away from the best. At most `most` choices are scored."""
+    known, rng, idle = {at: score(at)}, Random(0), 0
+    best, least = at, known[at]
+    while idle < PATIENCE and len(known) < most:
+        now, better = known[at], True
+        while better and len(known) < most:
+            better = False
+            for other in case.neighbours(at):
+                if other not in known:
+                    known[other] = score(other)
+                    if len(known) >= most:
+                        break
+                if _less(known[other], now):
+                    at, now, better = other, known[other], True
+                    break
+        idle = 0 if _less(now, least) else idle + 1
+        best, least = (at, now) if _less(now, least) else (best, least)
+        if not least[0] and not least[1]:
+            break
+        at = _kicked(case, best, rng)
+        if at not in known:
+            known[at] = score(at)
+    return best
+
+
+def _less(one: Score, other: Score) -> bool:
+    """Less above the limits, or as much and a shorter step."""
+    return one[0] < other[0] - SAME or (one[0] <= other[0] + SAME and one[1] < other[1] * (1 - SAME))
+
+
+def _kicked(case: Case, choice: Choice, rng: Random) -> Choice:
+    """A few moves away."""
+    points, recompute = choice.points, choice.recompute
+    for _ in range(2 + int(rng.random() * 3)):
+        if case.optional and (not case.movable or rng.random() < FAR):
+            recompute = recompute ^ {rng.choice(case.optional)}
+        elif case.movable:
+            points = case.shifted(points, rng)
+    return Choice(points, recompute)
+
+
+def _search(best: Best, budget: float | None) -> None:
+    """The budget for the searched orders that look best; where there is but one partition, all of it for that."""
+    found = [(case, choice) for case, choice in best.ranked() if case.card.searched]
+    for share, (case, choice) in zip(SHARES if len(found) > 1 else (1.0,), found, strict=False):
+        seconds = (case.card.budget if budget is None else budget) * share
+        if seconds and case.least_step < best.step * (1 - SAME):
+            best.look(case, choice, seconds)
+
+
+def _with_recompute(error: TooTight, cases: Sequence[Case]) -> ZbcError:
+    """The error with the limit that would do if stages recomputed as well, where that is less."""
+    case, hint = cases[0], error.hint
+    both = {str(s): BOTH if case.job.memory.offloads(s) else case.job.memory.of(s) for s in range(case.stages)}
+    one = case.with_memory(case.job.memory.model_copy(update={"activations": both}))
+    try:
+        moving(one.setup(one.start), 0.0)
+        hint = f'{hint}; memory.activations = "{BOTH}" fits as it is'
+    except TooTight as other:
+        if other.least < error.least:
+            hint = f'{hint}, with memory.activations = "{BOTH}" {enough(other.least)}'
+    except ZbcError:
+        pass
+    return ZbcError(error.code, error.message, hint=hint)
