@@ -141,7 +141,7 @@ REFUSED = [
     ({"optimizer": {"sync": "post-validate"}}, "post-validate"),
     ({"memory": {"activations": "offload"}}, "offload"),
     ({"parallel": {"vocabulary": "shared"}}, "vocabulary"),
-    ({"kind": "chimera"}, "several copies of each stage"),
+    ({"kind": "chimera"}, "several copies of a stage"),
     ({"kind": "dualpipe-v", "schedule": {"overlap": True}}, "overlap"),
     ({"kind": "dualpipe-v", "costs": {"f": 1.0, "b": 1.0, "w": 1.0, "overlap": 0.5}}, "groups of ops"),
 ]

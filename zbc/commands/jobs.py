@@ -169,7 +169,7 @@ def explain(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Explain an error code, and what helps; or list what does not go together.
+    """Explain an error code, or list what does not go together.
 
     Without a code, list them all.
     """
