@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from zbc.ops import ROWS, VALUES, VOCABULARY_ROWS, At, Kind, Lane, Scope
+from zbc.ops import PATCHES, ROWS, VALUES, At, Kind, Lane, Scope, rows_with
 
 ANSWERS = {
     "computes": "F B W BW S T I E",
@@ -44,12 +46,26 @@ def test_every_kind_has_a_row_and_every_row_speaks_of_values_that_there_are():
 
 
 def test_whatever_is_read_is_written_and_what_may_not_stay_is_freed():
-    rows = [*ROWS.values(), *VOCABULARY_ROWS[2].values()]
+    shared = rows_with(("vocabulary", "two sums"))
+    rows = [*ROWS.values(), *shared.values()]
     written = {ref.what for row in rows for ref in row.writes}
     freed = {ref.what for row in rows for ref in row.frees}
-    for kind, row in VOCABULARY_ROWS[2].items():
+    for kind, row in shared.items():
         assert {ref.what for ref in row.reads} <= written, kind
     assert {what for what in written if not VALUES[what].stays} <= freed
+
+
+def test_patches_add_up_in_any_order_and_free_what_is_read():
+    for first, second in itertools.permutations(PATCHES, 2):
+        rows, turned = rows_with((first, second)), rows_with((second, first))
+        for kind, row in rows.items():
+            assert set(row.frees) <= set(row.reads), (first, second, kind)
+            for name in ("reads", "writes", "frees"):
+                if {first, second} != {"resident", "flushless"}:  # two ends of a step
+                    assert {*getattr(row, name)} == {*getattr(turned[kind], name)}, (first, second, kind)
+    for name, patches in PATCHES.items():
+        changed = {kind for kind, row in rows_with((name,)).items() if row != ROWS[kind]}
+        assert changed == {patch.kind for patch in patches}, name
 
 
 def test_values_on_edges_are_named_by_edges_and_a_message_carries_one():

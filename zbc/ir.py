@@ -409,6 +409,19 @@ class Program:
         return sum(len(ops) for ops in self.ranks)
 
     @property
+    def patches(self) -> tuple[str, ...]:
+        """What of `ops.PATCHES` changes the rows of its ops."""
+        there = {
+            "vocabulary": self.vocabulary > 0,
+            "two sums": self.vocabulary > 1,
+            "resident": self.resident > 0,
+            "weights for W": self.resident > 0 and self.with_w,
+            "waits for averages": self.averages > 1,
+            "flushless": self.flushless,
+        }
+        return tuple(name for name in there if there[name])
+
+    @property
     def grouped(self) -> bool:
         """Whether it has groups."""
         return any(op.kind.is_mark for ops in self.ranks for op in ops)

@@ -14,8 +14,9 @@ A row is all that a new kind needs besides its cost column, its handler in the r
 
 from __future__ import annotations
 
+import functools
 from enum import Enum, StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
@@ -446,53 +447,71 @@ ROWS |= {
         look=_look("Y", "sum of words' gradients", "#b9a7cf", (146,)),
     ),
 }
-Rows = dict[Kind, Row]  # a way of lowering may replace some rows of `ROWS`
+Rows = dict[Kind, Row]
 
-# Where weights come and go within a step, STEP updates this rank's share alone, which is there from the start and is
-# gathered as often as it takes.
-SHARDED_ROWS: Rows = ROWS | {
-    Kind.GATHER: ROWS[Kind.GATHER]._replace(frees=()),
-    Kind.STEP: ROWS[Kind.STEP]._replace(
-        reads=_refs("verdict shard"), writes=_refs("shard clean"), frees=_refs("shard")
+
+class Patch(NamedTuple):
+    """What a feature of a program changes of a row: references that it adds and takes away, and columns.
+
+    Patches of several features add up, so that a program may have any of them.
+    """
+
+    kind: Kind
+    reads: str = ""
+    writes: str = ""
+    frees: str = ""
+    without: str = ""  # values that are neither read, written nor freed any more, unless they are added
+    columns: tuple[tuple[str, Any], ...] = ()
+
+    def of(self, row: Row) -> Row:
+        gone = {*_refs(self.without)}
+        more = {"reads": self.reads, "writes": self.writes, "frees": self.frees}
+        columns: dict[str, Any] = {
+            name: (*(ref for ref in getattr(row, name) if ref not in gone), *_refs(added))
+            for name, added in more.items()
+        }
+        return row._replace(**columns, **dict(self.columns))
+
+
+_TURN = ("turn@LAST", "bottom@FIRST", "turn@LAST")
+PATCHES: dict[str, tuple[Patch, ...]] = {
+    # All ranks share the vocabulary: its ends of the pipeline wait for all of them; with one sum or two.
+    "vocabulary": (
+        Patch(Kind.F, "input@FIRST", "top@LAST", "input@FIRST"),
+        Patch(Kind.B, *_TURN),
+        Patch(Kind.BW, *_TURN),
+        Patch(Kind.VALIDATE, "outpart@UNITS inpart@UNITS pooled"),
+    ),
+    "two sums": (Patch(Kind.MEET, without="turn@LAST"), Patch(Kind.T, writes="dtop")),
+    # Weights come and go within a step: STEP updates this rank's share alone, which is there from the start and is
+    # gathered as often as it takes.
+    "resident": (
+        Patch(Kind.GATHER, "shard", without="shard"),
+        Patch(Kind.STEP, "shard", "", "shard", without="weights"),
+    ),
+    # W needs the weights, too: of layers that keep a graph of their own.
+    "weights for W": (Patch(Kind.W, "weights"),),
+    # Replicas average their weights and a step waits for that.
+    "waits for averages": (Patch(Kind.AVERAGE, columns=(("blocks", True),)),),
+    # Steps follow one another without a flush: there is no verdict, a stage steps once its gradients are summed. What
+    # it reads of units is a matter of the list, since each step has its own (check/versions.py).
+    "flushless": (
+        Patch(Kind.REDUCE, without="part@UNITS clean"),
+        Patch(Kind.STEP, "total", "", "total", without="verdict weights shard clean", columns=(("closes", ""),)),
     ),
 }
-# The same where W needs the weights, too: of layers that keep a graph of their own.
-SHARDED_ROWS_WITH_W: Rows = SHARDED_ROWS | {Kind.W: ROWS[Kind.W]._replace(reads=_refs("left weights"))}
-
-# Where replicas average their weights and a step waits for that.
-AVERAGED_ROWS: Rows = ROWS | {Kind.AVERAGE: ROWS[Kind.AVERAGE]._replace(blocks=True)}
-
-# Where steps follow one another without a flush, there is no verdict: a stage steps once its gradients are summed. What
-# it reads of units is a matter of the list, since each step has its own (check/versions.py).
-FLUSHLESS_ROWS: Rows = ROWS | {
-    Kind.REDUCE: ROWS[Kind.REDUCE]._replace(reads=()),
-    Kind.STEP: ROWS[Kind.STEP]._replace(reads=_refs("total"), writes=(), frees=_refs("total"), closes=""),
-}
 
 
-def _also(kind: Kind, *, reads: str = "", writes: str = "", frees: str = "") -> Row:
-    """A row with more references."""
-    row = ROWS[kind]
-    return row._replace(
-        reads=row.reads + _refs(reads), writes=row.writes + _refs(writes), frees=row.frees + _refs(frees)
-    )
+@functools.lru_cache(maxsize=256)
+def rows_with(features: tuple[str, ...]) -> Rows:
+    """The rows of a program that has these of `PATCHES`."""
+    rows = dict(ROWS)
+    for name in features:
+        for patch in PATCHES[name]:
+            rows[patch.kind] = patch.of(rows[patch.kind])
+    return rows
 
 
-_TURN = {"reads": "turn@LAST", "frees": "turn@LAST", "writes": "bottom@FIRST"}
-# Where all ranks share the vocabulary: its ends of the pipeline wait for all of them. By the number of sums.
-VOCABULARY_ROWS: dict[int, Rows] = {
-    1: ROWS
-    | {
-        Kind.F: _also(Kind.F, reads="input@FIRST", frees="input@FIRST", writes="top@LAST"),
-        Kind.B: _also(Kind.B, **_TURN),
-        Kind.BW: _also(Kind.BW, **_TURN),
-        Kind.VALIDATE: _also(Kind.VALIDATE, reads="outpart@UNITS inpart@UNITS pooled"),
-    }
-}
-VOCABULARY_ROWS[2] = VOCABULARY_ROWS[1] | {
-    Kind.MEET: ROWS[Kind.MEET]._replace(writes=_refs("stats")),
-    Kind.T: _also(Kind.T, writes="dtop"),
-}
 VOCABULARY = frozenset(kind for kind, row in ROWS.items() if row.scope is _EVERY) | {Kind.REDUCE_V}
 COUNTED = frozenset({Kind.GATHER, Kind.FREE, Kind.SCATTER})  # may stand several times in a step; `Op.mb` counts them
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from zbc.compiler import recall
 from zbc.compiler.check import check_graph
+from zbc.compiler.check.asked import missing_problems
 from zbc.compiler.check.complete import complete_problems
 from zbc.compiler.check.forward import check_forward
 from zbc.compiler.check.found import raise_found
@@ -401,6 +402,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
             error.where = job.where("optimizer", "sync")
         raise
     check_graph(found.complete.graph)
+    raise_found(missing_problems(job, program))
     if job.train.eval_every:
         check_forward(forward_of(program))
     timeline, memory = found.complete.timeline, found.memory
@@ -506,9 +508,11 @@ def _fits_by_recompute(job: Job) -> bool:
     """Whether `memory.activations = "auto"` makes room enough, as the fastest search has it."""
     other = replace(job, memory=job.memory.model_copy(update={"activations": "auto"}))
     try:
-        return glance(other, estimate.layers(other)) is not None
+        found = order(other, estimate.layers(other), 0.0)
+        check_memory(other, found.memory, found.costs)
     except ZbcError:
         return False
+    return True
 
 
 def _enough(compiled: Compiled, hint: str, budget: float | None) -> str:

@@ -66,11 +66,13 @@ class Lowering:
 
     @classmethod
     def of(cls, job: Job) -> Lowering:
-        if not job.parallel.frees:
-            every = job.optimizer.every if job.optimizer.sync == "asynchronous" else 0
-            return cls(job.optimizer.sync, weave=Weave(job.vocabulary) if job.vocabulary else None, every=every)
-        given = None if isinstance(job.memory.resident, str) else job.memory.resident
-        return cls(job.optimizer.sync, GatherWeights(given, with_w=not job.model.builtin, room=job.room))
+        resident = None if isinstance(job.memory.resident, str) else job.memory.resident
+        return cls(
+            job.optimizer.sync,
+            gather=GatherWeights(resident, with_w=not job.model.builtin, room=job.room) if job.parallel.frees else None,
+            weave=Weave(job.vocabulary) if job.vocabulary else None,
+            every=job.optimizer.every if job.optimizer.sync == "asynchronous" else 0,
+        )
 
     def passes(self, *, sharded: bool = False) -> list[Pass]:
         """Every pass, in order; `sharded`: of a program whose weights or optimizer are shared out."""
@@ -99,17 +101,20 @@ class Lowering:
     def _first(self) -> list[Pass]:
         if self.sync in FLUSHLESS:
             return [Flushless(self.every)]
-        return [*([] if self.weave is None else [self.weave]), *_FIRST]
+        return [*_some(self.weave), *_FIRST]
 
     def _last(self, *, sharded: bool) -> list[Pass]:
         if self.sync in FLUSHLESS:
             return []
-        moved = [] if self.offload is None else [self.offload]
-        freeze = [] if self.freeze is None else [self.freeze]
-        if self.sync == "post-validate":
-            return [*moved, ReduceGrads(), PostValidate(), *freeze]
-        gather = [self.gather or RenewWeights()] if sharded else []
-        return [*moved, *gather, ReduceGrads(), OptimizerStep(), *freeze]
+        ahead = self.sync == "post-validate"  # which gathers what its tentative steps make
+        gather = self.gather or (RenewWeights() if sharded and not ahead else None)
+        close = PostValidate() if ahead else OptimizerStep()
+        return [*_some(self.offload, gather), ReduceGrads(), close, *_some(self.freeze)]
+
+
+def _some(*passes: Pass | None) -> list[Pass]:
+    """Those that a job asks for."""
+    return [one for one in passes if one is not None]
 
 
 def _through(some: Sequence[Pass], context: Context) -> Context:

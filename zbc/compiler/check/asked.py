@@ -1,4 +1,4 @@
-"""Does a plan keep to its job: to what it may freeze, and to the memory it has?
+"""Does a plan keep to its job: has it what the job asks for, and no more than it may freeze and has memory for?
 
 The other checks ask whether an order can run; these, whether it is one of those that the job allows.
 """
@@ -14,12 +14,15 @@ from zbc.compiler.cost import estimate
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.passes.freeze import frozen_by_stage, trained, within
 from zbc.errors import ZbcError
-from zbc.ir import WHOLE, Program
+from zbc.ir import WHOLE, Kind, Program
+from zbc.job.flushless import FLUSHLESS
+from zbc.job.spec import Job
 from zbc.plan.directory import Manifest
 
 
 def check_asked(manifest: Manifest, program: Program) -> None:
-    """Raise E202 for layers that are frozen against the job's [freeze], E301, E302 and E305 for what does not fit.
+    """Raise E202 for what of the job is missing and for layers that are frozen against its [freeze]; E301, E302 and
+    E305 for what does not fit.
 
     Of a program that the other checks let pass. Memory is not known where microbatches have slices that the job does
     not speak of.
@@ -27,11 +30,39 @@ def check_asked(manifest: Manifest, program: Program) -> None:
     job = recall.job_of(manifest)
     table = estimate.layers(job)
     stages = recall.stages_of(manifest, table)
+    raise_found(missing_problems(job, program))
     raise_found(freeze_problems(program, job.freeze.most, [trained(table, part) for part in stages]))
     if manifest.slices == job.slices:
         costs = recall.costs_for(job, manifest)
         check_memory(job, peaks(program, costs), costs)
         check_host(job, program, costs)
+
+
+def missing_problems(job: Job, program: Program) -> Iterator[ZbcError]:
+    """E202 for each setting of a job of which nothing is in its complete program: a pass has left it out.
+
+    Copies to the host and frozen layers are not asked for: a program may do without.
+    """
+    kinds, parallel, sync = {op.kind for ops in program.ranks for op in ops}, job.parallel, job.optimizer.sync
+    words = {Kind.S, Kind.T, Kind.I, Kind.E}
+    several, averages = parallel.dp > 1, parallel.average is not None
+    asked = {
+        "schedule.slices": (job.slices > 1, program.slices == job.slices),
+        "parallel.tp": (parallel.tp > 1, program.tp == parallel.tp),
+        "parallel.dp": (several and not averages, kinds >= {Kind.REDUCE}),
+        "parallel.average": (several and averages, kinds >= {Kind.AVERAGE}),
+        "parallel.shard": (several and job.shard != "none", program.sharded and kinds >= {Kind.GATHER}),
+        "parallel.shard: weights": (parallel.frees, program.resident > 0 and kinds >= {Kind.GATHER, Kind.FREE}),
+        "parallel.shard: gradients": (parallel.scatters, program.scatters),
+        "parallel.exchange": (parallel.one_sided, program.one_sided),
+        "parallel.vocabulary": (job.vocabulary > 0, program.vocabulary == job.vocabulary and kinds >= words),
+        "optimizer.sync": (sync == "post-validate", kinds >= {Kind.TENTATIVE, Kind.REDO}),
+        "optimizer.sync: no flush": (sync in FLUSHLESS, program.flushless),
+    }
+    for key, (wanted, there) in asked.items():
+        if wanted and not there:
+            text = f"program: the job has {key}, and its ops do nothing of it"
+            yield ZbcError("E202", text, hint="plan again; if `zbc plan` made it, this is an error of zbc")
 
 
 def freeze_problems(program: Program, most: float, layers: Sequence[int]) -> Iterator[ZbcError]:

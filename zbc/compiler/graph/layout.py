@@ -15,22 +15,7 @@ from copy import copy
 from typing import NamedTuple
 
 from zbc.ir import Kind, Op, Program
-from zbc.ops import (
-    AVERAGED_ROWS,
-    FLUSHLESS_ROWS,
-    ROWS,
-    SHARDED_ROWS,
-    SHARDED_ROWS_WITH_W,
-    VALUES,
-    VOCABULARY,
-    VOCABULARY_ROWS,
-    At,
-    Lane,
-    Ref,
-    Row,
-    Rows,
-    Scope,
-)
+from zbc.ops import ROWS, VALUES, VOCABULARY, At, Lane, Ref, Row, Rows, Scope, rows_with
 
 EMPTY, FREED = -1, -2  # of a cell; else the node that wrote it
 HERE = 0  # `Key.end` of a value of this rank; of an edge's value at its maker, and at its user on the same rank
@@ -392,16 +377,8 @@ def members(program: Program, kind: Kind, stage: int) -> set[int]:
 
 
 def rows_of(program: Program) -> Rows:
-    """The rows of a program's ops: they depend on whether its weights come and go, and who holds its vocabulary."""
-    if program.vocabulary:
-        return VOCABULARY_ROWS[program.vocabulary]
-    if program.flushless:
-        return FLUSHLESS_ROWS
-    if program.averages:
-        return AVERAGED_ROWS if program.averages > 1 else ROWS
-    if not program.resident:
-        return ROWS
-    return SHARDED_ROWS_WITH_W if program.with_w else SHARDED_ROWS
+    """The rows of a program's ops, with what its features change of them."""
+    return rows_with(program.patches)
 
 
 _MADE: dict[tuple[object, ...], Layout] = {}

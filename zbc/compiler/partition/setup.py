@@ -195,9 +195,11 @@ class Setup:
             one = replace(self, schedule=replace(card, name=self.schedule.name))
             for group in [None] if card.groups is None else some(list(card.groups(p))):
                 try:
-                    yield one.ordered(0.0, group=group)
+                    found = one.ordered(0.0, group=group)
                 except ZbcError:  # not for so many microbatches
                     continue
+                named = (self.schedule.name, *found.program.history[1:])  # as what a search takes from there
+                yield replace(found, program=replace(found.program, history=named))
 
     def quick(self, budget: float, **search: Any) -> Ordered:
         """One order for its limit, not the best there is where all ranks meet for a vocabulary."""
