@@ -149,7 +149,7 @@ ROWS = (
         "E118",
         {
             "tied": "stages step at other times",
-            "compile|autocast|bfloat16 weights|tp|sharded|replicas|world|shared vocabulary|open kind|sliced": UNWRITTEN,
+            "autocast|bfloat16 weights|tp|sharded|replicas|world|shared vocabulary|open kind|sliced": UNWRITTEN,
             "ramp|file|plugin|overlap|group|offload|freeze": UNWRITTEN,
             "zero1": "a gathered weight would be of another step",
             "balance": "steps of other numbers of microbatches do not follow one another without a flush",
@@ -228,7 +228,7 @@ ROWS = (
     Row(
         "shared vocabulary",
         "E110",
-        {"post-validate|shards more|tp|replicas|freeze|file|offload": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
+        {"post-validate|scatters|tp|replicas|freeze|file|offload": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
     ),
     Row(
         "shared vocabulary",
@@ -266,14 +266,12 @@ ROWS = (
             ),
         },
     ),
-    Row("offload", "E110", {"frees": UNWRITTEN}),
     Row("offload", "E515", {"compile": (UNWRITTEN, "drop one of them; recompute goes with compiled layers")}),
     Row(
         "shards more",
         "E118",
         {"post-validate": ("tentative weights would be gathered twice", 'drop sync, or set shard = "optimizer"')},
     ),
-    Row("scatters", "E118", {"copies": (UNWRITTEN, 'use "optimizer" or "weights", or a schedule of one pipe')}),
     Row("one-sided", "E118", {"copies": (UNWRITTEN, 'use "collective", or a schedule of one pipe')}),
     Row("tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}),
     Row("tp", "E119", {"experts": (UNWRITTEN, "set tp = 1")}),

@@ -21,7 +21,6 @@ def test_shared_out_gradients_are_planned_checked_and_trained_with(job, zbc, fol
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"kind": "chimera"}, "E118"),
         ({"optimizer": {"sync": "post-validate"}}, "E118"),
         ({"parallel": {"dp": 1}}, "E115"),
     ],

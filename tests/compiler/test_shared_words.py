@@ -154,7 +154,7 @@ REFUSED = {
     "few words": ({"model": {"vocab": 3}}, "E110", "a vocabulary of 3 words leaves some of 4 ranks without any"),
     "another loss": ({"model": {"loss": "mse"}}, "E110", "only the output layer of a built-in model"),
     "no barrier": ({"optimizer": {"sync": "post-validate"}}, "E110", "do not go together yet"),
-    "sharded weights": ({"parallel": {"dp": 2, "shard": "weights"}}, "E110", "parallel.shard"),
+    "sharded gradients": ({"parallel": {"dp": 2, "shard": "gradients"}}, "E110", "parallel.shard"),
     "two pipes": ({"kind": "chimera"}, "E120", "and chimera, a schedule of whole microbatches"),
     "waves": ({"kind": "hanayo"}, "E120", "and hanayo, a schedule of whole microbatches"),
     "offload": ({"memory": {"activations": "offload"}}, "E110", "memory.activations with offload"),

@@ -1,0 +1,112 @@
+"""Jobs with some of the features that zbc/excludes.py knows, and what of them must not change a training."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.jobs import toml_value
+from tests.threads import run_threads
+from zbc.compiler.compile import compile_job, load_job
+from zbc.plan.directory import StoredPlan
+
+Tables = dict[str, dict[str, Any]]
+STEPS, TOLERANCE = 3, 2e-5  # float32
+GPT = {"family": "gpt", "layers": 8, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32}
+# What makes a job have a trait: (key, value), several of them where it needs company.
+SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "compile": (("model.compile", True),),
+    "tied embeddings": (("model.tie_embeddings", True),),
+    "bfloat16 weights": (("model.parameters", "bfloat16"),),
+    "autocast": (("model.dtype", "bfloat16"),),
+    "tp": (("parallel.tp", 2),),
+    "tp_sequence": (("parallel.tp", 2), ("parallel.tp_sequence", True)),
+    "replicas": (("parallel.replicas", [1, 2, 1]), ("schedule.kind", "replicated-1f1b")),
+    "average": (("parallel.average", {"every": 1}), ("parallel.dp", 2)),
+    "one-sided": (("parallel.exchange", "one-sided"), ("parallel.shard", "weights"), ("parallel.dp", 2)),
+    "sharded optimizer": (("parallel.shard", "optimizer"), ("parallel.dp", 2)),
+    "sharded weights": (("parallel.shard", "weights"), ("parallel.dp", 2)),
+    "sharded gradients": (("parallel.shard", "gradients"), ("parallel.dp", 2)),
+    "sharded all": (("parallel.shard", "all"), ("parallel.dp", 2)),
+    "shared vocabulary": (("parallel.vocabulary", "shared"),),
+    "open kind": (("schedule.kind", "auto"),),
+    "slices": (("schedule.slices", 2),),
+    "ramp": (("schedule.ramp", [{"microbatches": 2, "steps": 1}]),),
+    "overlap": (("schedule.overlap", True), ("schedule.kind", "dualpipe-v")),
+    "group": (("schedule.group", 4), ("schedule.kind", "interleaved-1f1b")),
+    "memory limit": (("schedule.memory_limit", "1x"),),
+    "offload": (("memory.activations", "offload"), ("schedule.memory_limit", "0.7x"), ("hardware.host_gbps", 20.0)),
+    "post-validate": (("optimizer.sync", "post-validate"),),
+    "two versions": (("optimizer.sync", "two-versions"),),
+    "asynchronous": (("optimizer.sync", "asynchronous"), ("optimizer.every", 2)),
+    "freeze": (("freeze.most", 0.5),),
+    "copies": (("schedule.kind", "chimera"),),
+}
+CHANGES = (
+    "average",
+    "two versions",
+    "asynchronous",
+    "freeze",
+    "bfloat16 weights",
+    "autocast",
+    "ramp",
+    "tied embeddings",
+)
+
+
+def settings(*traits: str) -> Tables:
+    """The tables of a job with these."""
+    tables: Tables = {
+        "model": dict(GPT),
+        "parallel": {"pp": 4},
+        "schedule": {"kind": "1f1b", "microbatches": 8, "microbatch_size": 2},
+        "optimizer": {"lr": 0.01},
+        "train": {"steps": STEPS, "seed": 3},
+        "data": {"kind": "synthetic"},
+    }
+    for trait in traits:
+        for key, value in SETTINGS[trait]:
+            table, _, name = key.partition(".")
+            tables.setdefault(table, {})[name] = value
+    if tables["parallel"].get("dp") == 2:
+        tables["schedule"]["microbatches"] = 4
+    return tables
+
+
+def trained(tables: Tables, *, budget: float = 0.0) -> list[tuple[float, float]]:
+    """(loss, norm) of each step."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "zbc.toml"
+        path.write_text(toml(tables))
+        compile_job(load_job(path), budget=budget, suggest=False).write(Path(folder) / "plan")
+        workers = run_threads(StoredPlan.read(Path(folder) / "plan"), STEPS)
+        return [(result.loss, result.grad_norm) for result in workers[0].results]
+
+
+def toml(tables: Tables) -> str:
+    lines = ["zbc = 1"]
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def beside(*traits: str, **changes: Any) -> tuple[Tables, Tables]:
+    """The tables of a job with these traits, and of one that trains the same without what must not change it.
+
+    `changes` are further settings of both, as `model__dtype`; of the first one alone where they are of [schedule].
+    """
+    both, plain = settings(*traits), settings(*(trait for trait in traits if trait in CHANGES))
+    for key, value in changes.items():
+        table, _, name = key.partition("__")
+        for one in (both,) if table == "schedule" else (both, plain):
+            one.setdefault(table, {})[name] = value
+    plain["parallel"]["dp"] = both["parallel"].get("dp", 1)
+    plain["schedule"]["microbatches"] = both["schedule"]["microbatches"]
+    return both, plain
+
+
+def apart(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> float:
+    """The largest relative difference of losses and norms; nan where there is one."""
+    pairs = [(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)]
+    return max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)

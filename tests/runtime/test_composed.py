@@ -1,0 +1,78 @@
+"""Features through each other: pairs that have left zbc/excludes.py train as without what must not change it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.composed import TOLERANCE, apart, beside, toml, trained
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc import excludes
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.memory.per_rank import peaks
+from zbc.plan.directory import StoredPlan
+from zbc.training.models import compiled
+from zbc.training.recording.measure import Scale
+
+ONE_PIPE = ["1f1b", "zb-h1", "gpipe", "interleaved-1f1b", "breadth-first", "looped-zb", "zb-v", "v-half", "1f1b-v"]
+TWO_PIPES = ["chimera", "bitpipe", "dualpipe", "dualpipe-v", "chimera-zb", "bitpipe-zb"]
+WORDS = [("shared vocabulary", shard, kind) for shard in ("sharded weights", "one-sided") for kind in ONE_PIPE]
+COPIES = [(shard, "", kind) for shard in ("sharded gradients", "sharded all") for kind in TWO_PIPES]
+MOVED = [
+    ("offload", shard, kind)
+    for shard in ("sharded weights", "sharded all", "one-sided")
+    for kind in ("1f1b", "zb-v", "interleaved-1f1b", "gis")
+]
+SOME = [WORDS[0], WORDS[-3], COPIES[2], COPIES[-2], MOVED[1], MOVED[-2]]
+
+
+@pytest.mark.parametrize(("one", "other", "kind"), few(WORDS + COPIES + MOVED, SOME))
+def test_pairs_train_as_one_after_the_other(one, other, kind):
+    both, plain = beside(*filter(None, (one, other)), schedule__kind=kind)
+    assert apart(trained(both), trained(plain)) <= TOLERANCE
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("changes", [{"model__tie_embeddings": True}, {"parallel__vocabulary_sums": 2}], ids=str)
+@pytest.mark.parametrize("traits", [("slices",), ()], ids=str)
+def test_a_shared_vocabulary_with_sharded_weights_goes_through_the_others(traits, changes):
+    clip = {"optimizer__clip_grad_norm": 0.1, "parallel__pp": 2, "model__layers": 4}
+    both, plain = beside("shared vocabulary", "sharded weights", *traits, schedule__kind="zb-v", **changes, **clip)
+    plain["parallel"].pop("vocabulary_sums", None)
+    assert apart(trained(both), trained(plain)) <= TOLERANCE
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize(("sync", "kind"), [("two versions", "interleaved-1f1b"), ("asynchronous", "1f1b")])
+def test_compiled_layers_train_without_a_flush_as_uncompiled_ones(sync, kind, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", {"backend": "aot_eager"})
+    both, plain = beside(sync, "compile", schedule__kind=kind)
+    assert apart(trained(both), trained(plain)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("shard", "kind"), few([("weights", "1f1b"), ("weights", "gis"), ("all", "1f1b")], 1))
+def test_with_copies_to_the_host_and_sharded_weights_a_plan_knows_what_ranks_hold(tmp_path, shard, kind):
+    """Once in three runs: a late message stays longer."""
+    wide = {f"model__{key}": value for key, value in {"layers": 4, "hidden": 128, "seq_len": 128}.items()}
+    both, _ = beside("offload", f"sharded {shard}", schedule__kind=kind, parallel__pp=2, **wide)
+    path = Path(tmp_path) / "zbc.toml"
+    path.write_text(toml(both))
+    made = compile_job(load_job(path), budget=0.0, suggest=False)
+    made.write(tmp_path / "plan")
+    predicted = max(rank.bytes for rank in peaks(made.program, made.costs))
+    plan = StoredPlan.read(tmp_path / "plan")
+    assert any(predicted == pytest.approx(_held(plan), rel=0.03) for _ in range(3))
+
+
+def _held(plan: StoredPlan) -> float:
+    scales: list[Scale] = []
+    run_threads(plan, 2, setup=lambda worker: scales.append(Scale(worker)))
+    return max(scale.held.peak for scale in scales)
+
+
+def test_what_trains_here_is_not_in_the_table():
+    left = {frozenset(pair[:2]) for pair in excludes.PAIRS}
+    assert not {frozenset(filter(None, (one, other))) for one, other, _ in WORDS + COPIES + MOVED} & left
+    assert frozenset(("two versions", "compile")) not in left
