@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.jobs import toml_value
-from tests.threads import run_threads
 from zbc.compiler.compile import compile_job, load_job
 from zbc.plan.directory import StoredPlan
 
@@ -76,6 +75,8 @@ def settings(*traits: str) -> Tables:
 
 def trained(tables: Tables, *, budget: float = 0.0) -> list[tuple[float, float]]:
     """(loss, norm) of each step."""
+    from tests.threads import run_threads
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "zbc.toml"
         path.write_text(toml(tables))

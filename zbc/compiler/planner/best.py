@@ -45,6 +45,7 @@ class Best:
     def look(self, case: Case, choice: Choice, seconds: float = 0.0, *, quick: bool = False) -> tuple[float, float]:
         """By what share a variant is above the limits (0: it fits), and ms of its step; infinite where it cannot be
         better or cannot be at all. A `quick` look is at one order of a search, not at those for smaller limits."""
+        quick = quick and case.rough
         key = case, choice, seconds, quick
         if key not in self._known:
             self._known[key] = self._looked(case, choice, seconds, quick=quick)
@@ -77,7 +78,7 @@ class Best:
 
     def _orders(self, case: Case, setup: Setup, seconds: float, *, quick: bool) -> Iterator[Ordered]:
         compiled = {"compiled": True} if self.compiled and case.card.searched and not case.two_pipes else {}
-        if quick and not case.moves:
+        if quick:
             yield setup.quick(seconds, **compiled)
             return
         yield planned(setup, seconds, beat=self.step, **compiled)

@@ -63,6 +63,14 @@ class Case:
         """Whether there is anything to choose."""
         return (self.movable or bool(self.optional)) and not self.moves
 
+    @cached_property
+    def rough(self) -> bool:
+        """Whether a quick look may see less than a whole one: one order, not the best of several."""
+        if self.moves or not (self.card.searched or self.job.vocabulary):
+            return False
+        busy = any(any(links.values()) for links in self.costs(self.start).occupies)
+        return bool(self.job.vocabulary) or busy or self.roomy or limited(self.job)
+
     def setup(self, choice: Choice) -> Setup:
         """Raises E303 where no order keeps to the limit."""
         return Setup.of(self.job, self.table, self.card, self.placement, self.v, choice)

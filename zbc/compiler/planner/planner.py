@@ -112,7 +112,7 @@ def _look(best: Best, case: Case) -> None:
         return
     fitting = [one for one in case.starts if not case.card.searched or case.moves or not case.short(one)]
     found = [(*best.look(case, choice, quick=True), k) for k, choice in enumerate(fitting)]
-    if found and (case.card.searched or case.job.vocabulary):
+    if found and case.rough:
         best.look(case, fitting[min(found)[2]])
 
 
