@@ -22,7 +22,6 @@ OTHERS = [
     {"parallel": {"vocabulary": "shared"}},
     {"model": {"tie_embeddings": True}},
     {"model": {"dtype": "bfloat16"}},
-    {"model": {"compile": True}},
     {"memory": {"activations": "offload"}},
     {"freeze": {"most": 0.5}},
     {"schedule": {"slices": 2}},
