@@ -115,11 +115,12 @@ TRAITS = {
     "flush": Trait("schedule.kind", text="a schedule that needs a flush"),
     "trace": Trait("run.trace", text="--trace"),
 }
+FLUSHLESS = {"two-versions": "two versions", "asynchronous": "asynchronous"}  # their traits by optimizer.sync
 # Names of several traits of one key, as rows are written.
 SEVERAL = {
     "sliced": ("slices", "open slices"),
     "tied": ("tied embeddings", "ties"),
-    "flushless": ("two versions", "asynchronous"),
+    "flushless": tuple(FLUSHLESS.values()),
     "barrier-free": ("post-validate", "two versions", "asynchronous"),
     "frees": ("sharded weights", "sharded all"),
     "scatters": ("sharded gradients", "sharded all"),
@@ -131,7 +132,7 @@ UNWRITTEN = ""  # a reason that is none: it could be built
 DROP = "drop one of them"
 
 
-class Row(NamedTuple):
+class Excludes(NamedTuple):
     """A trait and what it excludes: names, several with | between them, with the reason and maybe what to do.
 
     Its errors name the place of the trait, or `at_other` that of the other one.
@@ -144,7 +145,7 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row(
+    Excludes(
         "flushless",
         "E118",
         {
@@ -158,8 +159,8 @@ ROWS = (
             "trace": ("steps are recorded that begin where the one before ended", "leave out --trace"),
         },
     ),
-    Row("asynchronous", "E118", {"dp": ("replicas would wait for each other", "set dp = 1")}, at_other=True),
-    Row(
+    Excludes("asynchronous", "E118", {"dp": ("replicas would wait for each other", "set dp = 1")}, at_other=True),
+    Excludes(
         "average",
         "E118",
         {
@@ -171,7 +172,7 @@ ROWS = (
             "copies": ("copies of a stage sum their gradients", "drop average, or use a schedule of one pipe"),
         },
     ),
-    Row(
+    Excludes(
         "freeze",
         "E110",
         {
@@ -190,7 +191,7 @@ ROWS = (
             ),
         },
     ),
-    Row(
+    Excludes(
         "balance",
         "E118",
         {
@@ -204,7 +205,7 @@ ROWS = (
         },
         at_other=True,
     ),
-    Row(
+    Excludes(
         "graph",
         "E110",
         {
@@ -225,12 +226,12 @@ ROWS = (
         },
         at_other=True,
     ),
-    Row(
+    Excludes(
         "shared vocabulary",
         "E110",
         {"post-validate|scatters|tp|replicas|freeze|file|offload": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
     ),
-    Row(
+    Excludes(
         "shared vocabulary",
         "E120",
         {
@@ -240,8 +241,8 @@ ROWS = (
             )
         },
     ),
-    Row("sliced", "E110", {"offload|tp_sequence": UNWRITTEN}, at_other=True),
-    Row(
+    Excludes("sliced", "E110", {"offload|tp_sequence": UNWRITTEN}, at_other=True),
+    Excludes(
         "sliced",
         "E110",
         {
@@ -251,12 +252,12 @@ ROWS = (
             )
         },
     ),
-    Row(
+    Excludes(
         "sliced",
         "E120",
         {"file": ("its order is one of whole microbatches", "drop it, or name a schedule with kind")},
     ),
-    Row(
+    Excludes(
         "slices",
         "E120",
         {
@@ -266,20 +267,22 @@ ROWS = (
             ),
         },
     ),
-    Row("offload", "E515", {"compile": (UNWRITTEN, "drop one of them; recompute goes with compiled layers")}),
-    Row(
+    Excludes("offload", "E515", {"compile": (UNWRITTEN, "drop one of them; recompute goes with compiled layers")}),
+    Excludes(
         "shards more",
         "E118",
         {"post-validate": ("tentative weights would be gathered twice", 'drop sync, or set shard = "optimizer"')},
     ),
-    Row("one-sided", "E118", {"copies": (UNWRITTEN, 'use "collective", or a schedule of one pipe')}),
-    Row("tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}),
-    Row("tp", "E119", {"experts": (UNWRITTEN, "set tp = 1")}),
-    Row("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
+    Excludes("one-sided", "E118", {"copies": (UNWRITTEN, 'use "collective", or a schedule of one pipe')}),
+    Excludes(
+        "tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}
+    ),
+    Excludes("tp", "E119", {"experts": (UNWRITTEN, "set tp = 1")}),
+    Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )
 
 
-class Pair(NamedTuple):
+class Exclusion(NamedTuple):
     """Two traits that no job can have both of; `at` is the one whose place is named."""
 
     one: str
@@ -305,19 +308,19 @@ def _single(names: str) -> Iterator[str]:
         yield from SEVERAL.get(name, (name,))
 
 
-def _pairs() -> Iterator[Pair]:
+def _pairs() -> Iterator[Exclusion]:
     for row in ROWS:
         for names, reason in row.excludes.items():
             why, hint = reason if isinstance(reason, tuple) else (reason, DROP)
             for one in _single(row.trait):
                 for other in _single(names):
-                    yield Pair(one, other, row.code, why, hint, other if row.at_other else one)
+                    yield Exclusion(one, other, row.code, why, hint, other if row.at_other else one)
 
 
 PAIRS = tuple(_pairs())
 
 
-def clashes(sections: Sections, more: Collection[str] = ()) -> Iterator[Pair]:
+def clashes(sections: Sections, more: Collection[str] = ()) -> Iterator[Exclusion]:
     """The pairs that a job of these sections has, `more` being traits of its schedule."""
     there = {name for name, trait in TRAITS.items() if trait.of(sections)}.union(more)
     return (pair for pair in PAIRS if pair.one in there and pair.other in there)
@@ -338,7 +341,7 @@ def refused(one: str, other: str, of: str, schedule: str = "") -> ZbcError:
     return next(pair for pair in PAIRS if pair[:2] == (one, other)).error(None, schedule, of)
 
 
-def planned(there: Collection[str]) -> Iterator[ZbcError]:
+def of_plan(there: Collection[str]) -> Iterator[ZbcError]:
     """What a runtime says of a plan with these traits, which zbc does not make: E406, E515."""
     for pair in PAIRS:
         if pair.one in there and pair.other in there:

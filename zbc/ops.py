@@ -450,7 +450,7 @@ ROWS |= {
 Rows = dict[Kind, Row]
 
 
-class Patch(NamedTuple):
+class RowPatch(NamedTuple):
     """What a feature of a program changes of a row: references that it adds and takes away, and columns.
 
     Patches of several features add up, so that a program may have any of them.
@@ -474,30 +474,30 @@ class Patch(NamedTuple):
 
 
 _TURN = ("turn@LAST", "bottom@FIRST", "turn@LAST")
-PATCHES: dict[str, tuple[Patch, ...]] = {
+PATCHES: dict[str, tuple[RowPatch, ...]] = {
     # All ranks share the vocabulary: its ends of the pipeline wait for all of them; with one sum or two.
     "vocabulary": (
-        Patch(Kind.F, "input@FIRST", "top@LAST", "input@FIRST"),
-        Patch(Kind.B, *_TURN),
-        Patch(Kind.BW, *_TURN),
-        Patch(Kind.VALIDATE, "outpart@UNITS inpart@UNITS pooled"),
+        RowPatch(Kind.F, "input@FIRST", "top@LAST", "input@FIRST"),
+        RowPatch(Kind.B, *_TURN),
+        RowPatch(Kind.BW, *_TURN),
+        RowPatch(Kind.VALIDATE, "outpart@UNITS inpart@UNITS pooled"),
     ),
-    "two sums": (Patch(Kind.MEET, without="turn@LAST"), Patch(Kind.T, writes="dtop")),
+    "two sums": (RowPatch(Kind.MEET, without="turn@LAST"), RowPatch(Kind.T, writes="dtop")),
     # Weights come and go within a step: STEP updates this rank's share alone, which is there from the start and is
     # gathered as often as it takes.
     "resident": (
-        Patch(Kind.GATHER, "shard", without="shard"),
-        Patch(Kind.STEP, "shard", "", "shard", without="weights"),
+        RowPatch(Kind.GATHER, "shard", without="shard"),
+        RowPatch(Kind.STEP, "shard", "", "shard", without="weights"),
     ),
     # W needs the weights, too: of layers that keep a graph of their own.
-    "weights for W": (Patch(Kind.W, "weights"),),
+    "weights for W": (RowPatch(Kind.W, "weights"),),
     # Replicas average their weights and a step waits for that.
-    "waits for averages": (Patch(Kind.AVERAGE, columns=(("blocks", True),)),),
+    "waits for averages": (RowPatch(Kind.AVERAGE, columns=(("blocks", True),)),),
     # Steps follow one another without a flush: there is no verdict, a stage steps once its gradients are summed. What
     # it reads of units is a matter of the list, since each step has its own (check/versions.py).
     "flushless": (
-        Patch(Kind.REDUCE, without="part@UNITS clean"),
-        Patch(Kind.STEP, "total", "", "total", without="verdict weights shard clean", columns=(("closes", ""),)),
+        RowPatch(Kind.REDUCE, without="part@UNITS clean"),
+        RowPatch(Kind.STEP, "total", "", "total", without="verdict weights shard clean", columns=(("closes", ""),)),
     ),
 }
 

@@ -462,7 +462,11 @@ def _with_alternatives(error: ZbcError, compiled: Compiled, budget: float | None
         f"{o.schedule} ({_need(o, compiled.job, error)}, step {_change(o.step_ms, compiled.step_ms)})" for o in found
     ]
     lines = wrap([f"= would fit: {words[0]}", *words[1:]], 90, between=", ") if words else []
-    details = [lines[0], *(f"  {line}" for line in lines[1:])] if lines else ["= no other schedule would fit"]
+    details = (
+        [lines[0], *(f"  {line}" for line in lines[1:])]
+        if lines
+        else ["= no other schedule would fit, by the fast search"]
+    )
     last = error.errors[-1]
     hint = last.hint
     if hint is not None and hint.startswith(EASIER) and not _fits_by_recompute(compiled.job):

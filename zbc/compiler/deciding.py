@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from zbc import excludes
+from zbc.compiler.check.memory import check_memory
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine
-from zbc.compiler.order import glance
+from zbc.compiler.order import order
 from zbc.compiler.partition.replicas import Problem, joined, plans
 from zbc.compiler.schedules import AUTO, find
 from zbc.compiler.schedules.replicated import NAME
@@ -57,10 +58,11 @@ def _shortest(jobs: Iterable[Job], *, worth: float = WORTH, while_shorter: bool 
 def quick_ms(job: Job) -> float | None:
     """ms of a step by the fastest search; None where there is none that fits."""
     try:
-        found = glance(job, estimate.layers(job))
+        found = order(job, estimate.layers(job), 0.0)
+        check_memory(job, found.memory, found.costs)
     except ZbcError:
         return None
-    return None if found is None else found.complete.step_ms(job.objective)
+    return found.complete.step_ms(job.objective)
 
 
 def shareable(job: Job) -> bool:

@@ -154,7 +154,7 @@ def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watch
     if options.trace and manifest.balance is not None:
         raise excludes.refused("balance", "trace", "run")
     if options.trace and manifest.flushless:
-        raise excludes.refused("two versions", "trace", "run")
+        raise excludes.refused(excludes.FLUSHLESS[manifest.training["optimizer"]["sync"]], "trace", "run")
     # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
     limit = timedelta(seconds=600 + 4 * watchdog.limit)
     board = context.board()

@@ -17,6 +17,7 @@ from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.setup import Ordered, Setup, everything, moves
 from zbc.compiler.passes.offload import HUGE, LARGE, Offload, TooTight
 from zbc.compiler.search.feasible import least_of
+from zbc.ir import Placement
 
 WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: what orders are made for
 AWAY = (0.9, 0.54)  # of what the first, and any other, stage of a rank keeps: taken to be on the host
@@ -92,14 +93,22 @@ def _limits(setup: Setup, units: tuple[float, ...]) -> Iterator[tuple[float, ...
     yield from dict.fromkeys([*fitted, most])
 
 
+def places(placement: Placement) -> list[int]:
+    """Of each stage, how many of its rank come before it."""
+    found, seen = list[int](), [0] * placement.ranks
+    for stage in range(placement.stages):
+        holders = placement.holders(stage)
+        found.append(max(seen[rank] for rank in holders))
+        for rank in holders:
+            seen[rank] += 1
+    return found
+
+
 def _thin(setup: Setup, units: tuple[float, ...]) -> Setup | None:
     """The same as if much of what may move were never there; None where one microbatch is too much even so."""
-    placement, costs, seen = setup.placement, setup.limit.costs, [0] * setup.placement.ranks
+    placement, costs = setup.placement, setup.limit.costs
     kept = list[float]()
-    for stage, unit in enumerate(costs.units("kept")):
-        place = max(seen[rank] for rank in placement.holders(stage))
-        for rank in placement.holders(stage):
-            seen[rank] += 1
+    for stage, (unit, place) in enumerate(zip(costs.units("kept"), places(placement), strict=True)):
         away = AWAY[min(place, len(AWAY) - 1)] if setup.job.memory.offloads(stage) else 0.0
         kept.append(unit * (1 - away))
     thin, room = costs.with_units(kept=tuple(kept)), tuple(unit - ON_THE_WAY for unit in units)

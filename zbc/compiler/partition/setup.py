@@ -160,8 +160,7 @@ class Setup:
     def _best(self, budget: float | None, search: dict[str, Any]) -> Ordered:
         """One order for its limit. Where searches do not see all that a step takes, the best of several by that: what
         is found for this limit and smaller ones, which share the budget, and the orders made by hand."""
-        unseen = self.job.vocabulary or any(any(links.values()) for links in self.costs.occupies)
-        if not self.schedule.searched or not unseen or len(self.placement.pipes) > 1:
+        if not self.schedule.searched or not unseen(self.job, self.costs) or len(self.placement.pipes) > 1:
             return self.ordered(budget, **search)
         small = 3 * self.placement.stages * self.job.schedule.microbatches <= LARGE
         rungs = list(islice(self.lowered(), RUNGS if small else 1))
@@ -329,6 +328,11 @@ def meetings(job: Job) -> float:
 def moves(job: Job, placement: Placement) -> bool:
     """Whether activations of any stage may move to the host."""
     return any(job.memory.offloads(s) for s in range(placement.stages))
+
+
+def unseen(job: Job, costs: Costs) -> bool:
+    """Whether searches do not see all that a step takes: meetings of all ranks, links that are busy."""
+    return bool(job.vocabulary) or any(any(links.values()) for links in costs.occupies)
 
 
 def limited(job: Job) -> bool:

@@ -43,7 +43,7 @@ class Flushless:
 
     def run(self, program: Program, context: Context) -> Program:
         """Raises E210 where a rank would be ahead by more than one step, E118 for other schedules."""
-        _refuse(program)
+        _refuse(program, alone=self.every > 0)
         m, ranks = program.microbatches, []
         for rank, ops in enumerate(program.ranks):
             warmup, length = _warmup(program, rank), sum(op.kind is Kind.F for op in ops)
@@ -58,10 +58,10 @@ class Flushless:
         return replace(made, flushless=True)
 
 
-def _refuse(program: Program) -> None:
+def _refuse(program: Program, *, alone: bool) -> None:
     name, placement = program.history[0], program.placement
     if name not in STEADY:
-        raise excludes.refused("two versions", "flush", "schedule", name)
+        raise excludes.refused("asynchronous" if alone else "two versions", "flush", "schedule", name)
     if len(set(placement.pipes[0])) == placement.ranks < placement.stages and program.microbatches % placement.ranks:
         p, m = placement.ranks, program.microbatches
         text = f"schedule: without a flush {name} needs a multiple of {p} microbatches, not {m}"

@@ -12,14 +12,13 @@ from zbc.compiler.check.memory import check_host, check_memory, excess
 from zbc.compiler.cost import copies, estimate
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.partition.limits import smallest, unlimited
-from zbc.compiler.partition.moving import planned
+from zbc.compiler.partition.moving import places, planned
 from zbc.compiler.partition.setup import Choice, Ordered, Setup, freezing_refused, limited, start_of
 from zbc.compiler.passes.offload import TooTight
 from zbc.compiler.planner.case import Case
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.ladder import LARGE
 from zbc.errors import ZbcError
-from zbc.ir import Placement
 from zbc.job.sections import Memory
 from zbc.job.spec import Job
 
@@ -53,19 +52,19 @@ class Best:
 
     def _looked(self, case: Case, choice: Choice, seconds: float, *, quick: bool) -> tuple[float, float]:
         name = _named(case, choice)
-        self.weighed.setdefault(name, None)
         try:
             setup = case.setup(choice)
             if self._rules_out(case, setup):
                 return INF, INF
+            self.weighed.setdefault(name, None)
             self.looks += 1
             found = INF, INF
             for one in self._orders(case, setup, seconds, quick=quick):
                 check_host(self.job, one.complete.program, one.costs)
                 found = min(found, self._offered(case, one))
         except ZbcError as error:
-            least = error.least if isinstance(error, TooTight) else INF
-            self.refuse(error, least)
+            self.weighed.setdefault(name, None)
+            self.refuse(error, error.least if isinstance(error, TooTight) else INF)
             return INF, INF
         if not found[0]:
             self.weighed[name] = min(found[1], self.weighed[name] or INF)
@@ -108,9 +107,9 @@ class Best:
             found.setdefault(case, choice)
         return [*found.items()]
 
-    def ranked_of(self, case: Case, choice: Choice) -> Choice:
-        """The best choice of a case that fits; `choice` where none does."""
-        return dict(self.ranked()).get(case, choice)
+    def too_large(self, case: Case, choice: Choice) -> None:
+        """What no order can make fit, so that it takes no look."""
+        self.weighed.setdefault(_named(case, choice), None)
 
     def nearest(self) -> tuple[Case, Choice] | None:
         """What is the least too large, where nothing fits."""
@@ -176,27 +175,12 @@ def activations(job: Job, case: Case) -> Iterator[Memory]:
     yield job.memory
     if AUTO not in job.memory.chosen() or not case.optional or not limited(job):
         return
-    if not copies.possible(job, bytes_known=case.costs(case.start).bytes is not None):
+    if not copies.possible(job, bytes_known=case.first.bytes is not None):
         return
-    place = _places(case.placement)
-    sets = [frozenset(s for s in range(case.stages) if place[s] < count) for count in (0, 1, 2, max(place) + 1)]
-    for some in dict.fromkeys(sets):
-        yield with_copies(job.memory, some, case.stages)
-
-
-def with_copies(memory: Memory, recompute: frozenset[int], stages: int) -> Memory:
-    return memory.with_choice([BOTH if s in recompute else OFFLOAD for s in range(stages)])
-
-
-def _places(placement: Placement) -> list[int]:
-    """Of each stage, how many of its rank come before it."""
-    found, seen = list[int](), [0] * placement.ranks
-    for stage in range(placement.stages):
-        holders = placement.holders(stage)
-        found.append(max(seen[rank] for rank in holders))
-        for rank in holders:
-            seen[rank] += 1
-    return found
+    place = places(case.placement)
+    for count in sorted({0, 1, 2, max(place) + 1}):  # of each rank's stages, those that recompute as well
+        if count <= max(place) + 1:
+            yield job.memory.with_choice([BOTH if before < count else OFFLOAD for before in place])
 
 
 def _named(case: Case, choice: Choice) -> str:

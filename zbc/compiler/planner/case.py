@@ -15,7 +15,16 @@ from zbc.compiler.memory import holding
 from zbc.compiler.partition.balance import Loads, Points, Weights, even, moved, of_ranks
 from zbc.compiler.partition.initial import initial, is_open, recomputing, times, uniform
 from zbc.compiler.partition.limits import shortage, unlimited
-from zbc.compiler.partition.setup import Choice, Setup, limited, moves, refusals, refuse_placement, with_recompute
+from zbc.compiler.partition.setup import (
+    Choice,
+    Setup,
+    limited,
+    moves,
+    refusals,
+    refuse_placement,
+    unseen,
+    with_recompute,
+)
 from zbc.compiler.schedules import ScheduleCard
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
@@ -52,7 +61,7 @@ class Case:
         self.roomy = roomy and self.two_pipes and card.searched
         self.size = 3 * self.stages * job.schedule.microbatches  # F, B and W of a step
         self._even = {self.start.recompute: self.start}
-        refuse_placement(job, self.placement, self.costs(self.start), card.name)
+        refuse_placement(job, self.placement, self.first, card.name)
 
     def with_memory(self, memory: Memory) -> Case:
         """The same with something decided about activations."""
@@ -68,8 +77,12 @@ class Case:
         """Whether a quick look may see less than a whole one: one order, not the best of several."""
         if self.moves or not (self.card.searched or self.job.vocabulary):
             return False
-        busy = any(any(links.values()) for links in self.costs(self.start).occupies)
-        return bool(self.job.vocabulary) or busy or self.roomy or limited(self.job)
+        return unseen(self.job, self.first) or self.roomy or limited(self.job)
+
+    @cached_property
+    def first(self) -> Costs:
+        """What its ops cost on the partition that it starts from."""
+        return self.costs(self.start)
 
     def setup(self, choice: Choice) -> Setup:
         """Raises E303 where no order keeps to the limit."""
@@ -100,7 +113,7 @@ class Case:
         if self.job.costs.overlap and (self.moves or not self.movable):
             return 0.0
         if self.moves or not self.movable:
-            return unlimited(self.job, self.placement, self.costs(self.start)).of(self.job.objective)
+            return unlimited(self.job, self.placement, self.first).of(self.job.objective)
         both = {False, self.card.splits_backward}  # some orders have backwards in one op and in two
         tables = [self.times(frozenset(), split=split) for split in both]
         share: float = sum(map(min, zip(*chain(*tables), strict=True))) / self.placement.ranks
@@ -165,6 +178,12 @@ class Case:
             found.append(self.even(frozenset(self.optional[:count])))
             count *= 2
         return list(dict.fromkeys(found))
+
+    @cached_property
+    def fitting(self) -> list[Choice]:
+        """The starts that may fit: a search finds nothing for others. What orders made by hand hold is seen of them."""
+        known = not self.card.searched or self.moves
+        return [choice for choice in self.starts if known or not self.short(choice)]
 
     def _even_in_memory(self) -> Iterator[Choice]:
         """By what layers keep, as often as a stage holds it; on a device also by what stays; and mixed with their time.

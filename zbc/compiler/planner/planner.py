@@ -110,10 +110,12 @@ def _look(best: Best, case: Case) -> None:
     finds nothing for others."""
     if case.least_step >= best.step * (1 - SAME):
         return
-    fitting = [one for one in case.starts if not case.card.searched or case.moves or not case.short(one)]
-    found = [(*best.look(case, choice, quick=True), k) for k, choice in enumerate(fitting)]
+    for choice in case.starts:
+        if choice not in case.fitting:
+            best.too_large(case, choice)
+    found = [(*best.look(case, choice, quick=True), k) for k, choice in enumerate(case.fitting)]
     if found and case.rough:
-        best.look(case, fitting[min(found)[2]])
+        best.look(case, case.fitting[min(found)[2]])
 
 
 def _least_memory(best: Best, cases: Sequence[Case]) -> None:
@@ -141,13 +143,12 @@ def _improve(best: Best, case: Case, choice: Choice) -> None:
     most = max(2, min(MOVES, OPS // price))
     best.compiled = True
     every = case.below(best.step, most)
+    if every is None:
+        _climbed(case, choice, lambda one: best.look(case, one, quick=True), most)
     for one in every or ():
         best.look(case, one, quick=True)
-    if every is None:
-        choice = _climbed(case, choice, lambda one: best.look(case, one, quick=True), most)
-    elif not case.card.searched:
-        best.all_looked = True
-    best.look(case, choice if every is None else best.ranked_of(case, choice))
+    best.all_looked = every is not None and not case.card.searched
+    best.look(case, dict(best.ranked())[case])
 
 
 def _climbed(case: Case, at: Choice, score: Callable[[Choice], Score], most: int) -> Choice:

@@ -23,7 +23,6 @@ from zbc.compiler.sim.ways import longest
 from zbc.ir import Placement, Program
 
 _FAR = 16  # ops that may be looked past where what is next has not come
-NAMES = {"1f1b": "1f1b", "zb-h1": "zb-h1", "zb-auto": "zb-auto", "auto": "zb-auto"}
 
 
 def branched(kind: str, placement: Placement, request: Request) -> Program:
@@ -36,7 +35,7 @@ def branched(kind: str, placement: Placement, request: Request) -> Program:
         plain = [one for one in plain if fits(one, costs, limits)] or plain[:1]
     tried = [*plain, *(follow(one, costs, limits, Manner(_FAR)) for one in plain if fits(one, costs, limits))]
     best = min(tried, key=lambda one: Context(one, costs).step_ms(request.objective))
-    return replace(best, history=(NAMES[kind],))
+    return replace(best, history=("zb-auto" if kind == "auto" else kind,))
 
 
 def _by_hand(kind: str, placement: Placement, request: Request) -> Iterator[Program]:

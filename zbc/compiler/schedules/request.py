@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from zbc.compiler.passes.flushless import STEADY
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
@@ -87,7 +88,6 @@ class ScheduleCard:
     budget: float = 0.0  # seconds of search by default; 0 is the fast tier alone
     whole: bool = False  # it has no order of slices of microbatches
     branches: bool = False  # it has one of graphs of layers
-    steady: bool = False  # one backward after one forward, which may go on from step to step
 
     def allows(self, chunks: int | None) -> bool:
         """Whether a rank can have that many stages; None leaves it to the schedule."""
@@ -112,7 +112,7 @@ class ScheduleCard:
     @property
     def traits(self) -> frozenset[str]:
         """What of zbc/excludes.py it has."""
-        has = {"whole": self.whole, "chains": not self.branches, "flush": not self.steady}
+        has = {"whole": self.whole, "chains": not self.branches, "flush": self.name not in STEADY}
         return frozenset(name for name, there in has.items() if there)
 
     def check_ranks(self, p: int) -> None:

@@ -109,5 +109,4 @@ def _ordered(job: Job, card: ScheduleCard, chunks: int | None, *, every: bool) -
     if every or not card.searched or job.model.graph:
         return glance(job, table)
     case = Case(job, table, card, chunks)
-    fitting = [one for one in case.starts if not case.short(one)] if case.free else [case.start]
-    return planned(case.setup(fitting[0]), 0.0) if fitting else None
+    return planned(case.setup(case.fitting[0]), 0.0) if case.fitting else None

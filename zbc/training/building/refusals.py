@@ -92,4 +92,4 @@ def _refuse_pairs(manifest: Manifest, parts: Sequence[RankPlan], settings: Setti
         "compile": settings.model.compile,
         "offload": not kinds.isdisjoint(COPY),
     }
-    raise_all(excludes.planned({name for name, there in has.items() if there}))
+    raise_all(excludes.of_plan({name for name, there in has.items() if there}))
