@@ -9,7 +9,7 @@ from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
 
 EXCLUDING = {
-    "gradients shared out": {"parallel": {"dp": 2, "shard": "gradients"}},
+    "weights averaged": {"parallel": {"dp": 2, "average": {"every": 1}}},
     "one-sided": {"parallel": {"dp": 2, "shard": "weights", "exchange": "one-sided"}},
     "layers frozen": {"freeze": {"most": 0.5}},
 }
