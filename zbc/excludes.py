@@ -229,7 +229,7 @@ ROWS = (
     Excludes(
         "shared vocabulary",
         "E110",
-        {"post-validate|scatters|tp|replicas|freeze|file|offload": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
+        {"post-validate|tp|replicas|freeze|file|offload": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
     ),
     Excludes(
         "shared vocabulary",

@@ -118,7 +118,8 @@ class Sharded(OptimizerOver):
         self._rows = [Row(share, self._low) for share in self._shares]
         self._message = max(row.wide for row in self._rows), max(row.low for row in self._rows)
         self.scatters = scatters
-        self._sum: tuple[Pending, Tensor, Tensor, bool] | None = None  # and whether all of its gradients were here
+        # Under way, in the order of their start: parts of all ranks, this rank's, whether all of its gradients were here.
+        self._sums: list[tuple[Pending, Tensor, Tensor, bool]] = []
         self._added: tuple[Tensor, bool] | None = None  # the parts of sums that are over; likewise
         self._weights: tuple[Pending, Tensor, bool] | None = None  # and whether casts come in place of weights
         self._window: Window | None = None  # in place of collectives
@@ -237,9 +238,9 @@ class Sharded(OptimizerOver):
         if self._window is not None:
             self._slot_sum = self._post(self._window, transport)
             return
-        if self._sum is not None and not self.scatters:
+        if self._sums and not self.scatters:
             raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
-        self._collect()
+        self.poll()
         first = next(iter(self._trained.values()))
         parts = torch.zeros(len(self._ranks), self._width, dtype=gradient_type(first), device=first.device)
         there = self._move(parts)
@@ -248,10 +249,10 @@ class Sharded(OptimizerOver):
         parts[:, self._length :] = flags(present, parts.dtype, parts.device).view(-1, most)
         every = all(piece.name in there for piece in self._own)
         if self._among:
-            self._sum = transport.start_sum(parts.view(-1), self._among), parts, parts[self._mine], every
+            self._sums.append((transport.start_sum(parts.view(-1), self._among), parts, parts[self._mine], every))
             return
         mine = torch.empty_like(parts[0])
-        self._sum = transport.start_scatter(parts, mine, self._ranks), parts, mine, every
+        self._sums.append((transport.start_scatter(parts, mine, self._ranks), parts, mine, every))
 
     def scatter(self, transport: Transport) -> None:
         """Start to sum the gradients that there are so far."""
@@ -296,24 +297,22 @@ class Sharded(OptimizerOver):
         return set(there)
 
     def poll(self) -> bool:
-        """Let go of a message whose sum is over; whether none is under way."""
-        if self._sum is not None and self._sum[0].ready():
+        """Let go of the messages whose sums are over; whether none is under way."""
+        while self._sums and self._sums[0][0].ready():
             self._collect()
-        return self._sum is None
+        return not self._sums
 
     def _collect(self) -> None:
-        """Wait for a sum that is under way, and add its part to those before."""
-        if self._sum is None:
-            return
-        pending, _, mine, every = self._sum
+        """Wait for the first sum that is under way, and add its part to those before."""
+        pending, _, mine, every = self._sums.pop(0)
         pending.wait()
         before = self._added
         mine = mine.clone() if self._among else mine  # and let go of the parts of others
         self._added = (mine, every) if before is None else (before[0].add_(mine), before[1] or every)
-        self._sum = None
 
     def finish(self) -> None:
-        self._collect()
+        while self._sums:
+            self._collect()
         if self._slot_sum is not None:
             pending, slots, every = self._slot_sum
             pending.wait()
