@@ -118,7 +118,7 @@ class Sharded(OptimizerOver):
         self._rows = [Row(share, self._low) for share in self._shares]
         self._message = max(row.wide for row in self._rows), max(row.low for row in self._rows)
         self.scatters = scatters
-        # Under way, in the order of their start: parts of all ranks, this rank's, whether all of its gradients were here.
+        # Under way, in the order of their start: parts of all ranks, this one's, whether all gradients were here
         self._sums: list[tuple[Pending, Tensor, Tensor, bool]] = []
         self._added: tuple[Tensor, bool] | None = None  # the parts of sums that are over; likewise
         self._weights: tuple[Pending, Tensor, bool] | None = None  # and whether casts come in place of weights
