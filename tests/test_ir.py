@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from zbc.errors import Problems, ZbcError, raise_all
 from zbc.ir import Kind, Message, Op, Placement, Program, parse_line
+from zbc.ops import TIED, WORDS
 
 small = st.integers(0, 300)
 
@@ -45,7 +46,9 @@ def test_every_op_reads_back_from_its_text(op):
         (Op(Kind.VALIDATE, 0), "VALIDATE"),
         (Op(Kind.S, 0, 3, 0, 1), "S m3.1"),
         (Op(Kind.SPREAD, 0, 3), "SPREAD m3"),
-        (Op(Kind.REDUCE_V, 0), "REDUCE v"),
+        (Op(Kind.REDUCE, WORDS), "REDUCE v"),
+        (Op(Kind.STEP, WORDS), "STEP v"),
+        (Op(Kind.REDUCE, TIED), "REDUCE t"),
     ],
 )
 def test_the_text_form_is_the_one_of_the_design(op, text):

@@ -14,12 +14,11 @@ ANSWERS = {
     "is_send": "SEND_F SEND_B",
     "is_recv": "RECV_F RECV_B",
     "is_mark": "OVERLAP",
-    "is_collective": "REDUCE TIE VALIDATE GATHER SPREAD MEET SUM GIVE TAKE REDUCE_V SCATTER AVERAGE",
-    "sums": "REDUCE TIE REDUCE_V",
+    "is_collective": "REDUCE VALIDATE GATHER SPREAD MEET SUM GIVE TAKE SCATTER AVERAGE",
+    "sums": "REDUCE",
     "is_barrier": "VALIDATE",
     "stage_wide": "REDUCE STEP GATHER FREE TENTATIVE COMMIT SCATTER AVERAGE",
-    "rank_wide": "TIE VALIDATE NORM VERDICT REDO REDUCE_V",
-    "everywhere": "VALIDATE NORM VERDICT REDO REDUCE_V",
+    "rank_wide": "VALIDATE NORM VERDICT REDO",
     "unit_wide": "SPREAD S MEET T SUM I GIVE TAKE E",
 }
 

@@ -164,7 +164,7 @@ ROWS = (
         "average",
         "E118",
         {
-            "sharded|replicas|vocabulary|tied|barrier-free|ramp|freeze": UNWRITTEN,
+            "sharded|replicas|barrier-free|ramp|freeze": UNWRITTEN,
             "world": "it compares ranks by their samples alone",
             "bfloat16 weights": "a rotating share of bfloat16 weights would lose what is added to it",
             "zero1": "replicas with weights of their own have nothing to share out",

@@ -9,11 +9,11 @@ messages all show the same text:
     F s1 m0.2        slice 2 of a microbatch cut along its sequence
     SEND_F s1 m0 >r2 the peer rank follows from the placement; it is printed for the reader
     RECV_F s4 m0 from s1 <r1, SEND_B s4 m0 to s1 >r1: where a stage has several inputs, or its output several readers
-    REDUCE s0        stage-wide: no microbatch
-    TIE, VALIDATE    rank-wide: no stage
+    REDUCE s0        of an owner of weights, such as a stage: no microbatch
+    REDUCE v         of the rows of a vocabulary that all ranks share; REDUCE t: of weights that stages share
+    VALIDATE         rank-wide: no stage
     W s1 m3 75%      three quarters of the stage's layers get their weight gradients, the others are frozen (also BW)
     S m3.1           of every rank, for slice 1 of microbatch 3: no stage; of a vocabulary that all ranks share
-    REDUCE v         rank-wide: the rows of that vocabulary
     OVERLAP          a mark: the two ops after it are one group
     F s0 m0 next     of the next step, where steps follow one another without a flush
 """
@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ops import NUMBERED, At, Scope
+from zbc.ops import NUMBERED, OWNERS, TIED, WORDS, At, Scope
 from zbc.ops import Kind as Kind
 from zbc.topology import Topology
 
@@ -39,11 +39,13 @@ _PRINTS = {
 }
 COPY = frozenset({Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD})  # of what F keeps, to the host and back
 _KINDS = {kind.value: kind for kind in Kind}
+_OWNERS = {letter: owner for owner, letter in OWNERS.items()}
 WHOLE = 100  # percent
 IN_A_ROW = "in a row"  # what `repeated` adds to a program's history
 NEXT = 1 << 30  # `Op.mb` of microbatch k of the next step is NEXT + k
 _OP = re.compile(
-    r"(?P<kind>[A-Z_]+(?: v)?)(?: s(?P<stage>\d{1,9}))?(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?(?P<next> next)?)?"
+    r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d{1,9})| (?P<owner>[vt]))?"
+    r"(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?(?P<next> next)?)?"
     r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: #(?P<count>\d{1,9}))?"
     r"(?: (?P<share>\d{1,2})%)?(?: (?P<way>from|to) s(?P<other>\d{1,9}))?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
 )
@@ -52,6 +54,7 @@ _OP = re.compile(
 class Op(NamedTuple):
     """One step of one rank: `kind` of work on `stage` for microbatch `mb` of `pipe`, sequence part `slice`.
 
+    Where a kind is of an owner of weights `stage` may be WORDS or TIED.
     `mb` is NEXT and more for a microbatch of the next step.
     `share` is for W and BW: the percentage of the stage's layers that get weight gradients; the others are frozen.
     `other` is for transfers of a stage with several edges on that side: the stage at the other end.
@@ -70,10 +73,15 @@ class Op(NamedTuple):
         """What the op works on: (stage, microbatch, pipe, slice)."""
         return Key(self.stage, self.mb, self.pipe, self.slice)
 
+    @property
+    def owner(self) -> int:
+        """Whose weights it is about."""
+        return WORDS if self.kind.unit_wide else self.stage
+
     def __str__(self) -> str:
         has_stage, has_mb = _PRINTS[self[0]]
         kind, stage, mb, pipe, part, share, other = self
-        text = f"{kind} s{stage}" if has_stage else str(kind)
+        text = f"{kind} {OWNERS.get(stage) or f's{stage}'}" if has_stage else str(kind)
         if has_mb:
             own = mb if mb < NEXT else mb - NEXT
             text = f"{text} m{own}.{part}" if part else f"{text} m{own}"
@@ -117,14 +125,17 @@ class Key(NamedTuple):
 
 def parse_line(text: str) -> tuple[Op, int | None]:
     """An op and the peer rank printed after it, if any. Raises E404 for anything else."""
+    text = "REDUCE t" if text == "TIE" else text  # as plans had it before
     match = _OP.fullmatch(text)
     kind = _KINDS.get(match["kind"]) if match else None
     if match is None or kind is None:
         raise _not_an_op(text)
     stage, mb, part, up, pipe, arrow, peer = match.group("stage", "mb", "slice", "up", "pipe", "arrow", "peer")
-    count = match["count"]
+    count, owner = match["count"], match["owner"]
     wants_stage, wants_mb = _PRINTS[kind]
-    if (stage is not None) != wants_stage or (mb is not None) != wants_mb:
+    if owner is not None and not kind.stage_wide:
+        raise _not_an_op(text)
+    if (stage is not None or owner is not None) != wants_stage or (mb is not None) != wants_mb:
         raise _not_an_op(text)
     if arrow is not None and arrow != (">" if kind.is_send else "<" if kind.is_recv else None):
         raise _not_an_op(text)
@@ -135,7 +146,7 @@ def parse_line(text: str) -> tuple[Op, int | None]:
         raise _not_an_op(text)
     op = Op(
         kind,
-        int(stage or 0),
+        int(stage or 0) if owner is None else _OWNERS[owner],
         int(mb or count or 0) + (NEXT if match["next"] else 0),
         1 if up else int(pipe or 0),
         int(part or 0),
@@ -436,32 +447,38 @@ class Program:
         """Whether no rank sums gradients with another: one replica, one pipe, no shared weight."""
         return self.topology.alone and not self.tied
 
+    def owners(self, rank: int) -> tuple[int, ...]:
+        """Whose weights a rank steps: its stages, and its rows of a vocabulary that all share."""
+        return self.placement.stages_of(rank) + ((WORDS,) if self.vocabulary else ())
+
+    def averaged(self, rank: int) -> tuple[int, ...]:
+        """Whose weights a rank averages with its replicas: those that stages share count for themselves."""
+        shares = self.tied and any(stage in self.tying for stage in self.placement.stages_of(rank))
+        return (*self.owners(rank), *([TIED] if shares else [])) if self.averages else ()
+
     def members(self, op: Op) -> tuple[int, ...]:
         """The ranks of one replica that run a step-level op, ascending; a collective meets them in all replicas."""
         placement = self.placement
-        if op.kind.everywhere or op.kind.unit_wide:
+        if op.kind.rank_wide or op.kind.unit_wide or op.stage == WORDS:
             return tuple(range(placement.ranks))
-        if op.kind is Kind.TIE:
-            return tuple(sorted({rank for stage in self.tying for rank in placement.holders(stage)}))
-        return tuple(sorted(set(placement.holders(op.stage))))
+        stages = self.tying if op.stage == TIED else (op.stage,)
+        return tuple(sorted({rank for stage in stages for rank in placement.holders(stage)}))
 
     @property
     def tying(self) -> tuple[int, ...]:
-        """The stages whose gradients TIE sums, ascending."""
+        """The stages that share weights, ascending."""
         return self.ties or self.placement.ends
 
     def holders(self, op: Op) -> int:
         """How many ranks meet in a collective: over all replicas of the pipeline, but for one of units."""
-        if self.apart(op.kind):
-            return self.dp
         if op.kind is Kind.AVERAGE:
             return self.dp if self.averages else 1
-        apart = op.kind.unit_wide or (self.averages and not op.kind.is_barrier)
-        return (1 if apart else self.dp) * len(self.members(op))
+        alone = op.kind.unit_wide or (self.averages and not op.kind.is_barrier)
+        return (1 if alone else self.dp) * (1 if self.apart(op) else len(self.members(op)))
 
-    def apart(self, kind: Kind) -> bool:
+    def apart(self, op: Op) -> bool:
         """Whether a rank meets its own replicas alone in a collective: over its words, or weights that it frees."""
-        return kind is Kind.REDUCE_V or (kind is Kind.GATHER and self.resident > 0)
+        return op.stage == WORDS or op.kind is Kind.AVERAGE or (op.kind is Kind.GATHER and self.resident > 0)
 
     def shared(self, op: Op) -> bool:
         """Whether a collective has anybody to meet."""

@@ -10,6 +10,9 @@ starts an *event* and goes on: what it writes is there when the event is over, a
     W       reads   left                     writes  part                           frees  left
 
 A row is all that a new kind needs besides its cost column, its handler in the runtime and the pass that places it.
+
+An *owner* has parameters, ranks that hold them and a sum of their gradients: each stage, the rows of a vocabulary that
+a rank has, and the weights that stages share. Ops of weights (REDUCE, STEP, GATHER ..) are of an owner.
 """
 
 from __future__ import annotations
@@ -31,10 +34,9 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"  # start sending an input gradient to the rank of the stage that made the input; does not wait
     RECV_B = "RECV_B"  # post the buffer for the gradient of a stage's output; the B or BW that needs it waits
     OVERLAP = "OVERLAP"  # the next two ops, an F and an F, B, BW or W, are one group: both start when both can
-    REDUCE = "REDUCE"  # start summing a stage's gradients over all ranks that hold a replica of it; VALIDATE waits
-    TIE = "TIE"  # the same for the one weight that the first and the last stage share
+    REDUCE = "REDUCE"  # start summing an owner's gradients over all ranks that hold a replica of it; VALIDATE waits
     VALIDATE = "VALIDATE"  # all ranks agree on loss, gradient norm and whether to step: a barrier
-    STEP = "STEP"  # optimizer step of one stage
+    STEP = "STEP"  # optimizer step of one owner
     TENTATIVE = "TENTATIVE"  # write a stage's weights as if its step stood unclipped; all else of the optimizer stays
     NORM = "NORM"  # of the last step: wait for the sums of the ranks before, add this rank's, pass them to the next
     VERDICT = "VERDICT"  # of the last step: wait for the verdict of the next rank (the last one makes it), pass it back
@@ -54,7 +56,6 @@ class Kind(StrEnum):
     GIVE = "GIVE"  # start adding up what was looked up on the first stage's rank, whose F waits
     TAKE = "TAKE"  # start sending the gradient of the first stage's input to all ranks
     E = "E"  # add it to the gradient of this rank's rows of the embedding
-    REDUCE_V = "REDUCE v"  # start summing the gradients of this rank's rows over all replicas; VALIDATE waits
     SCATTER = "SCATTER"  # start summing what gradients of a stage there are so far into the parts that ranks step
     AVERAGE = "AVERAGE"  # start averaging a share of a stage's weights over the replicas, which sum no gradients then
     FREE = "FREE"  # give back the room of a stage's weights; the parts that ranks step stay
@@ -72,13 +73,17 @@ class Kind(StrEnum):
     is_collective: bool  # all ranks that take part meet
     sums: bool  # a collective that sums gradients
     is_barrier: bool  # a collective that its rank waits for
-    stage_wide: bool  # once per stage, on each rank that holds it
-    rank_wide: bool  # once per rank
-    everywhere: bool  # once on every rank
+    stage_wide: bool  # once per owner, on each rank that holds it
+    rank_wide: bool  # once on every rank
     unit_wide: bool  # once on every rank for each unit: ranks of one replica meet
     takes: At | None  # on which edges of its stage it reads: SOURCES, SINKS; None where it reads on none
     gives: At | None  # the same of what it writes
     makes_part: bool  # its result is a share of the gradients of its stage's weights
+
+
+WORDS = -1  # the owner of a rank's rows of a vocabulary that all ranks share
+TIED = -2  # the owner of the weights that several stages share; each of these stages steps its copy
+OWNERS = {WORDS: "v", TIED: "t"}  # as ops print those that are no stage: `REDUCE v`
 
 
 class Scope(Enum):
@@ -86,7 +91,7 @@ class Scope(Enum):
 
     UNIT = "stage, microbatch, slice"  # on the rank that holds the stage
     EVERY = "microbatch, slice"  # on every rank
-    STAGE = "stage"  # on every rank that holds the stage
+    STAGE = "owner"  # on every rank that holds the stage, or what else `Op.stage` names
     RANK = "rank"
 
 
@@ -109,11 +114,12 @@ class At(Enum):
     SINKS = "on the edges to the stages that read it"
     EARLIER = "of the slice before, if there is one"
     LATER = "of the slice after, if there is one"
-    UNITS = "all units of the stage on this rank"
-    STAGES = "all stages of this rank"
+    UNITS = "all units of the owner on this rank"
+    OWNERS = "all owners of this rank"
+    WORDS = "of this rank's rows of the vocabulary"
+    TIED = "of the weights that stages share, by an op of one of these stages"
     FIRST = "of the first stage, by an op of it, or by one of every rank on the rank that holds it"
     LAST = "of the last stage, likewise"
-    ENDS = "the first and the last stage, as far as they are on this rank"
     RANK_BEFORE = "of the rank before, if there is one"
     RANK_AFTER = "of the rank after, if there is one"
 
@@ -158,13 +164,11 @@ VALUES = {
     "dinput": Value("share", text="the gradient of the first stage's input, on a rank that holds words"),
     "outpart": Value("share", stays=True, text="one microbatch's share of the gradient of a rank's output rows"),
     "inpart": Value("share", stays=True, text="one microbatch's share of the gradient of a rank's embedding rows"),
-    "pooled": Value("rank", stays=True, text="gradients of a rank's rows, summed over all replicas"),
     "part": Value("unit", stays=True, text="one microbatch's share of the gradients of a stage's weights"),
     "weights": Value("stage", stays=True, text="the weights of a stage, whole"),
     "shard": Value("stage", stays=True, text="what an optimizer step makes: weights, or this rank's share of them"),
     "total": Value("stage", stays=True, text="gradients summed over all replicas"),
     "clean": Value("stage", stays=True, text="room for new gradients: those of the last step are gone"),
-    "tied": Value("rank", stays=True, text="the summed gradient of the shared weight"),
     "norm": Value("rank", stays=True, text="the gradient norm, as far as the ranks so far know it"),
     "verdict": Value("rank", stays=True, text="whether to step, and how far to clip"),
     "stands": Value("rank", stays=True, text="weights that are as the verdict says"),
@@ -294,18 +298,10 @@ ROWS: dict[Kind, Row] = {
         cost="reduce",
         look=_look("S", "sum of gradients", "#b9a7cf", (146,)),
     ),
-    Kind.TIE: Row(
-        _RANK,
-        _COLLECTIVE,
-        reads=_refs("part@ENDS clean@ENDS"),
-        writes=_refs("tied"),
-        cost="tie",
-        look=_look("T", "sum of the shared weight", "#b9a7cf", (146,)),
-    ),
     Kind.VALIDATE: Row(
         _RANK,
         _COLLECTIVE,
-        reads=_refs("part@STAGES total@STAGES tied"),
+        reads=_refs("part@OWNERS total@OWNERS"),
         writes=_refs("verdict"),
         cost="agree",
         blocks=True,
@@ -324,7 +320,7 @@ ROWS: dict[Kind, Row] = {
     Kind.TENTATIVE: Row(
         _STAGE,
         _COMPUTE,
-        reads=_refs("part@UNITS total tied weights"),
+        reads=_refs("part@UNITS total total@TIED weights"),
         writes=_refs("shard"),
         frees=_refs("weights"),
         cost="tentative",
@@ -388,7 +384,7 @@ ROWS |= {
     Kind.S: Row(
         _EVERY,
         _COMPUTE,
-        reads=_refs("hidden"),
+        reads=_refs("hidden weights@WORDS"),
         writes=_refs("logits sums"),
         cost="s",
         look=_look("V", "logits of a rank's words", "#3a2a4f", (54,), "#ffffff"),
@@ -404,7 +400,7 @@ ROWS |= {
     Kind.T: Row(
         _EVERY,
         _COMPUTE,
-        reads=_refs("hidden logits stats"),
+        reads=_refs("hidden logits stats weights@WORDS clean@WORDS"),
         writes=_refs("outpart"),
         frees=_refs("hidden logits stats"),
         cost="t",
@@ -414,6 +410,7 @@ ROWS |= {
     Kind.I: Row(
         _EVERY,
         _COMPUTE,
+        reads=_refs("weights@WORDS"),
         writes=_refs("words"),
         cost="i",
         look=_look("I", "look-up of a rank's words", "#6f6a7d", (60,), "#ffffff"),
@@ -432,19 +429,11 @@ ROWS |= {
     Kind.E: Row(
         _EVERY,
         _COMPUTE,
-        reads=_refs("dinput"),
+        reads=_refs("dinput clean@WORDS"),
         writes=_refs("inpart"),
         frees=_refs("dinput"),
         cost="e",
         look=_look("N", "gradient of looked-up words", "#f7f7fb", (231,)),
-    ),
-    Kind.REDUCE_V: Row(
-        _RANK,
-        _COLLECTIVE,
-        reads=_refs("outpart@UNITS inpart@UNITS"),
-        writes=_refs("pooled"),
-        cost="pool",
-        look=_look("Y", "sum of words' gradients", "#b9a7cf", (146,)),
     ),
 }
 Rows = dict[Kind, Row]
@@ -480,7 +469,6 @@ PATCHES: dict[str, tuple[RowPatch, ...]] = {
         RowPatch(Kind.F, "input@FIRST", "top@LAST", "input@FIRST"),
         RowPatch(Kind.B, *_TURN),
         RowPatch(Kind.BW, *_TURN),
-        RowPatch(Kind.VALIDATE, "outpart@UNITS inpart@UNITS pooled"),
     ),
     "two sums": (RowPatch(Kind.MEET, without="turn@LAST"), RowPatch(Kind.T, writes="dtop")),
     # Weights come and go within a step: STEP updates this rank's share alone, which is there from the start and is
@@ -512,7 +500,7 @@ def rows_with(features: tuple[str, ...]) -> Rows:
     return rows
 
 
-VOCABULARY = frozenset(kind for kind, row in ROWS.items() if row.scope is _EVERY) | {Kind.REDUCE_V}
+VOCABULARY = frozenset(kind for kind, row in ROWS.items() if row.scope is _EVERY)
 COUNTED = frozenset({Kind.GATHER, Kind.FREE, Kind.SCATTER})  # may stand several times in a step; `Op.mb` counts them
 
 NUMBERED = COUNTED | {Kind.STEP}  # whose number an op prints
@@ -535,10 +523,9 @@ def _answer(kind: Kind, row: Row) -> None:
     kind.is_mark = row.lane is Lane.MARK
     kind.is_collective = row.lane is Lane.COLLECTIVE
     kind.is_barrier = row.blocks
-    kind.sums = kind.is_collective and not row.blocks and any(ref.what in ("part", "outpart") for ref in row.reads)
+    kind.sums = kind.is_collective and not row.blocks and any(ref.what == "part" for ref in row.reads)
     kind.stage_wide = row.scope is Scope.STAGE
     kind.rank_wide = row.scope is Scope.RANK and not kind.is_mark
-    kind.everywhere = kind.rank_wide and not any(ref.at is At.ENDS for ref in row.reads)
     kind.unit_wide = row.scope is Scope.EVERY
     kind.takes, kind.gives = _side(row.reads), _side(row.writes)
     kind.makes_part = any(ref.what == "part" for ref in row.writes)

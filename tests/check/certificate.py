@@ -11,9 +11,10 @@ import networkx as nx
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program, parse_line
+from zbc.ops import TIED
 
 KEYED = r"(?:SEND_[FB]|RECV_[FB]|BW|F|B|W) s\d+ m\d+(?:\.\d+)?"
-OP = re.compile(rf"(?:{KEYED}|(?:REDUCE|STEP|GATHER) s\d+|TIE|VALIDATE|OVERLAP)(?: up| pipe\d+)?\b")
+OP = re.compile(rf"(?:{KEYED}|(?:REDUCE|STEP|GATHER) (?:s\d+|t)|VALIDATE|OVERLAP)(?: up| pipe\d+)?\b")
 PLACE = re.compile(r"rank (\d+) step (\d+): (" + OP.pattern + r"(?: [<>]r\d+)?)")
 LINE = re.compile(rf"{PLACE.pattern}  waits for  {PLACE.pattern}(?:, after step (\d+))?")
 FORWARD, BACKWARD = {Kind.F}, {Kind.B, Kind.BW}
@@ -87,9 +88,7 @@ def waits_for(op: Op, other: Op, blocking: bool) -> bool:
         made = FORWARD if op.kind is Kind.SEND_F else BACKWARD
         return other.kind in made and op[1:] == other[1:]
     if op.kind is Kind.REDUCE:
-        return other.kind.computes and op.stage == other.stage
-    if op.kind is Kind.TIE:
-        return other.kind.computes
+        return other.kind.computes and op.stage in (TIED, other.stage)
     if op.kind is Kind.VALIDATE:
         return other.kind.computes or other.kind.sums
     if op.kind is Kind.GATHER:

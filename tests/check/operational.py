@@ -28,7 +28,8 @@ from zbc.ir import Kind, Op, Program
 COMPUTE = {"F", "B", "BW", "W"}
 WORDS = {"S", "T", "I", "E"}  # of every rank, for each unit
 MEETINGS = {"SPREAD", "MEET", "SUM", "GIVE", "TAKE"}  # of the ranks of one copy, for each unit
-SUMS = {"REDUCE", "TIE", "GATHER", "SCATTER", "REDUCE v"}
+SUMS = {"REDUCE", "GATHER", "SCATTER"}
+ROWS, TIED = -1, -2  # `Op.stage` of a rank's rows of the vocabulary, and of weights that both ends share
 AVERAGE = {"AVERAGE"}  # in place of sums of gradients
 MARK = {"OVERLAP"}
 AHEAD = {"NORM", "VERDICT", "REDO", "COMMIT", "TENTATIVE"}
@@ -74,7 +75,7 @@ class Rank:
     weights: set[tuple] = field(default_factory=set)  # keys whose W or BW ran here
     arrived: set[tuple] = field(default_factory=set)  # messages in their buffers
     queue: deque[Op] = field(default_factory=deque)  # collectives started and not over, first in, first out
-    summed: set[object] = field(default_factory=set)  # stages, and "TIE": started to sum
+    summed: set[object] = field(default_factory=set)  # stages, ROWS and TIED: started to sum
     shared: set[tuple] = field(default_factory=set)  # of a shared vocabulary: (kind, mb, slice), once done or started
     came: set[tuple] = field(default_factory=set)  # and those of its collectives that happened
     averaged: set[int] = field(default_factory=set)  # stages
@@ -271,7 +272,7 @@ class Machine:
             require(key not in rank.weights, f"{op} would count its gradient twice")
             require(op.stage not in rank.summed, f"{op} comes after the sum over copies")
             ends = op.stage in (0, self.stages - 1)
-            require(not ends or "TIE" not in rank.summed, f"{op} comes after the sum over both stages")
+            require(not ends or TIED not in rank.summed, f"{op} comes after the sum over both stages")
             rank.weights.add(key)
         return True
 
@@ -314,7 +315,9 @@ class Machine:
         require((kind, *unit) not in rank.shared, f"{op} again")
         require(not rank.judging and not rank.validated, f"{op} comes after the step was judged")
         if kind in ("T", "E"):
-            require("v" not in rank.summed, f"{op} comes after the sum of this rank's rows")
+            require(ROWS not in rank.summed, f"{op} comes after the sum of this rank's rows")
+        if kind in ("S", "T", "I") and not self.renewed(r, op._replace(stage=ROWS)):
+            return False
         after = {"S": "SPREAD", "T": "MEET", "E": "TAKE"}.get(kind)
         if after and not self.have(r, op, after):
             return False
@@ -378,23 +381,18 @@ class Machine:
     # ---- the end of the step ----
 
     def start(self, r: int, op: Op) -> None:
-        """REDUCE, TIE and GATHER: start and go on."""
+        """REDUCE and GATHER: start and go on."""
         rank, kind = self.ranks[r], op.kind.value
-        if kind == "REDUCE v":
-            require(self.words > 0 and self.copies > 1 and "v" not in rank.summed, f"{op} sums nothing")
-            require(not rank.judging and not rank.validated, f"{op} comes after the step was judged")
-            rank.summed.add("v")
-            rank.queue.append(op)
-            self.settle()
-            return
+        require(op.stage != ROWS or self.copies > 1, f"{op} meets nobody")
         require(r in self.members(op), f"rank {r} has no part in {op}")
         if kind in ("GATHER", "SCATTER"):
+            require(op.stage != TIED, f"{op} is of no optimizer")
             shared = self.sharded and len(self.members(op)) > 1
             self.begin(rank, op)
         if kind == "SCATTER":
-            require(self.scatters and shared, f"{op} has nothing to share out")
+            require(self.scatters and shared and op.stage != ROWS, f"{op} has nothing to share out")
             require(op.stage not in rank.summed and not rank.judging, f"{op} comes after the last sum of its stage")
-        elif kind == "GATHER" and self.resident:
+        elif kind == "GATHER" and self.resident and op.stage != ROWS:
             require(shared and op.stage not in rank.stepped, f"{op} has nothing to gather")
             require(op.stage not in rank.there, f"{op} gathers what is here")
             require(len(rank.there) < self.resident, f"{op} finds no room")
@@ -407,14 +405,12 @@ class Machine:
             require(op.stage not in rank.gathered, f"{op} again")
             rank.gathered.add(op.stage)
         else:
-            require(kind == "REDUCE" or self.tied, "no weight is shared")
             require(not rank.judging and not rank.validated, f"{op} comes after the step was judged")
-            what = op.stage if kind == "REDUCE" else "TIE"
-            require(what not in rank.summed, f"{op} again")
-            stages = (0, self.stages - 1) if what == "TIE" else (op.stage,)
+            require(op.stage not in rank.summed, f"{op} again")
+            stages = (0, self.stages - 1) if op.stage == TIED else (op.stage,)
             final = [s for s in stages if r % self.p in self.holders(s)]
             require(not self.ahead or rank.committed.issuperset(final), f"{op} sums the gradients of the step before")
-            rank.summed.add(what)
+            rank.summed.add(op.stage)
         rank.queue.append(op)
         self.settle()
 
@@ -434,7 +430,9 @@ class Machine:
             return True
         require(self.averages > 0 and r in self.members(op), f"rank {r} has no part in {op}")
         require(op.stage not in rank.averaged, f"{op} again")
-        used = any(key[0] == op.stage for key in rank.outputs) or op.stage in rank.stepped
+        of = (0, self.stages - 1) if op.stage == TIED else (op.stage,)
+        used = any(key[0] in of for key in rank.outputs) or not rank.stepped.isdisjoint(of)
+        used |= op.stage == ROWS and bool(rank.shared)
         require(not used, f"{op} changes weights that were used")
         rank.averaged.add(op.stage)
         if self.copies > 1:
@@ -487,8 +485,8 @@ class Machine:
         """Those that meet: the ranks of each copy, for words; a rank of all copies, for its rows; else one group."""
         if op.kind.value in MEETINGS:
             return [{copy * self.p + r for r in range(self.p)} for copy in range(self.copies)]
-        if op.kind.value == "REDUCE v":
-            return [{copy * self.p + r for copy in range(self.copies)} for r in range(self.p)]
+        if op.stage == ROWS or op.kind.value == "AVERAGE":
+            return [{copy * self.p + r for copy in range(self.copies)} for r in self.holders(op.stage)]
         return [self.members(op)]
 
     def members(self, op: Op) -> set[int]:
@@ -496,11 +494,16 @@ class Machine:
             return set(range(len(self.ranks)))
         if op.kind.value == "GATHER" and op.other >= 0:
             return {copy * self.p + op.other for copy in range(self.copies)}
-        stages = {0, self.stages - 1} if op.kind.value == "TIE" else {op.stage}
-        return {copy * self.p + r for stage in stages for r in self.holders(stage) for copy in range(self.copies)}
+        return {copy * self.p + r for r in self.holders(op.stage) for copy in range(self.copies)}
 
     def holders(self, stage: int) -> set[int]:
         """In one copy."""
+        if stage == ROWS:
+            require(self.words > 0, "there are no words")
+            return set(range(self.p))
+        if stage == TIED:
+            require(self.tied, "no weight is shared")
+            return self.holders(0) | self.holders(self.stages - 1)
         require(0 <= stage < self.stages, f"there is no stage {stage}")
         return {pipe[stage] for pipe in self.pipes}
 
@@ -569,11 +572,11 @@ class Machine:
         rank = self.ranks[r]
         require(r % self.p in self.holders(op.stage), f"rank {r} has no copy of {op}")
         require(op.stage not in rank.tentative, f"{op} again")
-        sums = [op.stage, *(["TIE"] if self.tied and op.stage in (0, self.stages - 1) else [])]
+        sums = [op.stage, *([TIED] if self.tied and op.stage in (0, self.stages - 1) else [])]
         for what in sums:
-            members = self.members(Op(Kind.TIE, 0) if what == "TIE" else Op(Kind.REDUCE, op.stage))
+            members = self.members(Op(Kind.REDUCE, what))
             require(len(members) == 1 or what in rank.summed, f"{op} comes before the sum over copies")
-        if any(other.kind.value == "TIE" or other.stage == op.stage for other in rank.queue):
+        if any(other.stage in sums for other in rank.queue):
             return False
         rank.tentative.add(op.stage)
         return True
@@ -600,7 +603,14 @@ class Machine:
             require(rank.shared == units, f"rank {r} lacks {units - rank.shared} of its words")
         barrier = any(rank.validated or rank.stepped for rank in self.ranks)
         alone = not self.words or self.copies == 1 or not barrier
-        require(alone or all("v" in rank.summed for rank in self.ranks), "rows of words were not summed")
+        summed = self.averages or all(ROWS in rank.summed for rank in self.ranks)
+        require(alone or summed, "rows of words were not summed")
+        stepped = not self.words or not barrier or all(ROWS in rank.stepped for rank in self.ranks)
+        require(stepped, "rows of words were not stepped")
+        own = [*([ROWS] if self.words else []), *([TIED] if self.tied else [])] if self.averages and barrier else []
+        for r, rank in enumerate(self.ranks):
+            mine = {one for one in own if r % self.p in self.holders(one)}
+            require(self.copies == 1 or mine <= rank.averaged, "words or shared weights were not averaged")
         require(not (barrier and self.ahead), "a step with and without a barrier")
         if self.ahead:
             for r, rank in enumerate(self.ranks):
@@ -623,8 +633,8 @@ class Machine:
                     gathered = not self.sharded or stage in rank.gathered or unused
                     require(alone or gathered, f"stage {stage} was not gathered")
             shared = self.holders(0) | self.holders(self.stages - 1)
-            if self.tied and len(shared) * self.copies > 1:
-                require(all("TIE" in self.ranks[r].summed for r in shared), "the shared weight was not summed")
+            if self.tied and len(shared) * (1 if self.averages else self.copies) > 1:
+                require(all(TIED in self.ranks[r].summed for r in shared), "the shared weight was not summed")
 
     def touched(self, pipe: int, mb: int) -> bool:
         return any(key[1:3] == (mb, pipe) for rank in self.ranks for key in rank.outputs)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zbc.ir import Kind, Message, Op, Placement, Program
+from zbc.ops import TIED
 
 Ranks = list[list[Op]]
 
@@ -127,7 +128,7 @@ def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
 def with_step_ops(rng: random.Random, program: Program, ranks: Ranks) -> Ranks:
     """Sums somewhere behind what they close, mostly in one order on all ranks; VALIDATE, STEP. GATHER comes first."""
     place, spread = program.placement, rng.choice([0, 2, 100])
-    sums = [Op(Kind.REDUCE, stage) for stage in range(place.stages)] + [Op(Kind.TIE, 0)] * program.tied
+    sums = [Op(Kind.REDUCE, stage) for stage in range(place.stages)] + [Op(Kind.REDUCE, TIED)] * program.tied
     sums = rng.sample([op for op in sums if program.shared(op)], sum(map(program.shared, sums)))
     disorder = rng.random() < 0.2
     closed = []
@@ -135,7 +136,7 @@ def with_step_ops(rng: random.Random, program: Program, ranks: Ranks) -> Ranks:
         listed, floor = list(ops), 0
         mine = [op for op in sums if rank in program.members(op)]
         for op in rng.sample(mine, len(mine)) if disorder else mine:
-            stages = (0, place.stages - 1) if op.kind is Kind.TIE else (op.stage,)
+            stages = (0, place.stages - 1) if op.stage == TIED else (op.stage,)
             ends = [i + 1 for i, other in enumerate(listed) if other.kind.computes and other.stage in stages]
             floor = max(floor, max(ends, default=len(listed)))
             floor += rng.randint(0, min(spread, len(listed) - floor))
@@ -276,7 +277,7 @@ def _bound(place: Placement, first: Op, second: Op) -> bool:
     for op, other in ((first, second), (second, first)):
         if op.kind in (Kind.VALIDATE, Kind.STEP, Kind.GATHER):
             return True
-        if op.kind.sums and other.kind.computes and (op.kind is Kind.TIE or op.stage == other.stage):
+        if op.kind.sums and other.kind.computes and op.stage in (TIED, other.stage):
             return True
     if first.kind.is_transfer and first.kind.is_send is second.kind.is_send and second.kind.is_transfer:
         return place.peer(first) == place.peer(second)

@@ -15,6 +15,7 @@ from zbc.compiler.cost.work import keys_seen
 from zbc.compiler.partition.initial import initial
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
+from zbc.ops import TIED
 from zbc.plan.dealing import most
 
 LINEAR, V = Placement.linear(4), Placement.vshape(4)
@@ -432,13 +433,13 @@ def test_an_entry_of_a_column_may_say_what_each_slice_costs():
 
 def test_a_column_that_is_not_there_costs_nothing():
     free = Costs.uniform(V)
-    for kind in (Kind.REDUCE, Kind.TIE, Kind.GATHER, Kind.STEP, Kind.COMMIT, Kind.TENTATIVE, Kind.VALIDATE, Kind.NORM):
+    for kind in (Kind.REDUCE, Kind.GATHER, Kind.STEP, Kind.COMMIT, Kind.TENTATIVE, Kind.VALIDATE, Kind.NORM):
         assert free.duration(Op(kind, 0)) == 0.0, kind
     assert free.of("hop") == 0.0 and free.column("step") == (0.0,) * 8 and free.total("tentative", (0, 7)) == 0.0
     assert free.with_ms(f=()).duration(Op(Kind.F, 3, 0)) == 0.0
-    dear = free.with_ms(step=tuple(map(float, range(8))), agree=(3.0,), tie=(4.0,))
+    dear = free.with_ms(step=tuple(map(float, range(8))), agree=(3.0,), **{"reduce t": (4.0,)})
     assert dear.total("step", (0, 7)) == 7.0 and dear.duration(Op(Kind.COMMIT, 5)) == 5.0
-    assert (dear.duration(Op(Kind.VALIDATE, 0)), dear.duration(Op(Kind.TIE, 0))) == (3.0, 4.0)
+    assert (dear.duration(Op(Kind.VALIDATE, 0)), dear.duration(Op(Kind.REDUCE, TIED))) == (3.0, 4.0)
 
 
 def test_a_transfer_takes_as_long_in_either_direction_and_no_time_within_a_rank():
@@ -463,11 +464,11 @@ def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():
     tied = {"tie_embeddings": True}
     apart, alike = bytes_of(), bytes_of(model=tied)
     assert [s.weights for s in apart.bytes] == [s.weights for s in alike.bytes]
-    assert alike.tied == size and apart.tied == 0.0 and alike.of("tie") > 0.0 == apart.of("tie")
+    assert alike.tied == size and apart.tied == 0.0 and alike.of("reduce", TIED) > 0.0 == apart.of("reduce", TIED)
     v = Placement.vshape(2)
     apart, alike = bytes_of(v), bytes_of(v, model=tied)
     saved = [one.weights - both.weights for one, both in zip(apart.bytes, alike.bytes, strict=True)]
-    assert saved == [0.0, 0.0, 0.0, size] and alike.of("tie") == 0.0
+    assert saved == [0.0, 0.0, 0.0, size] and alike.of("reduce", TIED) == 0.0
     copies = {"parallel": {"pp": 2, "dp": 2}, "optimizer": {"zero1": True}}
     shared = bytes_of(model=tied, **copies).bytes[0]
     assert shared.optimizer == pytest.approx((2 * shared.weights - 8 * 32 - 2 * size) / 2 + 2 * size, rel=0.01)

@@ -26,7 +26,7 @@ class Moving(Feature):
             s: {name: p.detach().clone() for name, p in stage.parameters.items()} for s, stage in stages.items()
         }
 
-    def steps(self, worker, op, step):
+    def steps(self, worker, op):
         for name, p in worker.stages[op.stage].parameters.items():
             self.means[op.stage][name].lerp_(p.detach(), 0.25)
 

@@ -14,7 +14,7 @@ import pytest
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.threads import run_threads
 from zbc.ir import COPY, Message, Op, Placement, Program
-from zbc.ops import VALUES, VOCABULARY, At, Kind, Ref, Scope
+from zbc.ops import TIED, VALUES, VOCABULARY, At, Kind, Ref, Scope
 from zbc.runtime.core.state import STORES
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.handlers import HANDLERS
@@ -40,9 +40,9 @@ GROUPED = dict(
 STEPS = 3  # the first is not looked at: there is no step before it to make final
 
 PER_UNIT = {value for store in STORES for value in store.values}  # of these all is seen
-FROM_OUTSIDE = {"part", "total", "tied", "norm", "verdict", "shard", "weights", "clean"}  # of these, that it is made
+FROM_OUTSIDE = {"part", "total", "norm", "verdict", "shard", "weights", "clean"}  # of these, that it is made
 NOT_THERE = {"kv", "dkv"}  # without slices
-SHARES = {name for name, value in VALUES.items() if value.scope == "share"} | {"pooled"}  # see test_shared_words.py
+SHARES = {name for name, value in VALUES.items() if value.scope == "share"}  # see test_shared_words.py
 UNSEEN = {"stands"}  # REDO says nothing where the step before stands
 
 
@@ -165,7 +165,7 @@ class Watch:
         found = {"verdict": verdict is not None, "weights": len(worker.features.of(Gathers).coming)}
         if kind is Kind.NORM and pending is not None:  # VERDICT takes the sums of all, and need not keep them
             found["norm"] = pending.sums is not None
-        if kind.row.scope is not Scope.RANK:
+        if kind.row.scope is not Scope.RANK and self.op.stage != TIED:
             weights = list(worker.stages[self.op.stage].parameters.values())
             found["shard"] = sizes(weights)
             if kind.computes:  # sums lie where the gradients lay

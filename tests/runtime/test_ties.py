@@ -11,8 +11,8 @@ from tests.runtime.test_gradients import VECTORS, user, without_step
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
-from zbc.ir import Kind
 from zbc.job.model_section import Model
+from zbc.ops import TIED
 
 TIES = {
     "layers.4.down.weight": "layers.0.down.weight",
@@ -119,7 +119,7 @@ def test_all_copies_of_a_weight_stay_one(schedule, p, how):
         torch.testing.assert_close(held[0].detach(), expected.weights[owner], rtol=1e-5, atol=1e-6)
     for name, parameter in parameters(workers).items():
         torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
-    assert sum(op.kind is Kind.TIE for _, _, op in plan.program) > 0
+    assert sum(op.stage == TIED for _, _, op in plan.program) > 0
 
 
 def test_a_run_goes_on_from_its_checkpoint_under_another_plan(tmp_path):
@@ -134,7 +134,7 @@ def test_a_run_goes_on_from_its_checkpoint_under_another_plan(tmp_path):
 
 def test_where_all_layers_of_a_weight_are_in_one_stage_nothing_travels():
     plan = plan_of("1f1b", 2, ties={"layers.1.down.weight": "layers.0.down.weight"}, keep=without_step)
-    assert not plan.manifest.tied and not any(op.kind is Kind.TIE for _, _, op in plan.program)
+    assert not plan.manifest.tied and not any(op.stage == TIED for _, _, op in plan.program)
     workers, expected = run_threads(plan, 1), reference(plan)
     found = parameters(workers)
     name = "layers.0.down.weight"

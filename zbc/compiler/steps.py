@@ -99,7 +99,7 @@ def _all_stepped(timeline: Timeline, program: Program, costs: Costs) -> float:
 
 def optimizer_ms(program: Program, costs: Costs, rank: int) -> float:
     """ms of the optimizer steps of a rank."""
-    return costs.total("step", program.placement.stages_of(rank))
+    return costs.total("step", program.owners(rank))
 
 
 def settled(program: Program, costs: Costs) -> float:

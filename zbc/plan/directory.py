@@ -25,6 +25,7 @@ from typing import Any
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.ir import Kind, Op, Program
+from zbc.ops import TIED
 from zbc.plan.manifest import FORMAT as FORMAT
 from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
@@ -105,9 +106,14 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
     )
 
 
-def meeting(manifest: Manifest, op: Op, tp: int = 0) -> tuple[int, ...]:
-    """The ranks of a run, over all replicas of the pipeline, that take part in a collective of one share."""
-    return manifest.topology.ranks(program_of(manifest, ((),) * manifest.ranks).members(op), tp)
+def meeting(manifest: Manifest, op: Op, tp: int = 0, *, rank: int = 0) -> tuple[int, ...]:
+    """The ranks of a run, over all replicas of the pipeline, that take part in a collective of one share; of that in
+    which `rank` of the run is, where each rank of a pipeline meets its replicas alone, or each replica sums its own."""
+    program, run = program_of(manifest, ((),) * manifest.ranks), manifest.topology
+    seat = run.of(rank)
+    found = run.ranks((seat.pp,) if program.apart(op) else program.members(op), tp)
+    alone = program.averages and op.stage == TIED  # replicas that average sum no gradients
+    return tuple(one for one in found if run.of(one).dp == seat.dp) if alone else found
 
 
 # ---- writing -------------------------------------------------------------------------------------------------

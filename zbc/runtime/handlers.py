@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zbc.ir import Kind, Op
-from zbc.runtime.core.ops import OPS, forward, reduce
+from zbc.runtime.core.ops import OPS, forward
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.added import with_added
 from zbc.runtime.features.ahead import AHEAD
@@ -19,8 +19,6 @@ HANDLERS: dict[Kind, Callable[[Worker, Op], None]] = {
     **OPS,
     Kind.F: with_added(forward),
     Kind.OVERLAP: overlap,
-    Kind.TIE: reduce,
-    Kind.REDUCE_V: reduce,
     Kind.AVERAGE: average,
     **AHEAD,
     **GATHERS,

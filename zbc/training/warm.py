@@ -30,7 +30,6 @@ from zbc.runtime.features import words
 from zbc.runtime.features.ahead import NORM, VERDICT, Ahead
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.offload import Offloads
-from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.network import directions, of_replica, rounds
@@ -86,7 +85,7 @@ def _left_alone(worker: Worker) -> Iterator[None]:
         yield
     finally:
         put_back(places, before)
-        for optimizer in worker.every_optimizer:
+        for optimizer in worker.optimizers.values():
             optimizer.drop()
 
 
@@ -212,14 +211,13 @@ def _update(worker: Worker, stage: Stage, settings: Settings) -> None:
 
 def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
     """Sums of gradients, weights of shared optimizers, and the vector of a step, which all ranks sum."""
-    for op in sorted(worker.sums, key=lambda op: (op.kind is Kind.TIE, op.kind is Kind.REDUCE_V, op.stage)):
+    for op in sorted(worker.sums, key=lambda op: (op.stage < 0, op.stage)):
         worker.sums[op].start(worker.transport)
         worker.summing.append(worker.sums[op])
         worker.finish_sums()
-    for _, optimizer in sorted(worker.optimizers.items()):
-        if isinstance(optimizer, Sharded):
-            worker.features.of(Gathers).start(worker, optimizer)
-            worker.features.of(Gathers).finish(worker)
+    for _, optimizer in sorted(worker.features.of(Gathers).stages.items()):
+        worker.features.of(Gathers).start(worker, optimizer)
+        worker.features.of(Gathers).finish(worker)
     ends = [op.mb for op in worker.plan.ops if op.kind is Kind.F and not worker.placement.sinks(op.stage)]
     numbers = {worker.number(mb): losses.get(0, 0.0) for mb in ends}  # in their order: places are constants
     vector = worker.layout.vector(

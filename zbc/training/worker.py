@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from zbc.ir import Kind
+from zbc.ops import WORDS
 from zbc.plan.directory import RankPlan
 from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
@@ -70,6 +71,8 @@ def build_worker(
     late = lateness(plan.ops) if manifest.flushless else {}
     optimizers = {s: optimizer_of(settings, stages[s], manifest, rank, plans, late.get(s, 0)) for s in mine}
     words = None if tables is None else vocabulary_of(plan, settings, plans, tables, by_slice, transport, device)
+    optimizers |= {} if words is None else {WORDS: words.optimizer}
+    tied = tied_weights(manifest, plans)
     worker = Worker(
         phase_runs=[phase_run(part, shapes, manifest.balance) for part in parts],
         work=work,
@@ -85,10 +88,10 @@ def build_worker(
         rate=lambda phases, step: phases.rate(
             settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step
         ),
-        tied=tied_weights(manifest, plans),
+        tied=tied,
         group=shared.group,
         cuts=shared.cuts,
-        features=features_of(settings, parts, stages, optimizers, words, shared, rank, device),
+        features=features_of(settings, parts, stages, optimizers, tied, words, shared, rank, device),
     )
     if samples is not None and last and chosen.loss not in model.LOSSES:
         told = no_mean(chosen.loss, worker.loss, shapes.output, samples.targets(range(min(len(samples), 8))))
@@ -117,6 +120,7 @@ def features_of(
     parts: Sequence[RankPlan],
     stages: Mapping[int, Stage],
     optimizers: Mapping[int, StageOptimizer],
+    tied: Collection[str],
     words: Vocabulary | None,
     shared: Shared,
     rank: int,
@@ -128,6 +132,6 @@ def features_of(
     given: list[Feature | None] = [
         Resting((part, turns_in(part, stages, settings)) for part in parts),
         words,
-        averages_of(context.manifest, optimizers, rank) if context.manifest.averages else None,
+        averages_of(context.manifest, optimizers, tied, rank) if context.manifest.averages else None,
     ]
     return Features([*built(context), *(one for one in given if one is not None)])

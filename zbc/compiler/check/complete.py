@@ -19,7 +19,7 @@ from zbc.compiler.check.vocabulary import vocabulary_problems
 from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
-from zbc.ops import COUNTED, VALUES, VOCABULARY, Kind, Lane, Scope
+from zbc.ops import COUNTED, TIED, VALUES, VOCABULARY, WORDS, Kind, Lane, Scope
 
 
 def check_complete(program: Program) -> None:
@@ -62,10 +62,10 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
         op = g.ops[i]
         if code != "E202":
             continue
-        why = _NOTHING.get(op.kind)
+        why = _NOTHING.get(op.kind if op.stage >= 0 else op.stage)
         if op.kind in VOCABULARY and not program.vocabulary:
             why = "the first and the last stage hold the vocabulary"
-        if why and op.stage in range(placement.stages) and op.mb < program.microbatches:
+        if why and op.stage < placement.stages and op.mb < program.microbatches:
             text = f"program: {op} has nothing to work on: {why}"
         else:
             size = f"{placement.stages} stages, {program.microbatches} microbatches"
@@ -75,13 +75,13 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
         yield ZbcError("E202", text, where=g.where(i), hint="drop it")
 
 
-_NOTHING = {
-    Kind.TIE: "no weight is shared by two stages",
+_NOTHING: dict[Kind | int, str] = {  # by kind, or by an owner that is no stage
+    TIED: "no weight is shared by two stages, or the stages step it",
+    WORDS: "there is one replica, or stages hold the vocabulary",
     Kind.GATHER: "no stage is stepped in parts",
     Kind.FREE: "weights stay",
     Kind.SCATTER: "gradients are not shared out",
     Kind.SUM: "the ranks that share the vocabulary sum once, in MEET",
-    Kind.REDUCE_V: "there is one replica, or stages hold the vocabulary",
 }
 
 
@@ -301,12 +301,13 @@ def _step_ops(g: Graph) -> Iterator[ZbcError]:
             text = f"program: {g.ops[used[0]]} belongs to a step without a barrier, which this one has"
             yield ZbcError("E202", text, where=g.where(used[0]), hint="drop the ops of one kind of step or the other")
         closing |= {family} if used else set()
-    for op in _wide_ops(program) if wide else ():
+    for op in _wide_ops(g) if wide else ():
         ranks = sorted(members(program, op.kind, op.stage))
         missing = [rank for rank in ranks if (rank, op.kind, op.stage, 0) not in seen]
         if _always(program, op, closing) or len(missing) < len(ranks):
             for rank in missing:
-                yield ZbcError("E202", f"program: rank {rank} never runs {op}", hint=_STEP_HINTS[op.kind])
+                hint = _OWNER_HINTS.get((op.kind, op.stage)) or _STEP_HINTS[op.kind]
+                yield ZbcError("E202", f"program: rank {rank} never runs {op}", hint=hint)
 
 
 def _always(program: Program, op: Op, closing: set[str]) -> bool:
@@ -316,20 +317,20 @@ def _always(program: Program, op: Op, closing: set[str]) -> bool:
     return bool(closing) and program.shared(op)
 
 
-def _wide_ops(program: Program) -> Iterator[Op]:
-    """The step-level ops a program may have: those of ranks, then stage by stage."""
+def _wide_ops(g: Graph) -> Iterator[Op]:
+    """The step-level ops a program may have: those of ranks, of other owners than stages, then stage by stage."""
+    program = g.program
     renews = program.sharded and not program.resident
-    gathers = [kind for kind in Kind if kind.stage_wide and (kind not in COUNTED or (kind is Kind.GATHER and renews))]
-    absent = {kind for kind, there in ((Kind.TIE, program.tied), (Kind.REDUCE_V, program.vocabulary)) if not there}
-    yield from (Op(kind, 0) for kind in Kind if kind.rank_wide and kind not in absent)
+    yield from (Op(kind, 0) for kind in Kind if kind.rank_wide)
+    for owner in (TIED, WORDS):
+        yield from (Op(kind, owner) for kind in Kind if kind.stage_wide and g.layout.owns(kind, owner))
+    kinds = [kind for kind in Kind if kind.stage_wide and (kind not in COUNTED or (kind is Kind.GATHER and renews))]
     for stage in range(program.placement.stages):
-        yield from (Op(kind, stage) for kind in gathers)
+        yield from (Op(kind, stage) for kind in kinds)
 
 
 _STEP_HINTS = {
     Kind.REDUCE: "every rank that holds a replica of the stage sums its gradients, after the last W or BW of the stage",
-    Kind.TIE: "every rank with a stage that shares weights sums their gradients, after its last W or BW",
-    Kind.REDUCE_V: "every rank sums the gradients of its words over the replicas, after its last T and E",
     Kind.GATHER: "one GATHER for each stage a rank holds, before its first F, or after its TENTATIVE",
     Kind.VALIDATE: "one VALIDATE on each rank, after its last op of compute",
     Kind.STEP: "one STEP for each stage a rank holds, after VALIDATE",
@@ -339,6 +340,16 @@ _STEP_HINTS = {
     Kind.AVERAGE: "one AVERAGE for each stage a rank holds, before its first op",
     Kind.REDO: "one REDO on each rank, after VERDICT, with nothing but forwards before it",
     Kind.COMMIT: "one COMMIT for each stage a rank holds, after REDO and before its first B or BW",
+}
+
+
+_OWNER_HINTS = {
+    (Kind.REDUCE, TIED): "every rank with a stage that shares weights sums their gradients, after its last W or BW",
+    (Kind.REDUCE, WORDS): "every rank sums the gradients of its words over the replicas, after its last T and E",
+    (Kind.GATHER, WORDS): "every rank gathers its words before its first I",
+    (Kind.STEP, WORDS): "every rank steps its words, after VALIDATE",
+    (Kind.AVERAGE, TIED): "every rank with a stage that shares weights averages them apart, before its first op",
+    (Kind.AVERAGE, WORDS): "every rank averages its words, before its first I",
 }
 
 
@@ -375,10 +386,11 @@ def _averaged(g: Graph) -> Iterator[ZbcError]:
     for i, op in enumerate(g.ops) if g.program.averages else ():
         if g.rank(i) != rank:
             rank, began = g.rank(i), {}
+        of = g.program.tying if op.stage == TIED else (op.owner,)
         if op.kind.computes or op.kind is Kind.STEP:
-            began.setdefault(op.stage, i)
-        elif op.kind is Kind.AVERAGE and op.stage in began:
-            first = began[op.stage]
+            began.setdefault(op.owner, i)
+        elif op.kind is Kind.AVERAGE and not began.keys().isdisjoint(of):
+            first = min(began[one] for one in of if one in began)
             text = f"program: {op} comes after {g.ops[first]}, whose weights it changes"
             hint = f"move step {g.place(i)[1]} before step {g.place(first)[1]}"
             yield ZbcError("E206", text, details=[g.text(first), g.text(i)], hint=hint)
@@ -388,7 +400,8 @@ def late_reads(g: Graph) -> Iterator[tuple[int, int]]:
     """The ops that find empty what an op after them on their rank makes: (op, that op). Of weights E208 speaks."""
     writers = late_writers(g)
     for one in g.unmet:
-        if g.program.resident and g.layout.key_of(one.cell)[0].what == "weights":
+        key = g.layout.key_of(one.cell)[0]
+        if g.program.resident and key.what == "weights" and key.place >= 0:
             continue
         if (one.op, one.cell) in writers:
             yield one.op, writers[one.op, one.cell]

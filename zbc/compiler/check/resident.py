@@ -24,7 +24,8 @@ def _resident(g: Graph) -> Iterator[ZbcError]:
         there: dict[int, bool] = {}  # stages whose weights are there, and whether an op has used them
         for i in g.mine(rank):
             op = g.ops[i]
-            if i in lost or op.kind.row.scope not in (Scope.UNIT, Scope.STAGE) or not g.layout.shares[op.stage]:
+            of_stage = op.kind.row.scope in (Scope.UNIT, Scope.STAGE) and op.stage >= 0
+            if i in lost or not of_stage or not g.layout.shares[op.stage]:
                 continue
             wrong = _wrong(op, there, needs, program.resident)
             if wrong is not None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from operator import add
 from typing import NamedTuple
 
-from zbc.compiler.cost.stage_bytes import StageBytes
+from zbc.compiler.cost.stage_bytes import NO_BYTES, StageBytes
 from zbc.errors import ZbcError
 from zbc.ir import COPY, WHOLE, Edge, Kind, Op, Placement, chain
-from zbc.ops import VALUES, Ref
+from zbc.ops import OWNERS, TIED, VALUES, WORDS, Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,13 @@ class Costs:
         reduce gather    one sum of a stage's gradients over its copies; collecting its weights from those who stepped
         average          averaging a share of its weights over the replicas
         step tentative   STEP, and COMMIT; TENTATIVE
-        tie              the sum of the gradients of a weight that two stages share; one entry
         agree            what the ranks take to agree on a step with a barrier; one entry
         hop              a few numbers from a rank to the next; one entry
         out back         a copy to the host of what F keeps, and back
         s t i e          ops of words that all ranks share, with an entry per rank; their collectives likewise:
-                         spread meet sum give take, and pool, the sum of a rank's rows over all replicas
+                         spread meet sum give take
+
+    Of an owner that is no stage a column has its letter, as "reduce v" and "step v", and one entry.
 
     `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W, "host" what of
     "kept" can move there; with several slices also "kv", the keys and values of a microbatch from its first F to its
@@ -216,6 +217,8 @@ class Costs:
 
     def of(self, column: str, stage: int = 0, part: int = 0) -> float:
         """ms by a column: of slice `part` of a microbatch, on one stage."""
+        if stage < 0:
+            column, stage = f"{column} {OWNERS[stage]}", 0
         entries = self.ms.get(column)
         if entries is None:
             return self.of("b", stage, part) + self.of("w", stage, part) if column == "bw" else 0.0
@@ -300,6 +303,14 @@ class Costs:
         if self.bytes is None:
             return None
         return self.sliced[part][stage] if self.sliced else self.bytes[stage]
+
+    def bytes_owned(self, owner: int) -> StageBytes:
+        """Memory of an owner of weights; nothing where sizes are not known."""
+        if owner == TIED:
+            return replace(NO_BYTES, summed=self.tied, gradients=self.tied)
+        if owner == WORDS:
+            return self.shares[0].state if self.shares else NO_BYTES
+        return NO_BYTES if self.bytes is None else self.bytes[owner]
 
     def bytes_on(self, stages: Iterable[int]) -> list[StageBytes]:
         """That of whole stages on one rank, and of its share of words; nothing where sizes are not known."""

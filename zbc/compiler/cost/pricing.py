@@ -66,7 +66,7 @@ def _with_words(costs: Costs, jobs: Sequence[Job], rows: Sequence[float], placem
     for name in found[0]:
         entry = tuple(one[name] for one in found)
         columns[name] = (entry if len(jobs) > 1 else entry[0],) * placement.ranks
-    columns["pool"] = (vocabulary.pool_ms(job),) * placement.ranks
+    columns["reduce v"] = (vocabulary.pool_ms(job),)
     shares = [vocabulary.share_bytes(one) for one in jobs] if costs.bytes is not None else []
     return replace(costs.with_ms(**columns), shares=tuple(one for one in shares if one is not None))
 
@@ -246,16 +246,11 @@ def _with_optimizer(
     if job.shard != "none":
         shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
         step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
-    if job.vocabulary and job.costs.optimizer is None:  # a rank steps its words with its first stage
+    columns: dict[str, Column] = {"step": step, "tentative": tentative, "hop": (hop,)}
+    if job.vocabulary and job.costs.optimizer is None:
         count, rows = sum(layer.params for layer in table), vocabulary.parameters(job)
-        more = sum(step) / (count or 1) * rows + vocabulary.renewal_ms(job)
-        first = {stages_of[0] for stages_of in _by_rank(placement)}
-        step = tuple(ms + (more if s in first else 0.0) for s, ms in enumerate(step))
-    return costs.with_ms(step=step, tentative=tentative, hop=(hop,))
-
-
-def _by_rank(placement: Placement) -> list[tuple[int, ...]]:
-    return [mine for rank in range(placement.ranks) if (mine := placement.stages_of(rank))]
+        columns["step v"] = (sum(step) / (count or 1) * rows,)
+    return costs.with_ms(**columns)
 
 
 def _measured_optimizer(
@@ -302,10 +297,16 @@ def _with_sums(
     ends = [rank for stage in placement.ends for rank in placement.holders(stage)]
     tied = GRAD_BYTES * table[-1].tied if len(stages) > 1 else 0
     tie = _sum(job, tied, ends, 2) if tied else 0.0
-    summed = costs.with_ms(gather=tuple(gather), tie=(tie,))
-    # Replicas that average weights sum no gradients.
-    summed = summed.with_ms(average=tuple(average)) if share else summed.with_ms(reduce=tuple(reduce))
-    return replace(summed, tied=float(tied))
+    columns: dict[str, Column] = {"gather": tuple(gather)}
+    if job.vocabulary:
+        columns["gather v"] = (vocabulary.renewal_ms(job),)
+    if share:  # replicas that average weights sum no gradients
+        words = vocabulary.pool_ms(job) if job.vocabulary else 0.0
+        once = _sum(job, tied, placement.holders(placement.ends[0]), 2) if tied else 0.0
+        columns |= {"average": tuple(average), "average v": (share * words,), "average t": (share * once,)}
+    else:
+        columns["reduce"] = tuple(reduce)
+    return replace(costs.with_ms(**columns, **{"reduce t": (tie,)}), tied=float(tied))
 
 
 def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:

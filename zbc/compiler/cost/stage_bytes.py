@@ -49,6 +49,9 @@ class StageBytes:
     gathered: float = 0.0  # what there is at a GATHER in place of the gradients
 
 
+NO_BYTES = StageBytes(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 def of_stages(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[StageBytes, ...] | None:

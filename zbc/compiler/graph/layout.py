@@ -15,19 +15,19 @@ from copy import copy
 from typing import NamedTuple
 
 from zbc.ir import Kind, Op, Program
-from zbc.ops import ROWS, VALUES, VOCABULARY, At, Lane, Ref, Row, Rows, Scope, rows_with
+from zbc.ops import ROWS, TIED, VALUES, VOCABULARY, WORDS, At, Lane, Ref, Row, Rows, Scope, rows_with
 
 EMPTY, FREED = -1, -2  # of a cell; else the node that wrote it
 HERE = 0  # `Key.end` of a value of this rank; of an edge's value at its maker, and at its user on the same rank
 FAR = 1  # of what came, or is to come, by a message
 KEPT = 16  # layouts that are kept
 Channel = tuple[int, int]  # sending rank, receiving rank
-_GROUPS = frozenset({At.UNITS, At.STAGES, At.ENDS})
+_GROUPS = frozenset({At.UNITS, At.OWNERS})
 
 
 class CellKey(NamedTuple):
-    """Which value, and whose: (pipe, stage) of a unit's, (pipe, edge) of an edge's, (rank, stage) of a stage's, (rank,
-    0) of a rank's."""
+    """Which value, and whose: (pipe, stage) of a unit's, (pipe, edge) of an edge's, (rank, owner) of an owner's,
+    (rank, 0) of a rank's."""
 
     what: str
     home: int
@@ -82,8 +82,10 @@ class Layout:
         # Whether messages are ops: any transfer or step-level op says so.
         self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)
         replicas = 1 if program.averages else program.dp  # that have gradients and weights in common
+        # Whether other ranks hold the same of an owner. The sum of tied weights may have one rank alone.
         self.shares = {stage: replicas * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
-        self.tied = program.tied and (program.dp * len(tying(program)) > 1 or Kind.TIE in self.kinds)
+        self.shares[WORDS] = program.vocabulary > 0 and replicas > 1
+        self.shares[TIED] = program.tied and (replicas > 1 or len(self.holding(TIED)) > 1 or self._reduces(TIED))
         self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
         self.sinks: list[list[int]] = [[] for _ in range(self.stages)]
         for edge, (a, b) in enumerate(self.edges):
@@ -169,18 +171,26 @@ class Layout:
     def stages_on(self, rank: int) -> list[int]:
         return [s for s in range(self.stages) if any(pipe[s] == rank for pipe in self.pipes)]
 
-    def tracks(self, what: str, stage: int) -> bool:
+    def holding(self, owner: int) -> list[int]:
+        """The ranks that hold weights of an owner."""
+        return sorted(self.program.members(Op(Kind.REDUCE, owner)))
+
+    def _reduces(self, owner: int) -> bool:
+        return any(op[0] is Kind.REDUCE and op[1] == owner for ops in self.program.ranks for op in ops)
+
+    def owners(self, rank: int) -> list[int]:
+        """Whose gradients there are on a rank."""
+        mine = list(self.program.owners(rank))
+        return [*mine, TIED] if self.program.tied and rank in self.holding(TIED) else mine
+
+    def tracks(self, what: str, owner: int) -> bool:
         """Whether a value exists in this program. What does not exist was there before, stays, and is not asked for."""
         if what == "weights":
-            return self.program.sharded and self.shares[stage]
+            return self.program.sharded and self.shares[owner]
         if what == "clean":
             return self.ahead
         if what == "total":
-            return self.shares[stage] and (self.closed or Kind.REDUCE in self.kinds)
-        if what == "tied":
-            return self.tied
-        if what == "pooled":
-            return self.program.dp > 1
+            return self.shares[owner] and (self.closed or Kind.REDUCE in self.kinds)
         return what not in ("kv", "dkv") or self.slices > 1
 
     def column(self, key: CellKey, width: int) -> int:
@@ -224,9 +234,11 @@ class Layout:
 
     def _compile(self, rank: int, kind: Kind, pipe: int, stage: int, part: int, other: int) -> CellColumns | str:
         row = self.rows[kind]
-        if not (0 <= pipe < len(self.pipes) and 0 <= stage < self.stages and 0 <= part < self.slices):
+        if not (0 <= pipe < len(self.pipes) and stage < self.stages and 0 <= part < self.slices):
             return "E202"
-        if (kind is Kind.TIE and not self.program.tied) or (kind is Kind.GATHER and not self.program.sharded):
+        if stage < 0 and not self.owns(kind, stage):
+            return "E202"
+        if kind is Kind.GATHER and not self.program.sharded:
             return "E202"
         if kind is Kind.AVERAGE and not self.program.averages:
             return "E202"
@@ -267,11 +279,28 @@ class Layout:
     def _has(self, kind: Kind) -> bool:
         """Whether the program shares a vocabulary in a way that takes this kind."""
         sums = self.program.vocabulary
-        return sums > 0 and (kind is not Kind.SUM or sums == 2) and (kind is not Kind.REDUCE_V or self.program.dp > 1)
+        return sums > 0 and (kind is not Kind.SUM or sums == 2)
+
+    def owns(self, kind: Kind, owner: int) -> bool:
+        """Whether an owner that is no stage has ops of a kind: tied weights are stepped with the stages."""
+        if owner == TIED:
+            return self.program.tied and kind in (Kind.REDUCE, Kind.AVERAGE)
+        if not self.program.vocabulary or kind in (Kind.FREE, Kind.SCATTER):
+            return False
+        if kind is Kind.GATHER and not self.program.sharded:
+            return False
+        return self.shares[WORDS] or kind not in (Kind.GATHER, Kind.REDUCE)
 
     def _cells(self, ref: Ref, who: _Who, *, made: bool = False) -> list[int]:
         """The cells of one reference of a row, of microbatch 0; none for what does not exist, unless it is `made`."""
         (what, at), scope = ref, VALUES[ref.what].scope
+        if at is At.WORDS or at is At.TIED:
+            owner = WORDS if at is At.WORDS else TIED
+            there = owner == WORDS or who.stage in self.program.tying
+            return self._cells(Ref(what), who._replace(stage=owner)) if there and self.shares[owner] else []
+        if who.stage == TIED and what == "clean":  # it has no step of its own
+            mine = [s for s in self.program.tying if s in self.stages_on(who.rank)]
+            return [c for s in mine for c in self._cells(ref, who._replace(stage=s))]
         if not self.tracks(what, who.stage) and not (made and what == "total"):
             return []
         if scope == "edge":
@@ -292,14 +321,7 @@ class Layout:
         if at in (At.RANK_BEFORE, At.RANK_AFTER):
             far = who.rank + (-1 if at is At.RANK_BEFORE else 1)
             return [self.column(CellKey(what, far, 0, FAR), 1)] if 0 <= far < self.ranks else []
-        if what == "tied" and not self._ties(who):
-            return []
         return [self.column(CellKey(what, who.rank, 0), 1)]
-
-    def _ties(self, who: _Who) -> bool:
-        """Whether an op has to do with the weights that stages share."""
-        by_stage = who.row.scope is Scope.STAGE
-        return who.stage in self.program.tying if by_stage else who.rank in tying(self.program)
 
     def is_at(self, at: At, rank: int, stage: int, row: Row) -> bool:
         """Whether an op has to do with the end of the pipeline that a reference names."""
@@ -339,19 +361,20 @@ class Layout:
         found = [self.messages.get(EdgeValue(ref.what, who.rank)) for ref in row.writes]
         return tuple(x for x in found if x is not None and 0 <= self.channel_of(x)[1] < self.ranks)
 
-    def _group(self, ref: Ref, rank: int, stage: int) -> list[tuple[int, int]]:
-        """The columns of all that a row of a whole stage or rank reads."""
-        if VALUES[ref.what].scope == "share":
-            return [(self.column(CellKey(ref.what, rank, 0), self.width), self.width)]
-        if ref.at is At.UNITS:
-            mine = [stage]
-        else:
-            mine = self.stages_on(rank) if ref.at is At.STAGES else list(self.program.placement.ends)
+    def _group(self, ref: Ref, rank: int, owner: int) -> list[tuple[int, int]]:
+        """The columns of all that a row of an owner or of a rank reads."""
+        mine = [owner] if ref.at is At.UNITS else self.owners(rank)
         if VALUES[ref.what].scope == "stage":
-            here = [s for s in mine if s in self.stages_on(rank)]
-            return [(self.column(CellKey(ref.what, rank, s), 1), 1) for s in here]
-        homes = [(pipe, s) for s in mine for pipe in range(len(self.pipes)) if self.pipes[pipe][s] == rank]
-        return [(self.column(CellKey(ref.what, pipe, s), self.width), self.width) for pipe, s in homes]
+            return [(self.column(CellKey(ref.what, rank, one), 1), 1) for one in mine]
+        return [(self.column(key, self.width), self.width) for one in mine for key in self._parts(rank, one)]
+
+    def _parts(self, rank: int, owner: int) -> list[CellKey]:
+        """Where the gradients of an owner on a rank are, by unit."""
+        if owner == WORDS:
+            return [CellKey(what, rank, 0) for what in ("outpart", "inpart")]
+        stages = self.program.tying if owner == TIED else (owner,)
+        pipes = range(len(self.pipes))
+        return [CellKey("part", pipe, s) for s in stages for pipe in pipes if self.pipes[pipe][s] == rank]
 
 
 class _Who(NamedTuple):
@@ -365,14 +388,9 @@ class _Who(NamedTuple):
     other: int  # of a transfer: see `Op`
 
 
-def tying(program: Program) -> set[int]:
-    """The ranks that hold a stage which shares weights."""
-    return {rank for stage in program.tying for rank in program.placement.holders(stage)}
-
-
 def members(program: Program, kind: Kind, stage: int) -> set[int]:
     """The ranks of one replica of the pipeline that run a step-level op; of a program with more ranks, those too."""
-    more = range(len(program.ranks)) if kind.everywhere else ()
+    more = range(len(program.ranks)) if kind.rank_wide else ()
     return {*program.members(Op(kind, stage)), *more}
 
 

@@ -196,7 +196,7 @@ class _Walk:
         """The event of a collective or a copy: it follows those of its lane and rank, and the nodes it waits for."""
         own = (lanes.rank, *op)
         count = lanes.count[own] = lanes.count.get(own, -1) + 1
-        met = op.kind.is_collective and not self.g.program.apart(op.kind)  # else of replicas, which are not in it
+        met = op.kind.is_collective and not self.g.program.apart(op)  # else of replicas, which are not in it
         e = self._meet((*(tuple(op) if met else own), count), i)
         for w in waits:
             if w >= 0:
@@ -295,10 +295,10 @@ class _Walk:
         """A collective that a member never comes to is never over."""
         g = self.g
         for event, ops in g.met.items():
-            kind, stage = g.ops[ops[0]][:2]
-            if kind.is_collective and not g.program.apart(kind):
+            op = g.ops[ops[0]]
+            if op.kind.is_collective and not g.program.apart(op):
                 there = {g.rank(i) for i in ops}
-                away = sorted(members(g.program, kind, stage) - there)
+                away = sorted(members(g.program, *op[:2]) - there)
                 if away:
                     g.absent[event] = away
                     g.parties[event - self.n] += 1

@@ -252,7 +252,7 @@ class _RankLedger:
         if op.kind not in (Kind.SCATTER, Kind.REDUCE) or not self._shared(op):
             return begin, end
         assert self.costs.bytes is not None
-        message = self.costs.bytes[op.stage].summed
+        message = self.costs.bytes_owned(op.stage).summed
         part = message / self.graph.program.holders(op)
         again = op.stage in self.parts
         self.parts[op.stage] = part
@@ -273,7 +273,7 @@ class _RankLedger:
         costs, layout = self.costs, self.graph.layout
         if costs.bytes is None or layout.ahead or not layout.shares[op.stage]:
             return begin, end
-        size = costs.bytes[op.stage]
+        size = costs.bytes_owned(op.stage)
         freed = size.freed if layout.program.resident else 0.0
         if op.kind is Kind.FREE:
             return (Delta("messages", 0.0, -self.coming.pop(op.stage, 0.0)),), (Delta("weights", 0.0, -freed),)
@@ -283,8 +283,8 @@ class _RankLedger:
     def _casts(self, op: Op) -> float:
         """Bytes of the casts of a stage's weights, where these come and go and the casts only once they are there."""
         program = self.graph.program
-        known = self.costs.bytes is not None and program.resident > 0 and not program.one_sided
-        return self.costs.bytes[op.stage].casts if known and self.costs.bytes is not None else 0.0
+        known = program.resident > 0 and not program.one_sided
+        return self.costs.bytes_owned(op.stage).casts if known else 0.0
 
     def _effect(self, op: Op) -> _Effect:
         row = self.rows[op.kind]
@@ -454,14 +454,15 @@ def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
         return 0.0
     if op.kind in _SQUARES:
         return 8 * min(max((costs.bytes[s].largest for s in mine), default=0.0), WIDE)
-    return costs.tied if op.kind is Kind.TIE else _WORK.get(op.kind, _no_work)(costs.bytes[op.stage])
+    return _WORK.get(op.kind, _no_work)(costs.bytes_owned(op.stage))
 
 
 def lasting(op: Op, costs: Costs) -> float:
     """Of that, what is still there after the op: what it has begun goes on beside the ops that follow."""
     if costs.bytes is None or op.kind not in (Kind.REDUCE, Kind.GATHER):
         return 0.0
-    return costs.bytes[op.stage].pending if op.kind is Kind.REDUCE else costs.bytes[op.stage].gathered
+    size = costs.bytes_owned(op.stage)
+    return size.pending if op.kind is Kind.REDUCE else size.gathered
 
 
 def _no_work(size: StageBytes) -> float:

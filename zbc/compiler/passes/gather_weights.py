@@ -13,7 +13,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program, groups
-from zbc.ops import Rows
+from zbc.ops import WORDS, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class GatherWeights:
 
     The stage that makes room is the one whose next use is farthest (Belady, IBM Systems Journal 5, 1966: no order of
     gathers has fewer), of equals the one used least recently: its room was free first. Its FREE stands behind its last
-    use, and what it makes room for is gathered right behind it, ahead of its own use. `resident` None: as many as
+    use, and what it makes room for is gathered right behind it, ahead of its own use. A rank's words, which take no
+    part in that, are gathered once, ahead of all. `resident` None: as many as
     fit `room` bytes, 2 where that is None, too. `with_w`: W needs the weights, too. Raises E115 if there is no room, or
     more than can be used.
     """
@@ -48,7 +49,7 @@ class GatherWeights:
     def _placed(self, program: Program, room: int) -> Program:
         marked = replace(program, resident=room, with_w=self.with_w)
         rows = rows_of(marked)
-        ranks = [_place(ops, list(_uses(ops, marked, rows)), room) for ops in program.ranks]
+        ranks = [[*_words(marked), *_place(ops, list(_uses(ops, marked, rows)), room)] for ops in program.ranks]
         return marked.with_ranks(ranks, by=self.name)
 
     def _auto(self, program: Program, context: Context, most: int) -> int:
@@ -78,6 +79,7 @@ class RenewWeights:
     A step takes as long as with `GatherWeights` and room for all stages: its first F waits for one gather, the others
     come meanwhile. One is ahead of the stage that runs, so messages of two are there at most. Ranks of two pipes meet
     in the gathers of several stages: there all stand before all else, in the order in which any holder needs them.
+    A rank's words come first: I and GIVE of later microbatches are ahead of many a stage.
     """
 
     name: ClassVar[str] = "gather-weights"
@@ -89,13 +91,19 @@ class RenewWeights:
             return program
         first: dict[int, float] = {}
         for span in context.timeline:
-            first[span.op.stage] = min(first.get(span.op.stage, math.inf), span.start)
+            first[span.op.owner] = min(first.get(span.op.owner, math.inf), span.start)
         gathers.sort(key=lambda op: first.get(op.stage, math.inf))
         ranks = []
         for rank, ops in enumerate(program.ranks):
             mine = [op for op in gathers if rank in program.members(op)]
-            ranks.append([*mine, *ops] if len(program.placement.pipes) > 1 else _ahead(mine, ops))
+            ranks.append([*mine, *ops] if len(program.placement.pipes) > 1 else [*_words(program), *_ahead(mine, ops)])
         return program.with_ranks(ranks, by=self.name)
+
+
+def _words(program: Program) -> list[Op]:
+    """The GATHER of a rank's words, where its replicas step parts of them."""
+    gather = Op(Kind.GATHER, WORDS)
+    return [gather] if program.vocabulary and program.shared(gather) else []
 
 
 def _ahead(gathers: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
@@ -123,7 +131,7 @@ def _uses(ops: Sequence[Op], program: Program, rows: Rows) -> Iterator[_Use]:
     inside, step = groups(ops), 0
     while step < len(ops):
         last = inside[step] + 2 if step in inside else step
-        stages = frozenset(op.stage for op in ops[step : last + 1] if op.kind in needs)
+        stages = frozenset(op.stage for op in ops[step : last + 1] if op.kind in needs and not op.kind.unit_wide)
         end = last
         while end + 1 < len(ops) and ops[end + 1].kind.is_send:  # nobody waits for a message because of this
             end += 1

@@ -11,7 +11,7 @@ from zbc.ir import Kind, Op, Program
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Put `VALIDATE` after all gradients, and a `STEP` for each stage of the rank after it.
+    """Put `VALIDATE` after all gradients, and a `STEP` for each owner of weights of the rank after it.
 
     VALIDATE is where ranks agree on the loss, on the norm of all gradients and on whether to step: a barrier.
     Where the copies of a stage share out its step, the next step gathers its weights; where replicas average weights, a
@@ -27,10 +27,10 @@ class OptimizerStep:
     def run(self, program: Program, context: Context) -> Program:
         ranks = [
             [
-                *(Op(Kind.AVERAGE, s) for s in program.placement.stages_of(rank) if program.averages),
+                *(Op(Kind.AVERAGE, one) for one in program.averaged(rank)),
                 *ops,
                 Op(Kind.VALIDATE, 0),
-                *(Op(Kind.STEP, s) for s in program.placement.stages_of(rank)),
+                *(Op(Kind.STEP, one) for one in program.owners(rank)),
             ]
             for rank, ops in enumerate(program.ranks)
         ]

@@ -61,19 +61,19 @@ class PostValidate:
         twice = _repeated(program, places.redo)
         ranks = []
         for rank, ops in enumerate(program.ranks):
-            stages = program.placement.stages_of(rank)
+            owners = program.owners(rank)
             inserted: dict[int, list[Op]] = {}
             for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
                 inserted.setdefault(place[rank], []).append(Op(kind, 0))
-            inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, s) for s in stages)
+            inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, one) for one in owners)
             woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), twice)
-            ranks.append([*woven, *(op for s in stages for op in _tentative(program, s))])
+            ranks.append([*woven, *(op for one in owners for op in _tentative(program, one))])
         return program.with_ranks(ranks, by=self.name)
 
 
-def _tentative(program: Program, stage: int) -> list[Op]:
-    gather = Op(Kind.GATHER, stage)
-    return [Op(Kind.TENTATIVE, stage), *([gather] if program.sharded and program.shared(gather) else [])]
+def _tentative(program: Program, owner: int) -> list[Op]:
+    gather = Op(Kind.GATHER, owner)
+    return [Op(Kind.TENTATIVE, owner), *([gather] if program.sharded and program.shared(gather) else [])]
 
 
 # ---- where ---------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def _tentative(program: Program, stage: int) -> list[Op]:
 def _places(graph: Graph, program: Program, costs: Costs) -> _Places:
     ranks = len(program.ranks)
     reach = forwards(graph)
-    closing = [[op for s in program.placement.stages_of(r) for op in _tentative(program, s)] for r in range(ranks)]
+    closing = [[op for one in program.owners(r) for op in _tentative(program, one)] for r in range(ranks)]
     tentative = [sum(map(costs.duration, ops)) for ops in closing]
     ends = [0.0] * ranks
     length = lengths(graph, costs)

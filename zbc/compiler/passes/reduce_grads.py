@@ -9,15 +9,15 @@ from typing import ClassVar
 
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Program, groups
-from zbc.ops import COUNTED
+from zbc.ops import COUNTED, TIED, WORDS
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGrads:
     """Put `REDUCE s` after the last op of each stage that pipes or data-parallel replicas replicate, on each holder.
 
-    A weight that stages share is summed by `TIE`, after all of them; a rank's words by `REDUCE v`, after
-    its own. Stages with one holder need nothing. A sum is only started: it goes on beside the ops that
+    Weights that stages share are summed by `REDUCE t`, after all of them; a rank's words by `REDUCE v`, after its own.
+    What has one holder needs nothing. A sum is only started: it goes on beside the ops that
     follow, up to VALIDATE.
 
         BW s1 m3          BW s1 m3
@@ -37,9 +37,9 @@ class ReduceGrads:
     name: ClassVar[str] = "reduce-grads"
 
     def run(self, program: Program, context: Context) -> Program:
-        stages = [Op(Kind.REDUCE, s) for s in range(program.placement.stages)]
-        wide = [Op(kind, 0) for kind, there in ((Kind.TIE, program.tied), (Kind.REDUCE_V, program.vocabulary)) if there]
-        sums = [op for op in [*stages, *wide] if program.shared(op)]
+        others = [owner for owner, there in ((TIED, program.tied), (WORDS, program.vocabulary)) if there]
+        sums = [Op(Kind.REDUCE, owner) for owner in (*range(program.placement.stages), *others)]
+        sums = [op for op in sums if program.shared(op)]
         if not sums:
             return program
         rank_of = _turns(program, sums, context)
@@ -63,9 +63,7 @@ def reduced_as(program: Program, others: Program) -> Program:
 
 def _turns(program: Program, sums: Sequence[Op], context: Context) -> Callable[[int], Callable[[Op], float]]:
     """Per rank, the key that sorts its sums; ranks that meet others in more than one way share theirs."""
-    if all(
-        op.kind is Kind.REDUCE_V or len(program.members(op)) == 1 for op in sums
-    ):  # every rank meets its own copies only
+    if all(program.apart(op) or len(program.members(op)) == 1 for op in sums):  # every rank meets its own copies only
         return lambda rank: lambda op: _ends(program, program.ranks[rank], op)
     done: dict[int, float] = {}
     for span in context.timeline:
@@ -132,10 +130,8 @@ def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
 
 def _is_of(program: Program, op: Op, sum_: Op) -> bool:
     """Whether a sum comes after an op that computes."""
-    if sum_.kind is Kind.REDUCE_V or op.kind.unit_wide:
-        return sum_.kind is Kind.REDUCE_V and op.kind.unit_wide and op.kind.computes
-    return op.kind.computes and op.stage in _closes(program, sum_)
+    return op.kind.computes and op.owner in _closes(program, sum_)
 
 
 def _closes(program: Program, op: Op) -> tuple[int, ...]:
-    return (op.stage,) if op.kind is Kind.REDUCE else program.tying
+    return program.tying if op.stage == TIED else (op.stage,)

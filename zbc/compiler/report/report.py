@@ -20,6 +20,7 @@ from zbc.compiler.sim.shared import sums_of
 from zbc.compiler.sim.simulate import Timeline, run, steady_state
 from zbc.ir import Kind, Op, Program
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
+from zbc.ops import TIED
 
 FORMAT = "zbc-report"
 MET = 5e-7  # as a share, what a step may be above its bound and meet it
@@ -481,5 +482,5 @@ def _sent(program: Program, costs: Costs, op: Op) -> float:
     """Bytes a rank sends in one sum over k ranks, as a ring does it: each of k parts goes round, once more for the
     result unless each rank keeps its part only."""
     k = program.holders(op)
-    size = costs.tied if op.kind.rank_wide else costs.bytes[op.stage].gradients if costs.bytes else 0.0
-    return size * (k - 1) / k * (1 if program.sharded and op.kind.stage_wide else 2)
+    halves = 1 if program.sharded and op.stage != TIED else 2
+    return costs.bytes_owned(op.stage).gradients * (k - 1) / k * halves

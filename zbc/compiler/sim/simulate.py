@@ -23,7 +23,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import Graph, build
 from zbc.compiler.sim.links import Links, by_time
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op, Program
+from zbc.ir import Op, Program
 from zbc.job.throughput import balance, idle_rate
 from zbc.ops import Lane
 
@@ -237,7 +237,7 @@ def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]
     per_row = []
     for row in graph.rows:
         counts = row.row.cost and (closing or not row.row.closes)
-        place = row.rank if row.kind.unit_wide or row.kind is Kind.REDUCE_V else row.stage
+        place = row.rank if row.kind.unit_wide else row.stage
         per_row.append(costs.of(row.row.cost, place, row.slice) if counts else 0.0)
     own = [ms if row.lane is Lane.COMPUTE else 0.0 for ms, row in zip(per_row, graph.rows, strict=True)] + [0.0]
     found = [own[r] for r in graph.row_of]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from zbc.ops import WORDS
 from zbc.runtime.core.optimizer import StageOptimizer
 
 if TYPE_CHECKING:
@@ -21,13 +22,12 @@ def counted(worker: Worker) -> list[StageOptimizer]:
     rank, placement = worker.plan.rank, worker.placement
     if worker.layout.apart > 1:
         return list(worker.optimizers.values())
-    found = [
+    return [
         optimizer
         for s, optimizer in worker.optimizers.items()
         if (optimizer.apart and not optimizer.mirrored)
-        or ((worker.replica == 0 or optimizer.apart) and placement.rank_of(s) == rank)
+        or ((worker.replica == 0 or optimizer.apart) and (s == WORDS or placement.rank_of(s) == rank))
     ]
-    return [*found, *(one for feature in worker.features for one in feature.counted(worker))]
 
 
 def primary(worker: Worker) -> dict[str, nn.Parameter]:
@@ -46,10 +46,9 @@ def squares(worker: Worker) -> dict[str, Tensor]:
     found = {name: value for optimizer in counted(worker) for name, value in optimizer.squares().items()}
     if worker.share:  # what is no part of anything is counted on the first of the ranks that share layers
         found = {name: value for name, value in found.items() if name in worker.cuts}
-    if worker.tied:
-        own = primary(worker)
-        found = {name: value for name, value in found.items() if name not in worker.tied or name in own}
-    return found
+    first = worker.layout.apart > 1 or worker.replica == 0
+    own = {s for s in worker.stages if first and worker.placement.rank_of(s) == worker.plan.rank}
+    return {name: value for name, value in found.items() if name not in worker.tied or worker.tied[name][0] in own}
 
 
 def sharing(worker: Worker, name: str) -> tuple[int, ...]:

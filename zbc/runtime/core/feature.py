@@ -67,19 +67,11 @@ class Feature:
     def lays(self, run: PhaseRun, stage: int) -> Callable[[Tensor], Tensor] | None:
         """What the output of a stage is made before others read it."""
 
-    def optimizers(self) -> Sequence[StageOptimizer]:
-        """Of weights that are of no stage."""
-        return ()
-
-    def counted(self, worker: Worker) -> Sequence[StageOptimizer]:
-        """Those of them whose gradients this rank answers for in the norm of all."""
-        return ()
-
-    def steps(self, worker: Worker, op: Op, step: Callable[[StageOptimizer], None]) -> None:
-        """A stage has been stepped, and so may be what belongs to it."""
+    def steps(self, worker: Worker, op: Op) -> None:
+        """An owner of weights, such as a stage, has been stepped."""
 
     def reduces(self, worker: Worker, op: Op) -> None:
-        """The gradients of a stage are about to be summed over its copies."""
+        """The gradients of an owner are about to be summed over its copies."""
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         """The gradients of these stages are about to be asked for: once per step."""

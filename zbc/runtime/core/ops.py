@@ -10,7 +10,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.runtime.core.answers import squares
-from zbc.runtime.core.optimizer import StageOptimizer, set_rate
+from zbc.runtime.core.optimizer import set_rate
 from zbc.runtime.core.route import Left
 from zbc.runtime.core.slot import Slot, between, swap_slot
 from zbc.runtime.core.stage import mismatch
@@ -125,9 +125,9 @@ def receive(worker: Worker, op: Op) -> None:
 
 
 def reduce(worker: Worker, op: Op) -> None:
-    """REDUCE, TIE: start to sum the gradients of a stage, or of a weight that two share, over all that hold a copy."""
+    """REDUCE: start to sum the gradients of an owner over all that hold a copy."""
     one = worker.sums[op]
-    for feature in worker.features if op.kind is Kind.REDUCE else ():
+    for feature in worker.features:
         feature.reduces(worker, op)
     one.start(worker.transport)
     worker.summing.append(one)
@@ -157,21 +157,18 @@ def validate(worker: Worker, op: Op) -> None:
 
 
 def optimizer_step(worker: Worker, op: Op) -> None:
-    """STEP: clip, update the stage's weights unless the verdict is to skip, and drop its gradients."""
+    """STEP: clip, update an owner's weights unless the verdict is to skip, and drop its gradients."""
     if (verdict := worker.verdict) is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
     worker.before_update()
-
-    def step(one: StageOptimizer) -> None:
-        if not verdict.skipped:
-            set_rate(one, worker.rate(worker.phases, worker.step))
-            one.step(verdict.clip(worker.clip))
-        one.drop()
-        one.stepped(worker.transport, skipped=verdict.skipped)
-
-    step(worker.optimizers[op.stage])
+    one = worker.optimizers[op.stage]
+    if not verdict.skipped:
+        set_rate(one, worker.rate(worker.phases, worker.step))
+        one.step(verdict.clip(worker.clip))
+    one.drop()
+    one.stepped(worker.transport, skipped=verdict.skipped)
     for feature in worker.features:
-        feature.steps(worker, op, step)
+        feature.steps(worker, op)
 
 
 OPS: dict[Kind, Callable[[Worker, Op], None]] = {

@@ -264,9 +264,9 @@ class Route(NamedTuple):
 
 
 def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
-    """None for ops that are of no stage and microbatch. Raises E203, E205 for a plan of another rank."""
+    """None for ops that are of no stage. Raises E203, E205 for a plan of another rank."""
     kind, placement, here = op.kind, worker.placement, op.stage
-    if kind.row.scope in (Scope.RANK, Scope.EVERY):
+    if kind.row.scope in (Scope.RANK, Scope.EVERY) or here < 0:
         return None
     whole = worker.stages.get(here)
     if whole is None:

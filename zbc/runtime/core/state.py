@@ -156,11 +156,11 @@ class Worker:
     stages: dict[int, Stage]
     batches: BatchSource | None  # None on ranks with neither the first nor the last stage
     loss: Loss
-    optimizers: dict[int, StageOptimizer]
+    optimizers: dict[int, StageOptimizer]  # by owner: stages, then rows of a vocabulary
     clip: float | None
     rate: Callable[[Phases, int], float]  # the learning rate of a step
     features: Features
-    sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE and TIE of the plan
+    sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE of the plan
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shared weights: their stages, the owner's first
     group: Group | None = None  # the ranks that share this one's layers
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # the parameters of which each of them has a part
@@ -335,11 +335,6 @@ class Worker:
     def apart(self) -> int:
         """The replica, where each answers for itself; else 0."""
         return self.replica if self.layout.apart > 1 else 0
-
-    @property
-    def every_optimizer(self) -> list[StageOptimizer]:
-        """Those of the stages, and of weights that are of none."""
-        return [*self.optimizers.values(), *(one for feature in self.features for one in feature.optimizers())]
 
     def seat(self, part: int) -> int:
         """The rank of the run that is rank `part` of the pipeline, in this replica and with this share of layers."""

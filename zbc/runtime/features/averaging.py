@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zbc.ir import Op
 from zbc.job.sections import Average
+from zbc.ops import TIED
 from zbc.runtime.core.feature import Feature
 from zbc.runtime.transports.transport import Pending, Transport
 
@@ -36,10 +37,10 @@ class _Sent(NamedTuple):
 
 
 class Averaging:
-    """The weights of one stage on one rank; `ranks` hold the same stage, one of each replica."""
+    """The weights of one owner on one rank; `ranks` hold the same, one of each replica."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], ranks: tuple[int, ...], asked: Average) -> None:
-        self._parameters, self._ranks, self._asked = list(parameters), ranks, asked
+        self._parameters, self.ranks, self._asked = list(parameters), ranks, asked
         self._size = sum(p.numel() for p in self._parameters)
         self._sent: _Sent | None = None
         self._last: dict[int, Tensor] = {}  # by part, what it got when it landed
@@ -53,7 +54,7 @@ class Averaging:
         part = step // asked.every % asked.parts
         mine = torch.cat([view.reshape(-1) for view in self._views(part)])
         total = mine.clone()
-        self._sent = _Sent(part, mine, total, transport.start_sum(total, self._ranks))
+        self._sent = _Sent(part, mine, total, transport.start_sum(total, self.ranks))
         if not asked.delay:
             self.land()
 
@@ -63,7 +64,7 @@ class Averaging:
             return
         (part, mine, total, pending), self._sent = self._sent, None
         pending.wait()
-        mean = total.div_(len(self._ranks))
+        mean = total.div_(len(self.ranks))
         views = self._views(part)
         if not self._asked.delay and not self._asked.smooth:
             _spread(mean, views, Tensor.copy_)
@@ -107,26 +108,27 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 class Averages(Feature):
-    """By stage."""
+    """By owner of weights."""
 
     def __init__(self, stages: Mapping[int, Averaging]) -> None:
         self.stages = stages
 
     def saves(self, worker: Worker) -> None:
         """Make all replicas alike: weights, and what the optimizer keeps, become means."""
-        for stage, one in sorted(self.stages.items()):
+        for owner, one in sorted(self.stages.items()):
             one.forget()
-            optimizer = worker.optimizers[stage]
+            if owner == TIED:  # all of their stages have them
+                continue
+            optimizer = worker.optimizers[owner]
             state = {} if optimizer.optimizer is None else optimizer.optimizer.state
             parameters = [p for _, p in sorted(optimizer.parameters.items())]
             kept = [state[p][key] for p in parameters if p in state for key in sorted(state[p])]
             numbers = [value for value in kept if isinstance(value, Tensor) and value.is_floating_point()]
-            ranks = worker.topology.ranks(worker.placement.holders(stage), worker.share)
-            meet(ranks, [*parameters, *numbers], worker.transport)
+            meet(one.ranks, [*parameters, *numbers], worker.transport)
 
 
 def average(worker: Worker, op: Op) -> None:
-    """AVERAGE: what was sent in the step before lands, and the next part of a stage's weights is sent."""
+    """AVERAGE: what was sent in the step before lands, and the next part of an owner's weights is sent."""
     worker.before_update()
     worker.features.of(Averages).stages[op.stage].turn(worker.step, worker.transport)
 

@@ -11,6 +11,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.vocabulary_state import OfRows
 from zbc.runtime.features.windows import WindowCopier
 
 if TYPE_CHECKING:
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
 
 
 class Gathers(Feature):
-    """`stages` whose weights other ranks step parts of; `gathered`: those that a step gathers before ops use them, so
-    that between steps they are not here, or are those of before the last one; `freed`: those that go in between."""
+    """`stages` (or other owners) whose weights other ranks step parts of; `gathered`: those that a step gathers before
+    ops use them, so that between steps they are not here, or are those of before the last one; `freed`: those of them
+    that go in between."""
 
     def __init__(self, stages: dict[int, Sharded], *, gathers: bool, frees: bool) -> None:
         self.stages = stages
         self.gathered = [one for _, one in sorted(stages.items())] if gathers else []
-        self.freed = self.gathered if frees else []
+        self.freed = [one for owner, one in sorted(stages.items()) if owner >= 0] if gathers and frees else []
         self.coming: list[Sharded] = []
         self.leaving: list[Sharded] = []  # sums of gradients under way
 
@@ -38,7 +40,7 @@ class Gathers(Feature):
         to begin with are there."""
         if worker.plan.manifest.one_sided:
             copier = WindowCopier(worker.device)
-            for one in self.gathered:
+            for one in self.freed:
                 one.open_window(worker.transport, copier)
 
     def opens(self, worker: Worker) -> None:
@@ -114,8 +116,8 @@ def with_weights(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op]
 
     def run(worker: Worker, op: Op) -> None:
         gathers = worker.features.of(Gathers)
-        if gathers.coming and op.stage in gathers.stages:
-            gathers.finish(worker, gathers.stages[op.stage])
+        if gathers.coming and op.owner in gathers.stages:
+            gathers.finish(worker, gathers.stages[op.owner])
         if gathers.leaving:
             gathers.leaving = [one for one in gathers.leaving if not one.poll()]
         handler(worker, op)
@@ -127,6 +129,7 @@ GATHERS: dict[Kind, Callable[[Worker, Op], None]] = {Kind.GATHER: gather, Kind.F
 
 
 def build(context: Context) -> Gathers:
-    sharded = {s: one for s, one in context.optimizers.items() if isinstance(one, Sharded)}
+    dealt = {owner: one.dealt if isinstance(one, OfRows) else one for owner, one in context.optimizers.items()}
+    sharded = {owner: one for owner, one in dealt.items() if isinstance(one, Sharded)}
     barrier = Kind.NORM.value not in context.manifest.capabilities
     return Gathers(sharded, gathers=barrier, frees=bool(context.manifest.resident))

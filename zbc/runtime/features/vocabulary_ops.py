@@ -75,7 +75,7 @@ def tell(worker: Worker, op: Op) -> None:
     hidden = shared.arrive(worker, Met(Kind.SPREAD, *unit))
     began = worker.clock.start()
     weight = worker.weigh(worker.number(op.mb), targets, share) / (targets != IGNORED).sum().double().clamp(min=1.0)
-    step = 1.0 / worker.layout.microbatches
+    step = worker.phase_run.portion
     early = training and shared.sums == 1
     shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=training)
     worker.clock.stop(began)

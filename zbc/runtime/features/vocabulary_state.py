@@ -10,7 +10,7 @@ A unit is a microbatch or a slice of it. A unit's way, all of it keyed by (micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -152,17 +152,6 @@ class Vocabulary(Feature):
         worker.wait_for(str(met), coming.pending)
         return coming.result()
 
-    def optimizers(self) -> Sequence[StageOptimizer]:
-        return (self.optimizer,)
-
-    def counted(self, worker: Worker) -> Sequence[StageOptimizer]:
-        return self.optimizers() if worker.replica == 0 or self.optimizer.dealt is not None else ()
-
-    def steps(self, worker: Worker, op: Op, step: Callable[[StageOptimizer], None]) -> None:
-        """With the first of a rank's stages."""
-        if op.stage == min(worker.stages):
-            step(self.optimizer)
-
     def closes(self, worker: Worker) -> None:
         """Block until others have what they were to have."""
         worker.progress.waiting = True
@@ -215,10 +204,7 @@ class Meets:
 
 
 class OfRows(OptimizerOver):
-    """The optimizer of parameters that are rows of larger ones, as a `StageOptimizer` that says of which.
-
-    Where replicas share it out, STEP ends with all of the rows on each: no other op of theirs gathers them.
-    """
+    """The optimizer of parameters that are rows of larger ones, as a `StageOptimizer` that says of which."""
 
     def __init__(self, inner: StageOptimizer, first: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """They begin with row `first`; `shapes` are those of the whole parameters."""
@@ -226,16 +212,12 @@ class OfRows(OptimizerOver):
         self._shapes = shapes
         self._starts = {name: first * shape[1] for name, shape in shapes.items()}
 
+        self.apart = inner.apart
+
     @property
     def dealt(self) -> Sharded | None:
         """What sums this rank's part of the gradients, where replicas share them out."""
         return self._inner if isinstance(self._inner, Sharded) else None
-
-    def stepped(self, transport: Transport, *, skipped: bool) -> None:
-        """Collect what the other replicas stepped; blocks."""
-        if self.dealt is not None and not skipped:
-            self.dealt.start_gather(transport)
-            self.dealt.finish_gather()
 
     def squares(self) -> dict[str, Tensor]:
         """Those of rows stand where they would in all of the parameter. Where a chunk of that lies on two ranks each
@@ -253,8 +235,6 @@ class OfRows(OptimizerOver):
         return [self._of(one) for one in self._inner.held()]
 
     def incomplete(self) -> list[Held]:
-        if self.dealt is not None:
-            return [self._of(Held(name, 0, tuple(p.shape), p)) for name, p in self.parameters.items()]
         return [self._of(one) for one in self._inner.incomplete()]
 
     def _of(self, one: Held) -> Held:

@@ -32,6 +32,7 @@ from torch import Tensor, view_as_real
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
+from zbc.ops import TIED
 from zbc.plan.directory import Manifest, judges, meeting
 from zbc.runtime.core.private import symmetric
 from zbc.runtime.features import shared_memory
@@ -111,8 +112,9 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     """
     run = manifest.topology
     sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
-    sums += [Op(Kind.TIE, 0)] if manifest.tied else []
-    groups = {meeting(manifest, op, tp) for op in sums for tp in range(run.tp)}
+    sums += [Op(Kind.REDUCE, TIED)] if manifest.tied else []
+    first = [run.rank(dp, 0) for dp in range(run.dp)]  # of each replica, where these sum on their own
+    groups = {meeting(manifest, op, tp, rank=rank) for op in sums for tp in range(run.tp) for rank in first}
     groups |= {run.sharing(rank) for rank in range(0, run.world, run.tp)}
     if Kind.NORM.value in manifest.capabilities:
         groups.add(judges(manifest))

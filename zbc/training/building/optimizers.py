@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
+from zbc.ops import TIED
 from zbc.plan.directory import Manifest, meeting
 from zbc.runtime.core.bucket import Bucket, GradientSum, absent
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.averaging import Averages, Averaging
+from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.versions import OneVersion, TwoVersions
-from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.training.building.context import LOWERED, Settings, section
 from zbc.training.models import model
 from zbc.training.probing.shapes import Shapes
@@ -74,42 +75,45 @@ def optimizer_of(
     return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
 
 
-def averages_of(manifest: Manifest, optimizers: Mapping[int, StageOptimizer], rank: int) -> Averages:
-    """The weights that replicas average, on a rank of the run. Raises E406 if the plan does not say how."""
+def averages_of(
+    manifest: Manifest, optimizers: Mapping[int, StageOptimizer], tied: Collection[str], rank: int
+) -> Averages:
+    """The weights that replicas average, on a rank of the run; those that are `tied` are of several stages.
+
+    Raises E406 if the plan does not say how.
+    """
     given = manifest.planning.get("parallel", {}).get("average")
     if given is None:
         raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
-    asked, run, placement = section(spec.Average, given), manifest.topology, manifest.to_placement()
-
-    def one(stage: int) -> Averaging:
-        ranks = run.ranks(placement.holders(stage), run.of(rank).tp)
-        return Averaging([p for _, p in sorted(optimizers[stage].parameters.items())], ranks, asked)
-
-    return Averages({stage: one(stage) for stage in optimizers})
+    asked, seat = section(spec.Average, given), manifest.topology.of(rank)
+    ranks = manifest.topology.ranks((seat.pp,), seat.tp)
+    owned = {owner: dict(one.parameters) for owner, one in optimizers.items()}
+    shared = {name: mine.pop(name) for mine in owned.values() for name in tied if name in mine}
+    owned |= {TIED: shared} if shared else {}
+    return Averages(
+        {owner: Averaging([p for _, p in sorted(mine.items())], ranks, asked) for owner, mine in owned.items()}
+    )
 
 
 def sums_of(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
-    """What each REDUCE and TIE of the plan sums; `shapes` of all parameters of the model."""
+    """What each REDUCE of the plan sums; `shapes` of all parameters of the model."""
     sizes = dict(zip(shapes.parameters, shapes.sizes, strict=True))
     manifest, found, tp = worker.plan.manifest, dict[Op, GradientSum](), worker.share
     for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
-        if op.kind is Kind.REDUCE_V:
-            shared = worker.features.of(Vocabulary)
-            rows = shared.optimizer
-            found[op] = rows.dealt or Bucket(list(rows.parameters.values()), shared.replicas)
-            continue
-        if op.kind is Kind.TIE:
+        if op.stage == TIED:
             mine = {n: p for s in worker.stages.values() for n, p in s.parameters.items() if n in worker.tied}
             summed = [
                 mine[n] if n in mine else absent(_share_of(worker, sizes[n]), shapes.gradients[n], worker.device)
                 for n in sorted(worker.tied)
                 if n in shapes.gradients  # else it is frozen, on every rank
             ]
-            found[op] = Bucket(summed, meeting(manifest, op, tp))
+            found[op] = Bucket(summed, meeting(manifest, op, tp, rank=worker.rank))
             continue
-        optimizer = worker.optimizers[op.stage]
-        own = [p for name, p in optimizer.parameters.items() if name not in worker.tied]
-        found[op] = optimizer if isinstance(optimizer, Sharded) else Bucket(own, meeting(manifest, op, tp))
+        if op.stage in (dealt := worker.features.of(Gathers).stages):
+            found[op] = dealt[op.stage]
+            continue
+        own = [p for name, p in worker.optimizers[op.stage].parameters.items() if name not in worker.tied]
+        found[op] = Bucket(own, meeting(manifest, op, tp, rank=worker.rank))
     return found
 
 

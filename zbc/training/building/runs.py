@@ -18,6 +18,7 @@ from zbc.training.building.context import Settings
 from zbc.training.probing.shapes import Shapes
 
 _RUNS_LAYERS = frozenset({Kind.F, Kind.B, Kind.BW})  # backwards may run forwards again
+_RUNS_WORDS = frozenset({Kind.I, Kind.S, Kind.T})
 
 
 def phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> PhaseRun:
@@ -29,7 +30,7 @@ def phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> PhaseR
     handlers = dict(HANDLERS)
     for wanted, kinds, around in (
         (unequal is not None, _RUNS_LAYERS, in_rows),
-        (manifest.sharded, _RUNS_LAYERS | ({Kind.W} if manifest.with_w else set()), with_weights),
+        (manifest.sharded, _RUNS_LAYERS | _RUNS_WORDS | ({Kind.W} if manifest.with_w else set()), with_weights),
     ):
         handlers |= {kind: around(handlers[kind]) for kind in kinds} if wanted else {}
     texts = tuple(map(placement.text, plan.ops))

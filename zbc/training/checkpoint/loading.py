@@ -14,7 +14,6 @@ from zbc.runtime.core.optimizer import Held, StageOptimizer
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.tensor_parallel import Cut
 from zbc.runtime.features.versions import OLDER, OneVersion, TwoVersions
-from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
 from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, features_keep, state_buffers
@@ -75,14 +74,13 @@ def _check_training(reader: Reader, training: dict[str, Any]) -> None:
 def _restore(worker: Worker, reader: Reader) -> None:
     """Overwrite everything of a rank. Raises E612 (damaged), E613 (of another model)."""
     _check_fits(worker, reader)
-    for stage, optimizer in worker.optimizers.items():
+    for optimizer in worker.optimizers.values():
         _restore_weights(optimizer, reader, worker.cuts)
+    for stage in worker.stages:
         _restore_buffers(worker, stage, reader)
         for name, value in features_keep(worker, stage):
             if name in reader.tensors:
                 reader.fill(value, name)
-    if (words := worker.features.find(Vocabulary)) is not None:
-        _restore_weights(words.optimizer, reader, worker.cuts)
 
 
 def _check_fits(worker: Worker, reader: Reader) -> None:
@@ -92,7 +90,7 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
     ours = {name for name, size in sizes if size}  # what has no elements is in no file
     differences = [f"{name}: only in this job" for name in sorted(ours - theirs.keys())]
     differences += [f"{name}: only in the checkpoint" for name in sorted(theirs.keys() - ours)]
-    for held in (held for optimizer in worker.every_optimizer for held in optimizer.held()):
+    for held in (held for optimizer in worker.optimizers.values() for held in optimizer.held()):
         told = theirs.get(held.name)
         shape = worker.cuts[held.name].shape if held.name in worker.cuts else held.shape
         here = f"{str(held.tensor.dtype).removeprefix('torch.')} {list(shape)}"

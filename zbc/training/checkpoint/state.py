@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
+from zbc.ops import WORDS
 from zbc.plan.directory import meeting
 from zbc.runtime.core.answers import sharing
 from zbc.runtime.core.optimizer import StageOptimizer
@@ -24,7 +25,6 @@ from zbc.runtime.core.stage import StageLayer
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.pieces import Piece, deal
 from zbc.runtime.features.sharded import Sharded
-from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.training.checkpoint.files import TensorPart, check_type
 
 MODEL, OPTIM, BUFFER = "model.", "optim.", "buffer."
@@ -46,21 +46,15 @@ def entries(worker: Worker) -> list[HeldPart]:
         for stage in sorted(worker.stages)
         for entry in (*_weights_of(worker, stage), *_buffers(worker, stage), *_of_features(worker, stage))
     ]
-    found += _rows(worker)
+    found += _weights_of(worker, WORDS) if WORDS in worker.optimizers else []
     for entry in found:
         check_type(entry.part.name, entry.part.tensor)
     return [entry for entry in found if entry.part.tensor.numel()]
 
 
-def _weights_of(worker: Worker, stage: int) -> Iterator[HeldPart]:
-    holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
-    return _weights(worker, stage, worker.optimizers[stage], holders)
-
-
-def _rows(worker: Worker) -> list[HeldPart]:
-    """This rank's rows of a vocabulary that all share; its replicas have the same."""
-    shared = worker.features.find(Vocabulary)
-    return [] if shared is None else [*_weights(worker, -1, shared.optimizer, shared.replicas)]
+def _weights_of(worker: Worker, owner: int) -> Iterator[HeldPart]:
+    holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, owner), rank=worker.rank)
+    return _weights(worker, owner, worker.optimizers[owner], holders)
 
 
 def _weights(worker: Worker, stage: int, optimizer: StageOptimizer, usual: tuple[int, ...]) -> Iterator[HeldPart]:

@@ -314,7 +314,7 @@ class Scale:
         self.held.raise_to(found if not reading.op.kind.is_transfer else RankBytes(peak=found.peak))
 
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
-        stages, optimizers = self.worker.stages.values(), self.worker.every_optimizer
+        stages, optimizers = self.worker.stages.values(), self.worker.optimizers.values()
         shared = self.worker.features.find(Vocabulary)
         parameters = [p for one in optimizers for p in one.parameters.values()]
         buffers = [b for stage in stages for layer in stage.layers for b in layer.module.buffers()]
