@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
@@ -361,8 +362,32 @@ def groups(ops: Sequence[Op]) -> dict[int, int]:
     return {step: first for first, op in enumerate(ops) if op.kind.is_mark for step in range(first, first + 3)}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What of a program its ops alone do not say: the one list of it, which plans keep and layouts depend on."""
+
+    dp: int = 1  # replicas of the pipeline; each runs these ops, and collectives meet over all of them
+    tp: int = 1  # ranks of a run that share the layers of each rank, and run its ops
+    node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, that share a node
+    order: tuple[int, ...] = ()  # which rank of the run takes each seat of its topology; (): as numbered
+    tied: bool = False  # several stages share a weight
+    ties: tuple[int, ...] = ()  # the stages that share weights, where `tied`; (): those at the ends of the pipeline
+    vocabulary: int = 0  # sums per unit of an output layer and an embedding that all ranks share; 0: stages have them
+    sharded: bool = False  # the ranks with a copy of a stage share out the work of its STEP, and GATHER the weights
+    resident: int = 0  # stages whose gathered weights a rank has room for; 0: weights stay, a step begins by renewing
+    with_w: bool = False  # where weights are freed: W needs them, too
+    scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
+    one_sided: bool = False  # weights that are freed, and their gradients, travel without a meeting of the replicas
+    averages: int = 0  # replicas average weights and sum no gradients: 1, which lands a step later; 2, at once
+    flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
+
+
+TRAITS = tuple(one.name for one in fields(Traits))
+_ALL = attrgetter(*TRAITS)
+
+
 @dataclass(frozen=True, slots=True)
-class Program:
+class Program(Traits):
     """Per rank, the ops in execution order. Compute-only schedules and complete plans are both Programs."""
 
     placement: Placement
@@ -370,22 +395,6 @@ class Program:
     ranks: tuple[tuple[Op, ...], ...]
     history: tuple[str, ...] = ()  # the schedule, then every pass that ran
     slices: int = 1
-    dp: int = 1  # replicas of the pipeline; each runs these ops, and collectives meet over all of them
-    tied: bool = False  # several stages share a weight
-    sharded: bool = False  # the ranks with a copy of a stage share out the work of its STEP, and GATHER the weights
-    node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, that share a node
-    ties: tuple[int, ...] = ()  # the stages that share weights, where `tied`; (): those at the ends of the pipeline
-    tp: int = 1  # ranks of a run that share the layers of each rank, and run its ops
-    order: tuple[int, ...] = ()  # which rank of the run takes each seat of its topology; (): as numbered
-    resident: int = (
-        0  # stages whose gathered weights a rank has room for; 0: weights stay, a step begins by renewing them
-    )
-    with_w: bool = False  # where weights are freed: W needs them, too
-    scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
-    vocabulary: int = 0  # sums per unit of an output layer and an embedding that all ranks share; 0: stages have them
-    flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
-    averages: int = 0  # replicas average weights and sum no gradients: 1, which lands a step later; 2, at once
-    one_sided: bool = False  # weights that are freed, and their gradients, travel without a meeting of the replicas
 
     def __repr__(self) -> str:
         ops = sum(map(len, self.ranks))
@@ -397,6 +406,12 @@ class Program:
         for rank, ops in enumerate(self.ranks):
             for step, op in enumerate(ops):
                 yield rank, step, op
+
+    @property
+    def traits(self) -> tuple[object, ...]:
+        """In the order of TRAITS."""
+        found: tuple[object, ...] = _ALL(self)
+        return found
 
     @property
     def topology(self) -> Topology:

@@ -24,7 +24,7 @@ from typing import Any
 
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
-from zbc.ir import Kind, Op, Program
+from zbc.ir import TRAITS, Kind, Op, Program
 from zbc.ops import TIED
 from zbc.plan.manifest import FORMAT as FORMAT
 from zbc.plan.manifest import FROZEN as FROZEN
@@ -83,27 +83,7 @@ def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
 def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program:
     """The ops of all ranks as a program."""
     m, run, history = manifest, manifest.topology, (manifest.schedule, *manifest.passes)
-    return Program(
-        m.to_placement(),
-        run.microbatches,
-        ranks,
-        history,
-        run.slices,
-        run.dp,
-        m.tied,
-        m.sharded,
-        run.node,
-        tuple(m.ties),
-        run.tp,
-        run.order,
-        m.resident,
-        m.with_w,
-        m.scatters,
-        0 if m.vocabulary is None else m.vocabulary.sums,
-        m.flushless,
-        m.averages,
-        m.one_sided,
-    )
+    return Program(m.to_placement(), run.microbatches, ranks, history, run.slices, **m.traits)
 
 
 def meeting(manifest: Manifest, op: Op, tp: int = 0, *, rank: int = 0) -> tuple[int, ...]:
@@ -144,7 +124,14 @@ def assemble(
     plan_id = identity.hexdigest()[:16]
     files = {rank_file(rank): _rank_text(program, rank, plan_id, text) for rank, text in enumerate(lines)}
     placement = program.placement
+    traits: dict[str, Any] = dict(zip(TRAITS, program.traits, strict=True))
+    traits = {name: list(value) if isinstance(value, tuple) else value for name, value in traits.items()}
+    copies, sums, node = (traits.pop(name) for name in ("dp", "vocabulary", "node"))
     manifest = Manifest(
+        **traits,
+        copies=copies,
+        vocabulary=Words(sums=sums, rows=list(words)) if sums else None,
+        node=node or [],
         format=FORMAT,
         version=VERSION,
         id=plan_id,
@@ -156,15 +143,6 @@ def assemble(
         microbatches=program.microbatches,
         microbatch_size=microbatch_size,
         slices=program.slices,
-        copies=program.dp,
-        tp=program.tp,
-        tied=program.tied,
-        sharded=program.sharded,
-        ties=list(program.ties),
-        resident=program.resident,
-        with_w=program.with_w,
-        scatters=program.scatters,
-        one_sided=program.one_sided,
         placement=[list(placement.holders(s)) for s in range(placement.stages)],
         edges=[list(edge) for edge in placement.edges] if placement.branches else [],
         layers=[list(names) for names in layers],
@@ -174,14 +152,9 @@ def assemble(
         planning=dict(planning),
         training=dict(training),
         files={name: sha(text.encode()) for name, text in files.items()},
-        node=list(program.node or ()),
-        order=list(program.order),
         ramp=list(ramp),
         cuts=list(cuts),
-        flushless=program.flushless,
-        averages=program.averages,
         balance=balance,
-        vocabulary=Words(sums=program.vocabulary, rows=list(words)) if program.vocabulary else None,
     )
     return manifest, files
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zbc.ir import Op, Placement
+from zbc.ir import TRAITS, Op, Placement
 from zbc.topology import Topology
 
 FORMAT = "zbc-plan"
@@ -113,6 +113,14 @@ class Manifest(_Strict):
     def _plain(self) -> dict[str, Any]:
         """All but the sha256, as it is written."""
         return self.model_dump(mode="json", exclude={"sha256", *(name for name in OPTIONAL if not getattr(self, name))})
+
+    @property
+    def traits(self) -> dict[str, Any]:
+        """Those of its program."""
+        found = {name: getattr(self, name) for name in TRAITS if name not in ("dp", "vocabulary", "node")}
+        found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        sums = 0 if self.vocabulary is None else self.vocabulary.sums
+        return found | {"dp": self.copies, "vocabulary": sums, "node": self.topology.node}
 
     @property
     def topology(self) -> Topology:

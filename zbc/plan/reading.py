@@ -166,29 +166,13 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
     for part, (below, its) in zip(manifest.ramp, found, strict=True):
         if its.sha256 != part.sha256:
             raise ZbcError("E402", f"plan: {below} is not the plan that {folder} was made with", hint=REPLAN)
-        for key in (
-            "placement",
-            "layers",
-            "boundaries",
-            "slices",
-            "cuts",
-            "microbatch_size",
-            "copies",
-            "tp",
-            "tied",
-            "ties",
-            "sharded",
-            "resident",
-            "with_w",
-            "scatters",
-            "one_sided",
-            "flushless",
-            "averages",
-            "node",
-            "order",
+        same = ("placement", "layers", "boundaries", "slices", "cuts", "microbatch_size", "traits")
+        if (
+            any(getattr(its, key) != getattr(manifest, key) for key in same)
+            or its.microbatches != part.microbatches
+            or its.ramp
         ):
-            if getattr(its, key) != getattr(manifest, key) or its.microbatches != part.microbatches or its.ramp:
-                raise ZbcError("E404", f"plan: {below} does not go with {folder / MANIFEST}", hint=REPLAN)
+            raise ZbcError("E404", f"plan: {below} does not go with {folder / MANIFEST}", hint=REPLAN)
     return found
 
 

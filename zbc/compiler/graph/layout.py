@@ -114,17 +114,7 @@ class Layout:
     def of(cls, program: Program, rows: Rows = ROWS) -> Layout:
         """With fresh cells; what programs of the same shape have compiled is taken over."""
         kinds = frozenset(op[0] for ops in program.ranks for op in ops)
-        shape = (
-            program.placement,
-            program.microbatches,
-            program.slices,
-            program.dp,
-            program.tied,
-            program.sharded,
-            program.ties,
-            program.resident,
-            program.averages,
-        )
+        shape = program.placement, program.microbatches, program.slices, program.traits
         key = (*shape, kinds, id(rows), sum(map(len, program.ranks)), len(program.ranks))
         made = _MADE.get(key)
         if made is None:
