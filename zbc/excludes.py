@@ -278,6 +278,7 @@ ROWS = (
         "tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}
     ),
     Excludes("tp", "E119", {"experts": (UNWRITTEN, "set tp = 1")}),
+    Excludes("experts", "E110", {"compile": ("how many rows an expert gets is another number each time", DROP)}),
     Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )
 

@@ -11,12 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import job
 from tests.runtime.small_plans import LLAMA
-from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate
-from zbc.errors import ZbcError
 from zbc.job.flops import training_flops
 from zbc.job.model_section import RopeScaling
-from zbc.training.launch import launch
 from zbc.training.models import model
 from zbc.training.models.rotary import rotation_rates
 
@@ -31,13 +28,20 @@ FAMILIES = [
     {"family": "llama", "variant": "qwen3", "kv_heads": 2, "head_size": 24, "attention_bias": True},
     {"family": "llama", "variant": "gemma", "kv_heads": 1},
 ]
+EXPERTS = [
+    {"family": "llama", "experts": 4, "expert_hidden": 40},
+    {"family": "llama", "experts": 6, "top_k": 3, "expert_hidden": 24, "shared_hidden": 48, "variant": "qwen2_moe"},
+    {"family": "llama", "experts": 4, "variant": "qwen3_moe", "kv_heads": 2, "head_size": 24, "expert_hidden": 48},
+    {"family": "llama", "experts": 4, "variant": "olmoe", "kv_heads": 2, "expert_hidden": 48},
+    {"experts": 4, "top_k": 1, "shared_hidden": 32},
+]
 
 
 def layers(description):
     return model.layers(description.model, 7)
 
 
-@pytest.mark.parametrize("changes", FAMILIES)
+@pytest.mark.parametrize("changes", FAMILIES + EXPERTS)
 def test_parameters_are_counted_as_they_are(changes):
     described = job(model={**SIZES, **changes})
     counted = {layer.name: layer.params for layer in estimate.layers(described)}
@@ -46,7 +50,7 @@ def test_parameters_are_counted_as_they_are(changes):
     assert each == {plan.name: sorted(p.numel() for p in plan.on_meta().parameters()) for plan in layers(described)}
 
 
-@pytest.mark.parametrize("changes", FAMILIES)
+@pytest.mark.parametrize("changes", FAMILIES + EXPERTS)
 def test_what_a_block_keeps_for_its_backward_is_what_is_counted(changes):
     """Plain autograd keeps what F keeps; only storage that is not a parameter or a buffer counts, once."""
     size, described = 2, job(model={**SIZES, **changes})
@@ -71,13 +75,16 @@ def test_what_a_block_keeps_for_its_backward_is_what_is_counted(changes):
 def test_the_floating_point_operations_of_a_block_are_those_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
 
-    for changes in FAMILIES:
+    for changes in FAMILIES + EXPERTS:
         described = job(model={**SIZES, **changes}, hardware={"tflops": 1e-3, "memory_gbps": 1e9, "kernel_us": 0.0})
-        block, x = layers(described)[1].on_meta(), torch.zeros(2, 32, 64, device="meta")
+        on = "cpu" if "experts" in changes else "meta"  # how many rows an expert gets is a matter of values
+        block, x = layers(described)[1].build(0).to(on), torch.randn(2, 32, 64, device=on)
         with FlopCounterMode(display=False) as counter:
             block(x)
         # A sequence of 32 is less than a tile of keys, so the kernel computes the whole square, as torch counts it.
-        assert 1e6 * estimate.layers(described)[1].f == pytest.approx(counter.get_total_flops(), rel=1e-5)
+        queries = 4 * changes.get("head_size", 16)
+        missed = 4 * 2 * 32 * 32 * queries if on == "cpu" else 0  # torch does not count the attention of a CPU
+        assert 1e6 * estimate.layers(described)[1].f == pytest.approx(counter.get_total_flops() + missed, rel=1e-3)
 
 
 class Kernels(TorchDispatchMode):
@@ -103,15 +110,6 @@ def test_a_forward_starts_about_as_many_kernels_as_are_counted(changes):
             if index == -1:
                 functional.cross_entropy(y.flatten(0, 1), torch.zeros(64, dtype=torch.long))
         assert 1e3 * estimate.layers(described)[index].f == pytest.approx(seen.count, abs=2 + 0.1 * seen.count)
-
-
-def test_a_model_with_experts_is_planned_and_not_run(tmp_path):
-    described = job(model={**SIZES, "experts": 4})
-    compile_job(described, budget=0.0).write(tmp_path / "plan")
-    for attempt in (lambda: layers(described), lambda: launch.run(tmp_path / "plan", local=4)):
-        with pytest.raises(ZbcError, match=r"model.experts = 4 can be planned and compared") as caught:
-            attempt()
-        assert caught.value.code == "E107"
 
 
 def test_mfu_counts_three_forwards_of_what_torch_counts():

@@ -35,6 +35,7 @@ from tests.runtime.small_plans import make_plan, make_program, make_worker
 from tests.threads import run_threads
 from zbc.errors import ZbcError
 from zbc.job import hfconfig
+from zbc.job.model_section import MOE
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.answers import counted
 from zbc.training.building.context import Settings
@@ -67,6 +68,7 @@ GPT2 = {
     "attn_pdrop": 0.0,
     **IDS,
 }
+MET = {"num_experts": 6, "num_experts_per_tok": 3}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MODELS = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
@@ -89,9 +91,23 @@ MODELS = {
         Qwen3Config(**LLAMA, num_key_value_heads=4, head_dim=8, attention_bias=True)
     ),
     "gemma": lambda: GemmaForCausalLM(GemmaConfig(**LLAMA, num_key_value_heads=1, head_dim=12)),
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**LLAMA, num_key_value_heads=2, num_local_experts=4)
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(
+            **{**LLAMA, **MET, "num_key_value_heads": 4}, moe_intermediate_size=24, shared_expert_intermediate_size=20
+        )
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**LLAMA, **MET, head_dim=8, moe_intermediate_size=24, norm_topk_prob=True)
+    ),
+    "olmoe": lambda: transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(**LLAMA, **MET, num_key_value_heads=2, pad_token_id=None)
+    ),
     "padded": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, pad_token_id=7)),
 }
-VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma")
+VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +363,7 @@ def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path,
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"model_type": "mixtral"}, 'model_type = "mixtral"'),
+        ({"model_type": "mamba"}, 'model_type = "mamba"'),
         ({"model_type": "gemma2"}, 'model_type = "gemma2"'),
         ({"model_type": "mistral", "sliding_window": "far"}, 'sliding_window = "far"'),
         ({"model_type": "qwen3", "sliding_window": 0, "use_sliding_window": True}, "sliding_window = 0"),
@@ -412,7 +428,7 @@ def test_a_variant_is_another_model(folders):
     assert error.code == "E522" and "variant" in error.details[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma", *MOE])
 def test_a_configuration_without_keys_is_the_one_of_transformers(name):
     """What transformers takes for keys that a file does not have."""
     made = transformers.AutoConfig.for_model(name)

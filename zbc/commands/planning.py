@@ -119,8 +119,6 @@ def _faster(beside: Others) -> dict[str, Any] | None:
 
 
 def run_command(job: Job, output: Path) -> str:
-    if job.model.experts:
-        return "this version plans and compares models with experts, it has no layers to run them"
     ranks, named = job.parallel.ranks, shlex.quote(str(output))
     if job.hardware.device == "cuda":
         return f"torchrun --standalone --nproc-per-node {ranks} -m zbc run {named}"

@@ -55,7 +55,7 @@ def flops(model: Model) -> tuple[float, float]:
         return 1.0, 0.0
     queries = (model.heads or 1) * model.head_width
     width, each = (model.expert_width, model.met) if model.experts else (model.mlp_width, 1)
-    matrices = (3 if model.family == "llama" else 2) * each * width
+    matrices = (3 if model.family == "llama" else 2) * (each * width + (model.shared_hidden or 0))
     return 2.0 * model.hidden * (2 * queries + 2 * model.kv_width + matrices), 4.0 * queries
 
 

@@ -31,6 +31,9 @@ def _per_token(model: Model) -> tuple[int, int]:
     """Weights of all matrices that a token is multiplied with, and features of queries over all layers."""
     h, q = model.hidden or 0, (model.heads or 1) * model.head_width
     each = (3 if model.family == "llama" else 2) * h
-    mlp = model.met * each * model.expert_width + h * model.experts if model.experts else each * model.mlp_width
+    mlp = each * model.mlp_width
+    if model.experts:
+        common = model.shared_hidden or 0
+        mlp = each * (model.met * model.expert_width + common) + h * (model.experts + bool(common))
     matrices = h * (2 * q + 2 * model.kv_width) + mlp
     return model.layers * matrices + h * (model.vocab or 0), model.layers * q

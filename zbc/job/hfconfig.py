@@ -1,4 +1,4 @@
-"""Between `[model]` and the config.json of a Hugging Face folder, for GPT-2, Llama and its variants.
+"""Between `[model]` and the config.json of a Hugging Face folder, for GPT-2, Llama and its variants, also with experts.
 
 What zbc would compute in another way than transformers does is refused by the name of its key, never ignored. Dropout
 rates are not read: zbc's families have no dropout.
@@ -30,6 +30,10 @@ _FIXED: dict[str, dict[str, Any]] = {  # key -> the only value that zbc computes
     "mistral": {"hidden_act": "silu"},
     "qwen2": {"hidden_act": "silu"},
     "qwen3": {"hidden_act": "silu"},
+    "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0},
+    "qwen2_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True},
+    "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "olmoe": {"hidden_act": "silu", "clip_qkv": None},
     "gemma": {
         "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh",
@@ -53,6 +57,11 @@ class _Variant:
     eps: float = 1e-6
     tied: bool = False
     padding: int | None = None
+    theta: float = 10000.0
+    count: str = "num_experts"  # the key of the number of experts
+    width: str = "moe_intermediate_size"  # and that of their width
+    experts: tuple[int, int, int, bool] | None = None  # their number, how many a token meets, width, `norm_top_k`
+    shared: int | None = None  # the width of the expert that all tokens meet
 
 
 _VARIANTS = {
@@ -60,9 +69,45 @@ _VARIANTS = {
     "mistral": _Variant(ffn=14336, kv_heads=8, seq_len=131072),
     "qwen2": _Variant(ffn=22016, kv_heads=32, vocab=151936, seq_len=32768),
     "qwen3": _Variant(ffn=22016, kv_heads=32, head_size=128, vocab=151936, seq_len=32768),
+    "mixtral": _Variant(
+        ffn=14336,
+        kv_heads=8,
+        seq_len=131072,
+        eps=1e-5,
+        theta=1e6,
+        count="num_local_experts",
+        width="intermediate_size",
+        experts=(8, 2, 14336, True),
+    ),
+    "qwen2_moe": _Variant(2048, 5632, 24, 16, 16, None, 151936, 32768, experts=(60, 4, 1408, False), shared=5632),
+    "qwen3_moe": _Variant(2048, 6144, 24, 32, 4, None, 151936, 32768, experts=(128, 8, 768, False)),
+    "olmoe": _Variant(
+        2048,
+        2048,
+        16,
+        16,
+        vocab=50304,
+        seq_len=4096,
+        eps=1e-5,
+        padding=1,
+        width="intermediate_size",
+        experts=(64, 8, 2048, False),
+    ),
     "gemma": _Variant(3072, 24576, 28, 16, 16, 256, 256000, 8192, tied=True, padding=0),
 }
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma": "Gemma"}
+_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma": "Gemma",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2Moe",
+    "qwen3_moe": "Qwen3Moe",
+    "olmoe": "Olmoe",
+}
+_BIASED = ("llama", "qwen3", "gemma", "qwen3_moe", "olmoe")  # variants that may have biases in all of attention
+_WINDOWED = {"mistral": 4096, "mixtral": None}  # variants with one sliding window for all layers, and its default
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -122,10 +167,11 @@ def _gpt2(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Of Llama and its variants. `seq_len` ends at a sliding window: up to there it is causal attention as any."""
     theta, scaling = _rope(config, source)
-    given = config.get("sliding_window")
+    kind = config["model_type"]
+    given = config.get("sliding_window") if kind in _WINDOWED or config.get("use_sliding_window") else None
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
         raise _refused(source, "sliding_window", given, "it is a number of positions")
-    kind, window = config["model_type"], window_of(config)
+    window = window_of(config)
     default = _VARIANTS[kind]
     longest = config.get("max_position_embeddings", default.seq_len)
     words, padding = config.get("vocab_size", default.vocab), config.get("pad_token_id", default.padding)
@@ -134,13 +180,13 @@ def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {
         "family": "llama",
         "variant": kind,
-        "attention_bias": config.get("attention_bias", False) if kind in ("llama", "qwen3", "gemma") else False,
+        "attention_bias": config.get("attention_bias", False) if kind in _BIASED else False,
         "layers": config.get("num_hidden_layers", default.layers),
         "hidden": config.get("hidden_size", default.hidden),
         "heads": config.get("num_attention_heads", default.heads),
         "kv_heads": config.get("num_key_value_heads", default.kv_heads),
         "head_size": config.get("head_dim", default.head_size),
-        "ffn_hidden": config.get("intermediate_size", default.ffn),
+        **({"ffn_hidden": config.get("intermediate_size", default.ffn)} if default.experts is None else {}),
         "vocab": words,
         "padding_token": words + padding if isinstance(padding, int) and padding < 0 else padding,
         "seq_len": min(longest, window) if window is not None and isinstance(longest, int) else longest,
@@ -148,14 +194,28 @@ def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": scaling,
         "tie_embeddings": config.get("tie_word_embeddings", default.tied),
+        **(_experts(config, default) if default.experts is not None else {}),
+    }
+
+
+def _experts(config: Mapping[str, Any], default: _Variant) -> dict[str, Any]:
+    assert default.experts is not None
+    count, met, width, normed = default.experts
+    fixed = config["model_type"] == "mixtral"
+    return {
+        "experts": config.get(default.count, config.get("num_local_experts", config.get("num_experts", count))),
+        "top_k": config.get("num_experts_per_tok", met),
+        "expert_hidden": config.get(default.width, width),
+        "norm_top_k": normed if fixed else config.get("norm_topk_prob", normed),
+        "shared_hidden": config.get("shared_expert_intermediate_size", default.shared) if default.shared else None,
     }
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:
     """How many positions back a layer of the model looks at most; None where all of them see everything before."""
     kind = config.get("model_type")
-    if kind == "mistral":
-        window: int | None = config.get("sliding_window", 4096)
+    if kind in _WINDOWED:
+        window: int | None = config.get("sliding_window", _WINDOWED[kind])
     else:
         window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
         types, whole = config.get("layer_types"), config.get("max_window_layers", 28)
@@ -172,7 +232,8 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[Any, dict[str, Any] |
     rope = config.get(key) or {}
     if not isinstance(rope, Mapping):
         raise _refused(source, key, rope, "it is a table")
-    theta = float_of(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    usual = _VARIANTS[config["model_type"]].theta
+    theta = float_of(rope.get("rope_theta", config.get("rope_theta", usual)))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise _refused(source, f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "zbc turns all features")
@@ -204,16 +265,18 @@ def _refused(source: str, key: str, value: Any, why: str) -> ZbcError:
 
 # ---- a job beside a folder -----------------------------------------------------------------------------------
 
-_COMPARED = ("family", "layers", "hidden", "heads", "head_width", "kv_width", "mlp_width", "vocab", "norm_eps")
+_COMPARED = ("family", "layers", "hidden", "heads", "head_width", "kv_width", "vocab", "norm_eps")
+_OF_EXPERTS = ("experts", "met", "expert_width", "shared_hidden", "norm_top_k")
 
 
 def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
     """The model of the folder. Raise E521, and E522 with every size in which the job is another model than that."""
     folder = model_of(config, source)
-    keys = [*_COMPARED, "rotary"]
+    keys = [*_COMPARED, "rotary", *(_OF_EXPERTS if folder.experts or job.experts else ("mlp_width",))]
     keys += ["variant", "attention_bias", "padding_token"] if folder.family == "llama" == job.family else []
     keys += ["rope_theta", "rope_scaling"] if folder.rotary else ["activation"]
     names = {"head_width": "head_size", "mlp_width": "ffn_hidden", "kv_width": "kv_heads x head_size"}
+    names |= {"met": "top_k", "expert_width": "expert_hidden"}
     wrong = [
         f"{names.get(key, key)}: the job has {_shown(getattr(job, key))}, {source} {_shown(getattr(folder, key))}"
         for key in keys
@@ -296,15 +359,17 @@ def _llama_config(model: Model) -> dict[str, Any]:
         if scaling.kind == "llama3":
             rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
             rope["original_max_position_embeddings"] = scaling.original_seq_len
-    if model.attention_bias and model.variant not in ("llama", "qwen3", "gemma"):
+    if model.attention_bias and model.variant not in _BIASED:
         text = f"run: a {model.variant} with biases in all of attention has no counterpart in transformers"
         raise ZbcError("E524", text, hint="drop model.attention_bias")
     extra: dict[str, Any] = {"hidden_act": "silu"}
+    if model.experts:
+        extra |= _experts_config(model)
     if model.variant == "gemma":
         extra = {key: "gelu_pytorch_tanh" for key in ("hidden_act", "hidden_activation")}
-    elif model.variant != "llama":
+    elif model.variant not in ("llama", "olmoe"):
         extra |= {"sliding_window": None}
-    if model.variant in ("llama", "qwen3", "gemma"):
+    if model.variant in _BIASED:
         extra |= {"attention_bias": model.attention_bias}
     return {
         "architectures": [f"{_CLASSES[model.variant]}ForCausalLM"],
@@ -312,7 +377,7 @@ def _llama_config(model: Model) -> dict[str, Any]:
         "vocab_size": model.vocab,
         "max_position_embeddings": model.seq_len,
         "hidden_size": model.hidden,
-        "intermediate_size": model.mlp_width,
+        "intermediate_size": model.expert_width if model.experts else model.mlp_width,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads or model.heads,
@@ -328,3 +393,29 @@ def _llama_config(model: Model) -> dict[str, Any]:
         "pad_token_id": model.padding_token,
         "tie_word_embeddings": model.tie_embeddings,
     }
+
+
+def _experts_config(model: Model) -> dict[str, Any]:
+    known = _VARIANTS[model.variant]
+    wrong = None
+    if known.experts is None:
+        wrong = f"a {model.variant} with experts"
+    elif bool(model.shared_hidden) != bool(known.shared):
+        wrong = f"a {model.variant} {'with' if model.shared_hidden else 'without'} an expert that all tokens meet"
+    elif model.variant == "mixtral" and not model.norm_top_k:
+        wrong = "a mixtral whose weights of experts do not add up to 1"
+    if wrong is not None:
+        text = f"run: {wrong} has no counterpart in transformers"
+        hint = 'use variant = "mixtral", "qwen2_moe" (which has shared_hidden), "qwen3_moe" or "olmoe"'
+        raise ZbcError("E524", text, hint=hint)
+    found: dict[str, Any] = {
+        known.count: model.experts,
+        "num_experts_per_tok": model.met,
+        known.width: model.expert_width,
+    }
+    found |= {"router_aux_loss_coef": model.balance_loss}
+    if model.variant != "mixtral":
+        found |= {"norm_topk_prob": model.norm_top_k}
+    if model.variant.startswith("qwen"):
+        found |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    return found | ({"shared_expert_intermediate_size": model.shared_hidden} if known.shared else {})

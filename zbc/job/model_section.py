@@ -10,7 +10,7 @@ from pydantic import Field
 
 from zbc.errors import ZbcError
 from zbc.job import graph
-from zbc.job.section import FACTORY, Count, Positive, Section, Width
+from zbc.job.section import FACTORY, Count, NonNegative, Positive, Section, Width
 from zbc.job.toml import Document
 from zbc.job.unread import asks
 from zbc.job.wording import did_you_mean
@@ -20,7 +20,7 @@ Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias", "padding_token")
 _ONLY_GPT = ("positions", "activation")
-_EXPERTS = ("experts", "top_k", "expert_hidden")
+_EXPERTS = ("experts", "top_k", "expert_hidden", "shared_hidden", "norm_top_k", "balance_loss", "router_z_loss")
 _ONLY_BUILTIN = (
     "pretrained",
     "hidden",
@@ -33,7 +33,9 @@ _ONLY_BUILTIN = (
     *_ONLY_LLAMA,
     *_ONLY_GPT,
 )
-_PLAIN = ("variant", "attention_bias")  # whose defaults say what is so in other families too
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")  # variants of a llama that have experts
+# Whose defaults say what is so in other families too.
+_PLAIN = ("variant", "attention_bias", "norm_top_k", "balance_loss", "router_z_loss")
 _FOREIGN = {"gpt": _ONLY_LLAMA, "llama": _ONLY_GPT}  # family -> keys it does not have; a factory has none of them
 
 
@@ -58,16 +60,22 @@ class Model(Section):
     heads: Width | None = Field(None, description="attention heads")
     kv_heads: Width | None = Field(None, description="llama: heads of keys and values; default heads")
     head_size: Width | None = Field(None, description="llama: width of a head; default hidden / heads")
-    variant: Literal["llama", "mistral", "qwen2", "qwen3", "gemma"] = Field(
-        "llama", description="llama: whose blocks these are; the differences are in docs/models.md"
+    variant: Literal["llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"] = (
+        Field("llama", description="llama: whose blocks these are; the differences are in docs/models.md")
     )
     attention_bias: bool = Field(False, description="llama: biases in all four projections of attention")
     ffn_hidden: Width | None = Field(
         None, description="width inside the MLP; default gpt 4 hidden, llama 8/3 hidden up to a multiple of 256"
     )
-    experts: Width | None = Field(None, description="MLPs per block, each token meets top_k of them; planned, not run")
+    experts: Width | None = Field(None, description="MLPs per block, each token meets top_k of them")
     top_k: Width | None = Field(None, description="experts that a token meets; default 2")
     expert_hidden: Width | None = Field(None, description="width inside an expert; default ffn_hidden")
+    shared_hidden: Width | None = Field(None, description="width inside the expert that all tokens meet; default none")
+    norm_top_k: bool = Field(True, description="whether the weights of a token's experts add up to 1")
+    balance_loss: NonNegative = Field(
+        0.0, description="coefficient of the loss that evens the experts' loads, of each block"
+    )
+    router_z_loss: NonNegative = Field(0.0, description="coefficient of the loss that keeps routers' logits small")
     vocab: Width | None = Field(None, description="size of the vocabulary")
     padding_token: Annotated[int, Field(ge=0)] | None = Field(
         None, description="llama: the word whose embedding gets no gradient; transformers' pad_token_id"
@@ -118,7 +126,7 @@ class Model(Section):
     @property
     def qkv_bias(self) -> bool:
         """Whether queries, keys and values of a llama have biases."""
-        return self.attention_bias or self.variant == "qwen2"
+        return self.attention_bias or self.variant in ("qwen2", "qwen2_moe")
 
     @property
     def head_width(self) -> int:
@@ -165,13 +173,6 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
         yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where, hint=hint)
 
 
-def check_runnable(model: Model) -> None:
-    """Raises E107 for a model that can be planned only."""
-    if model.experts:
-        text = f"run: model.experts = {model.experts} can be planned and compared, this version has no layers to run it"
-        raise ZbcError("E107", text, hint='drop it, or bring such layers with family = "package.module:factory"')
-
-
 def _ties(model: Model, document: Document) -> Iterator[ZbcError]:
     """What is wrong with `ties` before the layers are known."""
     if model.ties and model.builtin:
@@ -207,8 +208,8 @@ def _precision(model: Model, document: Document) -> Iterator[ZbcError]:
 def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
     if not model.builtin:
         return
-    for key in ("top_k", "expert_hidden"):
-        if model.experts is None and getattr(model, key) is not None:
+    for key in _EXPERTS[1:]:
+        if model.experts is None and asks(model, key):
             text = f"config: model.{key} is for models with experts, model.experts is not set"
             yield ZbcError("E110", text, where=document.where(("model", key)), hint="set model.experts, or drop it")
     if model.experts and model.top_k and model.top_k > model.experts:
@@ -219,10 +220,9 @@ def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
         text = "config: model.ffn_hidden is the width of MLPs, and of experts model.expert_hidden is"
         where = document.where(("model", "ffn_hidden"))
         yield ZbcError("E110", text, where=where, hint="keep one of them")
-    if model.experts and model.pretrained is not None:
-        text = "config: model.pretrained reads models without experts"
-        where = document.where(("model", "pretrained"))
-        yield ZbcError("E110", text, where=where, hint="drop it, or model.experts")
+    if model.experts is None and model.variant in MOE:
+        text = f'config: model.variant = "{model.variant}" has experts, model.experts is not set'
+        yield ZbcError("E110", text, where=document.where(("model", "variant")), hint="set model.experts")
 
 
 def _missing(model: Model, document: Document) -> Iterator[ZbcError]:

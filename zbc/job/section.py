@@ -11,6 +11,7 @@ Count = Annotated[int, Field(ge=1)]
 Width = Annotated[int, Field(ge=1, le=10_000_000)]  # of a model: more is a slip of the pen
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 # Beyond these a number is a slip: sums over a step would leave what floats can tell apart, or be infinite.
 Ms = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to eleven days
 Us = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]

@@ -190,10 +190,12 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         rotary=model.rotary,
         qkv_bias=model.qkv_bias,
         proj_bias=model.attention_bias,
-        qk_norm=model.variant == "qwen3",
+        qk_norm=model.variant in ("qwen3", "qwen3_moe", "olmoe"),
+        qk_whole=model.variant == "olmoe",
         wide_norm=model.variant == "gemma",
         experts=model.experts or 0,
         top_k=model.met,
+        common=model.shared_hidden or 0,
         past=past,
         shared=job.parallel.shared,
     )

@@ -119,8 +119,10 @@ class Sizes:
     proj_bias: bool = False  # of the projection behind attention, where `gated`
     qk_norm: bool = False  # of each head's queries and keys
     wide_norm: bool = False  # gemma: norms of single operations, in float32, on every device
+    qk_whole: bool = False  # olmoe: of all heads' together
     experts: int = 0  # MLPs of width `mlp` beside each other, of which a token meets `top_k`
     top_k: int = 0
+    common: int = 0  # width of the one that all tokens meet
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
     shared: int = 1  # ranks that each have their part of the tokens outside of the linear layers
 
@@ -137,8 +139,9 @@ class Sizes:
     def matrices(self) -> int:
         """Weights in the linear layers of a block."""
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
-        each = (3 if self.gated else 2) * self.hidden * self.mlp
-        return attention + (self.experts or 1) * each + self.hidden * self.experts
+        each = (3 if self.gated else 2) * self.hidden
+        router = self.hidden * (self.experts + bool(self.common))
+        return attention + each * ((self.experts or 1) * self.mlp + self.common) + router
 
     @property
     def vectors(self) -> int:
@@ -146,12 +149,12 @@ class Sizes:
         if self.gated:
             return self.norms + self._biases[0] + self._biases[1]
         biases = self.queries + 2 * self.keys + self.hidden + (self.experts or 1) * (self.mlp + self.hidden)
-        return biases + self.norms
+        return biases + self.norms + (self.common and self.common + self.hidden)
 
     @property
     def norms(self) -> int:
         """Parameters of the norms of a block."""
-        heads = 2 * self.queries // self.heads if self.qk_norm else 0
+        heads = self.queries + self.keys if self.qk_whole else 2 * self.queries // self.heads if self.qk_norm else 0
         return (2 if self.gated else 4) * self.hidden + heads
 
     @property
@@ -161,15 +164,26 @@ class Sizes:
 
     @property
     def parameters(self) -> tuple[int, ...]:
-        """Elements of each parameter of a block; () for one with experts, of which nobody knows how they are stored."""
-        if self.experts:
-            return ()
-        h, q, k, f = self.hidden, self.queries, self.keys, self.mlp
+        """Elements of each parameter of a block."""
+        h, q, k = self.hidden, self.queries, self.keys
         if self.gated:
-            each = (q // self.heads,) * 2 if self.qk_norm else ()
+            each = (q, k) if self.qk_whole else (q // self.heads,) * 2 if self.qk_norm else ()
             before, behind = ((count,) if count else () for count in self._biases)
-            return h, h * (q + 2 * k), *before, *each, q * h, *behind, h, h * 2 * f, f * h
-        return h, h, h * (q + 2 * k), q + 2 * k, q * h, h, h, h, h * f, f, f * h, h
+            return h, h * (q + 2 * k), *before, *each, q * h, *behind, h, *self._mlps
+        return h, h, h * (q + 2 * k), q + 2 * k, q * h, h, h, h, *self._mlps
+
+    @property
+    def _mlps(self) -> tuple[int, ...]:
+        """The same of the MLP, or of the router, the experts and the one that all tokens meet."""
+
+        def one(width: int) -> tuple[int, ...]:
+            h = self.hidden
+            return (h * 2 * width, width * h) if self.gated else (h * width, width, width * h, h)
+
+        if not self.experts:
+            return one(self.mlp)
+        common = (*one(self.common), self.hidden) if self.common else ()
+        return (self.hidden * self.experts, *(one(self.mlp) * self.experts), *common)
 
     @property
     def norm(self) -> int:
@@ -234,12 +248,13 @@ def block(z: Sizes) -> Footprint:
     """Of a block: attention and MLP, or the experts that a token meets."""
     h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
     met = z.top_k or 1
-    f = met * z.mlp  # of all MLPs that a token meets
+    f = met * z.mlp + z.common  # of all MLPs that a token meets
     grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
     spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a sum
     turned = 2 * q + k if z.rotary else 0  # and a copy of the attention's output, which lies in another order then
     routed = 2 * met * h if z.experts else 0
-    inside = 2 * h + 2 * q + 2 * k + turned + routed + (4 if z.gated else 2) * f
+    own = h if z.common else 0  # what the expert of all tokens gives, before its gate
+    inside = 2 * h + 2 * q + 2 * k + turned + routed + own + (4 if z.gated else 2) * f
     chosen = h + z.experts if z.experts else 0
 
     def weights(first: bool) -> tuple[float, float]:

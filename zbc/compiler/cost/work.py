@@ -82,6 +82,7 @@ def block(z: Sizes) -> Work:
     linear = [(h, z.queries + 2 * z.keys, 1, 1), (z.queries, h, 1, 1)]
     linear += [(h, up, each, z.experts or 1), (f, h, each, z.experts or 1)]
     linear += [(h, z.experts, 1, 1)] if z.experts else []
+    linear += [(h, 2 * z.common if z.gated else z.common, 1, 1), (z.common, h, 1, 1), (h, 1, 1, 1)] if z.common else []
     products = tuple(product(z.tokens * rows, k, n, z.width, count) for k, n, rows, count in linear)
     device = "cuda" if z.cuda else "cpu"
     square = z.queries * (z.past + keys_seen(z.seq_len, TILE[device])) * z.tokens / ATTENTION[device]
@@ -99,7 +100,7 @@ def _plain_forward(z: Sizes) -> float:
     n, each = z.width, z.top_k or 1
     sums = 2 * (2 * z.stream + n) * z.hidden
     turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
-    activation = (5 if z.gated else 2) * n * z.mlp * each
+    activation = (5 if z.gated else 2) * n * (z.mlp * each + z.common)
     # A token's row is copied to each of its experts; what they return is read, weighted and added up.
     routed = n * (1 + 3 * z.top_k) * z.hidden + 8 * z.experts if z.experts else 0
     return _around(z, _norm_forward(z), sums) + turned + activation + routed
@@ -110,7 +111,7 @@ def _plain_backward(z: Sizes) -> float:
     n, r, each = z.width, z.stream, z.top_k or 1
     sums = 2 * (3 * r + (r + n if z.cast else 0)) * z.hidden
     turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
-    activation = (8 if z.gated else 3) * n * z.mlp * each
+    activation = (8 if z.gated else 3) * n * (z.mlp * each + z.common)
     routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.experts if z.experts else 0
     biases = 0 if z.gated else n * (z.queries + 2 * z.keys + 2 * z.hidden + z.mlp)
     joined = 2 * n * (z.queries + 2 * z.keys)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from zbc.errors import ZbcError
 from zbc.host.closed_pipe import to_stdout
 from zbc.host.torch_version import OLDEST, release
-from zbc.job.model_section import check_runnable
 from zbc.plan.directory import Manifest, read_manifest
 from zbc.plan.reading import sections_of
 from zbc.training.launch.forking import start_fork_server
@@ -144,7 +143,7 @@ def _check_alone(local: int | None, max_restarts: int, device: str | None, *, th
 
 def _check_plan(manifest: Manifest, steps: int | None, save_hf: Path | None, trace: frozenset[int]) -> None:
     """Raise what shows before a rank is started: a plan that cannot be run, or something asked for that cannot be."""
-    check_runnable(sections_of(manifest)["model"])
+    sections_of(manifest)
     sinks.check(manifest.training["log"])
     if save_hf is not None:
         from zbc.training.building.context import Settings

@@ -77,23 +77,37 @@ class GptBlock(nn.Module):
     """(B, T, H) -> (B, T, H)."""
 
     def __init__(
-        self, hidden: int, heads: int, *, ffn: int, layers: int, eps: float, tanh: bool, rotary: Rotary | None
+        self,
+        hidden: int,
+        heads: int,
+        *,
+        ffn: int,
+        layers: int,
+        eps: float,
+        tanh: bool,
+        rotary: Rotary | None,
+        experts: nn.Module | None = None,
     ) -> None:
-        """`ffn`: width inside the MLP; `layers`: of the model, for the initial weights; `tanh`: GELU as in GPT-2."""
+        """`ffn`: width inside the MLP; `layers`: of the model, for the initial weights; `tanh`: GELU as in GPT-2;
+        `experts`: in place of the MLP."""
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(hidden, eps=eps)
         self.qkv = linear(hidden, 3 * hidden)
         self.proj = linear(hidden, hidden, layers)
         self.norm2 = nn.LayerNorm(hidden, eps=eps)
-        self.up = linear(hidden, ffn)
-        self.down = linear(ffn, hidden, layers)
+        self.mlp = experts
+        if experts is None:
+            self.up = linear(hidden, ffn)
+            self.down = linear(ffn, hidden, layers)
         self.rotary = rotary
         self.gelu = nn.GELU("tanh" if tanh else "none")
         self.enter = self.leave = same
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.leave(self.proj(self._attend(self.enter(self.norm1(x)))))
+        if self.mlp is not None:
+            return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
         return x + self.leave(self.down(self.gelu(self.up(self.enter(self.norm2(x))))))
 
     def _attend(self, x: Tensor) -> Tensor:

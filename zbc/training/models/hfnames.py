@@ -35,6 +35,7 @@ _LLAMA = {
     "norm2": "post_attention_layernorm",
     "down": "mlp.down_proj",
 }
+_MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 HEAD = "lm_head.weight"
 
 
@@ -66,8 +67,10 @@ def _llama(model: Model, parameter: str) -> list[TensorRows]:
     }
     if parameter in ends:
         return [TensorRows(ends[parameter])]
-    _, index, module, kind = parameter.split(".")
+    _, index, module, *inside, kind = parameter.split(".")
     stem = f"model.layers.{index}"
+    if module == "mlp":
+        return _experts(model, stem, inside)
     if module == "qkv":
         queries = (model.heads or 0) * model.head_width
         rows = {"q_proj": queries, "k_proj": model.kv_width, "v_proj": model.kv_width}
@@ -75,3 +78,19 @@ def _llama(model: Model, parameter: str) -> list[TensorRows]:
     if module == "gate_up":
         return [TensorRows(f"{stem}.mlp.{name}.weight", model.mlp_width) for name in ("gate_proj", "up_proj")]
     return [TensorRows(f"{stem}.{_LLAMA[module]}.{kind}")]
+
+
+def _experts(model: Model, stem: str, inside: list[str]) -> list[TensorRows]:
+    """Of `router`, `experts.3.gate_up`, `shared.down` and the like."""
+    mixtral = model.variant == "mixtral"
+    stem += ".block_sparse_moe" if mixtral else ".mlp"
+    if inside[0] in ("router", "shared_gate"):
+        return [TensorRows(f"{stem}.{'gate' if inside[0] == 'router' else 'shared_expert_gate'}.weight")]
+    width = model.expert_width
+    if inside[0] == "shared":
+        stem, width = f"{stem}.shared_expert", model.shared_hidden or 0
+    else:
+        stem += f".experts.{inside[1]}"
+    names = ("gate", "up") if inside[-1] == "gate_up" else ("down",)
+    called = [_MIXTRAL[name] if mixtral else f"{name}_proj" for name in names]
+    return [TensorRows(f"{stem}.{name}.weight", width if len(called) > 1 else None) for name in called]

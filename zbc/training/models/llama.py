@@ -9,6 +9,9 @@ i // (heads / kv_heads). Initial weights as in gpt.py; the residual stream stays
 
     qwen2       biases of queries, keys and values
     qwen3       a norm of each head's queries and keys
+    olmoe       a norm of all heads' queries together, and of all keys
+
+With `experts` (experts.py) these are the blocks of Mixtral, and of Qwen2 and Qwen3 with experts.
     gemma       norms multiply by 1 + weight, the gate is a GELU, embeddings come times sqrt(H)
 """
 
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.runtime.features.slicing import attention
+from zbc.training.models.experts import Experts
 from zbc.training.models.gpt import linear, same
 from zbc.training.models.rotary import Rotary
 
@@ -58,25 +62,32 @@ class LlamaBlock(nn.Module):
         variant: str = "llama",
         qkv_bias: bool = False,
         bias: bool = False,
+        experts: Experts | None = None,
     ) -> None:
         """`size`: features of a head; `ffn`: width inside the MLP; `layers`: of the model, for the initial weights;
-        `bias`: of the projection behind attention."""
+        `bias`: of the projection behind attention; `experts`: in place of the MLP."""
         super().__init__()
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
         self.norm1 = norm(hidden, eps, variant)
         self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=qkv_bias)  # rows: all queries, keys, values
-        self.norm_q = nn.RMSNorm(size, eps=eps) if variant == "qwen3" else None
-        self.norm_k = nn.RMSNorm(size, eps=eps) if variant == "qwen3" else None
+        self.wide = variant == "olmoe"  # its norms are over all heads together
+        normed = self.wide or variant in ("qwen3", "qwen3_moe")
+        self.norm_q = nn.RMSNorm(heads * size if self.wide else size, eps=eps) if normed else None
+        self.norm_k = nn.RMSNorm(kv_heads * size if self.wide else size, eps=eps) if normed else None
         self.proj = linear(heads * size, hidden, layers, bias=bias)
         self.norm2 = norm(hidden, eps, variant)
-        self.gate_up = linear(hidden, 2 * ffn, bias=False)  # rows: gate, then up
-        self.down = linear(ffn, hidden, layers, bias=False)
+        self.mlp = experts
+        if experts is None:
+            self.gate_up = linear(hidden, 2 * ffn, bias=False)  # rows: gate, then up
+            self.down = linear(ffn, hidden, layers, bias=False)
         self.gate = nn.GELU("tanh") if variant == "gemma" else nn.SiLU()
         self.rotary = rotary
         self.enter = self.leave = same
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.leave(self.proj(self._attend(self.enter(self.norm1(x)))))
+        if self.mlp is not None:
+            return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
         gate, up = self.gate_up(self.enter(self.norm2(x))).chunk(2, dim=-1)
         return x + self.leave(self.down(self.gate(gate) * up))
 
@@ -85,6 +96,13 @@ class LlamaBlock(nn.Module):
         heads = self.qkv(x).view(batch, length, -1, self.size).transpose(1, 2)
         q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.norm_q is not None and self.norm_k is not None:
-            q, k = self.norm_q(q.float()).type_as(v), self.norm_k(k.float()).type_as(v)
+            q, k = self._normed(q, self.norm_q), self._normed(k, self.norm_k)
         q, k = self.rotary(q), self.rotary(k)
         return attention(q, k, v).transpose(1, 2).reshape(batch, length, self.heads * self.size)
+
+    def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
+        """(B, heads, T, size) in float32, each head by itself or all together."""
+        if not self.wide:
+            return norm(x.float()).type_as(x)  # type: ignore[no-any-return]
+        flat = x.transpose(1, 2)
+        return norm(flat.flatten(2).float()).view(flat.shape).transpose(1, 2).type_as(x)  # type: ignore[no-any-return]

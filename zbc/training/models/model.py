@@ -23,13 +23,13 @@ from torch.nn import functional
 
 from zbc.errors import ZbcError
 from zbc.job import graph, spec, userobject
-from zbc.job.model_section import check_runnable
 from zbc.runtime.core.bundle import Joint, adapt
 from zbc.runtime.core.private import mse_kernel
 from zbc.runtime.core.split import refuse_wrapped
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.models import gpt, llama
+from zbc.training.models.experts import Experts
 from zbc.training.models.rotary import Rotary
 from zbc.training.probing.refusals import refuse_untrainable
 
@@ -122,8 +122,7 @@ def layers(model: spec.Model, seed: int) -> list[LayerPlan]:
 
 
 def _family(model: spec.Model) -> list[LayerPlan]:
-    """The layers of a built-in family: embed, the blocks, head. Raises E107 for what no layers are written for."""
-    check_runnable(model)
+    """The layers of a built-in family: embed, the blocks, head."""
     if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
         text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
         raise ZbcError("E105", text)
@@ -145,7 +144,14 @@ def _gpt_block(model: spec.Model) -> nn.Module:
     rotary = _rotary(model) if model.rotary else None
     tanh = model.activation == "gelu_tanh"
     return gpt.GptBlock(
-        hidden, heads, ffn=model.mlp_width, layers=model.layers, eps=model.norm_eps, tanh=tanh, rotary=rotary
+        hidden,
+        heads,
+        ffn=model.mlp_width,
+        layers=model.layers,
+        eps=model.norm_eps,
+        tanh=tanh,
+        rotary=rotary,
+        experts=_experts(model),
     )
 
 
@@ -163,6 +169,24 @@ def _llama_block(model: spec.Model) -> nn.Module:
         variant=model.variant,
         qkv_bias=model.qkv_bias,
         bias=model.attention_bias,
+        experts=_experts(model),
+    )
+
+
+def _experts(model: spec.Model) -> Experts | None:
+    if not model.experts:
+        return None
+    return Experts(
+        model.hidden or 0,
+        model.expert_width,
+        model.experts,
+        model.met,
+        layers=model.layers,
+        gated=model.family == "llama",
+        shared=model.shared_hidden or 0,
+        normed=model.norm_top_k,
+        balance=model.balance_loss,
+        z=model.router_z_loss,
     )
 
 

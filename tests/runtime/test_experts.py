@@ -1,0 +1,109 @@
+"""Experts: what a token gets is the formula, and a pipeline trains them as one process does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.composed import TOLERANCE, apart, settings, trained
+from tests.tiers import few
+from zbc.runtime.features.added import Adding, adding_to
+from zbc.training.models.experts import Experts
+
+MODEL = {
+    "family": "llama",
+    "layers": 4,
+    "hidden": 32,
+    "heads": 4,
+    "vocab": 256,
+    "seq_len": 32,
+    "experts": 4,
+    "top_k": 2,
+    "expert_hidden": 48,
+    "shared_hidden": 32,
+    "balance_loss": 0.01,
+    "router_z_loss": 0.001,
+}
+
+
+def of_one_token(layer, x):
+    """What the page says, of one token after the other."""
+    found = []
+    for token in x:
+        likely = (token @ layer.router.weight.t()).softmax(-1)
+        weights, chosen = likely.topk(layer.top_k)
+        weights = weights / weights.sum() if layer.normed else weights
+        y = sum(w * layer.experts[str(int(e))](token[None])[0] for w, e in zip(weights, chosen, strict=True))
+        if layer.shared is not None:
+            y = y + (token @ layer.shared_gate.weight.t()).sigmoid() * layer.shared(token[None])[0]
+        found.append(y)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("normed", "shared"), [(True, 0), (False, 24)])
+def test_a_token_gets_what_its_experts_give(gated, normed, shared):
+    torch.manual_seed(0)
+    layer = Experts(16, 20, 6, 3, layers=2, gated=gated, normed=normed, shared=shared).double()
+    for parameter in layer.parameters():
+        parameter.data = torch.randn_like(parameter) / 3
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    torch.testing.assert_close(layer(x).flatten(0, 1), of_one_token(layer, x.flatten(0, 1)), rtol=1e-10, atol=1e-10)
+
+
+def test_an_expert_that_nobody_chose_has_a_gradient_of_zero():
+    layer = Experts(8, 8, 4, 1, layers=1)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.tensor([5.0, 0, 0, 0])[:, None].expand(4, 8))
+    layer(torch.ones(3, 8)).sum().backward()
+    assert layer.experts["0"].down.weight.grad.abs().sum() > 0
+    assert all(not layer.experts[e].down.weight.grad.any() for e in "123")
+
+
+def test_added_losses_are_those_of_their_papers():
+    torch.manual_seed(1)
+    layer, adding = Experts(8, 8, 4, 2, layers=1, balance=0.5, z=0.25), Adding(0.125)
+    x = torch.randn(10, 8)
+    with adding_to(adding):
+        layer(x)
+    logits = x @ layer.router.weight.t()
+    likely = logits.softmax(-1)
+    chosen = functional.one_hot(likely.topk(2).indices, 4).sum(1).float()
+    wanted = 0.5 * 4 * (chosen.mean(0) / 2 * likely.mean(0)).sum() + 0.25 * logits.logsumexp(-1).square().mean()
+    torch.testing.assert_close(adding.total, (wanted * 0.125).detach())
+
+
+WAYS = [
+    {"schedule": {"kind": "zb-v"}},
+    {"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}},
+    {"schedule": {"kind": "interleaved-1f1b"}},
+    {"schedule": {"kind": "chimera"}},
+    {"schedule": {"kind": "zb-v"}, "parallel": {"vocabulary": "shared"}},
+    {"schedule": {"kind": "zb-v", "slices": 2}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0}},
+    {"schedule": {"kind": "1f1b", "microbatches": 4}, "parallel": {"dp": 2, "shard": "all"}},
+    {"schedule": {"kind": "zb-v"}, "model": {"family": "gpt"}},
+    {"schedule": {"kind": "zb-v"}, "model": {"dtype": "bfloat16"}},
+    {"schedule": {"kind": "zb-v"}, "optimizer": {"sync": "post-validate"}},
+    {
+        "schedule": {"kind": "gis", "memory_limit": "0.7x"},
+        "memory": {"activations": "offload"},
+        "hardware": {"host_gbps": 20.0},
+    },
+]
+
+
+def tables(way):
+    found = settings() | {"model": dict(MODEL), "parallel": {"pp": 2}}
+    for table, keys in way.items():
+        found[table] = found.get(table, {}) | keys
+    return found
+
+
+@pytest.mark.parametrize(
+    "way", few(WAYS, 1), ids=lambda way: " ".join(str(v) for t in way.values() for v in t.values())
+)
+def test_experts_in_a_pipeline_train_as_in_one_process(way):
+    single = tables({"model": way.get("model", {})})
+    single["parallel"]["pp"] = 1
+    assert apart(trained(tables(way)), trained(single)) <= TOLERANCE

@@ -1,0 +1,96 @@
+"""Experts in place of a block's MLP: each token meets the `top_k` of them that its router chooses, and none is dropped.
+
+    router      (N, H) -> (N, E), float32 from there on: softmax, the top_k largest, which add up to 1 with `normed`
+    experts.e   an MLP of the family, for the rows of the tokens that chose it, in the order of the tokens
+    shared      an MLP that all tokens meet; what it gives is weighted by a sigmoid of its own gate
+
+Rows are sorted by expert, run, and put back; a token adds up what its experts give in the order in which it chose them.
+An expert whom no token chose runs on no rows, so that all have gradients in every microbatch.
+
+`balance` c adds c E sum(f P) to the loss, of each block: f the share of all choices that an expert got, P its mean
+probability (arXiv 2101.03961, section 2.2); `z` c adds c mean(logsumexp(logits)^2) (arXiv 2202.08906).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from zbc.runtime.features.added import add_loss
+from zbc.training.models.gpt import linear
+
+
+class Expert(nn.Module):
+    """(rows, H) -> (rows, H): the MLP of a family; `gated` as in Llama, else with biases and a GELU as in GPT-2."""
+
+    def __init__(self, hidden: int, width: int, layers: int, *, gated: bool) -> None:
+        super().__init__()
+        self.gated = gated
+        if gated:
+            self.gate_up = linear(hidden, 2 * width, bias=False)  # rows: gate, then up
+        else:
+            self.up = linear(hidden, width)
+        self.down = linear(width, hidden, layers, bias=not gated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.down(functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(functional.silu(gate) * up)  # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """(.., H) -> (.., H)."""
+
+    def __init__(
+        self,
+        hidden: int,
+        width: int,
+        count: int,
+        top_k: int,
+        *,
+        layers: int,
+        gated: bool = True,
+        shared: int = 0,
+        normed: bool = True,
+        balance: float = 0.0,
+        z: float = 0.0,
+    ) -> None:
+        """`count` experts of `width`; `shared`: width of the one that all tokens meet, 0 for none."""
+        super().__init__()
+        self.count, self.top_k, self.normed, self.balance, self.z = count, top_k, normed, balance, z
+        self.router = linear(hidden, count, bias=False)
+        self.experts = nn.ModuleDict({str(e): Expert(hidden, width, layers, gated=gated) for e in range(count)})
+        self.shared = Expert(hidden, shared, layers, gated=gated) if shared else None
+        self.shared_gate = linear(hidden, 1, bias=False) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        logits = self.router(flat)
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        likely = logits.softmax(-1)
+        weights, chosen = likely.topk(self.top_k, -1)
+        if self.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=self.count)
+        rows = self._run(flat.index_select(0, order // self.top_k), counts)
+        found = rows.index_select(0, order.argsort()).view(*chosen.shape, -1)
+        y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)
+        if self.shared is not None and self.shared_gate is not None:
+            y = y + self.shared_gate(flat).sigmoid() * self.shared(flat)
+        y = y.view(x.shape)
+        if self.training and (self.balance or self.z):
+            y = add_loss(y, self._added(logits, likely, counts))
+        return y
+
+    def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What experts make of their rows; `counts` of them, expert after expert."""
+        parts = torch.split(rows, counts.tolist())
+        return torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
+
+    def _added(self, logits: Tensor, likely: Tensor, counts: Tensor) -> Tensor:
+        share = counts.to(likely.dtype) / (self.top_k * len(likely))
+        found = self.balance * self.count * (share * likely.mean(0)).sum()
+        return found + self.z * logits.logsumexp(-1).square().mean() if self.z else found
