@@ -154,4 +154,4 @@ def test_the_runtime_stays_as_large_as_it_is():
     assert lines <= LINES_OF_RUNTIME
 
 
-LINES_OF_RUNTIME = 23_850  # experts
+LINES_OF_RUNTIME = 24_000  # experts, and replicas that share them out: 250

@@ -78,6 +78,7 @@ TRAITS = {
     "tp": Trait("parallel.tp", _not(1)),
     "tp_sequence": Trait("parallel.tp_sequence", bool),
     "dp": Trait("parallel.dp", _not(1)),
+    "ep": Trait("parallel.ep", _not(1)),
     "world": Trait("parallel.world", _given),
     "replicas": Trait("parallel.replicas", _given),
     "average": Trait("parallel.average", _given),
@@ -278,6 +279,15 @@ ROWS = (
         "tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}
     ),
     Excludes("tp", "E119", {"experts": (UNWRITTEN, "set tp = 1")}),
+    Excludes(
+        "ep",
+        "E118",
+        {
+            "sharded|zero1|average|world|replicas|flushless|post-validate|freeze|copies": UNWRITTEN,
+            "balance": "replicas of unequal work would wait for each other in every block",
+        },
+        at_other=True,
+    ),
     Excludes("experts", "E110", {"compile": ("how many rows an expert gets is another number each time", DROP)}),
     Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )

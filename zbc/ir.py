@@ -10,7 +10,8 @@ messages all show the same text:
     SEND_F s1 m0 >r2 the peer rank follows from the placement; it is printed for the reader
     RECV_F s4 m0 from s1 <r1, SEND_B s4 m0 to s1 >r1: where a stage has several inputs, or its output several readers
     REDUCE s0        of an owner of weights, such as a stage: no microbatch
-    REDUCE v         of the rows of a vocabulary that all ranks share; REDUCE t: of weights that stages share
+    REDUCE v         of the rows of a vocabulary that all ranks share; REDUCE t: of weights that stages share;
+    REDUCE e3        of the experts of stage 3 that this rank has, of those that replicas share out
     VALIDATE         rank-wide: no stage
     W s1 m3 75%      three quarters of the stage's layers get their weight gradients, the others are frozen (also BW)
     S m3.1           of every rank, for slice 1 of microbatch 3: no stage; of a vocabulary that all ranks share
@@ -28,7 +29,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ops import NUMBERED, OWNERS, TIED, WORDS, At, Scope
+from zbc.ops import EXPERTS, NUMBERED, OWNERS, TIED, WORDS, At, Scope, experts_of, owner_text
 from zbc.ops import Kind as Kind
 from zbc.topology import Topology
 
@@ -45,7 +46,7 @@ WHOLE = 100  # percent
 IN_A_ROW = "in a row"  # what `repeated` adds to a program's history
 NEXT = 1 << 30  # `Op.mb` of microbatch k of the next step is NEXT + k
 _OP = re.compile(
-    r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d{1,9})| (?P<owner>[vt]))?"
+    r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d{1,9})| (?P<owner>[vt]|e\d{1,9}))?"
     r"(?: m(?P<mb>\d{1,9})(?:\.(?P<slice>\d{1,9}))?(?P<next> next)?)?"
     r"(?: (?:(?P<up>up)|pipe(?P<pipe>\d{1,9})))?(?: #(?P<count>\d{1,9}))?"
     r"(?: (?P<share>\d{1,2})%)?(?: (?P<way>from|to) s(?P<other>\d{1,9}))?(?: (?P<arrow>[<>])r(?P<peer>\d{1,9}))?"
@@ -55,7 +56,7 @@ _OP = re.compile(
 class Op(NamedTuple):
     """One step of one rank: `kind` of work on `stage` for microbatch `mb` of `pipe`, sequence part `slice`.
 
-    Where a kind is of an owner of weights `stage` may be WORDS or TIED.
+    Where a kind is of an owner of weights `stage` may be WORDS, TIED or what `experts_of` a stage says.
     `mb` is NEXT and more for a microbatch of the next step.
     `share` is for W and BW: the percentage of the stage's layers that get weight gradients; the others are frozen.
     `other` is for transfers of a stage with several edges on that side: the stage at the other end.
@@ -82,7 +83,7 @@ class Op(NamedTuple):
     def __str__(self) -> str:
         has_stage, has_mb = _PRINTS[self[0]]
         kind, stage, mb, pipe, part, share, other = self
-        text = f"{kind} {OWNERS.get(stage) or f's{stage}'}" if has_stage else str(kind)
+        text = f"{kind} {owner_text(stage)}" if has_stage else str(kind)
         if has_mb:
             own = mb if mb < NEXT else mb - NEXT
             text = f"{text} m{own}.{part}" if part else f"{text} m{own}"
@@ -147,7 +148,7 @@ def parse_line(text: str) -> tuple[Op, int | None]:
         raise _not_an_op(text)
     op = Op(
         kind,
-        int(stage or 0) if owner is None else _OWNERS[owner],
+        int(stage or 0) if owner is None else _OWNERS[owner] if owner in _OWNERS else experts_of(int(owner[1:])),
         int(mb or count or 0) + (NEXT if match["next"] else 0),
         1 if up else int(pipe or 0),
         int(part or 0),
@@ -378,6 +379,7 @@ class Traits:
     with_w: bool = False  # where weights are freed: W needs them, too
     scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
     one_sided: bool = False  # weights that are freed, and their gradients, travel without a meeting of the replicas
+    ep: int = 0  # neighbouring replicas that share out the experts of each block; 0: each has all of them
     averages: int = 0  # replicas average weights and sum no gradients: 1, which lands a step later; 2, at once
     flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
 
@@ -463,8 +465,11 @@ class Program(Traits):
         return self.topology.alone and not self.tied
 
     def owners(self, rank: int) -> tuple[int, ...]:
-        """Whose weights a rank steps: its stages, and its rows of a vocabulary that all share."""
-        return self.placement.stages_of(rank) + ((WORDS,) if self.vocabulary else ())
+        """Whose weights a rank steps: its stages, their experts where replicas share these out, and its rows of a
+        vocabulary that all share."""
+        stages = self.placement.stages_of(rank)
+        experts = tuple(map(experts_of, stages)) if self.ep else ()
+        return (*stages, *experts, *([WORDS] if self.vocabulary else []))
 
     def averaged(self, rank: int) -> tuple[int, ...]:
         """Whose weights a rank averages with its replicas: those that stages share count for themselves."""
@@ -476,8 +481,12 @@ class Program(Traits):
         placement = self.placement
         if op.kind.rank_wide or op.kind.unit_wide or op.stage == WORDS:
             return tuple(range(placement.ranks))
-        stages = self.tying if op.stage == TIED else (op.stage,)
+        stages = self.tying if op.stage == TIED else (self.home(op.stage),)
         return tuple(sorted({rank for stage in stages for rank in placement.holders(stage)}))
+
+    def home(self, owner: int) -> int:
+        """The stage of an owner of experts; any other owner itself."""
+        return experts_of(owner) if owner <= EXPERTS else owner
 
     @property
     def tying(self) -> tuple[int, ...]:
@@ -489,11 +498,18 @@ class Program(Traits):
         if op.kind is Kind.AVERAGE:
             return self.dp if self.averages else 1
         alone = op.kind.unit_wide or (self.averages and not op.kind.is_barrier)
-        return (1 if alone else self.dp) * (1 if self.apart(op) else len(self.members(op)))
+        copies = self.dp // self.ep if op.stage <= EXPERTS else self.dp
+        return (1 if alone else copies) * (1 if self.apart(op) else len(self.members(op)))
 
     def apart(self, op: Op) -> bool:
-        """Whether a rank meets its own replicas alone in a collective: over its words, or weights that it frees."""
-        return op.stage == WORDS or op.kind is Kind.AVERAGE or (op.kind is Kind.GATHER and self.resident > 0)
+        """Whether a rank meets its own replicas alone in a collective: over its words or experts, or weights that it
+        frees."""
+        return (
+            op.stage == WORDS
+            or op.stage <= EXPERTS
+            or op.kind is Kind.AVERAGE
+            or (op.kind is Kind.GATHER and self.resident > 0)
+        )
 
     def shared(self, op: Op) -> bool:
         """Whether a collective has anybody to meet."""

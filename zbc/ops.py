@@ -12,7 +12,8 @@ starts an *event* and goes on: what it writes is there when the event is over, a
 A row is all that a new kind needs besides its cost column, its handler in the runtime and the pass that places it.
 
 An *owner* has parameters, ranks that hold them and a sum of their gradients: each stage, the rows of a vocabulary that
-a rank has, and the weights that stages share. Ops of weights (REDUCE, STEP, GATHER ..) are of an owner.
+a rank has, the weights that stages share, and the experts of a stage that replicas share out. Ops of weights (REDUCE,
+STEP, GATHER ..) are of an owner.
 """
 
 from __future__ import annotations
@@ -84,6 +85,17 @@ class Kind(StrEnum):
 WORDS = -1  # the owner of a rank's rows of a vocabulary that all ranks share
 TIED = -2  # the owner of the weights that several stages share; each of these stages steps its copy
 OWNERS = {WORDS: "v", TIED: "t"}  # as ops print those that are no stage: `REDUCE v`
+EXPERTS = -3  # the owner of the experts of stage s, which replicas share out, is EXPERTS - s: `REDUCE e3`
+
+
+def experts_of(stage: int) -> int:
+    """The owner of the experts of a stage, and the stage of that owner."""
+    return EXPERTS - stage
+
+
+def owner_text(owner: int) -> str:
+    """As ops print it: `s3`, `e3`, `v`."""
+    return f"s{owner}" if owner >= 0 else OWNERS.get(owner) or f"e{experts_of(owner)}"
 
 
 class Scope(Enum):

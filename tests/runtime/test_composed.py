@@ -66,10 +66,10 @@ def test_with_copies_to_the_host_and_sharded_weights_a_plan_knows_what_ranks_hol
     made.write(tmp_path / "plan")
     predicted = max(rank.bytes for rank in peaks(made.program, made.costs))
     plan = StoredPlan.read(tmp_path / "plan")
-    assert any(predicted == pytest.approx(_held(plan), rel=0.03) for _ in range(3))
+    assert any(predicted == pytest.approx(held(plan), rel=0.03) for _ in range(3))
 
 
-def _held(plan: StoredPlan) -> float:
+def held(plan: StoredPlan) -> float:
     scales: list[Scale] = []
     run_threads(plan, 2, setup=lambda worker: scales.append(Scale(worker)))
     return max(scale.held.peak for scale in scales)

@@ -64,7 +64,8 @@ def of_plan(
     if report.tp_sums is not None:
         found = report.tp_sums
         hidden = f"{percent(found.hidden)} of it hidden behind other work"
-        yield labelled("sums", f"inside of ops: {short(found.ms)} ms on a rank (mean), {hidden}")
+        label = "swaps" if compiled.job.parallel.ep > 1 else "sums"
+        yield labelled(label, f"inside of ops: {short(found.ms)} ms on a rank (mean), {hidden}")
     if report.flushless is None:  # what binds a step says nothing of a cycle of them
         yield from _why(compiled, verbose=verbose)
     yield labelled("costs", *_costs(compiled))

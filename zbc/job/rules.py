@@ -433,6 +433,23 @@ def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=where(("model", "tie_embeddings")), hint="drop it")
 
 
+def _expert_rules(draft: Draft) -> Iterator[ZbcError]:
+    """Replicas share out experts that there are, evenly."""
+    parallel: Parallel | None = draft.sections.get("parallel")
+    model: Model | None = draft.sections.get("model")
+    if parallel is None or model is None or parallel.ep == 1:
+        return
+    where, hint, text = draft.document.where(("parallel", "ep")), "drop ep", ""
+    if not model.builtin or not model.experts:
+        text = "shares out the experts of a block, and model.experts is not set"
+    elif model.experts % parallel.ep:
+        text, hint = f"does not divide model.experts = {model.experts}", "use a divisor of both, or 1"
+    elif parallel.dp % parallel.ep:
+        text, hint = f"does not divide parallel.dp = {parallel.dp}", f"set dp = {parallel.ep} or a multiple of it"
+    if text:
+        yield ZbcError("E110", f"config: parallel.ep = {parallel.ep} {text}", where=where, hint=hint)
+
+
 def _average_rules(draft: Draft) -> Iterator[ZbcError]:
     parallel: Parallel | None = draft.sections.get("parallel")
     if parallel is None or parallel.average is None:
@@ -476,6 +493,7 @@ RULES = (
     _sharding_rules,
     balance.problems,
     _average_rules,
+    _expert_rules,
     _idle_rules,
     _writing_rules,
 )

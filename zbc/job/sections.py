@@ -52,6 +52,7 @@ class Parallel(Section):
     tp: Count = Field(
         1, description='ranks that share each layer of a built-in model (tensor parallel); with world also "auto"'
     )
+    ep: Count = Field(1, description="neighbouring replicas that share out the experts of each block")
     tp_sequence: bool = Field(False, description="these ranks also share the tokens between the layers")
     world: Count | Literal["auto"] | None = Field(
         None, description='ranks of the run, instead of pp and dp: the fastest are taken; "auto": the GPUs there are'
@@ -230,6 +231,7 @@ class GivenCosts(Section):
         description="one all-reduce of a stage's gradients; default: from the link, where sizes are known",
     )
     tp: Ms | None = Field(None, description="parallel.tp: the sums inside one stage's F; its B has as many")
+    ep: Ms | None = Field(None, description="parallel.ep: the swaps inside one stage's F; its B has as many")
     s: Ms | None = Field(
         None, description="parallel.vocabulary: logits of one rank's words; default 0 where f is given"
     )

@@ -25,7 +25,7 @@ from typing import Any
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.ir import TRAITS, Kind, Op, Program
-from zbc.ops import TIED
+from zbc.ops import EXPERTS, TIED
 from zbc.plan.manifest import FORMAT as FORMAT
 from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
@@ -92,6 +92,8 @@ def meeting(manifest: Manifest, op: Op, tp: int = 0, *, rank: int = 0) -> tuple[
     program, run = program_of(manifest, ((),) * manifest.ranks), manifest.topology
     seat = run.of(rank)
     found = run.ranks((seat.pp,) if program.apart(op) else program.members(op), tp)
+    if op.stage <= EXPERTS:
+        return tuple(one for one in found if run.of(one).dp % program.ep == seat.dp % program.ep)
     alone = program.averages and op.stage == TIED  # replicas that average sum no gradients
     return tuple(one for one in found if run.of(one).dp == seat.dp) if alone else found
 

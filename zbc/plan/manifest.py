@@ -17,7 +17,7 @@ FORMAT = "zbc-plan"
 VERSION = 1
 MANIFEST = "plan.json"
 # Fields that stand in a manifest only where they say something.
-OPTIONAL = frozenset({"averages", "balance", "cuts", "edges", "flushless", "one_sided", "scatters", "vocabulary"})
+OPTIONAL = frozenset({"averages", "balance", "cuts", "edges", "ep", "flushless", "one_sided", "scatters", "vocabulary"})
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 STEPS = "steps"  # capability: ops of the next step
 FROZEN = "frozen"  # capability: ops in which some layers get no weight gradients
@@ -96,6 +96,7 @@ class Manifest(_Strict):
     files: dict[str, str]  # name -> sha256
     cuts: list[Index] = []  # where slices begin in the sequence, and its end; absent for one slice
     flushless: bool = False  # the ops are the body of a cycle: steps follow one another without a flush
+    ep: Index = 0  # neighbouring replicas that share out the experts of each block; 0: each has all of them
     averages: Index = 0  # replicas average weights and sum no gradients: 1, landing a step later; 2, at once
     balance: Unequal | None = None  # absent where all replicas have equally many microbatches
     vocabulary: Words | None = None  # absent where the first and the last stage have it

@@ -397,8 +397,8 @@ def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limi
     """Every rank writes the weights it answers for; the first completes the folder when all have."""
     settings = Settings.of(worker.plan.manifest)
     model, source = settings.model, hfexport.begun_with(settings.pretrained)
-    holders = worker.placement
-    writers = sorted({worker.topology.rank(0, holders.rank_of(s)) for s in range(holders.stages)})
+    holders, replicas = worker.placement, range(worker.plan.manifest.ep or 1)
+    writers = sorted({worker.topology.rank(r, holders.rank_of(s)) for s in range(holders.stages) for r in replicas})
     for feature in worker.features:
         feature.gathers(worker)
     parameters = _uncut(worker)

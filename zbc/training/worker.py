@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from zbc.ir import Kind
-from zbc.ops import WORDS
+from zbc.ops import WORDS, experts_of
 from zbc.plan.directory import RankPlan
 from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
@@ -17,6 +17,7 @@ from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features import built
 from zbc.runtime.features.ahead import Ahead
+from zbc.runtime.features.expert_parallel import split
 from zbc.runtime.features.freezing import Resting
 from zbc.runtime.features.stage_slice import in_slices
 from zbc.runtime.features.units import braid
@@ -27,7 +28,16 @@ from zbc.training.building.data import batches_of, counted, reads_data, samples_
 from zbc.training.building.optimizers import averages_of, optimizer_of, sums_of, tied_weights
 from zbc.training.building.refusals import refuse
 from zbc.training.building.runs import phase_run, turns_in
-from zbc.training.building.shares import Shared, group_for, loss_of, tables_of, vocabulary_of
+from zbc.training.building.shares import (
+    Shared,
+    experts_in,
+    group_for,
+    loss_of,
+    shared_out,
+    swaps_for,
+    tables_of,
+    vocabulary_of,
+)
 from zbc.training.building.stages import build_stages, compile_stages, forms
 from zbc.training.data.counted import count_of, no_mean
 from zbc.training.data.data import KINDS, build_validation, place
@@ -62,14 +72,20 @@ def build_worker(
     plans = layer_plans(settings) if plans is None else list(plans)
     shapes, by_slice = looks_of(settings, plans, samples, manifest, device, {} if looks is None else looks)
     shared, tables = Shared(group_for(manifest, transport, device)), tables_of(manifest, settings, plan.rank)
-    stages = build_stages(parts, settings, plans, shapes, device, shared.part(chosen) if tables is None else tables.cut)
+    swaps = swaps_for(manifest, transport, device)
+    share = shared_out(swaps, shared.part(chosen) if tables is None else tables.cut)
+    stages = build_stages(parts, settings, plans, shapes, device, share)
     slices = parts_of(manifest)
     for stage in stages.values() if slices else ():
         in_slices(stage, slices, [forms(manifest, stage.index, one) for one in by_slice])
     last = any(not placement.sinks(s) for s in mine)
     refuse(settings, manifest, parts, plans, stages, samples, shapes, last=last)
     late = lateness(plan.ops) if manifest.flushless else {}
-    optimizers = {s: optimizer_of(settings, stages[s], manifest, rank, plans, late.get(s, 0)) for s in mine}
+    optimizers = dict[int, StageOptimizer]()
+    for s in mine:
+        of = split(stages[s].parameters, experts_in(stages[s])) if swaps is not None else (None,)
+        for owner, parameters in zip((s, experts_of(s)), of, strict=False):
+            optimizers[owner] = optimizer_of(settings, stages[s], manifest, rank, plans, late.get(s, 0), parameters)
     words = None if tables is None else vocabulary_of(plan, settings, plans, tables, by_slice, transport, device)
     optimizers |= {} if words is None else {WORDS: words.optimizer}
     tied = tied_weights(manifest, plans)
@@ -90,6 +106,7 @@ def build_worker(
         ),
         tied=tied,
         group=shared.group,
+        swaps=swaps,
         cuts=shared.cuts,
         features=features_of(settings, parts, stages, optimizers, tied, words, shared, rank, device),
     )

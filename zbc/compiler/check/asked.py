@@ -51,6 +51,7 @@ def missing_problems(job: Job, program: Program) -> Iterator[ZbcError]:
         "parallel.tp": (parallel.tp > 1, program.tp == parallel.tp),
         "parallel.dp": (several and not averages, kinds >= {Kind.REDUCE}),
         "parallel.average": (several and averages, kinds >= {Kind.AVERAGE}),
+        "parallel.ep": (parallel.ep > 1, program.ep == parallel.ep),
         "parallel.shard": (several and job.shard != "none", program.sharded and kinds >= {Kind.GATHER}),
         "parallel.shard: weights": (parallel.frees, program.resident > 0 and kinds >= {Kind.GATHER, Kind.FREE}),
         "parallel.shard: gradients": (parallel.scatters, program.scatters),

@@ -19,7 +19,7 @@ from zbc.compiler.check.vocabulary import vocabulary_problems
 from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
-from zbc.ops import COUNTED, TIED, VALUES, VOCABULARY, WORDS, Kind, Lane, Scope
+from zbc.ops import COUNTED, EXPERTS, TIED, VALUES, VOCABULARY, WORDS, Kind, Lane, Scope, experts_of
 
 
 def check_complete(program: Program) -> None:
@@ -62,7 +62,7 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
         op = g.ops[i]
         if code != "E202":
             continue
-        why = _NOTHING.get(op.kind if op.stage >= 0 else op.stage)
+        why = _NOTHING.get(op.kind if op.stage >= 0 else max(op.stage, EXPERTS))
         if op.kind in VOCABULARY and not program.vocabulary:
             why = "the first and the last stage hold the vocabulary"
         if why and op.stage < placement.stages and op.mb < program.microbatches:
@@ -78,6 +78,7 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
 _NOTHING: dict[Kind | int, str] = {  # by kind, or by an owner that is no stage
     TIED: "no weight is shared by two stages, or the stages step it",
     WORDS: "there is one replica, or stages hold the vocabulary",
+    EXPERTS: "each replica has all experts, or nobody else has these",
     Kind.GATHER: "no stage is stepped in parts",
     Kind.FREE: "weights stay",
     Kind.SCATTER: "gradients are not shared out",
@@ -322,7 +323,7 @@ def _wide_ops(g: Graph) -> Iterator[Op]:
     program = g.program
     renews = program.sharded and not program.resident
     yield from (Op(kind, 0) for kind in Kind if kind.rank_wide)
-    for owner in (TIED, WORDS):
+    for owner in (TIED, WORDS, *(map(experts_of, range(program.placement.stages)) if program.ep else ())):
         yield from (Op(kind, owner) for kind in Kind if kind.stage_wide and g.layout.owns(kind, owner))
     kinds = [kind for kind in Kind if kind.stage_wide and (kind not in COUNTED or (kind is Kind.GATHER and renews))]
     for stage in range(program.placement.stages):

@@ -74,6 +74,7 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
     ]
     where = job.where("hardware", "memory_gib")
     easier = EASIER if job.memory.chosen() == {"keep"} else ""
+    easier += "parallel.ep, " if job.model.experts and job.parallel.dp > job.parallel.ep else ""
     hint = f"{easier}more ranks, a smaller microbatch_size, or memory_gib = {at_least(job.memory_for(worst.bytes))}"
     yield ZbcError("E301", text, where=where, details=parts, hint=hint)
 

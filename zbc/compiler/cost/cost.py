@@ -13,7 +13,7 @@ from typing import NamedTuple
 from zbc.compiler.cost.stage_bytes import NO_BYTES, StageBytes
 from zbc.errors import ZbcError
 from zbc.ir import COPY, WHOLE, Edge, Kind, Op, Placement, chain
-from zbc.ops import OWNERS, TIED, VALUES, WORDS, Ref
+from zbc.ops import EXPERTS, OWNERS, TIED, VALUES, WORDS, Ref, experts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class Costs:
         s t i e          ops of words that all ranks share, with an entry per rank; their collectives likewise:
                          spread meet sum give take
 
-    Of an owner that is no stage a column has its letter, as "reduce v" and "step v", and one entry.
+    Of an owner that is no stage a column has its letter, as "reduce v" and "step v", and one entry; of experts, as
+    "reduce e", an entry per stage.
 
     `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W, "host" what of
     "kept" can move there; with several slices also "kv", the keys and values of a microbatch from its first F to its
@@ -91,6 +92,7 @@ class Costs:
     bytes: tuple[StageBytes, ...] | None = None
     source: str = "given"
     tied: float = 0.0  # bytes of the gradient of a weight that two stages share
+    experts: tuple[float, ...] = ()  # bytes of the gradients of a stage's experts, where replicas share these out
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and copies of each, on one node
     overlap: float = 0.0  # of the shorter op of a group, the share that hides behind the longer one
     slices: int = 1  # of a microbatch; where there are several, an entry of F, B, W and their values has one for each
@@ -217,7 +219,9 @@ class Costs:
 
     def of(self, column: str, stage: int = 0, part: int = 0) -> float:
         """ms by a column: of slice `part` of a microbatch, on one stage."""
-        if stage < 0:
+        if stage <= EXPERTS:
+            column, stage = f"{column} e", experts_of(stage)
+        elif stage < 0:
             column, stage = f"{column} {OWNERS[stage]}", 0
         entries = self.ms.get(column)
         if entries is None:
@@ -308,6 +312,8 @@ class Costs:
         """Memory of an owner of weights; nothing where sizes are not known."""
         if owner == TIED:
             return replace(NO_BYTES, summed=self.tied, gradients=self.tied)
+        if owner <= EXPERTS:
+            return NO_BYTES if not self.experts else replace(NO_BYTES, gradients=self.experts[experts_of(owner)])
         if owner == WORDS:
             return self.shares[0].state if self.shares else NO_BYTES
         return NO_BYTES if self.bytes is None else self.bytes[owner]

@@ -28,6 +28,7 @@ class Layer:
     params: int = 0
     size: Footprint = NOTHING
     tied: int = 0  # of them, those of the weight that embedding and head share
+    apart: int = 0  # of them, those of experts, where replicas share these out
     parts: tuple[int, ...] = ()  # them by parameter; () where only their sum is known
     measured: Measurement | None = None  # by a profile
 
@@ -160,7 +161,8 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
             ("head", last, sum(ends), ends),
         )
     )
-    blocks = [replace(block, name=f"layers.{i}") for i in range(model.layers)]
+    apart = sizes.apart if job.parallel.ep > 1 else 0
+    blocks = [replace(block, name=f"layers.{i}", apart=apart) for i in range(model.layers)]
     tied = sizes.vocab * sizes.hidden if model.tie_embeddings and not shared else 0
     return [replace(embed, tied=tied), *blocks, replace(head, tied=tied)]
 
@@ -193,7 +195,8 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         qk_norm=model.variant in ("qwen3", "qwen3_moe", "olmoe"),
         qk_whole=model.variant == "olmoe",
         wide_norm=model.variant == "gemma",
-        experts=model.experts or 0,
+        experts=(model.experts or 0) // job.parallel.ep,
+        choices=model.experts or 0,
         top_k=model.met,
         common=model.shared_hidden or 0,
         past=past,

@@ -120,7 +120,8 @@ class Sizes:
     qk_norm: bool = False  # of each head's queries and keys
     wide_norm: bool = False  # gemma: norms of single operations, in float32, on every device
     qk_whole: bool = False  # olmoe: of all heads' together
-    experts: int = 0  # MLPs of width `mlp` beside each other, of which a token meets `top_k`
+    experts: int = 0  # MLPs of width `mlp` beside each other that a rank has
+    choices: int = 0  # those of all ranks that share them out, of which a token meets `top_k`
     top_k: int = 0
     common: int = 0  # width of the one that all tokens meet
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
@@ -140,7 +141,7 @@ class Sizes:
         """Weights in the linear layers of a block."""
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
         each = (3 if self.gated else 2) * self.hidden
-        router = self.hidden * (self.experts + bool(self.common))
+        router = self.hidden * (self.choices + bool(self.common))
         return attention + each * ((self.experts or 1) * self.mlp + self.common) + router
 
     @property
@@ -173,17 +174,21 @@ class Sizes:
         return h, h, h * (q + 2 * k), q + 2 * k, q * h, h, h, h, *self._mlps
 
     @property
+    def apart(self) -> int:
+        """Parameters of a block's experts that this rank has."""
+        return self.experts * sum(self._mlp(self.mlp))
+
+    def _mlp(self, width: int) -> tuple[int, ...]:
+        h = self.hidden
+        return (h * 2 * width, width * h) if self.gated else (h * width, width, width * h, h)
+
+    @property
     def _mlps(self) -> tuple[int, ...]:
         """The same of the MLP, or of the router, the experts and the one that all tokens meet."""
-
-        def one(width: int) -> tuple[int, ...]:
-            h = self.hidden
-            return (h * 2 * width, width * h) if self.gated else (h * width, width, width * h, h)
-
         if not self.experts:
-            return one(self.mlp)
-        common = (*one(self.common), self.hidden) if self.common else ()
-        return (self.hidden * self.experts, *(one(self.mlp) * self.experts), *common)
+            return self._mlp(self.mlp)
+        common = (*self._mlp(self.common), self.hidden) if self.common else ()
+        return (self.hidden * self.choices, *(self._mlp(self.mlp) * self.experts), *common)
 
     @property
     def norm(self) -> int:
@@ -255,7 +260,7 @@ def block(z: Sizes) -> Footprint:
     routed = 2 * met * h if z.experts else 0
     own = h if z.common else 0  # what the expert of all tokens gives, before its gate
     inside = 2 * h + 2 * q + 2 * k + turned + routed + own + (4 if z.gated else 2) * f
-    chosen = h + z.experts if z.experts else 0
+    chosen = h + z.choices if z.experts else 0
 
     def weights(first: bool) -> tuple[float, float]:
         down, up = (_weight_grad(h * z.mlp * k, n, first=first) for k in (1, 2 if z.gated else 1))
@@ -264,7 +269,7 @@ def block(z: Sizes) -> Footprint:
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     rise_w, rise_bw = (None, None) if z.experts else _rises(z, grad)
     return Footprint(
-        act_b=2 * (z.stream * h + z.norm) * z.own + (z.head_norms + inside * n + 4 * z.heads + 8 * z.experts) * t,
+        act_b=2 * (z.stream * h + z.norm) * z.own + (z.head_norms + inside * n + 4 * z.heads + 8 * z.choices) * t,
         act_w=(2 * h + 2 * met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
         entry=z.stream * h * z.own,
         result=z.stream * h * z.own,

@@ -113,6 +113,14 @@ class Machine:
         latency, speed = self._slowest(pair for ranks in groups for pair in _ring(ranks))
         return latency + halves * (count - 1) / count * size / speed
 
+    def swap_ms(self, size: float, ep: int) -> float:
+        """ms in which each of `ep` neighbouring replicas of a rank sends the others their shares of `size` bytes."""
+        run = self.topology
+        blocks = (range(first, first + ep) for first in range(0, run.dp, ep))
+        groups = [[run.rank(dp, pp) for dp in block] for block in blocks for pp in range(run.pp)]
+        latency, speed = self._slowest(pair for ranks in groups for pair in combinations(ranks, 2))
+        return latency + (ep - 1) / ep * size / speed
+
     def between(self, a: int, b: int) -> Link:
         """The link of two ranks of the run."""
         if self.links is None:

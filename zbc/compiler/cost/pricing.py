@@ -181,19 +181,25 @@ def _with_shared_layers(
     table: Sequence[Layer],
     again: Collection[int],
 ) -> dict[str, Column]:
-    """The same with the sums of tensor-parallel ranks: two in the F of a block and two in its B, one behind the look-up
-    of the embedding, one before the head. In a BW those of B hide behind its W, those of an F that runs again are over
+    """The same with what ranks do together inside of ops. Replicas that share out experts swap rows twice in the F of a
+    block, to the experts and back, and twice in its B.
+
+    Of tensor-parallel ranks sums: two in the F of a block and two in its B, one behind the look-up of the embedding,
+    one before the head. In a BW those of B hide behind its W, those of an F that runs again are over
     by then. Measured times are of parts without sums.
 
     Costs that are given without `costs.tp` mean sums that take no time.
     """
-    if job.parallel.tp == 1 or (job.costs.f is not None and not job.costs.tp):
+    parallel, given = job.parallel, job.costs.tp if job.costs.ep is None else job.costs.ep
+    if parallel.tp == parallel.ep == 1 or (job.costs.f is not None and not given):
         return times
     measured = job.profile
-    if measured is not None and measured.on.source == "trace" and job.costs.tp is None:  # its ops had their sums
+    if measured is not None and measured.on.source == "trace" and given is None:  # its ops had their sums
         return times
-    if job.costs.tp is not None:
-        forward = backward = (job.costs.tp,) * len(stages)
+    if given is not None:
+        forward = backward = (given,) * len(stages)
+    elif parallel.ep > 1:
+        forward = backward = _swaps(job, stages, len(table))
     else:
         z = estimate.sizes_of(job)
         size = 0.0 if z is None else float(z.tokens * z.hidden * z.width)
@@ -213,6 +219,16 @@ def _with_shared_layers(
     plain = costs.each(lambda bw: bw, "bw")
     costs = costs.with_ms(f=costs.each(add, "f", "f_sums"), b=costs.each(add, "b", "b_sums"))
     return dict(_fused(costs, plain, again).ms)
+
+
+def _swaps(job: Job, stages: Sequence[Sequence[int]], layers: int) -> PerStage:
+    """ms of the swaps of an F: of every block two, of a row for each choice of a token, behind one of their numbers."""
+    z = estimate.sizes_of(job)
+    if z is None:
+        return (0.0,) * len(stages)
+    machine, ep = Machine.of(job), job.parallel.ep
+    one = machine.swap_ms(float(z.top_k * z.tokens * z.hidden * z.width), ep)
+    return tuple(sum(0 < i < layers - 1 for i in part) * (2 * one + machine.swap_ms(0.0, ep)) for part in stages)
 
 
 def _fused(costs: Costs, plain: Column, again: Collection[int]) -> Costs:
@@ -247,6 +263,10 @@ def _with_optimizer(
         shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
         step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
     columns: dict[str, Column] = {"step": step, "tentative": tentative, "hop": (hop,)}
+    if job.parallel.ep > 1:
+        of = [sum(table[i].apart for i in part) / (sum(table[i].params for i in part) or 1) for part in stages]
+        columns["step e"] = tuple(map(mul, step, of))
+        columns["step"] = tuple(ms * (1 - share) for ms, share in zip(step, of, strict=True))
     if job.vocabulary and job.costs.optimizer is None:
         count, rows = sum(layer.params for layer in table), vocabulary.parameters(job)
         columns["step v"] = (sum(step) / (count or 1) * rows,)
@@ -279,11 +299,14 @@ def _with_sums(
 ) -> Costs:
     """The same with the time of sums over copies: given, or estimated from the link where bytes are known."""
     halves = 2 if job.shard == "none" else 1
-    reduce, gather, average = [], [], []
+    reduce, gather, average, experts, apart = [], [], [], list[float](), list[float]()
     share = 0.0 if job.parallel.average is None else job.parallel.average.share
     for s, part in enumerate(stages):
         holders = placement.holders(s)
-        count: float = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part)
+        own = sum(table[i].apart for i in part)
+        count: float = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part) - own
+        experts.append(float(GRAD_BYTES * own))
+        apart.append(_apart(job, experts[-1], holders))
         if job.shard != "none":
             shares = stage_bytes.dealt(job, placement, s, part, table)
             count = shares.ranks * shares.row
@@ -306,7 +329,21 @@ def _with_sums(
         columns |= {"average": tuple(average), "average v": (share * words,), "average t": (share * once,)}
     else:
         columns["reduce"] = tuple(reduce)
-    return replace(costs.with_ms(**columns, **{"reduce t": (tie,)}), tied=float(tied))
+    if job.parallel.ep > 1:
+        columns["reduce e"] = tuple(apart)
+    costs = replace(costs, tied=float(tied), experts=tuple(experts) if job.parallel.ep > 1 else ())
+    return costs.with_ms(**columns, **{"reduce t": (tie,)})
+
+
+def _apart(job: Job, size: float, holders: Sequence[int]) -> float:
+    """ms of a sum over the replicas that have the same experts: every so many of all."""
+    copies = job.parallel.dp // job.parallel.ep
+    if copies == 1 or not size:
+        return 0.0
+    if job.costs.reduce is not None:
+        return job.costs.reduce
+    every = Machine.of(job).sum_ms(size, holders)  # as fast as over all of them, in fewer parts
+    return every * (1 - 1 / copies) / (1 - 1 / job.parallel.dp)
 
 
 def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:

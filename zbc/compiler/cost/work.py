@@ -81,7 +81,7 @@ def block(z: Sizes) -> Work:
     up = 2 * f if z.gated else f
     linear = [(h, z.queries + 2 * z.keys, 1, 1), (z.queries, h, 1, 1)]
     linear += [(h, up, each, z.experts or 1), (f, h, each, z.experts or 1)]
-    linear += [(h, z.experts, 1, 1)] if z.experts else []
+    linear += [(h, z.choices, 1, 1)] if z.experts else []
     linear += [(h, 2 * z.common if z.gated else z.common, 1, 1), (z.common, h, 1, 1), (h, 1, 1, 1)] if z.common else []
     products = tuple(product(z.tokens * rows, k, n, z.width, count) for k, n, rows, count in linear)
     device = "cuda" if z.cuda else "cpu"
@@ -102,7 +102,7 @@ def _plain_forward(z: Sizes) -> float:
     turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
     activation = (5 if z.gated else 2) * n * (z.mlp * each + z.common)
     # A token's row is copied to each of its experts; what they return is read, weighted and added up.
-    routed = n * (1 + 3 * z.top_k) * z.hidden + 8 * z.experts if z.experts else 0
+    routed = n * (1 + 3 * z.top_k) * z.hidden + 8 * z.choices if z.experts else 0
     return _around(z, _norm_forward(z), sums) + turned + activation + routed
 
 
@@ -112,7 +112,7 @@ def _plain_backward(z: Sizes) -> float:
     sums = 2 * (3 * r + (r + n if z.cast else 0)) * z.hidden
     turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
     activation = (8 if z.gated else 3) * n * (z.mlp * each + z.common)
-    routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.experts if z.experts else 0
+    routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.choices if z.experts else 0
     biases = 0 if z.gated else n * (z.queries + 2 * z.keys + 2 * z.hidden + z.mlp)
     joined = 2 * n * (z.queries + 2 * z.keys)
     return _around(z, _norm_backward(z), sums) + turned + activation + routed + biases + joined

@@ -15,7 +15,22 @@ from copy import copy
 from typing import NamedTuple
 
 from zbc.ir import Kind, Op, Program
-from zbc.ops import ROWS, TIED, VALUES, VOCABULARY, WORDS, At, Lane, Ref, Row, Rows, Scope, rows_with
+from zbc.ops import (
+    EXPERTS,
+    ROWS,
+    TIED,
+    VALUES,
+    VOCABULARY,
+    WORDS,
+    At,
+    Lane,
+    Ref,
+    Row,
+    Rows,
+    Scope,
+    experts_of,
+    rows_with,
+)
 
 EMPTY, FREED = -1, -2  # of a cell; else the node that wrote it
 HERE = 0  # `Key.end` of a value of this rank; of an edge's value at its maker, and at its user on the same rank
@@ -85,6 +100,8 @@ class Layout:
         # Whether other ranks hold the same of an owner. The sum of tied weights may have one rank alone.
         self.shares = {stage: replicas * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
         self.shares[WORDS] = program.vocabulary > 0 and replicas > 1
+        experts = replicas // program.ep if program.ep else 1
+        self.shares |= {experts_of(stage): experts > 1 for stage in range(self.stages)}
         self.shares[TIED] = program.tied and (replicas > 1 or len(self.holding(TIED)) > 1 or self._reduces(TIED))
         self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
         self.sinks: list[list[int]] = [[] for _ in range(self.stages)]
@@ -275,6 +292,10 @@ class Layout:
         """Whether an owner that is no stage has ops of a kind: tied weights are stepped with the stages."""
         if owner == TIED:
             return self.program.tied and kind in (Kind.REDUCE, Kind.AVERAGE)
+        if owner <= EXPERTS:
+            there = self.program.ep > 0 and experts_of(owner) < self.stages
+            steps = kind in (Kind.STEP, Kind.TENTATIVE, Kind.COMMIT)
+            return there and (steps or (kind is Kind.REDUCE and self.shares[owner]))
         if not self.program.vocabulary or kind in (Kind.FREE, Kind.SCATTER):
             return False
         if kind is Kind.GATHER and not self.program.sharded:
@@ -362,7 +383,7 @@ class Layout:
         """Where the gradients of an owner on a rank are, by unit."""
         if owner == WORDS:
             return [CellKey(what, rank, 0) for what in ("outpart", "inpart")]
-        stages = self.program.tying if owner == TIED else (owner,)
+        stages = self.program.tying if owner == TIED else (self.program.home(owner),)
         pipes = range(len(self.pipes))
         return [CellKey("part", pipe, s) for s in stages for pipe in pipes if self.pipes[pipe][s] == rank]
 

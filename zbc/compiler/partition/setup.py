@@ -373,6 +373,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         ties=tuple(tied) if len(tied) > 1 else (),
         sharded=job.shard != "none",
         scatters=job.parallel.scatters,
+        ep=job.parallel.ep if job.parallel.ep > 1 else 0,
         averages=_averages(job),
         one_sided=job.parallel.one_sided,
     )

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Program, groups
-from zbc.ops import COUNTED, TIED, WORDS
+from zbc.ops import COUNTED, TIED, WORDS, experts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,10 @@ class ReduceGrads:
     name: ClassVar[str] = "reduce-grads"
 
     def run(self, program: Program, context: Context) -> Program:
+        stages = range(program.placement.stages)
         others = [owner for owner, there in ((TIED, program.tied), (WORDS, program.vocabulary)) if there]
-        sums = [Op(Kind.REDUCE, owner) for owner in (*range(program.placement.stages), *others)]
+        others += map(experts_of, stages) if program.ep else ()
+        sums = [Op(Kind.REDUCE, owner) for owner in (*stages, *others)]
         sums = [op for op in sums if program.shared(op)]
         if not sums:
             return program
@@ -134,4 +136,4 @@ def _is_of(program: Program, op: Op, sum_: Op) -> bool:
 
 
 def _closes(program: Program, op: Op) -> tuple[int, ...]:
-    return program.tying if op.stage == TIED else (op.stage,)
+    return program.tying if op.stage == TIED else (program.home(op.stage),)

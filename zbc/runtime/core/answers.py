@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from zbc.ops import WORDS
+from zbc.ops import EXPERTS, WORDS, experts_of
 from zbc.runtime.core.optimizer import StageOptimizer
 
 if TYPE_CHECKING:
@@ -22,11 +22,13 @@ def counted(worker: Worker) -> list[StageOptimizer]:
     rank, placement = worker.plan.rank, worker.placement
     if worker.layout.apart > 1:
         return list(worker.optimizers.values())
+    ep = worker.plan.manifest.ep  # so many replicas have all experts together
     return [
         optimizer
         for s, optimizer in worker.optimizers.items()
         if (optimizer.apart and not optimizer.mirrored)
-        or ((worker.replica == 0 or optimizer.apart) and (s == WORDS or placement.rank_of(s) == rank))
+        or (s <= EXPERTS and worker.replica < ep)
+        or ((worker.replica == 0 or optimizer.apart) and (s == WORDS or (s >= 0 and placement.rank_of(s) == rank)))
     ]
 
 
@@ -34,6 +36,8 @@ def primary(worker: Worker) -> dict[str, nn.Parameter]:
     """The weights that are written down from this rank: each of the model's on one rank, in the first pipeline."""
     rank, placement = worker.plan.rank, worker.placement
     mine = [s for s in worker.stages if worker.replica == 0 and placement.rank_of(s) == rank]
+    ep = worker.plan.manifest.ep  # so many replicas have all experts together
+    mine += [experts_of(s) for s in worker.stages if worker.replica < ep and placement.rank_of(s) == rank]
     found = {name: p for s in mine for name, p in worker.optimizers[s].parameters.items()}
     for name, stages in worker.tied.items():
         if placement.rank_of(stages[0]) != rank:

@@ -79,7 +79,7 @@ def _walk(worker: Worker, op: Op, left: Left, grad: Tensor | None) -> None:
             raise ZbcError("E703", f"run: {op} comes apart from its W, its F was told otherwise")
         left.tape.backward(grad)
         return
-    slot.fills = not apart and worker.group is not None
+    slot.fills = not apart and worker.inside is not None
     slot.split = apart or slot.fills
     before = swap_slot(slot)
     try:

@@ -163,6 +163,7 @@ class Worker:
     sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE of the plan
     tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shared weights: their stages, the owner's first
     group: Group | None = None  # the ranks that share this one's layers
+    swaps: Group | None = None  # those that share out experts with it
     cuts: Mapping[str, Cut] = field(default_factory=dict)  # the parameters of which each of them has a part
     work: UnequalWork | None = None  # of unequal work
     warnings: tuple[str, ...] = ()  # for the console, before the first step
@@ -213,6 +214,11 @@ class Worker:
             for stage in self.stages.values():
                 for one in (stage, *stage.slices):
                     one.seed_all(suspect=drawn)
+
+    @property
+    def inside(self) -> Group | None:
+        """The ranks that this one meets inside of ops."""
+        return self.swaps if self.group is None else self.group
 
     @property
     def plan(self) -> RankPlan:

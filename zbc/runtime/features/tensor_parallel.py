@@ -96,6 +96,12 @@ class Group(NamedTuple):
             self.meter.under_way += now - began
             self.meter.waited += now - back
 
+    def swap(
+        self, mine: Tensor, out: Sequence[int], into: Tensor, came: Sequence[int], slot: Slot | None = None
+    ) -> None:
+        """Give each rank its rows of `mine`, `out` of them, and take theirs, `came` of them; blocks like `settle`."""
+        self.settle(self.transport.start_swap(mine.contiguous(), out, into, came, self.ranks), slot)
+
     def collect(self, mine: Tensor) -> Tensor:
         """Every rank's tensor, all of one shape: (size, ...); blocks."""
         parts = mine.new_empty((self.size, mine.numel()))
@@ -166,7 +172,7 @@ class PartialSums(Feature):
         return replace(result, sums_hidden=self._read(worker))
 
     def _read(self, worker: Worker) -> float | None:
-        return None if worker.group is None else worker.group.hidden()
+        return None if worker.inside is None else worker.inside.hidden()
 
 
 class Cut(NamedTuple):

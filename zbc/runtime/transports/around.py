@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from zbc.runtime.transports.transport import Letter, Pending, Shared, Then, Transport
+from zbc.runtime.transports.transport import Letter, Pending, Ranks, Shared, Then, Transport
 
 
 class Around:
@@ -38,6 +40,9 @@ class Around:
 
     def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
         return self.started(self.inner.start_gather(mine, parts, ranks, then), gather=True)
+
+    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Pending:
+        return self.started(self.inner.start_swap(mine, out, parts, into, ranks), gather=False)
 
     def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         return self.started(self.inner.start_broadcast(tensor, root, ranks), gather=False)

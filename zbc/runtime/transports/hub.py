@@ -18,18 +18,19 @@ import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.runtime.transports.transport import Letter, Pending, Shared, Then
+from zbc.runtime.transports.transport import Letter, Pending, Ranks, Shared, Then
 
 
 class Offer(NamedTuple):
     """What a rank brings to a collective, and where it wants the result."""
 
-    what: Literal["sum", "scatter", "gather", "broadcast", "reduce"]
+    what: Literal["sum", "scatter", "gather", "broadcast", "reduce", "swap"]
     source: Tensor
     target: Tensor
     ready: torch.cuda.Event | None = None  # when both may be used, where ranks have streams
     root: int = -1  # whose tensor is sent, or who gets the sum
     then: Then | None = None  # what follows a gather
+    rows: tuple[int, ...] = ()  # of a swap, for each rank
 
 
 @dataclass
@@ -140,7 +141,7 @@ class Hub:
             self._joined[rank, ranks] = number + 1
             meeting = self._rounds.setdefault((ranks, number), Round(ranks))
             meeting.offers[rank] = offer
-            if ranks not in self._inside:
+            if ranks not in self._inside and offer.what != "swap":
                 self._queues[rank].append((ranks, number))
                 self._meet()
             elif len(meeting.offers) == len(ranks):
@@ -242,6 +243,11 @@ class Hub:
 
 def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
     """Do what the ranks of a collective asked for, all of them the same; sums are in the order of the ranks."""
+    if offers[0].what == "swap":
+        parts = [torch.split(offer.source, list(offer.rows)) for offer in offers]
+        for place, offer in enumerate(offers):
+            torch.cat([mine[place] for mine in parts], out=offer.target)
+        return
     shapes = {(offer.what, tuple(offer.source.shape), offer.source.dtype, offer.root) for offer in offers}
     if len(shapes) > 1:
         text = f"run: ranks sum tensors of different shapes: {sorted(map(str, shapes))}"
@@ -332,6 +338,11 @@ class HubTransport:
 
     def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Started:
         return self._start(Offer("gather", mine, parts, then=then), ranks)
+
+    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Started:
+        if parts.is_floating_point():
+            parts.fill_(torch.nan)
+        return self._start(Offer("swap", mine, parts, rows=tuple(out)), ranks)
 
     def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Started:
         if self.rank != root and tensor.is_floating_point():

@@ -21,7 +21,7 @@ import itertools
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,14 +32,14 @@ from torch import Tensor, view_as_real
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
-from zbc.ops import TIED
+from zbc.ops import TIED, experts_of
 from zbc.plan.directory import Manifest, judges, meeting
 from zbc.runtime.core.private import symmetric
 from zbc.runtime.features import shared_memory
 from zbc.runtime.transports.arrivals import Arrivals, Coming
 from zbc.runtime.transports.chains import Chain, Chains, StreamChains, ThreadChains
 from zbc.runtime.transports.sends import EventSends, Sends, ThreadSends
-from zbc.runtime.transports.transport import Again, Letter, Pending, Shared, Signal, Then
+from zbc.runtime.transports.transport import Again, Letter, Pending, Ranks, Shared, Signal, Then
 
 _MAX_TAG = 2**31
 
@@ -120,8 +120,18 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
         groups.add(judges(manifest))
     if manifest.resident:  # replicas of one rank share out its weights
         groups |= {run.ranks((rank,), tp) for rank in range(run.pp) for tp in range(run.tp)}
+    if manifest.ep:  # experts are held by every so many replicas of a rank
+        of = [Op(Kind.REDUCE, experts_of(stage)) for stage in range(manifest.stages)]
+        groups |= {meeting(manifest, op, rank=rank) for op in of for rank in range(run.world)}
     groups |= set(pipelines(manifest))
     return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
+
+
+def swapping(manifest: Manifest) -> list[tuple[int, ...]]:
+    """The ranks of the run that share out the experts of their blocks, in the order in which they make groups."""
+    run, ep = manifest.topology, manifest.ep
+    blocks = [range(first, first + ep) for first in range(0, run.dp, ep)] if ep else []
+    return [tuple(sorted(run.rank(dp, part) for dp in block)) for block in blocks for part in range(run.pp)]
 
 
 def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:
@@ -156,6 +166,11 @@ class Network:
             group = _group(ranks, timeout)
             if self.rank in ranks:
                 self._circles[ranks] = group
+        self._swaps: dict[tuple[int, ...], Any] = {}  # of their own: inside of ops, and no sum is in their way
+        for ranks in swapping(manifest):
+            group = _group(ranks, timeout)
+            if self.rank in ranks:
+                self._swaps[ranks] = group
         self._after = self._groups_after(timeout)
         self._there: dict[Letter, _Out] = {}  # of what this rank sends
         self._here: dict[Letter, _Way] = {}  # of what it receives
@@ -237,6 +252,14 @@ class Network:
         reduce = partial(dist.reduce, dst=then.root, group=self._after[ranks], async_op=True)
         chain = self._chains.start(lambda: _started(gather()), then.make, lambda made: _started(reduce(made)))
         return _Collective(chain, partial(self._lost_sum, ranks))
+
+    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Pending:
+        group, lost = self._swaps[ranks], partial(self._lost_sum, ranks)
+        try:
+            work = dist.all_to_all_single(parts, mine.contiguous(), [*into], [*out], group=group, async_op=True)
+            return _Collective(_started(work), lost)
+        except RuntimeError as error:
+            raise lost(error) from error
 
     def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         return _Done() if ranks == (self.rank,) else self._collective(ranks, partial(dist.broadcast, tensor, root))
@@ -325,7 +348,7 @@ class Network:
         self._there.clear()
         self._here.clear()
         self._sums.clear()
-        for table in (self._pairs, self._signals, self._circles, self._after):
+        for table in (self._pairs, self._signals, self._circles, self._after, self._swaps):
             for group in table.values():
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
@@ -396,7 +419,7 @@ class Network:
                 raise ZbcError("E702", text, details=[_first_line(error)]) from error
         for ranks in sorted(self._circles):
             self.all_reduce(number, ranks)
-        for group in self._after.values():
+        for group in (*self._after.values(), *self._swaps.values()):
             _started(dist.all_reduce(number, group=group, async_op=True)).wait()
 
 

@@ -7,6 +7,7 @@ stream has to do can happen. It is slow, and for trials. On a CPU the copies are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.runtime.transports.around import Around
-from zbc.runtime.transports.transport import Letter, Pending, Shared, Then, Transport
+from zbc.runtime.transports.transport import Letter, Pending, Ranks, Shared, Then, Transport
 
 
 class Staged(Around):
@@ -57,6 +58,10 @@ class Staged(Around):
             return made[0][0]
 
         return _Following(self.inner.start_gather(self._down(mine), host, ranks, Then(make, then.root)), made)
+
+    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Pending:
+        host = self._room(parts)
+        return _Landing(self.inner.start_swap(self._down(mine), out, host, into, ranks), host, parts)
 
     def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         host = self._down(tensor)

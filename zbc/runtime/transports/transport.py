@@ -6,7 +6,7 @@ order. Shapes and dtypes are fixed by the plan: the receiver owns the buffer bef
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -44,6 +44,7 @@ class Signal(NamedTuple):
 
 
 Letter = Message | Again | Signal
+Ranks = tuple[int, ...]
 
 
 class Then(NamedTuple):
@@ -100,6 +101,10 @@ class Transport(Protocol):
 
     def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
         """Start to collect every rank's `mine` as the rows of `parts`; with `then` it is over when that is."""
+
+    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Pending:
+        """Start to give each of `ranks` its rows of `mine`, `out` of them, and to take theirs into `parts`, `into` of
+        them; inside of an op, so that it waits for no sum that was started before."""
 
     def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         """Start to send the `tensor` of rank `root` of the run to all `ranks`, into theirs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
@@ -44,8 +45,13 @@ def optimizer_of(
     rank: int,
     plans: Sequence[model.LayerPlan],
     late: int,
+    parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> StageOptimizer:
-    """`late`: by how many steps of the stage its gradients come late, where it steps on its own."""
+    """`late`: by how many steps of the stage its gradients come late, where it steps on its own; `parameters`: of the
+    stage's those that are meant, else all."""
+    if parameters is not None:
+        lowered = LOWERED[settings.model.parameters]
+        return build_optimizer(settings.optimizer, parameters, stage.casts, lowered=lowered)
     ranks = meeting(manifest, Op(Kind.REDUCE, stage.index), manifest.topology.of(rank).tp)
     options, lowered = settings.optimizer, LOWERED[settings.model.parameters]
     ahead = options.sync == "post-validate"

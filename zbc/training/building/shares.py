@@ -19,9 +19,11 @@ from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.tensor_parallel import Cut, Group, Meter
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.vocabulary_state import OfRows, Vocabulary
+from zbc.runtime.transports.network import swapping
 from zbc.runtime.transports.transport import Transport
 from zbc.training.building.context import LOWERED, Settings, parts_of, shares_sequence
 from zbc.training.models import model, sharding
+from zbc.training.models.experts import Experts
 from zbc.training.models.shared_words import LOGITS, Tables
 from zbc.training.probing.shapes import Shapes
 
@@ -87,6 +89,33 @@ def group_for(manifest: Manifest, transport: Transport, device: torch.device) ->
     sequence = shares_sequence(manifest)
     meter = Meter() if device.type == "cpu" else None  # on a GPU the host does not wait
     return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport, sequence, meter)
+
+
+def swaps_for(manifest: Manifest, transport: Transport, device: torch.device) -> Group | None:
+    """The ranks that share out the experts of this one's blocks."""
+    ranks = next((ranks for ranks in swapping(manifest) if transport.rank in ranks), None)
+    if ranks is None:
+        return None
+    place = manifest.topology.of(transport.rank).dp % manifest.ep
+    return Group(ranks, place, transport, meter=Meter() if device.type == "cpu" else None)
+
+
+def shared_out(group: Group | None, share: Callable[[str, nn.Module], None]) -> Callable[[str, nn.Module], None]:
+    """`share`, and of experts this rank's."""
+
+    def both(name: str, layer: nn.Module) -> None:
+        share(name, layer)
+        for module in layer.modules() if group is not None else ():
+            if isinstance(module, Experts) and group is not None:
+                module.share_out(group)
+
+    return both
+
+
+def experts_in(stage: Stage) -> list[str]:
+    """What the names of the parameters of a stage's experts begin with."""
+    layers = ((layer.name, layer.module.named_modules()) for layer in stage.layers)
+    return [f"{name}.{path}.experts" for name, inside in layers for path, one in inside if isinstance(one, Experts)]
 
 
 class Shared:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.ops import WORDS
 from zbc.plan.directory import meeting
 from zbc.runtime.core.answers import sharing
 from zbc.runtime.core.optimizer import StageOptimizer
@@ -46,7 +45,7 @@ def entries(worker: Worker) -> list[HeldPart]:
         for stage in sorted(worker.stages)
         for entry in (*_weights_of(worker, stage), *_buffers(worker, stage), *_of_features(worker, stage))
     ]
-    found += _weights_of(worker, WORDS) if WORDS in worker.optimizers else []
+    found += [entry for owner in sorted(worker.optimizers) if owner < 0 for entry in _weights_of(worker, owner)]
     for entry in found:
         check_type(entry.part.name, entry.part.tensor)
     return [entry for entry in found if entry.part.tensor.numel()]

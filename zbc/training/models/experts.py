@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zbc.runtime.features.added import add_loss
+from zbc.runtime.features.expert_parallel import Swaps
+from zbc.runtime.features.tensor_parallel import Group
 from zbc.training.models.gpt import linear
 
 
@@ -64,6 +66,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleDict({str(e): Expert(hidden, width, layers, gated=gated) for e in range(count)})
         self.shared = Expert(hidden, shared, layers, gated=gated) if shared else None
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
+        self.swaps: Swaps | None = None  # where replicas share the experts out
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -85,8 +88,17 @@ class Experts(nn.Module):
             y = add_loss(y, self._added(logits, likely, counts))
         return y
 
+    def share_out(self, group: Group) -> None:
+        """Keep this rank's experts."""
+        each = self.count // group.size
+        mine = range(group.place * each, (group.place + 1) * each)
+        self.experts = nn.ModuleDict({str(e): self.experts[str(e)] for e in mine})
+        self.swaps = Swaps(group, each)
+
     def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
         """What experts make of their rows; `counts` of them, expert after expert."""
+        if self.swaps is not None:
+            return self.swaps.run(rows, counts, self.experts.values())
         parts = torch.split(rows, counts.tolist())
         return torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
 

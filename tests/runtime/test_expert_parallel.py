@@ -1,0 +1,158 @@
+"""Experts that replicas share out: the training of replicas that each have all of them, in every order and after it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.composed import GPT, TOLERANCE, apart, toml
+from tests.jobs import job
+from tests.runtime.test_checkpoints import at
+from tests.runtime.test_composed import held
+from tests.runtime.test_experts import tables
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.memory.per_rank import peaks
+from zbc.errors import ZbcError
+from zbc.ops import EXPERTS
+from zbc.plan.directory import StoredPlan
+
+
+def plan(folder, way, **parallel):
+    """Of eight microbatches a step, over all replicas."""
+    found = tables(way)
+    found["parallel"] |= parallel
+    found["schedule"]["microbatches"] = 8 // found["parallel"].get("dp", 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "zbc.toml").write_text(toml(found))
+    compile_job(load_job(folder / "zbc.toml"), budget=0.0, suggest=False).write(folder / "plan")
+    return StoredPlan.read(folder / "plan")
+
+
+def numbers(workers):
+    return [(result.loss, result.grad_norm) for result in workers[-1].results]
+
+
+WAYS = [
+    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2}),
+    ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 2}),
+    ({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 4, "ep": 2}),
+    ({"schedule": {"kind": "dualpipe-v", "overlap": True}}, {"dp": 2, "ep": 2}),
+    ({"schedule": {"kind": "1f1b"}}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}}, {"dp": 2, "ep": 2}),
+    ({"schedule": {"kind": "zb-v"}, "model": {"dtype": "bfloat16", "parameters": "bfloat16"}}, {"dp": 2, "ep": 2}),
+    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "vocabulary": "shared"}),
+    (
+        {"schedule": {"kind": "zb-v", "slices": 2}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0}},
+        {"dp": 2, "ep": 2},
+    ),
+    (
+        {
+            "schedule": {"kind": "gis", "memory_limit": "0.7x"},
+            "memory": {"activations": "offload"},
+            "hardware": {"host_gbps": 20.0},
+        },
+        {"dp": 2, "ep": 2},
+    ),
+    ({"schedule": {"kind": "1f1b"}, "model": {"family": "gpt", "experts": 8}}, {"dp": 2, "ep": 2}),
+    ({"schedule": {"kind": "1f1b"}, "partition": {"layers_per_stage": [0, 4]}}, {"dp": 2, "ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("way", "parallel"), few(WAYS, 3), ids=str)
+def test_experts_on_several_replicas_train_as_in_one_process(tmp_path, way, parallel):
+    single = plan(tmp_path / "one", {"model": way.get("model", {})}, pp=1)
+    found = numbers(run_threads(plan(tmp_path / "all", way, **parallel), 3))
+    low = "bfloat16" in str(way)
+    assert apart(found, numbers(run_threads(single, 3))) <= (0.02 if low else TOLERANCE)
+
+
+def test_a_rank_has_and_steps_its_own_experts(tmp_path):
+    made = plan(tmp_path, {"schedule": {"kind": "1f1b"}}, dp=4, ep=2)
+    workers = run_threads(made, 1)
+    for worker in workers:
+        names = {name for owner, one in worker.optimizers.items() if owner <= EXPERTS for name in one.parameters}
+        mine = {name.split(".experts.")[1].split(".")[0] for name in names}
+        assert mine == ({"0", "1"} if worker.replica % 2 == 0 else {"2", "3"})
+    texts = {str(op) for _, _, op in made.program}
+    assert {"REDUCE e0", "STEP e0", "REDUCE s0", "STEP s0"} <= texts
+    same = [one for one in workers if one.replica % 2 == 0 and one.plan.rank == 0]
+    for name, parameter in same[0].stages[0].parameters.items():
+        assert torch.equal(parameter, same[1].stages[0].parameters[name]), name
+
+
+@pytest.mark.parametrize("other", few([{"dp": 1, "pp": 4}, {"dp": 4, "ep": 4}, {"dp": 4, "ep": 2}], 1), ids=str)
+def test_a_run_goes_on_with_other_shares_of_experts(tmp_path, other):
+    keeps = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 4, "seed": 3}}
+    one = plan(tmp_path / "one", {"schedule": {"kind": "1f1b"}, **keeps}, dp=2, ep=2)
+    whole = numbers(run_threads(one, 4, folder=tmp_path / "run"))
+    two = plan(tmp_path / "two", {"schedule": {"kind": "1f1b"}, **keeps}, **other)
+    resumed = numbers(run_threads(two, 4, folder=tmp_path / "after", resume=at(tmp_path / "run", 2)))
+    assert apart(resumed, whole[2:]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-v"], 1))
+def test_a_plan_knows_what_a_rank_with_some_of_the_experts_holds(tmp_path, kind):
+    wide = {"hidden": 128, "seq_len": 128, "expert_hidden": 192, "shared_hidden": 64, "experts": 8}
+    way = {"schedule": {"kind": kind}, "model": wide}
+    made = plan(tmp_path / "some", way, dp=2, ep=2)
+    plan(tmp_path / "all", way, dp=2)
+    jobs = [load_job(tmp_path / name / "zbc.toml") for name in ("some", "all")]
+    some, whole = (compile_job(one, budget=0.0, suggest=False) for one in jobs)
+    predicted, more = (max(rank.bytes for rank in peaks(one.program, one.costs)) for one in (some, whole))
+    assert any(predicted == pytest.approx(held(made), rel=0.05) for _ in range(3))
+    assert predicted < 0.85 * more
+
+
+def test_swaps_take_the_time_of_what_goes_over_the_link():
+    def costs(ep):
+        sizes = {"family": "llama", "layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 32, "experts": 4}
+        link = {"link_gbps": 0.001, "link_us": 0.0, "tflops": 1e6, "memory_gbps": 1e9, "kernel_us": 0.0}
+        more = {"schedule": {"kind": "1f1b", "microbatches": 4, "microbatch_size": 1}}
+        made = job(model=sizes, parallel={"pp": 2, "dp": 2, "ep": ep}, hardware=link, **more)
+        return compile_job(made, budget=0.0, suggest=False).costs
+
+    rows = 2 * 32 * 64 * 4  # top_k tokens of one sequence in float32, of which half stays
+    each = 2 * 2 * rows / 2 / (0.001e9 / 8) * 1e3  # two blocks of a stage swap twice
+    f, b = costs(2).of("f"), costs(2).of("b")
+    assert f - costs(1).of("f") == pytest.approx(each, rel=0.01)
+    assert b - costs(1).of("b") == pytest.approx(each, rel=0.01)
+
+
+REFUSED = [
+    ({"model": {"experts": None}}, {"dp": 2, "ep": 2}, "model.experts is not set"),
+    ({}, {"dp": 3, "ep": 3}, "does not divide model.experts = 4"),
+    ({}, {"dp": 3, "ep": 2}, "does not divide parallel.dp = 3"),
+    ({"optimizer": {"zero1": True}}, {"dp": 2, "ep": 2}, "parallel.ep"),
+    ({"schedule": {"kind": "chimera"}}, {"dp": 2, "ep": 2}, "several copies"),
+]
+
+
+@pytest.mark.parametrize(("way", "parallel", "said"), REFUSED)
+def test_shares_of_experts_that_cannot_be_are_refused(tmp_path, way, parallel, said):
+    found = tables(way)
+    found["parallel"] |= parallel
+    if not found["model"]["experts"]:
+        found["model"] = dict(GPT)
+    (tmp_path / "zbc.toml").write_text(toml(found))
+    with pytest.raises(ZbcError) as caught:
+        compile_job(load_job(tmp_path / "zbc.toml"), budget=0.0, suggest=False)
+    errors = getattr(caught.value, "errors", (caught.value,))
+    assert any(said in error.message for error in errors), [str(error) for error in errors]
+
+
+def test_a_mixture_that_does_not_fit_is_told_that_replicas_may_share_its_experts():
+    sizes = {"family": "llama", "layers": 28, "hidden": 2048, "heads": 16, "vocab": 102400, "seq_len": 4096}
+    sizes |= {"experts": 64, "top_k": 6, "expert_hidden": 1408, "shared_hidden": 2816}
+    cards = {"device": "cuda", "tflops": 400.0, "memory_gbps": 3350.0, "memory_gib": 80.0, "ranks_per_node": 8}
+
+    def planned(**more):
+        low = {"dtype": "bfloat16", "parameters": "bfloat16"}
+        made = job(model=sizes | low, parallel={"pp": 4, "dp": 8} | more, hardware=cards, schedule={"microbatches": 16})
+        return compile_job(made, budget=0.0, suggest=False)
+
+    with pytest.raises(ZbcError, match="does not fit") as caught:
+        planned()
+    assert caught.value.code == "E301" and "parallel.ep" in str(caught.value)
+    assert planned(ep=8).memory[0].bytes < 60 * 2**30
