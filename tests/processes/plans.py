@@ -1,7 +1,5 @@
 """Plan directories for runs in processes, and what such a run leaves behind."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

@@ -1,7 +1,5 @@
 """Without a barrier, in processes over gloo: the same numbers as with one, also where forwards run again."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.processes.plans import metrics, run_here, write_plan

@@ -1,7 +1,5 @@
 """Replicas that average weights on four gloo ranks: the bits of threads, also when a rank is killed on the way."""
 
-from __future__ import annotations
-
 import os
 import signal
 

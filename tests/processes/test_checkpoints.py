@@ -1,7 +1,5 @@
 """`zbc run --resume`: where a run begins, what it goes on with, and what its directory holds afterwards."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, run_here, write_plan
+from tests.refusals import refused
 from zbc.errors import ZbcError
 from zbc.host.linefile import replace_text
 from zbc.plan.directory import read_manifest
@@ -94,9 +93,8 @@ def test_a_folder_that_cannot_be_written_ends_in_a_message_and_the_checkpoint_be
         if line.startswith("wrote"):
             (folder / "step-00000004").write_text("in the way")  # root may write anywhere, but not over this
 
-    with pytest.raises(ZbcError) as caught:
+    with refused("E611") as caught:
         run_paced(plan, 2, out, each=block)
-    assert caught.value.code == "E611"
     assert f"the newest complete checkpoint is {folder / 'step-00000002'}" in caught.value.details
     disk.read_index(folder / "step-00000002")
     (folder / "step-00000004").unlink()
@@ -181,9 +179,8 @@ def test_a_refoundof_a_run_that_had_not_begun_does_what_was_asked_first(place, t
     assert start(place, "auto", **own) == Start(run / "checkpoints/step-00000020", run)
     shared = plan_of(tmp_path, "shared", checkpoint={"dir": str(tmp_path / "shared-checkpoints")})
     checkpoint(tmp_path / "shared-checkpoints", 10)
-    with pytest.raises(ZbcError) as refused:
+    with refused("E614"):
         start(shared, **own)  # they are another run's
-    assert refused.value.code == "E614"
 
 
 def test_a_path_is_a_checkpoint_a_run_or_a_folder_of_checkpoints(place, tmp_path):
@@ -195,18 +192,16 @@ def test_a_path_is_a_checkpoint_a_run_or_a_folder_of_checkpoints(place, tmp_path
 
 @pytest.mark.parametrize("path", ["runs/plan-3", "runs/plan-2/checkpoints/step-00000030", "nowhere"])
 def test_a_path_without_a_complete_checkpoint_is_refused(place, tmp_path, path):
-    with pytest.raises(ZbcError, match="complete checkpoint") as caught:
+    with refused("E612", match="complete checkpoint"):
         start(place, str(tmp_path / path))
-    assert caught.value.code == "E612"
 
 
 def test_a_run_does_not_write_among_later_checkpoints_of_another(place, tmp_path):
     run = tmp_path / "runs/plan-2"
     checkpoint(run / "checkpoints", 15)
     for resume in (None, "none", str(run / "checkpoints/step-00000015")):
-        with pytest.raises(ZbcError) as caught:
+        with refused("E614"):
             start(place, resume, out=run)
-        assert caught.value.code == "E614"
 
 
 def test_a_folder_of_its_own_leads_back_to_the_run(tmp_path):
@@ -218,9 +213,8 @@ def test_a_folder_of_its_own_leads_back_to_the_run(tmp_path):
     (run / "run.json").write_text("{}")
     found = checkpoint(own, 4, run=run)
     assert start(plan, "auto") == Start(found, run)
-    with pytest.raises(ZbcError) as caught:
+    with refused("E614"):
         start(plan)
-    assert caught.value.code == "E614"
 
 
 HOLDER = """

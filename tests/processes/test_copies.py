@@ -1,7 +1,5 @@
 """Two copies of a pipeline of two ranks, as four processes."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

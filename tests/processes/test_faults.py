@@ -13,8 +13,6 @@ Ctrl-C twice              test_local
 out of memory             here; what else says so: runtime/test_leaving
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Steps without a flush on four gloo ranks: the bits of threads, also when ranks are killed on the way."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Frozen layers on two replicas of a pipeline of two ranks, as four processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

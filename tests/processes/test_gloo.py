@@ -1,7 +1,5 @@
 """Four gloo processes compute what one process computes, and the transport keeps its promises."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 

@@ -1,7 +1,5 @@
 """Signals that reach all processes of a run, not the command alone, and a terminal that is closed under it."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

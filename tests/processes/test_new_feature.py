@@ -1,7 +1,5 @@
 """A feature of the runtime is one file: an average of the weights, added to a copy of zbc."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

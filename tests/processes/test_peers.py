@@ -1,7 +1,5 @@
 """Which ranks share a GPU, how they then talk, and which GPU each takes; GPUs are made up."""
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`zbc run JOB.toml` and `zbc tune JOB.toml`: commands that plan and run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

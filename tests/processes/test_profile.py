@@ -1,7 +1,5 @@
 """`zbc profile`: processes that measure, a file that plans, and errors that come through."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Stages with different numbers of ranks, trained: as threads and as processes over gloo."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

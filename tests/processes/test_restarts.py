@@ -1,7 +1,5 @@
 """`zbc run --local N --max-restarts K`: ranks that are killed come back, and the run ends as if nobody had died."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

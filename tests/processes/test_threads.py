@@ -1,7 +1,5 @@
 """`zbc run --local N --threads`: ranks as threads train what processes train, and end as they do."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Under torchrun and other launchers: one process per rank, each started with its place in the environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """`zbc run --trace`: processes record the steps they are asked to, and what a killed run recorded can be read."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Two pipes in opposite directions, between processes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

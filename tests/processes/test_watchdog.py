@@ -1,7 +1,5 @@
 """The watchdog reports a run that stands still, once, and no other."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Two machines: network namespaces with an address each and a cable between them, where this user may make some."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

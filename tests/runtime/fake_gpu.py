@@ -1,7 +1,5 @@
 """A GPU made up for tests: a stream that does what it was told to when a test lets it, and events on it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 

@@ -5,8 +5,6 @@ schedule and its ranks, copies, what these share out and how it travels, the bar
 transport is, and a resume in another way.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

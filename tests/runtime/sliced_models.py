@@ -1,7 +1,5 @@
 """Layers and data of sequences that tests name as a user would: some run in slices, some cannot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small complete plans for runtime tests, and the same training done by one process with plain autograd."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """What layers add to the loss counts once a step, however it is cut into microbatches, slices and replicas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

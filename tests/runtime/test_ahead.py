@@ -1,7 +1,5 @@
 """Training without a barrier has the bits of training with one, after every step, whatever the verdicts are."""
 
-from __future__ import annotations
-
 import math
 import threading
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Room for copies of a rank's state."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

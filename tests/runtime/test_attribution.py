@@ -4,8 +4,6 @@ Layers sleep, so that four ranks as threads keep the times of four machines; wha
 else is named is shown where times are exact, in tests/compiler/test_recorded.py.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """The clock of a GPU, with made-up events: how far a host is ahead, how long ops took, and where a rank hangs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

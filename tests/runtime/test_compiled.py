@@ -4,8 +4,6 @@ Most tests use torch's backend "aot_eager": all of torch.compile's graphs, forwa
 is made of them, which takes long. Without that code the bits are those of the layers as they are.
 """
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

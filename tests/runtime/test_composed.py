@@ -1,7 +1,5 @@
 """Features through each other: pairs that have left zbc/excludes.py train as without what must not change it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """plans/convnet.toml as a user would run it: planned from the file, trained on four ranks, and it learns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

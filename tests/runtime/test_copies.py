@@ -1,7 +1,5 @@
 """Copies of the pipeline train as one pipeline with all their microbatches would, whoever keeps optimizer state."""
 
-from __future__ import annotations
-
 import sysconfig
 import threading
 from functools import cache

@@ -1,7 +1,5 @@
 """A loss is one mean over all targets of a step that count, however they are dealt to microbatches and replicas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

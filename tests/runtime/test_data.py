@@ -1,7 +1,5 @@
 """Which samples a step sees, from which sources, and what is wrong with others."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

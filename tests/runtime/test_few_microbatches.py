@@ -1,7 +1,5 @@
 """Fewer microbatches than ranks, down to one: every schedule plans them, and trains as one process does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Work in the time in which a rank waits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

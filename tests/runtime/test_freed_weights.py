@@ -1,7 +1,5 @@
 """Weights that go and come back within a step: the bits of a training whose weights stay."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """The test that defines correctness: every schedule computes what one process with plain autograd computes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Models whose stages are a graph train as one process would."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """In what order ranks make and first use their process groups, and what they ask of NCCL."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from types import SimpleNamespace
 

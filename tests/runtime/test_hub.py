@@ -1,7 +1,5 @@
 """The in-process transport: checks what networks do not, and turns every hang into an error."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 

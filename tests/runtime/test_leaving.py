@@ -1,7 +1,5 @@
 """sys.exit() in code of users is a failure of that code with its place, as any other exception is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Ranks that read a sample each by itself see one look at it, whatever its dataset draws; else they do not begin."""
 
-from __future__ import annotations
-
 import random
 
 import numpy

@@ -1,7 +1,5 @@
 """What a rank really holds, and that the compiler knows it: by category, for shapes the formulas were not made from."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers, their names and their initial weights do not depend on how the model is cut; bad factories are explained."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Steps whose gradients are not finite: skipped by all, counted by all, and the place is named."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

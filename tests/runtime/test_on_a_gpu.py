@@ -3,8 +3,6 @@
 Written without a GPU at hand: what fails here first may be the test.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Ranks on a CPU run the code for a device, under modes that see every op and every method of a tensor.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

@@ -1,7 +1,5 @@
 """What the optimizer of a stage does to weights, masters and state."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Backward as on a GPU, where torch walks the graph in a thread of its own unless it is told not to."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

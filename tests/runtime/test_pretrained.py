@@ -1,7 +1,5 @@
 """Hugging Face folders in and out: transformers itself says what the logits are. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.refusals import refused
 from tests.tiers import few
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -328,9 +327,8 @@ def _chain(workers, tokens):
 def test_a_model_that_is_there_is_not_overwritten(tmp_path):
     model = hfconfig.model_of({"model_type": "llama", **LLAMA}, "config.json")
     (tmp_path / "config.json").touch()
-    with pytest.raises(ZbcError, match="holds a model already") as caught:
+    with refused("E525", match="holds a model already"):
         hfexport.check_target(tmp_path, model)
-    assert caught.value.code == "E525"
 
 
 @pytest.mark.parametrize("change", [{"family": "a:b"}, {"positions": "rotary"}])
@@ -369,9 +367,8 @@ def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path,
     ],
 )
 def test_what_zbc_does_not_compute_is_refused_by_name(config, words):
-    with pytest.raises(ZbcError) as caught:
+    with refused("E521", words):
         hfconfig.model_of(config, "config.json")
-    assert caught.value.code == "E521" and words in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -424,9 +421,8 @@ def test_a_configuration_without_keys_is_the_one_of_transformers(name):
 
 def test_whole_numbers_that_no_float_holds_are_refused_too():
     rope = {"rope_type": "linear", "rope_theta": 10**400, "factor": 8}
-    with pytest.raises(ZbcError, match="no valid model: rope_theta") as caught:
+    with refused("E521", match="no valid model: rope_theta"):
         hfconfig.model_of({"model_type": "llama", "rope_parameters": rope}, "config.json")
-    assert caught.value.code == "E521"
 
 
 def test_old_and_new_configurations_say_the_same():
@@ -459,9 +455,8 @@ def test_a_job_of_another_size_is_told_every_difference(copy, folders):
     config = json.loads((copy / "config.json").read_text())
     plan = plan_of(copy)
     (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 62, "rms_norm_eps": 1e-5}))
-    with pytest.raises(ZbcError) as caught:
+    with refused("E522") as caught:
         run_threads(plan, 1)
-    assert caught.value.code == "E522"
     assert [line.split(":")[0] for line in caught.value.details] == ["vocab", "norm_eps"]
     assert error_of(folders("gpt2")[0], seq_len=SEQ + 1).code == "E522"
 
@@ -505,11 +500,9 @@ def test_pickles_are_never_loaded(copy):
 
 
 def test_a_folder_that_is_not_there_is_e520(tmp_path):
-    with pytest.raises(ZbcError) as caught:
+    with refused("E520"):
         hfconfig.read_config(tmp_path / "gone")
-    assert caught.value.code == "E520"
     for text in ("[1]", "{", ""):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ZbcError) as caught:
+        with refused("E520"):
             hfconfig.read_config(tmp_path)
-        assert caught.value.code == "E520"

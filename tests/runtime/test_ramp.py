@@ -1,7 +1,5 @@
 """A training whose batch grows runs another plan from a step on, and is what one process with these batches does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

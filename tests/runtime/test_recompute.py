@@ -1,7 +1,5 @@
 """Recompute changes what is kept and nothing else: the same bits, one more forward per layer, one at a time alive."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -4,8 +4,6 @@ against its row.
 Tensors of microbatches are watched where they lie and while they travel; of the rest, what can be seen from outside.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import cache
 

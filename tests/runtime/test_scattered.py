@@ -1,7 +1,5 @@
 """Gradients that replicas share out after each run of backwards (ZeRO-2): the numbers of a training that does not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Sends under way: all are waited for at the end of a step, by whoever comes to them, and the first failure is told."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from contextlib import contextmanager

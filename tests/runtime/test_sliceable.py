@@ -1,7 +1,5 @@
 """Layers, losses and data of users that cannot run in slices of a sequence are refused, by name, before training."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.runtime.test_slices import HERE, SEQUENCES, plan_of, user

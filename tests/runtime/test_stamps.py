@@ -1,7 +1,5 @@
 """Moments on a GPU, with events that a test makes up: no GPU is at hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The hub between streams, with streams that only write down what they wait for: is everything waited for in time?"""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The way back through a stage's graph, whichever function of torch walks it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

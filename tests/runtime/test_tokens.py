@@ -1,7 +1,5 @@
 """Token files as training data: what is read, in which order, ahead of time; and what damaged files lead to."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

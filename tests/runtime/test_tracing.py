@@ -1,7 +1,5 @@
 """What is recorded of ranks as threads: every op, in order, without a gap, and nothing of the training changes."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta

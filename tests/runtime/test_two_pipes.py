@@ -1,7 +1,5 @@
 """Two pipes in opposite directions train like one: their copies of a stage stay one stage."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

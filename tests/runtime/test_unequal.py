@@ -1,7 +1,5 @@
 """Replicas with unequal numbers of microbatches train as one process that sees each sample alone."""
 
-from __future__ import annotations
-
 import re
 from array import array
 from dataclasses import replace

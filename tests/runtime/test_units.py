@@ -1,7 +1,5 @@
 """Groups where ranks share layers: their two ops in turns at each sum, with the bits of one after the other."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ranks agree on: exact sums, one norm for every cut, an honest verdict."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels and groups are used before the first step, and nothing of a training changes by it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Layers that waver are trained as one process trains them: no trial tells what a later forward will do."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

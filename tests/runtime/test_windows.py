@@ -1,7 +1,5 @@
 """Replicas that take weights from each other's memory: the bits of those that meet, whatever the timing."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

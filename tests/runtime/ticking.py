@@ -1,7 +1,5 @@
 """Layers whose ops take exact times on a clock that nothing else moves, or sleep for as long."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

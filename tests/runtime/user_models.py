@@ -1,7 +1,5 @@
 """Layer factories and datasets that tests name as a user would."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Layers that some forwards pass by, or whose draws and gradients begin with the data; and models drawn from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

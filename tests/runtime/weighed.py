@@ -1,7 +1,5 @@
 """What ranks hold at most while they run, beside what is predicted."""
 
-from __future__ import annotations
-
 from tests.threads import run_threads
 from zbc.training.recording.measure import Scale
 

@@ -21,8 +21,6 @@ What they stress:
                                                 writes_weights writes_weights_quietly late_to_refuse
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import warnings
