@@ -7,15 +7,17 @@ and holds a lock while it runs; a layer that also checkpoints its activations dr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core.execute import Step, run_step
 from zbc.runtime.core.progress import StepResult
@@ -89,6 +91,62 @@ def run_threads(
     if failures:
         raise next((one for one in failures if not _told(one)), failures[0])
     return workers
+
+
+def side_by_side(count: int, job: Callable[[int], Any]) -> list[Any]:
+    """What `job(rank)` returns, each on a thread of its own; when all have ended, what the first to fail raised."""
+    found, failures = [None] * count, list[BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = job(rank)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return found
+
+
+def losses_of(workers: Sequence[Worker]) -> list[float]:
+    return [result.loss for result in workers[0].results]
+
+
+def norms_of(workers: Sequence[Worker]) -> list[float]:
+    return [result.grad_norm for result in workers[0].results]
+
+
+Act = Callable[[Worker, Op], object]
+
+
+def watch(
+    worker: Worker, *, before: Act | None = None, after: Act | None = None, of: Callable[[Op], bool] = lambda op: True
+) -> None:
+    """Have something done before and behind these ops of a worker's script."""
+
+    def around(handler: Act) -> Act:
+        def run(worker: Worker, op: Op) -> None:
+            if before is not None:
+                before(worker, op)
+            handler(worker, op)
+            if after is not None:
+                after(worker, op)
+
+        return run
+
+    script = worker.phase_run.script
+    script[:] = [(around(handler) if of(op) else handler, op, text) for handler, op, text in script]
+
+
+def last_of(worker: Worker, *kinds: Kind, stage: int | None = None) -> int:
+    """Where the last op of these kinds stands in a worker's script."""
+    ops = [op for _, op, _ in worker.script]
+    return max(i for i, op in enumerate(ops) if op.kind in kinds and stage in (None, op.stage))
 
 
 def _told(error: BaseException) -> bool:

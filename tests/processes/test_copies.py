@@ -16,7 +16,7 @@ from tests.runtime.small_plans import GPT as SMALL
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.runtime.test_unequal import unequal
 from tests.runtime.test_windows import one_sided
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
@@ -39,8 +39,8 @@ def test_processes_with_unequal_numbers_of_microbatches_are_threads_with_them(po
     plan = unequal("zb-h1", zero1=zero1)
     found, threads = pool.run(train, plan, 3), run_threads(plan, 3)
     for losses, norms, _, _ in found:
-        assert losses == pytest.approx([r.loss for r in threads[0].results], abs=1e-6)
-        assert norms == pytest.approx([r.grad_norm for r in threads[0].results], rel=1e-6)
+        assert losses == pytest.approx(losses_of(threads), abs=1e-6)
+        assert norms == pytest.approx(norms_of(threads), rel=1e-6)
     weights, expected = unpack([one[3] for one in found]), parameters(threads)
     for name, value in weights.items():
         torch.testing.assert_close(value, expected[name].detach(), rtol=0, atol=1e-6, msg=name)
@@ -114,8 +114,8 @@ def test_processes_whose_weights_come_and_go_compute_bit_by_bit(pool, schedule, 
     for one, warmed in ((plan, False), (one_sided(plan), schedule == "zb-v")):
         found = pool.run(train, one, freed.STEPS, warmed)
         for losses, norms, _, _ in found:
-            assert losses == [r.loss for r in threads[0].results]
-            assert norms == [r.grad_norm for r in threads[0].results]
+            assert losses == losses_of(threads)
+            assert norms == norms_of(threads)
         for name, value in unpack([packed for *_, packed in found]).items():
             assert torch.equal(value, expected[name]), name
     assert not [*Path("/dev/shm").glob("zbc-*")]

@@ -12,7 +12,7 @@ from tests.runtime.small_plans import make_plan, make_program, reference
 from tests.runtime.test_gradients import VECTORS, slack
 from tests.runtime.test_shared_words import TIED
 from tests.runtime.woven import shared_program
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
@@ -117,8 +117,8 @@ def test_groups_in_turns_have_the_bits_of_one_process_per_rank(pool, tmp_path):
 
     alone = run_threads(plan, 2, setup=one_by_one)
     for losses, norms, *_ in pool.run(train, plan, 2):
-        assert losses == [one.loss for one in alone[0].results]
-        assert norms == [one.grad_norm for one in alone[0].results]
+        assert losses == losses_of(alone)
+        assert norms == norms_of(alone)
 
 
 WORDS = [("1f1b", 2, 1, {}), ("zb-v", 2, 2, {"slices": 2}), ("zb-h1", 4, 1, {}), ("zb-v", 4, 2, {})]

@@ -5,7 +5,7 @@ import torch
 
 from tests.processes.plans import GPT, metrics, run_here, write_plan
 from tests.runtime.small_plans import parameters, reference
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.plan.directory import StoredPlan
 
@@ -29,8 +29,8 @@ def planned(tmp_path, counts, microbatches, **changes):
 def test_threads_train_as_one_process(tmp_path, replicas, microbatches):
     plan = StoredPlan.read(planned(tmp_path, replicas, microbatches))
     workers, expected = run_threads(plan, 3), reference(plan, 3)
-    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, abs=1e-6)
-    assert [r.grad_norm for r in workers[0].results] == pytest.approx(expected.norms, rel=1e-5)
+    assert losses_of(workers) == pytest.approx(expected.losses, abs=1e-6)
+    assert norms_of(workers) == pytest.approx(expected.norms, rel=1e-5)
     for name, parameter in parameters(workers).items():
         torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=0.0, atol=1e-6, msg=name)
     held = dict[str, torch.Tensor]()
@@ -61,7 +61,7 @@ def test_processes_train_as_one_process(tmp_path, replicas):
 def test_replicas_share_the_optimizers_work(tmp_path):
     plan = StoredPlan.read(planned(tmp_path, "2 3", 5, zero1=True))
     workers, expected = run_threads(plan, 3), reference(plan, 3)
-    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, abs=1e-6)
+    assert losses_of(workers) == pytest.approx(expected.losses, abs=1e-6)
 
 
 def test_a_replica_that_does_not_sum_is_caught(tmp_path):

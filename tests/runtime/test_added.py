@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import zbc
 from tests.runtime.adding import SAMPLES, Rows, layers
 from tests.runtime.small_plans import make_plan, make_program, parameters
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.runtime.features.added import Adding, adding_to
@@ -59,7 +59,7 @@ def one_process(places, steps, *, delayed=False):
 def check(plan, places, *, told=True):
     workers = run_threads(plan, 3)
     found, weights = one_process(places, 3, delayed=plan.manifest.flushless)
-    assert [r.loss for r in workers[0].results] == pytest.approx([loss for loss, _ in found], rel=1e-12)
+    assert losses_of(workers) == pytest.approx([loss for loss, _ in found], rel=1e-12)
     values = [value if told else 0.0 for _, value in found]
     for worker in workers:
         assert [r.added for r in worker.results] == pytest.approx(values, rel=1e-6)

@@ -8,7 +8,7 @@ import torch
 from tests.refusals import refused
 from tests.runtime.small_plans import GPT, make_plan, parameters
 from tests.runtime.test_checkpoints import at, same
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.lowering import Lowering
@@ -124,7 +124,7 @@ def test_the_same_order_in_one_process_has_the_same_bits(schedule, p, m, v, ever
     for name, parameter in parameters(workers).items():
         assert parameter.detach().equal(wanted.named[name]), name
     means = [sum(wanted.losses[step]) / m for step in range(6)]
-    assert [one.loss for one in workers[0].results] == pytest.approx(means, rel=1e-12)
+    assert losses_of(workers) == pytest.approx(means, rel=1e-12)
     counted = {s: one.stalest for worker in workers for s, one in worker.optimizers.items()}
     late = {s: n for ops in plan.program.ranks for s, n in lateness(ops).items()}
     assert counted == late == dict(enumerate(wanted.stalest))

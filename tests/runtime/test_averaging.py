@@ -9,7 +9,7 @@ from tests.check import operational
 from tests.refusals import refused
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_tensor_parallel import numbers, plan_of
-from tests.threads import CPU, run_threads
+from tests.threads import CPU, losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
@@ -132,7 +132,7 @@ def test_weights_are_those_of_replicas_in_one_process(name, kind, tmp_path):
         norms = [result.grad_norm for result in found.results]
         assert norms == [result.grad_norm for result in single[replica].results]
     losses = [sum(pair) / 2 for pair in zip(*([r.loss for r in one.results] for one in single), strict=True)]
-    assert [result.loss for result in pipelined[0].results] == pytest.approx(losses, rel=1e-12)
+    assert losses_of(pipelined) == pytest.approx(losses, rel=1e-12)
 
 
 @pytest.mark.parametrize("asked", few([{"share": 0.3}, {"share": 1.0, "delay": 0}, {"share": 0.5, "every": 2}], (0,)))

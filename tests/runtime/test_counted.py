@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.runtime.padded_data import LENGTH, WORDS, Padded, own, silent, total, zeros
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
 from tests.runtime.woven import shared_program
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
@@ -63,7 +63,7 @@ def plans_of(plan):
 def check(plan, loss="cross_entropy", steps=2):
     workers = run_threads(plan, steps)
     losses, weights = one_process(plan, loss, steps)
-    assert [r.loss for r in workers[0].results] == pytest.approx(losses, rel=1e-12, abs=1e-15)
+    assert losses_of(workers) == pytest.approx(losses, rel=1e-12, abs=1e-15)
     found = parameters(workers)
     for name, weight in weights.items():
         torch.testing.assert_close(found[name].detach(), weight.detach(), rtol=1e-12, atol=1e-14, msg=name)

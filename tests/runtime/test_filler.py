@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import make_plan, make_program
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from zbc.ir import Message
 from zbc.runtime.features.filler import Filling
 
@@ -106,8 +106,8 @@ def test_training_is_the_same_with_a_filler(copies):
         worker.transport = Filling(worker.transport, task, CPU, seen.append)
 
     filled = run_threads(plan, 4, setup=fill)
-    assert [r.loss for r in filled[0].results] == [r.loss for r in plain[0].results]
-    assert [r.grad_norm for r in filled[0].results] == [r.grad_norm for r in plain[0].results]
+    assert losses_of(filled) == losses_of(plain)
+    assert norms_of(filled) == norms_of(plain)
     assert sum(worker.transport.found.steps for worker in filled) > 0 and not seen
 
 

@@ -10,7 +10,7 @@ from tests.refusals import refused
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, reference
 from tests.runtime.test_checkpoints import at, same, tensors
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.ir import NEXT, Kind, Op
@@ -39,13 +39,13 @@ def check(plan, steps, *, tolerance=0.0, **options):
     wanted = reference(plan, steps, delayed=True)
     workers = run_threads(plan, steps, **options)
     assert [one.step for one in workers[0].results] == list(range(steps))
-    assert [one.loss for one in workers[0].results] == pytest.approx(wanted.losses, rel=max(1e-6, tolerance))
-    assert [one.grad_norm for one in workers[0].results] == pytest.approx(wanted.norms, rel=max(1e-6, tolerance))
+    assert losses_of(workers) == pytest.approx(wanted.losses, rel=max(1e-6, tolerance))
+    assert norms_of(workers) == pytest.approx(wanted.norms, rel=max(1e-6, tolerance))
     for name, p in parameters(workers).items():
         torch.testing.assert_close(p.detach(), wanted.weights[name], rtol=tolerance, atol=tolerance, msg=name)
     for worker in workers:
         assert worker.leftovers() == []
-        assert [one.loss for one in worker.results] == [one.loss for one in workers[0].results]
+        assert [one.loss for one in worker.results] == losses_of(workers)
     return workers
 
 
@@ -101,7 +101,7 @@ def test_an_evaluation_changes_nothing():
     plain = reference(evaluating(50), 7, delayed=True)
     workers = check(evaluating(2), 7)
     assert [one.step for one in workers[0].evaluation.results] == [1, 3, 5, 6]
-    assert [one.loss for one in workers[0].results] == pytest.approx(plain.losses, rel=1e-6)
+    assert losses_of(workers) == pytest.approx(plain.losses, rel=1e-6)
     assert workers[0].evaluation.results[0].loss == pytest.approx(
         run_threads(evaluating(2), 2)[0].evaluation.results[0].loss, abs=0.0
     )
@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_has_the_same_bits(tmp_path, name):
     run_threads(plan_of("1f1b", 3, 4, checkpoint=checkpoint, **options), 6, folder=tmp_path / "b")
     again = plan_of("interleaved-1f1b", 2, 4, 2, checkpoint=checkpoint, **options)  # other stages, too
     rest = run_threads(again, 9, folder=tmp_path / "b", resume=at(tmp_path / "b", 3))
-    assert [one.loss for one in rest[0].results] == [one.loss for one in whole[0].results][3:]
+    assert losses_of(rest) == losses_of(whole)[3:]
     same(at(tmp_path / "a", 9), at(tmp_path / "b", 9))
     kept = tensors(at(tmp_path / "b", 9))
     assert any(name.endswith(".older") for name in kept)

@@ -8,7 +8,7 @@ from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_
 from tests.runtime.test_freed_weights import freeing, weights
 from tests.runtime.test_gradients import VECTORS, user
 from tests.runtime.test_tensor_parallel import numbers, plan_of
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.ir import WHOLE, Kind
 from zbc.runtime.features.freezing import Turns
@@ -56,8 +56,8 @@ def walked(plan, after=0):
 def check(plan, steps=3, *, after=0, tolerance=0.0, **options):
     wanted = reference(plan, steps, walked(plan, after))
     workers = run_threads(plan, steps, **options)
-    assert [one.loss for one in workers[0].results] == pytest.approx(wanted.losses, rel=max(1e-6, tolerance))
-    assert [one.grad_norm for one in workers[0].results] == pytest.approx(wanted.norms, rel=max(1e-6, tolerance))
+    assert losses_of(workers) == pytest.approx(wanted.losses, rel=max(1e-6, tolerance))
+    assert norms_of(workers) == pytest.approx(wanted.norms, rel=max(1e-6, tolerance))
     for name, p in parameters(workers).items():
         torch.testing.assert_close(p.detach(), wanted.weights[name], rtol=tolerance, atol=tolerance, msg=name)
     return workers
@@ -143,7 +143,7 @@ def test_nothing_is_frozen_at_first():
     plan = frozen_plan("zb-h1", freeze={"most": 0.5, "after": 2})
     check(plan, 4, after=2)
     plain = frozen_plan("zb-h1", share=lambda stage, mb: WHOLE)
-    losses = [[one.loss for one in run_threads(one, 4)[0].results] for one in (plan, plain)]
+    losses = [losses_of(run_threads(one, 4)) for one in (plan, plain)]
     assert losses[0][:3] == losses[1][:3]  # the third loss is that of weights after two steps
     assert losses[0][3] != losses[1][3]
 
@@ -167,7 +167,7 @@ def test_a_stage_that_is_frozen_is_one_without_gradients(schedule):
         assert torch.equal(p, theirs[name]), name
         if name in begun:
             assert torch.equal(p, begun[name]), name
-    assert [one.loss for one in frozen[0].results] == [one.loss for one in other[0].results]
+    assert losses_of(frozen) == losses_of(other)
 
 
 def test_what_a_frozen_layer_defers_is_nothing():
@@ -210,7 +210,7 @@ def test_a_training_goes_on_where_a_checkpoint_was_written(tmp_path):
     plan = frozen_plan("zb-h1", **options)
     whole = run_threads(plan, 4, folder=tmp_path / "a")
     rest = run_threads(plan, 4, folder=tmp_path / "b", resume=next((tmp_path / "a").glob("*2")))
-    assert [one.loss for one in whole[0].results[2:]] == [one.loss for one in rest[0].results]
+    assert [one.loss for one in whole[0].results[2:]] == losses_of(rest)
     other = parameters(rest)
     assert all(torch.equal(p, other[name]) for name, p in parameters(whole).items())
 

@@ -9,7 +9,7 @@ import torch
 import zbc
 from tests.jobs import job
 from tests.runtime.graph_models import GRAPHS
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.ir import Kind
@@ -128,7 +128,7 @@ def test_training_goes_on_from_a_checkpoint_and_is_that_of_one_process(tmp_path,
         "train": {"steps": 4, "seed": 3},
     }
     plan = plan_of("one and three", "zb-h1", dp=1 + zero1, **sections)
-    whole = [one.loss for one in run_threads(plan, 4)[0].results]
+    whole = losses_of(run_threads(plan, 4))
     first = run_threads(plan, 2, folder=tmp_path / "a")
     after = run_threads(plan, 4, resume=next((tmp_path / "a").glob("step*")))
     assert [one.loss for one in (*first[0].results, *after[0].results)] == whole

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.drawing_data import Drawn
 from tests.runtime.small_plans import make_plan, make_program, make_worker
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.runtime.seeding import reading
@@ -38,7 +38,7 @@ def test_input_and_target_are_of_one_look(examples):
     )
     def check(ways, first, count, how):
         plan = plan_of(*how, ways=ways, first=first, count=count)
-        assert [r.loss for r in run_threads(plan, 4)[0].results] == [0.0] * 4
+        assert losses_of(run_threads(plan, 4)) == [0.0] * 4
 
     check()
 

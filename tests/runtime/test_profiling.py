@@ -44,18 +44,10 @@ POINT = TensorSpec((2, 1), torch.float32)
 
 
 def factory(name, layers, data=None, **args):
-    data = data or {}
-    return job(
-        layers=layers,
-        pp=2,
-        m=4,
-        model={
-            "family": f"tests.runtime.ticking:{name}",
-            "loss": "cross_entropy" if "classes" in data else "mse",
-            "args": args,
-        },
-        data={"kind": "tests.runtime.ticking:Vectors", "args": data},
-    )
+    loss = "cross_entropy" if "classes" in (data or {}) else "mse"
+    model = {"family": f"tests.runtime.ticking:{name}", "loss": loss, "args": args}
+    vectors = {"kind": "tests.runtime.ticking:Vectors", "args": data or {}}
+    return job(layers=layers, pp=2, m=4, model=model, data=vectors)
 
 
 # ---- which layers are alike ----------------------------------------------------------------------------------
@@ -137,14 +129,31 @@ def clock(monkeypatch):
     monkeypatch.setattr(times.time, "perf_counter", lambda: ticking.NOW[0])
 
 
+def profiled(described, samples=None, rig=None, rounds=3, on=""):
+    """A profile with these times, of which there are none by default, and the bytes of its layers."""
+    rig = rig or build_rig(described, CPU)
+    if samples is None:
+        names = [*times.NAMES, times.KEEP, times.AGAIN]
+        samples = {**{(kind, name): [1.0] for kind in rig.kinds for name in names}, ("", times.CLOSE): [0.0]}
+    found = Measurements(samples, weigh(rig, CPU), rig.order, (), {}, {}, None, on)
+    return assemble(described, Sampling("cpu", 1, 1, rounds), found)
+
+
+def planned(folder, described, **changes):
+    """The job compiled with the profile of its layers; `changes` are keys of its sections."""
+    sections = {name: getattr(described, name).model_copy(update=change) for name, change in changes.items()}
+    compiled = compile_job(replace(described, profile=profiled(described), **sections))
+    compiled.write(folder / "plan")
+    return compiled
+
+
 def profile_by(described, rounds=3):
     rig = build_rig(described, CPU)
     watch = Stopwatch(rig, CPU)
     for _ in range(times.WARM_UP + rounds):
         watch.round()
     watch.close()
-    found = Measurements(dict(watch.samples), weigh(rig, CPU), rig.order, (), {}, {}, None, "a processor")
-    return assemble(described, Sampling("cpu", 1, 1, rounds), found)
+    return profiled(described, dict(watch.samples), rig, rounds, "a processor")
 
 
 def test_times_are_those_of_the_ops_of_every_kind(clock):
@@ -218,15 +227,20 @@ FAMILIES = {
 }
 
 
+def counted_and_weighed(changes):
+    """What the formulas say of each kind of layer, and what was weighed of it."""
+    described = job(data=NOISE, **changes)
+    table = estimate.layers(described)
+    counted = {"embed": table[0], "block": table[1], "head": table[-1]}
+    return [(counted[kind], one) for kind, one in weigh(build_rig(described, CPU), CPU).items()]
+
+
 @pytest.mark.parametrize("case", few(FAMILIES, ("fp32", "llama")))
 def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
     """Two ways to one number: footprint.py counts, weigh.py looks."""
-    described = job(data=NOISE, **FAMILIES[case])
-    table = estimate.layers(described)
-    counted = {"embed": table[0], "block": table[1], "head": table[-1]}
-    for kind, one in weigh(build_rig(described, CPU), CPU).items():
-        size, z = counted[kind].size, one.bytes
-        assert one.parameters == counted[kind].params
+    for counted, one in counted_and_weighed(FAMILIES[case]):
+        size, z = counted.size, one.bytes
+        assert one.parameters == counted.params
         assert z.keeps_input
         near = functools.partial(pytest.approx, rel=0.01)
         assert z.kept_b + z.input == near(size.act_b)
@@ -275,11 +289,8 @@ SHAPES = {
 @pytest.mark.parametrize("case", few(SHAPES, ("masters", "long", "short")))
 def test_measured_bytes_of_a_first_backward_are_those_that_the_formulas_count(case):
     """Short sequences have their peak at the last weights of a backward, long ones at the first."""
-    described = job(data=NOISE, **SHAPES[case])
-    table = estimate.layers(described)
-    counted = {"embed": table[0], "block": table[1], "head": table[-1]}
-    for kind, one in weigh(build_rig(described, CPU), CPU).items():
-        size, z = counted[kind].size, one.bytes
+    for counted, one in counted_and_weighed(SHAPES[case]):
+        size, z = counted.size, one.bytes
         assert z.rise_b == pytest.approx(size.coming.more_b, rel=0.01, abs=2048)
         assert z.rise_w == pytest.approx(size.coming.more_w, rel=0.01, abs=1024)
         assert z.rise_bw == pytest.approx(size.coming.more_bw, rel=0.01, abs=1024)
@@ -297,15 +308,9 @@ CUTS = {"1f1b": ([3, 4], [2, 5]), "zb-h1": ([3, 4], [4, 3]), "gpipe": ([3, 4],),
 def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_path, kind, activations, cut):
     """Some of these stages end in a layer that keeps what it sends, and some hand that on to a stage of their rank."""
     described = factory("nets", 7, {"width": 24, "classes": 3}, width=24, count=6)
-    rig = build_rig(described, CPU)
-    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, {}, None, "")
-    profile = assemble(described, Sampling("cpu", 1, 1, 3), found)
-    section = described.schedule.model_copy(update={"kind": kind})
-    stages = described.partition.model_copy(update={"layers_per_stage": cut})
-    memory = described.memory.model_copy(update={"activations": activations})
-    compiled = compile_job(replace(described, schedule=section, partition=stages, memory=memory, profile=profile))
-    compiled.write(tmp_path / "plan")
-    weighed = [weigh_ranks(tmp_path / "plan") for _ in range(4)]
+    schedule, memory = {"kind": kind}, {"activations": activations}
+    compiled = planned(tmp_path, described, schedule=schedule, memory=memory, partition={"layers_per_stage": cut})
+    weighed = [[scale.held for scale in scales_of(tmp_path / "plan")] for _ in range(4)]
     placement = compiled.program.placement
     losses = {placement.rank_of(s) for s in range(placement.stages) if not placement.sinks(s)}
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
@@ -315,10 +320,6 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
             # Not predicted, as what is read ahead: the targets of a step, a number each, read at once to be counted.
             read = 8 * compiled.program.microbatches if name == "activations" and rank in losses else 0
             assert getattr(predicted, name) == pytest.approx(held - read, rel=0.05, abs=64), name
-
-
-def weigh_ranks(folder):
-    return [scale.held for scale in scales_of(folder)]
 
 
 def scales_of(folder):
@@ -331,19 +332,8 @@ def scales_of(folder):
 def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp_path, kind):
     """Layers that keep nothing: tensors between them, the gradient that a stage is given, the optimizer's own."""
     described = factory("layers", 7, {"width": 4096}, width=4096, count=7)
-    rig = build_rig(described, CPU)
-    profile = assemble(
-        described,
-        Sampling("cpu", 1, 1, 3),
-        Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, {}, None, ""),
-    )
-    cut = described.partition.model_copy(update={"layers_per_stage": [3, 2, 2]})
-    ranks, section = (
-        described.parallel.model_copy(update={"pp": 3}),
-        described.schedule.model_copy(update={"kind": kind}),
-    )
-    compiled = compile_job(replace(described, parallel=ranks, schedule=section, partition=cut, profile=profile))
-    compiled.write(tmp_path / "plan")
+    cut = {"layers_per_stage": [3, 2, 2]}
+    compiled = planned(tmp_path, described, parallel={"pp": 3}, schedule={"kind": kind}, partition=cut)
     needed, scales = {}, scales_of(tmp_path / "plan")
     held = [rank.activations for rank in peaks(compiled.program, compiled.costs)]
     assert held == pytest.approx([scale.held.activations for scale in scales], rel=0.02)  # the target of the loss too
@@ -363,12 +353,7 @@ def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp
 @pytest.mark.parametrize("cut", few([[3, 4], [4, 3], [2, 5]], [[4, 3]]))
 def test_what_ops_need_beside_a_result_that_is_kept_and_sent_follows_too(tmp_path, cut):
     described = factory("nets", 7, {"width": 512, "classes": 3}, width=512, count=6)
-    rig = build_rig(described, CPU)
-    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, {}, None, "")
-    profile = assemble(described, Sampling("cpu", 1, 1, 3), found)
-    stages = described.partition.model_copy(update={"layers_per_stage": cut})
-    compiled = compile_job(replace(described, partition=stages, profile=profile))
-    compiled.write(tmp_path / "plan")
+    compiled = planned(tmp_path, described, partition={"layers_per_stage": cut})
     for scale in scales_of(tmp_path / "plan"):
         for kind in (Kind.F, Kind.BW):
             needed = [one for one in scale.readings if one.op.kind is kind and one.op.mb]
@@ -381,30 +366,15 @@ def test_what_ops_need_beside_a_result_that_is_kept_and_sent_follows_too(tmp_pat
 def test_what_backwards_of_a_convolutional_net_rise_to_is_predicted(tmp_path, activations, kind):
     """With recompute its blocks need most in their second forward: that makes two tensors of which it keeps none."""
     described = load_job(ROOT / "plans" / "convnet.toml")
-    rig = build_rig(described, CPU)
-    found = Measurements(empty_times(rig), weigh(rig, CPU), rig.order, (), {}, {}, None, "")
-    profile = assemble(described, Sampling("cpu", 1, 1, 3), found)
-    changed = {
-        "schedule": described.schedule.model_copy(update={"kind": kind, "microbatches": 5}),
-        "memory": described.memory.model_copy(update={"activations": activations}),
-        "costs": described.costs.model_copy(update={"f": None, "b": None, "w": None, "per": "rank"}),
-    }
-    compiled = compile_job(replace(described, profile=profile, **changed))
-    compiled.write(tmp_path / "plan")
+    costs, schedule = {"f": None, "b": None, "w": None, "per": "rank"}, {"kind": kind, "microbatches": 5}
+    compiled = planned(tmp_path, described, schedule=schedule, memory={"activations": activations}, costs=costs)
     found = peaks(compiled.program, compiled.costs)
     for scale, told in zip(scales_of(tmp_path / "plan"), found, strict=True):
         assert told.gradients == scale.held.gradients
         for one in scale.readings:
             if one.op.kind in (Kind.B, Kind.W, Kind.BW):
-                first = one.came > 0
-                assert compiled.costs.rise_bytes(one.op, first=first) == pytest.approx(one.rise, rel=0.02, abs=64), (
-                    one.op
-                )
-
-
-def empty_times(rig):
-    names = [*times.NAMES, times.KEEP, times.AGAIN]
-    return {**{(kind, name): [1.0] for kind in rig.kinds for name in names}, ("", times.CLOSE): [0.0]}
+                predicted = compiled.costs.rise_bytes(one.op, first=one.came > 0)
+                assert predicted == pytest.approx(one.rise, rel=0.02, abs=64), one.op
 
 
 def test_a_loss_keeps_no_more_than_its_number():

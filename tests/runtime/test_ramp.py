@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, ramped, reference
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.job.learning_rate import RateSchedule
 from zbc.plan.phases import Phases, PhaseStart
@@ -148,7 +148,7 @@ def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, s
     how = {"optimizer": {**FAST, "sync": sync}, "checkpoint": {"every": 1, "keep": 9}}
     whole = run_threads(growing("1f1b", **how), STEPS, folder=tmp_path)
     rest = run_threads(growing("zb-v", p=3, **how), STEPS, folder=tmp_path / "rest", resume=folder_of(tmp_path, after))
-    assert [r.loss for r in rest[0].results] == [r.loss for r in whole[0].results][after:]
+    assert losses_of(rest) == losses_of(whole)[after:]
     assert rest[0].phases.position(STEPS) == whole[0].phases.position(STEPS) == 2 * 13
     before, now = parameters(whole), parameters(rest)
     assert all(torch.equal(before[name], now[name]) for name in before)

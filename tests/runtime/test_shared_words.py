@@ -14,7 +14,7 @@ from tests.refusals import refused
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, reference
 from tests.runtime.test_gradients import without_step
 from tests.runtime.woven import shared_program
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
@@ -107,7 +107,7 @@ def test_training_with_clipping_is_that_of_one_process(sums):
     options = {"kind": "sgd", "lr": 0.5, "clip_grad_norm": 0.5}
     plan = plan_of("zb-h1", 4, 5, sums, optimizer=options, model=TIED)
     workers, expected = run_threads(plan, 4), reference(plan, 4)
-    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, rel=1e-6)
+    assert losses_of(workers) == pytest.approx(expected.losses, rel=1e-6)
     assert any(r.grad_norm > 0.5 for r in workers[0].results), "it clips"
     for name, parameter in parameters(workers).items():
         torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
@@ -127,7 +127,7 @@ def test_in_bfloat16_sums_are_float32(options, monkeypatch):
         else make_plan(make_program("1f1b", 2, 3), model=model, optimizer={"lr": 1e-2})
         for sums in (1, 2, 0)
     )
-    one, two, ends = ([r.loss for r in run_threads(plan, 4)[0].results] for plan in plans)
+    one, two, ends = (losses_of(run_threads(plan, 4)) for plan in plans)
     assert kinds == {torch.float32}
     assert one == pytest.approx(ends, rel=2e-3) and two == pytest.approx(ends, rel=2e-3)
 
@@ -278,8 +278,8 @@ def test_a_run_goes_on_with_the_vocabulary_elsewhere(tmp_path, before, after, mo
     whole = run_threads(make_plan(make_program("1f1b", 1, 3 * copies), model=model, **OPTIONS), 4)
     run_threads(PLANS[before](model), 2, folder=tmp_path)
     workers = run_threads(PLANS[after](model), 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
-    losses = [result.loss for result in workers[0].results]
-    assert losses == pytest.approx([result.loss for result in whole[0].results][2:], rel=1e-6)
+    losses = losses_of(workers)
+    assert losses == pytest.approx(losses_of(whole)[2:], rel=1e-6)
 
 
 def state_of(workers):
@@ -313,7 +313,7 @@ def test_replicas_write_each_row_once_and_are_compared(tmp_path):
     plan = PLANS["replicas"](GPT)
     whole = run_threads(plan, 4, folder=tmp_path)
     later = run_threads(plan, 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
-    assert [r.loss for r in later[0].results] == [r.loss for r in whole[0].results][2:]
+    assert losses_of(later) == losses_of(whole)[2:]
 
     def spoil(worker):
         if worker.replica:
@@ -493,7 +493,7 @@ def test_kernels_and_groups_used_before_the_first_step_change_no_bit(sums):
     threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert [r.loss for r in workers[0].results] == [r.loss for r in plain[0].results]
+    assert losses_of(workers) == losses_of(plain)
 
 
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": True}, {"parameters": "bfloat16", "dtype": "bfloat16"}])
@@ -504,8 +504,8 @@ def test_replicas_share_out_the_optimizer_of_their_rows(model):
     same = {"optimizer": {"lr": 1e-2, "zero1": True, "clip_grad_norm": 0.5}, "model": model}
     dealt = run_threads(plan_of("1f1b", 2, 2, 1, how={"copies": 2, "sharded": True}, **same), 3)
     plain = run_threads(plan_of("1f1b", 2, 2, 1, how={"copies": 2}, **same), 3)
-    assert [r.loss for r in dealt[0].results] == [r.loss for r in plain[0].results]
-    assert [r.grad_norm for r in dealt[0].results] == pytest.approx([r.grad_norm for r in plain[0].results], rel=1e-6)
+    assert losses_of(dealt) == losses_of(plain)
+    assert norms_of(dealt) == pytest.approx(norms_of(plain), rel=1e-6)
     for one, other in zip(dealt, plain, strict=True):
         for name, p in one.features.find(Vocabulary).optimizer.parameters.items():
             assert torch.equal(p, other.features.find(Vocabulary).optimizer.parameters[name])

@@ -10,7 +10,7 @@ from tests.lowered import lower
 from tests.refusals import refused
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, reference
 from tests.runtime.test_gradients import without_step
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import Request, find
@@ -200,7 +200,7 @@ def test_training_in_slices_is_that_of_one_process(schedule, m, k, how, options)
     options = {**options, "optimizer": {"kind": "sgd", "lr": 0.5, **options["optimizer"]}}
     plan = plan_of(schedule, 2, m, k, how=how, **options)
     workers, expected = run_threads(plan, 4), reference(plan, 4)
-    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, rel=1e-6)
+    assert losses_of(workers) == pytest.approx(expected.losses, rel=1e-6)
     for name, parameter in parameters(workers).items():
         torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
     assert any(result.redone for result in workers[0].results) == ("clip_grad_norm" in options["optimizer"])
@@ -216,7 +216,7 @@ def test_forwards_that_run_again_begin_with_the_first_slice():
     plan = make_plan(program, rows=ROWS[3], optimizer=options)
     workers, expected = run_threads(plan, 4), reference(plan, 4)
     assert any(result.redone for result in workers[0].results)
-    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, rel=1e-6)
+    assert losses_of(workers) == pytest.approx(expected.losses, rel=1e-6)
 
 
 def test_in_bfloat16_too():
@@ -224,7 +224,7 @@ def test_in_bfloat16_too():
     options = {"model": {**LLAMA, "dtype": "bfloat16"}, "optimizer": {"lr": 1e-2}}
     workers = run_threads(plan_of("zb-h1", 2, 3, 3, **options), 4)
     whole = run_threads(plan_of("zb-h1", 2, 3, 1, **options), 4)
-    losses, wanted = ([result.loss for result in ranks[0].results] for ranks in (workers, whole))
+    losses, wanted = (losses_of(ranks) for ranks in (workers, whole))
     assert losses == pytest.approx(wanted, rel=2e-3) and losses != wanted
 
 
@@ -266,8 +266,8 @@ def test_a_run_goes_on_with_another_number_of_slices(tmp_path, before, after):
     run_threads(first, 2, folder=tmp_path)
     workers = run_threads(second, 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
     whole = run_threads(plan_of("1f1b", 1, 3, 1, **options), 4)
-    losses = [result.loss for result in workers[0].results]
-    assert losses == pytest.approx([result.loss for result in whole[0].results][2:], rel=1e-5)
+    losses = losses_of(workers)
+    assert losses == pytest.approx(losses_of(whole)[2:], rel=1e-5)
 
 
 def test_doctor_compares_slices_with_the_whole_model_and_draws_alike():

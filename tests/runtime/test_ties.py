@@ -7,7 +7,7 @@ from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_gradients import VECTORS, user, without_step
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.ir import Kind
 from zbc.job.model_section import Model
@@ -77,7 +77,7 @@ def test_ranks_without_the_weight_stand_in_with_its_type_and_leave_out_what_is_f
     plan = make_plan(program, model=model, data=VECTORS["data"], optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
     found, expected = run_threads(plan, 2), reference(plan, 2)
     near = {"rtol": 1e-12, "atol": 1e-12} if dtype == "float64" else {"rtol": 2**-7, "atol": 1e-3}
-    losses = [result.loss for result in found[0].results]
+    losses = losses_of(found)
     assert losses == pytest.approx(expected.losses, rel=1e-6 if dtype == "float64" else 1e-3)
     for name, parameter in parameters(found).items():
         torch.testing.assert_close(parameter.detach(), expected.weights[name], msg=name, **near)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job import spec
@@ -260,7 +260,7 @@ def test_a_pipeline_trains_on_token_files_and_every_window_is_seen_once_an_epoch
     seen = [i for step in range(3) for mb in range(4) for i in batches._batches.indices(step, mb)]
     assert sorted(seen) == list(range(24)) and seen != sorted(seen)
     expected = run_threads(make_plan(make_program("1f1b", 1, 4), model=GPT, data={"kind": "tokens", "path": path}), 3)
-    assert [r.loss for r in workers[0].results] == [r.loss for r in expected[0].results]
+    assert losses_of(workers) == losses_of(expected)
 
 
 def test_a_damaged_file_stops_a_run_with_the_op_that_read_it(tmp_path):

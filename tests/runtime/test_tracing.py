@@ -1,6 +1,5 @@
 """What is recorded of ranks as threads: every op, in order, without a gap, and nothing of the training changes."""
 
-import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
-from tests.threads import run_threads
+from tests.threads import run_threads, side_by_side
 from tests.tiers import few
 from zbc.ir import Kind
 from zbc.plan.directory import assemble, write
@@ -26,23 +25,13 @@ LIMIT = timedelta(seconds=20)
 
 
 def traced(tmp_path, plan, steps, total, change=lambda worker: None):
-    """Train `total` steps with all ranks as threads and record `steps` (from 0); the workers and the trace.
-
-    `change` may do something to each worker before.
-    """
+    """Train `total` steps with all ranks as threads and record `steps` (from 0): the workers, the trace. `change` may
+    do something to each worker before."""
     folder = tmp_path / "run"
     manifest = plan.manifest
-    files = assemble(
-        plan.program,
-        parameters={},
-        layers=manifest.layers,
-        boundaries=manifest.boundaries,
-        microbatch_size=manifest.microbatch_size,
-        predicted={},
-        planning=manifest.planning,
-        training=manifest.training,
-    )
-    write(tmp_path / "plan", *files)
+    fields = ("layers", "boundaries", "microbatch_size", "planning", "training")
+    how = {name: getattr(manifest, name) for name in fields}
+    write(tmp_path / "plan", *assemble(plan.program, parameters={}, predicted={}, **how))
     trace.start(folder, tmp_path / "plan")
     tracers = {}
 
@@ -243,34 +232,26 @@ def test_a_step_that_is_not_recorded_runs_on_the_rank_s_own_transport_and_clock(
 # ---- clocks --------------------------------------------------------------------------------------------------
 
 
-def compared(offsets, *, machines=None):
+def compared(offsets, machines):
     """What ranks as threads find that have clocks `offsets` ns behind that of rank 0."""
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = {}
 
     def rank(number):
-        store = dist.TCPStore("127.0.0.1", host.port, is_master=False)
-        board = Board(store, number, len(offsets))
-        machine = None if machines is None else machines[number]
+        board = Board(dist.TCPStore("127.0.0.1", host.port, is_master=False), number, len(offsets))
         now = lambda: time.perf_counter_ns() - offsets[number]  # noqa: E731
-        found[number] = compare_clocks(board, "test", LIMIT, now=now, machine=machine)
+        return compare_clocks(board, "test", LIMIT, now=now, machine=machines[number])
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(offsets))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[number] for number in range(len(offsets))]
+    return side_by_side(len(offsets), rank)
 
 
 def test_clocks_of_other_machines_are_compared_as_well_as_the_network_allows():
     offsets = [0, 10**12, -5 * 10**9, 123]
-    for clock, offset in zip(compared(offsets, machines="abcd"), offsets, strict=True):
+    for clock, offset in zip(compared(offsets, "abcd"), offsets, strict=True):
         assert abs(clock.offset_ns - offset) <= clock.uncertainty_ns
         assert clock.uncertainty_ns < 10**8
 
 
 def test_ranks_of_one_machine_share_a_clock_unless_the_comparison_says_otherwise():
-    same, shared, other = compared([0, 0, 10**12], machines="aaa")
+    same, shared, other = compared([0, 0, 10**12], "aaa")
     assert same == (same.at_ns, 0, 0) and shared == (shared.at_ns, 0, 0)
     assert abs(other.offset_ns - 10**12) <= other.uncertainty_ns

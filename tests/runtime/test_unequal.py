@@ -11,7 +11,7 @@ from torch.nn import functional
 import zbc
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_freed_weights import freeing, weights
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check.orders import order_problems
 from zbc.compiler.passes.reduce_grads import reduced_as
@@ -155,8 +155,8 @@ def test_weights_come_and_go_with_unequal_counts(counts, resident, monkeypatch):
     plan = unequal("breadth-first", resident=resident, zero1=True)
     workers = run_threads(plan, STEPS)
     losses, norms, expected = train_alone(plan, STEPS)
-    assert [r.loss for r in workers[0].results] == pytest.approx(losses, abs=1e-6)
-    assert [r.grad_norm for r in workers[0].results] == pytest.approx(norms, rel=1e-5)
+    assert losses_of(workers) == pytest.approx(losses, abs=1e-6)
+    assert norms_of(workers) == pytest.approx(norms, rel=1e-5)
     for name, found in weights(workers).items():
         torch.testing.assert_close(found, expected[name], rtol=0, atol=1e-6, msg=name)
 
@@ -175,8 +175,8 @@ def test_weights_that_are_taken_come_in_any_order(schedule, here, there, residen
     plan = unequal(schedule, resident=resident, zero1=True, one_sided=True)
     workers = run_threads(plan, STEPS)
     losses, norms, expected = train_alone(plan, STEPS)
-    assert [r.loss for r in workers[0].results] == pytest.approx(losses, abs=1e-6)
-    assert [r.grad_norm for r in workers[0].results] == pytest.approx(norms, rel=1e-5)
+    assert losses_of(workers) == pytest.approx(losses, abs=1e-6)
+    assert norms_of(workers) == pytest.approx(norms, rel=1e-5)
     for name, found in weights(workers).items():
         torch.testing.assert_close(found, expected[name], rtol=0, atol=1e-6, msg=name)
 
@@ -267,7 +267,7 @@ def test_a_training_of_unequal_work_goes_on_where_it_was(tmp_path, zero1):
     straight = run_threads(plan, 4)
     run_threads(plan, 2, folder=tmp_path / "run")
     again = run_threads(plan, 4, resume=next(tmp_path.glob("**/step-*")))
-    assert [r.loss for r in again[0].results] == [r.loss for r in straight[0].results[2:]]
+    assert losses_of(again) == [r.loss for r in straight[0].results[2:]]
 
 
 def test_layers_run_again_see_the_same_samples():

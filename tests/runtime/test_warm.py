@@ -6,7 +6,7 @@ import torch
 from tests.runtime.moving import moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.features import parcels
@@ -65,8 +65,8 @@ def test_a_training_that_was_warmed_up_has_the_same_bits(case):
     plan = plan_for(case)
     plain = run_threads(plan, 3)
     found = run_threads(plan, 3, step=warmed)
-    assert [r.loss for r in found[0].results] == [r.loss for r in plain[0].results]
-    assert [r.grad_norm for r in found[0].results] == [r.grad_norm for r in plain[0].results]
+    assert losses_of(found) == losses_of(plain)
+    assert norms_of(found) == norms_of(plain)
     for one, other in zip(found, plain, strict=True):
         if one.evaluation is not None:
             assert [r.loss for r in one.evaluation.results] == [r.loss for r in other.evaluation.results] != []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.runtime.small_plans import make_plan, make_program, reference
 from tests.runtime.test_gradients import VECTORS, check_training, user
 from tests.runtime.wavering import models
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.runtime import seeding
@@ -78,7 +78,7 @@ def test_draws_of_others_stop_no_run():
 
     plan = plan_of([("Plain", [])] * 4, p=1)
     found, expected = run_threads(plan, 3, step=lambda worker: drawing), reference(plan, 3)
-    assert [r.loss for r in found[0].results] == expected.losses
+    assert losses_of(found) == expected.losses
 
 
 def test_those_that_draw_do_not_wait_forever_for_a_forward_that_hangs(monkeypatch):
