@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -21,3 +22,9 @@ def refused(
     for words in said:
         assert words in caught.value.message
     assert hint in (caught.value.hint or "")
+
+
+def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> ZbcError:
+    with pytest.raises(ZbcError) as caught:
+        call(*args, **kwargs)
+    return caught.value

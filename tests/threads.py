@@ -143,6 +143,17 @@ def watch(
     script[:] = [(around(handler) if of(op) else handler, op, text) for handler, op, text in script]
 
 
+def begun(act: Callable[[Worker], object]) -> Callable[[Worker], Step]:
+    """Steps before the first of which something is done, in the thread of the rank."""
+
+    def run(worker: Worker, number: int, **how: Any) -> StepResult | None:
+        if number == 0:
+            act(worker)
+        return run_step(worker, number, **how)
+
+    return lambda worker: run
+
+
 def last_of(worker: Worker, *kinds: Kind, stage: int | None = None) -> int:
     """Where the last op of these kinds stands in a worker's script."""
     ops = [op for _, op, _ in worker.script]

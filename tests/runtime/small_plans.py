@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 
 from tests.lowered import lower
@@ -231,6 +232,16 @@ def reference(
         )
     result.weights = {name: p.detach().clone() for name, p in weights.items()}
     return result
+
+
+def hold(workers: Sequence[Worker], wanted: Reference, *, tolerance: float = 0.0, near: float = 0.0) -> None:
+    """Losses and norms of a run are nearly those of one process, and its weights to the bit or as nearly as told."""
+    near = near or max(1e-6, tolerance)
+    assert [result.loss for result in workers[0].results] == pytest.approx(wanted.losses, rel=near)
+    assert [result.grad_norm for result in workers[0].results] == pytest.approx(wanted.norms, rel=near)
+    for name, parameter in parameters(workers).items():
+        expected = wanted.weights[name]
+        torch.testing.assert_close(parameter.detach(), expected, rtol=tolerance, atol=tolerance, msg=name)
 
 
 def _weights(name: str, criterion: Any, targets: Sequence[torch.Tensor]) -> list[float]:

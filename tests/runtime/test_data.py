@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from zbc.errors import ZbcError
+from tests.refusals import error_of
 from zbc.job import spec
 from zbc.training.data import corpus
 from zbc.training.data.data import Batches, RandomTokens, Windows, build_samples, input_spec, place
@@ -16,12 +16,6 @@ MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)
 
 def samples(model=MODEL, seed=1, **data):
     return build_samples(spec.Data.model_validate(data), model, seed)
-
-
-def error_of(call, *args, **kwargs):
-    with pytest.raises(ZbcError) as caught:
-        call(*args, **kwargs)
-    return caught.value
 
 
 def batches(count, m, b, seed=1):

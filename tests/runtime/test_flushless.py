@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, reference
+from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, parameters, reference
 from tests.runtime.test_checkpoints import at, same, tensors
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import losses_of, norms_of, run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.ir import NEXT, Kind, Op
@@ -39,10 +39,7 @@ def check(plan, steps, *, tolerance=0.0, **options):
     wanted = reference(plan, steps, delayed=True)
     workers = run_threads(plan, steps, **options)
     assert [one.step for one in workers[0].results] == list(range(steps))
-    assert losses_of(workers) == pytest.approx(wanted.losses, rel=max(1e-6, tolerance))
-    assert norms_of(workers) == pytest.approx(wanted.norms, rel=max(1e-6, tolerance))
-    for name, p in parameters(workers).items():
-        torch.testing.assert_close(p.detach(), wanted.weights[name], rtol=tolerance, atol=tolerance, msg=name)
+    hold(workers, wanted, tolerance=tolerance)
     for worker in workers:
         assert worker.leftovers() == []
         assert [one.loss for one in worker.results] == losses_of(workers)

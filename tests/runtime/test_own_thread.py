@@ -7,6 +7,7 @@ import torch
 
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
+from tests.threads import side_by_side
 from tests.tiers import few
 from zbc.ir import Kind
 from zbc.runtime.core import tape
@@ -22,20 +23,12 @@ def elsewhere(engine, threads, *, always=False):
         if not (always or torch._C._is_multithreading_enabled()):
             threads.add(threading.get_ident())
             return engine(*args, **options)
-        failures = []
 
-        def walk():
+        def walk(_):
             threads.add(threading.get_ident())
-            try:
-                engine(*args, **options)
-            except BaseException as error:
-                failures.append(error)
+            engine(*args, **options)
 
-        thread = threading.Thread(target=walk)
-        thread.start()
-        thread.join()
-        if failures:
-            raise failures[0]
+        side_by_side(1, walk)
 
     return run
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.lowered import lower
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters, reference
+from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, parameters, reference
 from tests.runtime.test_gradients import without_step
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
@@ -45,17 +45,18 @@ def near(found, wanted, tolerance=1e-6):
     return ((found - wanted).norm() / (wanted.norm() or 1.0)).item() <= tolerance
 
 
-def check_gradients(plan):
+def check_gradients(plan, tolerance=1e-6):
     """Against one process with whole microbatches and plain autograd."""
     workers, expected = run_threads(plan, 1), reference(plan)
     found = parameters(workers)
     assert found.keys() == expected.grads.keys()
     scale = math.sqrt(sum(grad.square().sum().item() for grad in expected.grads.values()))
     for name, grad in expected.grads.items():
-        assert (found[name].grad - grad).norm().item() <= 1e-6 * max(grad.norm().item(), 1e-2 * scale), name
+        assert found[name].grad.dtype is grad.dtype, name
+        assert (found[name].grad - grad).norm().item() <= tolerance * max(grad.norm().item(), 1e-2 * scale), name
     for worker in workers:
-        assert worker.results[0].loss == pytest.approx(expected.losses[0], rel=1e-6)
-        assert worker.results[0].grad_norm == pytest.approx(expected.norms[0], rel=1e-5)
+        assert worker.results[0].loss == pytest.approx(expected.losses[0], rel=tolerance)
+        assert worker.results[0].grad_norm == pytest.approx(expected.norms[0], rel=10 * tolerance)
     return workers
 
 
@@ -200,9 +201,7 @@ def test_training_in_slices_is_that_of_one_process(schedule, m, k, how, options)
     options = {**options, "optimizer": {"kind": "sgd", "lr": 0.5, **options["optimizer"]}}
     plan = plan_of(schedule, 2, m, k, how=how, **options)
     workers, expected = run_threads(plan, 4), reference(plan, 4)
-    assert losses_of(workers) == pytest.approx(expected.losses, rel=1e-6)
-    for name, parameter in parameters(workers).items():
-        torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+    hold(workers, expected, tolerance=1e-5, near=1e-6)
     assert any(result.redone for result in workers[0].results) == ("clip_grad_norm" in options["optimizer"])
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.refusals import refused
-from tests.runtime.small_plans import make_plan, make_program, parameters, reference
+from tests.runtime.small_plans import hold, make_plan, make_program, parameters, reference
 from tests.runtime.test_checkpoints import at
-from tests.runtime.test_gradients import VECTORS, user, without_step
+from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.ir import Kind
@@ -26,16 +26,9 @@ def plan_of(schedule="1f1b", p=4, m=4, *, ties=TIES, copies=1, sync="before-step
     layers = Model.model_validate(model).tied_layers
     stages = make_program(schedule, p, m).placement.stages
     tied = tuple(s for s in range(stages) if {i for i in layers if i * stages // 8 == s})
-    program = make_program(
-        schedule,
-        p,
-        m,
-        sync=sync,
-        copies=copies,
-        sharded=sharded,
-        tied=len(tied) > 1,
-        ties=tied if len(tied) > 1 else (),
-    )
+    tied = tied if len(tied) > 1 else ()
+    how = {"sync": sync, "copies": copies, "sharded": sharded, "tied": bool(tied), "ties": tied}
+    program = make_program(schedule, p, m, **how)
     return make_plan(program, model=model, data=VECTORS["data"], **options)
 
 
@@ -57,15 +50,7 @@ def copies(workers, name):
 def test_gradients_are_those_of_one_process(schedule, p, together):
     """Terms of a sum in another order, so 1e-6."""
     plan = plan_of(schedule, p, keep=without_step, how={"together": together})
-    workers, expected = run_threads(plan, 1), reference(plan)
-    found = parameters(workers)
-    assert found.keys() == expected.grads.keys() and not found.keys() & TIES.keys()
-    for name, grad in expected.grads.items():
-        torch.testing.assert_close(found[name].grad, grad, rtol=1e-6, atol=1e-6, msg=name)
-    for worker in workers:
-        (result,) = worker.results
-        assert result.loss == pytest.approx(expected.losses[0], rel=1e-6)
-        assert result.grad_norm == pytest.approx(expected.norms[0], rel=1e-6), "each weight counts once"
+    assert not parameters(check_gradients(plan, tolerance=1e-6, loss=1e-6)).keys() & TIES.keys()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -115,8 +100,7 @@ def test_all_copies_of_a_weight_stay_one(schedule, p, how):
         held = copies(workers, owner)
         assert all(torch.equal(held[0], one) for one in held)
         torch.testing.assert_close(held[0].detach(), expected.weights[owner], rtol=1e-5, atol=1e-6)
-    for name, parameter in parameters(workers).items():
-        torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+    hold(workers, expected, tolerance=1e-5)
     assert sum(op.kind is Kind.TIE for _, _, op in plan.program) > 0
 
 
@@ -133,10 +117,7 @@ def test_a_run_goes_on_from_its_checkpoint_under_another_plan(tmp_path):
 def test_where_all_layers_of_a_weight_are_in_one_stage_nothing_travels():
     plan = plan_of("1f1b", 2, ties={"layers.1.down.weight": "layers.0.down.weight"}, keep=without_step)
     assert not plan.manifest.tied and not any(op.kind is Kind.TIE for _, _, op in plan.program)
-    workers, expected = run_threads(plan, 1), reference(plan)
-    found = parameters(workers)
-    name = "layers.0.down.weight"
-    torch.testing.assert_close(found[name].grad, expected.grads[name], rtol=1e-6, atol=1e-6)
+    check_gradients(plan, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(

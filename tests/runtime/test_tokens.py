@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.refusals import error_of
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
@@ -32,12 +33,6 @@ def write(path, tokens, dtype="uint16", vocab=300):
 
 def samples(model=MODEL, build=build_samples, **data):
     return build(spec.Data.model_validate({"kind": "tokens", **data}), model, 1)
-
-
-def error_of(call, *args, **kwargs):
-    with pytest.raises(ZbcError) as caught:
-        call(*args, **kwargs)
-    return caught.value
 
 
 # ---- order -----------------------------------------------------------------------------------------------------

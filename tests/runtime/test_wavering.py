@@ -56,15 +56,22 @@ def test_noise_that_begins_late_is_that_of_one_process(activations):
     check_training(plan_of([("Plain", []), ("Noisy", [2.5])] * 2, "zb-h1", 2, activations=activations))
 
 
-def test_what_no_trial_saw_is_refused_where_it_shows():
-    kinds = [("Large", []), ("Masks", [10.0]), ("Join", []), ("Plain", [])]
-    with pytest.raises(ZbcError, match=r"tensor 1 of layer layers.1 wants a gradient, which trials did not show"):
-        run_threads(plan_of(kinds, p=2), 1)
-
-
-def test_draws_that_nobody_seeds_are_refused_in_their_step():
-    kinds = [("Plain", []), ("OwnDraw", [0.5]), ("Plain", []), ("Plain", [])]
-    with pytest.raises(ZbcError, match=r"layer layers.1 draws from numpy.random in its forward"):
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        (
+            [("Large", []), ("Masks", [10.0]), ("Join", []), ("Plain", [])],
+            r"tensor 1 of layer layers.1 wants a gradient, which trials did not show",
+        ),
+        (
+            [("Plain", []), ("OwnDraw", [0.5]), ("Plain", []), ("Plain", [])],
+            r"layer layers.1 draws from numpy.random in its forward",
+        ),
+    ],
+    ids=["a gradient", "a draw that nobody seeds"],
+)
+def test_what_no_trial_saw_is_refused_where_it_shows(kinds, text):
+    with pytest.raises(ZbcError, match=text):
         run_threads(plan_of(kinds, p=2), 2)
 
 
