@@ -27,4 +27,4 @@ def refused(
 def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> ZbcError:
     with pytest.raises(ZbcError) as caught:
         call(*args, **kwargs)
-    return caught.value
+    return caught.value.with_traceback(None)

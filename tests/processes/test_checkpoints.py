@@ -154,7 +154,7 @@ def test_auto_takes_the_newest_run_that_has_a_complete_checkpoint(place, tmp_pat
     assert start(place, "auto", out=tmp_path / "new") == Start(None, tmp_path / "new")
 
 
-def test_a_refoundgoes_on_with_its_own_run(place, tmp_path):
+def test_a_restart_goes_on_with_its_own_run(place, tmp_path):
     run = tmp_path / "runs/plan-1"
     own = {"restarted": True, "launch": "launch 1"}
     assert start(place, **own) == start(place, "auto", **own) == Start(run / "checkpoints/step-00000010", run)
@@ -163,7 +163,7 @@ def test_a_refoundgoes_on_with_its_own_run(place, tmp_path):
     assert start(place, restarted=True, launch="launch 3") == Start()
 
 
-def test_a_refoundbefore_the_first_checkpoint_begins_its_run_again(place, tmp_path):
+def test_a_restart_before_the_first_checkpoint_begins_its_run_again(place, tmp_path):
     run = tmp_path / "runs/plan-3"
     (run / "run.json").write_text(json.dumps({"launch": "launch 3"}))
     own = {"restarted": True, "launch": "launch 3"}
@@ -172,7 +172,7 @@ def test_a_refoundbefore_the_first_checkpoint_begins_its_run_again(place, tmp_pa
     assert start(place, str(given), **own) == Start(given, run)
 
 
-def test_a_refoundof_a_run_that_had_not_begun_does_what_was_asked_first(place, tmp_path):
+def test_a_restart_of_a_run_that_had_not_begun_does_what_was_asked_first(place, tmp_path):
     own = {"restarted": True, "launch": "launch 4"}
     run = tmp_path / "runs/plan-2"
     assert start(place, **own) == Start()
@@ -265,7 +265,7 @@ def test_a_whole_run_ends_before_its_first_step_where_another_writes(tmp_path):
     assert not (tmp_path / "second" / "metrics.jsonl").exists()
 
 
-def test_a_refoundwaits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):
+def test_a_restart_waits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):
     """A file server keeps the locks of a machine that is gone for a while."""
     monkeypatch.setattr(together, "_PATIENCE_S", 0.0)
     asked = iter([False, False, True])

@@ -1,14 +1,11 @@
 """Steps without a flush on four gloo ranks: the bits of threads, also when ranks are killed on the way."""
 
-import os
-import signal
-
 import pytest
 import torch
 
 from tests.processes.gloo_ranks import train, unpack
 from tests.processes.paced import run_paced
-from tests.processes.plans import processes, run_here, write_plan
+from tests.processes.plans import killing, run_here, write_plan
 from tests.processes.test_restarts import restarts, result
 from tests.runtime.small_plans import parameters, reference
 from tests.runtime.test_flushless import plan_of
@@ -42,14 +39,7 @@ def test_ranks_that_are_killed_leave_no_trace(tmp_path, out):
     }
     (tmp_path / "a").mkdir()
     run_here(write_plan(tmp_path / "a", **tables, checkpoint={"every": 12}), 2, tmp_path / "whole")
-    victims = {5: 1, 9: 0}  # step -> rank
-
-    def kill(line):
-        words = line.split()
-        step = int(words[1].partition("/")[0]) if words[0] == "step" else 0
-        if step in victims:
-            os.kill(processes(out)[victims.pop(step)], signal.SIGKILL)
-
-    lines = run_paced(write_plan(tmp_path, **tables, checkpoint={"every": 3}), 2, out, each=kill, max_restarts=3)
+    plan = write_plan(tmp_path, **tables, checkpoint={"every": 3})
+    lines = run_paced(plan, 2, out, each=killing(out, {5: 1, 9: 0}), max_restarts=3)
     assert len(restarts(lines)) == 2
     assert result(out) == result(tmp_path / "whole")

@@ -6,8 +6,7 @@ import signal
 
 import pytest
 
-from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
-from tests.processes.test_local import at_step
+from tests.processes.plans import at_step, metrics, processes, run_here, troubled, write_plan
 from zbc.compiler.recorded import log
 from zbc.compiler.recorded.report import build
 from zbc.compiler.recorded.times import times_of

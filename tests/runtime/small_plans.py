@@ -244,6 +244,24 @@ def hold(workers: Sequence[Worker], wanted: Reference, *, tolerance: float = 0.0
         torch.testing.assert_close(parameter.detach(), expected, rtol=tolerance, atol=tolerance, msg=name)
 
 
+def descend(
+    weights: dict[str, torch.nn.Parameter], steps: int, loss: Callable[[], Any], *, delayed: bool = False
+) -> list[Any]:
+    """Plain gradient descent at a rate of 0.3 in one process: what `loss` returns of each step, of which it learns from
+    the last number; `delayed`: by the gradients of the weights before the last step."""
+    found, before = [], [p.data.clone() for p in weights.values()]
+    for _ in range(steps):
+        newest = [p.data.clone() for p in weights.values()]
+        for p, older in zip(weights.values(), before if delayed else newest, strict=True):
+            p.data = older.clone()
+        before, told = newest, loss()
+        grads = torch.autograd.grad(told[-1], list(weights.values()), allow_unused=True)
+        for p, new, grad in zip(weights.values(), newest, grads, strict=True):
+            p.data = new if grad is None else new - 0.3 * grad
+        found.append(tuple(number.item() for number in told))
+    return found
+
+
 def _weights(name: str, criterion: Any, targets: Sequence[torch.Tensor]) -> list[float]:
     """Of microbatches in a loss that is one mean over all targets that count: 1 where all weigh alike."""
     count = count_of(criterion, name, targets[0])

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.padded_data import LENGTH, WORDS, Padded, own, silent, total, zeros
-from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
+from tests.runtime.small_plans import GPT, descend, make_plan, make_program, make_worker, parameters
 from tests.runtime.woven import shared_program
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
@@ -39,21 +39,15 @@ def one_process(plan, loss, steps):
     args = plan.manifest.training["data"]["args"]
     data, made = Padded(**args), {f"layers.{i}": layer.build(7) for i, layer in enumerate(plans_of(plan))}
     weights = {f"{name}.{local}": p for name, layer in made.items() for local, p in layer.named_parameters()}
-    losses, delayed = [], plan.manifest.flushless
-    before = [p.data.clone() for p in weights.values()]
-    for _ in range(steps):
-        newest = [p.data.clone() for p in weights.values()]
-        for p, older in zip(weights.values(), before if delayed else newest, strict=True):
-            p.data = older.clone()
-        before, x = newest, data.x
+
+    def told():
+        x = data.x
         for layer in made.values():
             x = layer(x)
-        value = LOSSES[loss][0](x, data.y) if sum(args["counts"]) else 0.0 * x.sum()
-        losses.append(value.item())
-        grads = torch.autograd.grad(value, list(weights.values()))
-        for p, new, grad in zip(weights.values(), newest, grads, strict=True):
-            p.data = new - 0.3 * grad
-    return losses, weights
+        return (LOSSES[loss][0](x, data.y) if sum(args["counts"]) else 0.0 * x.sum(),)
+
+    found = descend(weights, steps, told, delayed=plan.manifest.flushless)
+    return [value for (value,) in found], weights
 
 
 def plans_of(plan):

@@ -9,6 +9,7 @@ import torch
 
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program, make_worker, plan_of, reference
+from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import run_threads, side_by_side
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op, Placement
@@ -18,14 +19,10 @@ from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.transports.hub import Hub
 
 HERE = "tests.runtime.user_models"
-VECTORS = {"data": {"kind": f"{HERE}:Vectors"}}
+
 ONE, TWO = Placement.linear(1), Placement.linear(2)
 FIRST = "F s0 m0, SEND_F s0 m0, RECV_B s0 m0, BW s0 m0, VALIDATE, STEP s0"
 LAST = "RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, VALIDATE, STEP s1"
-
-
-def user(factory, **args):
-    return {"family": f"{HERE}:{factory}", "layers": 4, "loss": "mse", "args": args}
 
 
 def fails(plan, steps=1, setup=None):

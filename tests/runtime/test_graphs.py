@@ -1,6 +1,7 @@
 """Models whose stages are a graph train as one process would."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,21 +32,11 @@ def plan_of(name, kind="1f1b", *, named=True, dropout=0.0, dp=1, **sections):
     data = {"kind": "tests.runtime.graph_models:Vectors"}
     if named:
         data["args"] = {"of": [group for group, reads in graph.items() if not reads]}
-    changes = {
-        "model": {
-            "family": "tests.runtime.graph_models:layers",
-            "layers": sum(counts.values()),
-            "graph": graph,
-            "groups": counts,
-            "loss": "mse",
-            "args": {"counts": counts, "dropout": dropout},
-        },
-        "parallel": {"pp": ranks, "dp": dp},
-        "schedule": {"kind": kind, "microbatches": M, "microbatch_size": SIZE},
-        "data": data,
-        **sections,
-    }
-    compiled = compile_job(job(**changes))
+    model = {"family": "tests.runtime.graph_models:layers", "layers": sum(counts.values()), "loss": "mse"}
+    model |= {"graph": graph, "groups": counts, "args": {"counts": counts, "dropout": dropout}}
+    schedule = {"kind": kind, "microbatches": M, "microbatch_size": SIZE}
+    changes = {"data": data, **sections}
+    compiled = compile_job(job(model=model, parallel={"pp": ranks, "dp": dp}, schedule=schedule, **changes))
     return StoredPlan(compiled.assemble()[0], compiled.program)
 
 
@@ -66,6 +57,17 @@ def gradients(plan):
     return workers[0].results[0].loss, found
 
 
+def forward(model, modules, read, *seeds):
+    ends = {}
+    for group, reads in model.graph.items():
+        x = [ends[one] for one in reads] or [read(group)]
+        for i in range(model.groups[group]):
+            with drawing(torch.device("cpu"), seed_of(*seeds, f"{group}.{i}")):
+                x = [modules[f"{group}.{i}"](*x)]
+        ends[group] = x[0]
+    return x[0]
+
+
 def by_autograd(plan, step=0, modules=None):
     """The same by plain autograd in one process, group after group."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
@@ -75,14 +77,8 @@ def by_autograd(plan, step=0, modules=None):
     batches = Batches(samples, seed=seed, microbatches=count, size=manifest.microbatch_size)
     total = 0.0
     for mb in range(count):
-        ends = {}
-        for group, reads in settings.model.graph.items():
-            x = [ends[one] for one in reads] or [batches.inputs(step, mb, group)]
-            for i in range(settings.model.groups[group]):
-                with drawing(torch.device("cpu"), seed_of(seed, step, mb, f"{group}.{i}")):
-                    x = [modules[f"{group}.{i}"](*x)]
-            ends[group] = x[0]
-        loss = torch.nn.functional.mse_loss(x[0], batches.targets(step, mb))
+        output = forward(settings.model, modules, partial(batches.inputs, step, mb), seed, step, mb)
+        loss = torch.nn.functional.mse_loss(output, batches.targets(step, mb))
         loss.backward(loss.new_tensor(1.0 / count))
         total += loss.item()
     grads = {f"{name}.{local}": p.grad for name, one in modules.items() for local, p in one.named_parameters()}
@@ -162,13 +158,9 @@ def test_evaluation_is_that_of_one_process(name):
     settings = Settings.of(plan.manifest)
     modules = {one.name: one.build(settings.train.seed) for one in layer_plans(settings)}
     kept = build_validation(settings.data, settings.model, settings.train.seed)
-    every, ends = range(len(kept)), {}
-    for group, reads in graph.items():
-        x = [ends[one] for one in reads] or [kept.inputs(every, group)]
-        for i in range(settings.model.groups[group]):
-            x = [modules[f"{group}.{i}"](*x)]
-        ends[group] = x[0]
-    assert found == pytest.approx(torch.nn.functional.mse_loss(x[0], kept.targets(every)).item(), rel=1e-6)
+    every = range(len(kept))
+    output = forward(settings.model, modules, partial(kept.inputs, every), 0)
+    assert found == pytest.approx(torch.nn.functional.mse_loss(output, kept.targets(every)).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(

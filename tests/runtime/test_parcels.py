@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.jobs import job
+from tests.jobs import job, toml_text
 from tests.refusals import refused
 from tests.runtime import user_models
 from tests.runtime.moving import Poisoning, moved
@@ -96,44 +96,30 @@ def test_inputs_of_layers_that_run_again(schedule, model):
     hold(make_program(schedule, 2, 3), model=model, activations="recompute")
 
 
-def test_two_pipes():
-    hold(make_program("dualpipe", 2, 4))
-
-
-def test_without_a_barrier_and_with_steps_that_do_not_stand():
-    hold(make_program("zb-h1", 2, 6, sync="post-validate"), optimizer=CLIPPED)
-
-
 def test_plans_without_a_barrier_train_as_without_copies(tmp_path):
     found = []
     for activations in ("offload", "keep"):
         limit = {"memory_limit": "0.5x"} if activations == "offload" else {}
-        made = compile_job(
-            job(
-                kind="interleaved-1f1b",
-                pp=3,
-                m=4,
-                layers=12,
-                schedule={"chunks": 4, **limit},
-                costs={"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "offload": 0.3},
-                memory={"activations": activations},
-                optimizer=CLIPPED,
-                data={"kind": "synthetic"},
-            ),
-            suggest=False,
-        )
-        made.write(tmp_path / activations)
+        costs = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "offload": 0.3}
+        how = {"schedule": {"chunks": 4, **limit}, "memory": {"activations": activations}, "costs": costs}
+        asked = job(kind="interleaved-1f1b", pp=3, m=4, layers=12, optimizer=CLIPPED, data={"kind": "synthetic"}, **how)
+        compile_job(asked, suggest=False).write(tmp_path / activations)
         results = run_threads(StoredPlan.read(tmp_path / activations), 2)[0].results
         found.append([(one.loss, one.grad_norm, one.redone) for one in results])
     assert found[0] == found[1] and any(redone for _, _, redone in found[0])
 
 
-def test_evaluation_between_steps_has_no_parcels():
-    hold(
-        make_program("1f1b", 2, 3),
-        train={"eval_every": 1, "eval_batches": 1},
-        data={"kind": "synthetic", "validation": 0.2},
-    )
+EVALUATED = {"train": {"eval_every": 1, "eval_batches": 1}, "data": {"kind": "synthetic", "validation": 0.2}}
+BESIDE = {
+    "evaluation between steps, without parcels": ({"schedule": "1f1b", "m": 3}, EVALUATED),
+    "steps that do not stand": ({"schedule": "zb-h1", "m": 6, "sync": "post-validate"}, {"optimizer": CLIPPED}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_comes_between_and_again(name):
+    how, options = BESIDE[name]
+    hold(make_program(p=2, **how), **options)
 
 
 @pytest.mark.parametrize("wait", ["release", "arrive"])
@@ -311,31 +297,12 @@ def test_a_run_goes_on_from_a_checkpoint_with_copies(tmp_path):
             assert all(torch.equal(a, b) for a, b in pairs)
 
 
-JOB = """
-zbc = 1
-[model]
-family = "gpt"
-layers = 4
-hidden = 128
-heads = 4
-vocab = 256
-seq_len = 64
-[parallel]
-pp = 2
-[schedule]
-kind = "{}"
-microbatches = 4
-microbatch_size = 2
-[train]
-steps = 4
-"""
-
-
 @pytest.mark.repeats
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_processes_over_gloo(tmp_path, schedule):
     """With the sizes that really move, and the thread that copies."""
-    (tmp_path / "job.toml").write_text(JOB.format(schedule))
+    model = {"family": "gpt", "layers": 4, "hidden": 128, "heads": 4, "vocab": 256, "seq_len": 64}
+    (tmp_path / "job.toml").write_text(toml_text(kind=schedule, pp=2, m=4, model=model, train={"steps": 4}))
     zbc(tmp_path, "plan", "job.toml", "-o", "plain")
     stored = StoredPlan.read(tmp_path / "plain")
     fields = ("parameters", "layers", "boundaries", "microbatch_size", "predicted", "planning", "training")

@@ -5,6 +5,7 @@ import torch
 
 from tests.refusals import refused
 from tests.runtime.small_plans import CPU, GPT, make_plan, make_program, make_worker
+from tests.runtime.test_gradients import VECTORS, user
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan.directory import Boundary
@@ -13,12 +14,8 @@ from zbc.training.models import model
 from zbc.training.probing.shapes import derive
 
 HERE = "tests.runtime.user_models"
-VECTORS = {"data": {"kind": f"{HERE}:Vectors"}}
+
 HIDDEN = TensorSpec((2, 16, 32), torch.float32)
-
-
-def user(factory, **args):
-    return {"family": f"{HERE}:{factory}", "layers": 4, "loss": "mse", "args": args}
 
 
 def shapes_of(plan, first, *, autocast=None):

@@ -1,11 +1,18 @@
 """Layer factories and datasets that tests name as a user would."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from zbc.runtime.core.slot import accumulate, current_slot
+
+
+def of(kind):
+    """A factory of so many layers of a kind."""
+    return lambda width=8, count=4: [partial(kind, width)] * count
 
 
 class Vectors:
@@ -85,8 +92,7 @@ class Checkpointed(Residual):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def checkpointed(width: int = 8, count: int = 4):
-    return [lambda: Checkpointed(width) for _ in range(count)]
+checkpointed = of(Checkpointed)
 
 
 class Reentrant(Residual):
@@ -111,8 +117,7 @@ class Twice(nn.Module):
         return self.linear(torch.tanh(self.linear(x)))
 
 
-def twice(width: int = 8, count: int = 4):
-    return [lambda: Twice(width) for _ in range(count)]
+twice = of(Twice)
 
 
 def frozen(width: int = 8, which: tuple[int, ...] = (0,), count: int = 4, bias_only: bool = False):
@@ -154,8 +159,7 @@ class Scale(nn.Module):
         return OwnSplit.apply(x, self.scale) if self.own and current_slot() is not None else x * self.scale
 
 
-def scales(width: int = 8, count: int = 4):
-    return [lambda: Scale(width, own=True) for _ in range(count)]
+scales = of(partial(Scale, own=True))
 
 
 class Recording(nn.Module):
@@ -170,8 +174,7 @@ class Recording(nn.Module):
         return self.linear(x) * (2.0 if x.abs().max().item() > 1e9 else 1.0)
 
 
-def value_dependent(width: int = 8, count: int = 4):
-    return [lambda: Recording(width) for _ in range(count)]
+value_dependent = of(Recording)
 
 
 def mixed(width: int = 8):
