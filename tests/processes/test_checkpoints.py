@@ -54,8 +54,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_as_if_it_had_never_ended(tmp_p
     with (out / "metrics.jsonl").open("a") as file:  # steps that came after the checkpoint, the last cut off
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "los')
     disk_before = disk.newest(out / "checkpoints")
-    lines = run_here(plan, 2, out, resume="auto")
-    assert f"going on from {disk_before}, after step 3" in lines[0]
+    assert f"going on from {disk_before}, after step 3" in run_here(plan, 2, out, resume="auto")[0]
     assert losses(out) == losses(tmp_path / "whole")
     assert same(out / "checkpoints/step-00000006", tmp_path / "whole/checkpoints/step-00000006")
     assert sum("wrote" in line for line in whole) == 3
@@ -79,8 +78,7 @@ def test_another_plan_goes_on_from_the_directory_of_a_run(tmp_path):
     other = plan_of(tmp_path, "other", parallel={"pp": 4}, schedule={"kind": "zb-h1"}, train={"steps": 5})
     run_here(other, 4, tmp_path / "second", resume=str(tmp_path / "first"))
     assert [step for step, _ in losses(tmp_path / "second")] == [4, 5]
-    whole = plan_of(tmp_path, "whole", train={"steps": 5})
-    run_here(whole, 2, tmp_path / "third")
+    run_here(plan_of(tmp_path, "whole", train={"steps": 5}), 2, tmp_path / "third")
     assert same(tmp_path / "second/checkpoints/step-00000005", tmp_path / "third/checkpoints/step-00000005")
 
 

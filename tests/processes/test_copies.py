@@ -212,8 +212,7 @@ def test_a_batch_grows_while_four_processes_train(tmp_path):
     optimizer = {"sync": "post-validate", "clip_grad_norm": 0.5, **rate}
     together = {"parallel": {**TWO, "node": [1, 2]}, "hardware": {"ranks_per_node": 2}}  # copies next to each other
     folder = write_plan(tmp_path, schedule=schedule, optimizer=optimizer, train={"steps": 5}, **together)
-    lines = run_here(folder, 4, tmp_path / "run")
-    assert "1, then 2, then 3 microbatches of 2" in lines[0]
+    assert "1, then 2, then 3 microbatches of 2" in run_here(folder, 4, tmp_path / "run")[0]
     expected, found = reference(StoredPlan.read(folder), 5), metrics(tmp_path / "run")
     assert [row["samples"] for row in found] == [4, 12, 20, 32, 44]
     assert [row["loss"] for row in found] == pytest.approx(expected.losses, abs=1e-6)

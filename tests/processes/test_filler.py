@@ -17,13 +17,11 @@ TASK = "tests.processes.fillers:make"
 
 def filled(tmp_path, name, task=TASK, **args):
     filler = {"filler": {"task": task, **({"args": {"folder": str(tmp_path), **args}} if task == TASK else {})}}
-    plan = write_plan(tmp_path, name, **JOB, **filler)
-    return run_here(plan, 4, tmp_path / f"{name}-out")
+    return run_here(write_plan(tmp_path, name, **JOB, **filler), 4, tmp_path / f"{name}-out")
 
 
 def test_ranks_work_while_they_wait(tmp_path):
-    plain = write_plan(tmp_path, **JOB)
-    run_here(plain, 4, tmp_path / "plain")
+    run_here(write_plan(tmp_path, **JOB), 4, tmp_path / "plain")
     lines = "\n".join(filled(tmp_path, "filled"))
     assert all(int((tmp_path / f"rank-{rank}").read_text()) > 0 for rank in range(4))
     assert "filler  rank 0: " in lines and "rank 3: " in lines and "% of " in lines

@@ -263,8 +263,7 @@ def sums(rank, plan):
 def test_sums_go_over_all_ranks_or_over_the_holders_of_a_stage(pool):
     plan = make_plan(make_program("1f1b", 4, 4))
     both = plan.manifest.model_copy(update={"placement": [[0, 3], [1, 2], [2, 1], [3, 0]]})
-    found = pool.run(sums, type(plan)(both, plan.program))
-    assert found == [([6.0, 6.0], [3.0, 3.0])] * 4
+    assert pool.run(sums, type(plan)(both, plan.program)) == [([6.0, 6.0], [3.0, 3.0])] * 4
 
 
 def tags(rank, plan):

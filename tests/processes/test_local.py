@@ -321,8 +321,7 @@ def test_a_rank_that_hangs_in_its_own_work_is_the_one_that_holds_the_others_up(t
     assert error.code == "E701" and error.message.endswith("at step 2")
     (blamed,) = [row for row in error.details if row.endswith("<- the rank that holds the others up")]
     assert blamed.startswith("rank 2  op ") and "F s2 m0" in blamed and " running " in blamed
-    at = error.details.index("rank 2 is here, innermost call last:")
-    stack = "\n".join(error.details[at + 1 :])
+    stack = "\n".join(error.details[error.details.index("rank 2 is here, innermost call last:") + 1 :])
     assert (
         "in misbehave" in stack
         and "threading.Event().wait()" in stack

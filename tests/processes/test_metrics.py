@@ -175,8 +175,7 @@ def test_a_step_that_the_disk_has_no_room_for_is_named_and_leaves_no_half_line(o
 
 def test_an_evaluation_has_lines_of_its_own(tmp_path):
     plan = write_plan(tmp_path, train={"eval_every": 2}, data={"validation": 0.0001})
-    lines = run_here(plan, 4, tmp_path / "run")
-    shown = [line for line in lines if "evaluation:" in line]
+    shown = [line for line in run_here(plan, 4, tmp_path / "run") if "evaluation:" in line]
     assert [line.split("  ")[0] for line in shown] == ["step 2/3", "step 3/3"]
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2, 2, 3, 3]

@@ -64,8 +64,7 @@ def test_ranks_killed_while_a_checkpoint_is_written_leave_no_trace_either(tmp_pa
     def watch():
         seen = set()
         while not over.is_set() and len(killed) < 2:
-            names = {entry.name for entry in folder.glob("step-*")}
-            for name in names - seen - {"step-00000002"}:
+            for name in {entry.name for entry in folder.glob("step-*")} - seen - {"step-00000002"}:
                 seen.add(name)
                 if not (folder / name / ".complete").exists():
                     killed.append(name)

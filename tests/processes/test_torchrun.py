@@ -305,8 +305,7 @@ def test_ranks_share_a_gpu_only_where_there_are_too_few(monkeypatch, tmp_path, c
 
 
 def test_the_fullest_device_is_told_with_what_is_not_torch_s():
-    said = [f"{10 * 2**30} {9 * 2**30}", f"{20 * 2**30} {18 * 2**30}"]
-    line = devices.fullest(said, plain_name)
+    line = devices.fullest([f"{10 * 2**30} {9 * 2**30}", f"{20 * 2**30} {18 * 2**30}"], plain_name)
     assert line.startswith("rank 1 has 20") and "torch 18" in line and line.endswith("programs 2 GiB")
 
 

@@ -428,8 +428,7 @@ def test_beats_of_ranks_that_have_not_begun_are_not_waited_for():
 
 
 def test_the_first_reason_to_stop_is_kept():
-    store = dist.HashStore()
-    board = Board(store, 0, 1)
+    board = Board(dist.HashStore(), 0, 1)
     assert board.stop_reason() is None
     board.ask_stop("SIGTERM")
     board.ask_stop("SIGINT")

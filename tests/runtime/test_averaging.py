@@ -55,8 +55,7 @@ def alone(folder, dp, average, **options):
 
     def worker(m, name):
         found = plan_of(folder / name, pp=1, m=m, optimizer=ADAM, train={"steps": STEPS}, **options)
-        own = RankPlan(0, found.program.ranks[0], found.manifest)
-        return build_worker(own, Hub(1).end(0), CPU)
+        return build_worker(RankPlan(0, found.program.ranks[0], found.manifest), Hub(1).end(0), CPU)
 
     workers = []
     for replica in range(dp):

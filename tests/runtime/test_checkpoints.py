@@ -46,8 +46,7 @@ def plan(schedule="1f1b", p=2, m=4, *, dp=1, checkpoint=TWO, model=SMALL, optimi
 
 def train(plan, steps, folder=None, resume=None, **options):
     """Losses of its steps, and the checkpoint it ends with as tensors by name."""
-    workers = run_threads(plan, steps, folder=folder, resume=resume, **options)
-    return losses_of(workers)
+    return losses_of(run_threads(plan, steps, folder=folder, resume=resume, **options))
 
 
 def tensors(checkpoint):
@@ -436,8 +435,7 @@ def test_a_full_disk_ends_in_a_message_and_the_checkpoint_before_is_intact(besid
     refusing_disk(1)
     with refused("E611", "step-00000004", match="No space left on device") as caught:
         train(plan(checkpoint={"every": 2, "asynchronous": beside}), 6, tmp_path, at(tmp_path, 2))
-    error = caught.value
-    assert error.details[0] == f"the newest complete checkpoint is {at(tmp_path, 2)}"
+    assert caught.value.details[0] == f"the newest complete checkpoint is {at(tmp_path, 2)}"
     assert list(disk.complete(tmp_path)) == [2]
     after = tensors(at(tmp_path, 2))
     assert all(after[name].equal(value) for name, value in before.items())

@@ -234,8 +234,7 @@ def test_a_parameter_without_a_gradient_on_one_rank_gets_the_sum_and_on_all_rank
 
 def test_a_sum_that_is_started_twice_or_never_used_is_an_error():
     hub = Hub(1)
-    parameter = torch.nn.Parameter(torch.ones(3))
-    bucket = Bucket([parameter], (0,))
+    bucket = Bucket([torch.nn.Parameter(torch.ones(3))], (0,))
     bucket.start(hub.end(0))
     with pytest.raises(ZbcError, match="started twice"):
         bucket.start(hub.end(0))
@@ -355,6 +354,5 @@ def test_without_a_barrier_copies_and_tied_weights_have_the_same_bits(schedule, 
 
 
 def test_every_weight_is_written_down_from_one_rank():
-    workers = trained("zb-h1", 2, 4, 2, True, tied=True)
-    names = [name for worker in workers for name in primary(worker)]
+    names = [name for worker in trained("zb-h1", 2, 4, 2, True, tied=True) for name in primary(worker)]
     assert sorted(names) == sorted(whole(2, 4, tied=True).weights)

@@ -94,8 +94,7 @@ def test_evaluation_is_one_mean_over_all_that_count(loss, slices):
     found = workers[0].evaluation.results[0]
     x = Padded(counts).x[8:]
     for index in range(4):
-        stage = workers[index // 2].stages[index // 2]
-        x = stage.layers[index % 2].module(x)
+        x = workers[index // 2].stages[index // 2].layers[index % 2].module(x)
     assert found.samples == 8
     assert found.loss == pytest.approx(model.cross_entropy(x, Padded(counts).y[8:]).item(), rel=1e-12)
 
@@ -126,8 +125,7 @@ def test_a_loss_that_is_no_mean_is_told_of():
 
 
 def test_each_rank_keeps_the_targets_of_its_own_replica_and_no_longer_than_they_wait():
-    plan = plan_of([1, 2, 3, 4] * 2, ("1f1b", 2, 2, "before-step"))
-    source = make_worker(plan, 1).batches
+    source = make_worker(plan_of([1, 2, 3, 4] * 2, ("1f1b", 2, 2, "before-step")), 1).batches
     assert source.weight(0, 7) == pytest.approx(
         8 * {0: 1, 1: 2, 2: 3, 3: 4}[int(source._source.indices(0, 7)[0]) % 4] / 20
     )

@@ -145,8 +145,7 @@ def test_a_dataset_factory_that_does_not_work(name, code):
 
 
 def test_samples_of_several_shapes_are_named_with_both():
-    uneven = samples(kind="tests.runtime.sliced_models:Uneven")
-    error = error_of(uneven.targets, [7, 8, 9])
+    error = error_of(samples(kind="tests.runtime.sliced_models:Uneven").targets, [7, 8, 9])
     assert error.code == "E505"
     assert "the target of sample 9 of" in error.message and "[20, 8], that of sample 7 [16, 8]" in error.message
 

@@ -240,16 +240,14 @@ def test_work_left_behind_is_named(ops):
 
 
 def test_an_unsent_output_is_named_where_nobody_waits_for_it():
-    plan = plan_of(["F s0 m0, VALIDATE", "VALIDATE"], TWO, 1)
-    error = fails(plan)
+    error = fails(plan_of(["F s0 m0, VALIDATE", "VALIDATE"], TWO, 1))
     assert "F s0 m0 has no backward" in error.message
     assert any("output of F s0 m0 was never sent" in line for line in error.details)
 
 
 def test_a_message_nobody_receives_ends_the_run():
     first = "F s0 m0, SEND_F s0 m0, F s0 m1, SEND_F s0 m1, RECV_B s0 m0, BW s0 m0, RECV_B s0 m1, BW s0 m1, VALIDATE"
-    last = "RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, VALIDATE"
-    error = fails(plan_of([first, last], TWO, 2))
+    error = fails(plan_of([first, "RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, VALIDATE"], TWO, 2))
     assert error.code == "E703" and "SEND_F s0 m1" in error.render()
 
 
@@ -265,10 +263,8 @@ def test_a_transfer_out_of_the_pipeline_is_refused_before_the_run(op):
 
 
 def test_slices_of_which_nobody_says_where_they_are_are_refused():
-    program = make_program("1f1b", 1, 1)
-    plan = make_plan(program)
-    sliced = type(plan)(plan.manifest.model_copy(update={"slices": 2}), plan.program)
-    assert fails(sliced).code == "E406"
+    plan = make_plan(make_program("1f1b", 1, 1))
+    assert fails(type(plan)(plan.manifest.model_copy(update={"slices": 2}), plan.program)).code == "E406"
 
 
 # ---- ops that fail ---------------------------------------------------------------------------------------------
@@ -280,8 +276,7 @@ def test_an_exception_keeps_its_type_and_names_rank_step_and_op():
     assert type(error) is ArithmeticError and str(error) == "out of luck"
     layer, note = error.__notes__
     assert layer == "in layer layers.1, for float32 [2, 8]"
-    op = Op(Kind.F, 0, 1)
-    index = plan.program.ranks[0].index(op)
+    index = plan.program.ranks[0].index(Op(Kind.F, 0, 1))
     assert note == f"while rank 0 ran op {index} of {len(plan.program.ranks[0])} of step 2: F s0 m1"
 
 

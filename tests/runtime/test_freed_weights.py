@@ -39,8 +39,7 @@ def plan_of(schedule, p, m, resident, *, model=GPT, tied=False, v=None, with_w=F
     else:
         ties = tied and make_program(schedule, p, m, v).placement.stages > 1
         program = make_program(schedule, p, m, v, copies=2, tied=ties)
-    stages = program.placement.stages
-    model = {**model, "layers": max(model["layers"], stages), "tie_embeddings": tied}
+    model = {**model, "layers": max(model["layers"], program.placement.stages), "tie_embeddings": tied}
     return make_plan(program, model=model, optimizer=how.pop("optimizer", CLIPPED), **how)
 
 
@@ -67,8 +66,7 @@ def same(one, other):
 
 @cache
 def whole(schedule, p, m, dtype, tied=False, **how):
-    model = {**GPT, "dtype": dtype}
-    return run_threads(plan_of(schedule, p, m, 0, model=model, tied=tied, **how), STEPS)
+    return run_threads(plan_of(schedule, p, m, 0, model={**GPT, "dtype": dtype}, tied=tied, **how), STEPS)
 
 
 MODELS = {

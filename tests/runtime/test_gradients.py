@@ -168,8 +168,7 @@ def test_layers_whose_w_sums_in_another_order_have_nearly_the_gradients_of_one_p
     """Autograd adds both uses of a module before it accumulates, W one after the other; and it reduces a broadcast
     otherwise than (grad * x).sum(0), which a layer defers itself."""
     plan = make_plan(make_program("zb-h1", 4, 4), model=user(factory), **VECTORS, keep=without_step)
-    workers = check_gradients(plan, tolerance=1e-6)
-    assert all(p.grad is not None for p in parameters(workers).values())
+    assert all(p.grad is not None for p in parameters(check_gradients(plan, tolerance=1e-6)).values())
 
 
 def test_dropout_draws_anew_each_step_and_microbatch():
@@ -177,8 +176,7 @@ def test_dropout_draws_anew_each_step_and_microbatch():
     data = {"kind": "tests.runtime.user_models:Vectors", "args": {"count": 4}}
     model = user("residual", dropout=0.5)
     plan = make_plan(make_program("1f1b", 2, 2), model=model, data=data, optimizer=optimizer)
-    losses = losses_of(run_threads(plan, 3))
-    assert len(set(losses)) == 3
+    assert len(set(losses_of(run_threads(plan, 3)))) == 3
     steady = make_plan(make_program("1f1b", 2, 2), model=user("residual"), data=data, optimizer=optimizer)
     assert run_threads(steady, 3)[0].results[0].loss == pytest.approx(run_threads(steady, 3)[0].results[2].loss)
 

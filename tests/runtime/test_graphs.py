@@ -145,8 +145,7 @@ def test_training_goes_on_from_a_checkpoint_and_is_that_of_one_process(tmp_path,
 @pytest.mark.parametrize("name", ["two branches", "skip"])
 def test_evaluation_is_that_of_one_process(name):
     """Of weights that a step of no length has left as they were."""
-    graph = GRAPHS[name][0]
-    of = [group for group, reads in graph.items() if not reads]
+    of = [group for group, reads in GRAPHS[name][0].items() if not reads]
     plan = plan_of(
         name,
         train={"steps": 1, "eval_every": 1, "seed": 1},

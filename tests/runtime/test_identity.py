@@ -25,8 +25,7 @@ def package(tmp_path, monkeypatch):
 
 
 def told(**model):
-    plan = make_plan(make_program("1f1b", 2, 2))
-    manifest = plan.manifest
+    manifest = make_plan(make_program("1f1b", 2, 2)).manifest
     planning = {**manifest.planning, "model": {**manifest.planning["model"], **model}}
     return identity(manifest.model_copy(update={"planning": planning}), 3)
 
@@ -52,8 +51,7 @@ def test_a_file_of_other_content_or_another_name_has_another_digest(tmp_path):
     for file, text in zip(files, ("x", "x", "y"), strict=True):
         file.write_text(text)
     (tmp_path / "gone.py").touch()
-    digests = {_digest([file]) for file in (*files, tmp_path / "never.py")}
-    assert len(digests) == 4
+    assert len({_digest([file]) for file in (*files, tmp_path / "never.py")}) == 4
     assert _digest(files[:2]) != _digest(files[:1])
 
 

@@ -37,8 +37,7 @@ def test_input_and_target_are_of_one_look(examples):
         SEEDED, SEEDED, st.integers(8, 30), st.sampled_from([("1f1b", 2), ("zb-v", 2), ("dualpipe", 2), ("1f1b", 1)])
     )
     def check(ways, first, count, how):
-        plan = plan_of(*how, ways=ways, first=first, count=count)
-        assert losses_of(run_threads(plan, 4)) == [0.0] * 4
+        assert losses_of(run_threads(plan_of(*how, ways=ways, first=first, count=count), 4)) == [0.0] * 4
 
     check()
 

@@ -231,8 +231,7 @@ def test_a_rank_reads_only_its_own_layers(folders, monkeypatch):
 )
 def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, name, p):
     source, _ = folders(name)
-    plan = plan_of(source, p, "zb-v" if p == 4 else "1f1b")
-    workers = run_threads(plan, 2)
+    workers = run_threads(plan_of(source, p, "zb-v" if p == 4 else "1f1b"), 2)
     model = model_in(source).model_copy(update={"tie_embeddings": False})
     target = tmp_path / "out"
     hfexport.check_target(target, model)

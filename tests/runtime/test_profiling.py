@@ -60,8 +60,7 @@ def plans_of(modules):
 
 
 def test_layers_of_one_structure_and_setting_are_one_kind_but_for_the_first_and_the_last():
-    modules = [ticking.Ticker(f, 1, 1) for f in (1, 1, 1, 2, 1, 1)]
-    found = kinds(plans_of(modules), [POINT] * 6)
+    found = kinds(plans_of([ticking.Ticker(f, 1, 1) for f in (1, 1, 1, 2, 1, 1)]), [POINT] * 6)
     assert found == ["Ticker+data", "Ticker", "Ticker", "Ticker-2", "Ticker", "Ticker+loss"]
 
 
@@ -169,8 +168,7 @@ def test_times_are_those_of_the_ops_of_every_kind(clock):
 
 
 def test_weights_stay_as_they_are():
-    rig = build_rig(job(data=NOISE, optimizer={"weight_decay": 0.1, "lr": 1.0}), CPU)
-    watch = Stopwatch(rig, CPU)
+    watch = Stopwatch(build_rig(job(data=NOISE, optimizer={"weight_decay": 0.1, "lr": 1.0}), CPU), CPU)
     before = {name: p.clone() for one in watch._worker.optimizers.values() for name, p in one.parameters.items()}
     for _ in range(3):
         watch.round()
@@ -427,8 +425,7 @@ def test_what_a_gpu_holds_beside_predicted_tensors_is_context_and_workspaces(mon
 
 def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
     """Each op takes as long as it has tokens, and a tenth of those before them, on a clock that nothing else moves."""
-    described = job(model={"seq_len": 24}, schedule={"slices": 2}, data={"kind": "synthetic"})
-    rig = build_rig(described, CPU)
+    rig = build_rig(job(model={"seq_len": 24}, schedule={"slices": 2}, data={"kind": "synthetic"}), CPU)
     now = [0.0]
     monkeypatch.setattr(slices.time, "perf_counter", lambda: now[0])
     real = slices._measured
@@ -463,8 +460,7 @@ def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
     assert sorted(found) == sorted(places)
     for (rows, past), took in found.items():
         assert took == pytest.approx(dict.fromkeys(("f", "b", "w"), rows + past / 10))
-    whole = build_rig(job(data={"kind": "synthetic"}), CPU)
-    assert slices.slice_times(whole, CPU) == {}
+    assert slices.slice_times(build_rig(job(data={"kind": "synthetic"}), CPU), CPU) == {}
 
 
 def test_a_job_whose_ranks_may_share_the_vocabulary_has_their_shares_measured(monkeypatch):

@@ -122,8 +122,7 @@ def test_f_keeps_inputs_only_and_backward_has_one_layer_alive_at_a_time():
 
 
 def test_ranks_as_threads_recompute_at_the_same_time():
-    model = user("residual", dropout=0.5)
-    options = {"model": model, "optimizer": {"lr": 1e-2}, **VECTORS}
+    options = {"model": user("residual", dropout=0.5), "optimizer": {"lr": 1e-2}, **VECTORS}
     plans = [make_plan(make_program("zb-v", 2, 6), activations=how, **options) for how in ("keep", "recompute")]
     runs = [run_threads(plan, 3) for plan in plans]
     assert [r.loss for r in runs[0][0].results] == [r.loss for r in runs[1][0].results]

@@ -147,8 +147,7 @@ class Watch:
                 worker.features.of(Gathers).finish(worker, stage)  # what it waits for itself: a GATHER has written it
             before = self.outside()
             handler(worker, op)
-            after = self.outside()
-            for what in (what for what, value in after.items() if value != before[what]):
+            for what in (what for what, value in self.outside().items() if value != before[what]):
                 self.note("writes", Ref(what))
             if worker.step > 0:
                 self.seen.append((op, {what: frozenset(refs) for what, refs in self.found.items()}))
@@ -213,8 +212,7 @@ def test_gradients_weights_sums_and_verdicts_are_made_by_the_ops_whose_rows_say_
         made = {ref.what for ref in found.get("writes", ()) if ref.what in FROM_OUTSIDE}
         if op.kind is Kind.B:
             made -= {"part"}  # layers whose halves do not come apart have theirs at once
-        expected = {ref.what for ref in op.kind.row.writes if ref.what in FROM_OUTSIDE}
-        assert made == expected, str(op)
+        assert made == {ref.what for ref in op.kind.row.writes if ref.what in FROM_OUTSIDE}, str(op)
 
 
 @pytest.mark.parametrize("name", PLANS)

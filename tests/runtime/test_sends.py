@@ -122,8 +122,7 @@ def test_a_failure_found_while_draining_is_told_then_and_ever_after(held):
 
 def test_a_failure_that_the_thread_found_is_told_by_the_next_drain():
     with sending() as sends:
-        work = Work(fails=True)
-        sends.add(work, TENSOR, lost("one"))
+        sends.add(Work(fails=True), TENSOR, lost("one"))
         with pytest.raises(ZbcError, match="one gone"):
             sends.drain()
 

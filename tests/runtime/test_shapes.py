@@ -97,8 +97,7 @@ def test_layers_that_do_not_fit_together_are_named(factory, text):
 
 
 def test_deriving_shapes_leaves_ready_made_layers_alone():
-    plan = gpt_plan(model=user("ready_made"), **VECTORS)
-    worker = make_worker(plan)
+    worker = make_worker(gpt_plan(model=user("ready_made"), **VECTORS))
     assert all(not p.is_meta for p in worker.stages[0].parameters.values())
 
 

@@ -261,8 +261,7 @@ def test_a_run_goes_on_with_the_vocabulary_elsewhere(tmp_path, before, after, mo
     whole = run_threads(make_plan(make_program("1f1b", 1, 3 * copies), model=model, **OPTIONS), 4)
     run_threads(PLANS[before](model), 2, folder=tmp_path)
     workers = run_threads(PLANS[after](model), 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
-    losses = losses_of(workers)
-    assert losses == pytest.approx(losses_of(whole)[2:], rel=1e-6)
+    assert losses_of(workers) == pytest.approx(losses_of(whole)[2:], rel=1e-6)
 
 
 def state_of(workers):
@@ -283,8 +282,7 @@ def state_of(workers):
 @pytest.mark.parametrize("model", [GPT, TIED], ids=["apart", "tied"])
 def test_what_is_loaded_has_the_bits_of_what_was_written(tmp_path, model):
     """Parameters and the state of AdamW, through plans with the vocabulary on two ranks, at the ends, on four."""
-    before = run_threads(PLANS["two ranks"](model), 2, folder=tmp_path)
-    wanted = state_of(before)
+    wanted = state_of(run_threads(PLANS["two ranks"](model), 2, folder=tmp_path))
     for name in ("ends", "four ranks"):
         after = run_threads(PLANS[name](model), 2, resume=tmp_path / "step-00000002", folder=tmp_path / name)
         found = state_of(after)
@@ -345,8 +343,7 @@ def foreign_targets(patch):
 
 def another_order(patch):
     """Ranks tell the words of each other as theirs."""
-    tables = plan_of("zb-h1", 2, 3, 1).manifest.vocabulary
-    assert tables.rows == [0, 30, 61]
+    assert plan_of("zb-h1", 2, 3, 1).manifest.vocabulary.rows == [0, 30, 61]
     tell = Output.tell
 
     def shifted(self, *args, **how):

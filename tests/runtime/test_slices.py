@@ -265,13 +265,11 @@ def test_a_run_goes_on_with_another_number_of_slices(tmp_path, before, after):
     run_threads(first, 2, folder=tmp_path)
     workers = run_threads(second, 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
     whole = run_threads(plan_of("1f1b", 1, 3, 1, **options), 4)
-    losses = losses_of(workers)
-    assert losses == pytest.approx(losses_of(whole)[2:], rel=1e-5)
+    assert losses_of(workers) == pytest.approx(losses_of(whole)[2:], rel=1e-5)
 
 
 def test_doctor_compares_slices_with_the_whole_model_and_draws_alike():
-    plan = plan_of("zb-h1", 2, 3, 3, model=user("mixers"), **SEQUENCES)
-    found = check_up(plan)
+    found = check_up(plan_of("zb-h1", 2, 3, 3, model=user("mixers"), **SEQUENCES))
     assert found.fine and found.stages == ("B and W apart, in 3 slices",) * 2
     random = check_up(plan_of("zb-h1", 2, 3, 3, model=user("mixers", dropout=0.5), **SEQUENCES))
     assert random.fine and random.stages == ("B and W apart",) * 2, "slices would draw other numbers"

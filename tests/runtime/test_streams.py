@@ -100,8 +100,7 @@ def test_a_stream_waits_for_all_that_others_made_for_it(streams, schedule, sync)
     assert not hub.missed
     assert min(hub.checked[what] for what in ("message", "offer", "result")) >= 4, hub.checked
     assert streams
-    plain = run_threads(plan, 2)
-    assert losses_of(plain) == losses_of(workers)
+    assert losses_of(run_threads(plan, 2)) == losses_of(workers)
 
 
 def test_sums_that_wait_for_nobody_are_seen(streams, monkeypatch):

@@ -27,8 +27,7 @@ def test_a_loss_starts_with_one_and_what_needs_no_gradient_has_no_way_back():
 
 
 def test_a_graph_is_gone_after_its_way_back():
-    x = torch.ones(3, requires_grad=True)
-    graph = tape.RecordedGraph(x.exp())
+    graph = tape.RecordedGraph(torch.ones(3, requires_grad=True).exp())
     graph.backward(torch.ones(3))
     with pytest.raises(RuntimeError, match="second time"):
         graph.backward(torch.ones(3))

@@ -50,8 +50,7 @@ def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sectio
     )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "zbc.toml").write_text(text)
-    plan = zbc.plan(zbc.load(folder / "zbc.toml"))
-    plan.write(folder / "plan")
+    zbc.plan(zbc.load(folder / "zbc.toml")).write(folder / "plan")
     return StoredPlan.read(folder / "plan")
 
 
@@ -204,8 +203,7 @@ def test_a_block_sums_twice_in_f_and_in_b_and_never_in_w(kind, tmp_path):
 
         inner.start_sum = start_sum
 
-    plan = plan_of(tmp_path, kind, pp=2, tp=2, m=4)
-    run_threads(plan, 1, setup=count)
+    run_threads(plan_of(tmp_path, kind, pp=2, tp=2, m=4), 1, setup=count)
     backward = "BW" if kind == "1f1b" else "B"
     per_microbatch = {what: counted.count(what) / (2 * 4) for what in {*counted}}
     assert per_microbatch["F"] == 7 and "W" not in per_microbatch
@@ -215,8 +213,7 @@ def test_a_block_sums_twice_in_f_and_in_b_and_never_in_w(kind, tmp_path):
 def test_float64_is_exact_to_its_own_rounding():
     """Loss and every gradient of one block and a head, two ranks against one."""
     torch.manual_seed(0)
-    chosen = Model.model_validate({"family": "gpt", **GPT})
-    plans = models.layers(chosen, 0)
+    plans = models.layers(Model.model_validate({"family": "gpt", **GPT}), 0)
     tokens = torch.randint(0, 259, (2, 8))
     targets = torch.randint(0, 259, (2, 8))
     targets[0, :3] = IGNORED

@@ -28,8 +28,7 @@ def plan_of(schedule="1f1b", p=4, m=4, *, ties=TIES, copies=1, sync="before-step
     tied = tuple(s for s in range(stages) if {i for i in layers if i * stages // 8 == s})
     tied = tied if len(tied) > 1 else ()
     how = {"sync": sync, "copies": copies, "sharded": sharded, "tied": bool(tied), "ties": tied}
-    program = make_program(schedule, p, m, **how)
-    return make_plan(program, model=model, data=VECTORS["data"], **options)
+    return make_plan(make_program(schedule, p, m, **how), model=model, data=VECTORS["data"], **options)
 
 
 def copies(workers, name):
@@ -62,8 +61,7 @@ def test_ranks_without_the_weight_stand_in_with_its_type_and_leave_out_what_is_f
     plan = make_plan(program, model=model, data=VECTORS["data"], optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
     found, expected = run_threads(plan, 2), reference(plan, 2)
     near = {"rtol": 1e-12, "atol": 1e-12} if dtype == "float64" else {"rtol": 2**-7, "atol": 1e-3}
-    losses = losses_of(found)
-    assert losses == pytest.approx(expected.losses, rel=1e-6 if dtype == "float64" else 1e-3)
+    assert losses_of(found) == pytest.approx(expected.losses, rel=1e-6 if dtype == "float64" else 1e-3)
     for name, parameter in parameters(found).items():
         torch.testing.assert_close(parameter.detach(), expected.weights[name], msg=name, **near)
 

@@ -210,8 +210,7 @@ def test_the_thread_that_makes_tensors_for_a_gpu_is_told_which(monkeypatch):
 
 def test_an_error_is_raised_where_its_tensor_is_asked_for():
     _, plain, _ = prefetched(WANTS)
-    bad = plain.indices(0, 2)[0]
-    ready, _, _ = prefetched(WANTS, bad=bad)
+    ready, _, _ = prefetched(WANTS, bad=plain.indices(0, 2)[0])
     ready.inputs(0, 0)
     ready.inputs(0, 1)
     ready.targets(0, 0)
@@ -247,8 +246,7 @@ def test_the_thread_ends_with_what_it_makes_ready_for():
 
 @pytest.mark.parametrize(("schedule", "p"), few([("1f1b", 1), ("zb-v", 2), ("1f1b", 4)], ("zb-v",)))
 def test_a_pipeline_trains_on_token_files_and_every_window_is_seen_once_an_epoch(tmp_path, schedule, p):
-    tokens = [i % 61 for i in range(16 * 24 + 1)]
-    path = write(tmp_path / "a.bin", tokens, vocab=61)
+    path = write(tmp_path / "a.bin", [i % 61 for i in range(16 * 24 + 1)], vocab=61)
     plan = make_plan(make_program(schedule, p, 4), model=GPT, data={"kind": "tokens", "path": path})
     workers = run_threads(plan, 3)  # 3 steps of 4 microbatches of 2: one epoch of 24 windows
     batches = next(w.batches for w in workers if w.batches is not None)

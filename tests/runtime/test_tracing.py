@@ -91,8 +91,7 @@ def test_ops_fill_the_step_and_causality_holds(tmp_path, case):
 def test_recording_changes_nothing_of_the_training(tmp_path, case):
     plan = plan_of_case(case)
     workers, _ = traced(tmp_path, plan, {0, 1, 3}, 6)
-    plain = run_threads(plan, 6)
-    for one, other in zip(workers, plain, strict=True):
+    for one, other in zip(workers, run_threads(plan, 6), strict=True):
         assert [r.loss for r in one.results] == [r.loss for r in other.results]
         assert [r.grad_norm for r in one.results] == [r.grad_norm for r in other.results]
         assert [entry[:2] for entry in one.script] == [entry[:2] for entry in other.script]
@@ -215,8 +214,7 @@ def test_ops_are_slowed_down_by_the_same_factor_on_all_ranks_the_more_the_shorte
 
 
 def test_a_step_that_is_not_recorded_runs_on_the_rank_s_own_transport_and_clock(tmp_path):
-    plan = make_plan(make_program("1f1b", 1, 2))
-    worker = make_worker(plan)
+    worker = make_worker(make_plan(make_program("1f1b", 1, 2)))
     transport, clock = worker.transport, worker.clock
     recorder = Recorder(worker)
     recorder.record(0, stop=False)

@@ -127,8 +127,7 @@ def dealt_as(counts):
     def deal(lengths, shape):
         rows = [[] for _ in range(sum(counts))]
         for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-            least = min(rows, key=lambda row: sum(lengths[k] for k in row))
-            least.append(i)
+            min(rows, key=lambda row: sum(lengths[k] for k in row)).append(i)
         assert max(sum(lengths[k] for k in row) for row in rows) <= shape.room
         mbs = [(tuple(row),) if row else () for row in rows]
         return [mbs[: counts[0]], mbs[counts[0] :]]
@@ -150,8 +149,7 @@ COUNTS = [(5, 3), (6, 2), (7, 1), (1, 3)]
 def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, counts, dealt):
     """Also replicas whose samples do not fill their microbatches."""
     dealt(counts)
-    plan = unequal(schedule, zero1=zero1)
-    for worker in as_one_process(plan):
+    for worker in as_one_process(unequal(schedule, zero1=zero1)):
         assert worker.plan.manifest.microbatches == counts[worker.replica]
 
 
@@ -160,8 +158,7 @@ def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, coun
 def test_weights_come_and_go_with_unequal_counts(counts, resident, dealt):
     """Breadth-first: as many gathers whatever the number of microbatches."""
     dealt(counts)
-    plan = unequal("breadth-first", resident=resident, zero1=True)
-    as_one_process(plan, gathered=True)
+    as_one_process(unequal("breadth-first", resident=resident, zero1=True), gathered=True)
 
 
 @pytest.mark.parametrize("resident", few([1, 2], (1,)))
@@ -174,8 +171,7 @@ def test_weights_that_are_taken_come_in_any_order(schedule, here, there, residen
     if schedule == "interleaved-1f1b" and resident == 1:
         with pytest.raises(AssertionError, match="in another order"):
             unequal(schedule, resident=resident, zero1=True)
-    plan = unequal(schedule, resident=resident, zero1=True, one_sided=True)
-    as_one_process(plan, gathered=True)
+    as_one_process(unequal(schedule, resident=resident, zero1=True, one_sided=True), gathered=True)
 
 
 MODELS = {"learned positions": GPT, "rotary positions": {**GPT, "positions": "rotary"}, "llama": LLAMA}

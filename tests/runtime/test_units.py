@@ -347,8 +347,7 @@ def test_parts_without_sums_go_round_the_sums_of_the_other():
 
 def test_layers_that_draw_run_one_after_the_other_and_the_run_says_why():
     program = grouped(replace(make_program("zb-h1", 2, 6), tp=2), Kind.F, Kind.B)
-    model = {**DEEP, "args": {"width": 8, "count": 8, "dropout": 0.5}}
-    plan = make_plan(program, model=model, **VECTORS)
+    plan = make_plan(program, model={**DEEP, "args": {"width": 8, "count": 8, "dropout": 0.5}}, **VECTORS)
     (first, *_) = workers = run_threads(plan, 0)  # as threads they would wait for one generator
     assert first.features.of(Braids).in_turn == ("layers.0 draws random numbers (dropout)",)
     assert all(worker.features.of(Braids).units is None for worker in workers)

@@ -88,6 +88,5 @@ class Vectors:
         return 4096
 
     def __getitem__(self, index: int):
-        generator = torch.Generator().manual_seed(index)
-        x = torch.randn(self.width, generator=generator)
+        x = torch.randn(self.width, generator=torch.Generator().manual_seed(index))
         return x, torch.tensor(index % self.classes) if self.classes else torch.zeros(self.width)

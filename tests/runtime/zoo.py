@@ -259,8 +259,7 @@ def handed_out_twice():
 
 def compiled_one():
     """A layer that its user compiled; the backend leaves out code generation, not the graphs of autograd."""
-    inside = nn.Sequential(nn.Linear(W, W), nn.GELU(), nn.LayerNorm(W))
-    return torch.compile(inside, backend="aot_eager")
+    return torch.compile(nn.Sequential(nn.Linear(W, W), nn.GELU(), nn.LayerNorm(W)), backend="aot_eager")
 
 
 class Stops(One):
