@@ -11,6 +11,7 @@ from tests.processes.gloo_ranks import open_network, train, unpack
 from tests.processes.plans import GPT, killing, metrics, run_here, write_plan
 from tests.refusals import error_of
 from tests.runtime import test_freed_weights as freed
+from tests.runtime import test_freezing as freezing
 from tests.runtime.small_plans import GPT as SMALL
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.runtime.test_unequal import unequal
@@ -32,16 +33,39 @@ def plan_of(schedule, *, zero1=False, tied=False, low=False, sync="before-step",
     return make_plan(program, model=model, optimizer=options, node=node)
 
 
-@pytest.mark.parametrize("zero1", few([True, False], ()))
-def test_processes_with_unequal_numbers_of_microbatches_are_threads_with_them(pool, zero1):
-    plan = unequal("zb-h1", zero1=zero1)
-    found, threads = pool.run(train, plan, 3), run_threads(plan, 3)
-    for losses, norms, _, _ in found:
-        assert losses == pytest.approx(losses_of(threads), abs=1e-6)
-        assert norms == pytest.approx(norms_of(threads), rel=1e-6)
-    weights, expected = unpack([one[3] for one in found]), parameters(threads)
-    for name, value in weights.items():
-        torch.testing.assert_close(value, expected[name].detach(), rtol=0, atol=1e-6, msg=name)
+def as_threads(pool, plan, steps=3, rel=0.0, atol=0.0):
+    """What processes find, and threads, which find the same or nearly: losses, norms and weights."""
+    found, workers = pool.run(train, plan, steps), run_threads(plan, steps)
+    for losses, norms, *_ in found:
+        assert losses == pytest.approx(losses_of(workers), rel=rel)
+        assert norms == pytest.approx(norms_of(workers), rel=rel)
+    expected = freed.weights(workers) if plan.program.resident else parameters(workers)
+    for name, value in unpack([weights for *_, weights in found]).items():
+        torch.testing.assert_close(value, expected.pop(name).detach(), rtol=rel, atol=atol, msg=name)
+    assert not expected
+    return found, workers
+
+
+def frozen(sharded):
+    program = freezing.shared_out(make_program("zb-h1", 2, 4, copies=2, sharded=sharded), freezing.mixed)
+    optimizer = {**freezing.ADAMW, "clip_grad_norm": 0.5, "zero1": sharded}
+    return make_plan(program, optimizer=optimizer, seed=freezing.SEED)
+
+
+OTHERS = {
+    "frozen layers, a shared optimizer": (lambda: frozen(True), 0.0, 0.0),
+    "weights that two pipes share out": (lambda: freed.plan_of("chimera", 2, 4, 1), 1e-6, 1e-4),
+    "frozen layers": (lambda: frozen(False), 0.0, 0.0),
+    "unequal numbers of microbatches": (lambda: unequal("zb-h1"), 1e-6, 1e-6),
+    "such, and a shared optimizer": (lambda: unequal("zb-h1", zero1=True), 1e-6, 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", few(OTHERS, 2))
+def test_processes_of_other_plans_compute_what_threads_compute(pool, name):
+    """Four ranks sum in another order."""
+    make, rel, atol = OTHERS[name]
+    as_threads(pool, make(), rel=rel, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -74,16 +98,10 @@ def test_staged_transfers_change_no_bit(pool, schedule, how):
 )
 def test_processes_compute_what_threads_compute(pool, schedule, how):
     """Sums of two terms have one order; those of a tied weight have four."""
-    plan = plan_of(schedule, **how)
-    found, workers = pool.run(train, plan, 3), run_threads(plan, 3)
-    losses, norms = losses_of(workers), norms_of(workers)
-    rel = 1e-6 if how.get("tied") or schedule == "chimera" else 0.0
-    assert all(one[0] == pytest.approx(losses, rel=rel) and one[1] == pytest.approx(norms, rel=rel) for one in found)
+    plan, rel = plan_of(schedule, **how), 1e-6 if how.get("tied") or schedule == "chimera" else 0.0
+    found, workers = as_threads(pool, plan, rel=rel, atol=1e-4 if rel else 0.0)
     assert found[0][:2] == found[1][:2] == found[2][:2] == found[3][:2]
-    weights = unpack([weights for *_, weights in found])
-    for name, parameter in parameters(workers).items():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=rel, atol=1e-4 if rel else 0.0)
-    assert losses == pytest.approx(reference(plan, 3).losses, abs=1e-2 if how.get("low") else 1e-6)
+    assert losses_of(workers) == pytest.approx(reference(plan, 3).losses, abs=1e-2 if how.get("low") else 1e-6)
 
 
 @pytest.mark.parametrize(
