@@ -3,14 +3,8 @@
 from tests.processes.plans import metrics, run_here, write_plan
 from tests.refusals import refused
 
-LAYERS = {
-    "model": {
-        "family": "bench.sleeping:layers",
-        "loss": "mse",
-        "layers": 4,
-        "args": {"count": 4, "f": 8.0, "b": 8.0, "w": 8.0},
-    }
-}
+ARGS = {"count": 4, "f": 8.0, "b": 8.0, "w": 8.0}
+LAYERS = {"model": {"family": "bench.sleeping:layers", "loss": "mse", "layers": 4, "args": ARGS}}
 JOB = {**LAYERS, "data": {"kind": "bench.sleeping:Points"}, "schedule": {"kind": "1f1b", "microbatch_size": 1}}
 TASK = "tests.processes.fillers:make"
 

@@ -184,6 +184,7 @@ class Empty:
         ("leaving", 7, "ended with exit code 3\n   it was last heard outside of a step: building its stages"),
         ("layers", 6, "error[E504] data: own:Empty returned a dataset without samples"),
     ],
+    ids=["a factory that ends its process", "an empty dataset"],
 )
 def test_a_factory_that_ends_its_process_and_an_empty_dataset_are_told_without_lines_of_zbc(
     tmp_path, factory, code, text

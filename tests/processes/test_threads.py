@@ -30,14 +30,9 @@ def no_rank_is_left():
 
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
 def test_threads_train_what_processes_train_to_the_bit(tmp_path, sync):
-    plan = write_plan(
-        tmp_path,
-        schedule={"kind": "zb-v"},
-        model={"layers": 8},
-        optimizer={"lr": 0.01, "clip_grad_norm": 0.5, "sync": sync},
-        checkpoint={"every": 2},
-        train={"steps": 4},
-    )
+    optimizer = {"lr": 0.01, "clip_grad_norm": 0.5, "sync": sync}
+    saved = {"checkpoint": {"every": 2}, "train": {"steps": 4}}
+    plan = write_plan(tmp_path, schedule={"kind": "zb-v"}, model={"layers": 8}, optimizer=optimizer, **saved)
     run_here(plan, RANKS, tmp_path / "a")
     shown = run_here(plan, RANKS, tmp_path / "b", threads=True, trace=frozenset({1}))
     assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "b")) == 4

@@ -60,16 +60,11 @@ def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path
         plans.append(write_plan(tmp_path, name, schedule={"kind": kind}, **mine))
     paths = [f"{tmp_path}/code-{plan.name}{os.pathsep}{os.environ.get('PYTHONPATH', '')}" for plan in plans]
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "zbc", "run", str(plan), "--out", str(tmp_path / "run")],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": paths[rank]},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, plan in enumerate(plans)
-    ]
+    kept, runs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}, []
+    for rank, plan in enumerate(plans):
+        command = [sys.executable, "-m", "zbc", "run", str(plan), "--out", str(tmp_path / "run")]
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": paths[rank]}
+        runs.append(subprocess.Popen(command, env={**env, **own}, **kept))
     shown = [run.communicate(timeout=80) for run in runs]
     assert [run.returncode for run in runs] == [6, 6], shown
     errors = [line for _, text in shown for line in text.splitlines() if line.startswith("error[")]

@@ -4,11 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from pydantic import BaseModel
 
 from tests.lowered import lower
 from zbc.compiler.check import check_all
@@ -94,6 +96,10 @@ def make_plan(
     if words is None:
         count = program.placement.ranks
         words = [(checked.vocab or 0) * rank // count for rank in range(count + 1)]
+    plain = partial(BaseModel.model_dump, mode="json")
+    told = {"data": plain(spec.Data.model_validate(data))}
+    told |= {"optimizer": plain(spec.Optimizer.model_validate(optimizer or {}))}
+    told |= {} if checkpoint is None else {"checkpoint": checkpoint}
     manifest, _ = assemble(
         program,
         parameters={},
@@ -103,17 +109,8 @@ def make_plan(
         cuts=rows,
         words=words if program.vocabulary else (),
         predicted={"host": on_host(program)},
-        planning={
-            "model": checked.model_dump(mode="json"),
-            "memory": {"activations": activations},
-            "freeze": freeze or {},
-        },
-        training={
-            "data": spec.Data.model_validate(data).model_dump(mode="json"),
-            "train": {"seed": seed, "steps": steps, **(train or {})},
-            "optimizer": spec.Optimizer.model_validate(optimizer or {}).model_dump(mode="json"),
-            **({} if checkpoint is None else {"checkpoint": checkpoint}),
-        },
+        planning={"memory": {"activations": activations}, "freeze": freeze or {}, "model": plain(checked)},
+        training={"train": {"seed": seed, "steps": steps, **(train or {})}, **told},
     )
     return StoredPlan(manifest, program)
 

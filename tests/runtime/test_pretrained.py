@@ -15,20 +15,6 @@ from tests.tiers import few
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
-from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
 from tests.threads import run_threads
@@ -44,51 +30,36 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 SEQ, VOCAB = 16, 61
 IDS = {"bos_token_id": None, "eos_token_id": None}
-LLAMA = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": SEQ,
-    "initializer_range": 0.2,
-    **IDS,
-}
-GPT2 = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_positions": SEQ,
-    "initializer_range": 0.2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    **IDS,
-}
+LLAMA = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+LLAMA |= {"num_attention_heads": 4, "max_position_embeddings": SEQ, "initializer_range": 0.2, **IDS}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": SEQ, "initializer_range": 0.2}
+GPT2 |= {**dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0), **IDS}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def model_for(kind, **changes):
+    """A function that makes a model of transformers."""
+    config, head = getattr(transformers, f"{kind}Config"), "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    return lambda: getattr(transformers, kind + head)(config(**(GPT2 if kind == "GPT2" else LLAMA), **changes))
+
+
 MODELS = {
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
-    "gpt2-gelu": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, activation_function="gelu", n_inner=40)),
-    "gpt2-untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, tie_word_embeddings=False, layer_norm_epsilon=1e-3)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
-    "llama-grouped": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, num_key_value_heads=2, head_dim=12)),
-    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True, rms_norm_eps=1e-3)),
-    "llama-3.1": lambda: LlamaForCausalLM(
-        LlamaConfig(**LLAMA, rope_parameters={**LLAMA3, "original_max_position_embeddings": 64})
-    ),
-    "llama-linear": lambda: LlamaForCausalLM(
-        LlamaConfig(**LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})
-    ),
-    "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, attention_bias=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**LLAMA, num_key_value_heads=2, head_dim=12)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**LLAMA, num_key_value_heads=2, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=10)),
-    "qwen3-biased": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**LLAMA, num_key_value_heads=4, head_dim=8, attention_bias=True)
-    ),
-    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**LLAMA, num_key_value_heads=1, head_dim=12)),
-    "padded": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, pad_token_id=7)),
+    "gpt2": model_for("GPT2"),
+    "gpt2-gelu": model_for("GPT2", activation_function="gelu", n_inner=40),
+    "gpt2-untied": model_for("GPT2", tie_word_embeddings=False, layer_norm_epsilon=1e-3),
+    "llama": model_for("Llama"),
+    "llama-grouped": model_for("Llama", num_key_value_heads=2, head_dim=12),
+    "llama-tied": model_for("Llama", tie_word_embeddings=True, rms_norm_eps=1e-3),
+    "llama-3.1": model_for("Llama", rope_parameters={**LLAMA3, "original_max_position_embeddings": 64}),
+    "llama-linear": model_for("Llama", rope_parameters=LINEAR),
+    "llama-biased": model_for("Llama", attention_bias=True),
+    "mistral": model_for("Mistral", num_key_value_heads=2, head_dim=12),
+    "qwen2": model_for("Qwen2", num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": model_for("Qwen3", num_key_value_heads=2, head_dim=10),
+    "qwen3-biased": model_for("Qwen3", num_key_value_heads=4, head_dim=8, attention_bias=True),
+    "gemma": model_for("Gemma", num_key_value_heads=1, head_dim=12),
+    "padded": model_for("Llama", pad_token_id=7),
 }
 VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma")
 
@@ -204,7 +175,7 @@ def test_a_folder_in_several_files_old_names_and_half_precision(folders, tmp_pat
     ((tokens, logits), *_), workers = logits_of(plan_of(tmp_path, 2))
     with torch.no_grad():
         expected = peer.half().float()(tokens).logits
-    peer.load_state_dict(GPT2LMHeadModel.from_pretrained(folder).state_dict())
+    peer.load_state_dict(transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict())
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert all(p.dtype == torch.float32 for w in workers for s in w.stages.values() for p in s.parameters.values())
 

@@ -15,7 +15,8 @@ from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
 from zbc.training.recording.measure import Scale
 
-OPTIMIZER = {"lr": 1e-2, "clip_grad_norm": 0.5, "zero1": True}
+CLIP, FAST = {"clip_grad_norm": 0.5}, {"link_gbps": 1e5, "link_us": 0.0}
+OPTIMIZER = {"lr": 1e-2, **CLIP, "zero1": True}
 STEPS = 3
 
 
@@ -56,18 +57,10 @@ def trained(folder, schedule, shard, resident, exchange="collective", *, weighed
     """Four steps of a job on 2 x 2 ranks, 4 stages each; the predicted peaks of each rank, and those it held if that is
     to be weighed."""
     more = {"memory": {"resident": resident}} if resident else {}
-    asked = job(
-        model={"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, **model},
-        layers=14,
-        pp=2,
-        parallel={"dp": 2, "shard": shard, "exchange": exchange},
-        schedule={"kind": schedule, "chunks": 4, "microbatches": 4, "microbatch_size": 2},
-        optimizer={"lr": 1e-3, "clip_grad_norm": 0.5},
-        data={"kind": "synthetic"},
-        hardware={"link_gbps": 1e5, "link_us": 0.0},
-        **more,
-    )
-    compiled = compile_job(asked)
+    how = {"model": {"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, **model}, "data": {"kind": "synthetic"}}
+    how |= {"schedule": {"kind": schedule, "chunks": 4, "microbatch_size": 2}, "optimizer": {"lr": 1e-3, **CLIP}}
+    how |= {"parallel": {"dp": 2, "shard": shard, "exchange": exchange}, "hardware": FAST, **more}
+    compiled = compile_job(job(layers=14, pp=2, m=4, **how))
     compiled.write(folder)
     scales = {}
     plan = StoredPlan.read(folder)

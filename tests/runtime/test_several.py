@@ -77,14 +77,8 @@ def test_a_tuple_is_packed_and_unpacked_without_a_change():
     found = layout.unpack(layout.pack(tensors, "x"))
     for one, other in zip(tensors, found, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape and one.requires_grad == other.requires_grad
-        assert (
-            one.detach()
-            .resolve_conj()
-            .contiguous()
-            .flatten()
-            .view(torch.uint8)
-            .equal(other.detach().contiguous().flatten().view(torch.uint8))
-        )
+        bits, again = (t.detach().resolve_conj().contiguous().flatten().view(torch.uint8) for t in (one, other))
+        assert bits.equal(again)
     assert found[0].stride() == tensors[0].stride()
     with pytest.raises(ZbcError, match="layer x returned"):
         layout.pack(tensors[::-1], "x")

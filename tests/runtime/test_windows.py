@@ -76,18 +76,9 @@ def test_nor_when_ranks_are_held_up(schedule, seed, monkeypatch):
 
 
 def three_replicas(shard="weights", m=4, exchange="one-sided"):
-    asked = job(
-        kind="interleaved-1f1b",
-        pp=2,
-        m=m,
-        layers=6,
-        parallel={"dp": 3, "shard": shard, "exchange": exchange},
-        schedule={"chunks": 2, "microbatch_size": 2},
-        memory={"resident": 1},
-        data={"kind": "synthetic"},
-        optimizer={"lr": 1e-2, "clip_grad_norm": 0.5},
-    )
-    return compile_job(asked)
+    how = {"parallel": {"dp": 3, "shard": shard, "exchange": exchange}, "memory": {"resident": 1}}
+    how |= {"schedule": {"chunks": 2, "microbatch_size": 2}, "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.5}}
+    return compile_job(job(kind="interleaved-1f1b", pp=2, m=m, layers=6, data={"kind": "synthetic"}, **how))
 
 
 def bits(compiled, folder, steps=4):
@@ -134,19 +125,10 @@ def test_all_three_are_shared_out_as_with_collectives(schedule, tmp_path):
 @pytest.mark.parametrize("kind", few(["breadth-first", "interleaved-1f1b", "zb-v"], 1))
 def test_memory_is_predicted(tmp_path, resident, kind, dtype):
     """With windows, and without messages."""
-    chunks = {} if kind == "zb-v" else {"chunks": 3}
-    asked = job(
-        kind=kind,
-        pp=2,
-        m=4,
-        layers=22,
-        model={"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, "dtype": dtype},
-        parallel={"dp": 2, "shard": "weights", "exchange": "one-sided"},
-        schedule=chunks,
-        memory={"resident": resident},
-        data={"kind": "synthetic"},
-    )
-    compiled = compile_job(asked)
+    model = {"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, "dtype": dtype}
+    how = {"parallel": {"dp": 2, "shard": "weights", "exchange": "one-sided"}, "memory": {"resident": resident}}
+    asked = {"kind": kind, "pp": 2, "m": 4, "layers": 22, "model": model, "data": {"kind": "synthetic"}}
+    compiled = compile_job(job(**asked, **how, schedule={} if kind == "zb-v" else {"chunks": 3}))
     compiled.write(tmp_path / "plan")
     predicted = [rank.bytes for rank in peaks(compiled.program, compiled.costs)]
     plan = StoredPlan.read(tmp_path / "plan")
