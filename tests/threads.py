@@ -7,7 +7,7 @@ and holds a lock while it runs; a layer that also checkpoints its activations dr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from zbc.ir import Kind, Op
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core.execute import Step, run_step
 from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.stage import StageLayer
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.transports.hub import Hub
@@ -30,6 +31,7 @@ from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.launch.board import Board
 from zbc.training.nonfinite import Skips
 from zbc.training.probing.shapes import Shapes
+from zbc.training.recording.measure import Scale
 from zbc.training.train import train_steps
 from zbc.training.worker import build_worker
 
@@ -119,6 +121,25 @@ def losses_of(workers: Sequence[Worker]) -> list[float]:
 
 def norms_of(workers: Sequence[Worker]) -> list[float]:
     return [result.grad_norm for result in workers[0].results]
+
+
+def each_parameter(workers: Iterable[Worker]) -> Iterator[tuple[Worker, str, torch.nn.Parameter]]:
+    """All parameters of all stages, each with its rank and its name."""
+    for worker in workers:
+        for stage in worker.stages.values():
+            for name, parameter in stage.parameters.items():
+                yield worker, name, parameter
+
+
+def each_layer(workers: Iterable[Worker]) -> list[StageLayer]:
+    return [layer for worker in workers for stage in worker.stages.values() for layer in stage.layers]
+
+
+def scaled(plan: StoredPlan, steps: int = 2) -> tuple[list[Worker], list[Scale]]:
+    """The workers of a run, and what was weighed of each of them."""
+    scales = dict[int, Scale]()
+    workers = run_threads(plan, steps, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
+    return workers, [scales[rank] for rank in range(len(workers))]
 
 
 Act = Callable[[Worker, Op], object]

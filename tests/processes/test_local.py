@@ -89,14 +89,11 @@ def hangup():
     signal.signal(signal.SIGHUP, before)
 
 
+ASKED = [(signal.SIGINT, "before-step"), (signal.SIGTERM, "post-validate"), (signal.SIGHUP, "before-step")]
+
+
 @pytest.mark.usefixtures("hangup")
-@pytest.mark.parametrize(
-    ("number", "sync"),
-    few(
-        [(signal.SIGINT, "before-step"), (signal.SIGTERM, "post-validate"), (signal.SIGHUP, "before-step")],
-        (signal.SIGINT, signal.SIGTERM),
-    ),
-)
+@pytest.mark.parametrize(("number", "sync"), few(ASKED, (signal.SIGINT, signal.SIGTERM)))
 def test_a_signal_stops_all_ranks_after_a_step_and_what_they_have_is_saved(tmp_path, out, number, sync):
     tables = {"train": {"steps": 10**6}, "optimizer": {"sync": sync}, "checkpoint": {"every": 10**5}}
     plan, lines = write_plan(tmp_path, parallel={"pp": 2}, **tables), []
@@ -322,12 +319,8 @@ def test_a_rank_that_hangs_in_its_own_work_is_the_one_that_holds_the_others_up(t
     (blamed,) = [row for row in error.details if row.endswith("<- the rank that holds the others up")]
     assert blamed.startswith("rank 2  op ") and "F s2 m0" in blamed and " running " in blamed
     stack = "\n".join(error.details[error.details.index("rank 2 is here, innermost call last:") + 1 :])
-    assert (
-        "in misbehave" in stack
-        and "threading.Event().wait()" in stack
-        and "zbc/training" not in stack
-        and "zbc/runtime" not in stack
-    )
+    assert "in misbehave" in stack and "threading.Event().wait()" in stack
+    assert "zbc/training" not in stack and "zbc/runtime" not in stack
 
 
 DEADLOCK = [  # rank 0 wants the gradient of m0 before it runs m1, rank 1 wants m1 before it gives the gradient of m0

@@ -18,13 +18,8 @@ STEPS = 12
 
 
 def plan_of(tmp_path, **changes):
-    tables = {
-        "parallel": {"pp": 2},
-        "schedule": {"kind": "zb-h1"},
-        "optimizer": {"lr": 0.01, "clip_grad_norm": 1.0},
-        "train": {"steps": STEPS},
-        "checkpoint": {"every": 2},
-    }
+    tables = {"parallel": {"pp": 2}, "schedule": {"kind": "zb-h1"}, "optimizer": {"lr": 0.01, "clip_grad_norm": 1.0}}
+    tables |= {"train": {"steps": STEPS}, "checkpoint": {"every": 2}}
     return write_plan(tmp_path, **{**tables, **changes})
 
 

@@ -18,11 +18,7 @@ from zbc.trace import recording as trace
 from zbc.training.recording.measure import CATEGORIES
 
 SLEEPERS = {  # steps of a quarter of a second, beside which it is little when a busy machine stops a rank for a moment
-    "model": {
-        "family": "tests.runtime.ticking:sleepers",
-        "loss": "mse",
-        "args": {"ms": [[8.0, 8.0, 8.0]] * 4, "width": 8},
-    },
+    "model": {"family": "tests.runtime.ticking:sleepers", "loss": "mse", "args": {"ms": [[8.0] * 3] * 4, "width": 8}},
     "data": {"kind": "tests.runtime.ticking:Vectors", "args": {"width": 8}},
 }
 

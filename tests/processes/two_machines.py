@@ -23,15 +23,8 @@ class Machine:
     def start(self, command: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("GLOO_", "SLURM_"))}
         paths = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            [*self.enter, *command],
-            cwd=folder,
-            env={**inherited, **paths, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        kept = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        return subprocess.Popen([*self.enter, *command], cwd=folder, env={**inherited, **paths, **environment}, **kept)
 
 
 def refusal() -> str | None:

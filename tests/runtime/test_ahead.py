@@ -11,7 +11,8 @@ import torch
 
 from tests.lowered import lower
 from tests.runtime.small_plans import make_plan, make_worker
-from tests.threads import last_of, run_threads, side_by_side, watch
+from tests.runtime.test_gradients import VECTORS, user
+from tests.threads import each_layer, last_of, run_threads, side_by_side, watch
 from tests.tiers import dealt, few
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
@@ -49,15 +50,9 @@ def plan_for(
     costs = Costs.uniform(order.placement).with_ms(hop=(0.8,))  # so that the verdict comes late in the warm-up
     program = lower(order, sync, costs)
     check_all(program)
-    made = {
-        "family": "tests.runtime.user_models:residual",
-        "layers": LAYERS,
-        "loss": "mse",
-        "args": {"count": LAYERS, "dropout": 0.1},
-        **model,
-    }
+    made = {**user("residual", layers=LAYERS, count=LAYERS, dropout=0.1), **model}
     options = {**KINDS[optimizer], "clip_grad_norm": LARGEST, "sync": sync}
-    return make_plan(program, model=made, data={"kind": "tests.runtime.user_models:Vectors"}, optimizer=options, size=1)
+    return make_plan(program, model=made, **VECTORS, optimizer=options, size=1)
 
 
 class Watched:
@@ -208,8 +203,7 @@ def normalised(count: int) -> list[Any]:
 
 
 def buffers(worker: Worker) -> list[torch.Tensor]:
-    modules = [layer.module for stage in worker.stages.values() for layer in stage.layers]
-    return [buffer for module in modules for buffer in module.buffers()]
+    return [buffer for layer in each_layer([worker]) for buffer in layer.module.buffers()]
 
 
 def test_nothing_is_kept_of_a_step_when_it_is_over():
@@ -267,14 +261,12 @@ def norm(schedule: str, p: int, copies: int, sync: str) -> float:
     return results[0].grad_norm
 
 
+SPLITS = [("1f1b", 1, 2), ("1f1b", 4, 1), ("zb-v", 4, 1), ("zb-v", 2, 2), ("interleaved-1f1b", 2, 4)]
+SPLITS += [("chimera", 4, 1)]
+
+
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
-@pytest.mark.parametrize(
-    ("schedule", "p", "copies"),
-    few(
-        [("1f1b", 1, 2), ("1f1b", 4, 1), ("zb-v", 4, 1), ("zb-v", 2, 2), ("interleaved-1f1b", 2, 4), ("chimera", 4, 1)],
-        [("zb-v", 2, 2), ("chimera", 4, 1)],
-    ),
-)
+@pytest.mark.parametrize(("schedule", "p", "copies"), few(SPLITS, [("zb-v", 2, 2), ("chimera", 4, 1)]))
 def test_the_norm_is_the_same_double_for_every_split_over_ranks_copies_and_pipes(schedule, p, copies, sync):
     assert norm(schedule, p, copies, sync) == norm("1f1b", 1, 1, "before-step") > 0
 

@@ -9,7 +9,7 @@ from tests.check import operational
 from tests.refusals import refused
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_tensor_parallel import numbers, plan_of
-from tests.threads import CPU, losses_of, run_threads
+from tests.threads import CPU, each_parameter, losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.errors import ZbcError
@@ -121,11 +121,8 @@ def test_weights_are_those_of_replicas_in_one_process(name, kind, tmp_path):
     holders = [worker for worker in pipelined if worker.replica == 0]
     stages = [sorted(one.stages[s].parameters) for one in holders for s in sorted(one.stages)]
     single = alone(tmp_path, 2, formula(stages, **asked), **more)
-    for worker in pipelined:
-        whole = single[worker.replica].stages[0].parameters
-        for stage in worker.stages.values():
-            for key, parameter in stage.parameters.items():
-                assert torch.equal(parameter, whole[key]), key
+    for worker, key, parameter in each_parameter(pipelined):
+        assert torch.equal(parameter, single[worker.replica].stages[0].parameters[key]), key
     for replica in (0, 1):
         found = [worker for worker in pipelined if worker.replica == replica][-1]
         norms = [result.grad_norm for result in found.results]
@@ -143,10 +140,8 @@ def test_a_run_that_is_cut_off_goes_on_to_the_bit(asked, tmp_path):
     run_threads(made, 3, folder=tmp_path / "cut")
     resumed = run_threads(made, 8, folder=tmp_path / "after", resume=at(tmp_path / "cut", 3))
     assert numbers(resumed) == numbers(whole)[3:]
-    for one, other in zip(whole, resumed, strict=True):
-        for stage in one.stages:
-            pairs = zip(one.stages[stage].parameters.values(), other.stages[stage].parameters.values(), strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs)
+    pairs = zip(each_parameter(whole), each_parameter(resumed), strict=True)
+    assert all(torch.equal(one, other) for (*_, one), (*_, other) in pairs)
 
 
 def test_a_checkpoint_goes_on_with_other_replicas_and_as_plain_training(tmp_path):

@@ -448,12 +448,8 @@ def test_what_a_broken_attempt_left_is_replaced(refusing_disk, monkeypatch, tmp_
             train(plan(p=4), 2, tmp_path)
     assert (at(tmp_path, 2) / "rank-0003.safetensors").exists() and not disk.complete(tmp_path)
     train(plan(p=2), 2, tmp_path)
-    assert sorted(entry.name for entry in at(tmp_path, 2).iterdir()) == [
-        ".complete",
-        "index.json",
-        "rank-0000.safetensors",
-        "rank-0001.safetensors",
-    ]
+    names = [".complete", "index.json", "rank-0000.safetensors", "rank-0001.safetensors"]
+    assert sorted(entry.name for entry in at(tmp_path, 2).iterdir()) == names
 
 
 @pytest.mark.parametrize("where", few(["weight", "exp_avg"], ("exp_avg",)))

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, plan_of
 from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
-from tests.threads import losses_of, run_threads
+from tests.threads import each_layer, losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement
@@ -56,8 +56,7 @@ def graphs():
 
 
 def compiled_layers(workers):
-    layers = [layer for worker in workers for stage in worker.stages.values() for layer in stage.layers]
-    return [layer.name for layer in layers if layer.compiled is not None]
+    return [layer.name for layer in each_layer(workers) if layer.compiled is not None]
 
 
 def apart(plan: StoredPlan) -> bool:
@@ -101,10 +100,8 @@ def test_buffers_that_a_forward_changes_and_training_without_a_barrier():
     one, other = (run_threads(plan, 3) for plan in plans)
     assert any(result.redone for result in one[0].results)
     assert losses_of(one) == losses_of(other)
-    for mine, plain in zip(one, other, strict=True):
-        for stage in mine.stages:
-            for a, b in zip(mine.stages[stage].layers, plain.stages[stage].layers, strict=True):
-                assert all(torch.equal(x, y) for x, y in zip(a.module.buffers(), b.module.buffers(), strict=True))
+    for a, b in zip(each_layer(one), each_layer(other), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a.module.buffers(), b.module.buffers(), strict=True))
 
 
 def test_everything_is_compiled_before_training_starts_and_evaluation_runs_layers_as_they_are():

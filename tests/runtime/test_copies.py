@@ -10,7 +10,7 @@ import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters, reference
 from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
-from tests.threads import losses_of, run_threads, watch
+from tests.threads import each_parameter, losses_of, run_threads, watch
 from tests.tiers import dealt, few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
@@ -39,10 +39,8 @@ def copies_of(schedule, p, m, copies, *, tied=False, keep=lambda op: True, v=Non
 def alike(workers):
     """Assert that all copies of a parameter have the same bits; the parameters by name."""
     found = parameters(workers)
-    for worker in workers:
-        for stage in worker.stages.values():
-            for name, parameter in stage.parameters.items():
-                assert torch.equal(parameter, found[name]), (worker.rank, name)
+    for worker, name, parameter in each_parameter(workers):
+        assert torch.equal(parameter, found[name]), (worker.rank, name)
     return found
 
 
@@ -248,18 +246,11 @@ def test_a_sum_that_is_started_twice_or_never_used_is_an_error():
         run_step(worker, 0)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "optimizer", "tied"),
-    few(
-        [
-            ("zb-h1", {}, False),
-            ("zb-v", {"zero1": True}, True),
-            ("1f1b", {"sync": "post-validate"}, True),
-            ("chimera", {"zero1": True}, False),
-        ],
-        ("zb-v", "chimera"),
-    ),
-)
+ON_A_NODE = [("zb-h1", {}, False), ("zb-v", {"zero1": True}, True), ("1f1b", {"sync": "post-validate"}, True)]
+ON_A_NODE += [("chimera", {"zero1": True}, False)]
+
+
+@pytest.mark.parametrize(("schedule", "optimizer", "tied"), few(ON_A_NODE, ("zb-v", "chimera")))
 def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
     """Ranks 0 and 1 are two copies of the first rank of the pipeline. The same bits where sums have two terms only."""
     options = {"optimizer": {**CLIPPED, **optimizer}, "tied": tied}
@@ -320,23 +311,15 @@ def test_tied_weights_and_copies_together(schedule, zero1):
     assert all(isinstance(o, Sharded) is zero1 for w in workers for o in w.optimizers.values())
 
 
+AHEAD = [("1f1b", 2, 2, False, False), ("zb-h1", 2, 1, True, False), ("zb-v", 2, 2, True, False)]
+AHEAD += [("interleaved-1f1b", 2, 2, True, False), ("1f1b", 2, 2, False, True), ("zb-v", 2, 2, True, True)]
+AHEAD += [("zb-h2", 2, 3, False, True), ("chimera", 2, 1, False, True), ("dualpipe", 2, 2, True, True)]
+
+
 @pytest.mark.parametrize(
     ("schedule", "p", "copies", "tied", "zero1", "largest"),
     few(
-        dealt(
-            [
-                ("1f1b", 2, 2, False, False),
-                ("zb-h1", 2, 1, True, False),
-                ("zb-v", 2, 2, True, False),
-                ("interleaved-1f1b", 2, 2, True, False),
-                ("1f1b", 2, 2, False, True),
-                ("zb-v", 2, 2, True, True),
-                ("zb-h2", 2, 3, False, True),
-                ("chimera", 2, 1, False, True),
-                ("dualpipe", 2, 2, True, True),
-            ],
-            [0.5, 1e6],
-        ),
+        dealt(AHEAD, [0.5, 1e6]),
         lambda case: (
             case[:5] in [("1f1b", 2, 2, False, False), ("zb-v", 2, 2, True, True), ("chimera", 2, 1, False, True)]
         ),

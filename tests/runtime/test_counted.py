@@ -105,14 +105,12 @@ def test_ranks_that_share_the_vocabulary_count_alike(sums, slices):
     chosen = {**GPT, "vocab": WORDS, "seq_len": LENGTH, "layers": 2}
     data = {"kind": f"{HERE}:Padded", "args": {"counts": [1, 0, 4, 2, 0, 0, 3, 0]}}
     program = shared_program("zb-h1", 2, 4, sums, slices=slices)
-    how = {
-        "model": chosen,
-        "data": data,
-        "rows": (0, 2, 4) if slices == 2 else (),
-        "optimizer": {"kind": "sgd", "lr": 0.0},
-    }
-    found = run_threads(make_plan(program, **how, size=2), 1)[0].results[0]
-    whole = run_threads(make_plan(make_program("1f1b", 1, 1), **{**how, "rows": ()}, size=8), 1)[0].results[0]
+    how, rows = (
+        {"model": chosen, "data": data, "optimizer": {"kind": "sgd", "lr": 0.0}},
+        (0, 2, 4) if slices == 2 else (),
+    )
+    found = run_threads(make_plan(program, rows=rows, **how, size=2), 1)[0].results[0]
+    whole = run_threads(make_plan(make_program("1f1b", 1, 1), **how, size=8), 1)[0].results[0]
     assert (found.loss, found.grad_norm) == pytest.approx((whole.loss, whole.grad_norm), rel=1e-6)
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program, make_worker, plan_of, reference
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import run_threads, side_by_side
+from tests.threads import each_parameter, run_threads, side_by_side
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op, Placement
 from zbc.runtime import handlers
@@ -77,18 +77,15 @@ def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks():
     before = {}
 
     def remember(worker):
-        for stage in worker.stages.values():
-            before.update({name: p.detach().clone() for name, p in stage.parameters.items()})
+        before.update({name: p.detach().clone() for _, name, p in each_parameter([worker])})
 
     workers = run_threads(plan, 1, setup=remember)
     for worker in workers:
         assert worker.results[0].skipped and not math.isfinite(worker.results[0].grad_norm)
-        for stage in worker.stages.values():
-            assert all(torch.equal(p, before[name]) and p.grad is None for name, p in stage.parameters.items())
+    assert all(torch.equal(p, before[name]) and p.grad is None for _, name, p in each_parameter(workers))
     workers = run_threads(plan, 2)
     assert [r.skipped for r in workers[1].results] == [True, False]
-    moved = [torch.equal(p, before[n]) for w in workers for s in w.stages.values() for n, p in s.parameters.items()]
-    assert not any(moved)
+    assert not any(torch.equal(p, before[name]) for _, name, p in each_parameter(workers))
 
 
 @pytest.mark.parametrize("largest", [None, 1e-3, 1e6])
@@ -97,11 +94,9 @@ def test_clipping_scales_to_the_largest_norm(largest):
     optimizer = {"kind": "sgd", "lr": 1.0, "weight_decay": 0.0, "clip_grad_norm": largest}
     plan = make_plan(make_program("zb-h1", 2, 2), optimizer=optimizer)
     expected = reference(plan)
-    start = {
-        n: p.detach().clone() for w in run_threads(plan, 0) for s in w.stages.values() for n, p in s.parameters.items()
-    }
+    start = {name: p.detach().clone() for _, name, p in each_parameter(run_threads(plan, 0))}
     workers = run_threads(plan, 1)
-    moved = {n: start[n] - p for w in workers for s in w.stages.values() for n, p in s.parameters.items()}
+    moved = {name: start[name] - p for _, name, p in each_parameter(workers)}
     norm = math.sqrt(sum(d.double().square().sum().item() for d in moved.values()))
     assert workers[0].results[0].grad_norm == pytest.approx(expected.norms[0])
     assert norm == pytest.approx(min(expected.norms[0], largest or math.inf), rel=1e-2)

@@ -19,16 +19,12 @@ from zbc.training.models import model
 from zbc.training.models.rotary import rotation_rates
 
 SIZES = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 300, "seq_len": 32}
-FAMILIES = [
-    {},
-    {"positions": "rotary", "ffn_hidden": 80},
-    {"family": "llama"},
-    {"family": "llama", "kv_heads": 2, "ffn_hidden": 96},
-    {"family": "llama", "kv_heads": 1, "head_size": 24, "ffn_hidden": 72},
-    {"family": "llama", "variant": "qwen2", "kv_heads": 2},
-    {"family": "llama", "variant": "qwen3", "kv_heads": 2, "head_size": 24, "attention_bias": True},
-    {"family": "llama", "variant": "gemma", "kv_heads": 1},
-]
+FAMILIES = [{}, {"positions": "rotary", "ffn_hidden": 80}, {"family": "llama"}]
+FAMILIES += [{"family": "llama", "kv_heads": 2, "ffn_hidden": 96}]
+FAMILIES += [{"family": "llama", "kv_heads": 1, "head_size": 24, "ffn_hidden": 72}]
+FAMILIES += [{"family": "llama", "variant": "qwen2", "kv_heads": 2}]
+FAMILIES += [{"family": "llama", "variant": "qwen3", "kv_heads": 2, "head_size": 24, "attention_bias": True}]
+FAMILIES += [{"family": "llama", "variant": "gemma", "kv_heads": 1}]
 
 
 def layers(description):

@@ -18,13 +18,10 @@ from zbc.runtime.features import cycle
 from zbc.runtime.features.versions import TwoVersions
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
-OPTIMIZERS = {
-    "adamw": ADAMW,
-    "sgd": {"kind": "sgd", "lr": 0.1},
-    "momentum": {"kind": "sgd", "lr": 0.05, "momentum": 0.9},
-    "rates": {**ADAMW, "schedule": {"kind": "cosine", "warmup_steps": 4}},
-    "clipped": {**ADAMW, "clip_stage_norm": 0.4},
-}
+OPTIMIZERS = {"adamw": ADAMW, "sgd": {"kind": "sgd", "lr": 0.1}}
+OPTIMIZERS |= {"momentum": {"kind": "sgd", "lr": 0.05, "momentum": 0.9}}
+OPTIMIZERS |= {"rates": {**ADAMW, "schedule": {"kind": "cosine", "warmup_steps": 4}}}
+OPTIMIZERS |= {"clipped": {**ADAMW, "clip_stage_norm": 0.4}}
 SHAPES = [("1f1b", 2, 3, 1), ("1f1b", 4, 3, 1), ("1f1b", 3, 5, 1), ("1f1b", 1, 2, 1), ("interleaved-1f1b", 2, 4, 2)]
 SHAPES += [("interleaved-1f1b", 3, 6, 2)]
 SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}

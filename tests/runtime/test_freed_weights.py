@@ -82,13 +82,8 @@ CASES = [
     for name, dtype in itertools.product(ONE_PIPE, ("float32", "bfloat16"))
     for resident in range(1, len(find(name).make(Request(2, 4, find(name).default_chunks)).placement.stages_of(0)) + 1)
 ]
-SAMPLE = [
-    ("breadth-first", 1, "float32"),
-    ("breadth-first", 1, "bfloat16"),
-    ("zb-v", 1, "float32"),
-    ("zb-v", 2, "bfloat16"),
-    ("interleaved-1f1b", 1, "bfloat16"),
-]
+SAMPLE = [("breadth-first", 1, "float32"), ("breadth-first", 1, "bfloat16"), ("zb-v", 1, "float32")]
+SAMPLE += [("zb-v", 2, "bfloat16"), ("interleaved-1f1b", 1, "bfloat16")]
 
 
 def plan_of_case(schedule, resident, dtype):

@@ -10,7 +10,7 @@ import torch
 import zbc
 from tests.jobs import job
 from tests.runtime.graph_models import GRAPHS
-from tests.threads import losses_of, run_threads
+from tests.threads import losses_of, run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.ir import Kind
@@ -19,7 +19,6 @@ from zbc.runtime.core import route
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.training.building.context import Settings, layer_plans
 from zbc.training.data.data import Batches, build_samples, build_validation
-from zbc.training.recording.measure import Scale
 
 ROOT = Path(__file__).parents[2]
 M, SIZE = 4, 2
@@ -184,6 +183,5 @@ def test_a_gradient_that_is_not_added_shows(monkeypatch):
 
 def test_a_rank_that_reads_one_of_several_inputs_can_be_weighed():
     """As a trace of a step does."""
-    scales = []
-    run_threads(plan_of("two branches", "zb-h1"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    _, scales = scaled(plan_of("two branches", "zb-h1"))
     assert len(scales) == 6 and all(scale.readings for scale in scales)

@@ -9,12 +9,8 @@ from zbc.ir import Placement
 from zbc.runtime.transports import network
 from zbc.runtime.transports.network import directions, rounds
 
-PLACEMENTS = [
-    *(Placement.linear(p) for p in (2, 3, 64)),
-    *(Placement.looped(p, 2) for p in (2, 3, 7, 64)),
-    Placement.vshape(5),
-    Placement.bidirectional([*range(8)]),
-]
+PLACEMENTS = [*(Placement.linear(p) for p in (2, 3, 64)), *(Placement.looped(p, 2) for p in (2, 3, 7, 64))]
+PLACEMENTS += [Placement.vshape(5), Placement.bidirectional([*range(8)])]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda one: f"{one.stages} stages on {one.ranks}")

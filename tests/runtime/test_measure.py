@@ -10,7 +10,7 @@ from tests.jobs import job
 from tests.runtime.small_plans import make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, user
 from tests.runtime.weighed import most_held
-from tests.threads import run_threads
+from tests.threads import scaled
 from tests.tiers import dealt, few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
@@ -25,9 +25,8 @@ def weighed(tmp_path, steps=2, **changes):
     """A job compiled, its plan, and what was weighed of each rank in so many steps."""
     compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
     compiled.write(tmp_path / "plan")
-    plan, scales = StoredPlan.read(tmp_path / "plan"), {}
-    run_threads(plan, steps, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
-    return compiled, plan, [scales[rank] for rank in sorted(scales)]
+    plan = StoredPlan.read(tmp_path / "plan")
+    return compiled, plan, scaled(plan, steps)[1]
 
 
 def both(tmp_path, **changes):
@@ -198,15 +197,11 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("shares", "kind", "dtype"),
-    [
-        ("optimizer", "breadth-first", "float32"),
-        ("one stage", "zb-v", "bfloat16"),
-        ("two stages", "interleaved-1f1b", "float32"),
-        ("one stage", "chimera", "float32"),
-    ],
-)
+GATHERED = [("optimizer", "breadth-first", "float32"), ("one stage", "zb-v", "bfloat16")]
+GATHERED += [("two stages", "interleaved-1f1b", "float32"), ("one stage", "chimera", "float32")]
+
+
+@pytest.mark.parametrize(("shares", "kind", "dtype"), GATHERED)
 def test_weights_that_are_gathered_count_as_long_as_they_are_there(tmp_path, shares, kind, dtype):
     """The peak of all memory, with many layers, so that what is dealt is even."""
     parallel, memory = SHARES[shares]

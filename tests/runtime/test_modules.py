@@ -6,7 +6,7 @@ import torch
 from tests.refusals import refused
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, plan_of, reference
 from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, without_step
-from tests.threads import losses_of, run_threads
+from tests.threads import each_layer, losses_of, run_threads
 from tests.tiers import dealt, few
 from zbc.ir import Placement
 from zbc.runtime.core.split import Patch
@@ -63,8 +63,7 @@ def test_a_tensor_lies_behind_a_transfer_as_it_does_without_one(schedule, p, act
 def test_whole_numbers_between_layers_and_stages(schedule, p, activations):
     """No gradient gets past them: what lies before gets none, as in one process."""
     workers = check_gradients(plan("integers", schedule, p, keep=without_step, activations=activations))
-    (first,) = (s for w in workers for s in w.stages.values() if "layers.0.linear.weight" in s.parameters)
-    assert first.parameters["layers.0.linear.weight"].grad is None
+    assert parameters(workers)["layers.0.linear.weight"].grad is None
 
 
 def buffers_of_one_process(plan, steps):
@@ -89,13 +88,8 @@ def test_buffers_that_a_forward_changes_come_out_as_in_one_process(kind, schedul
     check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations))
     training = plan(kind, schedule, p, activations=activations)
     check_training(training, 3)
-    found = {
-        f"{layer.name}.{key}": buffer
-        for worker in run_threads(training, 3)
-        for stage in worker.stages.values()
-        for layer in stage.layers
-        for key, buffer in layer.module.named_buffers()
-    }
+    layers = each_layer(run_threads(training, 3))
+    found = {f"{layer.name}.{key}": buffer for layer in layers for key, buffer in layer.module.named_buffers()}
     expected = buffers_of_one_process(training, 3)
     assert found.keys() == expected.keys() and found
     assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
@@ -152,10 +146,8 @@ def test_what_stands_before_a_layer_that_passes_no_gradient_on_gets_none():
     """Not zeros, by which an optimizer would decay weights that one process leaves alone."""
     for kind, first in (("stops", 4), ("constant", 1)):
         workers = check_gradients(plan(kind, "zb-v", keep=without_step))
-        grads = {name: p.grad for w in workers for s in w.stages.values() for name, p in s.parameters.items()}
-        assert {name for name, grad in grads.items() if grad is None} == {
-            name for name in grads if int(name.split(".")[1]) < first
-        }
+        for name, parameter in parameters(workers).items():
+            assert (parameter.grad is None) == (int(name.split(".")[1]) < first), name
     check_training(plan("constant", "zb-v", optimizer={"lr": 1e-2, "weight_decay": 0.5}))
 
 
@@ -178,7 +170,7 @@ def test_under_autocast_weights_made_of_the_data_are_cast_anew_and_double_precis
 def test_only_layers_that_need_it_keep_their_backward_in_one_piece(dtype):
     def apart(**options):
         worker = make_worker(make_plan(make_program("zb-h1", 2, 4), **options))
-        modules = [m for stage in worker.stages.values() for layer in stage.layers for m in layer.module.modules()]
+        modules = [module for layer in each_layer([worker]) for module in layer.module.modules()]
         return sum(isinstance(vars(m).get("forward"), Patch) for m in modules)
 
     assert apart(model={**GPT, "dtype": dtype}) == 2 + 3 * 4

@@ -13,12 +13,8 @@ from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core.optimizer import Masters
 
-KINDS = {
-    "adamw": {"kind": "adamw", "lr": 0.01},
-    "adam": {"kind": "adam", "lr": 0.01},
-    "sgd": {"kind": "sgd", "lr": 0.1},
-    "momentum": {"kind": "sgd", "lr": 0.1, "momentum": 0.9},
-}
+KINDS = {"adamw": {"kind": "adamw", "lr": 0.01}, "adam": {"kind": "adam", "lr": 0.01}}
+KINDS |= {"sgd": {"kind": "sgd", "lr": 0.1}, "momentum": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}
 LOW = {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}
 kinds = pytest.mark.parametrize("kind", KINDS)
 types = pytest.mark.parametrize("lowered", [None, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -15,7 +15,7 @@ from tests.refusals import refused
 from tests.runtime import user_models
 from tests.runtime.moving import Poisoning, moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, on_host
-from tests.threads import losses_of, run_threads
+from tests.threads import each_parameter, losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.host import slabs
@@ -290,10 +290,8 @@ def test_a_run_goes_on_from_a_checkpoint_with_copies(tmp_path):
     run_threads(make_plan(moved(program), **options), 2, folder=tmp_path)
     rest = run_threads(make_plan(moved(program), **options), 4, resume=next(tmp_path.glob("step*")))
     assert [r.loss for r in whole[0].results[2:]] == losses_of(rest)
-    for one, other in zip(whole, rest, strict=True):
-        for s in one.stages:
-            pairs = zip(one.stages[s].parameters.values(), other.stages[s].parameters.values(), strict=True)
-            assert all(torch.equal(a, b) for a, b in pairs)
+    pairs = zip(each_parameter(whole), each_parameter(rest), strict=True)
+    assert all(torch.equal(one, other) for (*_, one), (*_, other) in pairs)
 
 
 @pytest.mark.repeats

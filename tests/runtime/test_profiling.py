@@ -16,7 +16,7 @@ from torch import nn
 from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime import ticking
-from tests.threads import run_threads
+from tests.threads import scaled
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost import estimate
@@ -35,7 +35,6 @@ from zbc.training.profiling.session import Measurements, Sampling, assemble, eff
 from zbc.training.profiling.statistics import measured, quick
 from zbc.training.profiling.times import Stopwatch
 from zbc.training.profiling.weigh import weigh
-from zbc.training.recording.measure import Scale
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -273,15 +272,11 @@ def test_of_layers_that_ranks_share_the_part_of_one_is_measured(sequence):
 
 
 SHORT = {"seq_len": 8, "hidden": 96, "vocab": 2000}
-SHAPES = {
-    **FAMILIES,
-    "rotary": {"model": {"hidden": 48, "heads": 3, "seq_len": 24, "positions": "rotary"}},
-    "long": {"model": {"hidden": 32, "heads": 2, "seq_len": 128}},
-    "short": {"model": SHORT},
-    "short bf16": {"model": {**SHORT, "dtype": "bfloat16"}},
-    "short masters": {"model": {**SHORT, "dtype": "bfloat16", "parameters": "bfloat16"}},
-    "short llama": {"model": {**SHORT, "family": "llama", "kv_heads": 2, "ffn_hidden": 200}},
-}
+SHAPES = {**FAMILIES, "rotary": {"model": {"hidden": 48, "heads": 3, "seq_len": 24, "positions": "rotary"}}}
+SHAPES |= {"long": {"model": {"hidden": 32, "heads": 2, "seq_len": 128}}, "short": {"model": SHORT}}
+SHAPES |= {"short bf16": {"model": {**SHORT, "dtype": "bfloat16"}}}
+SHAPES |= {"short masters": {"model": {**SHORT, "dtype": "bfloat16", "parameters": "bfloat16"}}}
+SHAPES |= {"short llama": {"model": {**SHORT, "family": "llama", "kv_heads": 2, "ffn_hidden": 200}}}
 
 
 @pytest.mark.parametrize("case", few(SHAPES, ("masters", "long", "short")))
@@ -321,9 +316,7 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
 
 
 def scales_of(folder):
-    scales = {}
-    run_threads(StoredPlan.read(folder), 2, setup=lambda worker: scales.update({worker.plan.rank: Scale(worker)}))
-    return [scales[rank] for rank in sorted(scales)]
+    return scaled(StoredPlan.read(folder))[1]
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])

@@ -49,13 +49,8 @@ def test_stages_choose_for_themselves(schedule):
 
 
 def test_training_with_rotary_positions_and_clipping():
-    plan = make_plan(
-        make_program("zb-h1", 2, 4),
-        model={**GPT, "positions": "rotary"},
-        optimizer={"lr": 1e-2, "clip_grad_norm": 0.5},
-        **ALL,
-    )
-    check_training(plan)
+    how = {"model": {**GPT, "positions": "rotary"}, "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.5}}
+    check_training(make_plan(make_program("zb-h1", 2, 4), **how, **ALL))
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,10 @@ from zbc.runtime.transports.transport import Signal
 HERE = "tests.runtime.user_models"
 RESIDUAL = {"family": f"{HERE}:residual", "layers": 8, "loss": "mse", "args": {"count": 8}}
 VECTORS = {"kind": f"{HERE}:Vectors"}
-PLANS = {
-    "halves": dict(schedule="zb-h1", p=2, m=3),
-    "two stages of a rank": dict(schedule="zb-v", p=2, m=3),
-    "two pipes": dict(schedule="dualpipe", p=2, m=4),
-    "groups": dict(),
-    "a shared weight, weights in shares": dict(schedule="1f1b", p=2, m=3, copies=2, tied=True, sharded=True),
-    "without a barrier": dict(schedule="zb-h1", p=3, m=4, copies=2, sharded=True, sync="post-validate"),
-}
+PLANS = {"halves": dict(schedule="zb-h1", p=2, m=3), "two stages of a rank": dict(schedule="zb-v", p=2, m=3)}
+PLANS |= {"two pipes": dict(schedule="dualpipe", p=2, m=4), "groups": dict()}
+PLANS |= {"a shared weight, weights in shares": dict(schedule="1f1b", p=2, m=3, copies=2, tied=True, sharded=True)}
+PLANS |= {"without a barrier": dict(schedule="zb-h1", p=3, m=4, copies=2, sharded=True, sync="post-validate")}
 GROUPED = dict(
     placement=Placement.linear(1),
     microbatches=2,

@@ -5,7 +5,7 @@ import torch
 
 from tests.jobs import job
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters
-from tests.threads import run_threads
+from tests.threads import run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
@@ -13,7 +13,6 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
-from zbc.training.recording.measure import Scale
 
 CLIP, FAST = {"clip_grad_norm": 0.5}, {"link_gbps": 1e5, "link_us": 0.0}
 OPTIMIZER = {"lr": 1e-2, **CLIP, "zero1": True}
@@ -62,10 +61,8 @@ def trained(folder, schedule, shard, resident, exchange="collective", *, weighed
     how |= {"parallel": {"dp": 2, "shard": shard, "exchange": exchange}, "hardware": FAST, **more}
     compiled = compile_job(job(layers=14, pp=2, m=4, **how))
     compiled.write(folder)
-    scales = {}
     plan = StoredPlan.read(folder)
-    scale = {"setup": lambda worker: scales.update({worker.rank: Scale(worker)})} if weighed else {}
-    workers = run_threads(plan, 4, **scale)
+    workers, scales = scaled(plan, 4) if weighed else (run_threads(plan, 4), [])
     found = [[scales[one] for one in plan.manifest.topology.ranks([rank]) if weighed] for rank in range(2)]
     return compiled, workers, list(zip(peaks(compiled.program, compiled.costs), found, strict=True))
 

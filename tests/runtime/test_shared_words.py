@@ -15,7 +15,7 @@ from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program,
 from tests.runtime.test_gradients import without_step
 from tests.runtime.test_slices import check_gradients
 from tests.runtime.woven import shared_program
-from tests.threads import begun, losses_of, norms_of, run_threads, side_by_side
+from tests.threads import begun, losses_of, norms_of, run_threads, scaled, side_by_side
 from tests.tiers import few
 from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
@@ -27,7 +27,6 @@ from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.transports.hub import Hub
 from zbc.runtime.transports.transport import Then
 from zbc.training.probing.checkup import check_up
-from zbc.training.recording.measure import Scale
 from zbc.training.warm import warm
 
 TIED = {**GPT, "tie_embeddings": True}
@@ -56,24 +55,14 @@ def far(found, wanted):
 
 # ---- a step --------------------------------------------------------------------------------------------------
 
-WAYS = [
-    ("1f1b", 1, 3, 1, {}),
-    ("1f1b", 2, 3, 1, {}),
-    ("1f1b", 4, 5, 2, {}),
-    ("zb-h1", 2, 4, 2, {"model": TIED}),
-    ("zb-h1", 4, 5, 1, {"model": {**LLAMA, "padding_token": 12}, "words": (0, 1, 30, 31, 67)}),
-    ("zb-v", 2, 3, 1, {"model": LLAMA}),
-    ("zb-v", 4, 5, 2, {}),
-    ("1f1b", 2, 3, 2, {"slices": 2}),
-    ("zb-h1", 4, 3, 1, {"slices": 2, "model": {**LLAMA, "tie_embeddings": True}}),
-    ("zb-v", 2, 3, 1, {"slices": 2}),
-    ("1f1b", 2, 3, 1, {"activations": "recompute"}),
-    ("interleaved-1f1b", 2, 4, 1, {}),
-    ("1f1b", 2, 2, 1, {"how": {"copies": 2}}),
-    ("zb-v", 2, 3, 2, {"how": {"copies": 2}, "model": TIED}),
-    ("1f1b", 8, 3, 1, {}),
-    ("zb-h1", 8, 9, 2, {"model": TIED}),
-]
+WAYS = [("1f1b", 1, 3, 1, {}), ("1f1b", 2, 3, 1, {}), ("1f1b", 4, 5, 2, {}), ("zb-h1", 2, 4, 2, {"model": TIED})]
+WAYS += [("zb-h1", 4, 5, 1, {"model": {**LLAMA, "padding_token": 12}, "words": (0, 1, 30, 31, 67)})]
+WAYS += [("zb-v", 2, 3, 1, {"model": LLAMA}), ("zb-v", 4, 5, 2, {}), ("1f1b", 2, 3, 2, {"slices": 2})]
+WAYS += [("zb-h1", 4, 3, 1, {"slices": 2, "model": {**LLAMA, "tie_embeddings": True}})]
+WAYS += [("zb-v", 2, 3, 1, {"slices": 2}), ("1f1b", 2, 3, 1, {"activations": "recompute"})]
+WAYS += [("interleaved-1f1b", 2, 4, 1, {}), ("1f1b", 2, 2, 1, {"how": {"copies": 2}})]
+WAYS += [("zb-v", 2, 3, 2, {"how": {"copies": 2}, "model": TIED}), ("1f1b", 8, 3, 1, {})]
+WAYS += [("zb-h1", 8, 9, 2, {"model": TIED})]
 
 
 @pytest.mark.parametrize(("schedule", "p", "m", "sums", "options"), few(WAYS, WAYS[1:7] + WAYS[9:10]))
@@ -492,8 +481,7 @@ def test_the_doctor_looks_at_the_layers_of_such_a_plan():
 
 
 def test_what_a_rank_holds_is_weighed_with_its_rows():
-    scales = []
-    workers = run_threads(plan_of("1f1b", 2, 3, 1), 3, setup=lambda worker: scales.append(Scale(worker)))
+    workers, scales = scaled(plan_of("1f1b", 2, 3, 1), 3)
     for scale, worker in zip(scales, workers, strict=True):
         trained = sum(p.nbytes for one in worker.every_optimizer for p in one.parameters.values())
         assert scale.held.gradients == trained and scale.held.optimizer >= 2 * trained

@@ -7,7 +7,7 @@ from tests.refusals import refused
 from tests.runtime.small_plans import hold, make_plan, make_program, parameters, reference
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
-from tests.threads import losses_of, run_threads
+from tests.threads import each_layer, losses_of, run_threads
 from tests.tiers import few
 from zbc.ir import Kind
 from zbc.job.model_section import Model
@@ -34,14 +34,8 @@ def plan_of(schedule="1f1b", p=4, m=4, *, ties=TIES, copies=1, sync="before-step
 def copies(workers, name):
     """The weight in every stage that has it, once per object."""
     owners = [name, *(other for other, owner in TIES.items() if owner == name)]
-    found = {}
-    for worker in workers:
-        for stage in worker.stages.values():
-            for layer in stage.layers:
-                for local, parameter in layer.module.named_parameters():
-                    if f"{layer.name}.{local}" in owners:
-                        found[id(parameter)] = parameter
-    return list(found.values())
+    named = [(f"{layer.name}.{n}", p) for layer in each_layer(workers) for n, p in layer.module.named_parameters()]
+    return list({id(parameter): parameter for name, parameter in named if name in owners}.values())
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -76,19 +70,11 @@ def test_a_sum_of_two_terms_has_one_order_and_so_the_bits_of_one_process(schedul
         torch.testing.assert_close(found[name].grad, grad, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "p", "how"),
-    few(
-        [
-            ("1f1b", 4, {}),
-            ("zb-v", 2, {}),
-            ("1f1b", 2, {"copies": 2}),
-            ("1f1b", 2, {"copies": 2, "sharded": True}),
-            ("zb-h1", 4, {"sync": "post-validate"}),
-        ],
-        lambda way: way[0] != "zb-v",
-    ),
-)
+COPIED = [("1f1b", 4, {}), ("zb-v", 2, {}), ("1f1b", 2, {"copies": 2}), ("1f1b", 2, {"copies": 2, "sharded": True})]
+COPIED += [("zb-h1", 4, {"sync": "post-validate"})]
+
+
+@pytest.mark.parametrize(("schedule", "p", "how"), few(COPIED, lambda way: way[0] != "zb-v"))
 def test_all_copies_of_a_weight_stay_one(schedule, p, how):
     plan = plan_of(
         schedule, p, **how, optimizer={"lr": 1e-2, "clip_grad_norm": 0.5, "sync": how.get("sync", "before-step")}

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
-from tests.threads import run_threads, side_by_side
+from tests.threads import each_layer, run_threads, side_by_side
 from tests.tiers import few
 from zbc.ir import Kind
 from zbc.plan.directory import assemble, write
@@ -47,14 +47,8 @@ def traced(tmp_path, plan, steps, total, change=lambda worker: None):
     return workers, trace.read(folder)
 
 
-CASES = {
-    "1f1b": ("1f1b", {}),
-    "zb-h1": ("zb-h1", {}),
-    "zb-v": ("zb-v", {}),
-    "two copies": ("1f1b", {"copies": 2}),
-    "sharded": ("1f1b", {"copies": 2, "sharded": True}),
-    "no barrier": ("zb-h1", {"sync": "post-validate"}),
-}
+CASES = {"1f1b": ("1f1b", {}), "zb-h1": ("zb-h1", {}), "zb-v": ("zb-v", {}), "two copies": ("1f1b", {"copies": 2})}
+CASES |= {"sharded": ("1f1b", {"copies": 2, "sharded": True}), "no barrier": ("zb-h1", {"sync": "post-validate"})}
 
 
 def plan_of_case(case):
@@ -149,9 +143,8 @@ def test_waiting_is_counted_apart_from_computing_to_the_nanosecond():
     clock = Fake()
     worker = make_worker(make_plan(make_program("zb-h1", 2, 2)), rank=1)
     worker.transport = Slow(clock)
-    for stage in worker.stages.values():
-        for layer in stage.layers:
-            layer.module.register_forward_pre_hook(lambda module, args: worker.transport.inner.pass_(7))
+    for layer in each_layer([worker]):
+        layer.module.register_forward_pre_hook(lambda module, args: worker.transport.inner.pass_(7))
     result, stamped = Recorder(worker, clock).record(4, stop=False)
     timing = stamped.timing()
     layers, ops = sum(len(stage.layers) for stage in worker.stages.values()), worker.plan.ops

@@ -8,7 +8,7 @@ from tests.lowered import lower
 from tests.runtime.small_plans import GPT, make_plan, make_program, reference
 from tests.runtime.test_copies import alike, results
 from tests.runtime.test_gradients import check_gradients, without_step
-from tests.threads import run_threads, watch
+from tests.threads import each_parameter, run_threads, watch
 from tests.tiers import few
 from tests.uneven import FOLD, FORK, THREE, eager
 from zbc.compiler.check import check_all
@@ -81,10 +81,8 @@ def test_pipes_and_data_parallel_copies_are_summed_at_once():
     workers = run_threads(plan, 1)
     assert len(workers) == 4
     expected = reference(plan)
-    for worker in workers:
-        for stage in worker.stages.values():
-            for name, parameter in stage.parameters.items():
-                torch.testing.assert_close(parameter.grad, expected.grads[name], rtol=1e-6, atol=1e-6)
+    for _, name, parameter in each_parameter(workers):
+        torch.testing.assert_close(parameter.grad, expected.grads[name], rtol=1e-6, atol=1e-6)
     assert results(workers)[0][1] == pytest.approx(expected.norms[0], rel=1e-6)
 
 

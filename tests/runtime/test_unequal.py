@@ -138,14 +138,11 @@ def dealt_as(counts):
 COUNTS = [(5, 3), (6, 2), (7, 1), (1, 3)]
 
 
+ORDERS = [("1f1b", True), ("zb-h1", False), ("zb-v", True), ("breadth-first", False), ("chimera", True)]
+
+
 @pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize(
-    ("schedule", "zero1"),
-    few(
-        [("1f1b", True), ("zb-h1", False), ("zb-v", True), ("breadth-first", False), ("chimera", True)],
-        [("1f1b", True)],
-    ),
-)
+@pytest.mark.parametrize(("schedule", "zero1"), few(ORDERS, [("1f1b", True)]))
 def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, counts, dealt):
     """Also replicas whose samples do not fill their microbatches."""
     dealt(counts)

@@ -11,7 +11,7 @@ import torch
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS
 from tests.runtime.test_tensor_parallel import WIDE, numbers, plan_of
-from tests.threads import run_threads
+from tests.threads import each_parameter, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
@@ -46,12 +46,7 @@ def found(plan, *, one_by_one=False, steps=2, setup=lambda worker: None):
         setup(worker)
 
     workers = run_threads(plan, steps, setup=watch)
-    weights = {
-        (worker.rank, name): parameter.detach().clone()
-        for worker in workers
-        for stage in worker.stages.values()
-        for name, parameter in stage.parameters.items()
-    }
+    weights = {(worker.rank, name): p.detach().clone() for worker, name, p in each_parameter(workers)}
     return numbers(workers), weights, starts
 
 
@@ -79,18 +74,12 @@ def changes(starts, plan, rank, kinds):
     return [len(list(groupby(i for i in mine if at < i < at + 3))) for at in marks]
 
 
-WAYS = {
-    "gpt": {},
-    "llama": {"model": "llama"},
-    "qwen3": {"model": "qwen3"},
-    "recompute": {"memory": {"activations": "recompute"}},
-    "sequence": {"more": {"tp_sequence": True}},
-    "bfloat16": {"model_more": {"dtype": "bfloat16"}},
-    "bfloat16 recomputed": {"model_more": {"dtype": "bfloat16"}, "memory": {"activations": "recompute"}},
-    "replicas": {"dp": 2},
-    "sharded": {"dp": 2, "more": {"shard": "optimizer"}},
-    "ahead": {"optimizer": {"sync": "post-validate"}},
-}
+WAYS = {"gpt": {}, "llama": {"model": "llama"}, "qwen3": {"model": "qwen3"}}
+WAYS |= {"recompute": {"memory": {"activations": "recompute"}}, "sequence": {"more": {"tp_sequence": True}}}
+WAYS |= {"bfloat16": {"model_more": {"dtype": "bfloat16"}}}
+WAYS |= {"bfloat16 recomputed": {"model_more": {"dtype": "bfloat16"}, "memory": {"activations": "recompute"}}}
+WAYS |= {"replicas": {"dp": 2}, "sharded": {"dp": 2, "more": {"shard": "optimizer"}}}
+WAYS |= {"ahead": {"optimizer": {"sync": "post-validate"}}}
 
 
 @pytest.mark.parametrize("way", few(WAYS, ("gpt", "recompute", "sequence", "bfloat16")))

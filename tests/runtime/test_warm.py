@@ -6,7 +6,7 @@ import torch
 from tests.runtime.moving import moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import begun, losses_of, norms_of, run_threads
+from tests.threads import begun, each_layer, losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.runtime.features import parcels
 from zbc.runtime.features.offload import Offloads
@@ -62,11 +62,10 @@ def test_a_training_that_was_warmed_up_has_the_same_bits(case):
     for one, other in zip(found, plain, strict=True):
         if one.evaluation is not None:
             assert [r.loss for r in one.evaluation.results] == [r.loss for r in other.evaluation.results] != []
-        for stage, same in zip(one.stages.values(), other.stages.values(), strict=True):
-            for layer, its in zip(stage.layers, same.layers, strict=True):
-                wanted = its.module.state_dict()
-                for name, value in layer.module.state_dict().items():
-                    assert torch.equal(value, wanted[name]), name
+    for layer, its in zip(each_layer(found), each_layer(plain), strict=True):
+        wanted = its.module.state_dict()
+        for name, value in layer.module.state_dict().items():
+            assert torch.equal(value, wanted[name]), name
 
 
 @pytest.mark.parametrize("case", few(["replicas", "ZeRO-1", "no barrier"], ("ZeRO-1",)))
