@@ -24,12 +24,8 @@ def test_processes_average_as_threads_do(pool, tmp_path):
 
 @pytest.mark.repeats
 def test_a_rank_that_is_killed_leaves_no_trace(tmp_path, out):
-    tables = {
-        "parallel": {"pp": 2, "dp": 2, "average": {"share": 0.25}},
-        "optimizer": {"lr": 0.01},
-        "train": {"steps": 9},
-        "checkpoint": {"every": 3},
-    }
+    tables = {"parallel": {"pp": 2, "dp": 2, "average": {"share": 0.25}}, "optimizer": {"lr": 0.01}}
+    tables |= {"train": {"steps": 9}, "checkpoint": {"every": 3}}
     (tmp_path / "a").mkdir()
     run_here(write_plan(tmp_path / "a", **tables), 4, tmp_path / "whole")
     lines = run_paced(write_plan(tmp_path, **tables), 4, out, each=killing(out, {5: 3}), max_restarts=3)

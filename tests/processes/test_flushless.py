@@ -26,11 +26,8 @@ def test_processes_train_what_one_does_a_step_late(pool, schedule, p, m, v, dp):
 @pytest.mark.repeats
 def test_ranks_that_are_killed_leave_no_trace(tmp_path, out):
     """They go on from a checkpoint, which has both versions."""
-    tables = {
-        "parallel": {"pp": 2},
-        "optimizer": {"lr": 0.01, "sync": "two-versions"},
-        "train": {"steps": 12},
-    }
+    optimizer = {"lr": 0.01, "sync": "two-versions"}
+    tables = {"parallel": {"pp": 2}, "optimizer": optimizer, "train": {"steps": 12}}
     (tmp_path / "a").mkdir()
     run_here(write_plan(tmp_path / "a", **tables, checkpoint={"every": 12}), 2, tmp_path / "whole")
     plan = write_plan(tmp_path, **tables, checkpoint={"every": 3})

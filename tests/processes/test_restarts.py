@@ -113,11 +113,8 @@ def test_only_what_may_go_well_another_time_is_tried_again(failure, again):
     if again:
         run()
         assert tried == [False, True]
-        assert lines[0] in (
-            "restart 1 of 2, since no progress",
-            "restart 1 of 2, since rank 1 failed",
-            "restart 1 of 2, since RuntimeError: connection reset",
-        )
+        assert lines[0].startswith("restart 1 of 2, since ")
+        assert lines[0].partition("since ")[2] in ("no progress", "rank 1 failed", "RuntimeError: connection reset")
     else:
         with pytest.raises(ZbcError):
             run()

@@ -201,15 +201,12 @@ def test_few_batches_are_the_same_ones_every_time(text):
     assert [samples for _, _, samples in found] == [8, 8, 8] and len({loss for _, loss, _ in found}) == 1
 
 
-def test_too_little_data_for_one_evaluation_is_refused(text):
-    plan = plan_for("1f1b", 2, text, m=16)
-    with refused("E504", "samples are kept for evaluation, which takes 32", hint="data.validation") as caught:
-        run_threads(plan, 1)
-    assert caught.value.where.startswith("data.path = ")
-    assert caught.value.where.endswith("of which data.validation = 0.3 keeps")
-
-
-def test_too_little_data_for_one_step_is_refused_with_the_file(text):
-    with pytest.raises(ZbcError) as caught:
-        run_threads(plan_for("1f1b", 2, text, m=256), 1)
-    assert caught.value.code == "E504" and caught.value.where.startswith("data.path = ")
+@pytest.mark.parametrize(
+    ("m", "said", "end"),
+    [(16, "samples are kept for evaluation, which takes 32", "of which data.validation = 0.3 keeps"), (256, "", "")],
+    ids=["an evaluation", "a step"],
+)
+def test_too_little_data_is_refused_with_the_file(text, m, said, end):
+    with refused("E504", said, hint="data.validation" if said else "") as caught:
+        run_threads(plan_for("1f1b", 2, text, m=m), 1)
+    assert caught.value.where.startswith("data.path = ") and caught.value.where.endswith(end)

@@ -40,6 +40,11 @@ class Clock:
         pass
 
 
+def filled(**how):
+    clock = Clock(**how)
+    return clock, Filling(clock, clock, CPU, print, clock.now)
+
+
 def awaited(filling, clock, message, seconds):
     """Steps that were done in a wait of so long, and how much longer it took than that."""
     before, clock.comes[message] = clock.steps, clock.time + seconds
@@ -48,8 +53,7 @@ def awaited(filling, clock, message, seconds):
 
 
 def test_a_wait_is_filled_as_far_as_it_went_the_last_time():
-    clock = Clock(seconds=1.0)
-    filling = Filling(clock, clock, CPU, print, clock.now)
+    clock, filling = filled(seconds=1.0)
     assert awaited(filling, clock, A, 5.5) == (0, 0.0), "nobody knows yet how long it is"
     assert awaited(filling, clock, A, 5.5) == (5, 0.0)
     assert awaited(filling, clock, A, 9.0) == (5, 0.0), "longer than known"
@@ -59,8 +63,7 @@ def test_a_wait_is_filled_as_far_as_it_went_the_last_time():
 
 
 def test_a_wait_that_is_over_early_is_overrun_by_one_step_once():
-    clock = Clock(seconds=1.0)
-    filling = Filling(clock, clock, CPU, print, clock.now)
+    clock, filling = filled(seconds=1.0)
     awaited(filling, clock, A, 9.0)
     assert awaited(filling, clock, A, 2.5) == (3, 0.5)
     assert awaited(filling, clock, A, 2.5) == (2, 0.0)
@@ -69,8 +72,7 @@ def test_a_wait_that_is_over_early_is_overrun_by_one_step_once():
 
 
 def test_steps_that_take_longer_than_they_say_are_known_by_what_they_took():
-    clock = Clock(takes=2.0, seconds=0.1)
-    filling = Filling(clock, clock, CPU, print, clock.now)
+    clock, filling = filled(takes=2.0, seconds=0.1)
     awaited(filling, clock, A, 3.0)
     assert awaited(filling, clock, A, 3.0) == (1, 0.0), "the first showed that there is no time for a second"
     awaited(filling, clock, B, 1.0)

@@ -172,14 +172,9 @@ def test_a_plan_is_the_same_without_gathers_in_the_step():
 def test_predicted_bytes_of_weights_are_those_that_are_allocated(tmp_path, resident, parameters):
     """Of the rank with the most: its parts, what stays, and the most that is gathered at once."""
     section = {"family": "gpt", "layers": 10, "hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16}
-    asked = job(
-        model={**section, "dtype": "bfloat16" if parameters == "bfloat16" else "float32", "parameters": parameters},
-        parallel={"pp": 2, "dp": 2, "shard": "weights"},
-        schedule={"kind": "breadth-first", "chunks": 3, "microbatches": 4, "microbatch_size": 2},
-        memory={"resident": resident},
-        data={"kind": "synthetic"},
-    )
-    compiled = compile_job(asked)
+    how = {"model": {**section, "dtype": parameters, "parameters": parameters}, "data": {"kind": "synthetic"}}
+    how |= {"parallel": {"pp": 2, "dp": 2, "shard": "weights"}, "memory": {"resident": resident}}
+    compiled = compile_job(job(kind="breadth-first", m=4, schedule={"chunks": 3, "microbatch_size": 2}, **how))
     costs, most = compiled.costs, Counter()
 
     def look(worker, op):

@@ -248,10 +248,8 @@ def test_four_ranks_train_with_fewer_microbatches_as_one_process_does(schedule, 
 @pytest.mark.parametrize("schedule", few(["gpipe", "zb-h1", "zb-v", "interleaved-1f1b"], ("zb-h1",)))
 def test_without_a_barrier_one_microbatch_is_enough(schedule):
     plain, ahead = (
-        run_threads(
-            make_plan(make_program(schedule, 4, 1, sync=sync), optimizer={**FAST, "sync": sync}, **options(schedule)), 3
-        )
-        for sync in ("before-step", "post-validate")
+        run_threads(make_plan(make_program(schedule, 4, 1, sync=how["sync"]), optimizer=how, **options(schedule)), 3)
+        for how in ({**FAST, "sync": sync} for sync in ("before-step", "post-validate"))
     )
     assert [(r.loss, r.grad_norm) for r in plain[0].results] == [(r.loss, r.grad_norm) for r in ahead[0].results]
 

@@ -117,11 +117,8 @@ def test_replicas_agree_and_sum():
 
 @pytest.mark.parametrize("zero1", [False, True])
 def test_training_goes_on_from_a_checkpoint_and_is_that_of_one_process(tmp_path, zero1):
-    sections = {
-        "optimizer": {"kind": "adamw", "lr": 1e-2, "zero1": zero1},
-        "checkpoint": {"every": 2},
-        "train": {"steps": 4, "seed": 3},
-    }
+    sections = {"checkpoint": {"every": 2}, "train": {"steps": 4, "seed": 3}}
+    sections |= {"optimizer": {"kind": "adamw", "lr": 1e-2, "zero1": zero1}}
     plan = plan_of("one and three", "zb-h1", dp=1 + zero1, **sections)
     whole = losses_of(run_threads(plan, 4))
     first = run_threads(plan, 2, folder=tmp_path / "a")
@@ -145,12 +142,9 @@ def test_training_goes_on_from_a_checkpoint_and_is_that_of_one_process(tmp_path,
 def test_evaluation_is_that_of_one_process(name):
     """Of weights that a step of no length has left as they were."""
     of = [group for group, reads in GRAPHS[name][0].items() if not reads]
-    plan = plan_of(
-        name,
-        train={"steps": 1, "eval_every": 1, "seed": 1},
-        optimizer={"kind": "sgd", "lr": 1e-30},
-        data={"kind": "tests.runtime.graph_models:Vectors", "validation": 0.25, "args": {"count": 64, "of": of}},
-    )
+    how = {"train": {"steps": 1, "eval_every": 1, "seed": 1}, "optimizer": {"kind": "sgd", "lr": 1e-30}}
+    data = {"kind": "tests.runtime.graph_models:Vectors", "validation": 0.25, "args": {"count": 64, "of": of}}
+    plan = plan_of(name, data=data, **how)
     workers = run_threads(plan, 1)
     (found,) = {worker.evaluation.results[0].loss for worker in workers}
     settings = Settings.of(plan.manifest)

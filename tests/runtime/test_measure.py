@@ -87,15 +87,12 @@ def test_what_moves_to_the_host_is_predicted(tmp_path, case, kind):
     assert sum(measured.host for _, measured in found) > 0
 
 
+SLICED = ["fp32", "bf16", "masters", "rotary", "llama", "qwen3"]
+
+
 @pytest.mark.parametrize(
     ("case", "kind", "activations"),
-    few(
-        dealt(
-            ["fp32", "bf16", "masters", "rotary", "llama", "qwen3"],
-            dealt(["1f1b", "zb-h1", "zb-v"], ["keep", "recompute"]),
-        ),
-        [("rotary", "1f1b", "keep")],
-    ),
+    few(dealt(SLICED, dealt(["1f1b", "zb-h1", "zb-v"], ["keep", "recompute"])), [("rotary", "1f1b", "keep")]),
 )
 def test_what_slices_keep_is_predicted(tmp_path, case, kind, activations):
     """Keys and values once for all slices, their gradients, and of the rest what is in flight."""
@@ -162,13 +159,10 @@ def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
             assert getattr(predicted, name) == pytest.approx(max(getattr(one, name) for one in held), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("zero1", "sync"),
-    few(
-        [(False, "before-step"), (True, "before-step"), (True, "post-validate")],
-        [(False, "before-step"), (True, "post-validate")],
-    ),
-)
+SUMMED = [(False, "before-step"), (True, "before-step"), (True, "post-validate")]
+
+
+@pytest.mark.parametrize(("zero1", "sync"), few(SUMMED, [(False, "before-step"), (True, "post-validate")]))
 @pytest.mark.parametrize("case", few(["a large embedding", "masters"], ("a large embedding",)))
 def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_the_shares(tmp_path, case, zero1, sync):
     """Messages of ZeRO-1 have as much for each copy as for the one that is dealt most."""

@@ -253,11 +253,8 @@ def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_of_layers_that_ranks_share_the_part_of_one_is_measured(sequence):
     """What a block keeps is counted to the byte; sums bring nothing, so one rank can be measured without the others."""
-    described = job(
-        data=NOISE,
-        model={"hidden": 48, "heads": 6, "seq_len": 24, "vocab": 300},
-        parallel={"tp": 2, "tp_sequence": sequence},
-    )
+    model = {"hidden": 48, "heads": 6, "seq_len": 24, "vocab": 300}
+    described = job(data=NOISE, model=model, parallel={"tp": 2, "tp_sequence": sequence})
     table = estimate.layers(described)
     found = weigh(build_rig(described, CPU), CPU)
     assert [found[kind].parameters for kind in ("embed", "block", "head")] == [table[i].params for i in (0, 1, -1)]

@@ -44,14 +44,11 @@ def test_a_gpt_passes_float32_under_autocast_too_and_a_net_passes_what_its_layer
     assert shapes_of(gpt_plan(model=net, data=data), first, autocast=CPU).inputs[1:] == (wanted,) * 3
 
 
-@pytest.mark.parametrize(
-    "boundary",
-    [
-        Boundary(shape=[2, 16, 31], dtype="float32"),
-        Boundary(shape=[2, 16, 32], dtype="float64"),
-        Boundary(shape=[2, 16, 32], dtype="int7"),
-    ],
-)
+OTHER = [Boundary(shape=[2, 16, 31], dtype="float32"), Boundary(shape=[2, 16, 32], dtype="float64")]
+OTHER += [Boundary(shape=[2, 16, 32], dtype="int7")]
+
+
+@pytest.mark.parametrize("boundary", OTHER)
 def test_a_plan_with_another_boundary_is_refused_with_both(boundary):
     plan = gpt_plan(boundaries=[None, boundary, None])
     with refused("E505", "after stage 1") as caught:

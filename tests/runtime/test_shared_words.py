@@ -93,12 +93,8 @@ def test_in_bfloat16_sums_are_float32(options, monkeypatch):
         "zbc.runtime.features.vocabulary_state.combine", lambda told: kinds.add(told.dtype) or combine(told)
     )
     model = {**LLAMA, "dtype": "bfloat16", **options}
-    plans = (
-        plan_of("zb-h1", 2, 3, sums, model=model, optimizer={"lr": 1e-2})
-        if sums
-        else make_plan(make_program("1f1b", 2, 3), model=model, optimizer={"lr": 1e-2})
-        for sums in (1, 2, 0)
-    )
+    how = {"model": model, "optimizer": {"lr": 1e-2}}
+    plans = [*(plan_of("zb-h1", 2, 3, sums, **how) for sums in (1, 2)), make_plan(make_program("1f1b", 2, 3), **how)]
     one, two, ends = (losses_of(run_threads(plan, 4)) for plan in plans)
     assert kinds == {torch.float32}
     assert one == pytest.approx(ends, rel=2e-3) and two == pytest.approx(ends, rel=2e-3)
