@@ -7,18 +7,21 @@ and holds a lock while it runs; a layer that also checkpoints its activations dr
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zbc.errors import ZbcError
+from zbc.ir import Kind, Op
 from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core.execute import Step, run_step
 from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.stage import StageLayer
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.transports.hub import Hub
@@ -28,6 +31,7 @@ from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.launch.board import Board
 from zbc.training.nonfinite import Skips
 from zbc.training.probing.shapes import Shapes
+from zbc.training.recording.measure import Scale
 from zbc.training.train import train_steps
 from zbc.training.worker import build_worker
 
@@ -89,6 +93,92 @@ def run_threads(
     if failures:
         raise next((one for one in failures if not _told(one)), failures[0])
     return workers
+
+
+def side_by_side(count: int, job: Callable[[int], Any]) -> list[Any]:
+    """What `job(rank)` returns, each on a thread of its own; when all have ended, what the first to fail raised."""
+    found, failures = [None] * count, list[BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = job(rank)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return found
+
+
+def losses_of(workers: Sequence[Worker]) -> list[float]:
+    return [result.loss for result in workers[0].results]
+
+
+def norms_of(workers: Sequence[Worker]) -> list[float]:
+    return [result.grad_norm for result in workers[0].results]
+
+
+def each_parameter(workers: Iterable[Worker]) -> Iterator[tuple[Worker, str, torch.nn.Parameter]]:
+    """All parameters of all stages, each with its rank and its name."""
+    for worker in workers:
+        for stage in worker.stages.values():
+            for name, parameter in stage.parameters.items():
+                yield worker, name, parameter
+
+
+def each_layer(workers: Iterable[Worker]) -> list[StageLayer]:
+    return [layer for worker in workers for stage in worker.stages.values() for layer in stage.layers]
+
+
+def scaled(plan: StoredPlan, steps: int = 2) -> tuple[list[Worker], list[Scale]]:
+    """The workers of a run, and what was weighed of each of them."""
+    scales = dict[int, Scale]()
+    workers = run_threads(plan, steps, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
+    return workers, [scales[rank] for rank in range(len(workers))]
+
+
+Act = Callable[[Worker, Op], object]
+
+
+def watch(
+    worker: Worker, *, before: Act | None = None, after: Act | None = None, of: Callable[[Op], bool] = lambda op: True
+) -> None:
+    """Have something done before and behind these ops of a worker's script."""
+
+    def around(handler: Act) -> Act:
+        def run(worker: Worker, op: Op) -> None:
+            if before is not None:
+                before(worker, op)
+            handler(worker, op)
+            if after is not None:
+                after(worker, op)
+
+        return run
+
+    script = worker.phase_run.script
+    script[:] = [(around(handler) if of(op) else handler, op, text) for handler, op, text in script]
+
+
+def begun(act: Callable[[Worker], object]) -> Callable[[Worker], Step]:
+    """Steps before the first of which something is done, in the thread of the rank."""
+
+    def run(worker: Worker, number: int, **how: Any) -> StepResult | None:
+        if number == 0:
+            act(worker)
+        return run_step(worker, number, **how)
+
+    return lambda worker: run
+
+
+def last_of(worker: Worker, *kinds: Kind, stage: int | None = None) -> int:
+    """Where the last op of these kinds stands in a worker's script."""
+    ops = [op for _, op, _ in worker.script]
+    return max(i for i, op in enumerate(ops) if op.kind in kinds and stage in (None, op.stage))
 
 
 def _told(error: BaseException) -> bool:

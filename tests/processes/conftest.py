@@ -1,7 +1,5 @@
 """Nothing here may hang: every test has a time limit, every process of the pool answers in time or is killed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from datetime import timedelta

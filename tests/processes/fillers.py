@@ -1,7 +1,5 @@
 """Tasks of fillers, as a user writes them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the processes of the pool are told to do."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """What a run may leave behind when it ends, however it ends: nothing that runs, and nothing that listens."""
 
-from __future__ import annotations
-
 import os
 from multiprocessing import forkserver
 from pathlib import Path

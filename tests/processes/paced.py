@@ -3,8 +3,6 @@
 The main functions of a rank's process that stand here change what is decisive in that process, and do the usual then.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable

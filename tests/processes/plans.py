@@ -1,13 +1,14 @@
 """Plan directories for runs in processes, and what such a run leaves behind."""
 
-from __future__ import annotations
-
 import json
+import os
 import random
+import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,27 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 def processes(out: Path) -> list[int]:
     """The process id of every rank of a run."""
     return [int(name.rpartition(":")[2]) for name in json.loads((out / "run.json").read_text())["processes"]]
+
+
+def at_step(step: int, action: Callable[[], object]) -> Callable[[str], None]:
+    """Calls `action` when the line of that step is first shown."""
+    left = [action]
+
+    def each(line: str) -> None:
+        if left and line.split()[0] == "step" and line.split()[1].startswith(f"{step}/"):
+            left.pop()()
+
+    return each
+
+
+def killing(out: Path, victims: Mapping[int, int]) -> Callable[[str], None]:
+    """Kills these ranks (step -> rank) when the lines of the steps are first shown."""
+    ways = [at_step(step, partial(_kill, out, rank)) for step, rank in victims.items()]
+    return lambda line: [each(line) for each in ways] and None
+
+
+def _kill(out: Path, rank: int) -> None:
+    os.kill(processes(out)[rank], signal.SIGKILL)
 
 
 def free_port() -> int:

@@ -1,16 +1,11 @@
 """Replicas that average weights on four gloo ranks: the bits of threads, also when a rank is killed on the way."""
 
-from __future__ import annotations
-
-import os
-import signal
-
 import pytest
 import torch
 
 from tests.processes.gloo_ranks import train
 from tests.processes.paced import run_paced
-from tests.processes.plans import processes, run_here, write_plan
+from tests.processes.plans import killing, run_here, write_plan
 from tests.processes.test_restarts import restarts, result
 from tests.runtime.test_averaging import plan
 from tests.threads import run_threads
@@ -29,22 +24,10 @@ def test_processes_average_as_threads_do(pool, tmp_path):
 
 @pytest.mark.repeats
 def test_a_rank_that_is_killed_leaves_no_trace(tmp_path, out):
-    tables = {
-        "parallel": {"pp": 2, "dp": 2, "average": {"share": 0.25}},
-        "optimizer": {"lr": 0.01},
-        "train": {"steps": 9},
-        "checkpoint": {"every": 3},
-    }
+    tables = {"parallel": {"pp": 2, "dp": 2, "average": {"share": 0.25}}, "optimizer": {"lr": 0.01}}
+    tables |= {"train": {"steps": 9}, "checkpoint": {"every": 3}}
     (tmp_path / "a").mkdir()
     run_here(write_plan(tmp_path / "a", **tables), 4, tmp_path / "whole")
-    victims = {5: 3}  # step -> rank
-
-    def kill(line):
-        words = line.split()
-        step = int(words[1].partition("/")[0]) if words[0] == "step" else 0
-        if step in victims:
-            os.kill(processes(out)[victims.pop(step)], signal.SIGKILL)
-
-    lines = run_paced(write_plan(tmp_path, **tables), 4, out, each=kill, max_restarts=3)
+    lines = run_paced(write_plan(tmp_path, **tables), 4, out, each=killing(out, {5: 3}), max_restarts=3)
     assert len(restarts(lines)) == 1
     assert result(out) == result(tmp_path / "whole")

@@ -1,7 +1,5 @@
 """bench/gpu.py is for a person with a GPU; that it works, and finds what is wrong, is tested here without one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`zbc run --resume`: where a run begins, what it goes on with, and what its directory holds afterwards."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.processes.paced import run_paced
 from tests.processes.plans import metrics, run_here, write_plan
+from tests.refusals import refused
 from zbc.errors import ZbcError
 from zbc.host.linefile import replace_text
 from zbc.plan.directory import read_manifest
@@ -55,8 +54,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_as_if_it_had_never_ended(tmp_p
     with (out / "metrics.jsonl").open("a") as file:  # steps that came after the checkpoint, the last cut off
         file.write('{"step": 4, "loss": 0.0}\n{"step": 5, "los')
     disk_before = disk.newest(out / "checkpoints")
-    lines = run_here(plan, 2, out, resume="auto")
-    assert f"going on from {disk_before}, after step 3" in lines[0]
+    assert f"going on from {disk_before}, after step 3" in run_here(plan, 2, out, resume="auto")[0]
     assert losses(out) == losses(tmp_path / "whole")
     assert same(out / "checkpoints/step-00000006", tmp_path / "whole/checkpoints/step-00000006")
     assert sum("wrote" in line for line in whole) == 3
@@ -80,8 +78,7 @@ def test_another_plan_goes_on_from_the_directory_of_a_run(tmp_path):
     other = plan_of(tmp_path, "other", parallel={"pp": 4}, schedule={"kind": "zb-h1"}, train={"steps": 5})
     run_here(other, 4, tmp_path / "second", resume=str(tmp_path / "first"))
     assert [step for step, _ in losses(tmp_path / "second")] == [4, 5]
-    whole = plan_of(tmp_path, "whole", train={"steps": 5})
-    run_here(whole, 2, tmp_path / "third")
+    run_here(plan_of(tmp_path, "whole", train={"steps": 5}), 2, tmp_path / "third")
     assert same(tmp_path / "second/checkpoints/step-00000005", tmp_path / "third/checkpoints/step-00000005")
 
 
@@ -94,9 +91,8 @@ def test_a_folder_that_cannot_be_written_ends_in_a_message_and_the_checkpoint_be
         if line.startswith("wrote"):
             (folder / "step-00000004").write_text("in the way")  # root may write anywhere, but not over this
 
-    with pytest.raises(ZbcError) as caught:
+    with refused("E611") as caught:
         run_paced(plan, 2, out, each=block)
-    assert caught.value.code == "E611"
     assert f"the newest complete checkpoint is {folder / 'step-00000002'}" in caught.value.details
     disk.read_index(folder / "step-00000002")
     (folder / "step-00000004").unlink()
@@ -156,7 +152,7 @@ def test_auto_takes_the_newest_run_that_has_a_complete_checkpoint(place, tmp_pat
     assert start(place, "auto", out=tmp_path / "new") == Start(None, tmp_path / "new")
 
 
-def test_a_refoundgoes_on_with_its_own_run(place, tmp_path):
+def test_a_restart_goes_on_with_its_own_run(place, tmp_path):
     run = tmp_path / "runs/plan-1"
     own = {"restarted": True, "launch": "launch 1"}
     assert start(place, **own) == start(place, "auto", **own) == Start(run / "checkpoints/step-00000010", run)
@@ -165,7 +161,7 @@ def test_a_refoundgoes_on_with_its_own_run(place, tmp_path):
     assert start(place, restarted=True, launch="launch 3") == Start()
 
 
-def test_a_refoundbefore_the_first_checkpoint_begins_its_run_again(place, tmp_path):
+def test_a_restart_before_the_first_checkpoint_begins_its_run_again(place, tmp_path):
     run = tmp_path / "runs/plan-3"
     (run / "run.json").write_text(json.dumps({"launch": "launch 3"}))
     own = {"restarted": True, "launch": "launch 3"}
@@ -174,16 +170,15 @@ def test_a_refoundbefore_the_first_checkpoint_begins_its_run_again(place, tmp_pa
     assert start(place, str(given), **own) == Start(given, run)
 
 
-def test_a_refoundof_a_run_that_had_not_begun_does_what_was_asked_first(place, tmp_path):
+def test_a_restart_of_a_run_that_had_not_begun_does_what_was_asked_first(place, tmp_path):
     own = {"restarted": True, "launch": "launch 4"}
     run = tmp_path / "runs/plan-2"
     assert start(place, **own) == Start()
     assert start(place, "auto", **own) == Start(run / "checkpoints/step-00000020", run)
     shared = plan_of(tmp_path, "shared", checkpoint={"dir": str(tmp_path / "shared-checkpoints")})
     checkpoint(tmp_path / "shared-checkpoints", 10)
-    with pytest.raises(ZbcError) as refused:
+    with refused("E614"):
         start(shared, **own)  # they are another run's
-    assert refused.value.code == "E614"
 
 
 def test_a_path_is_a_checkpoint_a_run_or_a_folder_of_checkpoints(place, tmp_path):
@@ -195,18 +190,16 @@ def test_a_path_is_a_checkpoint_a_run_or_a_folder_of_checkpoints(place, tmp_path
 
 @pytest.mark.parametrize("path", ["runs/plan-3", "runs/plan-2/checkpoints/step-00000030", "nowhere"])
 def test_a_path_without_a_complete_checkpoint_is_refused(place, tmp_path, path):
-    with pytest.raises(ZbcError, match="complete checkpoint") as caught:
+    with refused("E612", match="complete checkpoint"):
         start(place, str(tmp_path / path))
-    assert caught.value.code == "E612"
 
 
 def test_a_run_does_not_write_among_later_checkpoints_of_another(place, tmp_path):
     run = tmp_path / "runs/plan-2"
     checkpoint(run / "checkpoints", 15)
     for resume in (None, "none", str(run / "checkpoints/step-00000015")):
-        with pytest.raises(ZbcError) as caught:
+        with refused("E614"):
             start(place, resume, out=run)
-        assert caught.value.code == "E614"
 
 
 def test_a_folder_of_its_own_leads_back_to_the_run(tmp_path):
@@ -218,9 +211,8 @@ def test_a_folder_of_its_own_leads_back_to_the_run(tmp_path):
     (run / "run.json").write_text("{}")
     found = checkpoint(own, 4, run=run)
     assert start(plan, "auto") == Start(found, run)
-    with pytest.raises(ZbcError) as caught:
+    with refused("E614"):
         start(plan)
-    assert caught.value.code == "E614"
 
 
 HOLDER = """
@@ -271,7 +263,7 @@ def test_a_whole_run_ends_before_its_first_step_where_another_writes(tmp_path):
     assert not (tmp_path / "second" / "metrics.jsonl").exists()
 
 
-def test_a_refoundwaits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):
+def test_a_restart_waits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):
     """A file server keeps the locks of a machine that is gone for a while."""
     monkeypatch.setattr(together, "_PATIENCE_S", 0.0)
     asked = iter([False, False, True])

@@ -1,10 +1,6 @@
 """Two copies of a pipeline of two ranks, as four processes."""
 
-from __future__ import annotations
-
 import math
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,15 +8,16 @@ import torch
 from safetensors.torch import load_file
 
 from tests.processes.gloo_ranks import open_network, train, unpack
-from tests.processes.plans import GPT, metrics, processes, run_here, write_plan
+from tests.processes.plans import GPT, killing, metrics, run_here, write_plan
+from tests.refusals import error_of
 from tests.runtime import test_freed_weights as freed
+from tests.runtime import test_freezing as freezing
 from tests.runtime.small_plans import GPT as SMALL
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.runtime.test_unequal import unequal
 from tests.runtime.test_windows import one_sided
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
-from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.gathers import Gathers
 
@@ -36,16 +33,39 @@ def plan_of(schedule, *, zero1=False, tied=False, low=False, sync="before-step",
     return make_plan(program, model=model, optimizer=options, node=node)
 
 
-@pytest.mark.parametrize("zero1", few([True, False], ()))
-def test_processes_with_unequal_numbers_of_microbatches_are_threads_with_them(pool, zero1):
-    plan = unequal("zb-h1", zero1=zero1)
-    found, threads = pool.run(train, plan, 3), run_threads(plan, 3)
-    for losses, norms, _, _ in found:
-        assert losses == pytest.approx([r.loss for r in threads[0].results], abs=1e-6)
-        assert norms == pytest.approx([r.grad_norm for r in threads[0].results], rel=1e-6)
-    weights, expected = unpack([one[3] for one in found]), parameters(threads)
-    for name, value in weights.items():
-        torch.testing.assert_close(value, expected[name].detach(), rtol=0, atol=1e-6, msg=name)
+def as_threads(pool, plan, steps=3, rel=0.0, atol=0.0):
+    """What processes find, and threads, which find the same or nearly: losses, norms and weights."""
+    found, workers = pool.run(train, plan, steps), run_threads(plan, steps)
+    for losses, norms, *_ in found:
+        assert losses == pytest.approx(losses_of(workers), rel=rel)
+        assert norms == pytest.approx(norms_of(workers), rel=rel)
+    expected = freed.weights(workers) if plan.program.resident else parameters(workers)
+    for name, value in unpack([weights for *_, weights in found]).items():
+        torch.testing.assert_close(value, expected.pop(name).detach(), rtol=rel, atol=atol, msg=name)
+    assert not expected
+    return found, workers
+
+
+def frozen(sharded):
+    program = freezing.shared_out(make_program("zb-h1", 2, 4, copies=2, sharded=sharded), freezing.mixed)
+    optimizer = {**freezing.ADAMW, "clip_grad_norm": 0.5, "zero1": sharded}
+    return make_plan(program, optimizer=optimizer, seed=freezing.SEED)
+
+
+OTHERS = {
+    "frozen layers, a shared optimizer": (lambda: frozen(True), 0.0, 0.0),
+    "weights that two pipes share out": (lambda: freed.plan_of("chimera", 2, 4, 1), 1e-6, 1e-4),
+    "frozen layers": (lambda: frozen(False), 0.0, 0.0),
+    "unequal numbers of microbatches": (lambda: unequal("zb-h1"), 1e-6, 1e-6),
+    "such, and a shared optimizer": (lambda: unequal("zb-h1", zero1=True), 1e-6, 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", few(OTHERS, 2))
+def test_processes_of_other_plans_compute_what_threads_compute(pool, name):
+    """Four ranks sum in another order."""
+    make, rel, atol = OTHERS[name]
+    as_threads(pool, make(), rel=rel, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -58,37 +78,21 @@ def test_staged_transfers_change_no_bit(pool, schedule, how):
     plain, staged = pool.run(train, plan, 3), pool.run(train, plan, 3, False, True)
     for one, other in zip(plain, staged, strict=True):
         assert one[:2] == other[:2]
-        here, there = unpack([one[3]]), unpack([other[3]])
-        assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+        same_weights(one[3], other[3])
 
 
-@pytest.mark.parametrize(
-    ("schedule", "how"),
-    few(
-        [
-            ("zb-v", {"zero1": True, "sync": "post-validate"}),
-            ("zb-h1", {"tied": True}),
-            ("chimera", {"zero1": True, "node": (1, 2)}),
-            ("1f1b", {}),
-            ("zb-v", {"zero1": True}),
-            ("zb-v", {"zero1": True, "low": True}),
-            ("zb-h1", {"tied": True, "zero1": True}),
-        ],
-        3,
-    ),
-)
+WAYS = [("zb-v", {"zero1": True, "sync": "post-validate"}), ("zb-h1", {"tied": True})]
+WAYS += [("chimera", {"zero1": True, "node": (1, 2)}), ("1f1b", {}), ("zb-v", {"zero1": True})]
+WAYS += [("zb-v", {"zero1": True, "low": True}), ("zb-h1", {"tied": True, "zero1": True})]
+
+
+@pytest.mark.parametrize(("schedule", "how"), few(WAYS, 3))
 def test_processes_compute_what_threads_compute(pool, schedule, how):
     """Sums of two terms have one order; those of a tied weight have four."""
-    plan = plan_of(schedule, **how)
-    found, workers = pool.run(train, plan, 3), run_threads(plan, 3)
-    losses, norms = ([getattr(r, key) for r in workers[0].results] for key in ("loss", "grad_norm"))
-    rel = 1e-6 if how.get("tied") or schedule == "chimera" else 0.0
-    assert all(one[0] == pytest.approx(losses, rel=rel) and one[1] == pytest.approx(norms, rel=rel) for one in found)
+    plan, rel = plan_of(schedule, **how), 1e-6 if how.get("tied") or schedule == "chimera" else 0.0
+    found, workers = as_threads(pool, plan, rel=rel, atol=1e-4 if rel else 0.0)
     assert found[0][:2] == found[1][:2] == found[2][:2] == found[3][:2]
-    weights = unpack([weights for *_, weights in found])
-    for name, parameter in parameters(workers).items():
-        torch.testing.assert_close(weights[name], parameter.detach(), rtol=rel, atol=1e-4 if rel else 0.0)
-    assert losses == pytest.approx(reference(plan, 3).losses, abs=1e-2 if how.get("low") else 1e-6)
+    assert losses_of(workers) == pytest.approx(reference(plan, 3).losses, abs=1e-2 if how.get("low") else 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +103,7 @@ def test_processes_in_another_order_compute_the_same(pool, schedule, order):
     plain, turned = pool.run(train, make_plan(program), 3), pool.run(train, make_plan(program, order=order), 3)
     assert turned[0][:2] == plain[0][:2], "losses and norms, to the bit"
     for pp, rank in enumerate(order):
-        here, there = unpack([plain[pp][3]]), unpack([turned[rank][3]])
-        assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+        same_weights(plain[pp][3], turned[rank][3])
 
 
 @pytest.mark.parametrize(
@@ -116,11 +119,16 @@ def test_processes_whose_weights_come_and_go_compute_bit_by_bit(pool, schedule, 
     for one, warmed in ((plan, False), (one_sided(plan), schedule == "zb-v")):
         found = pool.run(train, one, freed.STEPS, warmed)
         for losses, norms, _, _ in found:
-            assert losses == [r.loss for r in threads[0].results]
-            assert norms == [r.grad_norm for r in threads[0].results]
+            assert losses == losses_of(threads)
+            assert norms == norms_of(threads)
         for name, value in unpack([packed for *_, packed in found]).items():
             assert torch.equal(value, expected[name]), name
     assert not [*Path("/dev/shm").glob("zbc-*")]
+
+
+def same_weights(one, other):
+    here, there = unpack([one]), unpack([other])
+    assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
 
 
 def every_weight(rank, plan, steps):
@@ -173,12 +181,6 @@ def test_sums_scatters_and_gathers_between_copies(pool):
 # ---- as a user starts it ---------------------------------------------------------------------------------------
 
 
-def fails(*args, **options):
-    with pytest.raises(ZbcError) as raised:
-        run_here(*args, **options)
-    return raised.value
-
-
 def test_a_run_shows_the_loss_of_all_copies_and_writes_each_weight_once(tmp_path):
     plan = write_plan(
         tmp_path, parallel=TWO, optimizer={"zero1": True, "lr": 0.01}, model={**GPT, "tie_embeddings": True}
@@ -200,19 +202,14 @@ def test_a_run_shows_the_loss_of_all_copies_and_writes_each_weight_once(tmp_path
 
 def test_another_number_of_ranks_is_refused_in_ranks_of_pipeline_and_copies(tmp_path):
     plan = write_plan(tmp_path, parallel=TWO)
-    error = fails(plan, 2, tmp_path / "out")
+    error = error_of(run_here, plan, 2, tmp_path / "out")
     assert (error.code, error.message) == ("E601", "run: plan wants 4 ranks (2 pp x 2 dp), --local asks for 2")
     assert error.hint == f"run: zbc run {plan} --local 4"
 
 
 def test_a_rank_that_dies_is_named_with_its_copy(tmp_path):
     plan = write_plan(tmp_path, parallel=TWO, train={"steps": 10**6})
-
-    def kill(line):
-        if line.split()[:2] == ["step", "3/1000000"]:
-            os.kill(processes(tmp_path / "out")[3], signal.SIGKILL)
-
-    error = fails(plan, 4, tmp_path / "out", each=kill)
+    error = error_of(run_here, plan, 4, tmp_path / "out", each=killing(tmp_path / "out", {3: 3}))
     assert (error.code, error.message) == ("E702", "run: rank 3 [dp 1, pp 1] was killed by SIGKILL")
 
 
@@ -220,22 +217,11 @@ def test_a_batch_grows_while_four_processes_train(tmp_path):
     """Positions, rates and losses of one process, without a barrier."""
     ramp = [{"microbatches": 1, "steps": 1}, {"microbatches": 2, "samples": 9}]
     schedule = {"kind": "zb-h1", "microbatches": 3, "ramp": ramp}
-    optimizer = {
-        "sync": "post-validate",
-        "lr": 1e-2,
-        "clip_grad_norm": 0.5,
-        "schedule": {"kind": "cosine", "by": "samples"},
-    }
-    folder = write_plan(
-        tmp_path,
-        parallel={**TWO, "node": [1, 2]},  # copies next to each other
-        schedule=schedule,
-        optimizer=optimizer,
-        train={"steps": 5},
-        hardware={"ranks_per_node": 2},
-    )
-    lines = run_here(folder, 4, tmp_path / "run")
-    assert "1, then 2, then 3 microbatches of 2" in lines[0]
+    rate = {"lr": 1e-2, "schedule": {"kind": "cosine", "by": "samples"}}
+    optimizer = {"sync": "post-validate", "clip_grad_norm": 0.5, **rate}
+    together = {"parallel": {**TWO, "node": [1, 2]}, "hardware": {"ranks_per_node": 2}}  # copies next to each other
+    folder = write_plan(tmp_path, schedule=schedule, optimizer=optimizer, train={"steps": 5}, **together)
+    assert "1, then 2, then 3 microbatches of 2" in run_here(folder, 4, tmp_path / "run")[0]
     expected, found = reference(StoredPlan.read(folder), 5), metrics(tmp_path / "run")
     assert [row["samples"] for row in found] == [4, 12, 20, 32, 44]
     assert [row["loss"] for row in found] == pytest.approx(expected.losses, abs=1e-6)

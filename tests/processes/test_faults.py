@@ -13,44 +13,26 @@ Ctrl-C twice              test_local
 out of memory             here; what else says so: runtime/test_leaving
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
-import threading
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from tests.processes.leftovers import alive, forked, ports
 from tests.processes.paced import run_paced
-from tests.processes.plans import metrics, processes, run_here, troubled, write_plan, write_troubled_plan
+from tests.processes.plans import at_step, metrics, processes, run_here, troubled, write_plan, write_troubled_plan
+from tests.refusals import error_of
+from tests.threads import side_by_side
 from tests.tiers import few
-from zbc.errors import ZbcError
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.together import try_out
 from zbc.training.launch.board import Board
-
-
-def fails(*args, run=run_here, **options):
-    with pytest.raises(ZbcError) as raised:
-        run(*args, **options)
-    return raised.value.with_traceback(None)
-
-
-def at_step(step, action):
-    """Calls `action` once, when the line of that step is shown."""
-    left = [action]
-
-    def each(line):
-        if left and line.split()[0] == "step" and line.split()[1].startswith(f"{step}/"):
-            left.pop()()
-
-    return each
 
 
 def mounted(folder, *options):
@@ -130,7 +112,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_leaves_the_checkpoint_before(tmp_
         if line.startswith("wrote"):
             fill(processes(out))
 
-    error = fails(plan, 2, out, run=run_paced, each=each, max_restarts=3)
+    error = error_of(run_paced, plan, 2, out, each=each, max_restarts=3)
     assert (error.code, error.exit_code) == ("E611", 6)
     assert error.message.startswith(f"run: cannot write {folder / 'step-00000004'}")
     assert f"the newest complete checkpoint is {folder / 'step-00000002'}" in error.details
@@ -146,7 +128,9 @@ def test_a_run_directory_that_fills_up_ends_the_run_with_every_line_whole(tmp_pa
     folder, fill, release = small_disk
     plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6})
     run, seen = folder / "run", []
-    error = fails(plan, 2, run, each=at_step(3, lambda: (seen.extend(processes(run)), fill(seen))), trace=traced)
+    error = error_of(
+        run_here, plan, 2, run, each=at_step(3, lambda: (seen.extend(processes(run)), fill(seen))), trace=traced
+    )
     assert (error.code, error.exit_code) == ("E606", 6), error
     assert "cannot write" in error.message and str(run) in error.message and "make room" in error.hint
     steps = [row["step"] for row in metrics(run)]
@@ -159,7 +143,7 @@ def test_a_run_directory_that_fills_up_ends_the_run_with_every_line_whole(tmp_pa
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path, out, read_only):
-    error = fails(saving(tmp_path, checkpoint={"dir": str(read_only / "checkpoints")}), 2, out)
+    error = error_of(run_here, saving(tmp_path, checkpoint={"dir": str(read_only / "checkpoints")}), 2, out)
     assert (error.code, error.exit_code) == ("E611", 6)
     assert error.message.startswith(f"run: cannot write {read_only / 'checkpoints'}") and "checkpoint.dir" in error.hint
     assert metrics(out) == []
@@ -184,23 +168,14 @@ def test_a_run_goes_on_and_saves_where_the_folder_it_was_started_in_is_removed(t
 
 
 def test_machines_with_a_folder_each_are_told_so_before_the_first_step(tmp_path):
-    store, errors = dist.HashStore(), {}
-
-    def rank(number, folder):
-        try:
-            try_out(Board(store, number, 2), folder)
-        except ZbcError as error:
-            errors[number] = error
-
     for folders in (("one", "one"), ("one", "two")):
-        store, errors = dist.HashStore(), {}
-        threads = [threading.Thread(target=rank, args=(i, tmp_path / name)) for i, name in enumerate(folders)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-        assert len(errors) == (0 if len(set(folders)) == 1 else 2)
-    for error in errors.values():
+        store = dist.HashStore()
+        calls = [partial(try_out, Board(store, rank, 2), tmp_path / name) for rank, name in enumerate(folders)]
+        if len(set(folders)) == 1:
+            side_by_side(2, lambda rank, calls=calls: calls[rank]())
+        else:
+            errors = side_by_side(2, lambda rank, calls=calls: error_of(calls[rank]))
+    for error in errors:
         assert error.code == "E611" and error.message.startswith("run: rank 1 does not see what rank 0 wrote")
     assert list((tmp_path / "one").iterdir()) == []
 
@@ -210,7 +185,7 @@ def test_a_checkpoint_that_was_cut_off_later_is_refused_and_the_one_before_is_na
     run_here(plan, 2, out, steps=4)
     shard = out / "checkpoints/step-00000004/rank-0001.safetensors"
     os.truncate(shard, shard.stat().st_size - 100)
-    error = fails(plan, 2, out, resume="auto")
+    error = error_of(run_here, plan, 2, out, resume="auto")
     assert (error.code, error.exit_code) == ("E612", 6) and str(shard) in error.message
     assert error.hint == f"go on from the one before: --resume {out / 'checkpoints/step-00000002'}"
     assert [row["step"] for row in metrics(out)] == [1, 2, 3, 4]
@@ -220,7 +195,7 @@ def test_a_plan_edited_between_planning_and_running_is_refused(tmp_path, out):
     plan = saving(tmp_path)
     path = plan / "plan.json"
     path.write_text(path.read_text().replace('"steps": 6', '"steps": 7'))
-    error = fails(plan, 2, out, max_restarts=1)
+    error = error_of(run_here, plan, 2, out, max_restarts=1)
     assert (error.code, error.exit_code) == ("E402", 4) and "plan.json" in error.message
     assert not out.exists()
 
@@ -230,7 +205,7 @@ def test_gradients_that_are_not_finite_end_the_run_as_the_job_says(tmp_path, out
     changes = troubled("nan", good=8)  # in its third step and ever after
     tables = {"train": {"steps": 9, **policy}, "checkpoint": {"every": 1}, "log": {"every": 100}}
     lines = []
-    error = fails(write_plan(tmp_path, **changes, **tables), 4, out, each=lines.append, max_restarts=2)
+    error = error_of(run_here, write_plan(tmp_path, **changes, **tables), 4, out, each=lines.append, max_restarts=2)
     last = 3 if "nonfinite" in policy else 4
     assert (error.code, error.exit_code) == ("E704", 7)
     assert error.message.startswith(f"run: step {last} has gradients that are not finite")
@@ -241,30 +216,21 @@ def test_gradients_that_are_not_finite_end_the_run_as_the_job_says(tmp_path, out
     assert max(disk.complete(out / "checkpoints")) == last - 1
 
 
-def test_the_step_that_ends_a_run_is_written_down_however_late_rank_0_is(tmp_path, out):
-    changes = troubled("nan", good=8)
+@pytest.mark.parametrize("saves", [False, pytest.param(True, marks=pytest.mark.repeats)])
+def test_the_step_that_ends_a_run_is_written_down_however_late_rank_0_is(tmp_path, out, saves):
+    """So it is where the checkpoint beside it fails."""
+    changes, folder = troubled("nan", good=8), tmp_path / "checkpoints"
     changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:late_layers"}
-    plan = write_plan(tmp_path, **changes, train={"steps": 9, "nonfinite": "stop"})
-    error = fails(plan, 4, out)
-    assert (error.code, error.exit_code) == ("E704", 7)
-    assert [row["skipped"] for row in metrics(out)] == [False, False, True]
-
-
-@pytest.mark.repeats
-def test_so_it_is_where_the_checkpoint_beside_it_fails(tmp_path, out):
-    changes = troubled("nan", good=8)
-    changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:late_layers"}
-    folder = tmp_path / "checkpoints"
     folder.mkdir()
     (folder / "step-00000002").write_text("in the way")
-    tables = {"train": {"steps": 9, "nonfinite": "stop"}, "checkpoint": {"every": 2, "dir": str(folder)}}
-    error = fails(write_plan(tmp_path, **changes, **tables), 4, out)
-    assert (error.code, error.exit_code) == ("E611", 6)
+    tables = {"train": {"steps": 9, "nonfinite": "stop"}, "checkpoint": {"every": 2 * saves, "dir": str(folder)}}
+    error = error_of(run_here, write_plan(tmp_path, **changes, **tables), 4, out)
+    assert (error.code, error.exit_code) == (("E611", 6) if saves else ("E704", 7))
     assert [row["skipped"] for row in metrics(out)] == [False, False, True]
 
 
 def test_a_rank_without_any_memory_left_still_says_so(tmp_path, out):
-    error = fails(write_troubled_plan(tmp_path, "eat", good=6), 4, out)
+    error = error_of(run_here, write_troubled_plan(tmp_path, "eat", good=6), 4, out)
     assert (error.code, error.message) == ("E703", "run: rank 2 is out of memory")
     assert any(
         line.startswith("while rank 2 ran op ") and line.endswith("of step 2: F s2 m2") for line in error.details
@@ -278,7 +244,7 @@ def test_data_that_become_shorter_while_they_are_read_end_the_run(tmp_path, out)
     tokens.write_bytes(bytes(range(256)) * 64)
     data = {"kind": "tokens", "path": str(tokens), "dtype": "uint16"}
     plan = write_plan(tmp_path, model={"vocab": 65536}, data=data, train={"steps": 10**6})
-    error = fails(plan, 4, out, each=at_step(2, lambda: os.truncate(tokens, 100)), max_restarts=1)
+    error = error_of(run_here, plan, 4, out, each=at_step(2, lambda: os.truncate(tokens, 100)), max_restarts=1)
     assert (error.code, error.exit_code) == ("E531", 6)
     assert error.message.startswith(f"data: {tokens} ends at byte 100, token ")
     assert any(line.startswith("while rank ") for line in error.details)

@@ -1,33 +1,21 @@
 """[filler] in runs over gloo, as a user has it."""
 
-from __future__ import annotations
-
-import pytest
-
 from tests.processes.plans import metrics, run_here, write_plan
-from zbc.errors import ZbcError
+from tests.refusals import refused
 
-LAYERS = {
-    "model": {
-        "family": "bench.sleeping:layers",
-        "loss": "mse",
-        "layers": 4,
-        "args": {"count": 4, "f": 8.0, "b": 8.0, "w": 8.0},
-    }
-}
+ARGS = {"count": 4, "f": 8.0, "b": 8.0, "w": 8.0}
+LAYERS = {"model": {"family": "bench.sleeping:layers", "loss": "mse", "layers": 4, "args": ARGS}}
 JOB = {**LAYERS, "data": {"kind": "bench.sleeping:Points"}, "schedule": {"kind": "1f1b", "microbatch_size": 1}}
 TASK = "tests.processes.fillers:make"
 
 
 def filled(tmp_path, name, task=TASK, **args):
     filler = {"filler": {"task": task, **({"args": {"folder": str(tmp_path), **args}} if task == TASK else {})}}
-    plan = write_plan(tmp_path, name, **JOB, **filler)
-    return run_here(plan, 4, tmp_path / f"{name}-out")
+    return run_here(write_plan(tmp_path, name, **JOB, **filler), 4, tmp_path / f"{name}-out")
 
 
 def test_ranks_work_while_they_wait(tmp_path):
-    plain = write_plan(tmp_path, **JOB)
-    run_here(plain, 4, tmp_path / "plain")
+    run_here(write_plan(tmp_path, **JOB), 4, tmp_path / "plain")
     lines = "\n".join(filled(tmp_path, "filled"))
     assert all(int((tmp_path / f"rank-{rank}").read_text()) > 0 for rank in range(4))
     assert "filler  rank 0: " in lines and "rank 3: " in lines and "% of " in lines
@@ -42,6 +30,5 @@ def test_a_filler_that_fails_leaves_the_run_alone(tmp_path):
 
 
 def test_a_factory_that_makes_no_task_is_refused(tmp_path):
-    with pytest.raises(ZbcError) as caught:
+    with refused("E502"):
         filled(tmp_path, "nothing", "tests.processes.fillers:nothing")
-    assert caught.value.code == "E502"

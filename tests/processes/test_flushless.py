@@ -1,20 +1,14 @@
 """Steps without a flush on four gloo ranks: the bits of threads, also when ranks are killed on the way."""
 
-from __future__ import annotations
-
-import os
-import signal
-
 import pytest
 import torch
 
-from tests.processes.gloo_ranks import train, unpack
 from tests.processes.paced import run_paced
-from tests.processes.plans import processes, run_here, write_plan
+from tests.processes.plans import killing, run_here, write_plan
+from tests.processes.test_copies import as_threads
 from tests.processes.test_restarts import restarts, result
 from tests.runtime.small_plans import parameters, reference
 from tests.runtime.test_flushless import plan_of
-from tests.threads import run_threads
 from tests.tiers import few
 
 pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
@@ -24,34 +18,18 @@ SHAPES = [("1f1b", 4, 4, 1, 1), ("interleaved-1f1b", 4, 8, 2, 1), ("1f1b", 2, 3,
 @pytest.mark.parametrize(("schedule", "p", "m", "v", "dp"), few(SHAPES, SHAPES[:1]))
 def test_processes_train_what_one_does_a_step_late(pool, schedule, p, m, v, dp):
     plan = plan_of(schedule, p, m, v, dp=dp)
-    found, workers = pool.run(train, plan, 6), run_threads(plan, 6)
-    losses, norms = ([getattr(one, key) for one in workers[0].results] for key in ("loss", "grad_norm"))
-    assert all(one[:2] == (losses, norms) for one in found)
-    weights, wanted = unpack([weights for *_, weights in found]), reference(plan, 6, delayed=True).weights
-    for name, parameter in parameters(workers).items():
-        assert torch.equal(weights[name], parameter), name
-        if dp == 1:
-            assert torch.equal(weights[name], wanted[name]), name
+    _, workers = as_threads(pool, plan, 6)
+    wanted = reference(plan, 6, delayed=True).weights
+    assert dp > 1 or all(torch.equal(p, wanted[name]) for name, p in parameters(workers).items())
 
 
 @pytest.mark.repeats
 def test_ranks_that_are_killed_leave_no_trace(tmp_path, out):
     """They go on from a checkpoint, which has both versions."""
-    tables = {
-        "parallel": {"pp": 2},
-        "optimizer": {"lr": 0.01, "sync": "two-versions"},
-        "train": {"steps": 12},
-    }
+    optimizer = {"lr": 0.01, "sync": "two-versions"}
+    tables = {"parallel": {"pp": 2}, "optimizer": optimizer, "train": {"steps": 12}}
     (tmp_path / "a").mkdir()
     run_here(write_plan(tmp_path / "a", **tables, checkpoint={"every": 12}), 2, tmp_path / "whole")
-    victims = {5: 1, 9: 0}  # step -> rank
-
-    def kill(line):
-        words = line.split()
-        step = int(words[1].partition("/")[0]) if words[0] == "step" else 0
-        if step in victims:
-            os.kill(processes(out)[victims.pop(step)], signal.SIGKILL)
-
-    lines = run_paced(write_plan(tmp_path, **tables, checkpoint={"every": 3}), 2, out, each=kill, max_restarts=3)
-    assert len(restarts(lines)) == 2
+    plan = write_plan(tmp_path, **tables, checkpoint={"every": 3})
+    assert len(restarts(run_paced(plan, 2, out, each=killing(out, {5: 1, 9: 0}), max_restarts=3))) == 2
     assert result(out) == result(tmp_path / "whole")

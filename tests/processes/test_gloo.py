@@ -1,7 +1,5 @@
 """Four gloo processes compute what one process computes, and the transport keeps its promises."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 
@@ -14,7 +12,7 @@ from tests.runtime.small_plans import make_plan, make_program, reference
 from tests.runtime.test_gradients import VECTORS, slack
 from tests.runtime.test_shared_words import TIED
 from tests.runtime.woven import shared_program
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
@@ -44,49 +42,38 @@ def test_losses_and_gradients_are_those_of_one_process_bit_by_bit(pool, schedule
     same(unpack([grads for _, _, grads, _ in found]), expected.grads, slack(schedule))
 
 
-def test_slices_of_unequal_length_are_sent_and_add_up(pool):
-    program = make_program("zb-v", 4, 3, slices=3)
-    plan = make_plan(program, rows=(0, 7, 12, 16), keep=without_step)
+def zoo(kind):
+    return {"model": {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}, **VECTORS}
+
+
+SEVERAL = {"family": "tests.runtime.user_models:several", "layers": 8, "loss": "mse", "args": {"width": 8, "count": 8}}
+FEATURES = {
+    "slices of unequal length": ("zb-v", {"slices": 3}, {"rows": (0, 7, 12, 16)}, 1e-6),
+    "recompute": ("zb-v", {}, {"activations": "recompute"}, 0.0),
+    "conjugated in name only": ("1f1b", {}, zoo("mirrored"), 0.0),
+    "negated in name only": ("1f1b", {}, zoo("negated"), 0.0),
+    "several tensors between layers": ("zb-v", {}, {"model": SEVERAL, **VECTORS}, 0.0),
+    "several, and a backward in one": ("1f1b", {}, {"model": SEVERAL, **VECTORS}, 0.0),
+    "recompute, and a backward in one": ("gpipe", {}, {"activations": "recompute"}, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", few(FEATURES, 5))
+def test_what_else_is_sent_has_the_gradients_of_one_process(pool, name):
+    schedule, how, options, tolerance = FEATURES[name]
+    agrees(pool, make_plan(make_program(schedule, 4, 3 if how else 4, **how), keep=without_step, **options), tolerance)
+
+
+def agrees(pool, plan, tolerance=0.0, loss=1e-6):
     expected, found = reference(plan), pool.run(train, plan, 1)
-    assert [losses for losses, *_ in found] == [[pytest.approx(expected.losses[0], rel=1e-6)]] * 4
-    same(unpack([grads for _, _, grads, _ in found]), expected.grads, 1e-6)
-
-
-@pytest.mark.parametrize("schedule", few(["gpipe", "zb-v"], ("zb-v",)))
-def test_recompute_changes_no_bit(pool, schedule):
-    plan = make_plan(make_program(schedule, 4, 4), keep=without_step, activations="recompute")
-    expected, found = reference(plan), pool.run(train, plan, 1)
-    same(unpack([grads for _, _, grads, _ in found]), expected.grads)
-
-
-@pytest.mark.parametrize("kind", ["mirrored", "negated"])
-def test_views_that_are_conjugated_or_negated_in_name_only_arrive_as_what_they_say(pool, kind):
-    family = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
-    plan = make_plan(make_program("1f1b", 4, 4), model=family, **VECTORS, keep=without_step)
-    expected, found = reference(plan), pool.run(train, plan, 1)
-    assert [losses for losses, *_ in found] == [expected.losses] * 4
-    same(unpack([grads for _, _, grads, _ in found]), expected.grads)
-
-
-@pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("zb-v",)))
-def test_several_tensors_between_layers_change_no_bit(pool, schedule):
-    family = {
-        "family": "tests.runtime.user_models:several",
-        "layers": 8,
-        "loss": "mse",
-        "args": {"width": 8, "count": 8},
-    }
-    plan = make_plan(make_program(schedule, 4, 4), model=family, **VECTORS, keep=without_step)
-    expected, found = reference(plan), pool.run(train, plan, 1)
-    assert [losses for losses, *_ in found] == [expected.losses] * 4
-    same(unpack([grads for _, _, grads, _ in found]), expected.grads)
+    wanted = [pytest.approx(one, rel=loss) for one in expected.losses] if tolerance else expected.losses
+    assert [losses for losses, *_ in found] == [wanted] * 4
+    same(unpack([grads for _, _, grads, _ in found]), expected.grads, tolerance)
 
 
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-v"], ("1f1b",)))
 def test_weights_that_layers_share_are_summed_over_all_that_hold_them(pool, schedule):
-    plan = test_ties.plan_of(schedule, 4, keep=without_step)
-    expected, found = reference(plan), pool.run(train, plan, 1)
-    same(unpack([grads for _, _, grads, _ in found]), expected.grads, 1e-6)
+    agrees(pool, test_ties.plan_of(schedule, 4, keep=without_step), 1e-6)
 
 
 SHARING = [
@@ -103,8 +90,8 @@ def test_ranks_that_share_layers_find_the_numbers_of_one_process(pool, kind, pp,
     (alone,) = run_threads(test_tensor_parallel.plan_of(tmp_path / "one", pp=1, m=4 * dp), 3)
     found = pool.run(train, plan, 3)
     for losses, norms, *_ in found:
-        assert losses == pytest.approx([one.loss for one in alone.results], rel=1e-5)
-        assert norms == pytest.approx([one.grad_norm for one in alone.results], rel=1e-5)
+        assert losses == pytest.approx(losses_of([alone]), rel=1e-5)
+        assert norms == pytest.approx(norms_of([alone]), rel=1e-5)
     assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(train, plan, 3)], "bit by bit"
 
 
@@ -119,8 +106,8 @@ def test_groups_in_turns_have_the_bits_of_one_process_per_rank(pool, tmp_path):
 
     alone = run_threads(plan, 2, setup=one_by_one)
     for losses, norms, *_ in pool.run(train, plan, 2):
-        assert losses == [one.loss for one in alone[0].results]
-        assert norms == [one.grad_norm for one in alone[0].results]
+        assert losses == losses_of(alone)
+        assert norms == norms_of(alone)
 
 
 WORDS = [("1f1b", 2, 1, {}), ("zb-v", 2, 2, {"slices": 2}), ("zb-h1", 4, 1, {}), ("zb-v", 4, 2, {})]
@@ -276,8 +263,7 @@ def sums(rank, plan):
 def test_sums_go_over_all_ranks_or_over_the_holders_of_a_stage(pool):
     plan = make_plan(make_program("1f1b", 4, 4))
     both = plan.manifest.model_copy(update={"placement": [[0, 3], [1, 2], [2, 1], [3, 0]]})
-    found = pool.run(sums, type(plan)(both, plan.program))
-    assert found == [([6.0, 6.0], [3.0, 3.0])] * 4
+    assert pool.run(sums, type(plan)(both, plan.program)) == [([6.0, 6.0], [3.0, 3.0])] * 4
 
 
 def tags(rank, plan):
@@ -314,16 +300,9 @@ def groups(placement, **how):
     """The groups that ranks of a plan sum in."""
     empty = Program(placement, 1, ((),) * placement.ranks, ("none",), **how)
     layers = [["x"]] * placement.stages
-    manifest, _ = assemble(
-        empty,
-        parameters={},
-        layers=layers,
-        boundaries=[None] * (placement.stages - 1),
-        microbatch_size=1,
-        predicted={},
-        planning={},
-        training={},
-    )
+    none = {key: {} for key in ("parameters", "predicted", "planning", "training")}
+    ends = [None] * (placement.stages - 1)
+    manifest, _ = assemble(empty, layers=layers, boundaries=ends, microbatch_size=1, **none)
     return gatherings(manifest)
 
 

@@ -1,7 +1,5 @@
 """Signals that reach all processes of a run, not the command alone, and a terminal that is closed under it."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal
@@ -34,7 +32,11 @@ def begin(command, **options):
 
 
 def wait_for_steps(out, count):
-    until(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) >= count)
+    until(lambda: has_steps(out, count))
+
+
+def has_steps(out, count):
+    return (out / "metrics.jsonl").exists() and len(metrics(out)) >= count
 
 
 def saved(out):
@@ -59,7 +61,7 @@ def test_a_terminal_that_is_closed_ends_a_run_in_order(command, out):
     terminal, side = pty.openpty()
     with begin([sys.executable, "-c", TAKE_TERMINAL, *command], stdin=side, stdout=side, stderr=side) as run:
         os.close(side)
-        reader = threading.Thread(target=read_until_closed, args=(terminal, lambda: out_has_steps(out)))
+        reader = threading.Thread(target=read_until_closed, args=(terminal, lambda: has_steps(out, 2)))
         reader.start()
         reader.join(60)
         assert run.wait(60) == 130
@@ -71,10 +73,6 @@ import fcntl, os, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-
-
-def out_has_steps(out):
-    return (out / "metrics.jsonl").exists() and len(metrics(out)) >= 2
 
 
 def read_until_closed(terminal, over):

@@ -1,7 +1,5 @@
 """`zbc run --local`: it trains, and whatever goes wrong in one rank ends all and says where."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from tests.limits import until
 from tests.processes.leftovers import alive
 from tests.processes.plans import (
+    at_step,
     metrics,
     processes,
     run_here,
@@ -25,6 +24,7 @@ from tests.processes.plans import (
     write_program,
     write_troubled_plan,
 )
+from tests.refusals import error_of, refused
 from tests.runtime.small_plans import reference
 from tests.tiers import few
 from zbc.compiler.check import check_all
@@ -38,22 +38,6 @@ from zbc.training.launch.board import Board
 from zbc.training.launch.forking import fork_server
 
 QUICK = {"watchdog_s": 2.0, "steps": 10**6}
-
-
-def fails(*args, **options):
-    with pytest.raises(ZbcError) as raised:
-        run_here(*args, **options)
-    return raised.value.with_traceback(None)
-
-
-def at_step(step, action):
-    """Calls `action` when the line of that step is shown."""
-
-    def each(line):
-        if line.split()[0] == "step" and line.split()[1].startswith(f"{step}/"):
-            action()
-
-    return each
 
 
 # ---- it trains -----------------------------------------------------------------------------------------------
@@ -105,14 +89,11 @@ def hangup():
     signal.signal(signal.SIGHUP, before)
 
 
+ASKED = [(signal.SIGINT, "before-step"), (signal.SIGTERM, "post-validate"), (signal.SIGHUP, "before-step")]
+
+
 @pytest.mark.usefixtures("hangup")
-@pytest.mark.parametrize(
-    ("number", "sync"),
-    few(
-        [(signal.SIGINT, "before-step"), (signal.SIGTERM, "post-validate"), (signal.SIGHUP, "before-step")],
-        (signal.SIGINT, signal.SIGTERM),
-    ),
-)
+@pytest.mark.parametrize(("number", "sync"), few(ASKED, (signal.SIGINT, signal.SIGTERM)))
 def test_a_signal_stops_all_ranks_after_a_step_and_what_they_have_is_saved(tmp_path, out, number, sync):
     tables = {"train": {"steps": 10**6}, "optimizer": {"sync": sync}, "checkpoint": {"every": 10**5}}
     plan, lines = write_plan(tmp_path, parallel={"pp": 2}, **tables), []
@@ -176,7 +157,7 @@ def run_and_tell(plan, out, pipe):
 
 def test_a_killed_rank_ends_the_run_and_is_named_with_where_it_was(tmp_path, out):
     plan = write_plan(tmp_path, train={"steps": 10**6})
-    error = fails(plan, 4, out, each=at_step(3, lambda: os.kill(processes(out)[2], signal.SIGKILL)))
+    error = error_of(run_here, plan, 4, out, each=at_step(3, lambda: os.kill(processes(out)[2], signal.SIGKILL)))
     assert (error.code, error.exit_code) == ("E702", 7)
     assert error.message == "run: rank 2 was killed by SIGKILL"
     assert error.details[0].startswith(("it was last heard in step ", "it was last heard outside of a step: "))
@@ -283,22 +264,26 @@ def test_what_a_rank_said_before_it_ended_is_heard_in_full(ranks):
     assert lines == ["step 1"]
 
 
-def test_a_rank_that_exits_is_named_with_its_code(tmp_path, out):
-    error = fails(write_troubled_plan(tmp_path, "exit", good=6), 4, out)
-    assert (error.code, error.message) == ("E702", "run: rank 2 ended with exit code 3")
-    assert len(metrics(out)) == 1
-
-
-@pytest.mark.repeats
-@pytest.mark.parametrize(("how", "what"), [("leave", "SystemExit: out of here"), ("interrupt", "KeyboardInterrupt")])
-def test_a_layer_that_wants_to_end_the_process_is_named_with_rank_step_and_op(how, what, tmp_path, out):
-    error = fails(write_troubled_plan(tmp_path, how, good=6), 4, out)
-    assert (error.code, error.message) == ("E703", f"run: rank 2 failed: {what}")
-    assert error.details[0].endswith(" of step 2: F s2 m2") and "in misbehave" in error.render()
+@pytest.mark.parametrize(
+    ("how", "code", "what"),
+    few(
+        [
+            ("exit", "E702", "ended with exit code 3"),
+            ("leave", "E703", "failed: SystemExit: out of here"),
+            ("interrupt", "E703", "failed: KeyboardInterrupt"),
+        ],
+        1,
+    ),
+)
+def test_a_layer_that_ends_its_process_or_wants_to_is_named_with_rank_step_and_op(how, code, what, tmp_path, out):
+    error = error_of(run_here, write_troubled_plan(tmp_path, how, good=6), 4, out)
+    assert (error.code, error.message) == (code, f"run: rank 2 {what}") and len(metrics(out)) == 1
+    if how != "exit":
+        assert error.details[0].endswith(" of step 2: F s2 m2") and "in misbehave" in error.render()
 
 
 def test_a_layer_that_raises_ends_the_run_and_rank_step_and_op_are_named(tmp_path, out):
-    error = fails(write_troubled_plan(tmp_path, "raise", good=6), 4, out)
+    error = error_of(run_here, write_troubled_plan(tmp_path, "raise", good=6), 4, out)
     assert (error.code, error.exit_code) == ("E703", 7)
     assert error.message == "run: rank 2 failed: ValueError: out of luck"
     assert error.details[0] == "and out of time"
@@ -311,7 +296,7 @@ def test_a_rank_file_edited_after_planning_is_refused_by_its_rank_alone(tmp_path
     plan = write_plan(tmp_path)
     path = plan / "rank-0001.json"
     path.write_text(path.read_text().replace('"F s1 m0"', '"F s1 m1"'))
-    error = fails(plan, 4, out)
+    error = error_of(run_here, plan, 4, out)
     assert error.code == "E402" and "rank-0001.json" in error.message
     assert not out.exists()
 
@@ -319,7 +304,7 @@ def test_a_rank_file_edited_after_planning_is_refused_by_its_rank_alone(tmp_path
 @pytest.mark.repeats
 def test_a_rank_that_is_stopped_is_reported_with_the_op_every_rank_is_in(tmp_path, out):
     plan = write_plan(tmp_path, train=QUICK)
-    error = fails(plan, 4, out, each=at_step(100, lambda: os.kill(processes(out)[1], signal.SIGSTOP)))
+    error = error_of(run_here, plan, 4, out, each=at_step(100, lambda: os.kill(processes(out)[1], signal.SIGSTOP)))
     assert (error.code, error.exit_code) == ("E701", 7)
     assert error.message.startswith("run: no progress for 2 s at step ")
     *rows, mute = error.details
@@ -333,18 +318,13 @@ def test_a_rank_that_is_stopped_is_reported_with_the_op_every_rank_is_in(tmp_pat
 
 def test_a_rank_that_hangs_in_its_own_work_is_the_one_that_holds_the_others_up(tmp_path, out):
     changes = {**troubled("hang", 4), "train": QUICK}
-    error = fails(write_plan(tmp_path, **changes), 4, out)
+    error = error_of(run_here, write_plan(tmp_path, **changes), 4, out)
     assert error.code == "E701" and error.message.endswith("at step 2")
     (blamed,) = [row for row in error.details if row.endswith("<- the rank that holds the others up")]
     assert blamed.startswith("rank 2  op ") and "F s2 m0" in blamed and " running " in blamed
-    at = error.details.index("rank 2 is here, innermost call last:")
-    stack = "\n".join(error.details[at + 1 :])
-    assert (
-        "in misbehave" in stack
-        and "threading.Event().wait()" in stack
-        and "zbc/training" not in stack
-        and "zbc/runtime" not in stack
-    )
+    stack = "\n".join(error.details[error.details.index("rank 2 is here, innermost call last:") + 1 :])
+    assert "in misbehave" in stack and "threading.Event().wait()" in stack
+    assert "zbc/training" not in stack and "zbc/runtime" not in stack
 
 
 DEADLOCK = [  # rank 0 wants the gradient of m0 before it runs m1, rank 1 wants m1 before it gives the gradient of m0
@@ -357,10 +337,9 @@ def test_a_plan_that_the_check_calls_a_deadlock_hangs_where_it_says(tmp_path, ou
     ranks = [[*ops, "VALIDATE", f"STEP s{rank}"] for rank, ops in enumerate(DEADLOCK)]
     tables = {"parallel": {"pp": 2}, "schedule": {"microbatches": 2}, "train": {"watchdog_s": 1.0}}
     plan = write_program(tmp_path, ranks, **tables)
-    with pytest.raises(ZbcError) as proof:
+    with refused("E201") as proof:
         check_all(StoredPlan.read(plan).program)
-    assert proof.value.code == "E201"
-    error = fails(plan, 2, out)
+    error = error_of(run_here, plan, 2, out)
     assert error.code == "E701" and error.message == "run: no progress for 1 s at step 1"
     first, second, verdict = error.details
     assert "BW s0 m0" in first and " waiting " in first and "<-" not in first
@@ -375,7 +354,7 @@ def test_a_plan_that_the_check_calls_a_deadlock_hangs_where_it_says(tmp_path, ou
 
 def test_another_number_of_ranks_than_planned_is_refused_with_the_command_that_works(tmp_path, out):
     plan = write_plan(tmp_path)
-    error = fails(plan, 3, out)
+    error = error_of(run_here, plan, 3, out)
     assert (error.code, error.exit_code) == ("E601", 6)
     assert error.message == "run: plan wants 4 ranks, --local asks for 3"
     assert error.hint == f"run: zbc run {plan} --local 4"
@@ -384,7 +363,7 @@ def test_another_number_of_ranks_than_planned_is_refused_with_the_command_that_w
 @pytest.mark.parametrize("place", ["a-file", "a-file/below"])
 def test_a_run_directory_that_cannot_be_made_is_refused_before_the_first_step(tmp_path, place):
     (tmp_path / "a-file").write_text("")
-    error = fails(write_plan(tmp_path, parallel={"pp": 1}), 1, tmp_path / place)
+    error = error_of(run_here, write_plan(tmp_path, parallel={"pp": 1}), 1, tmp_path / place)
     assert (error.code, error.exit_code) == ("E606", 6) and "a-file" in error.message
 
 
@@ -392,7 +371,7 @@ def test_a_run_does_not_write_over_the_metrics_of_another(tmp_path, out):
     plan = write_plan(tmp_path, parallel={"pp": 1})
     run_here(plan, 1, out, steps=1)
     before = metrics(out)
-    assert fails(plan, 1, out, steps=2).code == "E607"
+    assert error_of(run_here, plan, 1, out, steps=2).code == "E607"
     assert metrics(out) == before
 
 

@@ -1,7 +1,5 @@
 """A feature of the runtime is one file: an average of the weights, added to a copy of zbc."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -55,17 +53,9 @@ def folder(tmp_path_factory):
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(zbc.__file__).parent, folder / "more" / "zbc", ignore=ignored)
     (folder / "more/zbc/runtime/features/moving.py").write_text(FEATURE)
-    model = {"layers": 2, "tie_embeddings": False}
-    job = toml_text(
-        model=model,
-        pp=2,
-        m=2,
-        kind="zb-h1",
-        train={"steps": 4, "eval_every": 2, "eval_batches": 2},
-        data={"validation": 0.3},
-        optimizer={"lr": 1e-2},
-        checkpoint={"every": 2},
-    )
+    train = {"steps": 4, "eval_every": 2, "eval_batches": 2}
+    more = {"data": {"validation": 0.3}, "optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2}}
+    job = toml_text(model={"layers": 2, "tie_embeddings": False}, pp=2, m=2, kind="zb-h1", train=train, **more)
     (folder / "zbc.toml").write_text(job)
     run(folder, Path(zbc.__file__).parent.parent, "plan", "zbc.toml", "-o", "plan")
     return folder

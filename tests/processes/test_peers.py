@@ -1,7 +1,5 @@
 """Which ranks share a GPU, how they then talk, and which GPU each takes; GPUs are made up."""
 
-from __future__ import annotations
-
 import socket
 from datetime import timedelta
 from types import SimpleNamespace
@@ -41,15 +39,10 @@ def gpus(monkeypatch):
     return there_are
 
 
-@pytest.mark.parametrize(
-    ("count", "others", "shared"),
-    [
-        (2, [OTHER_GPU], False),
-        (1, [HERE], True),
-        (1, [OTHER_HOST], False),
-        (1, [OTHER_HOST, OTHER_HOST], True),
-    ],
-)
+SHARED = [(2, [OTHER_GPU], False), (1, [HERE], True), (1, [OTHER_HOST], False), (1, [OTHER_HOST, OTHER_HOST], True)]
+
+
+@pytest.mark.parametrize(("count", "others", "shared"), SHARED)
 def test_ranks_that_share_a_gpu_go_over_gloo_by_way_of_the_host(gpus, monkeypatch, count, others, shared):
     gpus(count)
     begun = []

@@ -1,7 +1,5 @@
 """`zbc run JOB.toml` and `zbc tune JOB.toml`: commands that plan and run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -180,17 +178,19 @@ class Empty:
 """
 
 
-def test_a_rank_whose_factory_ends_the_process_was_building_its_stages(tmp_path):
+@pytest.mark.parametrize(
+    ("factory", "code", "text"),
+    [
+        ("leaving", 7, "ended with exit code 3\n   it was last heard outside of a step: building its stages"),
+        ("layers", 6, "error[E504] data: own:Empty returned a dataset without samples"),
+    ],
+    ids=["a factory that ends its process", "an empty dataset"],
+)
+def test_a_factory_that_ends_its_process_and_an_empty_dataset_are_told_without_lines_of_zbc(
+    tmp_path, factory, code, text
+):
     (tmp_path / "own.py").write_text(OWN)
-    text = toml_text(pp=2, m=2, layers=4, model={"family": "own:leaving", "loss": "mse"}, data={"kind": "own:Empty"})
-    (tmp_path / "job.toml").write_text(text)
-    told = ran(tmp_path, "run", "job.toml", code=7).stderr
-    assert "ended with exit code 3\n   it was last heard outside of a step: building its stages" in told
-
-
-def test_an_empty_dataset_is_told_without_lines_of_zbc(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    text = toml_text(pp=2, m=2, layers=4, model={"family": "own:layers", "loss": "mse"}, data={"kind": "own:Empty"})
-    (tmp_path / "job.toml").write_text(text)
-    told = ran(tmp_path, "run", "job.toml", code=6).stderr
-    assert "error[E504] data: own:Empty returned a dataset without samples" in told and "data.py" not in told
+    model = {"family": f"own:{factory}", "loss": "mse"}
+    (tmp_path / "job.toml").write_text(toml_text(pp=2, m=2, layers=4, model=model, data={"kind": "own:Empty"}))
+    told = ran(tmp_path, "run", "job.toml", code=code).stderr
+    assert text in told and "data.py" not in told

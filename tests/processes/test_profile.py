@@ -1,7 +1,5 @@
 """`zbc profile`: processes that measure, a file that plans, and errors that come through."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -53,8 +51,7 @@ def test_a_recorded_run_leads_to_a_profile_and_to_the_plan_its_report_promised(z
     assert read(tmp_path / "profile.json").on.source == "trace"
     code, out, err = zbc(*second.split()[1:], "--json")
     assert code == 0, err
-    planned = json.loads(out)
-    assert planned["barrier_ms"] == pytest.approx(told["replan"]["planned_ms"], rel=1e-3)
+    assert json.loads(out)["barrier_ms"] == pytest.approx(told["replan"]["planned_ms"], rel=1e-3)
     code, out, err = zbc("profile", "--from-trace", "run", "--base", "profile.json", "--json")
     assert code == 0 and json.loads(out)["on"]["together"] == 2
 

@@ -1,13 +1,11 @@
 """Stages with different numbers of ranks, trained: as threads and as processes over gloo."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from tests.processes.plans import GPT, metrics, run_here, write_plan
 from tests.runtime.small_plans import parameters, reference
-from tests.threads import run_threads
+from tests.threads import each_parameter, losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.plan.directory import StoredPlan
 
@@ -17,13 +15,9 @@ pytestmark = pytest.mark.usefixtures("one_thread_per_kernel")
 
 def planned(tmp_path, counts, microbatches, **changes):
     replicas = [*map(int, counts.split())]
-    return write_plan(
-        tmp_path,
-        model={**GPT, "layers": 6},
-        parallel={"pp": sum(replicas), "replicas": replicas},
-        schedule={"kind": "replicated-1f1b", "microbatches": microbatches, "microbatch_size": 2},
-        optimizer={"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5, **changes},
-    )
+    how = {"parallel": {"pp": sum(replicas), "replicas": replicas}, "model": {**GPT, "layers": 6}}
+    how |= {"schedule": {"kind": "replicated-1f1b", "microbatches": microbatches, "microbatch_size": 2}}
+    return write_plan(tmp_path, optimizer={"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5, **changes}, **how)
 
 
 @pytest.mark.parametrize("microbatches", [5, 4])
@@ -31,15 +25,13 @@ def planned(tmp_path, counts, microbatches, **changes):
 def test_threads_train_as_one_process(tmp_path, replicas, microbatches):
     plan = StoredPlan.read(planned(tmp_path, replicas, microbatches))
     workers, expected = run_threads(plan, 3), reference(plan, 3)
-    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, abs=1e-6)
-    assert [r.grad_norm for r in workers[0].results] == pytest.approx(expected.norms, rel=1e-5)
+    assert losses_of(workers) == pytest.approx(expected.losses, abs=1e-6)
+    assert norms_of(workers) == pytest.approx(expected.norms, rel=1e-5)
     for name, parameter in parameters(workers).items():
         torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=0.0, atol=1e-6, msg=name)
     held = dict[str, torch.Tensor]()
-    for worker in workers:
-        for stage in worker.stages.values():
-            for name, parameter in stage.parameters.items():
-                assert torch.equal(held.setdefault(name, parameter.detach()), parameter.detach()), "bitwise alike"
+    for _, name, parameter in each_parameter(workers):
+        assert torch.equal(held.setdefault(name, parameter.detach()), parameter.detach()), "bitwise alike"
 
 
 @pytest.mark.parametrize("replicas", few(RUNS, 2))
@@ -63,7 +55,7 @@ def test_processes_train_as_one_process(tmp_path, replicas):
 def test_replicas_share_the_optimizers_work(tmp_path):
     plan = StoredPlan.read(planned(tmp_path, "2 3", 5, zero1=True))
     workers, expected = run_threads(plan, 3), reference(plan, 3)
-    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, abs=1e-6)
+    assert losses_of(workers) == pytest.approx(expected.losses, abs=1e-6)
 
 
 def test_a_replica_that_does_not_sum_is_caught(tmp_path):

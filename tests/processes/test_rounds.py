@@ -1,7 +1,5 @@
 """Ranks that were started together find each other, whatever earlier starts left behind."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

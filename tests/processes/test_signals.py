@@ -1,7 +1,5 @@
 """The first signal asks, a later one insists, and a blocked main thread keeps neither from being heard."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`zbc run --local N --threads`: ranks as threads train what processes train, and end as they do."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -12,7 +10,7 @@ import pytest
 
 from tests.limits import until
 from tests.processes.plans import metrics, run_here, write_plan, write_troubled_plan
-from zbc.errors import ZbcError
+from tests.refusals import error_of
 from zbc.training.checkpoint import folder as disk
 
 RANKS = 4
@@ -32,14 +30,9 @@ def no_rank_is_left():
 
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
 def test_threads_train_what_processes_train_to_the_bit(tmp_path, sync):
-    plan = write_plan(
-        tmp_path,
-        schedule={"kind": "zb-v"},
-        model={"layers": 8},
-        optimizer={"lr": 0.01, "clip_grad_norm": 0.5, "sync": sync},
-        checkpoint={"every": 2},
-        train={"steps": 4},
-    )
+    optimizer = {"lr": 0.01, "clip_grad_norm": 0.5, "sync": sync}
+    saved = {"checkpoint": {"every": 2}, "train": {"steps": 4}}
+    plan = write_plan(tmp_path, schedule={"kind": "zb-v"}, model={"layers": 8}, optimizer=optimizer, **saved)
     run_here(plan, RANKS, tmp_path / "a")
     shown = run_here(plan, RANKS, tmp_path / "b", threads=True, trace=frozenset({1}))
     assert losses(tmp_path / "a") == losses(tmp_path / "b") and len(losses(tmp_path / "b")) == 4
@@ -59,19 +52,17 @@ def test_threads_continue_what_processes_began(tmp_path):
 
 def test_a_layer_that_raises_ends_all_ranks_and_is_named(tmp_path):
     plan = write_troubled_plan(tmp_path, "raise", good=5)
-    with pytest.raises(ZbcError) as caught:
-        run_here(plan, RANKS, tmp_path / "run", threads=True)
-    assert caught.value.code == "E703" and "rank 2 failed: ValueError: out of luck" in caught.value.message
-    assert "step 2" in caught.value.details[1]
+    error = error_of(run_here, plan, RANKS, tmp_path / "run", threads=True)
+    assert error.code == "E703" and "rank 2 failed: ValueError: out of luck" in error.message
+    assert "step 2" in error.details[1]
     until(no_rank_is_left)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the watchdog's ends so
 def test_a_rank_that_hangs_is_found(tmp_path):
     plan = write_troubled_plan(tmp_path, "hang", good=5, train={"watchdog_s": 2.0})
-    with pytest.raises(ZbcError) as caught:
-        run_here(plan, RANKS, tmp_path / "run", threads=True)
-    assert caught.value.code == "E701" and "rank 2" in str(caught.value.render())
+    error = error_of(run_here, plan, RANKS, tmp_path / "run", threads=True)
+    assert error.code == "E701" and "rank 2" in str(error.render())
 
 
 def test_ctrl_c_ends_the_step_and_the_run(tmp_path):
@@ -90,29 +81,23 @@ def test_ctrl_c_ends_the_step_and_the_run(tmp_path):
 # ---- where ranks compute ---------------------------------------------------------------------------------------
 
 
-def refused(*args, **options):
-    with pytest.raises(ZbcError) as caught:
-        run_here(*args, **options)
-    return caught.value
-
-
 @pytest.mark.parametrize("threads", [False, True])
 def test_a_plan_for_cuda_is_not_trained_on_the_cpu_unless_that_is_said(tmp_path, monkeypatch, threads):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     plan = write_plan(tmp_path, hardware={"device": "cuda"}, train={"steps": 1})
-    error = refused(plan, RANKS, tmp_path / "run", threads=threads)
+    error = error_of(run_here, plan, RANKS, tmp_path / "run", threads=threads)
     assert error.code == "E603" and "no CUDA device" in error.message and not (tmp_path / "run").exists()
     more = " --threads" if threads else ""
     assert error.hint.endswith(f"--local 4 --device cpu{more}")
     run_here(plan, RANKS, tmp_path / "run", device="cpu", threads=threads)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["device"] == "cpu"
     other = write_plan(tmp_path, "other", train={"steps": 1})
-    assert refused(other, RANKS, tmp_path / "no", device="cuda", threads=threads).code == "E603"
+    assert error_of(run_here, other, RANKS, tmp_path / "no", device="cuda", threads=threads).code == "E603"
 
 
 def test_where_ranks_compute_is_for_ranks_that_zbc_starts(tmp_path):
     plan = write_plan(tmp_path)
-    assert refused(plan, None, tmp_path / "run", device="cpu").code == "E604"
-    assert refused(plan, None, tmp_path / "run", threads=True).code == "E604"
-    error = refused(plan, RANKS, tmp_path / "run", threads=True, max_restarts=1)
+    assert error_of(run_here, plan, None, tmp_path / "run", device="cpu").code == "E604"
+    assert error_of(run_here, plan, None, tmp_path / "run", threads=True).code == "E604"
+    error = error_of(run_here, plan, RANKS, tmp_path / "run", threads=True, max_restarts=1)
     assert error.code == "E604" and "cannot be started again" in error.message

@@ -1,7 +1,5 @@
 """Torch's own runtime, told by an exported CSV to run the same order, finds the same losses and gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

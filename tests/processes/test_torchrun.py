@@ -1,7 +1,5 @@
 """Under torchrun and other launchers: one process per rank, each started with its place in the environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -20,6 +18,7 @@ import torch.distributed as dist
 
 from tests.processes.leftovers import alive
 from tests.processes.plans import free_port, metrics, processes, troubled, write_plan
+from tests.refusals import error_of, refused
 from zbc.errors import ZbcError
 from zbc.plan.directory import read_manifest
 from zbc.trace import recording as trace
@@ -61,16 +60,11 @@ def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path
         plans.append(write_plan(tmp_path, name, schedule={"kind": kind}, **mine))
     paths = [f"{tmp_path}/code-{plan.name}{os.pathsep}{os.environ.get('PYTHONPATH', '')}" for plan in plans]
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-m", "zbc", "run", str(plan), "--out", str(tmp_path / "run")],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": paths[rank]},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, plan in enumerate(plans)
-    ]
+    kept, runs = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}, []
+    for rank, plan in enumerate(plans):
+        command = [sys.executable, "-m", "zbc", "run", str(plan), "--out", str(tmp_path / "run")]
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": paths[rank]}
+        runs.append(subprocess.Popen(command, env={**env, **own}, **kept))
     shown = [run.communicate(timeout=80) for run in runs]
     assert [run.returncode for run in runs] == [6, 6], shown
     errors = [line for _, text in shown for line in text.splitlines() if line.startswith("error[")]
@@ -207,17 +201,16 @@ def as_rank(monkeypatch):
     return place
 
 
-def refused(*args, **options):
-    with pytest.raises(ZbcError) as raised:
-        launch.run(*args, **options)
-    assert raised.value.exit_code == 6
-    return raised.value
+def error_before(*args, **options):
+    error = error_of(launch.run, *args, **options)
+    assert error.exit_code == 6
+    return error
 
 
 def test_another_world_than_planned_is_refused_by_rank_0_and_the_others_leave_in_silence(tmp_path, as_rank):
     plan = write_plan(tmp_path)
     as_rank(0, 2)
-    error = refused(plan)
+    error = error_before(plan)
     assert (error.code, error.message) == ("E601", "run: plan wants 4 ranks, torchrun started 2 (WORLD_SIZE=2)")
     assert error.hint == f"run: torchrun --standalone --nproc-per-node 4 -m zbc run {plan}"
     as_rank(1, 2)
@@ -228,7 +221,7 @@ def test_another_world_than_planned_is_refused_by_rank_0_and_the_others_leave_in
 
 def test_without_a_launcher_both_ways_to_start_are_shown(tmp_path):
     plan = write_plan(tmp_path)
-    error = refused(plan)
+    error = error_before(plan)
     assert error.code == "E604"
     assert f"torchrun --standalone --nproc-per-node 4 -m zbc run {plan}" in error.details[0]
     assert f"zbc run {plan} --local 4" in error.details[1]
@@ -236,7 +229,7 @@ def test_without_a_launcher_both_ways_to_start_are_shown(tmp_path):
 
 def test_commands_in_hints_can_be_typed_whatever_a_plan_is_called(tmp_path):
     plan = write_plan(tmp_path, "a plan; rm")
-    for error in (refused(plan), refused(plan, local=3)):
+    for error in (error_before(plan), error_before(plan, local=3)):
         for line in (*error.details, error.hint or ""):
             words = shlex.split(line.partition(": ")[2])
             assert not words or words[words.index("run", words.index("zbc")) + 1] == str(plan)
@@ -244,20 +237,20 @@ def test_commands_in_hints_can_be_typed_whatever_a_plan_is_called(tmp_path):
 
 def test_local_inside_of_torchrun_is_refused(tmp_path, as_rank):
     as_rank(0, 4)
-    assert refused(write_plan(tmp_path), local=4).code == "E604"
+    assert error_before(write_plan(tmp_path), local=4).code == "E604"
 
 
 @pytest.mark.parametrize("found", ["2.10.1+cu126", "1.13.0"])
 def test_a_torch_that_is_too_old_is_refused(tmp_path, monkeypatch, found):
     monkeypatch.setattr("importlib.metadata.version", lambda name: found)
-    error = refused(tmp_path, local=1)
+    error = error_before(tmp_path, local=1)
     assert error.code == "E602" and found in error.message and "2.11" in error.message
 
 
 def test_a_plan_for_cuda_without_devices_is_refused_with_a_way_out(tmp_path, as_rank, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     as_rank(0, 4, LOCAL_WORLD_SIZE=4)
-    error = refused(write_plan(tmp_path, hardware={"device": "cuda"}))
+    error = error_before(write_plan(tmp_path, hardware={"device": "cuda"}))
     assert error.code == "E603" and "torch finds no CUDA device" in error.message
     assert "--local 4 --device cpu" in error.hint
 
@@ -281,9 +274,8 @@ def test_one_visible_device_per_rank_is_enough(tmp_path, as_rank, monkeypatch):
 def test_ranks_that_share_a_device_are_refused_by_name():
     said = [f"GPU-{n} on {host}" for host in "ab" for n in range(2)]
     devices.check_apart(said, plain_name)
-    with pytest.raises(ZbcError) as caught:
+    with refused("E603", "rank 1, rank 4 have one device, GPU-1 on a"):
         devices.check_apart([*said, "GPU-1 on a"], plain_name)
-    assert caught.value.code == "E603" and "rank 1, rank 4 have one device, GPU-1 on a" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -308,27 +300,25 @@ def test_ranks_share_a_gpu_only_where_there_are_too_few(monkeypatch, tmp_path, c
 
 
 def test_the_fullest_device_is_told_with_what_is_not_torch_s():
-    said = [f"{10 * 2**30} {9 * 2**30}", f"{20 * 2**30} {18 * 2**30}"]
-    line = devices.fullest(said, plain_name)
+    line = devices.fullest([f"{10 * 2**30} {9 * 2**30}", f"{20 * 2**30} {18 * 2**30}"], plain_name)
     assert line.startswith("rank 1 has 20") and "torch 18" in line and line.endswith("programs 2 GiB")
 
 
 def test_a_launcher_that_does_not_say_where_to_meet_is_refused(tmp_path, as_rank, monkeypatch):
     as_rank(0, 4)
     monkeypatch.delenv("MASTER_PORT")
-    error = refused(write_plan(tmp_path))
+    error = error_before(write_plan(tmp_path))
     assert error.code == "E604" and error.message == "run: RANK and WORLD_SIZE are set, MASTER_PORT not"
 
 
 def test_a_store_that_cannot_be_hosted_is_an_error_in_words(tmp_path, as_rank):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         as_rank(0, 4, MASTER_PORT=taken.getsockname()[1])
-        error = refused(write_plan(tmp_path))
+        error = error_before(write_plan(tmp_path))
     assert error.code == "E609" and "cannot host the store" in error.message and error.details
 
 
 def test_a_store_that_cannot_be_reached_is_an_error_in_words(monkeypatch):
     monkeypatch.setattr("zbc.training.launch.board._CONNECT_S", 0.5)
-    with pytest.raises(ZbcError) as raised:
+    with refused("E609", "cannot reach the store"):
         connector("127.0.0.1", free_port(), "zbc")()
-    assert raised.value.code == "E609" and "cannot reach the store" in raised.value.message

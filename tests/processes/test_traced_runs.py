@@ -1,15 +1,12 @@
 """`zbc run --trace`: processes record the steps they are asked to, and what a killed run recorded can be read."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 
 import pytest
 
-from tests.processes.plans import metrics, processes, run_here, troubled, write_plan
-from tests.processes.test_local import at_step
+from tests.processes.plans import at_step, metrics, processes, run_here, troubled, write_plan
 from zbc.compiler.recorded import log
 from zbc.compiler.recorded.report import build
 from zbc.compiler.recorded.times import times_of
@@ -21,11 +18,7 @@ from zbc.trace import recording as trace
 from zbc.training.recording.measure import CATEGORIES
 
 SLEEPERS = {  # steps of a quarter of a second, beside which it is little when a busy machine stops a rank for a moment
-    "model": {
-        "family": "tests.runtime.ticking:sleepers",
-        "loss": "mse",
-        "args": {"ms": [[8.0, 8.0, 8.0]] * 4, "width": 8},
-    },
+    "model": {"family": "tests.runtime.ticking:sleepers", "loss": "mse", "args": {"ms": [[8.0] * 3] * 4, "width": 8}},
     "data": {"kind": "tests.runtime.ticking:Vectors", "args": {"width": 8}},
 }
 

@@ -1,7 +1,5 @@
 """Ranks spread over machines, started as docs/multinode.md says: network namespaces, or two torchrun agents on one."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The watchdog reports a run that stands still, once, and no other."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta
@@ -10,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.limits import until
+from tests.threads import side_by_side
 from zbc.errors import ZbcError
 from zbc.runtime.core.progress import Progress
 from zbc.training.launch.board import Beat, Board
@@ -195,16 +194,20 @@ def test_ranks_that_were_never_heard_and_ranks_outside_of_steps_have_a_line(watc
     assert rows[2] == "rank 2  never heard of" and culprits == [2]
 
 
-def test_of_all_ranks_that_stand_still_one_reports_and_the_others_leave():
-    store = dist.HashStore()
-    dogs = [make(rank, 3, limit=0.3, store=store) for rank in range(3)]
+def begin(store, dogs):
+    """Have watchdogs begin, and hear each other."""
     for dog, ends in dogs:
-        tell = ends.hung
-        dog._hung = lambda error, tell=tell: (Board(store, 0, 3).report(7), tell(error))
+        dog._hung = lambda error, tell=ends.hung: (Board(store, 0, len(dogs)).report(7), tell(error))
         dog.phase("starting", waiting=True)
         dog._silence = 60.0  # on a busy machine a thread may not run for a second or two
         dog.start()
-    until(lambda: all(len(dog._listener.heard) == 3 for dog, _ in dogs))
+    until(lambda: all(len(dog._listener.heard) == len(dogs) for dog, _ in dogs))
+
+
+def test_of_all_ranks_that_stand_still_one_reports_and_the_others_leave():
+    store = dist.HashStore()
+    dogs = [make(rank, 3, limit=0.3, store=store) for rank in range(3)]
+    begin(store, dogs)
     for dog, _ in dogs:
         dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
     for _, ends in dogs:
@@ -340,13 +343,7 @@ class Elsewhere:
 def test_the_late_rank_says_in_which_function_it_is_and_the_one_that_waits_reports_it():
     store = dist.HashStore()
     late, waiting = (Elsewhere(lambda r=r: make(r, 2, limit=0.3, store=store)) for r in (1, 0))
-    for one in (late, waiting):
-        tell = one.ends.hung
-        one.dog._hung = lambda error, tell=tell: (Board(store, 0, 2).report(7), tell(error))
-        one.dog.phase("starting", waiting=True)
-        one.dog._silence = 60.0  # on a busy machine a thread may not run for a second or two
-        one.dog.start()
-    until(lambda: all(len(one.dog._listener.heard) == 2 for one in (late, waiting)))
+    begin(store, [(one.dog, one.ends) for one in (late, waiting)])
     late.dog.stand_down()  # it only says where it is
     late.dog.watch(in_op("F s1 m6", since=0.0))
     until(lambda: waiting.dog._listener.heard[1].beat.total)  # until it is heard to be in a step
@@ -366,20 +363,14 @@ def test_the_late_rank_says_in_which_function_it_is_and_the_one_that_waits_repor
 
 def together(*calls):
     """What each call returns or raises, all running at the same time."""
-    results = [None] * len(calls)
 
     def run(index):
         try:
-            results[index] = calls[index]()
+            return calls[index]()
         except ZbcError as error:
-            results[index] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return results
+    return side_by_side(len(calls), run)
 
 
 def agreeing(*identities):
@@ -393,11 +384,7 @@ def test_ranks_that_agree_go_on():
 
 
 def test_every_rank_learns_which_one_differs_and_in_what():
-    errors = agreeing(
-        {"plan id": "a", "torch version": "2.13"},
-        {"plan id": "a", "torch version": "2.11"},
-        {"plan id": "a", "torch version": "2.13"},
-    )
+    errors = agreeing(*({"plan id": "a", "torch version": version} for version in ("2.13", "2.11", "2.13")))
     assert {error.code for error in errors} == {"E605"}
     assert {error.message for error in errors} == {
         "run: the ranks differ in torch version: rank 1 has 2.11, the others 2.13"
@@ -437,8 +424,7 @@ def test_beats_of_ranks_that_have_not_begun_are_not_waited_for():
 
 
 def test_the_first_reason_to_stop_is_kept():
-    store = dist.HashStore()
-    board = Board(store, 0, 1)
+    board = Board(dist.HashStore(), 0, 1)
     assert board.stop_reason() is None
     board.ask_stop("SIGTERM")
     board.ask_stop("SIGINT")

@@ -1,7 +1,5 @@
 """What ranks have on its way to and from their neighbours is what was predicted, with processes as well."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """torch.distributed.pipelining runs our order of compute ops, with its own transfers, stages and backward split."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage

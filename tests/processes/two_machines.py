@@ -1,7 +1,5 @@
 """Two machines: network namespaces with an address each and a cable between them, where this user may make some."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -25,15 +23,8 @@ class Machine:
     def start(self, command: list[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(("GLOO_", "SLURM_"))}
         paths = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            [*self.enter, *command],
-            cwd=folder,
-            env={**inherited, **paths, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        kept = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+        return subprocess.Popen([*self.enter, *command], cwd=folder, env={**inherited, **paths, **environment}, **kept)
 
 
 def refusal() -> str | None:

@@ -1,7 +1,5 @@
 """A model and a dataset as a user would write them; one layer can be told to misbehave."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Layers with losses of their own, and the data for them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Datasets that draw random numbers, by several means, and a model and a loss that tell whether two looks differ."""
 
-from __future__ import annotations
-
 import random
 
 import numpy

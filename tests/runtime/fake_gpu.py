@@ -1,7 +1,5 @@
 """A GPU made up for tests: a stream that does what it was told to when a test lets it, and events on it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 
@@ -72,10 +70,6 @@ def fake_torch(streams):
     def synchronize(*_):
         raise AssertionError("waits for the whole device")
 
-    cuda = SimpleNamespace(
-        Event=lambda enable_timing=False: Event(),
-        current_stream=lambda device: streams[device.index],
-        set_device=lambda device: None,
-        synchronize=synchronize,
-    )
+    current = {"current_stream": lambda device: streams[device.index], "set_device": lambda device: None}
+    cuda = SimpleNamespace(Event=lambda enable_timing=False: Event(), synchronize=synchronize, **current)
     return SimpleNamespace(cuda=cuda)

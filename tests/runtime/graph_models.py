@@ -1,7 +1,5 @@
 """Models that are graphs of groups of small layers, by their counts; and their data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

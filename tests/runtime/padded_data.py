@@ -1,7 +1,5 @@
 """Sequences of which few targets count, or none; a model of them, and losses with numbers of their own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

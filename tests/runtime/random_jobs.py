@@ -5,8 +5,6 @@ schedule and its ranks, copies, what these share out and how it travels, the bar
 transport is, and a resume in another way.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence
@@ -88,15 +86,9 @@ def random_job(rng: random.Random) -> Job:
     copies, each = rng.choice([1, 2, 2, 3]), rng.randint(1, 7)
     ramp = [(copies * rng.randint(1, each - 1), rng.randint(1, 2))] if each > 1 and rng.random() < 0.3 else []
     evaluates = {"eval_every": rng.randint(1, 3), "eval_batches": 1} if rng.random() < 0.3 else {}
-    return Job(
-        random_models.chain(rng, rng.randint(1, 9)),
-        {"kind": f"{HERE}:Vectors", "args": spoiled, "validation": 0.0},
-        {"skip_limit": 1000, **evaluates},
-        optimizer,
-        copies * each,
-        ramp,
-        rng.randint(2, 5),
-    )
+    layers = random_models.chain(rng, rng.randint(1, 9))
+    data, train = {"kind": f"{HERE}:Vectors", "args": spoiled, "validation": 0.0}, {"skip_limit": 1000, **evaluates}
+    return Job(layers, data, train, optimizer, copies * each, ramp, rng.randint(2, 5))
 
 
 def random_way(rng: random.Random, job: Job) -> Way:
@@ -113,19 +105,11 @@ def random_way(rng: random.Random, job: Job) -> Way:
         two, stages = len(placement.pipes) > 1, placement.stages
         shard = rng.choice(["none", *_shards(copies, sync, two=two)])
         frees = shard in ("weights", "all")
-        return Way(
-            name,
-            p,
-            v,
-            copies,
-            sync,
-            shard,
-            rng.randint(1, len(placement.stages_of(0))) if frees else 0,
-            frees and not two and rng.random() < 0.5,
-            (0, *sorted(rng.choices(range(len(job.layers) + 1), k=stages - 1)), len(job.layers)),
-            tuple(s for s in range(stages) if rng.random() < 0.4),
-            rng.random() < 0.5,
-        )
+        resident = rng.randint(1, len(placement.stages_of(0))) if frees else 0
+        one_sided = frees and not two and rng.random() < 0.5
+        cuts = (0, *sorted(rng.choices(range(len(job.layers) + 1), k=stages - 1)), len(job.layers))
+        recompute = tuple(s for s in range(stages) if rng.random() < 0.4)
+        return Way(name, p, v, copies, sync, shard, resident, one_sided, cuts, recompute, rng.random() < 0.5)
 
 
 def _shards(copies: int, sync: str, *, two: bool) -> list[str]:
@@ -137,32 +121,18 @@ def _shards(copies: int, sync: str, *, two: bool) -> list[str]:
 
 def plan_of(job: Job, way: Way, **options: Any) -> StoredPlan:
     def one(microbatches: int) -> StoredPlan:
-        made = make_program(
-            way.schedule,
-            way.p,
-            microbatches // way.copies,
-            way.v if SCHEDULES[way.schedule].allows(way.v) else None,
-            sync=way.sync,
-            copies=way.copies,
-            sharded=way.shard != "none",
-            scatters=way.shard in ("gradients", "all"),
-            one_sided=way.one_sided,
-            resident=way.resident,
-            with_w=way.resident > 0,
-        )
+        v = way.v if SCHEDULES[way.schedule].allows(way.v) else None
+        how = {"sync": way.sync, "copies": way.copies, "one_sided": way.one_sided, "resident": way.resident}
+        shares = {"sharded": way.shard != "none", "scatters": way.shard in ("gradients", "all")}
+        count = microbatches // way.copies
+        made = make_program(way.schedule, way.p, count, v, with_w=way.resident > 0, **how, **shares)
         model = {"family": f"{HERE}:layers", "layers": len(job.layers), "loss": f"{HERE}:loss"}
-        return make_plan(
-            made,
-            model={**model, "args": {"names": job.layers}},
-            data={**job.data, "validation": 0.4 if "eval_every" in job.train else 0.0},
-            optimizer={**job.optimizer, "sync": way.sync, "zero1": way.shard == "optimizer"},
-            train=job.train,
-            steps=job.steps,
-            size=random_models.SIZE,
-            activations={str(stage): "recompute" for stage in way.recompute},
-            cuts=way.cuts,
-            **options,
-        )
+        model |= {"args": {"names": job.layers}}
+        data = {**job.data, "validation": 0.4 if "eval_every" in job.train else 0.0}
+        optimizer = {**job.optimizer, "sync": way.sync, "zero1": way.shard == "optimizer"}
+        run = {"train": job.train, "steps": job.steps, "size": random_models.SIZE, "cuts": way.cuts, **options}
+        again = {str(stage): "recompute" for stage in way.recompute}
+        return make_plan(made, model=model, data=data, optimizer=optimizer, activations=again, **run)
 
     return ramped(one(job.microbatches), *((one(count), steps) for count, steps in job.ramp))
 

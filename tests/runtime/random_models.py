@@ -1,7 +1,5 @@
 """Models put together at random from the layers of zoo.py, in double precision, and data that spoil some gradients."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

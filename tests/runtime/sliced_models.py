@@ -1,7 +1,5 @@
 """Layers and data of sequences that tests name as a user would: some run in slices, some cannot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -74,15 +72,11 @@ class Mixer(nn.Module):
         return x + self.drop(self.out(zbc.attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)))
 
 
-class Begins(nn.Module):
+class Begins(nn.Linear):
     """One tensor in, two out: the state and the places of its tokens."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.linear(x), zbc.positions(x)
+        return super().forward(x), zbc.positions(x)
 
 
 class GoesOn(Mixer):
@@ -106,23 +100,23 @@ class OverTime(nn.Module):
         return x + self.how(self.linear(x))
 
 
-class Convolves(nn.Module):
+class Convolves(nn.Conv1d):
     def __init__(self) -> None:
-        super().__init__()
-        self.along = nn.Conv1d(8, 8, 3, padding=2)
-        nn.init.zeros_(self.along.weight)  # as layers begin that are to be the identity at first
+        super().__init__(8, 8, 3, padding=2)
+        nn.init.zeros_(self.weight)  # as layers begin that are to be the identity at first
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.along(x.transpose(1, 2))[..., :-2].transpose(1, 2)
+        return x + super().forward(x.transpose(1, 2))[..., :-2].transpose(1, 2)
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8, track_running_stats=False)
-
+class Normed(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Recurrent(nn.GRU):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[0]
 
 
 class Counts(nn.Module):
@@ -149,20 +143,8 @@ class _Centred(torch.autograd.Function):
         return grads[0] - grads[0].mean(1, keepdim=True)
 
 
-def _both_ways(x: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(x, x, x)
-
-
-def _own_causal(x: Tensor) -> Tensor:
-    return functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-
-
-def _noisy(x: Tensor) -> Tensor:
-    return x + torch.randn_like(x)
-
-
-def _pooled(x: Tensor) -> Tensor:
-    return x.mean(1, keepdim=True).expand_as(x)
+def _attention(x: Tensor, causal: bool) -> Tensor:
+    return functional.scaled_dot_product_attention(x, x, x, is_causal=causal)
 
 
 def _state(x: Tensor) -> Tensor:
@@ -175,25 +157,16 @@ def _state(x: Tensor) -> Tensor:
 
 MIXING: dict[str, Callable[[], nn.Module]] = {
     "convolution": Convolves,
-    "normed": Normed,
-    "both_ways": lambda: OverTime(_both_ways),
-    "own_causal": lambda: OverTime(_own_causal),
-    "pooled": lambda: OverTime(_pooled),
+    "normed": lambda: Normed(8, track_running_stats=False),
+    "both_ways": lambda: OverTime(lambda x: _attention(x, False)),
+    "own_causal": lambda: OverTime(lambda x: _attention(x, True)),
+    "pooled": lambda: OverTime(lambda x: x.mean(1, keepdim=True).expand_as(x)),
     "state": lambda: OverTime(_state),
-    "recurrent": lambda: Recurrent(),
+    "recurrent": lambda: Recurrent(8, 8, batch_first=True),
     "counts": Counts,
-    "noisy": lambda: OverTime(_noisy),
+    "noisy": lambda: OverTime(lambda x: x + torch.randn_like(x)),
     "backwards": lambda: OverTime(_Centred.apply),
 }
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRU(8, 8, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cell(x)[0]
 
 
 def mixing(what: str, width: int = 8) -> list[nn.Module]:
@@ -205,7 +178,7 @@ def mixers(width: int = 8, count: int = 4, dropout: float = 0.0) -> list[nn.Modu
 
 
 def several(width: int = 8) -> list[nn.Module]:
-    return [Begins(width), GoesOn(width), GoesOn(width), Ends()]
+    return [Begins(width, width), GoesOn(width), GoesOn(width), Ends()]
 
 
 def tokens(vocab: int = 61, width: int = 8) -> list[nn.Module]:

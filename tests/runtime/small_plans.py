@@ -1,15 +1,16 @@
 """Small complete plans for runtime tests, and the same training done by one process with plain autograd."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
+from pydantic import BaseModel
 
 from tests.lowered import lower
 from zbc.compiler.check import check_all
@@ -95,6 +96,10 @@ def make_plan(
     if words is None:
         count = program.placement.ranks
         words = [(checked.vocab or 0) * rank // count for rank in range(count + 1)]
+    plain = partial(BaseModel.model_dump, mode="json")
+    told = {"data": plain(spec.Data.model_validate(data))}
+    told |= {"optimizer": plain(spec.Optimizer.model_validate(optimizer or {}))}
+    told |= {} if checkpoint is None else {"checkpoint": checkpoint}
     manifest, _ = assemble(
         program,
         parameters={},
@@ -104,17 +109,8 @@ def make_plan(
         cuts=rows,
         words=words if program.vocabulary else (),
         predicted={"host": on_host(program)},
-        planning={
-            "model": checked.model_dump(mode="json"),
-            "memory": {"activations": activations},
-            "freeze": freeze or {},
-        },
-        training={
-            "data": spec.Data.model_validate(data).model_dump(mode="json"),
-            "train": {"seed": seed, "steps": steps, **(train or {})},
-            "optimizer": spec.Optimizer.model_validate(optimizer or {}).model_dump(mode="json"),
-            **({} if checkpoint is None else {"checkpoint": checkpoint}),
-        },
+        planning={"memory": {"activations": activations}, "freeze": freeze or {}, "model": plain(checked)},
+        training={"train": {"seed": seed, "steps": steps, **(train or {})}, **told},
     )
     return StoredPlan(manifest, program)
 
@@ -233,6 +229,34 @@ def reference(
         )
     result.weights = {name: p.detach().clone() for name, p in weights.items()}
     return result
+
+
+def hold(workers: Sequence[Worker], wanted: Reference, *, tolerance: float = 0.0, near: float = 0.0) -> None:
+    """Losses and norms of a run are nearly those of one process, and its weights to the bit or as nearly as told."""
+    near = near or max(1e-6, tolerance)
+    assert [result.loss for result in workers[0].results] == pytest.approx(wanted.losses, rel=near)
+    assert [result.grad_norm for result in workers[0].results] == pytest.approx(wanted.norms, rel=near)
+    for name, parameter in parameters(workers).items():
+        expected = wanted.weights[name]
+        torch.testing.assert_close(parameter.detach(), expected, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def descend(
+    weights: dict[str, torch.nn.Parameter], steps: int, loss: Callable[[], Any], *, delayed: bool = False
+) -> list[Any]:
+    """Plain gradient descent at a rate of 0.3 in one process: what `loss` returns of each step, of which it learns from
+    the last number; `delayed`: by the gradients of the weights before the last step."""
+    found, before = [], [p.data.clone() for p in weights.values()]
+    for _ in range(steps):
+        newest = [p.data.clone() for p in weights.values()]
+        for p, older in zip(weights.values(), before if delayed else newest, strict=True):
+            p.data = older.clone()
+        before, told = newest, loss()
+        grads = torch.autograd.grad(told[-1], list(weights.values()), allow_unused=True)
+        for p, new, grad in zip(weights.values(), newest, grads, strict=True):
+            p.data = new if grad is None else new - 0.3 * grad
+        found.append(tuple(number.item() for number in told))
+    return found
 
 
 def _weights(name: str, criterion: Any, targets: Sequence[torch.Tensor]) -> list[float]:

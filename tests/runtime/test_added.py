@@ -1,7 +1,5 @@
 """What layers add to the loss counts once a step, however it is cut into microbatches, slices and replicas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +7,8 @@ from hypothesis import strategies as st
 
 import zbc
 from tests.runtime.adding import SAMPLES, Rows, layers
-from tests.runtime.small_plans import make_plan, make_program, parameters
-from tests.threads import run_threads
+from tests.runtime.small_plans import descend, make_plan, make_program, parameters
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.runtime.features.added import Adding, adding_to
@@ -42,26 +40,21 @@ def one_process(places, steps, *, delayed=False):
     weights = {f"{name}.{local}": p for name, layer in made.items() for local, p in layer.named_parameters()}
     data = [Rows()[i] for i in range(SAMPLES)]
     xs, targets = torch.stack([x for x, _ in data]), torch.stack([y for _, y in data])
-    found, before = [], [p.data.clone() for p in weights.values()]
-    for _ in range(steps):
-        newest = [p.data.clone() for p in weights.values()]
-        for p, older in zip(weights.values(), before if delayed else newest, strict=True):
-            p.data = older.clone()
-        before, x, added = newest, xs, torch.zeros((), dtype=torch.float64)
+
+    def told():
+        x, added = xs, torch.zeros((), dtype=torch.float64)
         for i, layer in enumerate(made.values()):
             added, x = added + (layer.value(x) if i in places else 0.0), layer(x)
         loss = torch.nn.functional.mse_loss(x, targets)
-        grads = torch.autograd.grad(loss + added, list(weights.values()), allow_unused=True)
-        for p, new, grad in zip(weights.values(), newest, grads, strict=True):
-            p.data = new if grad is None else new - 0.3 * grad
-        found.append((loss.item(), added.item()))
-    return found, weights
+        return loss, added, loss + added
+
+    return [told[:2] for told in descend(weights, steps, told, delayed=delayed)], weights
 
 
 def check(plan, places, *, told=True):
     workers = run_threads(plan, 3)
     found, weights = one_process(places, 3, delayed=plan.manifest.flushless)
-    assert [r.loss for r in workers[0].results] == pytest.approx([loss for loss, _ in found], rel=1e-12)
+    assert losses_of(workers) == pytest.approx([loss for loss, _ in found], rel=1e-12)
     values = [value if told else 0.0 for _, value in found]
     for worker in workers:
         assert [r.added for r in worker.results] == pytest.approx(values, rel=1e-6)

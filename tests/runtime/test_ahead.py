@@ -1,9 +1,6 @@
 """Training without a barrier has the bits of training with one, after every step, whatever the verdicts are."""
 
-from __future__ import annotations
-
 import math
-import threading
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -14,7 +11,8 @@ import torch
 
 from tests.lowered import lower
 from tests.runtime.small_plans import make_plan, make_worker
-from tests.threads import run_threads
+from tests.runtime.test_gradients import VECTORS, user
+from tests.threads import each_layer, last_of, run_threads, side_by_side, watch
 from tests.tiers import dealt, few
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
@@ -52,15 +50,9 @@ def plan_for(
     costs = Costs.uniform(order.placement).with_ms(hop=(0.8,))  # so that the verdict comes late in the warm-up
     program = lower(order, sync, costs)
     check_all(program)
-    made = {
-        "family": "tests.runtime.user_models:residual",
-        "layers": LAYERS,
-        "loss": "mse",
-        "args": {"count": LAYERS, "dropout": 0.1},
-        **model,
-    }
+    made = {**user("residual", layers=LAYERS, count=LAYERS, dropout=0.1), **model}
     options = {**KINDS[optimizer], "clip_grad_norm": LARGEST, "sync": sync}
-    return make_plan(program, model=made, data={"kind": "tests.runtime.user_models:Vectors"}, optimizer=options, size=1)
+    return make_plan(program, model=made, **VECTORS, optimizer=options, size=1)
 
 
 class Watched:
@@ -76,23 +68,12 @@ class Watched:
         self.results = self.workers[0].results
 
     def watch(self, worker: Worker) -> None:
-        script, kinds = worker.script, [op.kind for _, op, _ in worker.script]
-        ahead = Kind.COMMIT in kinds
-        last = len(kinds) - 1 - kinds[::-1].index(Kind.COMMIT if ahead else Kind.STEP)
-        self.wrap(script, last, lambda: self.remember(worker, worker.step - ahead))
+        ahead = any(op.kind is Kind.COMMIT for _, op, _ in worker.script)
+        last = worker.script[last_of(worker, Kind.COMMIT if ahead else Kind.STEP)][1]
+        watch(worker, after=lambda worker, op: self.remember(worker, worker.step - ahead), of=lambda op: op == last)
         if 0 in worker.stages:
-            work = [i for i, (_, op, _) in enumerate(script) if op.kind in (Kind.W, Kind.BW) and op.stage == 0]
-            self.wrap(script, work[-1], lambda: self.spoil(worker))
-
-    @staticmethod
-    def wrap(script: list[Any], index: int, then: Any) -> None:
-        handler, op, text = script[index]
-
-        def both(worker: Worker, op: Any) -> None:
-            handler(worker, op)
-            then()
-
-        script[index] = both, op, text
+            first = worker.script[last_of(worker, Kind.W, Kind.BW, stage=0)][1]
+            watch(worker, after=lambda worker, op: self.spoil(worker), of=lambda op: op == first)
 
     def spoil(self, worker: Worker) -> None:
         grad = next(p.grad for p in worker.stages[0].parameters.values() if p.grad is not None)
@@ -107,11 +88,10 @@ class Watched:
         for optimizer in worker.optimizers.values():
             masters = getattr(optimizer, "masters", optimizer.parameters)
             for name, parameter in optimizer.parameters.items():
-                self.after[step][name] = parameter.detach().clone()
-                self.after[step][f"{name} master"] = masters[name].detach().clone()
-                for key, value in optimizer.optimizer.state.get(masters[name], {}).items():
-                    if isinstance(value, torch.Tensor):
-                        self.after[step][f"{name} {key}"] = value.clone()
+                kept = {name: parameter, f"{name} master": masters[name]}
+                state = optimizer.optimizer.state.get(masters[name], {})
+                kept |= {f"{name} {key}": value for key, value in state.items() if isinstance(value, torch.Tensor)}
+                self.after[step] |= {key: value.detach().clone() for key, value in kept.items()}
 
 
 @cache
@@ -223,8 +203,7 @@ def normalised(count: int) -> list[Any]:
 
 
 def buffers(worker: Worker) -> list[torch.Tensor]:
-    modules = [layer.module for stage in worker.stages.values() for layer in stage.layers]
-    return [buffer for module in modules for buffer in module.buffers()]
+    return [buffer for layer in each_layer([worker]) for buffer in layer.module.buffers()]
 
 
 def test_nothing_is_kept_of_a_step_when_it_is_over():
@@ -238,20 +217,13 @@ def test_a_rank_that_asks_to_stop_is_heard_by_all_one_step_later():
     hub = Hub(3)
     workers = [make_worker(plan, rank, hub) for rank in range(3)]
 
-    def train(worker: Worker) -> None:
-        for step in range(6):
-            result = run_step(worker, step, stop=worker.rank == 1 and step >= 2)
-            worker.results += [] if result is None else [result]
-        worker.results.append(finish(worker))
-        worker.transport.close()
+    def train(rank: int) -> list[tuple[int, bool]]:
+        results = [run_step(workers[rank], step, stop=rank == 1 and step >= 2) for step in range(6)]
+        results.append(finish(workers[rank]))
+        workers[rank].transport.close()
+        return [(result.step, result.stop) for result in results if result is not None]
 
-    threads = [threading.Thread(target=train, args=(worker,)) for worker in workers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for worker in workers:
-        assert [(r.step, r.stop) for r in worker.results] == [(k, k >= 1) for k in range(6)]
+    assert side_by_side(3, train) == [[(k, k >= 1) for k in range(6)]] * 3
 
 
 # ---- the norm ------------------------------------------------------------------------------------------------
@@ -289,14 +261,12 @@ def norm(schedule: str, p: int, copies: int, sync: str) -> float:
     return results[0].grad_norm
 
 
+SPLITS = [("1f1b", 1, 2), ("1f1b", 4, 1), ("zb-v", 4, 1), ("zb-v", 2, 2), ("interleaved-1f1b", 2, 4)]
+SPLITS += [("chimera", 4, 1)]
+
+
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
-@pytest.mark.parametrize(
-    ("schedule", "p", "copies"),
-    few(
-        [("1f1b", 1, 2), ("1f1b", 4, 1), ("zb-v", 4, 1), ("zb-v", 2, 2), ("interleaved-1f1b", 2, 4), ("chimera", 4, 1)],
-        [("zb-v", 2, 2), ("chimera", 4, 1)],
-    ),
-)
+@pytest.mark.parametrize(("schedule", "p", "copies"), few(SPLITS, [("zb-v", 2, 2), ("chimera", 4, 1)]))
 def test_the_norm_is_the_same_double_for_every_split_over_ranks_copies_and_pipes(schedule, p, copies, sync):
     assert norm(schedule, p, copies, sync) == norm("1f1b", 1, 1, "before-step") > 0
 

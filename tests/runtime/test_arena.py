@@ -1,7 +1,5 @@
 """Room for copies of a rank's state."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +7,8 @@ import torch
 
 from zbc.training.checkpoint.arena import Arena
 
-TENSORS = {
-    "turned": torch.randn(3, 4, 5).transpose(0, 2),
-    "one": torch.tensor(7.0, dtype=torch.float64),
-    "low": torch.randn(5).bfloat16(),
-    "none": torch.zeros(0, 3),
-    "whole": torch.arange(9),
-}
+TENSORS = {"turned": torch.randn(3, 4, 5).transpose(0, 2), "one": torch.tensor(7.0, dtype=torch.float64)}
+TENSORS |= {"low": torch.randn(5).bfloat16(), "none": torch.zeros(0, 3), "whole": torch.arange(9)}
 
 
 def test_copies_lie_in_one_piece_of_memory_that_is_used_again():

@@ -4,8 +4,6 @@ Layers sleep, so that four ranks as threads keep the times of four machines; wha
 else is named is shown where times are exact, in tests/compiler/test_recorded.py.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -99,6 +97,5 @@ def test_one_op_that_is_slow_is_named(tmp_path):
 
     Ops are long enough that what a busy machine adds to those of other ranks meanwhile is not out of line.
     """
-    found = reported(tmp_path, [6 * MS] * 4, odd={"layer": 1, "at": 10, "ms": 500.0})
-    first = found.outliers[0]
+    first = reported(tmp_path, [6 * MS] * 4, odd={"layer": 1, "at": 10, "ms": 500.0}).outliers[0]
     assert (str(first.op), first.rank, first.step) == ("F s1 m1", 1, 3)

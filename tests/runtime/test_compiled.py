@@ -4,8 +4,6 @@ Most tests use torch's backend "aot_eager": all of torch.compile's graphs, forwa
 is made of them, which takes long. Without that code the bits are those of the layers as they are.
 """
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -16,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, plan_of
 from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
-from tests.threads import run_threads
+from tests.threads import each_layer, losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Placement
@@ -49,13 +47,16 @@ def graphs_only(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", {"backend": "aot_eager"})
 
 
+def zoo(kind, **how):
+    return {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse", **how}
+
+
 def graphs():
     return counters["stats"]["unique_graphs"]
 
 
 def compiled_layers(workers):
-    layers = [layer for worker in workers for stage in worker.stages.values() for layer in stage.layers]
-    return [layer.name for layer in layers if layer.compiled is not None]
+    return [layer.name for layer in each_layer(workers) if layer.compiled is not None]
 
 
 def apart(plan: StoredPlan) -> bool:
@@ -85,31 +86,22 @@ def test_families_get_the_gradients_of_one_process(family, schedule, dtype, acti
 
 @pytest.mark.parametrize("kind", few(["custom", "overwrites", "dropped"], ("custom",)))
 def test_layers_of_users_get_the_gradients_of_one_process(kind):
-    model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse", "compile": True}
+    model = zoo(kind, compile=True)
     plan = make_plan(make_program("zb-h1", 2, 3), model=model, **VECTORS, keep=without_step)
     workers = check_gradients(plan)
     assert len(compiled_layers(workers)) == (3 if kind == "overwrites" else 4)  # one is a linear layer by itself
 
 
 def test_buffers_that_a_forward_changes_and_training_without_a_barrier():
-    model = {"family": "tests.runtime.zoo:batchnorm", "layers": 4, "loss": "mse", "compile": True}
     optimizer = {"lr": 1e-2, "clip_grad_norm": 1e-3, "sync": "post-validate"}
-    plans = [
-        make_plan(
-            make_program("zb-h1", 2, 3, sync="post-validate"),
-            model={**model, "compile": compiles},
-            optimizer=optimizer,
-            **VECTORS,
-        )
-        for compiles in (True, False)
-    ]
+    program = make_program("zb-h1", 2, 3, sync="post-validate")
+    models = (zoo("batchnorm", compile=compiles) for compiles in (True, False))
+    plans = [make_plan(program, model=model, optimizer=optimizer, **VECTORS) for model in models]
     one, other = (run_threads(plan, 3) for plan in plans)
     assert any(result.redone for result in one[0].results)
-    assert [result.loss for result in one[0].results] == [result.loss for result in other[0].results]
-    for mine, plain in zip(one, other, strict=True):
-        for stage in mine.stages:
-            for a, b in zip(mine.stages[stage].layers, plain.stages[stage].layers, strict=True):
-                assert all(torch.equal(x, y) for x, y in zip(a.module.buffers(), b.module.buffers(), strict=True))
+    assert losses_of(one) == losses_of(other)
+    for a, b in zip(each_layer(one), each_layer(other), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a.module.buffers(), b.module.buffers(), strict=True))
 
 
 def test_everything_is_compiled_before_training_starts_and_evaluation_runs_layers_as_they_are():
@@ -133,12 +125,9 @@ def test_everything_is_compiled_before_training_starts_and_evaluation_runs_layer
 
 
 def test_trying_layers_out_leaves_weights_gradients_buffers_and_generators_as_they_were():
-    model = {"family": "tests.runtime.zoo:batchnorm", "layers": 4, "loss": "mse"}
     before = torch.get_rng_state()
-    workers = [
-        make_worker(make_plan(make_program("zb-h1", 1, 2), model={**model, "compile": compiles}, **VECTORS))
-        for compiles in (True, False)
-    ]
+    models = (zoo("batchnorm", compile=compiles) for compiles in (True, False))
+    workers = [make_worker(make_plan(make_program("zb-h1", 1, 2), model=model, **VECTORS)) for model in models]
     assert torch.equal(torch.get_rng_state(), before)
     one, other = ([layer.module.state_dict() for layer in w.stages[0].layers] for w in workers)
     assert all(torch.equal(a[key], b[key]) for a, b in zip(one, other, strict=True) for key in b)
@@ -154,8 +143,7 @@ def refusal(family, schedule="zb-h1"):
 
 
 def test_layers_that_torch_compiles_wrongly_or_for_each_value_anew_are_refused_by_name():
-    averages = {"family": "tests.runtime.zoo:averages", "layers": 4, "loss": "mse"}
-    code, text = refusal(averages, "1f1b")
+    code, text = refusal({"family": "tests.runtime.zoo:averages", "layers": 4, "loss": "mse"}, "1f1b")
     assert code == "E511" and "layer layers.0 compiled (backward in one) is not what it is uncompiled" in text
     assert refusal(user("value_dependent")) == (
         "E511",

@@ -1,20 +1,17 @@
 """Features through each other: pairs that have left zbc/excludes.py train as without what must not change it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from tests.composed import TOLERANCE, apart, beside, toml, trained
-from tests.threads import run_threads
+from tests.threads import scaled
 from tests.tiers import few
 from zbc import excludes
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.plan.directory import StoredPlan
 from zbc.training.models import compiled
-from zbc.training.recording.measure import Scale
 
 ONE_PIPE = ["1f1b", "zb-h1", "gpipe", "interleaved-1f1b", "breadth-first", "looped-zb", "zb-v", "v-half", "1f1b-v"]
 TWO_PIPES = ["chimera", "bitpipe", "dualpipe", "dualpipe-v", "chimera-zb", "bitpipe-zb"]
@@ -70,9 +67,7 @@ def test_with_copies_to_the_host_and_sharded_weights_a_plan_knows_what_ranks_hol
 
 
 def held(plan: StoredPlan) -> float:
-    scales: list[Scale] = []
-    run_threads(plan, 2, setup=lambda worker: scales.append(Scale(worker)))
-    return max(scale.held.peak for scale in scales)
+    return max(scale.held.peak for scale in scaled(plan)[1])
 
 
 def test_what_trains_here_is_not_in_the_table():

@@ -1,14 +1,12 @@
 """plans/convnet.toml as a user would run it: planned from the file, trained on four ranks, and it learns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
 
 from plans.convnet import Quadrants, layers
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from zbc.compiler.compile import compile_job, load_job
 from zbc.plan.directory import StoredPlan
 
@@ -20,7 +18,7 @@ def test_the_example_learns_to_find_the_bright_quarter(tmp_path, monkeypatch):
     monkeypatch.chdir(JOB.parents[1])
     compile_job(load_job(JOB)).write(tmp_path / "plan")
     workers = run_threads(StoredPlan.read(tmp_path / "plan"), 20)
-    losses = [result.loss for result in workers[0].results]
+    losses = losses_of(workers)
     assert len(workers) == 4 and losses[0] > 1.0 and sum(losses[-5:]) / 5 < 0.4
 
 

@@ -1,7 +1,5 @@
 """Copies of the pipeline train as one pipeline with all their microbatches would, whoever keeps optimizer state."""
 
-from __future__ import annotations
-
 import sysconfig
 import threading
 from functools import cache
@@ -11,8 +9,8 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters, reference
-from tests.runtime.test_gradients import VECTORS, user, without_step
-from tests.threads import run_threads
+from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
+from tests.threads import each_parameter, losses_of, run_threads, watch
 from tests.tiers import dealt, few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
@@ -42,10 +40,8 @@ def copies_of(schedule, p, m, copies, *, tied=False, keep=lambda op: True, v=Non
 def alike(workers):
     """Assert that all copies of a parameter have the same bits; the parameters by name."""
     found = parameters(workers)
-    for worker in workers:
-        for stage in worker.stages.values():
-            for name, parameter in stage.parameters.items():
-                assert torch.equal(parameter, found[name]), (worker.rank, name)
+    for worker, name, parameter in each_parameter(workers):
+        assert torch.equal(parameter, found[name]), (worker.rank, name)
     return found
 
 
@@ -67,11 +63,24 @@ def results(workers):
     return every[0]
 
 
+def same(one, other):
+    """Losses, norms and weights to the bit; the weights by name."""
+    assert results(one) == results(other)
+    before, after = alike(one), alike(other)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return after
+
+
+def as_one(workers, expected):
+    """Losses and norms are nearly those of one process."""
+    assert losses_of(workers) == pytest.approx(expected.losses, abs=1e-6)
+    assert [norm for _, norm in results(workers)] == pytest.approx(expected.norms, rel=1e-6)
+
+
 @pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-v", "dualpipe")))
 def test_two_copies_train_like_one_process_with_all_microbatches(schedule):
     workers, expected = trained(schedule, 2, 4, 2), whole(2, 4)
-    for (loss, norm), one, two in zip(results(workers), expected.losses, expected.norms, strict=True):
-        assert loss == pytest.approx(one, abs=1e-6) and norm == pytest.approx(two, rel=1e-6)
+    as_one(workers, expected)
     assert len(workers) == 4 and alike(workers).keys() == expected.weights.keys()
 
 
@@ -82,29 +91,20 @@ def test_with_copies_too_every_schedule_has_the_same_bits():
 
 @pytest.mark.parametrize(("p", "copies"), few([(1, 3), (3, 2), (2, 4)], [(3, 2)]))
 def test_other_numbers_of_ranks_and_copies(p, copies):
-    expected = whole(copies, 3)
-    found = results(trained("zb-h1", p, 3, copies))
-    assert [loss for loss, _ in found] == pytest.approx(expected.losses, abs=1e-6)
-    assert [norm for _, norm in found] == pytest.approx(expected.norms, rel=1e-6)
+    as_one(trained("zb-h1", p, 3, copies), whole(copies, 3))
 
 
-@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-v", "breadth-first"], ("zb-v",)))
-def test_sharing_out_the_optimizer_changes_no_bit(schedule):
-    """Loss, norm, clipping and weights."""
-    plain, shared = trained(schedule, 2, 4, 2), trained(schedule, 2, 4, 2, zero1=True)
-    assert results(plain) == results(shared)
-    before, after = alike(plain), alike(shared)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+SHARED_OUT = [("1f1b", 2, False), ("zb-h1", 2, False), ("zb-v", 2, False), ("breadth-first", 2, False)]
+SHARED_OUT += [("chimera", 1, False), ("dualpipe", 2, True)]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "copies", "tied"), few([("chimera", 1, False), ("dualpipe", 2, True)], ("dualpipe",))
+    ("schedule", "copies", "tied"), few(SHARED_OUT, ("zb-v", "dualpipe")), ids=[name for name, *_ in SHARED_OUT]
 )
-def test_the_pipes_of_a_bidirectional_schedule_share_out_the_optimizer_too(schedule, copies, tied):
+def test_sharing_out_the_optimizer_changes_no_bit(schedule, copies, tied):
+    """Loss, norm, clipping and weights; the pipes of a bidirectional schedule share it out, too."""
     plain, shared = (trained(schedule, 2, 4, copies, zero1, tied) for zero1 in (False, True))
-    assert results(plain) == results(shared)
-    before, after = alike(plain), alike(shared)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    same(plain, shared)
     assert all(isinstance(o, Sharded) for w in shared for o in w.optimizers.values())
 
 
@@ -115,9 +115,8 @@ def test_bfloat16_weights_keep_their_bits_and_have_masters_of_their_pieces_only(
         run_threads(copies_of("zb-h1", 2, 2, 2, model=low, tied=tied, optimizer={**CLIPPED, "zero1": zero1}), 3)
         for zero1 in (False, True)
     )
-    assert results(plain) == results(shared)
-    before, after = alike(plain), alike(shared)
-    assert all(torch.equal(before[name], after[name]) and after[name].dtype is torch.bfloat16 for name in before)
+    after = same(plain, shared)
+    assert all(weight.dtype is torch.bfloat16 for weight in after.values())
     masters = [
         sum(p.numel() for o in w.optimizers.values() for group in o.optimizer.param_groups for p in group["params"])
         for w in shared
@@ -138,10 +137,10 @@ def test_optimizer_state_is_shared_out():
     assert max(parts) < 0.8 * max(all_of_it)  # whole matrices are dealt, and here there are few
 
 
-@pytest.mark.parametrize(
-    ("zero1", "sync"),
-    few([(False, "before-step"), (True, "before-step"), (True, "post-validate")], [(True, "post-validate")]),
-)
+SKIPS = [(False, "before-step"), (True, "before-step"), (True, "post-validate")]
+
+
+@pytest.mark.parametrize(("zero1", "sync"), few(SKIPS, [(True, "post-validate")]))
 def test_a_gradient_that_is_not_finite_on_one_copy_skips_the_step_on_all(zero1, sync):
     plan = copies_of("zb-h1", 2, 2, 2, optimizer={**CLIPPED, "zero1": zero1, "sync": sync})
 
@@ -194,23 +193,13 @@ def test_a_rank_goes_on_computing_while_its_sum_waits_for_another_copy():
     plan, computed, late = copies_of("zb-v", 2, 4, 2), threading.Event(), []
 
     def wrap(worker):
-        script = worker.script
-        first = next(i for i, (_, op, _) in enumerate(script) if op.kind is Kind.REDUCE)
-        behind = next(i for i in range(first, len(script)) if script[i][1].kind.computes)
-        place = {0: behind, 2: first}.get(worker.rank)
-        if place is None:
-            return
-        handler, op, text = script[place]
-
-        def told(worker, op):
-            handler(worker, op)
-            computed.set()
-
-        def waits(worker, op):
-            late.append(computed.wait(60))
-            handler(worker, op)
-
-        script[place] = (told if worker.rank == 0 else waits), op, text
+        ops = [op for _, op, _ in worker.script]
+        first = next(i for i, op in enumerate(ops) if op.kind is Kind.REDUCE)
+        behind = next(op for op in ops[first:] if op.kind.computes)
+        if worker.rank == 0:
+            watch(worker, after=lambda worker, op: computed.set(), of=lambda op: op == behind)
+        elif worker.rank == 2:
+            watch(worker, before=lambda worker, op: late.append(computed.wait(60)), of=lambda op: op == ops[first])
 
     workers = run_threads(plan, 1, setup=wrap)
     assert late == [True] and results(workers) == results(trained("zb-v", 2, 4, 2))[:1]
@@ -244,8 +233,7 @@ def test_a_parameter_without_a_gradient_on_one_rank_gets_the_sum_and_on_all_rank
 
 def test_a_sum_that_is_started_twice_or_never_used_is_an_error():
     hub = Hub(1)
-    parameter = torch.nn.Parameter(torch.ones(3))
-    bucket = Bucket([parameter], (0,))
+    bucket = Bucket([torch.nn.Parameter(torch.ones(3))], (0,))
     bucket.start(hub.end(0))
     with pytest.raises(ZbcError, match="started twice"):
         bucket.start(hub.end(0))
@@ -259,18 +247,11 @@ def test_a_sum_that_is_started_twice_or_never_used_is_an_error():
         run_step(worker, 0)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "optimizer", "tied"),
-    few(
-        [
-            ("zb-h1", {}, False),
-            ("zb-v", {"zero1": True}, True),
-            ("1f1b", {"sync": "post-validate"}, True),
-            ("chimera", {"zero1": True}, False),
-        ],
-        ("zb-v", "chimera"),
-    ),
-)
+ON_A_NODE = [("zb-h1", {}, False), ("zb-v", {"zero1": True}, True), ("1f1b", {"sync": "post-validate"}, True)]
+ON_A_NODE += [("chimera", {"zero1": True}, False)]
+
+
+@pytest.mark.parametrize(("schedule", "optimizer", "tied"), few(ON_A_NODE, ("zb-v", "chimera")))
 def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
     """Ranks 0 and 1 are two copies of the first rank of the pipeline. The same bits where sums have two terms only."""
     options = {"optimizer": {**CLIPPED, **optimizer}, "tied": tied}
@@ -291,13 +272,7 @@ def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
 def test_tied_embeddings_have_the_gradients_of_one_process(schedule):
     """Two terms of a sum in another order, so 1e-6."""
     plan = copies_of(schedule, 2, 4, 1, tied=True, keep=without_step)
-    workers, expected = run_threads(plan, 1), reference(plan)
-    found = parameters(workers)
-    assert found.keys() == expected.grads.keys() and "head.logits.weight" not in found
-    for name, grad in expected.grads.items():
-        torch.testing.assert_close(found[name].grad, grad, rtol=1e-6, atol=1e-6, msg=name)
-    for (loss, norm), one, two in zip(results(workers), expected.losses, expected.norms, strict=True):
-        assert loss == one and norm == pytest.approx(two, rel=1e-6), "the norm counts the weight once"
+    assert "head.logits.weight" not in parameters(check_gradients(plan, tolerance=1e-6))
 
 
 def test_within_one_stage_a_tied_weight_is_one_parameter():
@@ -322,13 +297,10 @@ def test_where_both_stages_are_on_one_rank_they_share_the_weight_and_nothing_tra
 @pytest.mark.parametrize(("schedule", "p"), [("1f1b", 2), ("1f1b", 3), ("zb-h1", 2), ("interleaved-1f1b", 2)])
 def test_both_copies_of_a_tied_weight_stay_bit_identical(schedule, p):
     workers, expected = trained(schedule, p, 4, 1, tied=True), whole(1, 4, tied=True)
-    found = [w.stages[s].parameters["embed.tokens.weight"] for w in workers for s in w.stages if s in (0, _last(w))]
+    last = workers[0].plan.manifest.stages - 1
+    found = [w.stages[s].parameters["embed.tokens.weight"] for w in workers for s in w.stages if s in (0, last)]
     assert len(found) == 2 and found[0] is not found[1] and torch.equal(*found)
-    assert [loss for loss, _ in results(workers)] == pytest.approx(expected.losses, abs=1e-6)
-
-
-def _last(worker):
-    return worker.plan.manifest.stages - 1
+    assert losses_of(workers) == pytest.approx(expected.losses, abs=1e-6)
 
 
 @pytest.mark.parametrize("zero1", [False, True])
@@ -336,28 +308,19 @@ def _last(worker):
 def test_tied_weights_and_copies_together(schedule, zero1):
     workers, expected = trained(schedule, 2, 4, 2, zero1, tied=True), whole(2, 4, tied=True)
     alike(workers)
-    assert [loss for loss, _ in results(workers)] == pytest.approx(expected.losses, abs=1e-6)
-    assert [norm for _, norm in results(workers)] == pytest.approx(expected.norms, rel=1e-6)
+    as_one(workers, expected)
     assert all(isinstance(o, Sharded) is zero1 for w in workers for o in w.optimizers.values())
+
+
+AHEAD = [("1f1b", 2, 2, False, False), ("zb-h1", 2, 1, True, False), ("zb-v", 2, 2, True, False)]
+AHEAD += [("interleaved-1f1b", 2, 2, True, False), ("1f1b", 2, 2, False, True), ("zb-v", 2, 2, True, True)]
+AHEAD += [("zb-h2", 2, 3, False, True), ("chimera", 2, 1, False, True), ("dualpipe", 2, 2, True, True)]
 
 
 @pytest.mark.parametrize(
     ("schedule", "p", "copies", "tied", "zero1", "largest"),
     few(
-        dealt(
-            [
-                ("1f1b", 2, 2, False, False),
-                ("zb-h1", 2, 1, True, False),
-                ("zb-v", 2, 2, True, False),
-                ("interleaved-1f1b", 2, 2, True, False),
-                ("1f1b", 2, 2, False, True),
-                ("zb-v", 2, 2, True, True),
-                ("zb-h2", 2, 3, False, True),
-                ("chimera", 2, 1, False, True),
-                ("dualpipe", 2, 2, True, True),
-            ],
-            [0.5, 1e6],
-        ),
+        dealt(AHEAD, [0.5, 1e6]),
         lambda case: (
             case[:5] in [("1f1b", 2, 2, False, False), ("zb-v", 2, 2, True, True), ("chimera", 2, 1, False, True)]
         ),
@@ -371,12 +334,9 @@ def test_without_a_barrier_copies_and_tied_weights_have_the_same_bits(schedule, 
         for sync, more in (("before-step", {}), ("post-validate", {"zero1": zero1}))
     )
     assert all(isinstance(o, Sharded) is zero1 for w in ahead for o in w.optimizers.values())
-    assert results(plain) == results(ahead)
-    before, after = alike(plain), alike(ahead)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    same(plain, ahead)
 
 
 def test_every_weight_is_written_down_from_one_rank():
-    workers = trained("zb-h1", 2, 4, 2, True, tied=True)
-    names = [name for worker in workers for name in primary(worker)]
+    names = [name for worker in trained("zb-h1", 2, 4, 2, True, tied=True) for name in primary(worker)]
     assert sorted(names) == sorted(whole(2, 4, tied=True).weights)

@@ -1,16 +1,14 @@
 """A loss is one mean over all targets of a step that count, however they are dealt to microbatches and replicas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.runtime.padded_data import LENGTH, WORDS, Padded, own, silent, total, zeros
-from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
+from tests.runtime.small_plans import GPT, descend, make_plan, make_program, make_worker, parameters
 from tests.runtime.woven import shared_program
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
@@ -41,21 +39,15 @@ def one_process(plan, loss, steps):
     args = plan.manifest.training["data"]["args"]
     data, made = Padded(**args), {f"layers.{i}": layer.build(7) for i, layer in enumerate(plans_of(plan))}
     weights = {f"{name}.{local}": p for name, layer in made.items() for local, p in layer.named_parameters()}
-    losses, delayed = [], plan.manifest.flushless
-    before = [p.data.clone() for p in weights.values()]
-    for _ in range(steps):
-        newest = [p.data.clone() for p in weights.values()]
-        for p, older in zip(weights.values(), before if delayed else newest, strict=True):
-            p.data = older.clone()
-        before, x = newest, data.x
+
+    def told():
+        x = data.x
         for layer in made.values():
             x = layer(x)
-        value = LOSSES[loss][0](x, data.y) if sum(args["counts"]) else 0.0 * x.sum()
-        losses.append(value.item())
-        grads = torch.autograd.grad(value, list(weights.values()))
-        for p, new, grad in zip(weights.values(), newest, grads, strict=True):
-            p.data = new - 0.3 * grad
-    return losses, weights
+        return (LOSSES[loss][0](x, data.y) if sum(args["counts"]) else 0.0 * x.sum(),)
+
+    found = descend(weights, steps, told, delayed=plan.manifest.flushless)
+    return [value for (value,) in found], weights
 
 
 def plans_of(plan):
@@ -65,7 +57,7 @@ def plans_of(plan):
 def check(plan, loss="cross_entropy", steps=2):
     workers = run_threads(plan, steps)
     losses, weights = one_process(plan, loss, steps)
-    assert [r.loss for r in workers[0].results] == pytest.approx(losses, rel=1e-12, abs=1e-15)
+    assert losses_of(workers) == pytest.approx(losses, rel=1e-12, abs=1e-15)
     found = parameters(workers)
     for name, weight in weights.items():
         torch.testing.assert_close(found[name].detach(), weight.detach(), rtol=1e-12, atol=1e-14, msg=name)
@@ -102,8 +94,7 @@ def test_evaluation_is_one_mean_over_all_that_count(loss, slices):
     found = workers[0].evaluation.results[0]
     x = Padded(counts).x[8:]
     for index in range(4):
-        stage = workers[index // 2].stages[index // 2]
-        x = stage.layers[index % 2].module(x)
+        x = workers[index // 2].stages[index // 2].layers[index % 2].module(x)
     assert found.samples == 8
     assert found.loss == pytest.approx(model.cross_entropy(x, Padded(counts).y[8:]).item(), rel=1e-12)
 
@@ -114,14 +105,12 @@ def test_ranks_that_share_the_vocabulary_count_alike(sums, slices):
     chosen = {**GPT, "vocab": WORDS, "seq_len": LENGTH, "layers": 2}
     data = {"kind": f"{HERE}:Padded", "args": {"counts": [1, 0, 4, 2, 0, 0, 3, 0]}}
     program = shared_program("zb-h1", 2, 4, sums, slices=slices)
-    how = {
-        "model": chosen,
-        "data": data,
-        "rows": (0, 2, 4) if slices == 2 else (),
-        "optimizer": {"kind": "sgd", "lr": 0.0},
-    }
-    found = run_threads(make_plan(program, **how, size=2), 1)[0].results[0]
-    whole = run_threads(make_plan(make_program("1f1b", 1, 1), **{**how, "rows": ()}, size=8), 1)[0].results[0]
+    how, rows = (
+        {"model": chosen, "data": data, "optimizer": {"kind": "sgd", "lr": 0.0}},
+        (0, 2, 4) if slices == 2 else (),
+    )
+    found = run_threads(make_plan(program, rows=rows, **how, size=2), 1)[0].results[0]
+    whole = run_threads(make_plan(make_program("1f1b", 1, 1), **how, size=8), 1)[0].results[0]
     assert (found.loss, found.grad_norm) == pytest.approx((whole.loss, whole.grad_norm), rel=1e-6)
 
 
@@ -134,8 +123,7 @@ def test_a_loss_that_is_no_mean_is_told_of():
 
 
 def test_each_rank_keeps_the_targets_of_its_own_replica_and_no_longer_than_they_wait():
-    plan = plan_of([1, 2, 3, 4] * 2, ("1f1b", 2, 2, "before-step"))
-    source = make_worker(plan, 1).batches
+    source = make_worker(plan_of([1, 2, 3, 4] * 2, ("1f1b", 2, 2, "before-step")), 1).batches
     assert source.weight(0, 7) == pytest.approx(
         8 * {0: 1, 1: 2, 2: 3, 3: 4}[int(source._source.indices(0, 7)[0]) % 4] / 20
     )

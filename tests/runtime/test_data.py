@@ -1,13 +1,11 @@
 """Which samples a step sees, from which sources, and what is wrong with others."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 import torch
 
-from zbc.errors import ZbcError
+from tests.refusals import error_of
 from zbc.job import spec
 from zbc.training.data import corpus
 from zbc.training.data.data import Batches, RandomTokens, Windows, build_samples, input_spec, place
@@ -18,12 +16,6 @@ MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)
 
 def samples(model=MODEL, seed=1, **data):
     return build_samples(spec.Data.model_validate(data), model, seed)
-
-
-def error_of(call, *args, **kwargs):
-    with pytest.raises(ZbcError) as caught:
-        call(*args, **kwargs)
-    return caught.value
 
 
 def batches(count, m, b, seed=1):
@@ -153,8 +145,7 @@ def test_a_dataset_factory_that_does_not_work(name, code):
 
 
 def test_samples_of_several_shapes_are_named_with_both():
-    uneven = samples(kind="tests.runtime.sliced_models:Uneven")
-    error = error_of(uneven.targets, [7, 8, 9])
+    error = error_of(samples(kind="tests.runtime.sliced_models:Uneven").targets, [7, 8, 9])
     assert error.code == "E505"
     assert "the target of sample 9 of" in error.message and "[20, 8], that of sample 7 [16, 8]" in error.message
 

@@ -1,14 +1,13 @@
 """Evaluation: the right number for every cut, from a proven program, and nothing of the training changes by it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 
+from tests.refusals import refused
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, parameters
-from tests.threads import run_threads
+from tests.threads import each_layer, run_threads
 from tests.tiers import few
 from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
@@ -125,19 +124,11 @@ def test_the_loss_is_that_of_one_process_over_the_samples_kept(text, schedule, p
     assert all(results([worker]) == results(workers) for worker in workers)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "p", "how"),
-    few(
-        [
-            ("zb-v", 4, {}),
-            ("interleaved-1f1b", 2, {}),
-            ("bitpipe", 2, {}),
-            ("1f1b", 2, {"copies": 2}),
-            ("zb-h1", 2, {"sync": "post-validate"}),
-        ],
-        ("bitpipe", "1f1b", "zb-h1"),
-    ),
-)
+CUTS = [("zb-v", 4, {}), ("interleaved-1f1b", 2, {}), ("bitpipe", 2, {}), ("1f1b", 2, {"copies": 2})]
+CUTS += [("zb-h1", 2, {"sync": "post-validate"})]
+
+
+@pytest.mark.parametrize(("schedule", "p", "how"), few(CUTS, ("bitpipe", "1f1b", "zb-h1")))
 def test_every_cut_gives_the_same_number(text, schedule, p, how):
     m = 2 if how.get("copies") else 4
     options = {"optimizer": {"sync": how["sync"]}} if "sync" in how else {}
@@ -148,13 +139,8 @@ def test_every_cut_gives_the_same_number(text, schedule, p, how):
         assert a == pytest.approx(b, rel=1e-6) and count == again == 30
 
 
-RESIDUAL = {
-    "family": "tests.runtime.user_models:residual",
-    "layers": 4,
-    "loss": "mse",
-    "args": {"dropout": 0.2},
-    "data": {"kind": "tests.runtime.user_models:Vectors", "validation": 0.3},
-}
+RESIDUAL = {"family": "tests.runtime.user_models:residual", "layers": 4, "loss": "mse", "args": {"dropout": 0.2}}
+RESIDUAL |= {"data": {"kind": "tests.runtime.user_models:Vectors", "validation": 0.3}}
 HANDED_OUT = {**RESIDUAL, "family": "tests.runtime.zoo:hands_out_weights", "args": {}}
 CHANGING = {**RESIDUAL, "family": "tests.runtime.zoo:averages", "args": {}}  # in evaluation mode as well
 AVERAGED = {**RESIDUAL, "family": "tests.runtime.zoo:batchnorm", "args": {}}
@@ -170,24 +156,14 @@ def test_inputs_in_floating_point_have_the_type_of_the_weights_as_in_training(te
     assert results(workers)[-1] == (2, pytest.approx(loss, rel=1e-12), samples)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "p", "section", "how"),
-    few(
-        [
-            ("1f1b", 2, AVERAGED, {}),
-            ("1f1b", 1, HANDED_OUT, {}),
-            ("1f1b", 2, CHANGING, {}),
-            ("zb-h1", 2, GPT, {"sync": "post-validate"}),
-            ("1f1b", 4, GPT, {}),
-            ("zb-v", 2, {**LLAMA, "dtype": "bfloat16"}, {}),
-            ("zb-h1", 2, {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}, {}),
-            ("zb-h1", 4, RESIDUAL, {}),
-            ("1f1b", 2, RESIDUAL, {"sync": "post-validate"}),
-            ("bitpipe", 2, GPT, {}),
-        ],
-        4,
-    ),
-)
+LOOKED_AT = [("1f1b", 2, AVERAGED, {}), ("1f1b", 1, HANDED_OUT, {}), ("1f1b", 2, CHANGING, {})]
+LOOKED_AT += [("zb-h1", 2, GPT, {"sync": "post-validate"}), ("1f1b", 4, GPT, {})]
+LOOKED_AT += [("zb-v", 2, {**LLAMA, "dtype": "bfloat16"}, {})]
+LOOKED_AT += [("zb-h1", 2, {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}, {}), ("zb-h1", 4, RESIDUAL, {})]
+LOOKED_AT += [("1f1b", 2, RESIDUAL, {"sync": "post-validate"}), ("bitpipe", 2, GPT, {})]
+
+
+@pytest.mark.parametrize(("schedule", "p", "section", "how"), few(LOOKED_AT, 4))
 def test_training_goes_on_as_if_nobody_had_looked(text, schedule, p, section, how):
     optimizer = {"lr": 1e-2, "clip_grad_norm": 0.4, "sync": how.get("sync", "before-step")}
     runs = []
@@ -201,9 +177,7 @@ def test_training_goes_on_as_if_nobody_had_looked(text, schedule, p, section, ho
     assert numbers[0] == numbers[1] and len(numbers[0]) == 5
     before, after = (parameters(run) for run in runs)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    buffers = [
-        [b for w in run for s in w.stages.values() for x in s.layers for b in x.module.buffers()] for run in runs
-    ]
+    buffers = [[buffer for layer in each_layer(run) for buffer in layer.module.buffers()] for run in runs]
     assert all(torch.equal(a, b) for a, b in zip(*buffers, strict=True))
 
 
@@ -227,17 +201,12 @@ def test_few_batches_are_the_same_ones_every_time(text):
     assert [samples for _, _, samples in found] == [8, 8, 8] and len({loss for _, loss, _ in found}) == 1
 
 
-def test_too_little_data_for_one_evaluation_is_refused(text):
-    plan = plan_for("1f1b", 2, text, m=16)
-    with pytest.raises(ZbcError) as caught:
-        run_threads(plan, 1)
-    assert caught.value.code == "E504"
-    assert "samples are kept for evaluation, which takes 32" in caught.value.message
-    assert "data.validation" in caught.value.hint and caught.value.where.startswith("data.path = ")
-    assert caught.value.where.endswith("of which data.validation = 0.3 keeps")
-
-
-def test_too_little_data_for_one_step_is_refused_with_the_file(text):
-    with pytest.raises(ZbcError) as caught:
-        run_threads(plan_for("1f1b", 2, text, m=256), 1)
-    assert caught.value.code == "E504" and caught.value.where.startswith("data.path = ")
+@pytest.mark.parametrize(
+    ("m", "said", "end"),
+    [(16, "samples are kept for evaluation, which takes 32", "of which data.validation = 0.3 keeps"), (256, "", "")],
+    ids=["an evaluation", "a step"],
+)
+def test_too_little_data_is_refused_with_the_file(text, m, said, end):
+    with refused("E504", said, hint="data.validation" if said else "") as caught:
+        run_threads(plan_for("1f1b", 2, text, m=m), 1)
+    assert caught.value.where.startswith("data.path = ") and caught.value.where.endswith(end)

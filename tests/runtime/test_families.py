@@ -1,7 +1,5 @@
 """The built-in families: what the compiler counts of them is what is there, and they compute what they should."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -18,16 +16,12 @@ from zbc.training.models import model
 from zbc.training.models.rotary import rotation_rates
 
 SIZES = {"layers": 3, "hidden": 64, "heads": 4, "vocab": 300, "seq_len": 32}
-FAMILIES = [
-    {},
-    {"positions": "rotary", "ffn_hidden": 80},
-    {"family": "llama"},
-    {"family": "llama", "kv_heads": 2, "ffn_hidden": 96},
-    {"family": "llama", "kv_heads": 1, "head_size": 24, "ffn_hidden": 72},
-    {"family": "llama", "variant": "qwen2", "kv_heads": 2},
-    {"family": "llama", "variant": "qwen3", "kv_heads": 2, "head_size": 24, "attention_bias": True},
-    {"family": "llama", "variant": "gemma", "kv_heads": 1},
-]
+FAMILIES = [{}, {"positions": "rotary", "ffn_hidden": 80}, {"family": "llama"}]
+FAMILIES += [{"family": "llama", "kv_heads": 2, "ffn_hidden": 96}]
+FAMILIES += [{"family": "llama", "kv_heads": 1, "head_size": 24, "ffn_hidden": 72}]
+FAMILIES += [{"family": "llama", "variant": "qwen2", "kv_heads": 2}]
+FAMILIES += [{"family": "llama", "variant": "qwen3", "kv_heads": 2, "head_size": 24, "attention_bias": True}]
+FAMILIES += [{"family": "llama", "variant": "gemma", "kv_heads": 1}]
 EXPERTS = [
     {"family": "llama", "experts": 4, "expert_hidden": 40},
     {"family": "llama", "experts": 6, "top_k": 3, "expert_hidden": 24, "shared_hidden": 48, "variant": "qwen2_moe"},
@@ -122,15 +116,6 @@ def test_mfu_counts_three_forwards_of_what_torch_counts():
                 x = plan.on_meta()(x)
         unseen = 3 * 2 * 32 * 4 * described.head_width * 32  # torch counts attention's whole square, 3 layers
         assert training_flops(described) == pytest.approx(3 * (counter.get_total_flops() - unseen))
-
-
-def test_a_llama_cannot_see_the_future():
-    chain = torch.nn.Sequential(*(plan.build(0) for plan in layers(job(model={**SIZES, "family": "llama"}))))
-    tokens = torch.randint(300, (1, 32), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[0, 9] = (changed[0, 9] + 1) % 300
-    a, b = chain(tokens), chain(changed)
-    assert torch.equal(a[:, :9], b[:, :9]) and not torch.equal(a[:, 9:], b[:, 9:])
 
 
 def test_queries_of_one_group_share_keys_and_values():

@@ -1,14 +1,12 @@
 """Work in the time in which a rank waits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.runtime.small_plans import make_plan, make_program
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from zbc.ir import Message
 from zbc.runtime.features.filler import Filling
 
@@ -42,6 +40,11 @@ class Clock:
         pass
 
 
+def filled(**how):
+    clock = Clock(**how)
+    return clock, Filling(clock, clock, CPU, print, clock.now)
+
+
 def awaited(filling, clock, message, seconds):
     """Steps that were done in a wait of so long, and how much longer it took than that."""
     before, clock.comes[message] = clock.steps, clock.time + seconds
@@ -50,8 +53,7 @@ def awaited(filling, clock, message, seconds):
 
 
 def test_a_wait_is_filled_as_far_as_it_went_the_last_time():
-    clock = Clock(seconds=1.0)
-    filling = Filling(clock, clock, CPU, print, clock.now)
+    clock, filling = filled(seconds=1.0)
     assert awaited(filling, clock, A, 5.5) == (0, 0.0), "nobody knows yet how long it is"
     assert awaited(filling, clock, A, 5.5) == (5, 0.0)
     assert awaited(filling, clock, A, 9.0) == (5, 0.0), "longer than known"
@@ -61,8 +63,7 @@ def test_a_wait_is_filled_as_far_as_it_went_the_last_time():
 
 
 def test_a_wait_that_is_over_early_is_overrun_by_one_step_once():
-    clock = Clock(seconds=1.0)
-    filling = Filling(clock, clock, CPU, print, clock.now)
+    clock, filling = filled(seconds=1.0)
     awaited(filling, clock, A, 9.0)
     assert awaited(filling, clock, A, 2.5) == (3, 0.5)
     assert awaited(filling, clock, A, 2.5) == (2, 0.0)
@@ -71,8 +72,7 @@ def test_a_wait_that_is_over_early_is_overrun_by_one_step_once():
 
 
 def test_steps_that_take_longer_than_they_say_are_known_by_what_they_took():
-    clock = Clock(takes=2.0, seconds=0.1)
-    filling = Filling(clock, clock, CPU, print, clock.now)
+    clock, filling = filled(takes=2.0, seconds=0.1)
     awaited(filling, clock, A, 3.0)
     assert awaited(filling, clock, A, 3.0) == (1, 0.0), "the first showed that there is no time for a second"
     awaited(filling, clock, B, 1.0)
@@ -108,8 +108,8 @@ def test_training_is_the_same_with_a_filler(copies):
         worker.transport = Filling(worker.transport, task, CPU, seen.append)
 
     filled = run_threads(plan, 4, setup=fill)
-    assert [r.loss for r in filled[0].results] == [r.loss for r in plain[0].results]
-    assert [r.grad_norm for r in filled[0].results] == [r.grad_norm for r in plain[0].results]
+    assert losses_of(filled) == losses_of(plain)
+    assert norms_of(filled) == norms_of(plain)
     assert sum(worker.transport.found.steps for worker in filled) > 0 and not seen
 
 

@@ -1,8 +1,7 @@
 """Models whose stages are a graph train as one process would."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import zbc
 from tests.jobs import job
 from tests.runtime.graph_models import GRAPHS
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.ir import Kind
@@ -20,7 +19,6 @@ from zbc.runtime.core import route
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.training.building.context import Settings, layer_plans
 from zbc.training.data.data import Batches, build_samples, build_validation
-from zbc.training.recording.measure import Scale
 
 ROOT = Path(__file__).parents[2]
 M, SIZE = 4, 2
@@ -33,21 +31,11 @@ def plan_of(name, kind="1f1b", *, named=True, dropout=0.0, dp=1, **sections):
     data = {"kind": "tests.runtime.graph_models:Vectors"}
     if named:
         data["args"] = {"of": [group for group, reads in graph.items() if not reads]}
-    changes = {
-        "model": {
-            "family": "tests.runtime.graph_models:layers",
-            "layers": sum(counts.values()),
-            "graph": graph,
-            "groups": counts,
-            "loss": "mse",
-            "args": {"counts": counts, "dropout": dropout},
-        },
-        "parallel": {"pp": ranks, "dp": dp},
-        "schedule": {"kind": kind, "microbatches": M, "microbatch_size": SIZE},
-        "data": data,
-        **sections,
-    }
-    compiled = compile_job(job(**changes))
+    model = {"family": "tests.runtime.graph_models:layers", "layers": sum(counts.values()), "loss": "mse"}
+    model |= {"graph": graph, "groups": counts, "args": {"counts": counts, "dropout": dropout}}
+    schedule = {"kind": kind, "microbatches": M, "microbatch_size": SIZE}
+    changes = {"data": data, **sections}
+    compiled = compile_job(job(model=model, parallel={"pp": ranks, "dp": dp}, schedule=schedule, **changes))
     return StoredPlan(compiled.assemble()[0], compiled.program)
 
 
@@ -68,6 +56,17 @@ def gradients(plan):
     return workers[0].results[0].loss, found
 
 
+def forward(model, modules, read, *seeds):
+    ends = {}
+    for group, reads in model.graph.items():
+        x = [ends[one] for one in reads] or [read(group)]
+        for i in range(model.groups[group]):
+            with drawing(torch.device("cpu"), seed_of(*seeds, f"{group}.{i}")):
+                x = [modules[f"{group}.{i}"](*x)]
+        ends[group] = x[0]
+    return x[0]
+
+
 def by_autograd(plan, step=0, modules=None):
     """The same by plain autograd in one process, group after group."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
@@ -77,14 +76,8 @@ def by_autograd(plan, step=0, modules=None):
     batches = Batches(samples, seed=seed, microbatches=count, size=manifest.microbatch_size)
     total = 0.0
     for mb in range(count):
-        ends = {}
-        for group, reads in settings.model.graph.items():
-            x = [ends[one] for one in reads] or [batches.inputs(step, mb, group)]
-            for i in range(settings.model.groups[group]):
-                with drawing(torch.device("cpu"), seed_of(seed, step, mb, f"{group}.{i}")):
-                    x = [modules[f"{group}.{i}"](*x)]
-            ends[group] = x[0]
-        loss = torch.nn.functional.mse_loss(x[0], batches.targets(step, mb))
+        output = forward(settings.model, modules, partial(batches.inputs, step, mb), seed, step, mb)
+        loss = torch.nn.functional.mse_loss(output, batches.targets(step, mb))
         loss.backward(loss.new_tensor(1.0 / count))
         total += loss.item()
     grads = {f"{name}.{local}": p.grad for name, one in modules.items() for local, p in one.named_parameters()}
@@ -124,13 +117,10 @@ def test_replicas_agree_and_sum():
 
 @pytest.mark.parametrize("zero1", [False, True])
 def test_training_goes_on_from_a_checkpoint_and_is_that_of_one_process(tmp_path, zero1):
-    sections = {
-        "optimizer": {"kind": "adamw", "lr": 1e-2, "zero1": zero1},
-        "checkpoint": {"every": 2},
-        "train": {"steps": 4, "seed": 3},
-    }
+    sections = {"checkpoint": {"every": 2}, "train": {"steps": 4, "seed": 3}}
+    sections |= {"optimizer": {"kind": "adamw", "lr": 1e-2, "zero1": zero1}}
     plan = plan_of("one and three", "zb-h1", dp=1 + zero1, **sections)
-    whole = [one.loss for one in run_threads(plan, 4)[0].results]
+    whole = losses_of(run_threads(plan, 4))
     first = run_threads(plan, 2, folder=tmp_path / "a")
     after = run_threads(plan, 4, resume=next((tmp_path / "a").glob("step*")))
     assert [one.loss for one in (*first[0].results, *after[0].results)] == whole
@@ -151,26 +141,18 @@ def test_training_goes_on_from_a_checkpoint_and_is_that_of_one_process(tmp_path,
 @pytest.mark.parametrize("name", ["two branches", "skip"])
 def test_evaluation_is_that_of_one_process(name):
     """Of weights that a step of no length has left as they were."""
-    graph = GRAPHS[name][0]
-    of = [group for group, reads in graph.items() if not reads]
-    plan = plan_of(
-        name,
-        train={"steps": 1, "eval_every": 1, "seed": 1},
-        optimizer={"kind": "sgd", "lr": 1e-30},
-        data={"kind": "tests.runtime.graph_models:Vectors", "validation": 0.25, "args": {"count": 64, "of": of}},
-    )
+    of = [group for group, reads in GRAPHS[name][0].items() if not reads]
+    how = {"train": {"steps": 1, "eval_every": 1, "seed": 1}, "optimizer": {"kind": "sgd", "lr": 1e-30}}
+    data = {"kind": "tests.runtime.graph_models:Vectors", "validation": 0.25, "args": {"count": 64, "of": of}}
+    plan = plan_of(name, data=data, **how)
     workers = run_threads(plan, 1)
     (found,) = {worker.evaluation.results[0].loss for worker in workers}
     settings = Settings.of(plan.manifest)
     modules = {one.name: one.build(settings.train.seed) for one in layer_plans(settings)}
     kept = build_validation(settings.data, settings.model, settings.train.seed)
-    every, ends = range(len(kept)), {}
-    for group, reads in graph.items():
-        x = [ends[one] for one in reads] or [kept.inputs(every, group)]
-        for i in range(settings.model.groups[group]):
-            x = [modules[f"{group}.{i}"](*x)]
-        ends[group] = x[0]
-    assert found == pytest.approx(torch.nn.functional.mse_loss(x[0], kept.targets(every)).item(), rel=1e-6)
+    every = range(len(kept))
+    output = forward(settings.model, modules, partial(kept.inputs, every), 0)
+    assert found == pytest.approx(torch.nn.functional.mse_loss(output, kept.targets(every)).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -195,6 +177,5 @@ def test_a_gradient_that_is_not_added_shows(monkeypatch):
 
 def test_a_rank_that_reads_one_of_several_inputs_can_be_weighed():
     """As a trace of a step does."""
-    scales = []
-    run_threads(plan_of("two branches", "zb-h1"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    _, scales = scaled(plan_of("two branches", "zb-h1"))
     assert len(scales) == 6 and all(scale.readings for scale in scales)

@@ -1,7 +1,5 @@
 """In what order ranks make and first use their process groups, and what they ask of NCCL."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -11,12 +9,8 @@ from zbc.ir import Placement
 from zbc.runtime.transports import network
 from zbc.runtime.transports.network import directions, rounds
 
-PLACEMENTS = [
-    *(Placement.linear(p) for p in (2, 3, 64)),
-    *(Placement.looped(p, 2) for p in (2, 3, 7, 64)),
-    Placement.vshape(5),
-    Placement.bidirectional([*range(8)]),
-]
+PLACEMENTS = [*(Placement.linear(p) for p in (2, 3, 64)), *(Placement.looped(p, 2) for p in (2, 3, 7, 64))]
+PLACEMENTS += [Placement.vshape(5), Placement.bidirectional([*range(8)])]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda one: f"{one.stages} stages on {one.ranks}")

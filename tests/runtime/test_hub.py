@@ -1,13 +1,12 @@
 """The in-process transport: checks what networks do not, and turns every hang into an error."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 
 import pytest
 import torch
 
+from tests.threads import side_by_side
 from zbc.errors import ZbcError
 from zbc.ir import Message
 from zbc.runtime.transports.hub import Hub
@@ -21,22 +20,28 @@ def together(ranks, *parts):
     hub = Hub(ranks)
     errors = {}
 
-    def run(rank, part):
+    def run(rank):
         end = hub.end(rank)
         try:
-            part(end)
+            parts[rank](end)
         except ZbcError as error:
             errors[rank] = error
             hub.poison(rank, error.message)
         finally:
             end.close()
 
-    threads = [threading.Thread(target=run, args=item) for item in enumerate(parts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(len(parts), run)
     return errors
+
+
+def receiving(message=DOWN, peer=0, buffer=None):
+    """A rank that waits for a message."""
+
+    def run(end):
+        end.post(message, torch.empty(1) if buffer is None else buffer, peer)
+        end.wait(message)
+
+    return run
 
 
 def test_a_message_arrives_in_the_posted_buffer_and_only_when_waited_for():
@@ -101,20 +106,12 @@ def test_messages_are_matched_by_name_not_by_order():
     ],
 )
 def test_another_shape_or_dtype_than_the_buffer_is_refused(sent, wanted, text):
-    def receiver(end):
-        end.post(DOWN, wanted, 0)
-        end.wait(DOWN)
-
-    errors = together(2, lambda end: end.send(DOWN, sent, 1), receiver)
+    errors = together(2, lambda end: end.send(DOWN, sent, 1), receiving(buffer=wanted))
     assert errors[1].code == "E505" and text in errors[1].message and "RECV_F s1 m0" in errors[1].message
 
 
 def test_a_message_from_another_rank_than_planned_is_refused():
-    def receiver(end):
-        end.post(DOWN, torch.empty(1), 0)
-        end.wait(DOWN)
-
-    errors = together(3, lambda end: None, receiver, lambda end: end.send(DOWN, torch.zeros(1), 1))
+    errors = together(3, lambda end: None, receiving(), lambda end: end.send(DOWN, torch.zeros(1), 1))
     assert "came from rank 2, the plan says rank 0" in errors[1].message and errors[1].code == "E703"
 
 
@@ -145,14 +142,7 @@ def test_a_receive_nobody_used_is_named_at_the_end_of_the_step():
 
 
 def test_ranks_that_wait_for_each_other_are_told_who_waits_for_what():
-    def part(message, peer):
-        def run(end):
-            end.post(message, torch.empty(1), peer)
-            end.wait(message)
-
-        return run
-
-    errors = together(2, part(UP, 1), part(DOWN, 0))
+    errors = together(2, receiving(UP, 1), receiving())
     first = next(error for error in errors.values() if error.code == "E703")
     assert first.details == (
         "rank 0 waits for RECV_B s0 m0 from rank 1",
@@ -162,11 +152,7 @@ def test_ranks_that_wait_for_each_other_are_told_who_waits_for_what():
 
 
 def test_waiting_for_a_rank_that_has_ended_is_an_error():
-    def waits(end):
-        end.post(DOWN, torch.empty(1), 0)
-        end.wait(DOWN)
-
-    errors = together(2, lambda end: None, waits)
+    errors = together(2, lambda end: None, receiving())
     assert "rank 1 waits for RECV_F s1 m0 from rank 0" in errors[1].message
 
 

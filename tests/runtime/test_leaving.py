@@ -1,7 +1,5 @@
 """sys.exit() in code of users is a failure of that code with its place, as any other exception is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,16 +10,8 @@ from zbc.errors import ZbcError
 from zbc.training.train import explain
 
 HERE = "tests.runtime.leaving"
-PLACES = {
-    "factory": "E502",
-    "generator": "E502",
-    "constructor": "E502",
-    "copy": "E509",
-    "forward": "E505",
-    "dataset": "E502",
-    "length": "E502",
-    "sample": "E502",
-}
+PLACES = dict.fromkeys(("factory", "generator", "constructor", "dataset", "length", "sample"), "E502")
+PLACES |= {"copy": "E509", "forward": "E505"}
 
 
 def plan(where="", loss="mse"):

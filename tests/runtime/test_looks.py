@@ -1,7 +1,5 @@
 """Ranks that read a sample each by itself see one look at it, whatever its dataset draws; else they do not begin."""
 
-from __future__ import annotations
-
 import random
 
 import numpy
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.drawing_data import Drawn
 from tests.runtime.small_plans import make_plan, make_program, make_worker
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.runtime.seeding import reading
@@ -39,8 +37,7 @@ def test_input_and_target_are_of_one_look(examples):
         SEEDED, SEEDED, st.integers(8, 30), st.sampled_from([("1f1b", 2), ("zb-v", 2), ("dualpipe", 2), ("1f1b", 1)])
     )
     def check(ways, first, count, how):
-        plan = plan_of(*how, ways=ways, first=first, count=count)
-        assert [r.loss for r in run_threads(plan, 4)[0].results] == [0.0] * 4
+        assert losses_of(run_threads(plan_of(*how, ways=ways, first=first, count=count), 4)) == [0.0] * 4
 
     check()
 

@@ -1,7 +1,5 @@
 """What a rank really holds, and that the compiler knows it: by category, for shapes the formulas were not made from."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -12,7 +10,7 @@ from tests.jobs import job
 from tests.runtime.small_plans import make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, user
 from tests.runtime.weighed import most_held
-from tests.threads import run_threads
+from tests.threads import scaled
 from tests.tiers import dealt, few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
@@ -23,15 +21,17 @@ from zbc.runtime.core.execute import run_step
 from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
 
 
-def both(tmp_path, *, warm=False, **changes):
-    """Per rank the predicted and the measured memory of a job's second step; `warm`: in a process that already has what
-    it keeps for all steps, such as the masks of slices."""
+def weighed(tmp_path, steps=2, **changes):
+    """A job compiled, its plan, and what was weighed of each rank in so many steps."""
     compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
     compiled.write(tmp_path / "plan")
-    scales = []
-    if warm:
-        run_threads(StoredPlan.read(tmp_path / "plan"), 1)
-    run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    plan = StoredPlan.read(tmp_path / "plan")
+    return compiled, plan, scaled(plan, steps)[1]
+
+
+def both(tmp_path, **changes):
+    """Per rank the predicted and the measured memory of a job's second step."""
+    compiled, _, scales = weighed(tmp_path, **changes)
     return list(zip(peaks(compiled.program, compiled.costs), (scale.held for scale in scales), strict=True))
 
 
@@ -87,21 +87,19 @@ def test_what_moves_to_the_host_is_predicted(tmp_path, case, kind):
     assert sum(measured.host for _, measured in found) > 0
 
 
+SLICED = ["fp32", "bf16", "masters", "rotary", "llama", "qwen3"]
+
+
 @pytest.mark.parametrize(
     ("case", "kind", "activations"),
-    few(
-        dealt(
-            ["fp32", "bf16", "masters", "rotary", "llama", "qwen3"],
-            dealt(["1f1b", "zb-h1", "zb-v"], ["keep", "recompute"]),
-        ),
-        [("rotary", "1f1b", "keep")],
-    ),
+    few(dealt(SLICED, dealt(["1f1b", "zb-h1", "zb-v"], ["keep", "recompute"])), [("rotary", "1f1b", "keep")]),
 )
 def test_what_slices_keep_is_predicted(tmp_path, case, kind, activations):
     """Keys and values once for all slices, their gradients, and of the rest what is in flight."""
     model = {**CASES[case]["model"], "seq_len": 96}
     how = {"schedule": {"slices": 3}, "memory": {"activations": activations}, "layers": 4}
-    for predicted, measured in both(tmp_path, warm=True, kind=kind, pp=2, m=3, model=model, **how):
+    weighed(tmp_path, 1, kind=kind, pp=2, m=3, model=model, **how)  # a process keeps masks of slices for all steps
+    for predicted, measured in both(tmp_path, kind=kind, pp=2, m=3, model=model, **how):
         assert predicted.activations == pytest.approx(measured.activations, rel=0.02)
         assert predicted.kv > 0 or activations == "recompute" or kind == "zb-v"
 
@@ -123,10 +121,7 @@ def test_what_a_tentative_step_copies_is_predicted(tmp_path, monkeypatch, case, 
     monkeypatch.setattr(dealing, "BATCH", batch)
     changes = {"m": 4, "layers": 4, "pp": 2, **TENTATIVE[case]}
     changes["optimizer"] = {"sync": "post-validate", **changes.get("optimizer", {})}
-    compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
-    compiled.write(tmp_path / "plan")
-    plan, scales = StoredPlan.read(tmp_path / "plan"), {}
-    run_threads(plan, 3, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
+    compiled, plan, scales = weighed(tmp_path, 3, **changes)
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
         held = [scales[one] for one in plan.manifest.topology.ranks([rank])]
         for stage in compiled.program.placement.stages_of(rank):
@@ -155,10 +150,7 @@ SHARED = {
 def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
     """Whole matrices are dealt: where there are few, copies do not keep equally much."""
     changes = {"m": 4, "layers": 4, "parallel": {"dp": 2}, **SHARED[case]}
-    compiled = compile_job(job(data={"kind": "synthetic"}, optimizer={"zero1": True}, **changes))
-    compiled.write(tmp_path / "plan")
-    plan, scales = StoredPlan.read(tmp_path / "plan"), {}
-    run_threads(plan, 2, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
+    compiled, plan, scales = weighed(tmp_path, optimizer={"zero1": True}, **changes)
     pipes = len(compiled.program.placement.pipes)
     for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
         alike = range(plan.manifest.ranks) if pipes > 1 else [rank]  # ranks that hold the same stages
@@ -167,21 +159,15 @@ def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
             assert getattr(predicted, name) == pytest.approx(max(getattr(one, name) for one in held), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("zero1", "sync"),
-    few(
-        [(False, "before-step"), (True, "before-step"), (True, "post-validate")],
-        [(False, "before-step"), (True, "post-validate")],
-    ),
-)
+SUMMED = [(False, "before-step"), (True, "before-step"), (True, "post-validate")]
+
+
+@pytest.mark.parametrize(("zero1", "sync"), few(SUMMED, [(False, "before-step"), (True, "post-validate")]))
 @pytest.mark.parametrize("case", few(["a large embedding", "masters"], ("a large embedding",)))
 def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_the_shares(tmp_path, case, zero1, sync):
     """Messages of ZeRO-1 have as much for each copy as for the one that is dealt most."""
     changes = {"m": 2, "layers": 2, **SHARED[case], "pp": 1, "parallel": {"dp": 3}}
-    compiled = compile_job(job(data={"kind": "synthetic"}, optimizer={"zero1": zero1, "sync": sync}, **changes))
-    compiled.write(tmp_path / "plan")
-    scales = []
-    run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    compiled, _, scales = weighed(tmp_path, optimizer={"zero1": zero1, "sync": sync}, **changes)
 
     def most(kind):
         """Beside weights and the optimizer's own; least of the copies, since a sum is made on the last one's thread."""
@@ -205,15 +191,11 @@ SHARES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("shares", "kind", "dtype"),
-    [
-        ("optimizer", "breadth-first", "float32"),
-        ("one stage", "zb-v", "bfloat16"),
-        ("two stages", "interleaved-1f1b", "float32"),
-        ("one stage", "chimera", "float32"),
-    ],
-)
+GATHERED = [("optimizer", "breadth-first", "float32"), ("one stage", "zb-v", "bfloat16")]
+GATHERED += [("two stages", "interleaved-1f1b", "float32"), ("one stage", "chimera", "float32")]
+
+
+@pytest.mark.parametrize(("shares", "kind", "dtype"), GATHERED)
 def test_weights_that_are_gathered_count_as_long_as_they_are_there(tmp_path, shares, kind, dtype):
     """The peak of all memory, with many layers, so that what is dealt is even."""
     parallel, memory = SHARES[shares]
@@ -242,12 +224,7 @@ def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dt
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
     """The first backward of a step makes gradients, which are a category of their own and nothing it needs more."""
-    compiled = compile_job(
-        job(data={"kind": "synthetic"}, kind=kind, pp=3, m=4, **{**CASES["fp32"], "layers": 6}),
-    )
-    compiled.write(tmp_path / "plan")
-    scales = []
-    run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    compiled, _, scales = weighed(tmp_path, kind=kind, pp=3, m=4, **{**CASES["fp32"], "layers": 6})
     readings = [one for one in scales[1].readings if one.op.kind.computes]
     for op_kind in {one.op.kind for one in readings}:
         most = max(one.extra for one in readings if one.op.kind is op_kind)
@@ -258,10 +235,7 @@ def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_in_it(tmp_path, case, kind):
     """They are added to nothing, and come one after the other while activations go."""
-    compiled = compile_job(job(data={"kind": "synthetic"}, kind=kind, m=3, **{**CASES[case], "layers": 3, "pp": 2}))
-    compiled.write(tmp_path / "plan")
-    scales = []
-    run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    compiled, _, scales = weighed(tmp_path, kind=kind, m=3, **{**CASES[case], "layers": 3, "pp": 2})
     found = {one.op: one for scale in scales for one in scale.readings if one.op.kind.computes}
     kinds = {op.kind for op in found}
     assert kinds == {Kind.F, Kind.BW} if kind == "1f1b" else kinds == {Kind.F, Kind.B, Kind.W, Kind.BW}
@@ -300,19 +274,20 @@ def test_the_gradient_that_a_backward_is_given_counts_beside_what_it_makes(tmp_p
 
 def test_the_peak_of_an_op_counts_its_result_once(tmp_path):
     """It is there before the op ends, and on its way after."""
-    compiled = compile_job(job(data={"kind": "synthetic"}, kind="zb-h1", pp=2, m=3, layers=2))
-    compiled.write(tmp_path / "plan")
-    scales = []
-    run_threads(StoredPlan.read(tmp_path / "plan"), 2, setup=lambda worker: scales.append(Scale(worker)))
+    _, _, scales = weighed(tmp_path, kind="zb-h1", pp=2, m=3, layers=2)
     for one in (one for scale in scales for one in scale.readings if one.op.kind is Kind.F):
         held = one.held
         after = held.weights + held.gradients + held.masters + held.optimizer + held.activations
         assert held.peak <= after + one.transit + one.extra, one.op
 
 
-def test_a_tensor_that_leaves_while_an_op_runs_counts_for_its_share_of_the_op(monkeypatch):
+def one_stage():
     ops = "F s0 m0, B s0 m0, W s0 m0, VALIDATE, STEP s0"
-    worker = make_worker(plan_of([ops], Placement.linear(1), 1, model=user("residual"), **VECTORS))
+    return make_worker(plan_of([ops], Placement.linear(1), 1, model=user("residual"), **VECTORS))
+
+
+def test_a_tensor_that_leaves_while_an_op_runs_counts_for_its_share_of_the_op(monkeypatch):
+    worker = one_stage()
     handler, *rest = worker.script[0]
     sent, now = [torch.ones(1000)], [0]
     monkeypatch.setattr("zbc.training.recording.measure.time.perf_counter_ns", lambda: now[0])
@@ -360,9 +335,7 @@ def test_what_autograd_saves_is_seen():
 
 
 def test_categories_of_a_step():
-    ops = "F s0 m0, B s0 m0, W s0 m0, VALIDATE, STEP s0"
-    plan = plan_of([ops], Placement.linear(1), 1, model=user("residual"), **VECTORS)
-    worker = make_worker(plan)
+    worker = one_stage()
     scale = Scale(worker)
     for step in range(2):
         run_step(worker, step)

@@ -1,15 +1,13 @@
 """Layers of users: each kind trains with the gradients of one process, or is refused by name before training starts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
+from tests.refusals import refused
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, plan_of, reference
 from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, without_step
-from tests.threads import run_threads
+from tests.threads import each_layer, losses_of, run_threads
 from tests.tiers import dealt, few
-from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.runtime.core.split import Patch
 from zbc.training.building.context import Settings
@@ -25,9 +23,12 @@ EXACT += ["stops", "constant", "rules", "rules_again", "mapped", "imaginary", "n
 EXACT += ["made_weights", "empty", "overwrites_quietly", "listens_to_each", "listens_to_sums"]
 
 
-def plan(kind, schedule="zb-h1", p=2, m=4, **options):
-    model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
-    return make_plan(make_program(schedule, p, m), model=model, **VECTORS, **options)
+def zoo(kind, **how):
+    return {"model": {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse", **how}, **VECTORS}
+
+
+def plan(kind, schedule="zb-h1", p=2, m=4, *, dtype="float32", how=None, **options):
+    return make_plan(make_program(schedule, p, m, **(how or {})), **{**zoo(kind, dtype=dtype), **options})
 
 
 @pytest.mark.parametrize(
@@ -50,16 +51,10 @@ def test_gradients_are_those_of_one_process_up_to_the_order_of_sums(kind, schedu
 @pytest.mark.parametrize(("schedule", "p"), few([("1f1b", 4), ("zb-h1", 4), ("zb-v", 2)], ("zb-h1",)))
 def test_a_tensor_lies_behind_a_transfer_as_it_does_without_one(schedule, p, activations):
     """A view of a transposed tensor fails where that has become contiguous."""
-    data = {"kind": VECTORS["data"]["kind"], "validation": 0.3}
-    model = {"family": "tests.runtime.zoo:turns", "layers": 4, "loss": "mse"}
-    options = {"model": model, "data": data, "activations": activations}
-    check_gradients(make_plan(make_program(schedule, p, 4), keep=without_step, **options))
-    first, second = (
-        run_threads(make_plan(make_program(kind, ranks, 4), train={"eval_every": 1}, **options), 2)[
-            0
-        ].evaluation.results
-        for kind, ranks in ((schedule, p), ("gpipe", 1))
-    )
+    options = {"data": {**VECTORS["data"], "validation": 0.3}, "activations": activations}
+    check_gradients(plan("turns", schedule, p, keep=without_step, **options))
+    plans = (plan("turns", *way, train={"eval_every": 1}, **options) for way in ((schedule, p), ("gpipe", 1)))
+    first, second = (run_threads(one, 2)[0].evaluation.results for one in plans)
     assert [r.loss for r in first] == [r.loss for r in second]
 
 
@@ -68,8 +63,7 @@ def test_a_tensor_lies_behind_a_transfer_as_it_does_without_one(schedule, p, act
 def test_whole_numbers_between_layers_and_stages(schedule, p, activations):
     """No gradient gets past them: what lies before gets none, as in one process."""
     workers = check_gradients(plan("integers", schedule, p, keep=without_step, activations=activations))
-    (first,) = (s for w in workers for s in w.stages.values() if "layers.0.linear.weight" in s.parameters)
-    assert first.parameters["layers.0.linear.weight"].grad is None
+    assert parameters(workers)["layers.0.linear.weight"].grad is None
 
 
 def buffers_of_one_process(plan, steps):
@@ -94,13 +88,8 @@ def test_buffers_that_a_forward_changes_come_out_as_in_one_process(kind, schedul
     check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations))
     training = plan(kind, schedule, p, activations=activations)
     check_training(training, 3)
-    found = {
-        f"{layer.name}.{key}": buffer
-        for worker in run_threads(training, 3)
-        for stage in worker.stages.values()
-        for layer in stage.layers
-        for key, buffer in layer.module.named_buffers()
-    }
+    layers = each_layer(run_threads(training, 3))
+    found = {f"{layer.name}.{key}": buffer for layer in layers for key, buffer in layer.module.named_buffers()}
     expected = buffers_of_one_process(training, 3)
     assert found.keys() == expected.keys() and found
     assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
@@ -110,13 +99,11 @@ def test_buffers_that_a_forward_changes_come_out_as_in_one_process(kind, schedul
 def test_buffers_made_by_the_first_forward_survive_a_checkpoint_and_forwards_that_run_again(tmp_path, kind):
     """Each step is clipped, so forwards run again without the barrier."""
     optimizer = {"lr": 1e-2, "clip_grad_norm": 0.01, "sync": "post-validate"}
-    program = make_program("zb-h1", 2, 4, sync="post-validate")
-    model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
-    ahead = make_plan(program, model=model, optimizer=optimizer, checkpoint={"every": 2}, **VECTORS)
+    ahead = plan(kind, how={"sync": "post-validate"}, optimizer=optimizer, checkpoint={"every": 2})
     run_threads(ahead, 2, folder=tmp_path)
     found = run_threads(ahead, 4, resume=folder_of(tmp_path, 2))
     expected = run_threads(plan(kind, "gpipe", 1, optimizer={**optimizer, "sync": "before-step"}), 4)
-    assert [r.loss for r in found[0].results] == [r.loss for r in expected[0].results[2:]]
+    assert losses_of(found) == [r.loss for r in expected[0].results[2:]]
     assert all(r.redone for r in found[0].results)
     before, after = ({n: p.detach() for n, p in parameters(run).items()} for run in (expected, found))
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -124,25 +111,16 @@ def test_buffers_made_by_the_first_forward_survive_a_checkpoint_and_forwards_tha
 
 @pytest.mark.parametrize(("schedule", "copies"), [("1f1b", 2), ("chimera", 1)])
 def test_buffers_made_by_the_first_forward_are_refused_with_copies_unless_they_are_tables(schedule, copies):
-    def make(kind):
-        model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
-        return make_plan(make_program(schedule, 2, 4, copies=copies), model=model, **VECTORS)
-
+    made = {kind: plan(kind, schedule, how={"copies": copies}) for kind in ("grows", "grows_new", "grows_table")}
     for kind in ("grows", "grows_new"):
-        with pytest.raises(ZbcError) as caught:
-            make_worker(make(kind))
-        assert caught.value.code == "E509" and "layer layers.0 changes its buffer mean" in caught.value.message
-    check_training(make("grows_table"), tolerance=1e-6)
+        with refused("E509", "layer layers.0 changes its buffer mean"):
+            make_worker(made[kind])
+    check_training(made["grows_table"], tolerance=1e-6)
 
 
 def test_dropout_is_that_of_any_other_schedule_without_a_word_from_its_layer():
-    losses = {
-        run_threads(plan(kind, schedule, p, activations=how), 2)[0].results[1].loss
-        for kind in ("noise",)
-        for schedule, p in SCHEDULES
-        for how in ("keep", "recompute")
-    }
-    assert len(losses) == 1
+    plans = (plan("noise", *way, activations=how) for way in SCHEDULES for how in ("keep", "recompute"))
+    assert len({losses_of(run_threads(one, 2))[1] for one in plans}) == 1
 
 
 REFUSED = {
@@ -168,62 +146,51 @@ def test_what_stands_before_a_layer_that_passes_no_gradient_on_gets_none():
     """Not zeros, by which an optimizer would decay weights that one process leaves alone."""
     for kind, first in (("stops", 4), ("constant", 1)):
         workers = check_gradients(plan(kind, "zb-v", keep=without_step))
-        grads = {name: p.grad for w in workers for s in w.stages.values() for name, p in s.parameters.items()}
-        assert {name for name, grad in grads.items() if grad is None} == {
-            name for name in grads if int(name.split(".")[1]) < first
-        }
+        for name, parameter in parameters(workers).items():
+            assert (parameter.grad is None) == (int(name.split(".")[1]) < first), name
     check_training(plan("constant", "zb-v", optimizer={"lr": 1e-2, "weight_decay": 0.5}))
 
 
 @pytest.mark.parametrize("zero1", [False, True])
 def test_complex_parameters_train_in_copies_and_without_a_barrier(zero1):
     """Their sums, norms, masters and shares are those of both parts."""
-    family = {"family": "tests.runtime.zoo:imaginary", "layers": 4, "loss": "mse"}
     optimizer = {"lr": 1e-2, "clip_grad_norm": 0.05, "sync": "post-validate", "zero1": zero1}
-    program = make_program("zb-v", 2, 2, sync="post-validate", copies=2, sharded=zero1)
-    check_training(make_plan(program, model=family, optimizer=optimizer, **VECTORS), tolerance=1e-6)
+    how = {"sync": "post-validate", "copies": 2, "sharded": zero1}
+    check_training(plan("imaginary", "zb-v", 2, 2, how=how, optimizer=optimizer), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_weights_that_are_made_of_the_data_are_cast_anew_for_each_microbatch(activations):
-    family = {"family": "tests.runtime.zoo:made_weights", "layers": 4, "loss": "mse", "dtype": "bfloat16"}
-    program = make_program("zb-h1", 2, 4)
-    check_gradients(make_plan(program, model=family, **VECTORS, keep=without_step, activations=activations))
-
-
-def test_double_precision_inside_of_autocast_stays():
-    family = {"family": "tests.runtime.zoo:wide", "layers": 4, "loss": "mse", "dtype": "bfloat16"}
-    check_gradients(make_plan(make_program("zb-h1", 2, 4), model=family, **VECTORS, keep=without_step))
+@pytest.mark.parametrize(
+    ("kind", "activations"), [("made_weights", "keep"), ("made_weights", "recompute"), ("wide", "keep")]
+)
+def test_under_autocast_weights_made_of_the_data_are_cast_anew_and_double_precision_stays(kind, activations):
+    check_gradients(plan(kind, dtype="bfloat16", keep=without_step, activations=activations))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_only_layers_that_need_it_keep_their_backward_in_one_piece(dtype):
-    def apart(model, **options):
-        worker = make_worker(make_plan(make_program("zb-h1", 2, 4), model=model, **options))
-        modules = [m for stage in worker.stages.values() for layer in stage.layers for m in layer.module.modules()]
+    def apart(**options):
+        worker = make_worker(make_plan(make_program("zb-h1", 2, 4), **options))
+        modules = [module for layer in each_layer([worker]) for module in layer.module.modules()]
         return sum(isinstance(vars(m).get("forward"), Patch) for m in modules)
 
-    assert apart({**GPT, "dtype": dtype}) == 2 + 3 * 4
-    assert apart({**LLAMA, "dtype": dtype}) == 1 + 3 * 4
+    assert apart(model={**GPT, "dtype": dtype}) == 2 + 3 * 4
+    assert apart(model={**LLAMA, "dtype": dtype}) == 1 + 3 * 4
     for kind, count in (("dropped", 2), ("custom", 4), ("mapped", 4), ("rules_again", 0)):
-        family = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse", "dtype": dtype}
-        assert apart(family, **VECTORS) == count, kind
+        assert apart(**zoo(kind, dtype=dtype)) == count, kind
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_by_name_on_every_rank_before_training_starts(kind):
     code, text = REFUSED[kind]
     for rank in (0, 1):
-        with pytest.raises(ZbcError) as caught:
+        with refused(code, text) as caught:
             make_worker(plan(kind), rank)
-        assert caught.value.code == code and text in caught.value.message and caught.value.hint
+        assert caught.value.hint
 
 
 def refusal(kind, ops, placement, m):
-    family = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
-    with pytest.raises(ZbcError) as caught:
-        make_worker(plan_of(ops, placement, m, model=family, **VECTORS))
-    assert caught.value.code == "E509" and "layer layers.0 changes its buffer" in caught.value.message
+    with refused("E509", "layer layers.0 changes its buffer") as caught:
+        make_worker(plan_of(ops, placement, m, **zoo(kind)))
     return caught.value.message
 
 
@@ -239,24 +206,15 @@ def test_running_statistics_are_refused_where_they_have_no_order():
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
 @pytest.mark.parametrize(("kind", "copies"), [("listens_to_each", 1), ("listens_to_each", 2), ("listens_to_sums", 1)])
 def test_hooks_on_gradients_do_what_they_do_in_one_process(kind, copies, sync):
-    model = {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}
-    program = make_program("zb-h1", 2, 4, sync=sync, copies=copies)
-    training = make_plan(program, model=model, optimizer={"sync": sync}, **VECTORS)
+    training = plan(kind, how={"sync": sync, "copies": copies}, optimizer={"sync": sync})
     check_training(training, tolerance=0.0 if copies == 1 else 1e-6)
 
 
 @pytest.mark.parametrize(("schedule", "copies"), [("1f1b", 2), ("zb-h1", 2), ("chimera", 1)])
 def test_hooks_on_accumulated_gradients_are_refused_where_each_copy_has_its_own(schedule, copies):
-    model = {"family": "tests.runtime.zoo:listens_to_sums", "layers": 4, "loss": "mse"}
-    made = make_plan(make_program(schedule, 2, 4, copies=copies), model=model, **VECTORS)
     for rank in (0, 1):
-        with pytest.raises(ZbcError) as caught:
-            make_worker(made, rank)
-        assert caught.value.code == "E509" and "accumulated gradient of b.weight" in caught.value.message
-
-
-def carrying(kind):
-    return {"model": {"family": f"tests.runtime.zoo:{kind}", "layers": 4, "loss": "mse"}}
+        with refused("E509", "accumulated gradient of b.weight"):
+            make_worker(plan("listens_to_sums", schedule, how={"copies": copies}), rank)
 
 
 @pytest.mark.parametrize(
@@ -267,24 +225,21 @@ def test_what_is_carried_in_attributes_is_refused_where_forwards_run_again(kind,
         "recompute": plan(kind, activations="recompute"),
         "the barrier": plan(kind, optimizer={"sync": "post-validate"}),
         "the order of the microbatches": plan(kind, schedule="chimera"),
-        "microbatches on one rank": make_plan(make_program("zb-h1", 2, 2, copies=2), **carrying(kind), **VECTORS),
+        "microbatches on one rank": plan(kind, m=2, how={"copies": 2}),
         "checkpoints": plan(kind, checkpoint={"every": 2}),
     }
     for why, made in ways.items():
-        with pytest.raises(ZbcError) as caught:
+        with refused("E509", why, name, "the output of layer layers.1 depends on attributes"):
             make_worker(made)
-        assert caught.value.code == "E509" and why in caught.value.message and name in caught.value.message
-        assert "the output of layer layers.1 depends on attributes" in caught.value.message
     assert make_worker(plan(kind)) and make_worker(plan("carries_nothing", activations="recompute"))
 
 
 @pytest.mark.parametrize("kind", ["reuses_output", "reuses_factor", "reuses_in_a_hook"])
 def test_what_waits_in_an_attribute_for_its_backward_is_refused_where_another_microbatch_comes_between(kind):
     for schedule, p in [*SCHEDULES, ("gpipe", 1)]:
-        with pytest.raises(ZbcError) as caught:
+        with refused("E509", "(kept)", "layer layers.1 keeps what its output or its backward needs in attr") as caught:
             run_threads(plan(kind, schedule, p), 1)
-        assert caught.value.code == "E509" and caught.value.hint and "(kept)" in caught.value.message
-        assert "layer layers.1 keeps what its output or its backward needs in attributes" in caught.value.message
+        assert caught.value.hint
     check_training(plan(kind, "1f1b", 1))
     check_training(plan(kind, "zb-v", 2, m=1))
 

@@ -1,13 +1,11 @@
 """Steps whose gradients are not finite: skipped by all, counted by all, and the place is named."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 
 from tests.runtime.small_plans import make_plan, make_program
-from tests.threads import run_threads
+from tests.threads import last_of, run_threads, watch
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind
@@ -37,15 +35,13 @@ def poisoned(steps, layer="layers.3"):
         if stage not in worker.stages or worker.rank < manifest.topology.world - manifest.ranks:
             return
         parameter = worker.stages[stage].parameters[f"{layer}.{PARAMETER}"]
-        places = [i for i, (_, op, _) in enumerate(worker.script) if op.kind in (Kind.W, Kind.BW) and op.stage == stage]
-        handler, op, text = worker.script[places[-1]]
+        last = worker.script[last_of(worker, Kind.W, Kind.BW, stage=stage)][1]
 
-        def broken(worker, op):
-            handler(worker, op)
+        def spoil(worker, op):
             if worker.step in steps:
                 parameter.grad[0] = math.nan
 
-        worker.script[places[-1]] = broken, op, text
+        watch(worker, after=spoil, of=lambda op: op == last)
 
     return setup
 

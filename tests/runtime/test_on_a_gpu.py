@@ -3,8 +3,6 @@
 Written without a GPU at hand: what fails here first may be the test.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ import torch
 from tests.runtime.moving import moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import run_threads
+from tests.threads import begun, run_threads
 from zbc.ir import Kind
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.progress import Progress
@@ -113,16 +111,8 @@ def test_work_is_deferred_by_layers_that_run_their_forward_again_in_backward(mon
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
 def test_warming_up_changes_no_bit(sync):
-    def warmed(worker):
-        def run(worker, number, **how):
-            if number == 0:
-                warm(worker)
-            return run_step(worker, number, **how)
-
-        return run
-
     plan = make_plan(make_program("zb-h1", 2, 4, sync=sync), optimizer={"sync": sync, "clip_grad_norm": 0.1})
-    plain, found = (run_threads(plan, 3, device=GPU, **how)[0].results for how in ({}, {"step": warmed}))
+    plain, found = (run_threads(plan, 3, device=GPU, **how)[0].results for how in ({}, {"step": begun(warm)}))
     assert [(r.loss, r.grad_norm) for r in found] == [(r.loss, r.grad_norm) for r in plain]
 
 

@@ -3,8 +3,6 @@
 Ranks on a CPU run the code for a device, under modes that see every op and every method of a tensor.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest
@@ -110,8 +108,7 @@ def notes(plan, monkeypatch, steps=STEPS):
 
     original = execute.finish
     monkeypatch.setattr("zbc.training.train.finish", finish)
-    workers = run_threads(plan, steps, step=step)
-    return workers, found
+    return run_threads(plan, steps, step=step), found
 
 
 CASES = {
@@ -142,8 +139,7 @@ def plan_for(case):
 @pytest.mark.usefixtures("as_on_a_device")
 @pytest.mark.parametrize("case", few(CASES, ("clipping without a barrier", "replicas", "ZeRO-1", "tied weights")))
 def test_the_host_reads_the_verdict_and_nothing_else(case, monkeypatch):
-    plan = plan_for(case)
-    workers, found = notes(plan, monkeypatch)
+    workers, found = notes(plan_for(case), monkeypatch)
     assert all(result.grad_norm > 0 for worker in workers for result in worker.results)
     ahead = CASES[case].get("sync") == "post-validate"
     for rank, steps in found.items():

@@ -1,7 +1,5 @@
 """What the optimizer of a stage does to weights, masters and state."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -9,18 +7,14 @@ import torch
 from torch import nn
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters, reference
-from tests.threads import run_threads
+from tests.threads import losses_of, norms_of, run_threads
 from tests.tiers import few
 from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core.optimizer import Masters
 
-KINDS = {
-    "adamw": {"kind": "adamw", "lr": 0.01},
-    "adam": {"kind": "adam", "lr": 0.01},
-    "sgd": {"kind": "sgd", "lr": 0.1},
-    "momentum": {"kind": "sgd", "lr": 0.1, "momentum": 0.9},
-}
+KINDS = {"adamw": {"kind": "adamw", "lr": 0.01}, "adam": {"kind": "adam", "lr": 0.01}}
+KINDS |= {"sgd": {"kind": "sgd", "lr": 0.1}, "momentum": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}}
 LOW = {**GPT, "dtype": "bfloat16", "parameters": "bfloat16"}
 kinds = pytest.mark.parametrize("kind", KINDS)
 types = pytest.mark.parametrize("lowered", [None, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -122,8 +116,8 @@ def test_bfloat16_parameters_train_as_in_one_process(schedule, p, kind):
     plan = make_plan(make_program(schedule, p, 4), model=LOW, optimizer={**KINDS[kind], "clip_grad_norm": 1.0})
     workers = run_threads(plan, 3)
     wanted = reference(plan, 3)
-    assert [r.loss for r in workers[0].results] == wanted.losses
-    assert [r.grad_norm for r in workers[0].results] == pytest.approx(wanted.norms, rel=1e-12)
+    assert losses_of(workers) == wanted.losses
+    assert norms_of(workers) == pytest.approx(wanted.norms, rel=1e-12)
     for name, parameter in parameters(workers).items():
         assert parameter.dtype is torch.bfloat16 and torch.equal(parameter, wanted.weights[name]), name
 
@@ -134,5 +128,5 @@ def test_the_cut_leaves_no_trace_in_a_bfloat16_run(schedule):
     losses = []
     for p in (1, 2, 4):
         plan = make_plan(make_program(schedule, p, 4), model=LOW, optimizer={"lr": 0.01})
-        losses.append([result.loss for result in run_threads(plan, 2)[0].results])
+        losses.append(losses_of(run_threads(plan, 2)))
     assert losses[0] == losses[1] == losses[2]

@@ -1,14 +1,14 @@
 """Backward as on a GPU, where torch walks the graph in a thread of its own unless it is told not to."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 import torch
+from torch import nn
 
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
+from tests.threads import side_by_side
 from tests.tiers import few
 from zbc.ir import Kind
 from zbc.runtime.core import tape
@@ -24,20 +24,12 @@ def elsewhere(engine, threads, *, always=False):
         if not (always or torch._C._is_multithreading_enabled()):
             threads.add(threading.get_ident())
             return engine(*args, **options)
-        failures = []
 
-        def walk():
+        def walk(_):
             threads.add(threading.get_ident())
-            try:
-                engine(*args, **options)
-            except BaseException as error:
-                failures.append(error)
+            engine(*args, **options)
 
-        thread = threading.Thread(target=walk)
-        thread.start()
-        thread.join()
-        if failures:
-            raise failures[0]
+        side_by_side(1, walk)
 
     return run
 
@@ -83,3 +75,32 @@ def test_work_is_deferred_from_any_thread_by_layers_that_took_their_slot_along(m
     monkeypatch.setattr(tape, "engine", elsewhere(tape.engine, set(), always=True))
     check_gradients(make_plan(make_program("zb-h1", 2, 4), keep=without_step, model=model))
     assert deferred and min(deferred) > 0
+
+
+# ---- the way back, whichever function of torch walks it ------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", [None, tape.engine], ids=["public", "direct"])
+def test_gradients_are_those_of_torch_whichever_function_walks_the_graph(engine, monkeypatch):
+    monkeypatch.setattr(tape, "engine", engine)
+    torch.manual_seed(3)
+    layer, x, grad = nn.Linear(4, 3), torch.randn(2, 4, requires_grad=True), torch.randn(2, 3)
+    expected = torch.autograd.grad(layer(x).tanh(), [x, *layer.parameters()], grad)
+    for times in (1, 2):  # gradients add up over microbatches
+        tape.RecordedGraph(layer(x).tanh()).backward(grad)
+        found = [x.grad, *(p.grad for p in layer.parameters())]
+        assert all(torch.equal(a, times * b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_loss_starts_with_one_and_what_needs_no_gradient_has_no_way_back():
+    x = torch.tensor(2.0, requires_grad=True)
+    tape.RecordedGraph(x * x).backward(None)
+    assert x.grad == 4.0
+    tape.RecordedGraph(torch.ones(3)).backward(torch.ones(3))
+
+
+def test_a_graph_is_gone_after_its_way_back():
+    graph = tape.RecordedGraph(torch.ones(3, requires_grad=True).exp())
+    graph.backward(torch.ones(3))
+    with pytest.raises(RuntimeError, match="second time"):
+        graph.backward(torch.ones(3))

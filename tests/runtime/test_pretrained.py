@@ -1,7 +1,5 @@
 """Hugging Face folders in and out: transformers itself says what the logits are. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -12,24 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.refusals import refused
 from tests.tiers import few
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import transformers
-from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
 from tests.threads import run_threads
@@ -46,66 +31,43 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 SEQ, VOCAB = 16, 61
 IDS = {"bos_token_id": None, "eos_token_id": None}
-LLAMA = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": SEQ,
-    "initializer_range": 0.2,
-    **IDS,
-}
-GPT2 = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_positions": SEQ,
-    "initializer_range": 0.2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    **IDS,
-}
+LLAMA = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+LLAMA |= {"num_attention_heads": 4, "max_position_embeddings": SEQ, "initializer_range": 0.2, **IDS}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": SEQ, "initializer_range": 0.2}
+GPT2 |= {**dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0), **IDS}
 MET = {"num_experts": 6, "num_experts_per_tok": 3}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def model_for(kind, **changes):
+    """A function that makes a model of transformers."""
+    config, head = getattr(transformers, f"{kind}Config"), "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    return lambda: getattr(transformers, kind + head)(config(**(GPT2 if kind == "GPT2" else LLAMA), **changes))
+
+
 MODELS = {
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
-    "gpt2-gelu": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, activation_function="gelu", n_inner=40)),
-    "gpt2-untied": lambda: GPT2LMHeadModel(GPT2Config(**GPT2, tie_word_embeddings=False, layer_norm_epsilon=1e-3)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
-    "llama-grouped": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, num_key_value_heads=2, head_dim=12)),
-    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=True, rms_norm_eps=1e-3)),
-    "llama-3.1": lambda: LlamaForCausalLM(
-        LlamaConfig(**LLAMA, rope_parameters={**LLAMA3, "original_max_position_embeddings": 64})
+    "gpt2": model_for("GPT2"),
+    "gpt2-gelu": model_for("GPT2", activation_function="gelu", n_inner=40),
+    "gpt2-untied": model_for("GPT2", tie_word_embeddings=False, layer_norm_epsilon=1e-3),
+    "llama": model_for("Llama"),
+    "llama-grouped": model_for("Llama", num_key_value_heads=2, head_dim=12),
+    "llama-tied": model_for("Llama", tie_word_embeddings=True, rms_norm_eps=1e-3),
+    "llama-3.1": model_for("Llama", rope_parameters={**LLAMA3, "original_max_position_embeddings": 64}),
+    "llama-linear": model_for("Llama", rope_parameters=LINEAR),
+    "llama-biased": model_for("Llama", attention_bias=True),
+    "mistral": model_for("Mistral", num_key_value_heads=2, head_dim=12),
+    "qwen2": model_for("Qwen2", num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": model_for("Qwen3", num_key_value_heads=2, head_dim=10),
+    "qwen3-biased": model_for("Qwen3", num_key_value_heads=4, head_dim=8, attention_bias=True),
+    "gemma": model_for("Gemma", num_key_value_heads=1, head_dim=12),
+    "mixtral": model_for("Mixtral", num_key_value_heads=2, num_local_experts=4),
+    "qwen2_moe": model_for(
+        "Qwen2Moe", **MET, num_key_value_heads=4, moe_intermediate_size=24, shared_expert_intermediate_size=20
     ),
-    "llama-linear": lambda: LlamaForCausalLM(
-        LlamaConfig(**LLAMA, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0})
-    ),
-    "llama-biased": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, attention_bias=True)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**LLAMA, num_key_value_heads=2, head_dim=12)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**LLAMA, num_key_value_heads=2, tie_word_embeddings=True)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**LLAMA, num_key_value_heads=2, head_dim=10)),
-    "qwen3-biased": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**LLAMA, num_key_value_heads=4, head_dim=8, attention_bias=True)
-    ),
-    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**LLAMA, num_key_value_heads=1, head_dim=12)),
-    "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**LLAMA, num_key_value_heads=2, num_local_experts=4)
-    ),
-    "qwen2_moe": lambda: transformers.Qwen2MoeForCausalLM(
-        transformers.Qwen2MoeConfig(
-            **{**LLAMA, **MET, "num_key_value_heads": 4}, moe_intermediate_size=24, shared_expert_intermediate_size=20
-        )
-    ),
-    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**LLAMA, **MET, head_dim=8, moe_intermediate_size=24, norm_topk_prob=True)
-    ),
-    "olmoe": lambda: transformers.OlmoeForCausalLM(
-        transformers.OlmoeConfig(**LLAMA, **MET, num_key_value_heads=2, pad_token_id=None)
-    ),
-    "padded": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA, pad_token_id=7)),
+    "qwen3_moe": model_for("Qwen3Moe", **MET, head_dim=8, moe_intermediate_size=24, norm_topk_prob=True),
+    "olmoe": model_for("Olmoe", **MET, num_key_value_heads=2, pad_token_id=None),
+    "padded": model_for("Llama", pad_token_id=7),
 }
 VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 
@@ -131,10 +93,23 @@ def folders(tmp_path_factory):
     return folder
 
 
+def model_in(folder):
+    return hfconfig.model_of(hfconfig.read_config(folder), "config.json")
+
+
+def tensors_of(model, worker, *begun):
+    return hfexport.tensors_of(model, {n: t for one in counted(worker) for n, t in one.parameters.items()}, *begun)
+
+
+def close(logits, peer, tokens):
+    """The numbers of transformers."""
+    with torch.no_grad():
+        torch.testing.assert_close(logits, peer(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
 def plan_of(folder, p=1, schedule="1f1b", m=2, **changes) -> StoredPlan:
     """A plan for the model of `folder`, with its weights."""
-    model = hfconfig.model_of(hfconfig.read_config(folder), "config.json")
-    section = {**model.model_dump(mode="json"), "tie_embeddings": False, **changes}
+    section = {**model_in(folder).model_dump(mode="json"), "tie_embeddings": False, **changes}
     plan = make_plan(make_program(schedule, p, m), model=section, optimizer={"lr": 1e-2})
     training = {**plan.manifest.training, "pretrained": str(folder)}
     return replace(plan, manifest=plan.manifest.model_copy(update={"training": training}))
@@ -165,10 +140,8 @@ def test_logits_are_those_of_transformers(folders, name, p):
     folder, peer = folders(name)
     found, _ = logits_of(plan_of(folder, p, "zb-v" if p == 2 else "1f1b"))
     for tokens, logits in found:
-        with torch.no_grad():
-            expected = peer(tokens).logits
-        assert expected.std() > 0.1
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        assert logits.std() > 0.1
+        close(logits, peer, tokens)
 
 
 @pytest.mark.parametrize("name", ["padded", "gemma"])
@@ -193,7 +166,7 @@ def test_shorter_sequences_take_the_first_positions(folders):
     folder, peer = folders("gpt2")
     ((tokens, logits), *_), _ = logits_of(plan_of(folder, 2, seq_len=9))
     assert tokens.shape[1] == 9
-    torch.testing.assert_close(logits, peer(tokens).logits.detach(), rtol=1e-5, atol=1e-5)
+    close(logits, peer, tokens)
 
 
 def test_a_folder_in_several_files_old_names_and_half_precision(folders, tmp_path):
@@ -210,7 +183,7 @@ def test_a_folder_in_several_files_old_names_and_half_precision(folders, tmp_pat
     ((tokens, logits), *_), workers = logits_of(plan_of(tmp_path, 2))
     with torch.no_grad():
         expected = peer.half().float()(tokens).logits
-    peer.load_state_dict(GPT2LMHeadModel.from_pretrained(folder).state_dict())
+    peer.load_state_dict(transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict())
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
     assert all(p.dtype == torch.float32 for w in workers for s in w.stages.values() for p in s.parameters.values())
 
@@ -228,25 +201,18 @@ def test_a_rank_reads_only_its_own_layers(folders, monkeypatch):
 # ---- out -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "p"),
-    few(
-        [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)],
-        [("gpt2", 4), ("llama-grouped", 4), ("llama", 1), ("gemma", 4)],
-    ),
-)
+OUT = [*((name, 4) for name in MODELS), ("gpt2", 1), ("llama", 1)]
+
+
+@pytest.mark.parametrize(("name", "p"), few(OUT, [("gpt2", 4), ("llama-grouped", 4), ("llama", 1), ("gemma", 4)]))
 def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, name, p):
     source, _ = folders(name)
-    plan = plan_of(source, p, "zb-v" if p == 4 else "1f1b")
-    workers = run_threads(plan, 2)
-    model = hfconfig.model_of(hfconfig.read_config(source), "config.json").model_copy(update={"tie_embeddings": False})
+    workers = run_threads(plan_of(source, p, "zb-v" if p == 4 else "1f1b"), 2)
+    model = model_in(source).model_copy(update={"tie_embeddings": False})
     target = tmp_path / "out"
     hfexport.check_target(target, model)
-    shards = []
-    for number, worker in enumerate(workers):
-        parameters = {n: t for optimizer in counted(worker) for n, t in optimizer.parameters.items()}
-        shards.append(hfexport.write_shard(target, number, p, hfexport.tensors_of(model, parameters)))
-    hfexport.write_index(target, model, shards)
+    parts = enumerate(tensors_of(model, worker) for worker in workers)
+    hfexport.write_index(target, model, [hfexport.write_shard(target, number, p, part) for number, part in parts])
     assert sorted(f.name for f in target.iterdir()) == sorted(
         ["config.json", INDEX, *(f"model-{i + 1:05d}-of-{p:05d}.safetensors" for i in range(p))]
     )
@@ -254,21 +220,22 @@ def test_what_was_trained_comes_out_as_transformers_loads_it(folders, tmp_path, 
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     original = transformers.AutoModelForCausalLM.from_pretrained(source)
     tokens = torch.randint(VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(1))
-    found = _chain(workers, tokens)
-    torch.testing.assert_close(peer.eval()(tokens).logits, found, rtol=1e-5, atol=1e-5)
+    found = tokens
+    for stage in (stage for _, stage in sorted((i, stage) for worker in workers for i, stage in worker.stages.items())):
+        for layer in stage.layers:
+            found = layer.module(found)
+    close(found, peer.eval(), tokens)
     assert (original.eval()(tokens).logits - found).abs().max() > 1e-2, "two steps at 1e-2 change something"
     again = plan_of(target, 2, tie_embeddings=False)
     ((inputs, logits), *_), _ = logits_of(again)
-    torch.testing.assert_close(logits, peer(inputs).logits.detach(), rtol=1e-5, atol=1e-5)
+    close(logits, peer, inputs)
 
 
 @pytest.mark.parametrize("name", few(MODELS, ("gpt2", *VARIANTS)))
 def test_weights_that_were_not_trained_come_out_bit_for_bit(folders, name):
     source, peer = folders(name)
-    model = hfconfig.model_of(hfconfig.read_config(source), "config.json")
-    plan = plan_of(source, 1)
-    (worker,) = (make_worker(plan, rank=0),)
-    found = hfexport.tensors_of(model, {n: t for o in counted(worker) for n, t in o.parameters.items()})
+    model = model_in(source)
+    found = tensors_of(model, make_worker(plan_of(source, 1), rank=0))
     expected = load_file(source / SINGLE)
     assert found.keys() == {key for key in expected if key != "lm_head.weight" or not model.tie_embeddings}
     for key, tensor in found.items():
@@ -290,17 +257,13 @@ def test_what_training_leaves_alone_stays_as_it_was_in_the_folder_it_began_with(
     config = {**hfconfig.read_config(source), "bos_token_id": 3, "eos_token_id": 5, "pad_token_id": 7, "of": {"a": [1]}}
     config |= {"dtype": "bfloat16"} | ({"sliding_window": 9} if name == "mistral" else {})
     (source / "config.json").write_text(json.dumps(config))
-    beside = {
-        "generation_config.json": json.dumps({"eos_token_id": 5, "max_new_tokens": SEQ - 4}),
-        "tokenizer.json": "{}",
-    }
-    beside |= {"merges.txt": "a b", "chat_template.jinja": "{{ x }}", "LICENSE": "mine"}
+    beside = {"generation_config.json": json.dumps({"eos_token_id": 5, "max_new_tokens": SEQ - 4})}
+    beside |= {"tokenizer.json": "{}", "merges.txt": "a b", "chat_template.jinja": "{{ x }}", "LICENSE": "mine"}
     for file, text in {**beside, "notes.md": "no", "old.bin": "no"}.items():
         (source / file).write_text(text)
     plan = plan_of(source, 1, seq_len=SEQ // 2, tie_embeddings=hfconfig.model_of(config, "").tie_embeddings)
     model = Settings.of(plan.manifest).model
-    worker = make_worker(plan, rank=0)
-    tensors = hfexport.tensors_of(model, {n: t for o in counted(worker) for n, t in o.parameters.items()}, source)
+    tensors = tensors_of(model, make_worker(plan, rank=0), source)
     hfexport.check_target(target, model)
     said = hfexport.write_index(target, model, [hfexport.write_shard(target, 0, 1, tensors)], source)
     found = hfconfig.read_config(target)
@@ -332,21 +295,11 @@ def test_longer_sequences_than_before_are_said_in_the_configuration():
     assert (found["max_position_embeddings"], found["torch_dtype"]) == (64, "float32")
 
 
-def _chain(workers, tokens):
-    stages = sorted((index, stage) for worker in workers for index, stage in worker.stages.items())
-    x = tokens
-    for _, stage in stages:
-        for layer in stage.layers:
-            x = layer.module(x)
-    return x
-
-
 def test_a_model_that_is_there_is_not_overwritten(tmp_path):
     model = hfconfig.model_of({"model_type": "llama", **LLAMA}, "config.json")
     (tmp_path / "config.json").touch()
-    with pytest.raises(ZbcError, match="holds a model already") as caught:
+    with refused("E525", match="holds a model already"):
         hfexport.check_target(tmp_path, model)
-    assert caught.value.code == "E525"
 
 
 @pytest.mark.parametrize("change", [{"family": "a:b"}, {"positions": "rotary"}])
@@ -374,10 +327,7 @@ def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path,
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias = true"),
         ({"model_type": "llama", "hidden_act": "gelu"}, 'hidden_act = "gelu"'),
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantization_config"),
-        (
-            {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}},
-            'rope_scaling.rope_type = "yarn"',
-        ),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}}, 'scaling.rope_type = "yarn"'),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type"),
         ({"model_type": "llama", "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"model_type": "llama", "hidden_size": "big"}, "hidden"),
@@ -385,9 +335,8 @@ def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path,
     ],
 )
 def test_what_zbc_does_not_compute_is_refused_by_name(config, words):
-    with pytest.raises(ZbcError) as caught:
+    with refused("E521", words):
         hfconfig.model_of(config, "config.json")
-    assert caught.value.code == "E521" and words in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -411,14 +360,13 @@ def test_a_sliding_window_ends_the_sequences(config, window):
 
 def test_longer_sequences_than_a_sliding_window_are_refused_and_shorter_ones_are_the_same(folders, tmp_path):
     source, peer = folders("mistral")
-    for file in ("config.json", SINGLE):
-        (tmp_path / file).write_bytes((source / file).read_bytes())
+    copied(source, tmp_path)
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": 8}))
     windowed = type(peer).from_pretrained(tmp_path).eval()
     ((tokens, logits), *_), _ = logits_of(plan_of(tmp_path, 1))
     assert tokens.shape[1] == 8
-    torch.testing.assert_close(logits, windowed(tokens).logits.detach(), rtol=1e-5, atol=1e-5)
+    close(logits, windowed, tokens)
     error = error_of(tmp_path, seq_len=SEQ)
     assert error.code == "E522" and "sliding window of 8" in error.details[0]
 
@@ -440,9 +388,8 @@ def test_a_configuration_without_keys_is_the_one_of_transformers(name):
 
 def test_whole_numbers_that_no_float_holds_are_refused_too():
     rope = {"rope_type": "linear", "rope_theta": 10**400, "factor": 8}
-    with pytest.raises(ZbcError, match="no valid model: rope_theta") as caught:
+    with refused("E521", match="no valid model: rope_theta"):
         hfconfig.model_of({"model_type": "llama", "rope_parameters": rope}, "config.json")
-    assert caught.value.code == "E521"
 
 
 def test_old_and_new_configurations_say_the_same():
@@ -465,19 +412,21 @@ def error_of(folder, **changes):
 @pytest.fixture
 def copy(folders, tmp_path):
     """A Llama folder to damage."""
-    source, _ = folders("llama")
+    return copied(folders("llama")[0], tmp_path)
+
+
+def copied(source, target):
     for file in ("config.json", SINGLE):
-        (tmp_path / file).write_bytes((source / file).read_bytes())
-    return tmp_path
+        (target / file).write_bytes((source / file).read_bytes())
+    return target
 
 
 def test_a_job_of_another_size_is_told_every_difference(copy, folders):
     config = json.loads((copy / "config.json").read_text())
     plan = plan_of(copy)
     (copy / "config.json").write_text(json.dumps({**config, "vocab_size": 62, "rms_norm_eps": 1e-5}))
-    with pytest.raises(ZbcError) as caught:
+    with refused("E522") as caught:
         run_threads(plan, 1)
-    assert caught.value.code == "E522"
     assert [line.split(":")[0] for line in caught.value.details] == ["vocab", "norm_eps"]
     assert error_of(folders("gpt2")[0], seq_len=SEQ + 1).code == "E522"
 
@@ -521,11 +470,8 @@ def test_pickles_are_never_loaded(copy):
 
 
 def test_a_folder_that_is_not_there_is_e520(tmp_path):
-    with pytest.raises(ZbcError) as caught:
-        hfconfig.read_config(tmp_path / "gone")
-    assert caught.value.code == "E520"
-    for text in ("[1]", "{", ""):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ZbcError) as caught:
+    for text in (None, "[1]", "{", ""):
+        if text is not None:
+            (tmp_path / "config.json").write_text(text)
+        with refused("E520"):
             hfconfig.read_config(tmp_path)
-        assert caught.value.code == "E520"

@@ -1,7 +1,5 @@
 """What zbc uses of torch that torch does not document stands in one file, and what is there is used."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,13 +1,9 @@
 """How many hardware queues a run asks for, and the plans that one is not enough for."""
 
-from __future__ import annotations
-
 import os
 
-import pytest
-
 from tests.processes.plans import compiled
-from zbc.errors import ZbcError
+from tests.refusals import refused
 from zbc.training.launch.queues import VARIABLE, set_queues
 
 EQUAL = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0, "act_b": 1.0}, "model": {"layers": 8}}
@@ -34,7 +30,5 @@ def test_one_queue_is_refused_for_the_plans_that_stop_under_it(tmp_path, monkeyp
     report, manifest = written(tmp_path, "zb-h2")
     assert report.survives_one_queue
     set_queues(tmp_path / "zb-h2", manifest)
-    with pytest.raises(ZbcError, match="share one queue") as caught:
+    with refused("E618", match="share one queue", hint=f"unset {VARIABLE}"):
         set_queues(tmp_path / "looped-zb", written(tmp_path, "looped-zb")[1])
-    assert caught.value.code == "E618"
-    assert f"unset {VARIABLE}" in caught.value.hint

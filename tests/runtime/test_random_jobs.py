@@ -1,7 +1,5 @@
 """A few random jobs in random ways."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Recompute changes what is kept and nothing else: the same bits, one more forward per layer, one at a time alive."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest
@@ -9,7 +7,17 @@ import torch
 from torch import nn
 
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, plan_of
-from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, slack, user, without_step
+from tests.runtime.test_gradients import (
+    MODELS,
+    PLANNED,
+    VECTORS,
+    check_gradients,
+    check_training,
+    model_of,
+    slack,
+    user,
+    without_step,
+)
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
@@ -41,39 +49,16 @@ def test_stages_choose_for_themselves(schedule):
 
 
 def test_training_with_rotary_positions_and_clipping():
-    plan = make_plan(
-        make_program("zb-h1", 2, 4),
-        model={**GPT, "positions": "rotary"},
-        optimizer={"lr": 1e-2, "clip_grad_norm": 0.5},
-        **ALL,
-    )
-    check_training(plan)
+    how = {"model": {**GPT, "positions": "rotary"}, "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.5}}
+    check_training(make_plan(make_program("zb-h1", 2, 4), **how, **ALL))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1"], ("zb-h1",)))
-def test_convolutions_and_norms_over_the_batch(schedule, dtype):
-    model = {"family": "plans.convnet:layers", "layers": 8, "dtype": dtype}
-    data = {"kind": "plans.convnet:Quadrants"}
-    check_gradients(make_plan(make_program(schedule, 4, 4), model=model, data=data, keep=without_step, **ALL))
-
-
-@pytest.mark.parametrize(("schedule", "p"), [("1f1b", 2), ("1f1b", 4), ("zb-h1", 4), ("zb-v", 2)])
-def test_a_second_forward_draws_the_same_numbers(schedule, p):
-    model = user("residual", dropout=0.3)
-    check_gradients(make_plan(make_program(schedule, p, 4), model=model, **VECTORS, keep=without_step, **ALL))
-
-
-@pytest.mark.parametrize("factory", ["ready_made", "without_parameters", "value_dependent", "checkpointed"])
-@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1"], ("zb-h1",)))
-def test_layers_of_a_factory(schedule, factory):
-    check_gradients(make_plan(make_program(schedule, 4, 4), model=user(factory), **VECTORS, keep=without_step, **ALL))
-
-
-@pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (3,), (0, 1, 2, 3)])
-def test_layers_that_do_not_train(which):
-    model = user("frozen", which=list(which))
-    check_gradients(make_plan(make_program("zb-h1", 2, 4), model=model, **VECTORS, keep=without_step, **ALL))
+@pytest.mark.parametrize(
+    ("name", "schedule", "p"), few(PLANNED, lambda case: case[0] == "dropout" or case[1:] == MODELS[case[0]][0][0])
+)
+def test_each_model_keeps_its_gradients(name, schedule, p):
+    """A second forward draws the same numbers, and norms over the batch see it twice."""
+    check_gradients(make_plan(make_program(schedule, p, 4), **model_of(name), keep=without_step, **ALL))
 
 
 def forwards(activations, schedule="zb-h1", frozen=0):
@@ -132,8 +117,7 @@ def test_f_keeps_inputs_only_and_backward_has_one_layer_alive_at_a_time():
 
 
 def test_ranks_as_threads_recompute_at_the_same_time():
-    model = user("residual", dropout=0.5)
-    options = {"model": model, "optimizer": {"lr": 1e-2}, **VECTORS}
+    options = {"model": user("residual", dropout=0.5), "optimizer": {"lr": 1e-2}, **VECTORS}
     plans = [make_plan(make_program("zb-v", 2, 6), activations=how, **options) for how in ("keep", "recompute")]
     runs = [run_threads(plan, 3) for plan in plans]
     assert [r.loss for r in runs[0][0].results] == [r.loss for r in runs[1][0].results]

@@ -4,8 +4,6 @@ against its row.
 Tensors of microbatches are watched where they lie and while they travel; of the rest, what can be seen from outside.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import cache
 
@@ -23,14 +21,10 @@ from zbc.runtime.transports.transport import Signal
 HERE = "tests.runtime.user_models"
 RESIDUAL = {"family": f"{HERE}:residual", "layers": 8, "loss": "mse", "args": {"count": 8}}
 VECTORS = {"kind": f"{HERE}:Vectors"}
-PLANS = {
-    "halves": dict(schedule="zb-h1", p=2, m=3),
-    "two stages of a rank": dict(schedule="zb-v", p=2, m=3),
-    "two pipes": dict(schedule="dualpipe", p=2, m=4),
-    "groups": dict(),
-    "a shared weight, weights in shares": dict(schedule="1f1b", p=2, m=3, copies=2, tied=True, sharded=True),
-    "without a barrier": dict(schedule="zb-h1", p=3, m=4, copies=2, sharded=True, sync="post-validate"),
-}
+PLANS = {"halves": dict(schedule="zb-h1", p=2, m=3), "two stages of a rank": dict(schedule="zb-v", p=2, m=3)}
+PLANS |= {"two pipes": dict(schedule="dualpipe", p=2, m=4), "groups": dict()}
+PLANS |= {"a shared weight, weights in shares": dict(schedule="1f1b", p=2, m=3, copies=2, tied=True, sharded=True)}
+PLANS |= {"without a barrier": dict(schedule="zb-h1", p=3, m=4, copies=2, sharded=True, sync="post-validate")}
 GROUPED = dict(
     placement=Placement.linear(1),
     microbatches=2,
@@ -149,8 +143,7 @@ class Watch:
                 worker.features.of(Gathers).finish(worker, stage)  # what it waits for itself: a GATHER has written it
             before = self.outside()
             handler(worker, op)
-            after = self.outside()
-            for what in (what for what, value in after.items() if value != before[what]):
+            for what in (what for what, value in self.outside().items() if value != before[what]):
                 self.note("writes", Ref(what))
             if worker.step > 0:
                 self.seen.append((op, {what: frozenset(refs) for what, refs in self.found.items()}))
@@ -215,8 +208,7 @@ def test_gradients_weights_sums_and_verdicts_are_made_by_the_ops_whose_rows_say_
         made = {ref.what for ref in found.get("writes", ()) if ref.what in FROM_OUTSIDE}
         if op.kind is Kind.B:
             made -= {"part"}  # layers whose halves do not come apart have theirs at once
-        expected = {ref.what for ref in op.kind.row.writes if ref.what in FROM_OUTSIDE}
-        assert made == expected, str(op)
+        assert made == {ref.what for ref in op.kind.row.writes if ref.what in FROM_OUTSIDE}, str(op)
 
 
 @pytest.mark.parametrize("name", PLANS)

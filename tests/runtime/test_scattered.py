@@ -1,13 +1,11 @@
 """Gradients that replicas share out after each run of backwards (ZeRO-2): the numbers of a training that does not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from tests.jobs import job
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters
-from tests.threads import run_threads
+from tests.threads import run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
@@ -15,9 +13,9 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
-from zbc.training.recording.measure import Scale
 
-OPTIMIZER = {"lr": 1e-2, "clip_grad_norm": 0.5, "zero1": True}
+CLIP, FAST = {"clip_grad_norm": 0.5}, {"link_gbps": 1e5, "link_us": 0.0}
+OPTIMIZER = {"lr": 1e-2, **CLIP, "zero1": True}
 STEPS = 3
 
 
@@ -37,14 +35,18 @@ def test_a_sum_stands_behind_each_run_of_backwards_but_the_last():
     assert not any(op.kind is Kind.SCATTER for _, _, op in whole), "one run of backwards for each stage"
 
 
+def near(found, wanted, *, loss, norm):
+    for one, other in zip(found, wanted, strict=True):
+        assert [r.loss for r in one.results] == pytest.approx([r.loss for r in other.results], rel=loss)
+        assert [r.grad_norm for r in one.results] == pytest.approx([r.grad_norm for r in other.results], rel=norm)
+
+
 @pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "zb-v", "breadth-first"], 1))
 def test_losses_and_weights_are_those_of_whole_gradients(schedule):
     """Parts are added up in another order, so not to the bit."""
     whole, shared = (run_threads(plan_of(schedule, scatters=how), STEPS) for how in (False, True))
     assert any(op.kind is Kind.SCATTER for op in shared[0].plan.ops) == (schedule != "breadth-first")
-    for one, other in zip(whole, shared, strict=True):
-        assert [r.loss for r in other.results] == pytest.approx([r.loss for r in one.results], abs=1e-6)
-        assert [r.grad_norm for r in other.results] == pytest.approx([r.grad_norm for r in one.results], rel=1e-5)
+    near(shared, whole, loss=1e-6, norm=1e-5)
     before = parameters(whole)
     for name, found in parameters(shared).items():
         torch.testing.assert_close(found, before[name], rtol=0, atol=2e-5, msg=name)
@@ -54,23 +56,13 @@ def trained(folder, schedule, shard, resident, exchange="collective", *, weighed
     """Four steps of a job on 2 x 2 ranks, 4 stages each; the predicted peaks of each rank, and those it held if that is
     to be weighed."""
     more = {"memory": {"resident": resident}} if resident else {}
-    asked = job(
-        model={"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, **model},
-        layers=14,
-        pp=2,
-        parallel={"dp": 2, "shard": shard, "exchange": exchange},
-        schedule={"kind": schedule, "chunks": 4, "microbatches": 4, "microbatch_size": 2},
-        optimizer={"lr": 1e-3, "clip_grad_norm": 0.5},
-        data={"kind": "synthetic"},
-        hardware={"link_gbps": 1e5, "link_us": 0.0},
-        **more,
-    )
-    compiled = compile_job(asked)
+    how = {"model": {"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, **model}, "data": {"kind": "synthetic"}}
+    how |= {"schedule": {"kind": schedule, "chunks": 4, "microbatch_size": 2}, "optimizer": {"lr": 1e-3, **CLIP}}
+    how |= {"parallel": {"dp": 2, "shard": shard, "exchange": exchange}, "hardware": FAST, **more}
+    compiled = compile_job(job(layers=14, pp=2, m=4, **how))
     compiled.write(folder)
-    scales = {}
     plan = StoredPlan.read(folder)
-    scale = {"setup": lambda worker: scales.update({worker.rank: Scale(worker)})} if weighed else {}
-    workers = run_threads(plan, 4, **scale)
+    workers, scales = scaled(plan, 4) if weighed else (run_threads(plan, 4), [])
     found = [[scales[one] for one in plan.manifest.topology.ranks([rank]) if weighed] for rank in range(2)]
     return compiled, workers, list(zip(peaks(compiled.program, compiled.costs), found, strict=True))
 
@@ -84,8 +76,7 @@ def test_weights_and_gradients_are_shared_out_together(schedule, resident, tmp_p
     compiled, both, found = trained(tmp_path / "all", schedule, "all", resident, weighed=True)
     kinds = {op.kind for _, _, op in compiled.program}
     assert {Kind.FREE, Kind.GATHER} <= kinds and (Kind.SCATTER in kinds) == (schedule != "breadth-first")
-    for one, other in zip(plain, both, strict=True):
-        assert [r.loss for r in other.results] == pytest.approx([r.loss for r in one.results], abs=1e-5)
+    near(both, plain, loss=1e-5, norm=1e-4)
     for (predicted, scales), (before, _) in zip(found, weights, strict=True):
         assert predicted.gradients < 0.8 * before.gradients and predicted.weights == before.weights
         held = min((one.held.peak for one in scales), key=lambda peak: abs(peak - predicted.bytes))
@@ -97,9 +88,7 @@ def test_gradients_of_narrow_weights_are_shared_out(lowered, tmp_path):
     """Gradients are float32 there, too; forward rounds, so another order of their sum shows in the fourth digit."""
     _, plain, _ = trained(tmp_path / "plain", "interleaved-1f1b", "optimizer", None, **lowered)
     _, shared, _ = trained(tmp_path / "shared", "interleaved-1f1b", "gradients", None, **lowered)
-    for one, other in zip(plain, shared, strict=True):
-        assert [r.loss for r in other.results] == pytest.approx([r.loss for r in one.results], rel=1e-4)
-        assert [r.grad_norm for r in other.results] == pytest.approx([r.grad_norm for r in one.results], rel=1e-3)
+    near(shared, plain, loss=1e-4, norm=1e-3)
 
 
 def broken(change):
@@ -131,27 +120,10 @@ def test_no_plan_scatters_what_is_not_shared_out():
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "breadth-first"])
 def test_gradients_that_are_shared_out_take_less_and_as_much_as_predicted(schedule, tmp_path):
-    found = {}
-    for shard in ("optimizer", "gradients"):
-        asked = job(
-            model={"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16},
-            layers=14,
-            pp=2,
-            parallel={"dp": 2, "shard": shard},
-            schedule={"kind": schedule, "chunks": 4, "microbatches": 4, "microbatch_size": 2},
-            data={"kind": "synthetic"},
-            hardware={"link_gbps": 1e5, "link_us": 0.0},
-        )
-        compiled = compile_job(asked)
-        compiled.write(tmp_path / shard)
-        plan, scales = StoredPlan.read(tmp_path / shard), {}
-        run_threads(plan, 2, setup=lambda worker, scales=scales: scales.update({worker.rank: Scale(worker)}))
-        for rank, predicted in enumerate(peaks(compiled.program, compiled.costs)):
-            held = [scales[one].held.peak for one in plan.manifest.topology.ranks([rank])]
-            found[shard, rank] = predicted, held
-    for rank in range(2):
-        one, two = found["optimizer", rank], found["gradients", rank]
-        assert two[0].gradients < 0.8 * one[0].gradients
+    ways = [trained(tmp_path / shard, schedule, shard, None, weighed=True)[2] for shard in ("optimizer", "gradients")]
+    for (one, held_by_one), (two, held_by_two) in zip(*ways, strict=True):
+        first, second = ([scale.held.peak for scale in scales] for scales in (held_by_one, held_by_two))
+        assert two.gradients < 0.8 * one.gradients
         if schedule == "interleaved-1f1b":  # the other one is fullest before its first backward
-            assert two[0].bytes < 0.97 * one[0].bytes and min(two[1]) < min(one[1])
-        assert two[0].bytes == pytest.approx(min(two[1], key=lambda peak: abs(peak - two[0].bytes)), rel=0.03)
+            assert two.bytes < 0.97 * one.bytes and min(second) < min(first)
+        assert two.bytes == pytest.approx(min(second, key=lambda peak: abs(peak - two.bytes)), rel=0.03)

@@ -1,7 +1,5 @@
 """What a thread does beside a rank is done in order, not put off without end, and not lost when the process ends."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Sends under way: all are waited for at the end of a step, by whoever comes to them, and the first failure is told."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from contextlib import contextmanager
@@ -11,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.threads import side_by_side
 from zbc.errors import ZbcError
 from zbc.runtime.transports.network import Network
 from zbc.runtime.transports.sends import EventSends, ThreadSends
@@ -123,8 +122,7 @@ def test_a_failure_found_while_draining_is_told_then_and_ever_after(held):
 
 def test_a_failure_that_the_thread_found_is_told_by_the_next_drain():
     with sending() as sends:
-        work = Work(fails=True)
-        sends.add(work, TENSOR, lost("one"))
+        sends.add(Work(fails=True), TENSOR, lost("one"))
         with pytest.raises(ZbcError, match="one gone"):
             sends.drain()
 
@@ -196,16 +194,8 @@ def test_a_slow_neighbour_does_not_hold_what_a_fast_one_has_taken():
 
 def test_what_a_gloo_send_says_of_its_failure_is_understood():
     """The only real work objects that fail on this machine."""
-    store, groups = dist.HashStore(), {}
-
-    def make(rank):
-        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
-
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    store = dist.HashStore()
+    groups = side_by_side(2, lambda rank: dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1)))
     work = groups[0].recv([torch.zeros(1)], 1, 0)
     with pytest.raises(RuntimeError):
         work.wait()

@@ -1,7 +1,5 @@
 """The thread that lets go of what was delivered: woken by sends far apart, looking by itself where they are close."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

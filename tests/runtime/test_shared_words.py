@@ -1,7 +1,5 @@
 """Where all ranks share embedding and output layer, training is that of one process; and what is shared is alike."""
 
-from __future__ import annotations
-
 import gc
 import math
 import threading
@@ -12,23 +10,23 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker, parameters, reference
+from tests.refusals import refused
+from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, make_worker, parameters, reference
 from tests.runtime.test_gradients import without_step
+from tests.runtime.test_slices import check_gradients
 from tests.runtime.woven import shared_program
-from tests.threads import run_threads
+from tests.threads import begun, losses_of, norms_of, run_threads, scaled, side_by_side
 from tests.tiers import few
 from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.plan.forward import forward_only
-from zbc.runtime.core.execute import run_step
 from zbc.runtime.features import vocabulary, words
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.transports.hub import Hub
 from zbc.runtime.transports.transport import Then
 from zbc.training.probing.checkup import check_up
-from zbc.training.recording.measure import Scale
 from zbc.training.warm import warm
 
 TIED = {**GPT, "tie_embeddings": True}
@@ -55,41 +53,16 @@ def far(found, wanted):
     return ((found - wanted).norm() / (wanted.norm() or 1.0)).item()
 
 
-def check_gradients(plan, tolerance=1e-6):
-    """Against one process with plain autograd."""
-    workers, expected = run_threads(plan, 1), reference(plan)
-    found = parameters(workers)
-    assert found.keys() == expected.grads.keys()
-    scale = math.sqrt(sum(grad.square().sum().item() for grad in expected.grads.values()))
-    for name, grad in expected.grads.items():
-        assert found[name].grad.dtype is grad.dtype, name
-        assert (found[name].grad - grad).norm().item() <= tolerance * max(grad.norm().item(), 1e-2 * scale), name
-    for worker in workers:
-        assert worker.results[0].loss == pytest.approx(expected.losses[0], rel=tolerance)
-        assert worker.results[0].grad_norm == pytest.approx(expected.norms[0], rel=tolerance)
-    return workers
-
-
 # ---- a step --------------------------------------------------------------------------------------------------
 
-WAYS = [
-    ("1f1b", 1, 3, 1, {}),
-    ("1f1b", 2, 3, 1, {}),
-    ("1f1b", 4, 5, 2, {}),
-    ("zb-h1", 2, 4, 2, {"model": TIED}),
-    ("zb-h1", 4, 5, 1, {"model": {**LLAMA, "padding_token": 12}, "words": (0, 1, 30, 31, 67)}),
-    ("zb-v", 2, 3, 1, {"model": LLAMA}),
-    ("zb-v", 4, 5, 2, {}),
-    ("1f1b", 2, 3, 2, {"slices": 2}),
-    ("zb-h1", 4, 3, 1, {"slices": 2, "model": {**LLAMA, "tie_embeddings": True}}),
-    ("zb-v", 2, 3, 1, {"slices": 2}),
-    ("1f1b", 2, 3, 1, {"activations": "recompute"}),
-    ("interleaved-1f1b", 2, 4, 1, {}),
-    ("1f1b", 2, 2, 1, {"how": {"copies": 2}}),
-    ("zb-v", 2, 3, 2, {"how": {"copies": 2}, "model": TIED}),
-    ("1f1b", 8, 3, 1, {}),
-    ("zb-h1", 8, 9, 2, {"model": TIED}),
-]
+WAYS = [("1f1b", 1, 3, 1, {}), ("1f1b", 2, 3, 1, {}), ("1f1b", 4, 5, 2, {}), ("zb-h1", 2, 4, 2, {"model": TIED})]
+WAYS += [("zb-h1", 4, 5, 1, {"model": {**LLAMA, "padding_token": 12}, "words": (0, 1, 30, 31, 67)})]
+WAYS += [("zb-v", 2, 3, 1, {"model": LLAMA}), ("zb-v", 4, 5, 2, {}), ("1f1b", 2, 3, 2, {"slices": 2})]
+WAYS += [("zb-h1", 4, 3, 1, {"slices": 2, "model": {**LLAMA, "tie_embeddings": True}})]
+WAYS += [("zb-v", 2, 3, 1, {"slices": 2}), ("1f1b", 2, 3, 1, {"activations": "recompute"})]
+WAYS += [("interleaved-1f1b", 2, 4, 1, {}), ("1f1b", 2, 2, 1, {"how": {"copies": 2}})]
+WAYS += [("zb-v", 2, 3, 2, {"how": {"copies": 2}, "model": TIED}), ("1f1b", 8, 3, 1, {})]
+WAYS += [("zb-h1", 8, 9, 2, {"model": TIED})]
 
 
 @pytest.mark.parametrize(("schedule", "p", "m", "sums", "options"), few(WAYS, WAYS[1:7] + WAYS[9:10]))
@@ -108,10 +81,8 @@ def test_training_with_clipping_is_that_of_one_process(sums):
     options = {"kind": "sgd", "lr": 0.5, "clip_grad_norm": 0.5}
     plan = plan_of("zb-h1", 4, 5, sums, optimizer=options, model=TIED)
     workers, expected = run_threads(plan, 4), reference(plan, 4)
-    assert [r.loss for r in workers[0].results] == pytest.approx(expected.losses, rel=1e-6)
+    hold(workers, expected, tolerance=1e-5, near=1e-6)
     assert any(r.grad_norm > 0.5 for r in workers[0].results), "it clips"
-    for name, parameter in parameters(workers).items():
-        torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("options", few([{"dtype": "bfloat16"}, {"parameters": "bfloat16"}], [{"dtype": "bfloat16"}]))
@@ -122,13 +93,9 @@ def test_in_bfloat16_sums_are_float32(options, monkeypatch):
         "zbc.runtime.features.vocabulary_state.combine", lambda told: kinds.add(told.dtype) or combine(told)
     )
     model = {**LLAMA, "dtype": "bfloat16", **options}
-    plans = (
-        plan_of("zb-h1", 2, 3, sums, model=model, optimizer={"lr": 1e-2})
-        if sums
-        else make_plan(make_program("1f1b", 2, 3), model=model, optimizer={"lr": 1e-2})
-        for sums in (1, 2, 0)
-    )
-    one, two, ends = ([r.loss for r in run_threads(plan, 4)[0].results] for plan in plans)
+    how = {"model": model, "optimizer": {"lr": 1e-2}}
+    plans = [*(plan_of("zb-h1", 2, 3, sums, **how) for sums in (1, 2)), make_plan(make_program("1f1b", 2, 3), **how)]
+    one, two, ends = (losses_of(run_threads(plan, 4)) for plan in plans)
     assert kinds == {torch.float32}
     assert one == pytest.approx(ends, rel=2e-3) and two == pytest.approx(ends, rel=2e-3)
 
@@ -229,7 +196,7 @@ BROKEN = {
     "missing": (lambda ops: [op for op in ops if op != Op(Kind.S, 0, 1)], "E202"),
     "twice": (lambda ops: [*ops, Op(Kind.I, 0, 0)], "E202"),
     "in another order": (
-        lambda ops: [Op(op.kind, 0, 1 - op.mb) if op.kind is Kind.SPREAD else op for op in ops],
+        lambda ops: [op._replace(mb=1 - op.mb) if op.kind is Kind.SPREAD else op for op in ops],
         "E201",
     ),
 }
@@ -279,8 +246,7 @@ def test_a_run_goes_on_with_the_vocabulary_elsewhere(tmp_path, before, after, mo
     whole = run_threads(make_plan(make_program("1f1b", 1, 3 * copies), model=model, **OPTIONS), 4)
     run_threads(PLANS[before](model), 2, folder=tmp_path)
     workers = run_threads(PLANS[after](model), 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
-    losses = [result.loss for result in workers[0].results]
-    assert losses == pytest.approx([result.loss for result in whole[0].results][2:], rel=1e-6)
+    assert losses_of(workers) == pytest.approx(losses_of(whole)[2:], rel=1e-6)
 
 
 def state_of(workers):
@@ -301,8 +267,7 @@ def state_of(workers):
 @pytest.mark.parametrize("model", [GPT, TIED], ids=["apart", "tied"])
 def test_what_is_loaded_has_the_bits_of_what_was_written(tmp_path, model):
     """Parameters and the state of AdamW, through plans with the vocabulary on two ranks, at the ends, on four."""
-    before = run_threads(PLANS["two ranks"](model), 2, folder=tmp_path)
-    wanted = state_of(before)
+    wanted = state_of(run_threads(PLANS["two ranks"](model), 2, folder=tmp_path))
     for name in ("ends", "four ranks"):
         after = run_threads(PLANS[name](model), 2, resume=tmp_path / "step-00000002", folder=tmp_path / name)
         found = state_of(after)
@@ -314,16 +279,15 @@ def test_replicas_write_each_row_once_and_are_compared(tmp_path):
     plan = PLANS["replicas"](GPT)
     whole = run_threads(plan, 4, folder=tmp_path)
     later = run_threads(plan, 4, resume=tmp_path / "step-00000002", folder=tmp_path / "later")
-    assert [r.loss for r in later[0].results] == [r.loss for r in whole[0].results][2:]
+    assert losses_of(later) == losses_of(whole)[2:]
 
     def spoil(worker):
         if worker.replica:
             with torch.no_grad():
                 worker.features.find(Vocabulary).embedding.weight[3, 0] += 1.0
 
-    with pytest.raises(ZbcError, match=r"copies of model\.embed\.tokens\.weight") as caught:
+    with refused("E705", match=r"copies of model\.embed\.tokens\.weight"):
         run_threads(plan, 2, setup=spoil, folder=tmp_path / "spoiled")
-    assert caught.value.code == "E705"
 
 
 def test_whole_tables_are_put_together_for_others():
@@ -331,14 +295,11 @@ def test_whole_tables_are_put_together_for_others():
     plan = plan_of("zb-v", 4, 3, 1, words=(0, 5, 6, 50, 61))
     hub = Hub(4)
     workers = [make_worker(plan, rank, hub) for rank in range(4)]
-    found = [None] * 4
 
     def run(rank):
-        found[rank] = workers[rank].features.find(Vocabulary).whole("head.logits.weight", workers[rank].transport)
+        return workers[rank].features.find(Vocabulary).whole("head.logits.weight", workers[rank].transport)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    found = side_by_side(4, run)
     one = parameters([make_worker(make_plan(make_program("1f1b", 1, 3)))])["head.logits.weight"]
     assert all(torch.equal(table, one) for table in found)
 
@@ -367,8 +328,7 @@ def foreign_targets(patch):
 
 def another_order(patch):
     """Ranks tell the words of each other as theirs."""
-    tables = plan_of("zb-h1", 2, 3, 1).manifest.vocabulary
-    assert tables.rows == [0, 30, 61]
+    assert plan_of("zb-h1", 2, 3, 1).manifest.vocabulary.rows == [0, 30, 61]
     tell = Output.tell
 
     def shifted(self, *args, **how):
@@ -402,23 +362,18 @@ def test_planted_faults_are_seen(fault, monkeypatch):
 
 def run_ranks(count, job):
     """`job(end, rank)` on a thread for each rank of a hub; what each returns."""
-    hub, found, failures = Hub(count), [None] * count, []
+    hub = Hub(count)
 
     def run(rank):
         try:
-            found[rank] = job(hub.end(rank), rank)
+            return job(hub.end(rank), rank)
         except BaseException as error:
-            failures.append(error)
             hub.poison(rank, str(error))
+            raise
         finally:
             hub.leave(rank)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    if failures:
-        raise failures[0]
-    return found
+    return side_by_side(count, run)
 
 
 def test_a_hub_sends_to_all_and_sums_to_one():
@@ -475,9 +430,8 @@ def test_what_is_left_is_named(kind, text):
 def test_other_models_are_refused():
     program = shared_program("1f1b", 2, 3, 1)
     for model in ({**GPT, "loss": "tests.runtime.losses:mean"}, {**GPT, "vocab": 64}):
-        with pytest.raises(ZbcError) as caught:
+        with refused("E406"):
             make_worker(make_plan(program, model=model, words=(0, 30, 61)))
-        assert caught.value.code == "E406"
 
 
 # ---- beside the steps ----------------------------------------------------------------------------------------
@@ -486,17 +440,8 @@ def test_other_models_are_refused():
 @pytest.mark.parametrize("sums", [1, 2])
 def test_kernels_and_groups_used_before_the_first_step_change_no_bit(sums):
     plan = plan_of("zb-h1", 2, 3, sums, optimizer={"lr": 1e-2})
-    plain, hub = run_threads(plan, 3), Hub(2)
-    workers = [make_worker(plan, rank, hub) for rank in range(2)]
-
-    def run(worker):
-        warm(worker)
-        worker.results += [run_step(worker, step) for step in range(3)]
-
-    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert [r.loss for r in workers[0].results] == [r.loss for r in plain[0].results]
+    plain, warmed = run_threads(plan, 3), run_threads(plan, 3, step=begun(warm))
+    assert losses_of(warmed) == losses_of(plain)
 
 
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": True}, {"parameters": "bfloat16", "dtype": "bfloat16"}])
@@ -507,8 +452,8 @@ def test_replicas_share_out_the_optimizer_of_their_rows(model):
     same = {"optimizer": {"lr": 1e-2, "zero1": True, "clip_grad_norm": 0.5}, "model": model}
     dealt = run_threads(plan_of("1f1b", 2, 2, 1, how={"copies": 2, "sharded": True}, **same), 3)
     plain = run_threads(plan_of("1f1b", 2, 2, 1, how={"copies": 2}, **same), 3)
-    assert [r.loss for r in dealt[0].results] == [r.loss for r in plain[0].results]
-    assert [r.grad_norm for r in dealt[0].results] == pytest.approx([r.grad_norm for r in plain[0].results], rel=1e-6)
+    assert losses_of(dealt) == losses_of(plain)
+    assert norms_of(dealt) == pytest.approx(norms_of(plain), rel=1e-6)
     for one, other in zip(dealt, plain, strict=True):
         for name, p in one.features.find(Vocabulary).optimizer.parameters.items():
             assert torch.equal(p, other.features.find(Vocabulary).optimizer.parameters[name])
@@ -532,8 +477,7 @@ def test_the_doctor_looks_at_the_layers_of_such_a_plan():
 
 
 def test_what_a_rank_holds_is_weighed_with_its_rows():
-    scales = []
-    workers = run_threads(plan_of("1f1b", 2, 3, 1), 3, setup=lambda worker: scales.append(Scale(worker)))
+    workers, scales = scaled(plan_of("1f1b", 2, 3, 1), 3)
     for scale, worker in zip(scales, workers, strict=True):
         trained = sum(p.nbytes for one in worker.every_optimizer for p in one.parameters.values())
         assert scale.held.gradients == trained and scale.held.optimizer >= 2 * trained

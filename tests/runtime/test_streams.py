@@ -1,7 +1,5 @@
 """The hub between streams, with streams that only write down what they wait for: is everything waited for in time?"""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 
@@ -9,7 +7,7 @@ import pytest
 import torch
 
 from tests.runtime.small_plans import make_plan, make_program
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from zbc.runtime.cuda import StreamHub
 
 _here = threading.local()
@@ -102,8 +100,7 @@ def test_a_stream_waits_for_all_that_others_made_for_it(streams, schedule, sync)
     assert not hub.missed
     assert min(hub.checked[what] for what in ("message", "offer", "result")) >= 4, hub.checked
     assert streams
-    plain = run_threads(plan, 2)
-    assert [r.loss for r in plain[0].results] == [r.loss for r in workers[0].results]
+    assert losses_of(run_threads(plan, 2)) == losses_of(workers)
 
 
 def test_sums_that_wait_for_nobody_are_seen(streams, monkeypatch):

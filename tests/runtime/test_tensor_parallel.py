@@ -1,8 +1,5 @@
 """Layers that several ranks share: the numbers of one process, two sums in F and B of a block and none in W."""
 
-from __future__ import annotations
-
-import threading
 from dataclasses import replace
 
 import pytest
@@ -11,10 +8,11 @@ from torch.nn import functional
 
 import zbc
 from tests.jobs import toml_text
+from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_gradients import VECTORS
-from tests.threads import run_threads
+from tests.threads import each_parameter, run_threads, side_by_side
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job.model_section import Model
@@ -27,6 +25,7 @@ from zbc.training.models import model as models
 from zbc.training.models import sharding
 
 GPT = {"layers": 3, "hidden": 32, "heads": 4, "vocab": 259, "seq_len": 8}
+TRAIN = {"steps": 3, "seed": 7}
 MODELS = {
     "gpt": {},
     "tied": {"tie_embeddings": True},
@@ -41,19 +40,16 @@ def plan_of(folder, kind="1f1b", *, pp=2, tp=1, dp=1, model="gpt", m=4, **sectio
     parallel = {"pp": pp, "tp": tp, "dp": dp, **sections.pop("more", {})}
     order = {"slices": sections.pop("slices", 1), **sections.pop("schedule_more", {})}
     optimizer = {"kind": "sgd", "lr": 0.1, "clip_grad_norm": 0.5, **sections.pop("optimizer", {})}
-    text = toml_text(
-        model={**GPT, **MODELS[model], **sections.pop("model_more", {})},
-        parallel=parallel,
-        schedule={"kind": kind, "microbatches": m, "microbatch_size": 2, **order},
-        optimizer=optimizer,
-        data={"kind": "synthetic", **sections.pop("data", {})},
-        train={"steps": 3, "seed": 7, **sections.pop("train", {})},
-        **sections,
-    )
+    model = {**GPT, **MODELS[model], **sections.pop("model_more", {})}
+    sections |= {
+        "data": {"kind": "synthetic", **sections.get("data", {})},
+        "train": {**TRAIN, **sections.get("train", {})},
+    }
+    order |= {"kind": kind, "microbatches": m, "microbatch_size": 2}
+    text = toml_text(model=model, parallel=parallel, schedule=order, optimizer=optimizer, **sections)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "zbc.toml").write_text(text)
-    plan = zbc.plan(zbc.load(folder / "zbc.toml"))
-    plan.write(folder / "plan")
+    zbc.plan(zbc.load(folder / "zbc.toml")).write(folder / "plan")
     return StoredPlan.read(folder / "plan")
 
 
@@ -61,16 +57,26 @@ def numbers(workers):
     return [(result.loss, result.grad_norm) for result in workers[-1].results]
 
 
-WAYS = [
-    ("1f1b", 1, 2, 1, "gpt"),
-    ("zb-h1", 2, 2, 1, "gpt"),
-    ("zb-v", 2, 4, 1, "llama"),
-    ("1f1b", 2, 2, 2, "tied"),
-    ("interleaved-1f1b", 2, 2, 1, "rotary"),
-    ("chimera", 2, 2, 1, "gpt"),
-    ("gpipe", 2, 4, 1, "tied"),
-    ("looped-zb", 2, 2, 1, "qwen3"),
-]
+def near(workers, rel=1e-5):
+    return [pytest.approx(pair, rel=rel) for pair in numbers(workers)]
+
+
+def hold_parts(shared, alone, **tolerances):
+    """Each rank has its part of the weights of one process; what is whole is alike on all, and returned by name."""
+    whole, seen = dict(alone.stages[0].parameters), {}
+    for worker, name, parameter in each_parameter(shared):
+        cut = worker.cuts.get(name)
+        if cut is None:
+            assert torch.equal(seen.setdefault(name, parameter), parameter), name
+        if tolerances:
+            expected = whole[name] if cut is None else cut.of(whole[name])
+            torch.testing.assert_close(parameter, expected, msg=name, **tolerances)
+    return seen
+
+
+WAYS = [("1f1b", 1, 2, 1, "gpt"), ("zb-h1", 2, 2, 1, "gpt"), ("zb-v", 2, 4, 1, "llama"), ("1f1b", 2, 2, 2, "tied")]
+WAYS += [("interleaved-1f1b", 2, 2, 1, "rotary"), ("chimera", 2, 2, 1, "gpt"), ("gpipe", 2, 4, 1, "tied")]
+WAYS += [("looped-zb", 2, 2, 1, "qwen3")]
 
 
 @pytest.mark.parametrize(
@@ -80,9 +86,7 @@ def test_losses_and_norms_are_those_of_one_process(kind, pp, tp, dp, model, tmp_
     chunks = {"model_more": {"layers": 6}}
     shared = run_threads(plan_of(tmp_path / "tp", kind, pp=pp, tp=tp, dp=dp, model=model, **chunks), 3)
     alone = run_threads(plan_of(tmp_path / "one", pp=1, dp=dp, model=model, **chunks), 3)
-    assert len(shared) == pp * tp * dp
-    for found, meant in zip(numbers(shared), numbers(alone), strict=True):
-        assert found == pytest.approx(meant, rel=1e-5)
+    assert len(shared) == pp * tp * dp and numbers(shared) == near(alone)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +99,11 @@ def test_norms_of_heads_learn_from_the_heads_of_all_ranks(more, tmp_path):
     shared = run_threads(plan_of(tmp_path / "tp", "1f1b", pp=2, tp=2, model="qwen3", **more), 3)
     sync = {"optimizer": more["optimizer"]} if "optimizer" in more else {}
     (alone,) = run_threads(plan_of(tmp_path / "one", pp=1, m=4 * more.get("dp", 1), model="qwen3", **sync), 3)
-    whole, seen = dict(alone.stages[0].parameters), {}
-    for worker in shared:
-        for stage in worker.stages.values():
-            for name, parameter in stage.parameters.items():
-                if "norm" in name:
-                    torch.testing.assert_close(parameter, whole[name], rtol=0, atol=2e-7, msg=name)
-                    assert torch.equal(seen.setdefault(name, parameter), parameter), name
-    assert any("norm_q" in name for name in seen)
+    whole, seen = dict(alone.stages[0].parameters), hold_parts(shared, alone)
+    norms = [name for name in seen if "norm" in name]
+    assert any("norm_q" in name for name in norms)
+    for name in norms:
+        torch.testing.assert_close(seen[name], whole[name], rtol=0, atol=2e-7, msg=name)
 
 
 @pytest.mark.parametrize("counts", [[2, 1], [1, 2]])
@@ -111,15 +112,14 @@ def test_stages_with_replicas_share_their_layers(counts, tmp_path):
     workers = run_threads(replicated, 3)
     alone = run_threads(plan_of(tmp_path / "b", pp=1), 3)
     assert len(workers) == 6
-    assert numbers(workers) == [pytest.approx(pair, rel=1e-5) for pair in numbers(alone)]
+    assert numbers(workers) == near(alone)
 
 
 def test_groups_take_other_seats(tmp_path):
     """The order names groups of ranks that share layers."""
-    numbered, turned = (
-        plan_of(tmp_path / str(i), "zb-v", tp=2, more={"order": o}) for i, o in enumerate(([0, 1], [1, 0]))
-    )
-    first, second = run_threads(numbered, 2), run_threads(turned, 2)
+    orders = {"numbered": [0, 1], "turned": [1, 0]}
+    plans = (plan_of(tmp_path / name, "zb-v", tp=2, more={"order": order}) for name, order in orders.items())
+    first, second = (run_threads(plan, 2) for plan in plans)
     assert numbers(first) == numbers(second)
     assert [w.plan.rank for w in second] == [1, 1, 0, 0] and [w.share for w in second] == [0, 1, 0, 1]
 
@@ -127,31 +127,24 @@ def test_groups_take_other_seats(tmp_path):
 def test_weights_are_those_of_one_process_and_what_is_whole_stays_alike(tmp_path):
     shared = run_threads(plan_of(tmp_path / "tp", "zb-h1", tp=2), 3)
     (alone,) = run_threads(plan_of(tmp_path / "one", pp=1), 3)
-    whole = dict(alone.stages[0].parameters)
-    seen = {}
-    for worker in shared:
-        for stage in worker.stages.values():
-            for name, parameter in stage.parameters.items():
-                cut = worker.cuts.get(name)
-                expected = whole[name] if cut is None else cut.of(whole[name])
-                torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5, msg=name)
-                if cut is None:
-                    assert torch.equal(seen.setdefault(name, parameter), parameter), name
-    assert seen.keys() | set().union(*(worker.cuts for worker in shared)) == whole.keys()
+    seen = hold_parts(shared, alone, rtol=1e-4, atol=1e-5)
+    assert seen.keys() | set().union(*(worker.cuts for worker in shared)) == alone.stages[0].parameters.keys()
     biases = [w.rank for w in shared if "layers.0.proj.bias" in w.stages.get(0, w.stages[min(w.stages)]).parameters]
     assert biases == [0], "added once"
 
 
-SEQUENCE = [
-    ("1f1b", 2, 2, "gpt", {}),
-    ("zb-h1", 1, 2, "tied", {}),
-    ("zb-v", 2, 4, "llama", {}),
-    ("1f1b", 2, 2, "qwen3", {"memory": {"activations": "recompute"}}),
-    ("zb-h1", 2, 2, "rotary", {"model_more": {"dtype": "bfloat16"}}),
-    ("zb-h1", 2, 2, "gpt", {"optimizer": {"sync": "post-validate"}}),
-    ("interleaved-1f1b", 2, 2, "gpt", {"dp": 2, "more": {"shard": "optimizer"}}),
-    ("zb-h1", 2, 2, "gpt", {"train": {"eval_every": 2, "eval_batches": 1}, "data": {"validation": 0.2}}),
-]
+def evaluated_alike(shared, alone):
+    for worker in shared:
+        if worker.evaluation is not None:
+            assert worker.evaluation.results[0].loss == pytest.approx(alone.evaluation.results[0].loss, rel=1e-5)
+
+
+SEQUENCE = [("1f1b", 2, 2, "gpt", {}), ("zb-h1", 1, 2, "tied", {}), ("zb-v", 2, 4, "llama", {})]
+SEQUENCE += [("1f1b", 2, 2, "qwen3", {"memory": {"activations": "recompute"}})]
+SEQUENCE += [("zb-h1", 2, 2, "rotary", {"model_more": {"dtype": "bfloat16"}})]
+SEQUENCE += [("zb-h1", 2, 2, "gpt", {"optimizer": {"sync": "post-validate"}})]
+SEQUENCE += [("interleaved-1f1b", 2, 2, "gpt", {"dp": 2, "more": {"shard": "optimizer"}})]
+SEQUENCE += [("zb-h1", 2, 2, "gpt", {"train": {"eval_every": 2, "eval_batches": 1}, "data": {"validation": 0.2}})]
 
 
 @pytest.mark.parametrize(
@@ -167,23 +160,12 @@ def test_ranks_that_share_the_sequence_train_as_one_process(kind, pp, tp, model,
     )
     options["m"] = 4 * options.pop("dp", 1)
     (alone,) = run_threads(plan_of(tmp_path / "one", pp=1, model=model, model_more=layers, **options), 3)
-    near = 2e-2 if "model_more" in how else 1e-5
-    for found, meant in zip(numbers(shared), numbers([alone]), strict=True):
-        assert found == pytest.approx(meant, rel=near)
-    whole, seen = dict(alone.stages[0].parameters), {}
-    for worker in shared:
-        for stage in worker.stages.values():
-            if stage.index:
-                assert stage.takes.shape == (2, 8 // tp, 32)
-            for name, parameter in stage.parameters.items():
-                cut = worker.cuts.get(name)
-                if cut is None:
-                    assert torch.equal(seen.setdefault(name, parameter), parameter), name
-                if near < 1e-3:
-                    expected = whole[name] if cut is None else cut.of(whole[name])
-                    torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5, msg=name)
-        if worker.evaluation is not None:
-            assert worker.evaluation.results[0].loss == pytest.approx(alone.evaluation.results[0].loss, rel=1e-5)
+    low = "model_more" in how
+    assert numbers(shared) == near([alone], 2e-2 if low else 1e-5)
+    hold_parts(shared, alone, **({} if low else {"rtol": 1e-4, "atol": 1e-5}))
+    evaluated_alike(shared, alone)
+    stages = [stage for worker in shared for stage in worker.stages.values()]
+    assert all(stage.takes.shape == (2, 8 // tp, 32) for stage in stages if stage.index)
 
 
 def test_two_runs_have_the_same_bits(tmp_path):
@@ -206,8 +188,7 @@ def test_a_block_sums_twice_in_f_and_in_b_and_never_in_w(kind, tmp_path):
 
         inner.start_sum = start_sum
 
-    plan = plan_of(tmp_path, kind, pp=2, tp=2, m=4)
-    run_threads(plan, 1, setup=count)
+    run_threads(plan_of(tmp_path, kind, pp=2, tp=2, m=4), 1, setup=count)
     backward = "BW" if kind == "1f1b" else "B"
     per_microbatch = {what: counted.count(what) / (2 * 4) for what in {*counted}}
     assert per_microbatch["F"] == 7 and "W" not in per_microbatch
@@ -217,8 +198,7 @@ def test_a_block_sums_twice_in_f_and_in_b_and_never_in_w(kind, tmp_path):
 def test_float64_is_exact_to_its_own_rounding():
     """Loss and every gradient of one block and a head, two ranks against one."""
     torch.manual_seed(0)
-    chosen = Model.model_validate({"family": "gpt", **GPT})
-    plans = models.layers(chosen, 0)
+    plans = models.layers(Model.model_validate({"family": "gpt", **GPT}), 0)
     tokens = torch.randint(0, 259, (2, 8))
     targets = torch.randint(0, 259, (2, 8))
     targets[0, :3] = IGNORED
@@ -228,7 +208,7 @@ def test_float64_is_exact_to_its_own_rounding():
         x = layer(x)
     expected = functional.cross_entropy(x.flatten(0, -2), targets.flatten())
     expected.backward()
-    hub, found = Hub(2, tp=2), {}
+    hub = Hub(2, tp=2)
 
     def rank(number):
         group = Group((0, 1), number, HubTransport(hub, number))
@@ -240,28 +220,15 @@ def test_float64_is_exact_to_its_own_rounding():
             y = layers[-1](y)
         loss = tensor_parallel.cross_entropy(group, 259)(y, targets)
         loss.backward()
-        found[number] = loss.item(), layers, cuts
+        return loss.item(), layers, cuts
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(60)
-    for loss, layers, cuts in found.values():
+    for loss, layers, cuts in side_by_side(2, rank):
         assert loss == pytest.approx(expected.item(), abs=1e-14)
         for plan, layer, other in zip(plans, layers, whole, strict=True):
             for name, parameter in layer.named_parameters():
                 grad = other.get_parameter(name).grad
                 cut = cuts[plan.name].get(name)
                 torch.testing.assert_close(parameter.grad, grad if cut is None else cut.of(grad), rtol=0, atol=1e-13)
-
-
-def test_a_loss_of_another_kind_gets_all_logits(tmp_path):
-    more = {"loss": "tests.runtime.losses:smoothed"}
-    shared = run_threads(plan_of(tmp_path / "tp", tp=2, model_more=more), 2)
-    alone = run_threads(plan_of(tmp_path / "one", pp=1, model_more=more), 2)
-    for found, meant in zip(numbers(shared), numbers(alone), strict=True):
-        assert found == pytest.approx(meant, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -273,18 +240,15 @@ def test_a_loss_of_another_kind_gets_all_logits(tmp_path):
         {"model_more": {"dtype": "bfloat16"}},
         {"slices": 2},
         {"slices": 4, "memory": {"activations": "recompute"}, "model": "qwen3"},
+        {"model_more": {"loss": "tests.runtime.losses:smoothed"}},  # gets all logits
     ],
-    ids=["recompute", "post-validate", "evaluation", "bfloat16", "slices", "slices recomputed"],
+    ids=["recompute", "post-validate", "evaluation", "bfloat16", "slices", "slices recomputed", "a loss of the user"],
 )
 def test_what_else_a_run_may_do(how, tmp_path):
     shared = run_threads(plan_of(tmp_path / "tp", "zb-h1", tp=2, **how), 3)
     alone = run_threads(plan_of(tmp_path / "one", pp=1, **how), 3)
-    near = 2e-2 if "model_more" in how else 1e-5
-    for found, meant in zip(numbers(shared), numbers(alone), strict=True):
-        assert found == pytest.approx(meant, rel=near)
-    for worker in shared:
-        if worker.evaluation is not None:
-            assert worker.evaluation.results[0].loss == pytest.approx(alone[0].evaluation.results[0].loss, rel=1e-5)
+    assert numbers(shared) == near(alone, 2e-2 if "dtype" in how.get("model_more", {}) else 1e-5)
+    evaluated_alike(shared, alone[0])
 
 
 @pytest.mark.parametrize(("first", "second"), [((2, 2), (1, 1)), ((1, 1), (2, 2)), ((2, 4), (2, 2))])
@@ -297,7 +261,7 @@ def test_a_run_goes_on_with_another_tp(first, second, tmp_path):
     run_threads(before, 2, folder=tmp_path / "before")
     workers = run_threads(after, 4, folder=tmp_path / "after", resume=at(tmp_path / "before", 2))
     alone = run_threads(plan_of(tmp_path / "one", pp=1, train={"steps": 4}, optimizer=adam), 4)
-    assert numbers(workers) == [pytest.approx(pair, rel=1e-5) for pair in numbers(alone)[2:]]
+    assert numbers(workers) == near(alone)[2:]
 
 
 SHARDED = [
@@ -320,11 +284,11 @@ def test_replicas_share_out_the_parts_that_ranks_have(kind, shard, model, more, 
     whole = plan_of(tmp_path / "b", kind, pp=2, tp=2, dp=2, model=model, **options)
     alone = plan_of(tmp_path / "c", "1f1b", pp=1, model=model, m=8, **options)
     shared, meant = run_threads(found, 4, folder=tmp_path / "run"), run_threads(whole, 4)
-    near = 1e-3 if "parameters" in options.get("model_more", {}) else 1e-5
-    assert numbers(shared) == [pytest.approx(pair, rel=near) for pair in numbers(meant)]
+    rel = 1e-3 if "parameters" in options.get("model_more", {}) else 1e-5
+    assert numbers(shared) == near(meant, rel)
     for plan in (found, alone):
         workers = run_threads(plan, 4, folder=tmp_path / "after", resume=at(tmp_path / "run", 2))
-        assert numbers(workers) == [pytest.approx(pair, rel=near) for pair in numbers(shared)[2:]]
+        assert numbers(workers) == near(shared, rel)[2:]
 
 
 def test_a_cut_finds_its_part_again():
@@ -346,20 +310,16 @@ WIDE = {"family": "tests.runtime.user_models:shared", "layers": 4, "loss": "mse"
 
 
 def test_a_layer_of_a_user_says_how_it_is_shared():
-    numbers_of = []
-    for p, tp in ((1, 1), (2, 2)):
-        plan = make_plan(replace(make_program("zb-h1", p, 4), tp=tp), model=WIDE, **VECTORS)
-        workers = run_threads(plan, 3)
-        assert len(workers) == p * tp and bool(workers[0].cuts) is (tp > 1)
-        numbers_of.append(numbers(workers))
-    assert numbers_of[0] == [pytest.approx(pair, rel=1e-5) for pair in numbers_of[1]]
+    programs = (replace(make_program("zb-h1", p, 4), tp=p) for p in (1, 2))
+    alone, shared = (run_threads(make_plan(program, model=WIDE, **VECTORS), 3) for program in programs)
+    assert (len(shared), bool(shared[0].cuts), bool(alone[0].cuts)) == (4, True, False)
+    assert numbers(shared) == near(alone)
 
 
 def test_layers_that_cannot_be_shared_are_refused():
     group = Group((0, 1), 0, HubTransport(Hub(2, tp=2), 0))
-    with pytest.raises(ZbcError, match=r"layers\.0 \(Linear\) cannot be shared by 2") as caught:
+    with refused("E119", match=r"layers\.0 \(Linear\) cannot be shared by 2", hint="shard(group)"):
         sharding.shard("layers.0", torch.nn.Linear(2, 2), group, joined=False)
-    assert caught.value.code == "E119" and "shard(group)" in caught.value.hint
     wrong = torch.nn.Linear(2, 2)
     wrong.shard = lambda group: {"wait": 0}
     with pytest.raises(ZbcError, match="cuts 'wait' along 0, which it has not"):
@@ -378,6 +338,5 @@ def test_layers_that_cannot_be_shared_are_refused():
     ],
 )
 def test_jobs_that_cannot_be_are_refused_when_read(change, code, said, tmp_path):
-    with pytest.raises(ZbcError) as caught:
+    with refused(code, said):
         plan_of(tmp_path, **{"tp": 2, **change})
-    assert caught.value.code == code and said in caught.value.message

@@ -1,7 +1,5 @@
 """The orders that always run leave out no kind of op."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.lowered import lower

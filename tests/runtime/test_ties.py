@@ -1,16 +1,14 @@
 """Weights that layers of a factory share: one weight everywhere, with the gradient of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from tests.runtime.small_plans import make_plan, make_program, parameters, reference
+from tests.refusals import refused
+from tests.runtime.small_plans import hold, make_plan, make_program, parameters, reference
 from tests.runtime.test_checkpoints import at
-from tests.runtime.test_gradients import VECTORS, user, without_step
-from tests.threads import run_threads
+from tests.runtime.test_gradients import VECTORS, check_gradients, user, without_step
+from tests.threads import each_layer, losses_of, run_threads
 from tests.tiers import few
-from zbc.errors import ZbcError
 from zbc.job.model_section import Model
 from zbc.ops import TIED
 
@@ -28,30 +26,16 @@ def plan_of(schedule="1f1b", p=4, m=4, *, ties=TIES, copies=1, sync="before-step
     layers = Model.model_validate(model).tied_layers
     stages = make_program(schedule, p, m).placement.stages
     tied = tuple(s for s in range(stages) if {i for i in layers if i * stages // 8 == s})
-    program = make_program(
-        schedule,
-        p,
-        m,
-        sync=sync,
-        copies=copies,
-        sharded=sharded,
-        tied=len(tied) > 1,
-        ties=tied if len(tied) > 1 else (),
-    )
-    return make_plan(program, model=model, data=VECTORS["data"], **options)
+    tied = tied if len(tied) > 1 else ()
+    how = {"sync": sync, "copies": copies, "sharded": sharded, "tied": bool(tied), "ties": tied}
+    return make_plan(make_program(schedule, p, m, **how), model=model, data=VECTORS["data"], **options)
 
 
 def copies(workers, name):
     """The weight in every stage that has it, once per object."""
     owners = [name, *(other for other, owner in TIES.items() if owner == name)]
-    found = {}
-    for worker in workers:
-        for stage in worker.stages.values():
-            for layer in stage.layers:
-                for local, parameter in layer.module.named_parameters():
-                    if f"{layer.name}.{local}" in owners:
-                        found[id(parameter)] = parameter
-    return list(found.values())
+    named = [(f"{layer.name}.{n}", p) for layer in each_layer(workers) for n, p in layer.module.named_parameters()]
+    return list({id(parameter): parameter for name, parameter in named if name in owners}.values())
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -59,15 +43,7 @@ def copies(workers, name):
 def test_gradients_are_those_of_one_process(schedule, p, together):
     """Terms of a sum in another order, so 1e-6."""
     plan = plan_of(schedule, p, keep=without_step, how={"together": together})
-    workers, expected = run_threads(plan, 1), reference(plan)
-    found = parameters(workers)
-    assert found.keys() == expected.grads.keys() and not found.keys() & TIES.keys()
-    for name, grad in expected.grads.items():
-        torch.testing.assert_close(found[name].grad, grad, rtol=1e-6, atol=1e-6, msg=name)
-    for worker in workers:
-        (result,) = worker.results
-        assert result.loss == pytest.approx(expected.losses[0], rel=1e-6)
-        assert result.grad_norm == pytest.approx(expected.norms[0], rel=1e-6), "each weight counts once"
+    assert not parameters(check_gradients(plan, tolerance=1e-6, loss=1e-6)).keys() & TIES.keys()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -79,8 +55,7 @@ def test_ranks_without_the_weight_stand_in_with_its_type_and_leave_out_what_is_f
     plan = make_plan(program, model=model, data=VECTORS["data"], optimizer={"lr": 1e-2, "clip_grad_norm": 0.5})
     found, expected = run_threads(plan, 2), reference(plan, 2)
     near = {"rtol": 1e-12, "atol": 1e-12} if dtype == "float64" else {"rtol": 2**-7, "atol": 1e-3}
-    losses = [result.loss for result in found[0].results]
-    assert losses == pytest.approx(expected.losses, rel=1e-6 if dtype == "float64" else 1e-3)
+    assert losses_of(found) == pytest.approx(expected.losses, rel=1e-6 if dtype == "float64" else 1e-3)
     for name, parameter in parameters(found).items():
         torch.testing.assert_close(parameter.detach(), expected.weights[name], msg=name, **near)
 
@@ -95,19 +70,11 @@ def test_a_sum_of_two_terms_has_one_order_and_so_the_bits_of_one_process(schedul
         torch.testing.assert_close(found[name].grad, grad, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "p", "how"),
-    few(
-        [
-            ("1f1b", 4, {}),
-            ("zb-v", 2, {}),
-            ("1f1b", 2, {"copies": 2}),
-            ("1f1b", 2, {"copies": 2, "sharded": True}),
-            ("zb-h1", 4, {"sync": "post-validate"}),
-        ],
-        lambda way: way[0] != "zb-v",
-    ),
-)
+COPIED = [("1f1b", 4, {}), ("zb-v", 2, {}), ("1f1b", 2, {"copies": 2}), ("1f1b", 2, {"copies": 2, "sharded": True})]
+COPIED += [("zb-h1", 4, {"sync": "post-validate"})]
+
+
+@pytest.mark.parametrize(("schedule", "p", "how"), few(COPIED, lambda way: way[0] != "zb-v"))
 def test_all_copies_of_a_weight_stay_one(schedule, p, how):
     plan = plan_of(
         schedule, p, **how, optimizer={"lr": 1e-2, "clip_grad_norm": 0.5, "sync": how.get("sync", "before-step")}
@@ -117,8 +84,7 @@ def test_all_copies_of_a_weight_stay_one(schedule, p, how):
         held = copies(workers, owner)
         assert all(torch.equal(held[0], one) for one in held)
         torch.testing.assert_close(held[0].detach(), expected.weights[owner], rtol=1e-5, atol=1e-6)
-    for name, parameter in parameters(workers).items():
-        torch.testing.assert_close(parameter.detach(), expected.weights[name], rtol=1e-5, atol=1e-6, msg=name)
+    hold(workers, expected, tolerance=1e-5)
     assert sum(op.stage == TIED for _, _, op in plan.program) > 0
 
 
@@ -135,10 +101,7 @@ def test_a_run_goes_on_from_its_checkpoint_under_another_plan(tmp_path):
 def test_where_all_layers_of_a_weight_are_in_one_stage_nothing_travels():
     plan = plan_of("1f1b", 2, ties={"layers.1.down.weight": "layers.0.down.weight"}, keep=without_step)
     assert not plan.manifest.tied and not any(op.stage == TIED for _, _, op in plan.program)
-    workers, expected = run_threads(plan, 1), reference(plan)
-    found = parameters(workers)
-    name = "layers.0.down.weight"
-    torch.testing.assert_close(found[name].grad, expected.grads[name], rtol=1e-6, atol=1e-6)
+    check_gradients(plan, tolerance=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -149,12 +112,10 @@ def test_where_all_layers_of_a_weight_are_in_one_stage_nothing_travels():
     ],
 )
 def test_weights_that_cannot_be_one_are_refused(ties, said):
-    with pytest.raises(ZbcError, match=said) as caught:
+    with refused("E508", match=said):
         run_threads(plan_of(ties=ties), 1)
-    assert caught.value.code == "E508"
 
 
 def test_sharing_that_nobody_has_said_is_refused_with_the_way_to_say_it():
-    with pytest.raises(ZbcError, match=r"layers\.0 and layers\.4 and layers\.7 share a parameter") as caught:
+    with refused("E508", match=r"layers\.0 and layers\.4 and layers\.7 share a parameter", hint="[model.ties]"):
         run_threads(plan_of(ties={}, how={"together": True}), 1)
-    assert caught.value.code == "E508" and "[model.ties]" in caught.value.hint

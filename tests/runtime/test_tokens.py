@@ -1,7 +1,5 @@
 """Token files as training data: what is read, in which order, ahead of time; and what damaged files lead to."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -12,8 +10,9 @@ from collections import Counter
 import pytest
 import torch
 
+from tests.refusals import error_of
 from tests.runtime.small_plans import GPT, make_plan, make_program
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job import spec
@@ -34,12 +33,6 @@ def write(path, tokens, dtype="uint16", vocab=300):
 
 def samples(model=MODEL, build=build_samples, **data):
     return build(spec.Data.model_validate({"kind": "tokens", **data}), model, 1)
-
-
-def error_of(call, *args, **kwargs):
-    with pytest.raises(ZbcError) as caught:
-        call(*args, **kwargs)
-    return caught.value
 
 
 # ---- order -----------------------------------------------------------------------------------------------------
@@ -217,8 +210,7 @@ def test_the_thread_that_makes_tensors_for_a_gpu_is_told_which(monkeypatch):
 
 def test_an_error_is_raised_where_its_tensor_is_asked_for():
     _, plain, _ = prefetched(WANTS)
-    bad = plain.indices(0, 2)[0]
-    ready, _, _ = prefetched(WANTS, bad=bad)
+    ready, _, _ = prefetched(WANTS, bad=plain.indices(0, 2)[0])
     ready.inputs(0, 0)
     ready.inputs(0, 1)
     ready.targets(0, 0)
@@ -254,15 +246,14 @@ def test_the_thread_ends_with_what_it_makes_ready_for():
 
 @pytest.mark.parametrize(("schedule", "p"), few([("1f1b", 1), ("zb-v", 2), ("1f1b", 4)], ("zb-v",)))
 def test_a_pipeline_trains_on_token_files_and_every_window_is_seen_once_an_epoch(tmp_path, schedule, p):
-    tokens = [i % 61 for i in range(16 * 24 + 1)]
-    path = write(tmp_path / "a.bin", tokens, vocab=61)
+    path = write(tmp_path / "a.bin", [i % 61 for i in range(16 * 24 + 1)], vocab=61)
     plan = make_plan(make_program(schedule, p, 4), model=GPT, data={"kind": "tokens", "path": path})
     workers = run_threads(plan, 3)  # 3 steps of 4 microbatches of 2: one epoch of 24 windows
     batches = next(w.batches for w in workers if w.batches is not None)
     seen = [i for step in range(3) for mb in range(4) for i in batches._batches.indices(step, mb)]
     assert sorted(seen) == list(range(24)) and seen != sorted(seen)
     expected = run_threads(make_plan(make_program("1f1b", 1, 4), model=GPT, data={"kind": "tokens", "path": path}), 3)
-    assert [r.loss for r in workers[0].results] == [r.loss for r in expected[0].results]
+    assert losses_of(workers) == losses_of(expected)
 
 
 def test_a_damaged_file_stops_a_run_with_the_op_that_read_it(tmp_path):

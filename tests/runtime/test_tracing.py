@@ -1,8 +1,5 @@
 """What is recorded of ranks as threads: every op, in order, without a gap, and nothing of the training changes."""
 
-from __future__ import annotations
-
-import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.runtime.small_plans import make_plan, make_program, make_worker
-from tests.threads import run_threads
+from tests.threads import each_layer, run_threads, side_by_side
 from tests.tiers import few
 from zbc.ir import Kind
 from zbc.plan.directory import assemble, write
@@ -28,23 +25,13 @@ LIMIT = timedelta(seconds=20)
 
 
 def traced(tmp_path, plan, steps, total, change=lambda worker: None):
-    """Train `total` steps with all ranks as threads and record `steps` (from 0); the workers and the trace.
-
-    `change` may do something to each worker before.
-    """
+    """Train `total` steps with all ranks as threads and record `steps` (from 0): the workers, the trace. `change` may
+    do something to each worker before."""
     folder = tmp_path / "run"
     manifest = plan.manifest
-    files = assemble(
-        plan.program,
-        parameters={},
-        layers=manifest.layers,
-        boundaries=manifest.boundaries,
-        microbatch_size=manifest.microbatch_size,
-        predicted={},
-        planning=manifest.planning,
-        training=manifest.training,
-    )
-    write(tmp_path / "plan", *files)
+    fields = ("layers", "boundaries", "microbatch_size", "planning", "training")
+    how = {name: getattr(manifest, name) for name in fields}
+    write(tmp_path / "plan", *assemble(plan.program, parameters={}, predicted={}, **how))
     trace.start(folder, tmp_path / "plan")
     tracers = {}
 
@@ -60,14 +47,8 @@ def traced(tmp_path, plan, steps, total, change=lambda worker: None):
     return workers, trace.read(folder)
 
 
-CASES = {
-    "1f1b": ("1f1b", {}),
-    "zb-h1": ("zb-h1", {}),
-    "zb-v": ("zb-v", {}),
-    "two copies": ("1f1b", {"copies": 2}),
-    "sharded": ("1f1b", {"copies": 2, "sharded": True}),
-    "no barrier": ("zb-h1", {"sync": "post-validate"}),
-}
+CASES = {"1f1b": ("1f1b", {}), "zb-h1": ("zb-h1", {}), "zb-v": ("zb-v", {}), "two copies": ("1f1b", {"copies": 2})}
+CASES |= {"sharded": ("1f1b", {"copies": 2, "sharded": True}), "no barrier": ("zb-h1", {"sync": "post-validate"})}
 
 
 def plan_of_case(case):
@@ -104,8 +85,7 @@ def test_ops_fill_the_step_and_causality_holds(tmp_path, case):
 def test_recording_changes_nothing_of_the_training(tmp_path, case):
     plan = plan_of_case(case)
     workers, _ = traced(tmp_path, plan, {0, 1, 3}, 6)
-    plain = run_threads(plan, 6)
-    for one, other in zip(workers, plain, strict=True):
+    for one, other in zip(workers, run_threads(plan, 6), strict=True):
         assert [r.loss for r in one.results] == [r.loss for r in other.results]
         assert [r.grad_norm for r in one.results] == [r.grad_norm for r in other.results]
         assert [entry[:2] for entry in one.script] == [entry[:2] for entry in other.script]
@@ -163,9 +143,8 @@ def test_waiting_is_counted_apart_from_computing_to_the_nanosecond():
     clock = Fake()
     worker = make_worker(make_plan(make_program("zb-h1", 2, 2)), rank=1)
     worker.transport = Slow(clock)
-    for stage in worker.stages.values():
-        for layer in stage.layers:
-            layer.module.register_forward_pre_hook(lambda module, args: worker.transport.inner.pass_(7))
+    for layer in each_layer([worker]):
+        layer.module.register_forward_pre_hook(lambda module, args: worker.transport.inner.pass_(7))
     result, stamped = Recorder(worker, clock).record(4, stop=False)
     timing = stamped.timing()
     layers, ops = sum(len(stage.layers) for stage in worker.stages.values()), worker.plan.ops
@@ -228,8 +207,7 @@ def test_ops_are_slowed_down_by_the_same_factor_on_all_ranks_the_more_the_shorte
 
 
 def test_a_step_that_is_not_recorded_runs_on_the_rank_s_own_transport_and_clock(tmp_path):
-    plan = make_plan(make_program("1f1b", 1, 2))
-    worker = make_worker(plan)
+    worker = make_worker(make_plan(make_program("1f1b", 1, 2)))
     transport, clock = worker.transport, worker.clock
     recorder = Recorder(worker)
     recorder.record(0, stop=False)
@@ -245,34 +223,26 @@ def test_a_step_that_is_not_recorded_runs_on_the_rank_s_own_transport_and_clock(
 # ---- clocks --------------------------------------------------------------------------------------------------
 
 
-def compared(offsets, *, machines=None):
+def compared(offsets, machines):
     """What ranks as threads find that have clocks `offsets` ns behind that of rank 0."""
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = {}
 
     def rank(number):
-        store = dist.TCPStore("127.0.0.1", host.port, is_master=False)
-        board = Board(store, number, len(offsets))
-        machine = None if machines is None else machines[number]
+        board = Board(dist.TCPStore("127.0.0.1", host.port, is_master=False), number, len(offsets))
         now = lambda: time.perf_counter_ns() - offsets[number]  # noqa: E731
-        found[number] = compare_clocks(board, "test", LIMIT, now=now, machine=machine)
+        return compare_clocks(board, "test", LIMIT, now=now, machine=machines[number])
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(len(offsets))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[number] for number in range(len(offsets))]
+    return side_by_side(len(offsets), rank)
 
 
 def test_clocks_of_other_machines_are_compared_as_well_as_the_network_allows():
     offsets = [0, 10**12, -5 * 10**9, 123]
-    for clock, offset in zip(compared(offsets, machines="abcd"), offsets, strict=True):
+    for clock, offset in zip(compared(offsets, "abcd"), offsets, strict=True):
         assert abs(clock.offset_ns - offset) <= clock.uncertainty_ns
         assert clock.uncertainty_ns < 10**8
 
 
 def test_ranks_of_one_machine_share_a_clock_unless_the_comparison_says_otherwise():
-    same, shared, other = compared([0, 0, 10**12], machines="aaa")
+    same, shared, other = compared([0, 0, 10**12], "aaa")
     assert same == (same.at_ns, 0, 0) and shared == (shared.at_ns, 0, 0)
     assert abs(other.offset_ns - 10**12) <= other.uncertainty_ns

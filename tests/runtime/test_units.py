@@ -1,7 +1,5 @@
 """Groups where ranks share layers: their two ops in turns at each sum, with the bits of one after the other."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +11,7 @@ import torch
 from tests.runtime.small_plans import GPT, make_plan, make_program
 from tests.runtime.test_gradients import VECTORS
 from tests.runtime.test_tensor_parallel import WIDE, numbers, plan_of
-from tests.threads import run_threads
+from tests.threads import each_parameter, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
@@ -48,12 +46,7 @@ def found(plan, *, one_by_one=False, steps=2, setup=lambda worker: None):
         setup(worker)
 
     workers = run_threads(plan, steps, setup=watch)
-    weights = {
-        (worker.rank, name): parameter.detach().clone()
-        for worker in workers
-        for stage in worker.stages.values()
-        for name, parameter in stage.parameters.items()
-    }
+    weights = {(worker.rank, name): p.detach().clone() for worker, name, p in each_parameter(workers)}
     return numbers(workers), weights, starts
 
 
@@ -81,18 +74,12 @@ def changes(starts, plan, rank, kinds):
     return [len(list(groupby(i for i in mine if at < i < at + 3))) for at in marks]
 
 
-WAYS = {
-    "gpt": {},
-    "llama": {"model": "llama"},
-    "qwen3": {"model": "qwen3"},
-    "recompute": {"memory": {"activations": "recompute"}},
-    "sequence": {"more": {"tp_sequence": True}},
-    "bfloat16": {"model_more": {"dtype": "bfloat16"}},
-    "bfloat16 recomputed": {"model_more": {"dtype": "bfloat16"}, "memory": {"activations": "recompute"}},
-    "replicas": {"dp": 2},
-    "sharded": {"dp": 2, "more": {"shard": "optimizer"}},
-    "ahead": {"optimizer": {"sync": "post-validate"}},
-}
+WAYS = {"gpt": {}, "llama": {"model": "llama"}, "qwen3": {"model": "qwen3"}}
+WAYS |= {"recompute": {"memory": {"activations": "recompute"}}, "sequence": {"more": {"tp_sequence": True}}}
+WAYS |= {"bfloat16": {"model_more": {"dtype": "bfloat16"}}}
+WAYS |= {"bfloat16 recomputed": {"model_more": {"dtype": "bfloat16"}, "memory": {"activations": "recompute"}}}
+WAYS |= {"replicas": {"dp": 2}, "sharded": {"dp": 2, "more": {"shard": "optimizer"}}}
+WAYS |= {"ahead": {"optimizer": {"sync": "post-validate"}}}
 
 
 @pytest.mark.parametrize("way", few(WAYS, ("gpt", "recompute", "sequence", "bfloat16")))
@@ -171,10 +158,7 @@ def differs(plan, meant, **how):
         return True
 
 
-def test_a_sum_that_nobody_waits_for_is_seen(tmp_path, monkeypatch):
-    plan = braided(tmp_path)
-    meant = found(plan, one_by_one=True)
-
+def nobody_waits(patch):
     def settle(self, pending, slot=None):
         pair = current_pair()
         if pair is None:
@@ -182,14 +166,19 @@ def test_a_sum_that_nobody_waits_for_is_seen(tmp_path, monkeypatch):
         else:
             pair.pause()
 
-    monkeypatch.setattr(Group, "settle", settle)
-    assert differs(plan, meant)
+    patch.setattr(Group, "settle", settle)
 
 
-def test_sums_in_another_order_on_one_rank_are_seen(tmp_path, monkeypatch):
+def sums_in_another_order(patch):
+    run = Units.run
+    patch.setattr(Units, "run", lambda self, a, b: run(self, *((b, a) if self.worker.rank == 1 else (a, b))))
+
+
+@pytest.mark.parametrize("fault", [nobody_waits, sums_in_another_order])
+def test_planted_faults_of_sums_are_seen(fault, tmp_path, monkeypatch):
     plan = braided(tmp_path)
-    meant, run = found(plan, one_by_one=True), Units.run
-    monkeypatch.setattr(Units, "run", lambda self, a, b: run(self, *((b, a) if self.worker.rank == 1 else (a, b))))
+    meant = found(plan, one_by_one=True)
+    fault(monkeypatch)
     assert differs(plan, meant)
 
 
@@ -230,27 +219,31 @@ def strands():
     return [thread for thread in threading.enumerate() if thread.name == "zbc-strand"]
 
 
+def on_sums(worker, act):
+    """Have something done before each sum over the ranks that share layers."""
+    transport = worker.group.transport
+    begin = transport.start_sum
+
+    def start_sum(*args):
+        act(worker)
+        return begin(*args)
+
+    transport.start_sum = start_sum
+
+
 @pytest.mark.parametrize("kind", ["F", "BW"])
 def test_an_op_that_fails_is_named_and_leaves_no_thread_behind(kind, tmp_path):
     plan = braided(tmp_path)
     texts = []
 
-    def setup(worker):
-        if worker.rank != 1:
-            return
-        begin, progress = worker.group.transport.start_sum, worker.progress
-
-        def start_sum(tensor, ranks):
-            if current_pair() is not None and progress.op.split()[0] == kind:
-                texts.append(progress.op)
-                if len(texts) == 3:
-                    raise ValueError("broken on purpose")
-            return begin(tensor, ranks)
-
-        worker.group.transport.start_sum = start_sum
+    def fail(worker):
+        if worker.rank == 1 and current_pair() is not None and worker.progress.op.split()[0] == kind:
+            texts.append(worker.progress.op)
+            if len(texts) == 3:
+                raise ValueError("broken on purpose")
 
     with pytest.raises(ValueError, match="broken on purpose") as caught:
-        run_threads(plan, 1, setup=setup)
+        run_threads(plan, 1, setup=lambda worker: on_sums(worker, fail))
     assert any(texts[2] in note for note in caught.value.__notes__), "the op that failed is named"
     for thread in strands():
         thread.join(10)
@@ -262,16 +255,11 @@ def test_the_thread_of_who_has_the_turn_is_known(tmp_path):
     """For the watchdog, which shows where a rank is that does not come on."""
     seen = set()
 
-    def setup(worker):
-        begin, progress = worker.group.transport.start_sum, worker.progress
+    def look(worker):
+        strand = threading.current_thread().name == "zbc-strand"
+        seen.add((strand, worker.progress.thread == threading.get_ident()))
 
-        def start_sum(tensor, ranks):
-            seen.add((threading.current_thread().name == "zbc-strand", progress.thread == threading.get_ident()))
-            return begin(tensor, ranks)
-
-        worker.group.transport.start_sum = start_sum
-
-    workers = run_threads(braided(tmp_path), 1, setup=setup)
+    workers = run_threads(braided(tmp_path), 1, setup=lambda worker: on_sums(worker, look))
     assert seen == {(True, True), (False, False)}
     assert all(worker.progress.thread is None for worker in workers)
 
@@ -348,8 +336,7 @@ def test_parts_without_sums_go_round_the_sums_of_the_other():
 
 def test_layers_that_draw_run_one_after_the_other_and_the_run_says_why():
     program = grouped(replace(make_program("zb-h1", 2, 6), tp=2), Kind.F, Kind.B)
-    model = {**DEEP, "args": {"width": 8, "count": 8, "dropout": 0.5}}
-    plan = make_plan(program, model=model, **VECTORS)
+    plan = make_plan(program, model={**DEEP, "args": {"width": 8, "count": 8, "dropout": 0.5}}, **VECTORS)
     (first, *_) = workers = run_threads(plan, 0)  # as threads they would wait for one generator
     assert first.features.of(Braids).in_turn == ("layers.0 draws random numbers (dropout)",)
     assert all(worker.features.of(Braids).units is None for worker in workers)
@@ -373,21 +360,16 @@ def test_without_shared_layers_the_script_is_that_of_the_plan(tmp_path):
 
 def test_a_group_is_recorded_as_one_op_after_the_other(tmp_path):
     """Times add up to the step, and an op of a group has the share of it in which it had its turn."""
-    plan, timings = braided(tmp_path), {}
+    stamps, recorders = {}, {}
 
-    def step(worker):
-        recorder = Recorder(worker)
+    def run(worker, step, *, stop=False):
+        recorder = recorders.setdefault(worker.rank, Recorder(worker))
+        result, stamps[worker.rank] = recorder.record(step, stop)
+        return result
 
-        def run(worker, step, *, stop=False):
-            result, stamped = recorder.record(step, stop)
-            timings[worker.rank] = stamped, stamped.timing()
-            return result
-
-        return run
-
-    workers = run_threads(plan, 2, step=step)
-    for worker in workers:
-        stamped, timing = timings[worker.rank]
+    for worker in run_threads(braided(tmp_path), 2, step=lambda worker: run):
+        stamped = stamps[worker.rank]
+        timing = stamped.timing()
         ops = [op for _, op, _ in worker.script]
         assert sum(timing.took_ns) == stamped.marks[-1] - stamped.marks[0]
         leads = dict(zip((i for i, op in enumerate(ops) if op.kind.computes), timing.lead_ns, strict=True))

@@ -1,7 +1,5 @@
 """What ranks agree on: exact sums, one norm for every cut, an honest verdict."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -112,6 +110,5 @@ def test_every_chunk_of_a_parameter_has_an_entry_of_its_own():
 def test_the_norm_is_the_same_double_for_every_cut_of_the_model():
     norms = set()
     for schedule, p in (("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("interleaved-1f1b", 4), ("zb-h1", 4), ("zb-v", 2)):
-        plan = make_plan(make_program(schedule, p, 4))
-        norms.add(run_threads(plan, 1)[0].results[0].grad_norm)
+        norms.add(run_threads(make_plan(make_program(schedule, p, 4)), 1)[0].results[0].grad_norm)
     assert len(norms) == 1

@@ -1,16 +1,13 @@
 """Kernels and groups are used before the first step, and nothing of a training changes by it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from tests.runtime.moving import moved
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_worker
 from tests.runtime.test_gradients import VECTORS, user
-from tests.threads import run_threads
+from tests.threads import begun, each_layer, losses_of, norms_of, run_threads
 from tests.tiers import few
-from zbc.runtime.core.execute import run_step
 from zbc.runtime.features import parcels
 from zbc.runtime.features.offload import Offloads
 from zbc.runtime.transports.hub import Hub
@@ -49,34 +46,26 @@ def plan_for(case):
     return make_plan(moved(program) if moves else program, model=model, optimizer=optimizer, **made)
 
 
-def warmed(worker):
-    """Steps of a worker that is warmed up before the first, in its own thread."""
-
-    def run(worker, number, **how):
-        if number == 0:
-            warm(worker)
-            assert not worker.leftovers()
-            assert all(p.grad is None for one in worker.optimizers.values() for p in one.parameters.values())
-        return run_step(worker, number, **how)
-
-    return run
+def warm_up(worker):
+    warm(worker)
+    assert not worker.leftovers()
+    assert all(p.grad is None for one in worker.optimizers.values() for p in one.parameters.values())
 
 
 @pytest.mark.parametrize("case", few(CASES, ("no barrier", "ZeRO-1", "replicas", "buffers", "two pipes")))
 def test_a_training_that_was_warmed_up_has_the_same_bits(case):
     plan = plan_for(case)
     plain = run_threads(plan, 3)
-    found = run_threads(plan, 3, step=warmed)
-    assert [r.loss for r in found[0].results] == [r.loss for r in plain[0].results]
-    assert [r.grad_norm for r in found[0].results] == [r.grad_norm for r in plain[0].results]
+    found = run_threads(plan, 3, step=begun(warm_up))
+    assert losses_of(found) == losses_of(plain)
+    assert norms_of(found) == norms_of(plain)
     for one, other in zip(found, plain, strict=True):
         if one.evaluation is not None:
             assert [r.loss for r in one.evaluation.results] == [r.loss for r in other.evaluation.results] != []
-        for stage, same in zip(one.stages.values(), other.stages.values(), strict=True):
-            for layer, its in zip(stage.layers, same.layers, strict=True):
-                wanted = its.module.state_dict()
-                for name, value in layer.module.state_dict().items():
-                    assert torch.equal(value, wanted[name]), name
+    for layer, its in zip(each_layer(found), each_layer(plain), strict=True):
+        wanted = its.module.state_dict()
+        for name, value in layer.module.state_dict().items():
+            assert torch.equal(value, wanted[name]), name
 
 
 @pytest.mark.parametrize("case", few(["replicas", "ZeRO-1", "no barrier"], ("ZeRO-1",)))
@@ -100,17 +89,12 @@ def test_every_way_of_every_group_is_used_at_its_real_size(case):
 
     before = {}
 
-    def step(worker):
-        def run(worker, number, **how):
-            if number == 0:
-                warm(worker)
-                before[worker.rank] = set(calls[worker.rank])
-                calls[worker.rank].clear()
-            return run_step(worker, number, **how)
+    def first(worker):
+        warm(worker)
+        before[worker.rank] = set(calls[worker.rank])
+        calls[worker.rank].clear()
 
-        return run
-
-    run_threads(plan, 3, setup=listen, step=step)
+    run_threads(plan, 3, setup=listen, step=begun(first))
     for rank, noted in calls.items():
         assert noted and {call for call in noted if call[0].startswith("start") or call[3]} <= before[rank]
         ways, used = ({(name, *way) for name, _, *way in some} for some in (noted, before[rank]))
@@ -123,18 +107,13 @@ def test_no_slab_is_made_in_a_step(monkeypatch, activations):
     program = moved(make_program("zb-h1", 2, 4))
     made = {}
 
-    def step(worker):
-        def run(worker, number, **how):
-            if number == 0:
-                warm(worker)
-                copier, made[worker.rank] = worker.features.of(Offloads).pool.copier, []
-                slab = copier.slab
-                monkeypatch.setattr(copier, "slab", lambda size: made[worker.rank].append(size) or slab(size))
-            return run_step(worker, number, **how)
+    def first(worker):
+        warm(worker)
+        copier, made[worker.rank] = worker.features.of(Offloads).pool.copier, []
+        slab = copier.slab
+        monkeypatch.setattr(copier, "slab", lambda size: made[worker.rank].append(size) or slab(size))
 
-        return run
-
-    workers = run_threads(make_plan(program, activations=activations), 2, step=step)
+    workers = run_threads(make_plan(program, activations=activations), 2, step=begun(first))
     assert made == {0: [], 1: []} and all(worker.features.of(Offloads).pool._free for worker in workers)
 
 

@@ -1,7 +1,5 @@
 """Layers that waver are trained as one process trains them: no trial tells what a later forward will do."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from tests.runtime.small_plans import make_plan, make_program, reference
 from tests.runtime.test_gradients import VECTORS, check_training, user
 from tests.runtime.wavering import models
-from tests.threads import run_threads
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.runtime import seeding
@@ -58,15 +56,22 @@ def test_noise_that_begins_late_is_that_of_one_process(activations):
     check_training(plan_of([("Plain", []), ("Noisy", [2.5])] * 2, "zb-h1", 2, activations=activations))
 
 
-def test_what_no_trial_saw_is_refused_where_it_shows():
-    kinds = [("Large", []), ("Masks", [10.0]), ("Join", []), ("Plain", [])]
-    with pytest.raises(ZbcError, match=r"tensor 1 of layer layers.1 wants a gradient, which trials did not show"):
-        run_threads(plan_of(kinds, p=2), 1)
-
-
-def test_draws_that_nobody_seeds_are_refused_in_their_step():
-    kinds = [("Plain", []), ("OwnDraw", [0.5]), ("Plain", []), ("Plain", [])]
-    with pytest.raises(ZbcError, match=r"layer layers.1 draws from numpy.random in its forward"):
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        (
+            [("Large", []), ("Masks", [10.0]), ("Join", []), ("Plain", [])],
+            r"tensor 1 of layer layers.1 wants a gradient, which trials did not show",
+        ),
+        (
+            [("Plain", []), ("OwnDraw", [0.5]), ("Plain", []), ("Plain", [])],
+            r"layer layers.1 draws from numpy.random in its forward",
+        ),
+    ],
+    ids=["a gradient", "a draw that nobody seeds"],
+)
+def test_what_no_trial_saw_is_refused_where_it_shows(kinds, text):
+    with pytest.raises(ZbcError, match=text):
         run_threads(plan_of(kinds, p=2), 2)
 
 
@@ -80,7 +85,7 @@ def test_draws_of_others_stop_no_run():
 
     plan = plan_of([("Plain", [])] * 4, p=1)
     found, expected = run_threads(plan, 3, step=lambda worker: drawing), reference(plan, 3)
-    assert [r.loss for r in found[0].results] == expected.losses
+    assert losses_of(found) == expected.losses
 
 
 def test_those_that_draw_do_not_wait_forever_for_a_forward_that_hangs(monkeypatch):

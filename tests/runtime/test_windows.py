@@ -1,7 +1,5 @@
 """Replicas that take weights from each other's memory: the bits of those that meet, whatever the timing."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading
@@ -14,11 +12,11 @@ import torch
 
 from tests.jobs import job
 from tests.runtime.small_plans import GPT
-from tests.runtime.test_freed_weights import CASES, SAMPLE, STEPS, plan_of, same, weights, whole
+from tests.runtime.test_freed_weights import CASES, SAMPLE, STEPS, plan_of, plan_of_case, same, weights, whole
 from tests.runtime.test_nonfinite import poisoned
 from tests.runtime.test_scattered import trained
 from tests.runtime.weighed import most_held
-from tests.threads import run_threads
+from tests.threads import last_of, losses_of, run_threads, side_by_side, watch
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.memory.per_rank import peaks
@@ -39,12 +37,9 @@ def one_sided(plan):
 
 @pytest.mark.parametrize(("schedule", "resident", "dtype"), few(CASES, SAMPLE))
 def test_windows_change_no_bit(schedule, resident, dtype):
-    try:
-        plan = plan_of(schedule, 2, 4, resident, model={**GPT, "dtype": dtype})
-    except ZbcError as error:
-        assert error.code == "E115" and resident == 1, "a group of two stages"
-        return
-    same(run_threads(one_sided(plan), STEPS), whole(schedule, 2, 4, dtype))
+    plan = plan_of_case(schedule, resident, dtype)
+    if plan is not None:
+        same(run_threads(one_sided(plan), STEPS), whole(schedule, 2, 4, dtype))
 
 
 HOW = {
@@ -81,18 +76,9 @@ def test_nor_when_ranks_are_held_up(schedule, seed, monkeypatch):
 
 
 def three_replicas(shard="weights", m=4, exchange="one-sided"):
-    asked = job(
-        kind="interleaved-1f1b",
-        pp=2,
-        m=m,
-        layers=6,
-        parallel={"dp": 3, "shard": shard, "exchange": exchange},
-        schedule={"chunks": 2, "microbatch_size": 2},
-        memory={"resident": 1},
-        data={"kind": "synthetic"},
-        optimizer={"lr": 1e-2, "clip_grad_norm": 0.5},
-    )
-    return compile_job(asked)
+    how = {"parallel": {"dp": 3, "shard": shard, "exchange": exchange}, "memory": {"resident": 1}}
+    how |= {"schedule": {"chunks": 2, "microbatch_size": 2}, "optimizer": {"lr": 1e-2, "clip_grad_norm": 0.5}}
+    return compile_job(job(kind="interleaved-1f1b", pp=2, m=m, layers=6, data={"kind": "synthetic"}, **how))
 
 
 def bits(compiled, folder, steps=4):
@@ -139,19 +125,10 @@ def test_all_three_are_shared_out_as_with_collectives(schedule, tmp_path):
 @pytest.mark.parametrize("kind", few(["breadth-first", "interleaved-1f1b", "zb-v"], 1))
 def test_memory_is_predicted(tmp_path, resident, kind, dtype):
     """With windows, and without messages."""
-    chunks = {} if kind == "zb-v" else {"chunks": 3}
-    asked = job(
-        kind=kind,
-        pp=2,
-        m=4,
-        layers=22,
-        model={"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, "dtype": dtype},
-        parallel={"dp": 2, "shard": "weights", "exchange": "one-sided"},
-        schedule=chunks,
-        memory={"resident": resident},
-        data={"kind": "synthetic"},
-    )
-    compiled = compile_job(asked)
+    model = {"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, "dtype": dtype}
+    how = {"parallel": {"dp": 2, "shard": "weights", "exchange": "one-sided"}, "memory": {"resident": resident}}
+    asked = {"kind": kind, "pp": 2, "m": 4, "layers": 22, "model": model, "data": {"kind": "synthetic"}}
+    compiled = compile_job(job(**asked, **how, schedule={} if kind == "zb-v" else {"chunks": 3}))
     compiled.write(tmp_path / "plan")
     predicted = [rank.bytes for rank in peaks(compiled.program, compiled.costs)]
     plan = StoredPlan.read(tmp_path / "plan")
@@ -171,7 +148,7 @@ def test_a_training_goes_on_with_windows_or_without(tmp_path, back):
     run_threads(before, 2, folder=tmp_path / "run")
     workers = run_threads(after, STEPS, resume=next(tmp_path.glob("**/step-*")))
     straight = whole("interleaved-1f1b", 2, 4, "float32")
-    assert [r.loss for r in workers[0].results] == [r.loss for r in straight[0].results[2:]]
+    assert losses_of(workers) == losses_of(straight)[2:]
     found, expected = weights(workers), weights(straight)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -191,7 +168,7 @@ def test_a_step_that_is_skipped_leaves_rows_as_they_were():
     plan = plan_of("interleaved-1f1b", 2, 4, 1, **how)
     one, other = (run_threads(each, 4, setup=poisoned({1})) for each in (one_sided(plan), plan))
     assert [result.skipped for result in one[0].results] == [False, True, False, False]
-    assert [r.loss for r in one[0].results] == [r.loss for r in other[0].results]
+    assert losses_of(one) == losses_of(other)
     found, expected = weights(one), weights(other)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -199,17 +176,13 @@ def test_a_step_that_is_skipped_leaves_rows_as_they_were():
 def test_ranks_that_wait_for_one_that_failed_end():
     """Its gradients never come; without a look at it they would wait for ever."""
 
-    def fail(worker):
+    def stop(worker, op):
         if worker.rank == 3:
-            run = worker.phase_run
-            last = max(i for i, (_, op, _) in enumerate(run.script) if op.kind is Kind.REDUCE)
+            raise ValueError("out of order")
 
-            def stop(worker, op):
-                raise ValueError("out of order")
-
-            run.script = [
-                (stop if i == last else handler, op, text) for i, (handler, op, text) in enumerate(run.script)
-            ]
+    def fail(worker):
+        last = worker.script[last_of(worker, Kind.REDUCE)][1]
+        watch(worker, before=stop, of=lambda op: op == last)
 
     with pytest.raises(ValueError, match="out of order"):
         run_threads(one_sided(plan_of("zb-v", 2, 4, 1)), 1, setup=fail)
@@ -217,9 +190,8 @@ def test_ranks_that_wait_for_one_that_failed_end():
 
 def test_a_sum_is_not_started_twice():
     def twice(worker):
-        run = worker.phase_run
-        at = next(i for i, (_, op, _) in enumerate(run.script) if op.kind is Kind.REDUCE)
-        run.script = [*run.script[:at], run.script[at], *run.script[at:]]
+        at = last_of(worker, Kind.REDUCE)
+        worker.script.insert(at, worker.script[at])
 
     with pytest.raises(ZbcError, match="started twice"):
         run_threads(one_sided(plan_of("zb-v", 2, 4, 1)), 1, setup=twice)
@@ -227,19 +199,13 @@ def test_a_sum_is_not_started_twice():
 
 def windows(count=2):
     """Of so many ranks, with rows of 8 bytes and slots of two floats."""
-    hub, found = Hub(count), {}
+    hub, device = Hub(count), torch.device("cpu")
 
     def make(rank):
-        how = {"weights": 8, "slot": 2, "kind": torch.float32, "device": torch.device("cpu")}
-        copier = WindowCopier(torch.device("cpu"))
-        found[rank] = Window(hub.end(rank), tuple(range(count)), **how, copier=copier)
+        how = {"weights": 8, "slot": 2, "kind": torch.float32, "device": device}
+        return Window(hub.end(rank), tuple(range(count)), **how, copier=WindowCopier(device))
 
-    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return hub, [found[rank] for rank in range(count)]
+    return hub, side_by_side(count, make)
 
 
 def test_a_window_gives_what_the_others_have_published():
@@ -276,7 +242,7 @@ def test_a_window_gives_what_the_others_have_published():
 
 def talking(count, act):
     """Ranks as threads that exchange words: what `act(rank, exchange)` returns or raises, by rank."""
-    barrier, said, found = threading.Barrier(count, timeout=20), {}, {}
+    barrier, said = threading.Barrier(count, timeout=20), {}
 
     def run(rank):
         def exchange(word):
@@ -287,16 +253,11 @@ def talking(count, act):
             return words
 
         try:
-            found[rank] = act(rank, exchange)
+            return act(rank, exchange)
         except ZbcError as error:
-            found[rank] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[rank] for rank in range(count)]
+    return side_by_side(count, run)
 
 
 def test_memory_is_seen_by_all_and_has_no_name(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """Layers whose ops take exact times on a clock that nothing else moves, or sleep for as long."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 
@@ -90,6 +88,5 @@ class Vectors:
         return 4096
 
     def __getitem__(self, index: int):
-        generator = torch.Generator().manual_seed(index)
-        x = torch.randn(self.width, generator=generator)
+        x = torch.randn(self.width, generator=torch.Generator().manual_seed(index))
         return x, torch.tensor(index % self.classes) if self.classes else torch.zeros(self.width)

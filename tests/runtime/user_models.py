@@ -1,13 +1,19 @@
 """Layer factories and datasets that tests name as a user would."""
 
-from __future__ import annotations
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tests.runtime.zoo import LINEAR, ready, these
 from zbc.runtime.core.slot import accumulate, current_slot
+
+
+def of(kind):
+    """A factory of so many layers of a kind."""
+    return lambda width=8, count=4: [partial(kind, width)] * count
 
 
 class Vectors:
@@ -87,8 +93,7 @@ class Checkpointed(Residual):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-def checkpointed(width: int = 8, count: int = 4):
-    return [lambda: Checkpointed(width) for _ in range(count)]
+checkpointed = of(Checkpointed)
 
 
 class Reentrant(Residual):
@@ -113,8 +118,7 @@ class Twice(nn.Module):
         return self.linear(torch.tanh(self.linear(x)))
 
 
-def twice(width: int = 8, count: int = 4):
-    return [lambda: Twice(width) for _ in range(count)]
+twice = of(Twice)
 
 
 def frozen(width: int = 8, which: tuple[int, ...] = (0,), count: int = 4, bias_only: bool = False):
@@ -148,16 +152,15 @@ class OwnSplit(torch.autograd.Function):
 
 
 class Scale(nn.Module):
-    def __init__(self, width: int, own: bool) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.scale, self.own = nn.Parameter(torch.linspace(0.5, 1.5, width)), own
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return OwnSplit.apply(x, self.scale) if self.own and current_slot() is not None else x * self.scale
+        return OwnSplit.apply(x, self.scale) if current_slot() is not None else x * self.scale
 
 
-def scales(width: int = 8, count: int = 4):
-    return [lambda: Scale(width, own=True) for _ in range(count)]
+scales = of(Scale)
 
 
 class Recording(nn.Module):
@@ -172,8 +175,7 @@ class Recording(nn.Module):
         return self.linear(x) * (2.0 if x.abs().max().item() > 1e9 else 1.0)
 
 
-def value_dependent(width: int = 8, count: int = 4):
-    return [lambda: Recording(width) for _ in range(count)]
+value_dependent = of(Recording)
 
 
 def mixed(width: int = 8):
@@ -204,12 +206,8 @@ class Pair(nn.Module):
         return x, x
 
 
-def returns_a_tuple():
-    return [nn.Linear(8, 8), Pair(), nn.ReLU(), nn.ReLU()]
-
-
-def narrow():
-    return [nn.Linear(8, 8), nn.Linear(9, 8), nn.ReLU(), nn.ReLU()]
+returns_a_tuple = ready(LINEAR, Pair, nn.ReLU, nn.ReLU)
+narrow = ready(LINEAR, partial(nn.Linear, 9, 8), nn.ReLU, nn.ReLU)
 
 
 class FailsLater(nn.Module):
@@ -228,7 +226,7 @@ class FailsLater(nn.Module):
 
 
 def fails_later(good: int = 2):
-    return [lambda: nn.Linear(8, 8), lambda: FailsLater(good), lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 8)]
+    return [LINEAR, partial(FailsLater, good), LINEAR, LINEAR]
 
 
 class Shrinks(nn.Module):
@@ -238,8 +236,7 @@ class Shrinks(nn.Module):
         return x if x.is_meta else x[:1]
 
 
-def shrinks():
-    return [nn.Linear(8, 8), Shrinks(), nn.Linear(8, 8), nn.Linear(8, 8)]
+shrinks = ready(LINEAR, Shrinks, LINEAR, LINEAR)
 
 
 class Explodes(nn.Module):
@@ -254,8 +251,7 @@ class Explodes(nn.Module):
         return self.linear(x) * (torch.inf if self.seen == 1 and not x.is_meta else 1.0)
 
 
-def explodes():
-    return [lambda: nn.Linear(8, 8), Explodes, lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 8)]
+explodes = these(LINEAR, Explodes, LINEAR, LINEAR)
 
 
 def raises(text: str = "no such luck"):
@@ -270,16 +266,14 @@ def one_module():
     return nn.Linear(8, 8)
 
 
-def bad_builders():
-    return [lambda: "not a module"] * 4
+bad_builders = these(lambda: "not a module")
 
 
 class FSDPModule(nn.Linear):
     """As torch makes them: the name is all there is to see without importing FSDP."""
 
 
-def wrapped():
-    return [nn.Linear(8, 8), lambda: nn.Sequential(FSDPModule(8, 8)), nn.ReLU(), nn.ReLU()]
+wrapped = these(LINEAR, lambda: nn.Sequential(FSDPModule(8, 8)), nn.ReLU, nn.ReLU)
 
 
 NOT_CALLABLE = 3
@@ -317,8 +311,7 @@ class Decode(nn.Module):
     def forward(self, state: Tensor, encoding: Tensor, mask: Tensor, places: Tensor, scale: Tensor):
         assert encoding.dtype != torch.float32 or encoding.stride() == (1, len(encoding)), "as it lies in one process"
         shown = torch.where(mask, encoding, encoding.tanh() * scale.to(encoding.dtype))
-        mixed = self.drop(self.mix(self.norm(state + shown)) + self.places(places).squeeze(-1))
-        state = state + mixed
+        state = state + self.drop(self.mix(self.norm(state + shown)) + self.places(places).squeeze(-1))
         return state if self.last else (state, encoding, ~mask, places, scale)
 
 
@@ -336,17 +329,13 @@ class MaskOnly(nn.Module):
         return x.detach().clone(), x > 0
 
 
-class Masked(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
+class Masked(nn.Linear):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.linear(x) * mask
+        return super().forward(x) * mask
 
 
 def masks(width: int = 8):
-    return [nn.Linear(width, width), MaskOnly(), Masked(width), nn.Linear(width, width)]
+    return [nn.Linear(width, width), MaskOnly(), Masked(width, width), nn.Linear(width, width)]
 
 
 class Returns(nn.Module):
@@ -358,23 +347,15 @@ class Returns(nn.Module):
 
     def forward(self, x: Tensor, *more: Tensor):
         y = self.linear(x)
-        made = {
-            "dict": {"a": y},
-            "list": [y, y],
-            "none": (y, None),
-            "nothing": (),
-            "sparse": (y, torch.eye(8).to_sparse()),
-            "pair": (y, y),
-        }
-        return made[self.what]
+        made = {"dict": {"a": y}, "list": [y, y], "none": (y, None), "nothing": (), "pair": (y, y)}
+        return {**made, "sparse": (y, torch.eye(8).to_sparse())}[self.what]
 
 
 def returning(what: str, last: bool = False):
     return [nn.Linear(8, 8), Returns(what), nn.Linear(8, 8), nn.Linear(8, 8)]
 
 
-def ends_in_two():
-    return [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Returns("pair")]
+ends_in_two = ready(LINEAR, LINEAR, LINEAR, partial(Returns, "pair"))
 
 
 def sharing(width: int = 8, count: int = 8, together: bool = False):

@@ -1,7 +1,5 @@
 """Layers that some forwards pass by, or whose draws and gradients begin with the data; and models drawn from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,6 +20,17 @@ class Plain(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
+class Above(Plain):
+    """What it does more depends on how large numbers are."""
+
+    def __init__(self, above: float) -> None:
+        super().__init__()
+        self.above = above
+
+    def large(self, x: Tensor) -> bool:
+        return bool(x.abs().max() > self.above)
+
+
 class LeftOut(Plain):
     """Its microbatch passes it by, at random: stochastic depth."""
 
@@ -33,28 +42,20 @@ class LeftOut(Plain):
         return x if torch.rand(()) < self.rate else super().forward(x)
 
 
-class Expert(Plain):
+class Expert(Above):
     """Sees the samples alone whose first number is large, if there are any."""
-
-    def __init__(self, above: float) -> None:
-        super().__init__()
-        self.above = above
 
     def forward(self, x: Tensor) -> Tensor:
         mask = x[:, 0] > self.above
         return torch.where(mask[:, None], super().forward(x), x) if mask.any() else x
 
 
-class Noisy(Plain):
+class Noisy(Above):
     """Adds noise where the numbers are large; those that a trial makes up are 0."""
-
-    def __init__(self, above: float) -> None:
-        super().__init__()
-        self.above = above
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return y + 0.1 * torch.randn_like(y) if x.abs().max() > self.above else y
+        return y + 0.1 * torch.randn_like(y) if self.large(x) else y
 
 
 class Stops(Plain):
@@ -64,16 +65,12 @@ class Stops(Plain):
         return super().forward(x.detach())
 
 
-class Fork(Plain):
+class Fork(Above):
     """(B, W) -> a state and, where the numbers are large, an encoding that depends on a weight; zeros else."""
-
-    def __init__(self, above: float) -> None:
-        super().__init__()
-        self.above = above
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = super().forward(x)
-        return y, 0.5 * y if x.abs().max() > self.above else 0.0 * y
+        return y, 0.5 * y if self.large(x) else 0.0 * y
 
 
 class Join(Plain):
@@ -88,28 +85,20 @@ class Skip(Plain):
         return super().forward(x), y
 
 
-class OwnDraw(Plain):
+class OwnDraw(Above):
     """Draws from a generator that nobody seeds, where the numbers are large."""
-
-    def __init__(self, above: float) -> None:
-        super().__init__()
-        self.above = above
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return y * float(numpy.random.rand()) if x.abs().max() > self.above else y
+        return y * float(numpy.random.rand()) if self.large(x) else y
 
 
-class Masks(Plain):
+class Masks(Above):
     """Returns a second tensor that wants a gradient where the numbers are large, and in no trial."""
-
-    def __init__(self, above: float) -> None:
-        super().__init__()
-        self.above = above
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = super().forward(x)
-        return y, y if x.abs().max() > self.above else x.detach()
+        return y, y if self.large(x) else x.detach()
 
 
 class Large(Plain):

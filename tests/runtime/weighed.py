@@ -1,9 +1,6 @@
 """What ranks hold at most while they run, beside what is predicted."""
 
-from __future__ import annotations
-
-from tests.threads import run_threads
-from zbc.training.recording.measure import Scale
+from tests.threads import scaled
 
 RUNS = 3
 
@@ -16,8 +13,7 @@ def most_held(plan, predicted, *, rel=0.01, apart=lambda worker: 0):
     predicted is run again.
     """
     for _ in range(RUNS):
-        scales = {}
-        workers = run_threads(plan, 2, setup=lambda worker, scales=scales: scales.update({worker.rank: Scale(worker)}))
+        workers, scales = scaled(plan)
         held = []
         for rank, expected in enumerate(predicted):
             replicas = plan.manifest.topology.ranks([rank])

@@ -1,7 +1,5 @@
 """Programs in which all ranks share a vocabulary, of orders in which the first and the last stage have it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.lowered import lower, ran

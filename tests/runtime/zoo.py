@@ -21,8 +21,6 @@ What they stress:
                                                 writes_weights writes_weights_quietly late_to_refuse
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import warnings
@@ -36,6 +34,36 @@ from torch.nn import functional
 from zbc.runtime.core.slot import current_slot
 
 W = 8
+LINEAR = partial(nn.Linear, W, W)
+
+
+def these(*builders):
+    """A factory of these four, of two in turns, or of one four times."""
+    return lambda: [*builders] * (4 // len(builders))
+
+
+def ready(*builders):
+    """A factory of four layers that are made already."""
+    return lambda: [build() for build in builders]
+
+
+def among(kind):
+    """A factory of this layer behind a linear one and before two that are nothing by themselves."""
+    return these(LINEAR, kind, nn.ReLU, nn.ReLU)
+
+
+class One(nn.Module):
+    """A linear layer, and a word of what else is done."""
+
+    def __init__(self, how: object = None) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(W, W), how
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
 
 
 class Inline(nn.Module):
@@ -81,24 +109,22 @@ class Conv(nn.Module):
         return self.back(functional.gelu(self.conv(x.view(-1, 2, W // 2)))).flatten(1)
 
 
-class Tied(nn.Module):
+class Tied(Two):
     """One weight used by two modules of a layer, one module used twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
         self.b.weight = self.a.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(torch.tanh(self.a(x))) + self.a(x)
 
 
-class Hooked(nn.Module):
+class Hooked(Two):
     """Hooks that change outputs and gradients, on modules and on a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
         self.a.register_forward_hook(lambda module, inputs, output: output * 2)
         self.a.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
         self.b.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0.5,))
@@ -113,12 +139,11 @@ def damp(parameter: nn.Parameter) -> None:
     parameter.grad.mul_(0.75).clamp_(max=0.1)
 
 
-class Listens(nn.Module):
+class Listens(Two):
     """Hooks on gradients that change them, in ways that the order and the number of calls matter to."""
 
     def __init__(self, which: str) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
         if which == "each":
             self.a.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3) * 3)
         else:
@@ -128,12 +153,8 @@ class Listens(nn.Module):
         return x + self.b(torch.tanh(self.a(x)))
 
 
-class Overwrites(nn.Module):
+class Overwrites(One):
     """Writes into its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.mul_(0.5).relu_()) + x
@@ -150,12 +171,8 @@ class Strided(nn.Module):
         return torch.tanh(self.linear(x))[:, ::2]
 
 
-class Rounds(nn.Module):
+class Rounds(One):
     """A float input becomes whole numbers: no gradient gets past it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * 10).long().clamp(0, 9)
@@ -179,22 +196,14 @@ class Unused(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Noise(nn.Module):
+class Noise(One):
     """Draws from torch's generator without saying so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + 0.1 * torch.randn_like(x)
 
 
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
-
+class Dropped(One):
     def forward(self, x: Tensor) -> Tensor:
         return functional.dropout(self.linear(x), 0.4) + functional.alpha_dropout(x, 0.2, training=True)
 
@@ -204,12 +213,11 @@ class Gambles(nn.Module):
         return x * random.random()
 
 
-class Averages(nn.Module):
+class Averages(One):
     """A buffer that its forward reads and changes in place, and one it replaces: both decide the output."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(W, W)
         self.register_buffer("mean", torch.ones(W))
         self.register_buffer("count", torch.zeros(()))
 
@@ -220,56 +228,16 @@ class Averages(nn.Module):
         return self.linear(x) * self.mean / self.count
 
 
-class Sneaky(nn.Module):
+class Sneaky(One):
     """Does something else inside a stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * (1.0 if current_slot() is None else 1.01)
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
-
+class Branches(Two):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"a": self.a(x), "b": self.b(x)}
-
-
-def four(kind):
-    return [kind for _ in range(4)]
-
-
-def inline():
-    return four(Inline)
-
-
-def custom():
-    return four(Custom)
-
-
-def conv():
-    return four(Conv)
-
-
-def tied():
-    return four(Tied)
-
-
-def hooked():
-    return four(Hooked)
-
-
-def listens_to_each():
-    return four(partial(Listens, "each"))
-
-
-def listens_to_sums():
-    return four(partial(Listens, "sums"))
 
 
 def overwrites():
@@ -277,66 +245,10 @@ def overwrites():
     return [lambda: nn.Linear(W, W), Overwrites, lambda: nn.Sequential(*inside), Overwrites]
 
 
-def aliases():
-    """An identity in front of a layer that writes into what it gets."""
-    return [nn.Identity, lambda: nn.Sequential(nn.Identity(), nn.Flatten()), Overwrites, nn.Identity]
-
-
-def strided():
-    return [Strided, Strided, lambda: nn.Linear(W, W), Strided]
-
-
-def integers():
-    return [Rounds, Looks, lambda: nn.Linear(W, W), lambda: nn.Linear(W, W)]
-
-
-def unused():
-    return four(Unused)
-
-
-def noise():
-    return four(Noise)
-
-
-def dropped():
-    return four(Dropped)
-
-
-def batchnorm():
-    return four(lambda: nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Tanh()))
-
-
-def averages():
-    return four(Averages)
-
-
-def frozen():
-    def half():
-        layer = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W))
-        layer[0].requires_grad_(False)
-        return layer
-
-    return four(half)
-
-
-def gambles():
-    return [lambda: nn.Linear(W, W), Gambles, lambda: nn.Linear(W, W), lambda: nn.Linear(W, W)]
-
-
-def sneaky():
-    return [lambda: nn.Linear(W, W), Sneaky, lambda: nn.Linear(W, W), lambda: nn.Linear(W, W)]
-
-
-def lazy():
-    return [lambda: nn.LazyLinear(W), *four(lambda: nn.Linear(W, W))[1:]]
-
-
-def sparse():
-    return [Rounds, lambda: nn.Sequential(nn.Embedding(10, W, sparse=True), nn.Flatten()), nn.ReLU, nn.ReLU]
-
-
-def branches():
-    return [lambda: nn.Linear(W, W), Branches, nn.ReLU, nn.ReLU]
+def half_frozen():
+    layer = nn.Sequential(nn.Linear(W, W), nn.Tanh(), nn.Linear(W, W))
+    layer[0].requires_grad_(False)
+    return layer
 
 
 def handed_out_twice():
@@ -345,47 +257,30 @@ def handed_out_twice():
     return [lambda: shared, nn.ReLU, lambda: nn.Sequential(shared), nn.ReLU]
 
 
-def compiled():
-    """Layers that their user compiled; the backend leaves out code generation, not the graphs of autograd."""
-
-    def one():
-        inside = nn.Sequential(nn.Linear(W, W), nn.GELU(), nn.LayerNorm(W))
-        return torch.compile(inside, backend="aot_eager")
-
-    return [one, lambda: nn.Linear(W, W), one, lambda: nn.Linear(W, W)]
+def compiled_one():
+    """A layer that its user compiled; the backend leaves out code generation, not the graphs of autograd."""
+    return torch.compile(nn.Sequential(nn.Linear(W, W), nn.GELU(), nn.LayerNorm(W)), backend="aot_eager")
 
 
-class Stops(nn.Module):
+class Stops(One):
     """Passes no gradient on to what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.detach())
 
 
-class Rules(nn.Module):
-    """Asks for a gradient inside of its forward; with `again` the gradient has one of its own."""
-
-    def __init__(self, again: bool) -> None:
-        super().__init__()
-        self.linear, self.again = nn.Linear(W, W), again
+class Rules(One):
+    """Asks for a gradient inside of its forward; with `how` the gradient has one of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             inner = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(torch.tanh(self.linear(inner)).sum(), inner, create_graph=self.again)
+            (slope,) = torch.autograd.grad(torch.tanh(self.linear(inner)).sum(), inner, create_graph=self.how)
         return self.linear(x) + slope
 
 
-class Mapped(nn.Module):
+class Mapped(Two):
     """Calls its linear layers in ways that only torch's own know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(W, W), nn.Linear(W, W)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.vmap(self.a)(torch.tanh(self.b(input=x)))
@@ -400,13 +295,9 @@ class Complex(nn.Module):
         return self.linear(x)
 
 
-class Pairs(nn.Module):
-    def __init__(self, back: bool) -> None:
-        super().__init__()
-        self.linear, self.back = nn.Linear(W, W), back
-
+class Pairs(One):
     def forward(self, x: Tensor) -> Tensor:
-        if self.back:
+        if self.how:
             return self.linear(torch.view_as_real(x.resolve_conj()).flatten(1))
         return torch.view_as_complex(self.linear(x).view(-1, W // 2, 2))
 
@@ -433,40 +324,6 @@ class Draws(nn.Module):
         if self.where == "numpy":
             return self.linear(x) * float(numpy.random.rand())
         return self.linear(x) * torch.rand(W, generator=self.generator)
-
-
-def stops():
-    return [lambda: nn.Linear(W, W), Stops, lambda: nn.Linear(W, W), Rounds]
-
-
-def constant():
-    """The second layer does not look at its input: nothing before it is trained."""
-    return [lambda: nn.Linear(W, W), lambda: Unrelated(), lambda: nn.Linear(W, W), lambda: nn.Linear(W, W)]
-
-
-class Unrelated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(2, W))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.table
-
-
-def rules():
-    return four(lambda: Rules(again=False))
-
-
-def rules_again():
-    return four(lambda: Rules(again=True))
-
-
-def mapped():
-    return four(Mapped)
-
-
-def imaginary():
-    return [lambda: Pairs(back=False), Complex, Complex, lambda: Pairs(back=True)]
 
 
 class Mirrors(nn.Module):
@@ -508,24 +365,19 @@ class Empty(nn.Module):
         return torch.tanh(self.linear(x) + self.out(self.into(x)) + self.none.sum())
 
 
-class OverwritesQuietly(nn.Module):
+class OverwritesQuietly(One):
     """Writes into its input in a way that leaves no version behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
 
     def forward(self, x: Tensor) -> Tensor:
         x.data.mul_(0.5)
         return self.linear(x) + x
 
 
-class AveragesQuietly(nn.Module):
+class AveragesQuietly(One):
     """Writes into its buffer in a way that leaves no version behind."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(W, W)
         self.register_buffer("mean", torch.ones(W))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -534,13 +386,9 @@ class AveragesQuietly(nn.Module):
         return torch.tanh(y - self.mean)
 
 
-class WritesWeights(nn.Module):
-    def __init__(self, quietly: bool) -> None:
-        super().__init__()
-        self.linear, self.quietly = nn.Linear(W, W), quietly
-
+class WritesWeights(One):
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.linear.weight.data if self.quietly else self.linear.weight.detach()
+        weight = self.linear.weight.data if self.how else self.linear.weight.detach()
         weight.clamp_(-0.2, 0.2)
         return self.linear(x)
 
@@ -574,99 +422,22 @@ class Negates(nn.Module):
         return torch._neg_view(torch.tanh(x))
 
 
-def mirrored():
-    return [lambda: Pairs(back=False), Mirrors, Mirrors, lambda: Pairs(back=True)]
-
-
-def negated():
-    return [lambda: nn.Sequential(nn.Linear(W, W), Negates())] * 4
-
-
 def normed():
     parametrized = nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm
     return [lambda wrap=wrap: nn.Sequential(wrap(nn.Linear(W, W)), nn.Tanh()) for wrap in parametrized * 2]
 
 
-def wide():
-    return four(Wide)
+def scripted_one():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch would rather see it go
+        return torch.jit.script(nn.Linear(W, W))
 
 
-def numpys():
-    return [lambda: nn.Linear(W, W), lambda: Draws("numpy"), nn.ReLU, nn.ReLU]
-
-
-def own_generator():
-    return [lambda: nn.Linear(W, W), lambda: Draws("own"), nn.ReLU, nn.ReLU]
-
-
-def made_weights():
-    return four(Made)
-
-
-def empty():
-    return four(Empty)
-
-
-def overwrites_quietly():
-    return [nn.Identity, OverwritesQuietly, lambda: nn.Linear(W, W), nn.Identity]
-
-
-def averages_quietly():
-    return four(AveragesQuietly)
-
-
-def writes_weights():
-    return [lambda: nn.Linear(W, W), lambda: WritesWeights(quietly=False), nn.ReLU, nn.ReLU]
-
-
-def writes_weights_quietly():
-    return [lambda: nn.Linear(W, W), lambda: WritesWeights(quietly=True), nn.ReLU, nn.ReLU]
-
-
-def renormed():
-    return [Rounds, lambda: nn.Sequential(nn.Embedding(10, W, max_norm=1.0), nn.Flatten()), nn.ReLU, nn.ReLU]
-
-
-def sparse_inside():
-    return [Rounds, SparseInside, nn.ReLU, nn.ReLU]
-
-
-def sparse_between():
-    return [lambda: nn.Linear(W, W), Sparse, nn.ReLU, nn.ReLU]
-
-
-def locked():
-    return four(Locked)
-
-
-def scripted():
-    def one():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch would rather see it go
-            return torch.jit.script(nn.Linear(W, W))
-
-    return [lambda: nn.Linear(W, W), one, nn.ReLU, nn.ReLU]
-
-
-def beside_w():
-    """The gradient of `flat` is in the memory of what W waits for."""
-    return four(lambda: Shaped(linear=True))
-
-
-def beside_sent():
-    """The gradient of `flat` is in the memory of the input gradient, which goes to the stage before."""
-    return four(lambda: Shaped(linear=False))
-
-
-def with_history():
+def one_with_history():
     """As the old torch.nn.utils.weight_norm."""
-
-    def one():
-        layer = nn.Linear(W, W)
-        layer.doubled = layer.weight * 2
-        return layer
-
-    return [lambda: nn.Linear(W, W), one, nn.ReLU, nn.ReLU]
+    layer = nn.Linear(W, W)
+    layer.doubled = layer.weight * 2
+    return layer
 
 
 class Shaped(nn.Module):
@@ -682,12 +453,11 @@ class Shaped(nn.Module):
         return torch.tanh(y + self.flat.view(y.shape)).flatten(1)
 
 
-class Carries(nn.Module):
+class Carries(One):
     """The output follows what an attribute kept of the forwards before."""
 
     def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(W, W), how
+        super().__init__(how)
         self.seen, self.count, self.table = [], 0, None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -701,60 +471,26 @@ class Carries(nn.Module):
         return y * self.count if self.how == "count" else y * self.table
 
 
-class Roots(nn.Module):
+class Roots(One):
     """The gradient is not finite where the root of a number is not needed: 0 times the slope there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(W, W)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         return torch.where(y > 0, y.sqrt(), y)
 
 
-def roots() -> list[nn.Module]:
-    return [nn.Linear(W, W), nn.Linear(W, W), Roots(), nn.Linear(W, W)]
-
-
-def carries_last() -> list[nn.Module]:
-    return [nn.Linear(W, W), Carries("last"), nn.Linear(W, W), nn.Linear(W, W)]
-
-
-def carries_graph() -> list[nn.Module]:
-    """What is kept has a history of autograd, as a cache of keys and values has that nobody detaches."""
-    return [nn.Linear(W, W), Carries("graph"), nn.Linear(W, W), nn.Linear(W, W)]
-
-
-def carries_count() -> list[nn.Module]:
-    return [nn.Linear(W, W), Carries("count"), nn.Linear(W, W), nn.Linear(W, W)]
-
-
-def carries_nothing() -> list[nn.Module]:
-    return [nn.Linear(W, W), Carries("nothing"), nn.Linear(W, W), nn.Linear(W, W)]
-
-
-class Turns(nn.Module):
+class Turns(One):
     """Returns a transposed view; `back` takes one and asks for what such a view, turned again, can do."""
 
-    def __init__(self, back: bool) -> None:
-        super().__init__()
-        self.linear, self.back = nn.Linear(W, W), back
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x.t().view(-1).view(-1, W)) if self.back else torch.tanh(self.linear(x)).t()
+        return self.linear(x.t().view(-1).view(-1, W)) if self.how else torch.tanh(self.linear(x)).t()
 
 
-def turns():
-    return [partial(Turns, False), partial(Turns, True), partial(Turns, False), partial(Turns, True)]
-
-
-class Grows(nn.Module):
+class Grows(One):
     """Its first forward makes a buffer: out of one that was None, or one more; a mean of what it saw, or a table."""
 
     def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(W, W), how
+        super().__init__(how)
         if how != "new":
             self.register_buffer("mean", None)
 
@@ -769,25 +505,12 @@ class Grows(nn.Module):
         return torch.tanh(y - self.mean)
 
 
-def grows():
-    return four(lambda: Grows("none"))
-
-
-def grows_new():
-    return four(lambda: Grows("new"))
-
-
-def grows_table():
-    return four(lambda: Grows("table"))
-
-
-class Reuses(nn.Module):
+class Reuses(One):
     """Keeps in an attribute what the backward of its microbatch needs: memory that every forward writes to, or an input
     that a hook reads."""
 
     def __init__(self, how: str) -> None:
-        super().__init__()
-        self.linear, self.how = nn.Linear(W, W), how
+        super().__init__(how)
         self.kept = None
         if how == "hook":
             self.linear.register_full_backward_hook(self.weigh)
@@ -807,18 +530,6 @@ class Reuses(nn.Module):
         return self.kept if self.how == "output" else y if self.how == "aside" else y * self.kept
 
 
-def reuses_output() -> list[nn.Module]:
-    return [nn.Linear(W, W), Reuses("output"), nn.Linear(W, W), nn.Linear(W, W)]
-
-
-def reuses_factor() -> list[nn.Module]:
-    return [nn.Linear(W, W), Reuses("factor"), nn.Linear(W, W), nn.Linear(W, W)]
-
-
-def reuses_in_a_hook() -> list[nn.Module]:
-    return [nn.Linear(W, W), Reuses("hook"), nn.Linear(W, W), nn.Linear(W, W)]
-
-
 class ReusesInSecret(Reuses):
     """Shows in training only: no shape depends on it."""
 
@@ -826,16 +537,8 @@ class ReusesInSecret(Reuses):
         return self.linear(x) if x.is_meta else super().forward(x)
 
 
-def reuses_in_secret() -> list[nn.Module]:
-    return [nn.Linear(W, W), ReusesInSecret("hook"), nn.Linear(W, W), nn.Linear(W, W)]
-
-
-def reuses_aside() -> list[nn.Module]:
-    return [nn.Linear(W, W), Reuses("aside"), nn.Linear(W, W), nn.Linear(W, W)]
-
-
 class Hands(nn.Module):
-    """Returns a weight itself."""
+    """Returns a weight itself, whatever its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -843,10 +546,6 @@ class Hands(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.table
-
-
-def hands_out_weights() -> list[nn.Module]:
-    return [nn.Linear(W, W), Hands(), Overwrites(), nn.Linear(W, W)]
 
 
 def no_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -860,5 +559,71 @@ class LateToRefuse(nn.Linear):
         return super().forward(x) if x.is_meta or not x.any() else x @ x
 
 
-def late_to_refuse():
-    return [*(partial(nn.Linear, W, W) for _ in range(3)), partial(LateToRefuse, W, W)]
+# An identity in front of a layer that writes into what it gets.
+aliases = these(nn.Identity, lambda: nn.Sequential(nn.Identity(), nn.Flatten()), Overwrites, nn.Identity)
+# The gradient of `flat` is in the memory of the input gradient, which goes to the stage before.
+beside_sent = these(partial(Shaped, False))
+# The gradient of `flat` is in the memory of what W waits for.
+beside_w = these(partial(Shaped, True))
+# The second layer does not look at its input: nothing before it is trained.
+constant = these(LINEAR, Hands, LINEAR, LINEAR)
+# What is kept has a history of autograd, as a cache of keys and values has that nobody detaches.
+carries_graph = ready(LINEAR, partial(Carries, "graph"), LINEAR, LINEAR)
+averages = these(Averages)
+averages_quietly = these(AveragesQuietly)
+batchnorm = these(lambda: nn.Sequential(nn.Linear(W, W), nn.BatchNorm1d(W), nn.Tanh()))
+branches = among(Branches)
+carries_count = ready(LINEAR, partial(Carries, "count"), LINEAR, LINEAR)
+carries_last = ready(LINEAR, partial(Carries, "last"), LINEAR, LINEAR)
+carries_nothing = ready(LINEAR, partial(Carries, "nothing"), LINEAR, LINEAR)
+compiled = these(compiled_one, LINEAR)
+conv = these(Conv)
+custom = these(Custom)
+dropped = these(Dropped)
+empty = these(Empty)
+frozen = these(half_frozen)
+gambles = these(LINEAR, Gambles, LINEAR, LINEAR)
+grows = these(partial(Grows, "none"))
+grows_new = these(partial(Grows, "new"))
+grows_table = these(partial(Grows, "table"))
+hands_out_weights = ready(LINEAR, Hands, Overwrites, LINEAR)
+hooked = these(Hooked)
+imaginary = these(partial(Pairs, False), Complex, Complex, partial(Pairs, True))
+inline = these(Inline)
+integers = these(Rounds, Looks, LINEAR, LINEAR)
+late_to_refuse = these(LINEAR, LINEAR, LINEAR, partial(LateToRefuse, W, W))
+lazy = these(lambda: nn.LazyLinear(W), LINEAR, LINEAR, LINEAR)
+listens_to_each = these(partial(Listens, "each"))
+listens_to_sums = these(partial(Listens, "sums"))
+locked = these(Locked)
+made_weights = these(Made)
+mapped = these(Mapped)
+mirrored = these(partial(Pairs, False), Mirrors, Mirrors, partial(Pairs, True))
+negated = these(lambda: nn.Sequential(LINEAR(), Negates()))
+noise = these(Noise)
+numpys = among(partial(Draws, "numpy"))
+overwrites_quietly = these(nn.Identity, OverwritesQuietly, LINEAR, nn.Identity)
+own_generator = among(partial(Draws, "own"))
+renormed = these(Rounds, lambda: nn.Sequential(nn.Embedding(10, W, max_norm=1.0), nn.Flatten()), nn.ReLU, nn.ReLU)
+reuses_aside = ready(LINEAR, partial(Reuses, "aside"), LINEAR, LINEAR)
+reuses_factor = ready(LINEAR, partial(Reuses, "factor"), LINEAR, LINEAR)
+reuses_in_a_hook = ready(LINEAR, partial(Reuses, "hook"), LINEAR, LINEAR)
+reuses_in_secret = ready(LINEAR, partial(ReusesInSecret, "hook"), LINEAR, LINEAR)
+reuses_output = ready(LINEAR, partial(Reuses, "output"), LINEAR, LINEAR)
+roots = ready(LINEAR, LINEAR, Roots, LINEAR)
+rules = these(partial(Rules, False))
+rules_again = these(partial(Rules, True))
+scripted = among(scripted_one)
+sneaky = these(LINEAR, Sneaky, LINEAR, LINEAR)
+sparse = these(Rounds, lambda: nn.Sequential(nn.Embedding(10, W, sparse=True), nn.Flatten()), nn.ReLU, nn.ReLU)
+sparse_between = among(Sparse)
+sparse_inside = these(Rounds, SparseInside, nn.ReLU, nn.ReLU)
+stops = these(LINEAR, Stops, LINEAR, Rounds)
+strided = these(Strided, Strided, LINEAR, Strided)
+tied = these(Tied)
+turns = these(partial(Turns, False), partial(Turns, True), partial(Turns, False), partial(Turns, True))
+unused = these(Unused)
+wide = these(Wide)
+with_history = among(one_with_history)
+writes_weights = among(partial(WritesWeights, False))
+writes_weights_quietly = among(partial(WritesWeights, True))

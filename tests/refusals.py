@@ -1,0 +1,30 @@
+"""What is refused, by its code and by words of what is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from zbc.errors import ZbcError
+
+
+@contextmanager
+def refused(
+    code: str, *said: str, match: str | None = None, hint: str = ""
+) -> Iterator[pytest.ExceptionInfo[ZbcError]]:
+    """The block raises an error of this code with these words in its message, and those in its hint."""
+    with pytest.raises(ZbcError, match=match) as caught:
+        yield caught
+    assert caught.value.code == code
+    for words in said:
+        assert words in caught.value.message
+    assert hint in (caught.value.hint or "")
+
+
+def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> ZbcError:
+    with pytest.raises(ZbcError) as caught:
+        call(*args, **kwargs)
+    return caught.value.with_traceback(None)
