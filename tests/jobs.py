@@ -1,7 +1,5 @@
 """Small jobs for tests, made the way a user makes them: as TOML."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

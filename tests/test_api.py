@@ -1,7 +1,5 @@
 """The Python API mirrors the commands, needs no torch, and costs nothing to import."""
 
-from __future__ import annotations
-
 import pydoc
 import subprocess
 import sys

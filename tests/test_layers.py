@@ -1,7 +1,5 @@
 """Imports point only upwards in this list of packages, and only runtime, training and pipelining touch torch."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

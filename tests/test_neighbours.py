@@ -1,7 +1,5 @@
 """Which stages are neighbours is known to placements, and to those who make orders; all others ask."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table of ops: every kind has a row, and the questions to it have the answers that the rows were written for."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

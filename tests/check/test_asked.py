@@ -1,7 +1,5 @@
 """What a job asks for is in its complete program, or is said to be missing."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.jobs import job

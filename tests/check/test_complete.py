@@ -1,7 +1,5 @@
 """What runs, where, and in which order on each rank: E202, E205, E206."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.listing import listing

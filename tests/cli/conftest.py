@@ -1,7 +1,5 @@
 """`zbc(...)` runs a command in this process, in an empty folder, the way the console script does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 

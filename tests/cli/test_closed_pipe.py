@@ -1,8 +1,6 @@
 """A command whose reader goes away ends quietly, with the code a shell gives a closed pipe; a full disk is an error in
 words, and streams that are closed are nothing to complain of."""
 
-from __future__ import annotations
-
 import os
 import pty
 import shlex

@@ -1,7 +1,5 @@
 """What each command answers, to people and to programs."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -672,8 +670,7 @@ def test_a_plan_says_where_recompute_costs_time_and_saves_nothing(zbc, job, kind
     """B and W apart: what B leaves for W is what F would have kept."""
     sizes = {"layers": 8, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 32}
     path = job(kind=kind, model=sizes, memory={"activations": "recompute"}, schedule={"microbatches": 8})
-    out = " ".join(zbc("plan", path, "-o", "plan").out.split())
-    assert ("recompute makes a step" in out) == says
+    assert ("recompute makes a step" in " ".join(zbc("plan", path, "-o", "plan").out.split())) == says
     if says:
         kept = json.loads(zbc("plan", path, "-o", "again", "--json").out)["keep"]
         plain = json.loads(zbc("plan", path, "-o", "plain", "--json", "--set", 'memory.activations="keep"').out)

@@ -1,7 +1,5 @@
 """What `compare` prints of sweeps: tables that fit a terminal, crossings by name, bytes of messages."""
 
-from __future__ import annotations
-
 import csv
 import io
 from pathlib import Path
@@ -101,8 +99,7 @@ def test_a_row_whose_partition_memory_has_shifted_says_so(zbc, job):
     ran = zbc("compare", "zbc.toml", *few, "--set", tight)
     assert ran.code == 0, ran.out
     assert "*: memory rules out the partition that is most even in time" in ran.out
-    marked = [line for line in ran.out.splitlines() if line.endswith("*")]
-    assert marked
+    assert [line for line in ran.out.splitlines() if line.endswith("*")]
     assert "and memory rules out the partition" in zbc("plan", "zbc.toml", "--set", tight).out
 
 
@@ -151,8 +148,7 @@ def test_a_sweep_without_effect_says_so(zbc, job):
 
 def test_measured_costs_are_those_that_plan_takes(zbc, job, tmp_path):
     path = job()
-    profile = profile_of(load_job(Path(path)))
-    (tmp_path / "measured.json").write_text(profile.dumps())
+    (tmp_path / "measured.json").write_text(profile_of(load_job(Path(path))).dumps())
     planned = zbc(
         "plan", path, "--schedule", "1f1b", "--profile", tmp_path / "measured.json", "--json", "-o", tmp_path / "p"
     )

@@ -1,7 +1,5 @@
 """What `plan` and `compare` say of the cut."""
 
-from __future__ import annotations
-
 import pytest
 
 HEAVY = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "head": {"f": 4.0, "b": 4.0, "w": 4.0}}

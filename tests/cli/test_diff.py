@@ -1,7 +1,5 @@
 """`zbc diff`: numbers side by side, and the order of ops aligned."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Bad input: the right code and exit status, the place, a fix, one screen, and nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

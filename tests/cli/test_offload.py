@@ -1,7 +1,5 @@
 """Jobs whose activations may move to the host: what planning says, refuses and writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -30,8 +28,7 @@ def test_a_limit_is_kept_that_the_order_alone_does_not(tmp_path, kind):
 
 
 def test_the_manifest_says_what_the_host_needs(tmp_path):
-    compiled = planned(tmp_path)
-    compiled.write(tmp_path / "plan")
+    planned(tmp_path).write(tmp_path / "plan")
     manifest = json.loads((tmp_path / "plan/plan.json").read_text())
     assert {"OFFLOAD", "RELEASE", "RELOAD"} <= set(manifest["capabilities"])
     found = manifest["predicted"]["host"]["rank 0"]

@@ -1,7 +1,5 @@
 """What `profile` and `plan --profile` print of measured costs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,7 @@ def measured(job):
     large = nbytes(**dict.fromkeys(("weights", "gradients", "masters", "optimizer", "kept_b", "kept_w"), 123456789))
     wide = layer(1.0, 2.0, 3.0, bytes=large, again=1.0, step=1.0)
     wide = wide.model_copy(update={key: Measured(ms=1234.5, spread=8.82) for key in ("f", "b", "w", "again", "step")})
-    named = dict.fromkeys(("embed", "block", "head"), wide)
-    return profile_of(load_job(Path(job())), layers=named)
+    return profile_of(load_job(Path(job())), layers=dict.fromkeys(("embed", "block", "head"), wide))
 
 
 def test_what_was_measured_fits_eighty_columns(measured, monkeypatch, capsys):

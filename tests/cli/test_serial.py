@@ -1,7 +1,5 @@
 """Pipelines of stages that are no layers, in `zbc simulate`."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """`parallel.shard` from the command line."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

@@ -1,7 +1,5 @@
 """`zbc simulate` on plans, jobs and CSV files, with noise and without."""
 
-from __future__ import annotations
-
 import pytest
 
 import zbc as package

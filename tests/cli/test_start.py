@@ -1,7 +1,5 @@
 """What a command loads before it answers, and how it speaks to terminals."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -111,8 +109,7 @@ def test_a_terminal_gets_colours_unless_it_asks_for_none(workplace):
 
 def test_a_picture_takes_the_width_of_its_terminal(workplace):
     said = on_a_terminal(workplace, "visualize", "plan", NO_COLOR="1")
-    widest = max(len(line) for line in said.replace("\r", "").split("\n"))
-    assert 60 < widest <= 90
+    assert 60 < max(len(line) for line in said.replace("\r", "").split("\n")) <= 90
 
 
 def test_progress_is_seen_on_a_terminal_only_and_not_in_quiet(workplace):

@@ -1,7 +1,5 @@
 """Ranks may hold different numbers of stages, and a pipe may leave a rank without one: every command takes that."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

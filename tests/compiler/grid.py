@@ -1,7 +1,5 @@
 """The grid of small pipelines every schedule is tried on."""
 
-from __future__ import annotations
-
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request

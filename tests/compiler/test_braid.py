@@ -1,7 +1,5 @@
 """braid-v: its closed forms, its bars, and what its groups hide."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 
@@ -37,8 +35,7 @@ def braided(p, m, costs=None):
 @pytest.mark.parametrize(("p", "m"), few(BARS, [(4, 12), (4, 8), (2, 2)]))
 def test_no_step_is_longer_than_the_best_known_order(p, m):
     costs = chunks(p, SUMS)
-    timeline = simulate(braided(p, m, costs), costs)
-    assert timeline.makespan <= BARS[p, m] + 1e-9
+    assert simulate(braided(p, m, costs), costs).makespan <= BARS[p, m] + 1e-9
 
 
 @pytest.mark.parametrize("p", few(range(2, 9), (2, 3, 4)))
@@ -108,8 +105,7 @@ def test_a_job_is_told_what_its_groups_hide_and_pays_for_what_they_do_not():
     assert found.lower_bound_makespan_ms <= 78.3
     assert found.tp_sums.ms == pytest.approx(2 * 2 * 12 * SUMS)
     assert found.as_json()["tp_sums"]["hidden"] == pytest.approx(found.tp_sums.hidden) and found.tp_sums.hidden > 0.8
-    plain = report("zb-v")
-    assert plain.tp_sums.exposed_ms > 4 * found.tp_sums.exposed_ms
+    assert report("zb-v").tp_sums.exposed_ms > 4 * found.tp_sums.exposed_ms
     assert "tp_sums" not in compile_job(job(kind="zb-v", m=12)).report.as_json()
 
 

@@ -1,7 +1,5 @@
 """Where schedules change places, held against what a scan of many values says; and who is on the Pareto front."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -200,8 +198,7 @@ def test_pairs_that_change_places_are_counted_without_planning(path):
 
 def test_rows_compete_within_a_world_and_worlds_keep_their_order(path):
     rows, _ = swept(path(**UNIT), ["zb-v", "1f1b", "gpipe"], "costs.comm=2,0", "schedule.microbatches=4,8", every=False)
-    worlds = [dict(one.settings)["costs.comm"] for one in rows]
-    assert worlds == ["2"] * 6 + ["0"] * 6
+    assert [dict(one.settings)["costs.comm"] for one in rows] == ["2"] * 6 + ["0"] * 6
     for value in ("2", "0"):
         times = [one.sequence_ms for one in rows if dict(one.settings)["costs.comm"] == value]
         assert times == sorted(times)

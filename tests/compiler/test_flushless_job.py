@@ -1,7 +1,5 @@
 """Jobs whose steps have no flush: what they do not go with, and what their plans say."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from tests.compiler import cycles
 from tests.compiler.cycles import Work, wrong_cycle
 from tests.jobs import job
+from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.compile import compile_job
 from zbc.compiler.steps import period_of
@@ -82,9 +81,8 @@ def test_memory_counts_a_second_copy_of_the_weights():
 
 
 def test_too_few_microbatches_are_named_with_their_place():
-    with pytest.raises(ZbcError) as found:
+    with refused("E210") as found:
         compile_job(two(m=2))
-    assert found.value.code == "E210"
     assert found.value.where is not None
 
 
@@ -111,9 +109,8 @@ def test_the_period_is_the_mean_of_steps_that_come_again(m, comm, steps):
 def test_with_p_minus_1_microbatches_a_rank_holds_more_than_with_a_flush(p, m):
     made = compile_job(two(pp=p, m=m))
     assert [rank.units for rank in made.memory] == list(range(p, 0, -1))
-    with pytest.raises(ZbcError) as found:
+    with refused("E302"):
         compile_job(two(pp=p, m=m, schedule={"memory_limit": f"{m / p}x"}))
-    assert found.value.code == "E302"
 
 
 @pytest.mark.parametrize("sync", ["two-versions", "asynchronous"])

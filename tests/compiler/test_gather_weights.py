@@ -1,7 +1,5 @@
 """Weights that come and go: gathers placed by farthest next use, what they cost, and the checks of E208."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
@@ -57,8 +55,7 @@ def counts(program, kind=Kind.GATHER):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(row[key]) for key in list(row)[:5]))
 def test_gathers_and_times_are_those_of_the_reference(row):
     shape = row["schedule"], row["p"], row["m"], row["v"], row["resident"]
-    context = gathered(*shape, closed=False)
-    assert counts(context.program) == row["gathers_per_rank"]
+    assert counts(gathered(*shape, closed=False).program) == row["gathers_per_rank"]
     for gather, makespan in row.get("makespan_with_gather_of", {}).items():
         assert gathered(*shape, float(gather), closed=False).timeline.makespan == pytest.approx(makespan, abs=1e-5)
 
@@ -198,8 +195,7 @@ FAULTS = {
 
 def free_before_its_op(ops):
     free = ops.index(Op.parse("FREE s0"))
-    last = max(i for i, op in enumerate(ops[:free]) if op.kind.computes)
-    ops.insert(last, ops.pop(free))
+    ops.insert(max(i for i, op in enumerate(ops[:free]) if op.kind.computes), ops.pop(free))
 
 
 def drop_last_free(ops):
@@ -217,8 +213,7 @@ def test_a_fault_of_gathers_is_e208(fault):
 
 def test_weights_may_go_before_a_w_unless_it_needs_them():
     def early(ops):
-        frees = [i for i, op in enumerate(ops) if op.kind is Kind.FREE]
-        i = frees[-1]
+        i = [i for i, op in enumerate(ops) if op.kind is Kind.FREE][-1]
         last = max(k for k, op in enumerate(ops) if op.stage == ops[i].stage and op.kind in (Kind.B, Kind.BW))
         ops.insert(last + 1, ops.pop(i))
 

@@ -1,7 +1,5 @@
 """Ranks that share a link to the host: one copy out and one back at a time, in simulation, pass and by the clock."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

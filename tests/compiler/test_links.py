@@ -1,7 +1,5 @@
 """Messages that wait for their buffer, and links that carry one message of a direction at a time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -51,8 +49,7 @@ def test_the_second_message_waits_until_the_first_has_left_its_link():
         Placement.linear(2), 2,
         tuple(tuple(parse_line(f"{kind} s{s} m{mb}")[0] for kind in ("F", "BW") for mb in (0, 1)) for s in (0, 1)),
     )  # fmt: skip
-    costs = replace(costs_of(order, 3.0), occupies=({(0, 1): 2.0},))
-    timeline = simulate(order, costs)
+    timeline = simulate(order, replace(costs_of(order, 3.0), occupies=({(0, 1): 2.0},)))
     assert [span.start for span in timeline if span.rank == 1 and span.op.kind is Kind.F] == [4.0, 6.0]
 
 
@@ -62,8 +59,7 @@ def test_the_second_message_waits_until_the_first_has_left_its_link():
 def test_no_message_waits_for_its_buffer_where_receives_are_posted_for_that(name, p, comm, busy):
     order = make(name, p, 12)
     costs = costs_of(order, comm, busy=busy, transfer="rendezvous")
-    program = lowered(order, costs)
-    eager, late = either_transfer(Context(program, costs).graph, costs)
+    eager, late = either_transfer(Context(lowered(order, costs), costs).graph, costs)
     assert late == pytest.approx(eager, rel=1e-12)
     assert eager == pytest.approx(simulate(order, costs).makespan, rel=1e-9)
 

@@ -1,7 +1,5 @@
 """Plans whose replicas take weights from each other's memory: what they go with, and what they hold."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.jobs import job

@@ -1,7 +1,5 @@
 """Layers to stages."""
 
-from __future__ import annotations
-
 import itertools
 from random import Random
 
@@ -10,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.jobs import job
+from tests.refusals import refused
 from zbc.compiler.cost import estimate
 from zbc.compiler.partition import balance as balancing
 from zbc.compiler.partition.balance import FEW, balance, even, of_ranks
@@ -131,16 +130,14 @@ def test_a_given_cut_is_used_as_it_is():
 )
 def test_a_cut_that_does_not_add_up_is_explained(layers, given, code, text):
     description = job(layers=layers, partition={"layers_per_stage": given})
-    with pytest.raises(ZbcError) as caught:
+    with refused(code) as caught:
         names(description, 4)
-    assert caught.value.code == code
     assert text in caught.value.render()
 
 
 def test_more_stages_than_layers_is_refused():
-    with pytest.raises(ZbcError) as caught:
+    with refused("E130") as caught:
         names(job(layers=3, partition={"mode": "uniform"}), 4)
-    assert caught.value.code == "E130"
     with pytest.raises(ZbcError, match="has 3, 1 blocks, embedding and head") as caught:
         names(job(layers=1), 4)
     assert caught.value.hint.startswith("use model.layers = 2 or more")

@@ -1,7 +1,5 @@
 """Costs with a profile: measured times and bytes, the link, and what the host adds to every op."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

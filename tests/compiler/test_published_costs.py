@@ -1,7 +1,5 @@
 """The cost model against what others measured on GPUs: bench/vocabulary.py has the table and says what is compared."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.vocabulary import SUSTAINED, cases

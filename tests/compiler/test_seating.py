@@ -1,7 +1,5 @@
 """The link table, and which rank of the run takes which place in the pipeline."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -11,6 +9,7 @@ import pytest
 import tomli
 
 from tests.jobs import toml_text
+from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
 from zbc.compiler import recall
@@ -101,8 +100,7 @@ def test_a_pipeline_follows_its_fast_links(tmp_path):
     path = written(tmp_path)
     found = compile_job(load_job(path))
     assert found.program.topology.order == (0, 2, 3, 1)
-    numbered = compile_job(load_job(path, ["parallel.order=[0,1,2,3]"]))
-    assert numbered.settled_ms > found.settled_ms
+    assert compile_job(load_job(path, ["parallel.order=[0,1,2,3]"])).settled_ms > found.settled_ms
     ms = transfers(found.job)
     assert found.costs.links[0][0, 1] == pytest.approx(ms[0][2]) != ms[0][1]
 
@@ -174,9 +172,8 @@ def test_a_plan_keeps_its_table_and_order(tmp_path):
 def test_given_op_times_still_take_their_links_from_the_table(tmp_path):
     path = written(tmp_path, costs={"f": 1.0, "b": 1.0, "w": 1.0})
     assert compile_job(load_job(path)).program.topology.order == (0, 2, 3, 1)
-    with pytest.raises(ZbcError, match=r"costs\.comm and hardware\.links") as caught:
+    with refused("E141", match=r"costs\.comm and hardware\.links"):
         load_job(path, ["costs.comm=0.5"])
-    assert caught.value.code == "E141"
 
 
 @pytest.mark.parametrize(
@@ -193,9 +190,9 @@ def test_given_op_times_still_take_their_links_from_the_table(tmp_path):
     ],
 )
 def test_tables_that_are_none(tmp_path, table, text):
-    with pytest.raises(ZbcError, match=text) as caught:
+    with refused("E127", match=text) as caught:
         load_job(written(tmp_path, table))
-    assert caught.value.code == "E127" and caught.value.hint
+    assert caught.value.hint
 
 
 def test_an_order_names_each_rank_once(tmp_path):

@@ -1,7 +1,5 @@
 """A vocabulary that all ranks share, planned from a job: what its ops cost, what ranks hold, what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace
@@ -102,8 +100,7 @@ def test_estimates_of_all_ranks_are_those_of_the_whole_head():
     """Work is shared out, and little more than before: kernels that start on every rank, rows that each rank reads."""
     ends, shared = (estimate.layers(job(model=LARGE, parallel={"pp": 4, "vocabulary": w})) for w in ("ends", "shared"))
     one = vocabulary.columns(job(model=LARGE, parallel=SHARED))
-    left = shared[-1].total
-    assert ends[-1].total < 4 * (one["s"] + one["t"]) + left < 1.25 * ends[-1].total
+    assert ends[-1].total < 4 * (one["s"] + one["t"]) + shared[-1].total < 1.25 * ends[-1].total
 
 
 def test_slices_have_their_share_of_the_words():
@@ -176,8 +173,7 @@ def test_zero1_shares_out_stages_and_rows():
         planned(parallel={**SHARED, "dp": 2}, optimizer={"zero1": True}),
         planned(parallel={**SHARED, "dp": 2}),
     )
-    kinds = {op.kind for ops in found.program.ranks for op in ops}
-    assert {Kind.GATHER, Kind.REDUCE_V} <= kinds
+    assert {Kind.GATHER, Kind.REDUCE_V} <= {op.kind for ops in found.program.ranks for op in ops}
     for mine, whole in zip(found.memory, plain.memory, strict=True):
         assert mine.optimizer == pytest.approx(whole.optimizer / 2, rel=0.02)
 

@@ -1,7 +1,5 @@
 """What is on its way while an op runs: posted for, handed over, and sent as long as the neighbour has not taken it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.compiler.grid import make

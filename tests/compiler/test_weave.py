@@ -1,7 +1,5 @@
 """A vocabulary that all ranks share costs no bubble, and a unit of activations for each sum."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

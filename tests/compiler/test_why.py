@@ -1,7 +1,5 @@
 """Why a step is not shorter: checked against the timeline it explains."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.jobs import job

@@ -1,7 +1,5 @@
 """Windows in which ranks idle: they tile the step, and say what is free."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

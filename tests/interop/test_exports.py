@@ -1,7 +1,5 @@
 """Plans in the forms of other tools: what they say is what the plan does, and what they cannot say is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -12,6 +10,7 @@ import tomli
 
 import zbc
 from tests.jobs import job
+from tests.refusals import refused
 from zbc.api import DIALECTS, EXPORTS
 from zbc.compiler.partition import megatron_layout
 from zbc.compiler.schedules import SCHEDULES
@@ -166,9 +165,8 @@ def test_torchtitan_has_no_words_for_other_placements():
     ],
 )
 def test_what_a_tool_would_run_otherwise_is_refused(plans, kind, target, reason):
-    with pytest.raises(ZbcError) as caught:
+    with refused("E413") as caught:
         plans[kind].export(target)
-    assert caught.value.code == "E413"
     assert reason in "\n".join(caught.value.details)
 
 
@@ -183,10 +181,8 @@ def test_a_model_of_the_users_own_has_no_words_elsewhere(target):
 @pytest.mark.parametrize("target", ["megatron", "torchtitan"])
 def test_an_order_alone_is_no_model(tmp_path, target):
     (tmp_path / "x.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    with pytest.raises(ZbcError) as caught:
+    with refused("E413", "order alone"):
         zbc.load(tmp_path / "x.csv").export(target)
-    assert caught.value.code == "E413"
-    assert "order alone" in caught.value.message
 
 
 def test_every_target_of_the_command_line_has_a_writer():
@@ -206,9 +202,8 @@ def test_the_lowered_form_has_every_transfer_of_the_plan_and_one_sum_per_stage(p
             f"{stage}REDUCE_GRAD" for stage in {op.stage for op in ops if op.kind.value == "F"}
         )
     assert rows[0][-1] == "0REDUCE_GRAD", "behind the last backward"
-    with pytest.raises(ZbcError) as caught:
+    with refused("E413"):
         plan.export("megatron", dialect="compute_comms")
-    assert caught.value.code == "E413"
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])

@@ -1,7 +1,5 @@
 """Torch's CSV files: what is written reads back the same, and what is wrong is named by row and column."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -11,6 +9,7 @@ from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 
 from tests.compiler.grid import FIXED, chunk_counts, make
 from tests.lowered import lower
+from tests.refusals import refused
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -144,8 +143,7 @@ def test_idle_slots_spaces_pairs_and_line_ends_read_as_torch_reads_them():
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 11)])
 def test_groups_of_two_go_to_torch_and_back(p, m):
-    program = SCHEDULES["dualpipe-v"].make(Request(p, m, 2, overlap=True))
-    text = torch_csv.dumps(lower(program))
+    text = torch_csv.dumps(lower(SCHEDULES["dualpipe-v"].make(Request(p, m, 2, overlap=True))))
     assert "OVERLAP_F_B" in text
     sheet = torch_csv.loads(text)
     check_sheet(sheet)
@@ -199,9 +197,8 @@ def test_orders_nobody_would_write_keep_their_cells_too(data):
 def test_what_torch_cannot_express_is_refused_with_every_reason():
     placement = Placement.bidirectional((0, 1))
     ops = tuple(tuple(Op(kind, s, 0, 1 - s, 1) for kind in (Kind.F, Kind.BW)) for s in range(2))
-    with pytest.raises(ZbcError) as caught:
+    with refused("E413") as caught:
         torch_csv.dumps(Program(placement, 1, (*ops, ()), ("x",), slices=2))
-    assert caught.value.code == "E413"
     text = "\n".join(caught.value.details)
     assert "one pipe" in text
     assert "slices" in text

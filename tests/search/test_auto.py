@@ -1,7 +1,5 @@
 """`kind = "auto"` among schedules that the job's other settings exclude."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.jobs import job

@@ -1,7 +1,5 @@
 """No order of any kind beats a lower bound, and where the theory says that an order meets it, one does."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from random import Random

@@ -1,7 +1,5 @@
 """Compiled and plain kernels make the same decisions on the same numbers: same orders, same costs, to the last bit."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from random import Random

@@ -1,7 +1,5 @@
 """Whatever made an order: it is complete, legal, within its limit, and costs what the simulator says."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from itertools import islice

@@ -1,7 +1,5 @@
 """Limits in units and limits in bytes hold beside each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

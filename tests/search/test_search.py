@@ -1,7 +1,5 @@
 """The search as a whole: repeatable, better with more effort and memory, never worse than what needs no search."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """Searches with slices as units: legal, within their limits, timed as they run, alike on both engines."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """The HTML page: what is in it, and in a real browser what it shows, finds and answers."""
 
-from __future__ import annotations
-
 import json
 import re
 

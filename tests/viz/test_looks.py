@@ -1,7 +1,5 @@
 """What can be told apart without colour: kinds, stages of a rank, pipes, slices, collectives, steps and plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -147,8 +145,7 @@ def test_two_plans_share_one_time_axis():
         found.append(Drawn(name, program, once(simulate(program, costs)), costs))
     text = draw(found, View(width=120)).plain
     lines = text.split("\n")
-    widths = {len(row) for row in rows(text)}
-    assert len(widths) == 1
+    assert len({len(row) for row in rows(text)}) == 1
     first, second = (k for k, line in enumerate(lines) if line.startswith("ms"))
     assert lines[first] == lines[second]
     assert max(map(len, lines)) <= 120

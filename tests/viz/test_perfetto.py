@@ -1,7 +1,5 @@
 """Chrome traces: the rules of the format, and the timeline slice by slice."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -78,8 +76,7 @@ def test_several_plans_and_steps_share_a_trace():
 
 
 def test_only_the_ranks_asked_for_are_in_the_trace():
-    trace = read(draw([drawn("1f1b")], ranks=(2, 3)))
-    assert sorted(trace.processes.values()) == ["rank 2", "rank 3"]
+    assert sorted(read(draw([drawn("1f1b")], ranks=(2, 3))).processes.values()) == ["rank 2", "rank 3"]
 
 
 def test_the_reader_itself_is_strict():

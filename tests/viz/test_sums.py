@@ -1,7 +1,5 @@
 """Sums of ranks that share layers, drawn below the ops of groups that hide them."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """SVG pictures: every op where and as long as it runs, nothing clipped, nothing on top of anything else."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path

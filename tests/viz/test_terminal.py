@@ -1,7 +1,5 @@
 """Pictures: golden ones a person has looked at, and what must hold for all of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.compiler.grid import BRAIDS, FIXED, WAVES, make
