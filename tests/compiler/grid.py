@@ -7,7 +7,7 @@ from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Program
 
 WAVES = ["chimera", "bitpipe", "dualpipe", "dualpipe-v", "hanayo", "chimera-zb", "bitpipe-zb"]  # see test_waves.py
-BRAIDS = ["braid-v"]  # see test_braid.py
+BRAIDS = ["braid-v"]  # see test_overlap.py
 FIXED = [  # by formula
     name
     for name, schedule in SCHEDULES.items()
