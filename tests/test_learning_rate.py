@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.jobs import toml_text
+from tests.jobs import write_job
 from tests.refusals import refused
 from zbc.job import spec
 from zbc.job.learning_rate import RateSchedule, rate
@@ -77,8 +77,7 @@ def test_a_rate_is_always_between_the_least_and_the_largest(kind, steps, warmup,
     ],
 )
 def test_what_does_not_go_together_is_refused_with_its_place(tmp_path, schedule, words):
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml_text(optimizer={"schedule": schedule}))
+    path = write_job(tmp_path, optimizer={"schedule": schedule})
     with refused("E110", words) as caught:
         spec.draft(path).finish()
     assert "zbc.toml:" in caught.value.where

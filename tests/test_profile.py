@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.jobs import job, toml_text
+from tests.jobs import job, toml_text, write_job
 from tests.profiles import layer, profile_of
 from tests.refusals import refused
 from zbc.compiler.compile import compile_job, load_job
@@ -81,7 +81,7 @@ def test_what_is_no_profile_is_refused(tmp_path, content):
 )
 def test_a_profile_of_something_else_is_refused_with_every_difference(tmp_path, changes, line):
     (tmp_path / "a.json").write_text(profile_of(job()).dumps())
-    (tmp_path / "zbc.toml").write_text(toml_text(costs={"profile": "a.json"}, **changes))
+    write_job(tmp_path, costs={"profile": "a.json"}, **changes)
     with refused("E142") as caught:
         load_job(tmp_path / "zbc.toml")
     assert line in caught.value.details

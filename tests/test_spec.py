@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.jobs import job, toml_text
+from tests.jobs import job, toml_text, write_job
 from tests.limits import at_most
 from tests.refusals import refused
 from zbc.compiler.compile import compile_job
@@ -207,8 +207,7 @@ def test_sizes_that_are_not_given_follow_from_others():
 
 
 def test_overrides_win_and_are_named_as_the_place_of_their_problems(tmp_path):
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml_text())
+    path = write_job(tmp_path)
     changed = spec.draft(path, ["schedule.microbatches=16", "optimizer.lr=0.1", "data.path=a.txt"]).finish()
     assert (changed.schedule.microbatches, changed.optimizer.lr, changed.data.path) == (16, 0.1, "a.txt")
     assert changed.where("schedule", "microbatches") == "--set schedule.microbatches=16"
@@ -222,8 +221,7 @@ def test_an_override_is_one_value(tmp_path):
 
 
 def test_who_asks_for_a_gpu_is_not_pointed_to_the_cpu(tmp_path):
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml_text(hardware={"device": "gpu"}))
+    path = write_job(tmp_path, hardware={"device": "gpu"})
     with pytest.raises(ZbcError) as caught:
         spec.draft(path, []).finish()
     assert (caught.value.code, caught.value.hint) == ("E103", 'did you mean "cuda"?')
@@ -231,8 +229,7 @@ def test_who_asks_for_a_gpu_is_not_pointed_to_the_cpu(tmp_path):
 
 @pytest.mark.parametrize("override", ["x", "schedule=1", "=3", "a..b=1"])
 def test_a_malformed_override_is_refused(tmp_path, override):
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml_text())
+    path = write_job(tmp_path)
     with refused("E109"):
         spec.draft(path, [override])
 
@@ -266,8 +263,7 @@ def test_the_schema_names_every_section_and_required_key():
 
 
 def test_problems_are_one_error_to_catch(tmp_path):
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml_text(model={"heads": 5}, data={"kind": "txt"}))
+    path = write_job(tmp_path, model={"heads": 5}, data={"kind": "txt"})
     with pytest.raises(Problems) as caught:
         spec.draft(path).finish()
     assert len(caught.value.errors) == 2

@@ -103,6 +103,12 @@ class Stopped(Exception):
     pass
 
 
+def stopped(texts, out):
+    """An attempt that ends with its first piece."""
+    with pytest.raises(Stopped):
+        tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
+
+
 def test_stopped_after_any_piece_and_started_again_gives_the_same_file(texts, tmp_path, monkeypatch, word_tokenizer):
     monkeypatch.setattr(tokenize, "PIECE", 90)
     for tokenizer in (Bytes(), Json(word_tokenizer, None)):
@@ -151,18 +157,15 @@ tokenize.tokenize([sys.argv[1]], __import__("pathlib").Path(sys.argv[2]), tokeni
 
 def test_an_attempt_that_left_its_parts_among_the_texts_goes_on(texts):
     out = texts / "out.bin"
-    with pytest.raises(Stopped):
-        tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
-    with pytest.raises(Stopped):
-        tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
+    stopped(texts, out)
+    stopped(texts, out)
     made, size = tokenize.tokenize([str(texts)], out, Bytes()), tokenize.total_bytes([str(texts / "a.txt")], out)
     assert made.documents == 18 and size == (texts / "a.txt").stat().st_size
 
 
 def test_two_processes_do_not_make_one_file(texts, tmp_path):
     out = tmp_path / "out.bin"
-    with pytest.raises(Stopped):
-        tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
+    stopped(texts, out)
     part = out.with_name("out.bin.part")
     with part.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -185,8 +188,7 @@ def test_half_of_a_character_is_named_with_what_is_before_it(tmp_path):
 
 def test_changed_inputs_start_anew(texts, tmp_path):
     out = tmp_path / "out.bin"
-    with pytest.raises(Stopped):
-        tokenize.tokenize([str(texts)], out, Bytes(), done=lambda count: (_ for _ in ()).throw(Stopped))
+    stopped(texts, out)
     (texts / "a.txt").write_text("new")
     tokenize.tokenize([str(texts)], out, Bytes())
     assert bytes(numbers(out)).startswith(b"new\0")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.compiler.grid import FIXED
-from tests.jobs import toml_text
+from tests.jobs import write_job
 from tests.tiers import few
 from zbc.commands.jobs import Template, template_text
 from zbc.commands.summary import layer_ranges, ranges
@@ -46,6 +46,14 @@ PLUGIN = """from zbc.compiler.schedules import SCHEDULES
 def make(request):
     return SCHEDULES["gpipe"].make(request)
 """
+
+
+def with_plugin(folder, name, code=PLUGIN, **schedule):
+    """A job whose order a file beside it makes."""
+    (folder / f"{name}.py").write_text(code)
+    write_job(folder, kind=None, schedule={"plugin": f"{name}:make", **schedule})
+
+
 RANK_KEYS = ["rank", "busy_ms", "first_start_ms", "last_end_ms", "peak_activation_units", "peak_bytes", "weight_bytes"]
 
 
@@ -146,22 +154,20 @@ def test_set_and_schedule_win_over_the_file(zbc, job):
 
 
 def test_a_schedule_on_the_command_line_takes_the_place_of_a_plugin(zbc, folder):
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "nowhere:make"'))
+    write_job(folder, kind=None, schedule={"plugin": "nowhere:make"})
     assert zbc("plan", "zbc.toml", "--schedule", "zb-h1", "-q").code == 0
 
 
 def test_a_plugin_is_found_in_the_current_directory(zbc, folder):
-    (folder / "my_order.py").write_text(PLUGIN)
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "my_order:make"'))
+    with_plugin(folder, "my_order")
     assert zbc("plan", "zbc.toml", "-q").code == 0
     assert StoredPlan.read(Path("plan")).manifest.schedule == "my_order:make"
 
 
 def test_a_plugin_is_told_what_the_job_asks_of_an_order(zbc, folder):
     asks = "(request.v, request.group, request.early, request.overlap) == (1, 3, 1, True)"
-    (folder / "asking.py").write_text(f"{PLUGIN.replace('return', f'return {asks} and')}")
-    asked = toml_text(schedule={"chunks": 1, "group": 3, "early": 1, "overlap": True})
-    (folder / "zbc.toml").write_text(asked.replace('kind = "1f1b"', 'plugin = "asking:make"'))
+    code = PLUGIN.replace("return", f"return {asks} and")
+    with_plugin(folder, "asking", code, chunks=1, group=3, early=1, overlap=True)
     assert zbc("plan", "zbc.toml", "-q").code == 0
     assert "returned bool" in zbc("plan", "zbc.toml", "-q", "--set", "schedule.early=2").err
 
@@ -183,16 +189,13 @@ def test_orders_of_ones_own_are_compared_with_schedules(zbc, job, folder):
 def test_a_plugin_whose_order_holds_something_else_than_ops_is_refused_with_the_place(entry, zbc, folder):
     broken = f"{PLUGIN}\n\nhonest = make\n\ndef make(request):\n    found = honest(request)\n"
     broken += f"    return found.with_ranks((({entry},), *found.ranks[1:]), by='me')\n"
-    (folder / "broken.py").write_text(f"from zbc.ir import Kind, Op\n{broken}")
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "broken:make"'))
+    with_plugin(folder, "broken", f"from zbc.ir import Kind, Op\n{broken}")
     ran = zbc("plan", "zbc.toml", "-q")
     assert ran.code == 3 and "error[E121]" in ran.err and "in the order of rank 0, step 0" in ran.err
 
 
 def test_a_plugin_that_makes_other_stages_than_were_asked_for_is_refused(zbc, folder):
-    (folder / "one_stage.py").write_text(PLUGIN)
-    asked = toml_text(schedule={"chunks": 2}).replace('kind = "1f1b"', 'plugin = "one_stage:make"')
-    (folder / "zbc.toml").write_text(asked)
+    with_plugin(folder, "one_stage", chunks=2)
     ran = zbc("plan", "zbc.toml", "-q")
     assert ran.code == 3 and "error[E121]" in ran.err and "1 stages per rank, schedule.chunks is 2" in ran.err
 
@@ -214,8 +217,7 @@ def make(request):
 )
 def test_a_plugin_that_cuts_microbatches_into_slices_is_refused_and_not_priced(command, zbc, folder):
     """It would be charged a whole microbatch for each slice."""
-    (folder / "sliced.py").write_text(SLICED)
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "sliced:make"'))
+    with_plugin(folder, "sliced", SLICED)
     ran = zbc(*command)
     assert ran.code == 3 and "E124" in ran.err and "into 2 slices" in ran.err and "slices = 1" in ran.err
     assert not (folder / "plan").exists()
@@ -233,8 +235,7 @@ def test_a_plugin_that_cuts_microbatches_into_slices_is_refused_and_not_priced(c
 )
 def test_what_goes_wrong_in_a_plugin_is_no_bug_of_zbc(zbc, folder, code, text):
     name = f"wrong_{len(code)}"
-    (folder / f"{name}.py").write_text(code)
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', f'plugin = "{name}:make"'))
+    with_plugin(folder, f"{name}", code)
     ran = zbc("plan", "zbc.toml", "-q")
     assert ran.code == 3 and "error[E121]" in ran.err and text in ran.err and "bug in zbc" not in ran.err
 
@@ -472,8 +473,7 @@ def test_a_plan_directory_holds_all_that_its_prediction_needs(changes, zbc, job)
 
 
 def test_a_plan_of_a_plugin_is_drawn_without_the_plugin(zbc, folder):
-    (folder / "gone.py").write_text(PLUGIN)
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "gone:make"'))
+    with_plugin(folder, "gone")
     assert zbc("plan", "zbc.toml", "-q").code == 0
     (folder / "gone.py").unlink()
     assert "gone:make: 4 ranks" in zbc("visualize", "plan").out

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.jobs import toml_text
+from tests.jobs import write_job
 from tests.tiers import few
 
 HEAVY = {"torch", "networkx", "numpy"}
@@ -46,7 +46,7 @@ for command in sys.argv[1:]:
 def workplace(tmp_path_factory):
     """A folder with a job and its plan."""
     folder = tmp_path_factory.mktemp("work")
-    (folder / "zbc.toml").write_text(toml_text(kind="zb-h1"))
+    write_job(folder, kind="zb-h1")
     subprocess.run([sys.executable, "-m", "zbc", "plan", "zbc.toml", "-q"], cwd=folder, check=True, timeout=60)
     return folder
 
@@ -143,7 +143,7 @@ def start(folder, command, out):
 
 @pytest.mark.parametrize("command", few(TALKING, ("--help", "plan zbc.toml")))
 def test_nobody_reads_what_a_command_says(tmp_path, command):
-    (tmp_path / "zbc.toml").write_text(toml_text())
+    write_job(tmp_path)
     read, write = os.pipe()
     os.close(read)
     with start(tmp_path, command, write) as process:
@@ -165,7 +165,7 @@ def test_a_line_of_a_run_that_nobody_reads_ends_it():
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
 @pytest.mark.parametrize("command", few([*ANSWERS, "plan zbc.toml --json"], ("explain E110", "plan zbc.toml")))
 def test_an_answer_that_a_full_disk_does_not_take_is_an_error_in_words(tmp_path, command):
-    (tmp_path / "zbc.toml").write_text(toml_text())
+    write_job(tmp_path)
     with open("/dev/full", "w") as full, start(tmp_path, command, full) as process:
         _, said = process.communicate(timeout=60)
     assert process.returncode == 6 and "Traceback" not in said
@@ -182,7 +182,7 @@ def test_the_exit_code_tells_what_cannot_be_said(tmp_path):
 
 @pytest.mark.parametrize("closed", few([">&-", "2>&-", "<&-", ">&- 2>&- <&-"], (">&- 2>&- <&-",)))
 def test_streams_that_are_closed_from_the_beginning_are_nothing_to_complain_of(tmp_path, closed):
-    (tmp_path / "zbc.toml").write_text(toml_text())
+    write_job(tmp_path)
     command = f"{shlex.quote(sys.executable)} -m zbc plan zbc.toml -o made {closed}"
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "") and (tmp_path / "made" / "plan.json").exists()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.jobs import toml_text
+from tests.jobs import write_job
 from zbc.compiler.whatif.compare import Asked, ComparedPlan, combinations, compare
 from zbc.compiler.whatif.crossings import changed, crossings
 
@@ -97,7 +97,7 @@ def test_the_front_prefers_less_memory_at_the_same_time_and_less_time_at_the_sam
 @pytest.fixture
 def path(tmp_path):
     def write(**changes):
-        (tmp_path / "zbc.toml").write_text(toml_text(**changes))
+        write_job(tmp_path, **changes)
         return tmp_path / "zbc.toml"
 
     return write

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import job, toml_text
+from tests.jobs import job, write_job
 from tests.refusals import refused
 from zbc.compiler.check import check_graph
 from zbc.compiler.check.complete import complete_problems
@@ -131,8 +131,7 @@ def test_the_cut_evens_out_the_work_of_ranks():
 
 
 def test_replicas_say_how_many_ranks_there_are(tmp_path):
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml_text(kind="replicated-1f1b", parallel={"replicas": [2, 3]}).replace("pp = 4\n", ""))
+    path = write_job(tmp_path, kind="replicated-1f1b", parallel={"replicas": [2, 3]}, pp=None)
     assert load_job(path).parallel.pp == 5
 
 
@@ -192,8 +191,7 @@ def test_the_schedule_needs_its_replicas():
 
 
 def test_a_job_with_replicas_can_be_held_against_other_schedules(tmp_path):
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml_text(kind="replicated-1f1b", pp=3, m=6, parallel={"replicas": [2, 1]}))
+    path = write_job(tmp_path, kind="replicated-1f1b", pp=3, m=6, parallel={"replicas": [2, 1]})
     assert compile_job(load_job(path, schedule="1f1b")).program.placement.replicas == ()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import zbc
-from tests.jobs import toml_text
+from tests.jobs import write_job
 from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
@@ -20,9 +20,7 @@ from zbc.text import GIB
 @pytest.fixture
 def job(tmp_path):
     def load(kind="zb-v", **hardware):
-        path = tmp_path / "zbc.toml"
-        path.write_text(toml_text(kind=kind, layers=24, hardware=hardware))
-        return load_job(path)
+        return load_job(write_job(tmp_path, kind=kind, layers=24, hardware=hardware))
 
     return load
 

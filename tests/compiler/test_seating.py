@@ -10,7 +10,7 @@ import tomli
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.jobs import job, toml_text
+from tests.jobs import job, write_job
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
@@ -94,9 +94,7 @@ def written(tmp_path, table=None, **changes):
     lines = {"gbps": GBPS, "us": [[0] * 4 for _ in range(4)], **(table or {})}
     (tmp_path / "links.toml").write_text("\n".join(f"{key} = {json.dumps(rows)}" for key, rows in lines.items()))
     hardware = {"links": "links.toml", **changes.pop("hardware", {})}
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml_text(hardware=hardware, **changes))
-    return path
+    return write_job(tmp_path, hardware=hardware, **changes)
 
 
 def test_a_pipeline_follows_its_fast_links(tmp_path):

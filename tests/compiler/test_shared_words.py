@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.jobs import job, toml_text
+from tests.jobs import job, write_job
 from tests.profiles import layer, profile_of
 from tests.recorded_runs import World, record
 from tests.tiers import few
@@ -270,8 +270,7 @@ def test_a_plan_says_what_its_output_layer_costs_and_what_sharing_would_give():
 
 
 def test_a_comparison_has_both_ways_where_that_is_open(tmp_path):
-    path = tmp_path / "job.toml"
-    path.write_text(toml_text(model=HEAVY, parallel=AUTO))
+    path = write_job(tmp_path, model=HEAVY, parallel=AUTO)
     asked = Asked(path)
     wanted = asked.both_ways([("1f1b", ()), ("dualpipe", ())])
     assert wanted == [

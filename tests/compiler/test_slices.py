@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.jobs import job, toml_text
+from tests.jobs import job, toml_text, write_job
 from tests.profiles import profile_of
 from tests.refusals import refused
 from tests.tiers import few
@@ -251,8 +251,7 @@ def test_auto_finds_a_number_that_fits():
 
 
 def test_rows_of_a_comparison_name_the_number(tmp_path):
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml_text(**sliced("auto")))
+    path = write_job(tmp_path, **sliced("auto"))
     row = Asked(path, budget=0.0)("1f1b", ())
     assert row.name == f"1f1b k={len(row.report.slices)}" and len(row.report.slices) > 1
     assert Asked(path, budget=0.0)("dualpipe", ()).name == "dualpipe"  # with "auto" it stays whole
