@@ -304,28 +304,30 @@ def test_what_would_fit_is_listed_with_its_need_and_its_time_the_fastest_first(z
         assert zbc("plan", "zbc.toml", "--schedule", name).code == 5
 
 
-@pytest.mark.repeats
-def test_a_limit_named_in_a_hint_is_enough(zbc, job):
-    for limit in ("0.01x", "1 KiB"):
-        ran = zbc("plan", job(kind="zb-h1", schedule={"memory_limit": limit}))
-        fails(ran, 5, "E302")
-        needed = re.search(r'needs memory_limit = "([^"]+)"', ran.err)[1]
-        assert zbc("plan", "zbc.toml", "--set", f"schedule.memory_limit={needed}").code == 0
+@pytest.mark.parametrize(
+    ("kind", "changes", "code"),
+    [
+        pytest.param("zb-h1", {"schedule": {"memory_limit": "0.01x"}}, "E302", marks=pytest.mark.repeats, id="units"),
+        pytest.param("zb-h1", {"schedule": {"memory_limit": "1 KiB"}}, "E302", marks=pytest.mark.repeats, id="bytes"),
+        pytest.param(  # where of what a walk looks at, only cuts that do not fit have an order
+            "zb-v",
+            {"model": {"hidden": 128, "seq_len": 128}, "schedule": {"microbatch_size": 4, "memory_limit": "0.01x"}},
+            "E303",
+            id="searched",
+        ),
+    ],
+)
+def test_a_limit_named_in_a_hint_is_enough(kind, changes, code, zbc, job):
+    refused = zbc("plan", job(kind=kind, **changes))
+    fails(refused, 5, code)
+    needed = re.search(r'memory_limit = "([^"]+)"', refused.err)[1]
+    assert zbc("plan", "zbc.toml", "--set", f"schedule.memory_limit={needed}").code == 0
 
 
 def test_a_limit_in_bytes_of_a_model_that_nobody_has_weighed_is_refused_without_asking_other_schedules(zbc, job):
     ran = zbc("plan", job(model={"family": "a.b:c"}, schedule={"memory_limit": "1 GiB"}))
     fails(ran, 5, "E302", hint="--profile")
     assert "would fit" not in ran.err
-
-
-def test_the_least_limit_of_a_searched_schedule_is_enough_though_a_walk_finds_no_order_for_what_fits(zbc, job):
-    """Of the few microbatches a walk looks at, and at this limit, only cuts that do not fit have an order."""
-    widths = {"hidden": 128, "seq_len": 128}
-    refused = zbc("plan", job(kind="zb-v", model=widths, schedule={"microbatch_size": 4, "memory_limit": "0.01x"}))
-    fails(refused, 5, "E303")
-    needed = re.search(r'memory_limit = "([^"]+)"', refused.err)[1]
-    assert zbc("plan", "zbc.toml", "--set", f"schedule.memory_limit={needed}").code == 0
 
 
 @pytest.mark.parametrize(

@@ -185,16 +185,6 @@ def test_a_mark_reads_back_and_a_peer_or_stage_on_it_does_not():
             Op.parse(text)
 
 
-@pytest.mark.parametrize(("name", "v"), BOTH)
-def test_groups_agree_with_the_operational_machine(name, v):
-    rng = random.Random(name)
-    for _ in range(25):
-        p, m = 2 * rng.randint(1, 3), rng.randint(1, 14)
-        for level in (pairs(name, p, m, v), lower(pairs(name, p, m, v))):
-            check_all(level)
-            assert operational.run(level, seed=rng.randrange(99)).ok
-
-
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
 def test_no_group_beats_the_bounds(overlap):
     for name, v in BOTH:

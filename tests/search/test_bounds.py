@@ -56,6 +56,8 @@ def test_no_named_schedule_beats_the_bounds_of_the_memory_it_uses(name):
         for limits in (None, used):
             least = bounds(program.placement, given, m, limits)
             above(timeline, least)
+            busiest = max(timeline.busy(rank) for rank in range(p))
+            assert least.span >= busiest * (1 - 1e-9), "a bound below the work of the busiest rank says nothing"
 
 
 @pytest.mark.parametrize("block", few(range(20), 8))
