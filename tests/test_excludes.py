@@ -7,7 +7,6 @@ import pytest
 from tests.jobs import job
 from tests.refusals import refused
 from zbc import excludes
-from zbc.compiler.compile import load_job
 from zbc.compiler.partition.setup import refusals
 from zbc.compiler.schedules import SCHEDULES
 from zbc.job.spec import SECTIONS
@@ -121,12 +120,7 @@ def test_the_page_prints_the_table():
     assert "\n".join(rows) in text, "write docs/limits.md anew from `zbc explain limits`"
 
 
-def test_an_error_names_what_excludes_and_what_helps(tmp_path):
-    file = tmp_path / "zbc.toml"
-    file.write_text(
-        'zbc = 1\n[model]\nfamily = "gpt"\nlayers = 8\nhidden = 32\nheads = 4\nvocab = 256\nseq_len = 16\n'
-        '[parallel]\npp = 4\n[schedule]\nkind = "zb-v"\nmicrobatches = 8\n[optimizer]\nsync = "two-versions"\n'
-    )
+def test_an_error_names_what_excludes_and_what_helps():
     with refused("E118", match="zb-v, a schedule that needs a flush, exclude each other", hint="1f1b") as caught:
-        load_job(file)
-    assert ":15:" in caught.value.where
+        job(kind="zb-v", optimizer={"sync": "two-versions"})
+    assert caught.value.where.endswith("zbc.toml:19:8")
