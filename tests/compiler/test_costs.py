@@ -47,11 +47,6 @@ def test_a_list_per_stage_is_taken_as_it_is():
     assert given.column("b") == (1.0,) * 4
 
 
-def test_a_list_of_the_wrong_length_is_refused():
-    with refused("E140", match="f has 3 numbers, there are 4 ranks"):
-        costs(job(costs={"f": [1.0, 2.0, 3.0], "b": 1.0, "w": 1.0}))
-
-
 def test_costs_per_layer_add_up_over_the_cut_with_embedding_and_head():
     given = costs(
         job(

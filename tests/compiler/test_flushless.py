@@ -162,13 +162,9 @@ def test_a_backward_before_the_step_of_the_step_before_is_found():
     assert "STEP s1 comes after it" in str(found)
 
 
-def test_a_step_before_its_last_backward_is_found():
-    found = problem(moved(body(), 0, Op(Kind.STEP, 0), Op(Kind.BW, 0, 1)))
-    assert [one.code for one in found.errors] == ["E206"]
-
-
-def test_a_step_before_its_sum_is_found():
-    found = problem(moved(body(dp=2), 0, Op(Kind.STEP, 0), Op(Kind.REDUCE, 0)))
+@pytest.mark.parametrize(("dp", "op"), [(1, Op(Kind.BW, 0, 1)), (2, Op(Kind.REDUCE, 0))])
+def test_a_step_before_its_last_backward_or_its_sum_is_found(dp, op):
+    found = problem(moved(body(dp=dp), 0, Op(Kind.STEP, 0), op))
     assert [one.code for one in found.errors] == ["E206"]
 
 
@@ -177,16 +173,11 @@ def test_a_missing_op_is_found(op):
     assert "E202" in [one.code for one in problem(without(body(dp=2), 0, op)).errors]
 
 
-def test_an_op_of_the_step_after_the_next_is_found():
-    program = body()
-    later = replace(program, ranks=((*program.ranks[0], Op(Kind.F, 0, NEXT + 2)), program.ranks[1]))
-    assert problem(later).code == "E202"
-
-
-def test_a_barrier_has_no_place():
-    program = body()
-    closed = replace(program, ranks=tuple((*ops, Op(Kind.VALIDATE, 0)) for ops in program.ranks))
-    assert {one.code for one in problem(closed).errors} == {"E202"}
+@pytest.mark.parametrize("op", [Op(Kind.VALIDATE, 0), Op(Kind.F, 0, NEXT + 2)], ids=["barrier", "step after the next"])
+def test_an_op_of_another_kind_of_step_or_of_a_later_one_has_no_place(op):
+    first, last = body().ranks
+    ranks = ((*first, op), (*last, op) if op.kind is Kind.VALIDATE else last)
+    assert {one.code for one in problem(replace(body(), ranks=ranks)).errors} == {"E202"}
 
 
 def test_messages_in_another_order_are_found():
@@ -232,23 +223,19 @@ def test_what_excludes_it_is_refused(changes):
     assert "E118" in codes(**changes)
 
 
-def test_the_norm_of_all_gradients_is_refused():
-    assert codes(optimizer={"clip_grad_norm": 1.0}) == {"E125"}
-    two(optimizer={"clip_stage_norm": 1.0})
-
-
-@pytest.mark.parametrize("key", [{"every": 2}, {"lookahead": True}])
-def test_what_is_for_stages_on_their_own_is_refused_elsewhere(key):
-    assert codes(optimizer=key) == {"E118"}
-    two(optimizer={**key, "sync": "asynchronous"})
-
-
-def test_a_number_of_microbatches_that_does_not_divide_those_of_a_step():
-    assert codes(m=8, optimizer={"sync": "asynchronous", "every": 3}) == {"E118"}
-
-
-def test_a_limit_of_a_stage_is_for_steps_without_a_flush():
-    assert codes(optimizer={"sync": "before-step", "clip_stage_norm": 1.0}) == {"E118"}
+@pytest.mark.parametrize(
+    ("optimizer", "code", "fine"),
+    [
+        ({"clip_grad_norm": 1.0}, "E125", {"clip_grad_norm": None, "clip_stage_norm": 1.0}),
+        ({"every": 2}, "E118", {"sync": "asynchronous"}),
+        ({"lookahead": True}, "E118", {"sync": "asynchronous"}),
+        ({"sync": "asynchronous", "every": 3}, "E118", {"every": 2}),  # does not divide the microbatches of a step
+        ({"sync": "before-step", "clip_stage_norm": 1.0}, "E118", {"sync": "two-versions"}),
+    ],
+)
+def test_what_the_optimizer_cannot_do_in_such_steps_is_refused_and_what_helps_is_fine(optimizer, code, fine):
+    assert codes(m=8, optimizer=optimizer) == {code}
+    two(m=8, optimizer={**optimizer, **fine})
 
 
 def test_its_report_says_the_period_the_flush_and_the_delay():

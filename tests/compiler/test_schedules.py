@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 
 from tests.compiler.grid import FIXED, MICROBATCHES, RANKS, chunk_counts, make, timed, units
-from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.check import check_complete
 from zbc.compiler.cost.cost import Costs
@@ -198,15 +197,3 @@ ALIASES = {
 @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
 def test_paper_names_and_torch_class_names_are_accepted(alias, name):
     assert find(alias).name == name
-
-
-def test_an_unknown_schedule_is_answered_with_the_nearest_name():
-    with refused("E104", match=r'unknown schedule "zvb"') as caught:
-        find("zvb")
-    assert caught.value.hint == 'did you mean "zb-v"?'
-
-
-def test_a_schedule_refuses_chunks_it_cannot_have():
-    with refused("E120"):
-        find("zb-v").stages_per_rank(3)
-    assert find("interleaved-1f1b").stages_per_rank(5) == 5
