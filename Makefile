@@ -65,11 +65,10 @@ docs: $(VENV)/.dev
 	$(BIN)/python docs/make.py
 
 # Each writes a file of its own; what is written stays where one of them is interrupted.
-BENCHES := compile search memory split checkpoint per_op throughput predict fidelity
+BENCHES := compile search memory split checkpoint per_op predict "run throughput" "run fidelity"
 bench: $(VENV)/.dev
-	@echo "$(words $(BENCHES)) scripts of some minutes each, on a machine that does nothing else: $(BENCHES)"
-	@n=0; for name in $(BENCHES); do n=$$((n + 1)); echo "[$$n/$(words $(BENCHES))] bench/$$name.py"; \
-		$(BIN)/python bench/$$name.py || exit 1; done
+	@echo "some minutes for each of these, on a machine that does nothing else:" $(BENCHES)
+	@for name in $(BENCHES); do set -- $$name; echo "bench/$$1.py $$2"; $(BIN)/python bench/$$1.py $$2 || exit 1; done
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import argparse
 import functools
-import os
 import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ranks import joined, results
+from ranks import meeting, results
 from record import Record
 from sleeping import sleep_until
 
@@ -152,10 +152,13 @@ class Paced:
         self._inner.stop(began)
 
 
-def rank_main(rank: int, port: int, plan: StoredPlan, schedule: str, equal: bool, steps: int, sender: Any) -> None:
+def rank_main(rank: int, folder: Path, plan: StoredPlan, schedule: str, equal: bool, steps: int, sender: Any) -> None:
     if equal:
         unequal_data.deal = dealt_evenly  # type: ignore[assignment]
-    with joined(rank, port, plan) as worker:
+    import ours
+
+    with meeting(rank, RANKS, folder / "meet"):
+        worker = ours.build(plan, rank).worker
         assert isinstance(worker.work, unequal_data.Dealer)
         worker.clock = Paced(worker, worker.work)  # type: ignore[assignment]
         worker.features.of(Gathers).begins(worker)
@@ -206,9 +209,9 @@ def squared(plan: StoredPlan) -> StoredPlan:
 
 def run(record: Record, name: str, plan: StoredPlan, schedule: str, equal: bool, steps: int) -> list[float]:
     """Measured and simulated ms, and the sum of the losses."""
-    port = 29400 + os.getpid() % 1000 * 2 + equal
-    told = (port, plan, schedule, equal, steps)
-    (found,) = results(rank_main, told, ranks=RANKS, count=1, preload=("zbc.training.worker",), limit=240)
+    with tempfile.TemporaryDirectory() as folder:
+        told = (Path(folder), plan, schedule, equal, steps)
+        (found,) = results(rank_main, told, ranks=RANKS)
     took = [sum(column) for column in zip(*found, strict=True)]
     real, wanted, loss = took
     off = f"off by {wanted / real - 1:+.1%}  loss {loss / steps:.5f}"

@@ -20,12 +20,11 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
-from ranks import results
+from ranks import meeting, planned, results
 from record import Record
 
 JOB = """\
@@ -76,7 +75,6 @@ Turn = dict[str, Pair]
 def run_rank(rank: int, folder: Path, rounds: int, sender: Connection) -> None:
     """One rank's process. Rank 0 sends the bytes of a checkpoint, and then each round."""
     import ours
-    import torch
     import torch.distributed as dist
 
     from zbc.job.spec import Checkpoint
@@ -84,27 +82,24 @@ def run_rank(rank: int, folder: Path, rounds: int, sender: Connection) -> None:
     from zbc.training.checkpoint.saving import Checkpoints
     from zbc.training.launch.board import Board
 
-    torch.set_num_threads(1)
-    meet, limit = f"file://{folder}/meet", timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=RANKS, timeout=limit)
-    mine = ours.build(StoredPlan.read(folder / "plan"), rank, limit)
-    store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
-    kinds = {BESIDE: Checkpoint(every=1, keep=2), BETWEEN: Checkpoint(every=1, keep=2, asynchronous=False)}
-    savers = {
-        way: Checkpoints(mine.worker, Board(dist.PrefixStore(way, store), rank, RANKS), options, folder / way)
-        for way, options in kinds.items()
-    }
-    step = 0
-    for turn in range(1 + rounds):
-        found: Turn = {}
-        for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:
-            dist.barrier()
-            found[way] = _pair(mine, savers.get(way), step)
-            step += 2
-        if rank == 0:
-            size = sum(file.stat().st_size for file in (folder / BESIDE).glob("step-*/*"))
-            sender.send(found if turn else size)
-    dist.barrier()
+    with meeting(rank, RANKS, folder / "meet"):
+        mine = ours.build(StoredPlan.read(folder / "plan"), rank)
+        store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
+        kinds = {BESIDE: Checkpoint(every=1, keep=2), BETWEEN: Checkpoint(every=1, keep=2, asynchronous=False)}
+        savers = {
+            way: Checkpoints(mine.worker, Board(dist.PrefixStore(way, store), rank, RANKS), options, folder / way)
+            for way, options in kinds.items()
+        }
+        step = 0
+        for turn in range(1 + rounds):
+            found: Turn = {}
+            for way in WAYS[turn % 3 :] + WAYS[: turn % 3]:
+                dist.barrier()
+                found[way] = _pair(mine, savers.get(way), step)
+                step += 2
+            if rank == 0:
+                size = sum(file.stat().st_size for file in (folder / BESIDE).glob("step-*/*"))
+                sender.send(found if turn else size)
 
 
 def _pair(mine: object, saver: object, step: int) -> Pair:
@@ -153,16 +148,11 @@ def measure(folder: Path, job: str, rounds: int) -> tuple[list[Turn], int]:
     """Every round but the first, and the bytes of a checkpoint."""
     import torch.distributed as dist
 
-    from zbc.compiler.compile import compile_job, load_job
-
-    (folder / "job.toml").write_text(job)
-    compile_job(load_job(folder / "job.toml")).write(folder / "plan")
+    planned(job, folder / "plan")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     (folder / "port").write_text(str(store.port))
-    preload = ("torch._dynamo",)
-    size, *turns = results(
-        run_rank, (folder, rounds), ranks=RANKS, count=1 + rounds, preload=preload, limit=300.0 + 120.0 * rounds
-    )
+    limit = 300.0 + 120.0 * rounds
+    size, *turns = results(run_rank, (folder, rounds), ranks=RANKS, count=1 + rounds, limit=limit)
     return turns, size
 
 

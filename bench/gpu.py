@@ -24,7 +24,7 @@ import gpu_cost
 import gpu_right
 import torch
 from gpu_job import SIZES, Bench, FoundError
-from record import Record, commit
+from record import Record
 
 EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
     "installed": gpu_right.installed,
@@ -69,7 +69,7 @@ def run(name: str, device: torch.device, *, quick: bool) -> bool:
     suffix = "" if device.type == "cuda" else "-cpu"
     record = Record(f"gpu-{name}{suffix}")
     on = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU: no numbers of a GPU"
-    record(f"# {commit()}, on {on}")
+    record(f"# on {on}")
     record(f"# {(experiment.__doc__ or '').strip()}")
     exact = name in gpu_right.__dict__ or name == "own-thread"
     torch.use_deterministic_algorithms(exact, warn_only=True)

@@ -23,7 +23,7 @@ from itertools import count
 from pathlib import Path
 from random import Random
 
-from record import Record, commit
+from record import Record
 
 from tests.search.exact import solve
 from zbc.compiler.cost.cost import Costs
@@ -136,7 +136,6 @@ def odd(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float | tuple[f
 def hit_rate(wanted: int, seconds: float, minutes: float, *, unlike_models: bool) -> None:
     """How often a search finds the optimum of a new case, and by how much it misses the others."""
     record, engine = Record("optima-odd" if unlike_models else "optima-new"), Engine(available())
-    record(f"# {commit()}")
     gaps: list[float] = []
     tried, stop = 0, time.monotonic() + 60 * minutes
     for name, where, costs, m, limit, objective in odd(2028) if unlike_models else fresh(2027):

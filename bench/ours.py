@@ -1,13 +1,12 @@
-"""Our runtime as one of the contestants of fidelity.py: the worker, transport and loop of every training run."""
+"""Our runtime as a contestant: the worker, transport and loop of every training run."""
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
+from ranks import PATIENCE
 
 from zbc.plan.directory import RankPlan, StoredPlan
-from zbc.runtime.core.execute import finish, run_step
+from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.state import Worker
 from zbc.runtime.transports.network import Network
@@ -21,15 +20,9 @@ class Ours:
     def step(self, step: int) -> StepResult | None:
         return run_step(self.worker, step)
 
-    def finish(self) -> None:
-        """Behind the last of several steps without a barrier."""
-        finish(self.worker)
 
-    def clear(self) -> None:
-        """Nothing is left behind."""
-
-
-def build(plan: StoredPlan, rank: int, limit: timedelta) -> Ours:
-    cpu = torch.device("cpu")
-    network = Network(plan.manifest, cpu, limit)
-    return Ours(build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), network, cpu))
+def build(plan: StoredPlan, rank: int) -> Ours:
+    cpu, seat = torch.device("cpu"), plan.manifest.topology.of(rank).pp
+    network = Network(plan.manifest, cpu, PATIENCE)
+    ramp = [RankPlan(seat, one.program.ranks[seat], one.manifest) for one in plan.ramp]
+    return Ours(build_worker(RankPlan(seat, plan.program.ranks[seat], plan.manifest), network, cpu, ramp))

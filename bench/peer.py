@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining as a contestant of fidelity.py: the same layers, its own loop and transfers.
+"""torch.distributed.pipelining as a contestant of run.py: the same layers, its own loop and transfers.
 
 W is put off through `dw_builder`, torch's hook for layers that split their backward themselves: its own split takes
 gradients from the autograd graph, where sleeping is none.
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
@@ -67,26 +66,13 @@ class Peer:
         self._schedule, self._modules, self._microbatches = schedule, modules, microbatches
         last = schedule._num_stages - 1
         self._first, self._last = 0 in modules, last in modules
-        self._optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-6) for module in modules.values()]
 
     def step(self, step: int) -> None:
+        for module in self._modules.values():
+            module.zero_grad()
         numbers = torch.zeros(self._microbatches, 1)
         options = {"target": numbers} if self._last else {}
         self._schedule.step(*((numbers,) if self._first else ()), **options, return_outputs=False)
-
-    def agree(self) -> None:
-        """What a training loop does behind a step: the norm of all gradients, and whether they are finite."""
-        squares = [p.grad.double().square().sum() for m in self._modules.values() for p in m.parameters()]
-        norm = torch.stack(squares).sum()
-        dist.all_reduce(norm)
-        if norm.isfinite().item():
-            for optimizer in self._optimizers:
-                optimizer.step()
-
-    def clear(self) -> None:
-        """Drop the gradients of a step."""
-        for module in self._modules.values():
-            module.zero_grad()
 
 
 def build(name: str, plan: StoredPlan, rank: int, folder: Path) -> Peer:

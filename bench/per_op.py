@@ -25,14 +25,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from ranks import PATIENCE, meeting, over_ranks, planned, results
 from record import Record
-from throughput import PATIENCE, RANKS, measure, meeting, over_ranks, write_plan
 
 if TYPE_CHECKING:
     from zbc.ir import Op
     from zbc.runtime.transports.transport import Transport
 
-STEPS, QUICK, WARM_UP = 100, 5, 20
+RANKS, STEPS, QUICK, WARM_UP = 2, 100, 5, 20
 NOTHING = """\
 zbc = 1
 [model]
@@ -62,15 +62,15 @@ IDLE = tuple((kind, m) for kind in ("1f1b", "zb-h1") for m in (32, 128))
 # ---- on each rank --------------------------------------------------------------------------------------------
 
 
-def run_idle(rank: int, plan: Path, steps: int, results: Connection) -> None:
+def run_idle(rank: int, plan: Path, steps: int, sender: Connection) -> None:
     """One rank's process: stages that compute nothing. Rank 0 sends what it measured.
 
     Each plan has processes of its own: the threads of other groups would be in the way.
     """
-    with meeting(rank, plan.with_suffix(".meet")):
+    with meeting(rank, RANKS, plan.with_suffix(".meet")):
         each = per_op(rank, plan, steps)
         if rank == 0:
-            results.send(each)
+            sender.send(each)
 
 
 class PerOp(NamedTuple):
@@ -101,7 +101,7 @@ def per_op(rank: int, folder: Path, steps: int) -> list[PerOp]:
 
     plan = StoredPlan.read(folder)
     ops = plan.program.ranks[rank]
-    runtime = ours.build(plan, rank, PATIENCE)
+    runtime = ours.build(plan, rank)
     peer = torch_runtime.build(plan, rank, folder, recompute=False)
     count = plan.manifest.microbatches
     transfers = bare_transfers(runtime.worker, ops)
@@ -227,10 +227,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         for kind, m in IDLE[: 1 if options.quick else None]:
             folder = Path(name) / f"idle-{kind}-{m}"
-            write_plan(NOTHING.format(kind=kind, m=m), folder)
-            few = report_idle(
-                record, kind, next(measure(run_idle, (folder, QUICK if options.quick else STEPS), 1)), few
-            )
+            planned(NOTHING.format(kind=kind, m=m), folder)
+            (found,) = results(run_idle, (folder, QUICK if options.quick else STEPS), ranks=RANKS, limit=600.0)
+            few = report_idle(record, kind, found, few)
     record()
     record(NOTHING.rstrip())
     if not options.quick:

@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ranks import logged, zbc
 from record import Record
 
 from zbc.compiler.recorded.report import build
@@ -92,7 +91,6 @@ QUICK = {
     "ahead": CASES["ahead"][:1],
 }
 WARM_UP = 3  # first steps of a run that do not count
-HERE = Path(__file__).parent
 CATEGORIES = ("weights", "gradients", "masters", "optimizer", "activations", "buffers")
 
 
@@ -108,22 +106,6 @@ class Outcome(NamedTuple):
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
-
-
-def zbc(folder: Path, *arguments: str) -> str:
-    """A command of zbc in a folder; what it printed."""
-    command = [sys.executable, "-m", "zbc", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment())
-    if done.returncode:
-        sys.exit(f"{' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
-
-
-def environment() -> dict[str, str]:
-    """This one, with the layers of this folder on the import path."""
-    import os
-
-    return {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}"}
 
 
 def profiled(folder: Path, model: str, rounds: int) -> tuple[Path, str]:
@@ -143,16 +125,10 @@ def run_case(folder: Path, model: str, profile: Path, case: tuple[str, int, int]
     last = steps + WARM_UP  # behind it one step is recorded, and one weighed
     options = ["--local", str(pp), "--steps", str(last + 2), "--trace", str(last + 1), "--out", str(out)]
     zbc(folder, "run", "plan", *options)
-    times = steps_of(out)[WARM_UP:last]
+    times = logged(out, "step_ms")[WARM_UP:last]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     predicted = told["steady_state_ms" if model == "ahead" else "barrier_ms"]
     return Outcome(predicted, middle, low, high, dict(memory(out)))
-
-
-def steps_of(out: Path) -> list[float]:
-    """ms of every step of a run."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row["step_ms"] for row in rows if "step_ms" in row]
 
 
 def memory(out: Path) -> Iterator[tuple[str, float]]:

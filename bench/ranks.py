@@ -1,61 +1,113 @@
-"""Ranks as processes of a benchmark: started together, watched, and ended with it."""
+"""Ranks as processes of a benchmark: started together, watched, taking turns, and ended with it."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
+import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from zbc.plan.directory import StoredPlan
-    from zbc.runtime.core.state import Worker
+HERE = Path(__file__).parent
+PATIENCE = timedelta(seconds=120)
+
+
+class Turn(NamedTuple):
+    """A step of one contestant, from a moment that all ranks agreed on to the end of the last rank."""
+
+    ms: float
+    cpu: float  # ms of processor time, of all ranks and all their threads
+    loss: float
+
+
+class Noise(NamedTuple):
+    late: float  # how much later than asked a sleep ended on average, ms
+    others: float  # share of all cores that other programs used meanwhile; 0 where the system does not tell
+
+
+# ---- on each rank --------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def joined(rank: int, port: int, plan: StoredPlan) -> Iterator[Worker]:
-    """The worker of a rank's process, on gloo with the others of the plan; closed behind the block."""
+def meeting(rank: int, ranks: int, place: Path) -> Iterator[None]:
+    """A process group of all ranks, on gloo; nobody leaves while another still listens."""
     import torch
     import torch.distributed as dist
     from sleeping import calibrate
 
-    from zbc.plan.directory import RankPlan
-    from zbc.runtime.transports.network import Network, bind_loopback
-    from zbc.training.worker import build_worker
+    from zbc.runtime.transports.network import bind_loopback
 
     torch.set_num_threads(1)
     bind_loopback()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=plan.manifest.topology.world)
-    cpu, seat = torch.device("cpu"), plan.manifest.topology.of(rank).pp
-    network = Network(plan.manifest, cpu, timedelta(seconds=60))
-    ramp = [RankPlan(seat, one.program.ranks[seat], one.manifest) for one in plan.ramp]
-    worker = build_worker(RankPlan(seat, plan.program.ranks[seat], plan.manifest), network, cpu, ramp)
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=ranks, timeout=PATIENCE)
     calibrate()
-    yield worker
-    worker.close()
+    yield
+    dist.barrier()
     dist.destroy_process_group()
 
 
+def in_turns(runs: Mapping[str, Callable[[int], Any]], steps: int, warm_up: int) -> tuple[dict[str, list[Turn]], Noise]:
+    """Run each for one step, then each for the next, and so on, so that a busy machine slows all of them."""
+    import sleeping
+
+    turns: dict[str, list[Turn]] = {name: [] for name in runs}
+    for step in range(warm_up + steps):
+        if step == warm_up:
+            sleeping.late.clear()
+            began, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
+        for name, run in runs.items():
+            start = over_ranks(time.perf_counter() + 0.005)  # processes of one machine share this clock
+            sleeping.sleep_until(start)
+            spent = time.process_time()
+            result = run(step)
+            took, used = time.perf_counter() - start, time.process_time() - spent
+            turn = Turn(1e3 * over_ranks(took), 1e3 * over_ranks(used, "SUM"), getattr(result, "loss", float("nan")))
+            if step >= warm_up:
+                turns[name].append(turn)
+    own = over_ranks(time.process_time() - own, "SUM")
+    others = (busy_seconds() - busy - own) / (time.perf_counter() - began) / (os.cpu_count() or 1)
+    return turns, Noise(1e3 * over_ranks(statistics.fmean(sleeping.late)), max(0.0, others) if busy else 0.0)
+
+
+def over_ranks(number: float, how: str = "MAX") -> float:
+    """The largest of all ranks' numbers, or their sum; waits for all of them."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(tensor, getattr(dist.ReduceOp, how))
+    return tensor.item()
+
+
+def busy_seconds() -> float:
+    """What all programs of this machine have computed so far; 0 where the system does not tell."""
+    try:
+        fields = Path("/proc/stat").read_text().split()[1:9]
+    except OSError:
+        return 0.0
+    ticks = [int(field) for field in fields]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # all but idle and waiting for disks
+
+
+# ---- in the process that was called --------------------------------------------------------------------------
+
+
 def results(
-    target: Callable[..., None],
-    arguments: tuple[Any, ...],
-    *,
-    ranks: int,
-    count: int,
-    preload: tuple[str, ...],
-    limit: float,
+    target: Callable[..., None], arguments: tuple[Any, ...], *, ranks: int, count: int = 1, limit: float = 300.0
 ) -> Iterator[Any]:
     """Run `target(rank, *arguments, sender)` on every rank; gives the `count` things that rank 0 sends.
 
-    `preload` is imported once for all ranks. Ends the benchmark if a rank fails or not all came in `limit` seconds.
+    Ends the benchmark if a rank fails or not all came in `limit` seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", *preload])
+    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "zbc.training.worker", "peer"])
     receiver, sender = context.Pipe(duplex=False)
     processes = [context.Process(target=target, args=(rank, *arguments, sender), daemon=True) for rank in range(ranks)]
     end = time.monotonic() + limit
@@ -75,3 +127,30 @@ def results(
         for process in processes:
             if process.pid is not None:
                 process.kill()
+
+
+def planned(job: str, folder: Path) -> Any:
+    """Plan a job into `folder`; what was compiled."""
+    from zbc.compiler.compile import compile_job, load_job
+
+    path = folder.with_suffix(".toml")
+    path.write_text(job)
+    compiled = compile_job(load_job(path))
+    compiled.write(folder)
+    return compiled
+
+
+def zbc(folder: Path, *words: str) -> str:
+    """A command of zbc in a folder, with the layers of this one on the import path; what it printed."""
+    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}"}
+    command = [sys.executable, "-m", "zbc", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def logged(out: Path, key: str) -> list[Any]:
+    """What a run has written of every step."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in rows if key in row]

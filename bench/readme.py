@@ -34,7 +34,7 @@ def comparison() -> str:
 
 def fidelity() -> str:
     """Measured against simulated steps, from the newest result file."""
-    newest = sorted((ROOT / "bench" / "results").glob("*-fidelity.txt"))[-1]
+    newest = sorted((ROOT / "bench" / "results").glob("*-fidelity-run.txt"))[-1]
     rows = re.findall(
         r"^(\S+)\s+(zbc|torch, our order|Schedule\w+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)", newest.read_text(), re.M
     )

@@ -1,4 +1,4 @@
-"""One dated file per measurement: the machine, the command, the jobs, the output."""
+"""One dated file per measurement: the command, the machine, the commit, the jobs, the output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Record:
             self.partial.unlink(missing_ok=True)
         self.lines: list[str] = []
         self(f"# {name}: {' '.join(['python', *sys.argv])}")
-        self(f"# {machine()}")
+        self(f"# {machine()}; {commit()}")
 
     def __call__(self, line: str = "") -> None:
         print(line, flush=True)

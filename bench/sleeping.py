@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from zbc.runtime.core.slot import Slot, accumulate, current_slot
+from zbc.runtime.features import copying
+from zbc.runtime.features.tensor_parallel import Group
 
 late: list[float] = []  # how much too late each `sleep_until` returned, seconds
 _usual = 0.0  # how late time.sleep returns here, seconds; see `calibrate`
@@ -138,6 +140,62 @@ def drawn(count: int, seed: int, least: float, most: float) -> list[nn.Module]:
     """`count` layers whose F, B and W each take something between `least` and `most` ms, as often short as long."""
     numbers = random.Random(seed)
     return [Sleeper(*(least * (most / least) ** numbers.random() for _ in range(3))) for _ in range(count)]
+
+
+def copied(count: int, f: float, b: float, w: float, copy: float) -> list[nn.Module]:
+    """The same as `calibrated`, in a process where a copy to the host or back takes `copy` ms."""
+
+    def sleep(*_: object) -> None:
+        sleep_until(time.perf_counter() + copy / 1e3)
+
+    copying.copy_out = copying.copy_back = sleep
+    return calibrated(count, f, b, w)
+
+
+class Slow:
+    """A transport on which a sum takes so many seconds at least."""
+
+    def __init__(self, inner: Any, least: float) -> None:
+        self._inner, self._least, self.rank = inner, least, inner.rank
+
+    def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Held:
+        return Held(self._inner.start_sum(tensor, ranks), time.perf_counter() + self._least)
+
+
+class Held:
+    """A `Pending` that is not over before `end`."""
+
+    def __init__(self, inner: Any, end: float) -> None:
+        self._inner, self._end = inner, end
+
+    def wait(self) -> None:
+        self._inner.wait()
+        sleep_until(self._end)
+
+    def ready(self) -> bool:
+        return time.perf_counter() >= self._end and bool(self._inner.ready())
+
+
+class Shared(nn.Module):
+    """A layer of which each rank of a group has a part: they meet once in F and once in B, for `a` ms at least."""
+
+    def __init__(self, f: float, b: float, w: float, a: float) -> None:
+        super().__init__()
+        self.part, self.least = Sleeper(f, b, w, 1), a / 1e3
+        self.enter = self.leave = lambda x: x
+        self.size = 1
+
+    def shard(self, group: Group) -> dict[str, int]:
+        slow = group._replace(transport=Slow(group.transport, self.least))  # type: ignore[arg-type]
+        self.enter, self.leave, self.size = slow.enter, slow.leave, group.size
+        return {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.part(self.enter(x))) / self.size
+
+
+def shared(count: int, f: float, b: float, w: float, a: float) -> list[nn.Module]:
+    return [Shared(f, b, w, a) for _ in range(count)]
 
 
 class Points:

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining as a contestant of throughput.py: its general runtime with our order of compute ops."""
+"""torch.distributed.pipelining as a contestant of run.py: its general runtime with our order of compute ops."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Jobs with some of the features that zbc/excludes.py knows, and what of them must not change a training."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

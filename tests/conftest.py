@@ -13,8 +13,6 @@ out is held to that with `--all` only: a machine on which much else runs does no
 Schedules are searched for `BUDGET` seconds by default, outside of what is about searches or shows their results.
 """
 
-from __future__ import annotations
-
 import os
 import zlib
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """Damaged inputs: whatever a file holds, zbc reads it or says with a ZbcError what is wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """Random jobs and damaged orders: what zbc accepts of them runs to its end on a machine that knows no proofs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

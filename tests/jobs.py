@@ -1,7 +1,5 @@
 """Small jobs for tests, made the way a user makes them: as TOML."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
@@ -20,7 +18,7 @@ BASE = {
 def toml_text(**changes: object) -> str:
     """A job file: BASE with tables merged over it; `layers`, `pp`, `m` and `kind` are short for the usual changes.
 
-    A factory's job has only those sizes of BASE that data need as well.
+    A factory's job has only those sizes of BASE that data need as well; what is None is left out.
     """
     tables = {name: dict(table) for name, table in BASE.items()}
     if ":" in changes.get("model", {}).get("family", ""):  # type: ignore[attr-defined]
@@ -40,8 +38,15 @@ def toml_text(**changes: object) -> str:
     lines = ["zbc = 1"]
     for name, table in tables.items():
         lines.append(f"[{name}]")
-        lines += [f"{key} = {toml_value(value)}" for key, value in table.items()]
+        lines += [f"{key} = {toml_value(value)}" for key, value in table.items() if value is not None]
     return "\n".join(lines) + "\n"
+
+
+def write_job(folder: Path, **changes: object) -> Path:
+    """The job file of these changes, in a folder."""
+    path = folder / "zbc.toml"
+    path.write_text(toml_text(**changes))
+    return path
 
 
 def toml_value(value: object) -> str:
@@ -54,6 +59,4 @@ def toml_value(value: object) -> str:
 
 def job(**changes: object) -> Job:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "zbc.toml"
-        path.write_text(toml_text(**changes))
-        return load_job(path)
+        return load_job(write_job(Path(folder), **changes))

@@ -1,7 +1,5 @@
 """Waiting in tests that start processes and threads: not for ever, and not at the cost of those waited for."""
 
-from __future__ import annotations
-
 import faulthandler
 import signal
 import sys

@@ -10,8 +10,6 @@
 One op per line, or several separated by commas; text behind `#` is dropped. `show` writes the same form.
 """
 
-from __future__ import annotations
-
 import re
 
 from zbc.ir import Op, Placement, Program, parse_line

@@ -1,7 +1,5 @@
 """Complete plans of the programs that tests make."""
 
-from __future__ import annotations
-
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering, Pass
 from zbc.compiler.passes.gather_weights import GatherWeights

@@ -1,7 +1,5 @@
 """Profiles with round numbers, as `zbc profile` would write them for the jobs of tests/jobs.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from zbc.job.profile import Host, LayerBytes, LayerProfile, LinkProfile, Measured, Origin, Profile, model_of

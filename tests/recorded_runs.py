@@ -1,7 +1,5 @@
 """Recorded runs made up from a plan: ranks that take exactly as long as they are told, on clocks of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Python API mirrors the commands, needs no torch, and costs nothing to import."""
 
-from __future__ import annotations
-
 import pydoc
 import subprocess
 import sys
@@ -10,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import zbc
-from tests.jobs import job, toml_text
+from tests.jobs import job, write_job
 from zbc.api import open_plan
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.sim.context import Context
@@ -22,7 +20,7 @@ CSV = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
 @pytest.fixture
 def path(tmp_path):
-    (tmp_path / "zbc.toml").write_text(toml_text(kind="zb-h1"))
+    write_job(tmp_path, kind="zb-h1")
     return tmp_path / "zbc.toml"
 
 

@@ -1,7 +1,5 @@
 """Benches import each other's jobs and helpers: one that changes must not break the rest, which no test runs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

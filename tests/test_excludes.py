@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import job
+from tests.refusals import refused
 from zbc import excludes
-from zbc.compiler.compile import load_job
 from zbc.compiler.partition.setup import refusals
 from zbc.compiler.schedules import SCHEDULES
-from zbc.errors import ZbcError
 from zbc.job.spec import SECTIONS
 
 LIMITS = Path(__file__).parent.parent / "docs/limits.md"
@@ -122,12 +121,7 @@ def test_the_page_prints_the_table():
     assert "\n".join(rows) in text, "write docs/limits.md anew from `zbc explain limits`"
 
 
-def test_an_error_names_what_excludes_and_what_helps(tmp_path):
-    file = tmp_path / "zbc.toml"
-    file.write_text(
-        'zbc = 1\n[model]\nfamily = "gpt"\nlayers = 8\nhidden = 32\nheads = 4\nvocab = 256\nseq_len = 16\n'
-        '[parallel]\npp = 4\n[schedule]\nkind = "zb-v"\nmicrobatches = 8\n[optimizer]\nsync = "two-versions"\n'
-    )
-    with pytest.raises(ZbcError, match="zb-v, a schedule that needs a flush, exclude each other") as caught:
-        load_job(file)
-    assert caught.value.code == "E118" and "1f1b" in caught.value.hint and ":15:" in caught.value.where
+def test_an_error_names_what_excludes_and_what_helps():
+    with refused("E118", match="zb-v, a schedule that needs a flush, exclude each other", hint="1f1b") as caught:
+        job(kind="zb-v", optimizer={"sync": "two-versions"})
+    assert caught.value.where.endswith("zbc.toml:19:8")

@@ -1,7 +1,5 @@
 """Some hundred damaged inputs of each kind, and random jobs; bench/fuzz.py tries them for minutes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

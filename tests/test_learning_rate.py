@@ -1,7 +1,5 @@
 """The learning rate of every step, by formula; and that it is the one a step is made with."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.jobs import toml_text
-from zbc.errors import ZbcError
+from tests.jobs import write_job
+from tests.refusals import refused
 from zbc.job import spec
 from zbc.job.learning_rate import RateSchedule, rate
 
@@ -31,8 +29,7 @@ def test_linear_ends_at_the_least_rate():
 
 
 def test_cosine_is_that_of_torch():
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     peer = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20, eta_min=0.1)
     expected = []
     for _ in range(20):
@@ -80,8 +77,7 @@ def test_a_rate_is_always_between_the_least_and_the_largest(kind, steps, warmup,
     ],
 )
 def test_what_does_not_go_together_is_refused_with_its_place(tmp_path, schedule, words):
-    path = tmp_path / "zbc.toml"
-    path.write_text(toml_text(optimizer={"schedule": schedule}))
-    with pytest.raises(ZbcError) as caught:
+    path = write_job(tmp_path, optimizer={"schedule": schedule})
+    with refused("E110", words) as caught:
         spec.draft(path).finish()
-    assert caught.value.code == "E110" and words in caught.value.message and "zbc.toml:" in caught.value.where
+    assert "zbc.toml:" in caught.value.where

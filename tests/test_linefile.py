@@ -1,7 +1,5 @@
 """Lines and files are there in full or not at all, also where the disk is full."""
 
-from __future__ import annotations
-
 import errno
 import resource
 from contextlib import contextmanager

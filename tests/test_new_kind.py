@@ -4,8 +4,6 @@ They need their rows, a value, cost columns, a pass with its line in the order, 
 the proof, the clock, memory, pictures, plan files, trace and report have to know them, and to agree about them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What is written reads back the same: plan files, JSON documents and job files, over drawn programs and jobs."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

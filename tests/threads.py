@@ -4,8 +4,6 @@ Threads share torch's random generators. Dropout is still that of separate proce
 and holds a lock while it runs; a layer that also checkpoints its activations draws again in B, outside that lock.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -10,8 +10,6 @@ losses and gradients are always compared with those of one process; most other t
 that differ most. tests/runtime/test_tiers.py sees to it that the six run every kind of op there is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Ranks hold different numbers of stages, or a pipe leaves a rank out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from zbc.compiler.schedules import Request

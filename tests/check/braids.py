@@ -1,7 +1,5 @@
 """Random orders with groups: braid-v at random costs, and other schedules with marks wherever two ops may meet."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 Knows what the ops mean, not how the check found the circle.
 """
 
-from __future__ import annotations
-
 import re
 
 import networkx as nx

@@ -1,7 +1,5 @@
 """Copies to the host as a clock sees them: from start and end of each, without what made them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from zbc.ir import Kind

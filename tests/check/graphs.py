@@ -1,7 +1,5 @@
 """Random graphs of stages with random programs on them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -17,8 +17,6 @@ nothing is imported from the compiler. A run is a success if
 Otherwise it is *stuck* (every rank waits) or it has *failed* (an op cannot do what it says, or the step ends short).
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from dataclasses import dataclass, field

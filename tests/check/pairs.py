@@ -1,7 +1,5 @@
 """Random pairs of a bidirectional or wave schedule and a size, as they are and damaged; what checks and machine say."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 
@@ -45,8 +43,7 @@ def draw(seed: int, *, ranks: int, microbatches: int) -> Pair:
         early=rng.choice((None, 0, 1, 2)) if units else None,
         overlap="overlap" in card.options and rng.random() < 0.5,
     )
-    copies = rng.choice((1, 1, 1, 2))
-    return Pair(name, request, lower(replace(card.make(request), dp=copies)))
+    return Pair(name, request, lower(replace(card.make(request), dp=rng.choice((1, 1, 1, 2)))))
 
 
 def damaged(program: Program, rng: random.Random) -> Program:

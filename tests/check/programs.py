@@ -1,7 +1,5 @@
 """Random correct programs, and ways to break them."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Random schedules of slices of microbatches, with slices of random lengths."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 

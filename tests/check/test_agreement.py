@@ -3,8 +3,6 @@
 `operational.py` is the machine, `programs.py` makes and breaks the programs. Each seed is one program.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from functools import cache

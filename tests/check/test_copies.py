@@ -1,7 +1,5 @@
 """Plans with copies to the host that were written by hand: what is proven, refused, timed and counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from zbc.compiler.check import check_all

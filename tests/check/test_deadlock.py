@@ -1,7 +1,5 @@
 """Ranks that wait for each other forever: E201."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -116,8 +114,7 @@ def test_schedules_deadlock_too():
 def test_an_op_that_waits_for_the_last_op_of_the_rank_before_is_not_taken_for_its_neighbour():
     """The first op of rank 1 has the number after the last op of rank 0, which it needs."""
     program = listing("rank 0: BW s0 m0, F s0 m0\nrank 1: F s1 m0, BW s1 m0")
-    lines = circles(error_of(program))
-    assert lines
+    assert circles(error_of(program))
 
 
 def test_the_shortest_of_several_circles_is_named():
@@ -170,8 +167,7 @@ def test_ranks_that_sum_in_different_orders_deadlock():
         rank 1: RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, {}, VALIDATE, STEP s0, STEP s1
     """
     check_all(listing(text.format("REDUCE s0, REDUCE s1"), both))
-    program = listing(text.format("REDUCE s1, REDUCE s0"), both)
-    error = error_of(program)
+    error = error_of(listing(text.format("REDUCE s1, REDUCE s0"), both))
     assert error.details[:2] == (
         "rank 0 step 4: REDUCE s0  waits for  rank 1 step 5: REDUCE s0, after step 4",
         "rank 1 step 4: REDUCE s1  waits for  rank 0 step 5: REDUCE s1, after step 4",
@@ -272,8 +268,7 @@ def test_a_surplus_message_that_nobody_receives_keeps_the_step_from_ending():
 
 def test_a_channel_whose_ends_disagree_stands_still():
     first, second = "      RECV_F s1 m0 <r0\n", "      RECV_F s1 m1 <r0\n"
-    text = CROSSED.replace(second, "").replace(first, second + first)
-    error = error_of(listing(text))
+    error = error_of(listing(CROSSED.replace(second, "").replace(first, second + first)))
     assert error.message == (
         "deadlock: channel r0 -> r1 stands still at message 0: "
         "rank 0 sends SEND_F s0 m0 >r1, rank 1 receives RECV_F s1 m1 <r0"

@@ -1,7 +1,5 @@
 """Each tensor that travels has one send and one receive, in one order: E203, E204."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.listing import listing
@@ -76,8 +74,7 @@ def test_a_transfer_without_its_other_end_names_both(dropped, left, where):
 
 def test_a_message_without_both_ends_is_missed():
     text = PIPELINE.replace("SEND_F s0 m1 >r1\n", "\n").replace("RECV_F s1 m1 <r0\n", "\n")
-    error = only(errors_of(text))
-    assert error.message == "program: SEND_F s0 m1 >r1 and RECV_F s1 m1 <r0 are missing"
+    assert only(errors_of(text)).message == "program: SEND_F s0 m1 >r1 and RECV_F s1 m1 <r0 are missing"
 
 
 def test_a_repeated_transfer_is_surplus():

@@ -1,7 +1,5 @@
 """Weights and gradients that replicas share out: the checks and a machine that runs programs say the same of them."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -74,5 +72,4 @@ def test_a_program_that_shares_out_passes_exactly_if_it_runs(seeds):
 
 
 def test_what_is_damaged_are_gathers_and_sums_too():
-    kinds = {op.kind for seed in range(40) for _, _, op in drawn(seed)}
-    assert {*SHARING} <= kinds
+    assert {*SHARING} <= {op.kind for seed in range(40) for _, _, op in drawn(seed)}

@@ -1,7 +1,5 @@
 """Random schedules with a vocabulary that all ranks share, whole or in slices, as they are and damaged."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 

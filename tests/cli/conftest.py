@@ -1,13 +1,11 @@
 """`zbc(...)` runs a command in this process, in an empty folder, the way the console script does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 
 import pytest
 
-from tests.jobs import toml_text
+from tests.jobs import write_job
 from zbc.cli import main
 
 
@@ -46,7 +44,7 @@ def job(folder):
     """`job(**changes)` writes zbc.toml, as `tests.jobs.toml_text` makes it."""
 
     def write(**changes):
-        (folder / "zbc.toml").write_text(toml_text(**changes))
+        write_job(folder, **changes)
         return "zbc.toml"
 
     return write

@@ -1,7 +1,5 @@
 """`data.balance`: a plan for each number of microbatches, what it gains, and what it does not go with."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`zbc doctor --model`: the gradients of a job's stages beside those of plain autograd, in words and as JSON."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.tiers import few
@@ -10,8 +8,7 @@ ZOO = {"data": {"kind": "tests.runtime.user_models:Vectors"}, "layers": 4, "pp":
 
 
 def zoo(which, **changes):
-    model = {"family": f"tests.runtime.zoo:{which}", "loss": "mse"}
-    return {**ZOO, "model": model, **changes}
+    return {**ZOO, "model": {"family": f"tests.runtime.zoo:{which}", "loss": "mse"}, **changes}
 
 
 JOBS = {
@@ -81,8 +78,7 @@ def test_a_layer_that_does_something_else_is_found_with_every_parameter_it_spoil
     assert "error[E510]" in ran.err and "of 8 parameters get another gradient" in ran.err
     assert "layers.1.linear.weight: off by" in ran.err and "docs/models.md" in ran.err
     assert all(len(line) <= 90 for line in ran.err.splitlines())
-    failed = zbc("doctor", "--model", "zbc.toml", "--json")
-    assert failed.json()["errors"][0]["code"] == "E510"
+    assert zbc("doctor", "--model", "zbc.toml", "--json").json()["errors"][0]["code"] == "E510"
 
 
 def test_a_layer_that_mixes_microbatches_only_in_training_is_found_where_the_plan_has_several_in_flight(zbc, job):

@@ -1,7 +1,5 @@
 """What each command answers, to people and to programs."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.compiler.grid import FIXED
-from tests.jobs import toml_text
+from tests.jobs import write_job
 from tests.tiers import few
 from zbc.commands.jobs import Template, template_text
 from zbc.commands.summary import layer_ranges, ranges
@@ -48,6 +46,14 @@ PLUGIN = """from zbc.compiler.schedules import SCHEDULES
 def make(request):
     return SCHEDULES["gpipe"].make(request)
 """
+
+
+def with_plugin(folder, name, code=PLUGIN, **schedule):
+    """A job whose order a file beside it makes."""
+    (folder / f"{name}.py").write_text(code)
+    write_job(folder, kind=None, schedule={"plugin": f"{name}:make", **schedule})
+
+
 RANK_KEYS = ["rank", "busy_ms", "first_start_ms", "last_end_ms", "peak_activation_units", "peak_bytes", "weight_bytes"]
 
 
@@ -119,7 +125,7 @@ def test_a_long_plan_shows_the_ends_of_its_tables_unless_all_is_asked_for(zbc, j
 
 def test_plan_in_quiet_says_nothing_and_in_json_one_document(zbc, job):
     assert zbc("plan", job(), "-q").out == ""
-    document = zbc("plan", "zbc.toml", "--json", "-o", "other").json()
+    document = zbc("plan", "zbc.toml", "--json", "--output", "other").json()
     is_report(document)
     assert document["plan"] == "other"
     assert document["plan_id"] == StoredPlan.read(Path("other")).manifest.id
@@ -148,22 +154,20 @@ def test_set_and_schedule_win_over_the_file(zbc, job):
 
 
 def test_a_schedule_on_the_command_line_takes_the_place_of_a_plugin(zbc, folder):
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "nowhere:make"'))
+    write_job(folder, kind=None, schedule={"plugin": "nowhere:make"})
     assert zbc("plan", "zbc.toml", "--schedule", "zb-h1", "-q").code == 0
 
 
 def test_a_plugin_is_found_in_the_current_directory(zbc, folder):
-    (folder / "my_order.py").write_text(PLUGIN)
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "my_order:make"'))
+    with_plugin(folder, "my_order")
     assert zbc("plan", "zbc.toml", "-q").code == 0
     assert StoredPlan.read(Path("plan")).manifest.schedule == "my_order:make"
 
 
 def test_a_plugin_is_told_what_the_job_asks_of_an_order(zbc, folder):
     asks = "(request.v, request.group, request.early, request.overlap) == (1, 3, 1, True)"
-    (folder / "asking.py").write_text(f"{PLUGIN.replace('return', f'return {asks} and')}")
-    asked = toml_text(schedule={"chunks": 1, "group": 3, "early": 1, "overlap": True})
-    (folder / "zbc.toml").write_text(asked.replace('kind = "1f1b"', 'plugin = "asking:make"'))
+    code = PLUGIN.replace("return", f"return {asks} and")
+    with_plugin(folder, "asking", code, chunks=1, group=3, early=1, overlap=True)
     assert zbc("plan", "zbc.toml", "-q").code == 0
     assert "returned bool" in zbc("plan", "zbc.toml", "-q", "--set", "schedule.early=2").err
 
@@ -185,16 +189,13 @@ def test_orders_of_ones_own_are_compared_with_schedules(zbc, job, folder):
 def test_a_plugin_whose_order_holds_something_else_than_ops_is_refused_with_the_place(entry, zbc, folder):
     broken = f"{PLUGIN}\n\nhonest = make\n\ndef make(request):\n    found = honest(request)\n"
     broken += f"    return found.with_ranks((({entry},), *found.ranks[1:]), by='me')\n"
-    (folder / "broken.py").write_text(f"from zbc.ir import Kind, Op\n{broken}")
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "broken:make"'))
+    with_plugin(folder, "broken", f"from zbc.ir import Kind, Op\n{broken}")
     ran = zbc("plan", "zbc.toml", "-q")
     assert ran.code == 3 and "error[E121]" in ran.err and "in the order of rank 0, step 0" in ran.err
 
 
 def test_a_plugin_that_makes_other_stages_than_were_asked_for_is_refused(zbc, folder):
-    (folder / "one_stage.py").write_text(PLUGIN)
-    asked = toml_text(schedule={"chunks": 2}).replace('kind = "1f1b"', 'plugin = "one_stage:make"')
-    (folder / "zbc.toml").write_text(asked)
+    with_plugin(folder, "one_stage", chunks=2)
     ran = zbc("plan", "zbc.toml", "-q")
     assert ran.code == 3 and "error[E121]" in ran.err and "1 stages per rank, schedule.chunks is 2" in ran.err
 
@@ -216,8 +217,7 @@ def make(request):
 )
 def test_a_plugin_that_cuts_microbatches_into_slices_is_refused_and_not_priced(command, zbc, folder):
     """It would be charged a whole microbatch for each slice."""
-    (folder / "sliced.py").write_text(SLICED)
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "sliced:make"'))
+    with_plugin(folder, "sliced", SLICED)
     ran = zbc(*command)
     assert ran.code == 3 and "E124" in ran.err and "into 2 slices" in ran.err and "slices = 1" in ran.err
     assert not (folder / "plan").exists()
@@ -235,8 +235,7 @@ def test_a_plugin_that_cuts_microbatches_into_slices_is_refused_and_not_priced(c
 )
 def test_what_goes_wrong_in_a_plugin_is_no_bug_of_zbc(zbc, folder, code, text):
     name = f"wrong_{len(code)}"
-    (folder / f"{name}.py").write_text(code)
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', f'plugin = "{name}:make"'))
+    with_plugin(folder, f"{name}", code)
     ran = zbc("plan", "zbc.toml", "-q")
     assert ran.code == 3 and "error[E121]" in ran.err and text in ran.err and "bug in zbc" not in ran.err
 
@@ -474,8 +473,7 @@ def test_a_plan_directory_holds_all_that_its_prediction_needs(changes, zbc, job)
 
 
 def test_a_plan_of_a_plugin_is_drawn_without_the_plugin(zbc, folder):
-    (folder / "gone.py").write_text(PLUGIN)
-    (folder / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "gone:make"'))
+    with_plugin(folder, "gone")
     assert zbc("plan", "zbc.toml", "-q").code == 0
     (folder / "gone.py").unlink()
     assert "gone:make: 4 ranks" in zbc("visualize", "plan").out
@@ -493,7 +491,7 @@ def test_a_picture_is_what_the_end_of_its_name_says_unless_it_is_asked_for_other
 
 
 def test_a_picture_can_be_written_to_a_file(zbc, job):
-    ran = zbc("visualize", job(), "-o", "out/picture.txt", "--by", "slot", "--ranks", "0,2-3", "--width", "120")
+    ran = zbc("visualize", job(), "--output", "out/picture.txt", "--by", "slot", "--ranks", "0,2-3", "--width", "120")
     assert (ran.code, ran.out) == (0, "")
     text = Path("out/picture.txt").read_text()
     assert [line.split("|")[0].strip() for line in text.split("\n") if line.count("|") == 2] == ["0", "2", "3"]
@@ -578,7 +576,9 @@ def test_doctor_works_without_torch(zbc, monkeypatch):
 
 def test_every_command_has_one_line_that_is_not_cut_and_arguments_in_one_pair_of_brackets(zbc, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    lines = zbc("--help").out.partition("\nPlan:")[2].split("\n")
+    before, _, rest = zbc("--help").out.partition("\nPlan:")
+    lines = rest.split("\n")
+    assert "--install-completion" in before + rest
     commands = [line.split()[0] for line in lines if line.startswith("  ")]
     assert len(commands) >= 17 and all(
         line.endswith(".") and not line.endswith("...") for line in lines if line.startswith("  ")
@@ -600,38 +600,6 @@ def test_the_list_of_schedules_fits_eighty_columns_and_has_more_where_there_is_r
         assert ("No room for" in lines[-1]) is (width < 160)
     assert len(heads[80]) < len(heads[95]) < len(heads[160])
     assert "best of all schedules" in zbc("schedules", "auto").out
-
-
-def test_help_lists_every_command_and_option_of_the_interface(zbc):
-    out = zbc("--help").out
-    for command in [
-        "init",
-        "schedules",
-        "plan",
-        "check",
-        "compare",
-        "simulate",
-        "visualize",
-        "run",
-        "config",
-        "explain",
-        "doctor",
-    ]:
-        assert re.search(rf"^  {command} ", out, re.MULTILINE)
-    assert "--install-completion" in out
-    wanted = {
-        "plan": "--output -o --schedule --set --dump-ir --json --quiet --verbose",
-        "check": "--strict --json --quiet --verbose",
-        "compare": "--schedules --sweep --set --json --csv --md --quiet --verbose",
-        "simulate": "--jitter --straggler --trials --seed --json --quiet",
-        "visualize": "--as --output -o --by --ranks --zoom --width",
-        "run": "--steps --local --out",
-        "init": "--template --quiet",
-    }
-    for command, options in wanted.items():
-        shown = zbc(command, "--help").out
-        for option in options.split():
-            assert re.search(rf"(^|[ ,]){option}[ ,]", shown, re.MULTILINE), (command, option)
 
 
 @pytest.mark.parametrize(
@@ -672,8 +640,7 @@ def test_a_plan_says_where_recompute_costs_time_and_saves_nothing(zbc, job, kind
     """B and W apart: what B leaves for W is what F would have kept."""
     sizes = {"layers": 8, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 32}
     path = job(kind=kind, model=sizes, memory={"activations": "recompute"}, schedule={"microbatches": 8})
-    out = " ".join(zbc("plan", path, "-o", "plan").out.split())
-    assert ("recompute makes a step" in out) == says
+    assert ("recompute makes a step" in " ".join(zbc("plan", path, "-o", "plan").out.split())) == says
     if says:
         kept = json.loads(zbc("plan", path, "-o", "again", "--json").out)["keep"]
         plain = json.loads(zbc("plan", path, "-o", "plain", "--json", "--set", 'memory.activations="keep"').out)

@@ -1,15 +1,17 @@
-"""What `compare` prints of sweeps: tables that fit a terminal, crossings by name, bytes of messages."""
-
-from __future__ import annotations
+"""`compare` of schedules and sweeps, and `diff` of two plans: tables that fit a terminal, orders of ops aligned."""
 
 import csv
 import io
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.jobs import toml_text
 from tests.profiles import profile_of
-from zbc.compiler.compile import load_job
+from zbc.compiler.compile import compile_job, load_job
+from zbc.ir import Kind, Op
+from zbc.plan.directory import StoredPlan
 
 UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
 PAIR = ("--schedules", "1f1b,interleaved-1f1b,gpipe,chimera")
@@ -101,8 +103,7 @@ def test_a_row_whose_partition_memory_has_shifted_says_so(zbc, job):
     ran = zbc("compare", "zbc.toml", *few, "--set", tight)
     assert ran.code == 0, ran.out
     assert "*: memory rules out the partition that is most even in time" in ran.out
-    marked = [line for line in ran.out.splitlines() if line.endswith("*")]
-    assert marked
+    assert [line for line in ran.out.splitlines() if line.endswith("*")]
     assert "and memory rules out the partition" in zbc("plan", "zbc.toml", "--set", tight).out
 
 
@@ -151,8 +152,7 @@ def test_a_sweep_without_effect_says_so(zbc, job):
 
 def test_measured_costs_are_those_that_plan_takes(zbc, job, tmp_path):
     path = job()
-    profile = profile_of(load_job(Path(path)))
-    (tmp_path / "measured.json").write_text(profile.dumps())
+    (tmp_path / "measured.json").write_text(profile_of(load_job(Path(path))).dumps())
     planned = zbc(
         "plan", path, "--schedule", "1f1b", "--profile", tmp_path / "measured.json", "--json", "-o", tmp_path / "p"
     )
@@ -171,3 +171,75 @@ def test_a_profile_takes_the_place_of_what_a_plan_was_made_with_and_is_named_as_
     assert (row["costs"], row["makespan_ms"]) == ("profiled", again["makespan_ms"])
     refused = zbc("compare", path, "--schedules", "1f1b,gpipe", "--profile", tmp_path / "none.json")
     assert refused.code == 3 and f"--> --profile {tmp_path / 'none.json'}" in refused.err and "--set" not in refused.err
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A folder with a job and three plans of it."""
+    made = tmp_path_factory.mktemp("planned")
+    (made / "zbc.toml").write_text(toml_text())
+    for kind in ("1f1b", "eager-1f1b", "zb-v"):
+        compile_job(load_job(made / "zbc.toml", [f"schedule.kind={kind}"])).write(made / kind)
+    return made
+
+
+@pytest.fixture
+def plans(planned, folder):
+    """These in the current folder."""
+    shutil.copytree(planned, folder, dirs_exist_ok=True)
+
+
+def test_a_plan_does_not_differ_from_itself(zbc, plans):
+    ran = zbc("diff", "1f1b", "1f1b")
+    assert ran.code == 0
+    assert "the same ops in the same order on every rank" in ran.out
+    changes = [line.split()[-1] for line in ran.out.split("\n") if line.startswith(("makespan", "peak", "span"))]
+    assert set(changes) == {"="}
+    assert zbc("diff", "1f1b", "1f1b", "--all", "--json").json()["same_order"] is True
+
+
+def test_two_orders_are_aligned_op_by_op(zbc, plans):
+    out = zbc("diff", "1f1b", "eager-1f1b").out
+    assert "15 ops moved" in out
+    assert "only in" not in out
+    lines = out.split("\n")
+    first = lines.index("rank 0")
+    assert lines[first + 1].split() == ["3", "F", "s0", "m3", "3", "F", "s0", "m3"]
+    assert lines[first + 2].split() == [">", "4", "F", "s0", "m4"]
+    marks = {line.index(mark) for line in lines[first + 1 :] for mark in "<>" if mark in line}
+    assert len(marks) == 1
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_numbers_of_both_plans_and_their_change_are_there(zbc, plans):
+    document = zbc("diff", "1f1b", "zb-v", "--json").json()
+    assert (document["format"], document["version"]) == ("zbc-diff", 1)
+    for side, name in (("first", "1f1b"), ("second", "zb-v")):
+        report = zbc("check", name, "--json").json()
+        metrics = document["metrics"]
+        assert metrics["makespan_ms"][side] == pytest.approx(report["makespan_ms"])
+        assert metrics["bubble_of_span"][side] == pytest.approx(report["bubble_rate_span"])
+        most = max(rank["peak_bytes"] for rank in report["per_rank"])
+        assert metrics["peak_memory_bytes"][side] == pytest.approx(most, rel=1e-6)
+    assert document["same_placement"] is False
+    changed = document["ranks"][0]
+    assert changed["only_second"] > 0
+    order = [op for op in StoredPlan.read(Path("zb-v")).program.ranks[0] if op.kind.computes]
+    step = order.index(Op(Kind.F, 7, 0))
+    assert {"op": "F s7 m0", "first_step": None, "second_step": step} in changed["changes"]
+    assert "placement  4 stages -> 8" in zbc("diff", "1f1b", "zb-v").out
+
+
+def test_long_listings_are_cut_unless_asked_for(zbc, plans):
+    short, long = (zbc("diff", "1f1b", "zb-v", *more).out for more in ((), ("-v",)))
+    assert "more lines: -v" in short
+    assert "more lines" not in long
+    assert len(long) > len(short) + 1000
+
+
+def test_a_csv_and_a_job_are_compared_too(zbc, plans):
+    assert zbc("export", "1f1b", "--to", "torch-csv", "-o", "order.csv").code == 0
+    assert "the same ops" in zbc("diff", "1f1b", "order.csv").out
+    assert "the same ops" in zbc("diff", "order.csv", "zbc.toml").out
+    assert "error[E401]" in zbc("diff", "order.csv", "nothing").err
+    assert Path("order.csv").exists()

@@ -1,7 +1,5 @@
 """Plans that can run and are not what their job allows: `zbc check` refuses them, however well they are signed."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections import Counter

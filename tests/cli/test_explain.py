@@ -1,7 +1,5 @@
 """Every code that zbc raises has its long text, and every text its code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

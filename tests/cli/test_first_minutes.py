@@ -1,7 +1,5 @@
 """What goes wrong in the first ten minutes, and what is said of it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

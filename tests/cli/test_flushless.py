@@ -1,7 +1,5 @@
 """Steps without a flush from the command line."""
 
-from __future__ import annotations
-
 import pytest
 
 COSTS = {"f": 1.0, "b": 1.0, "w": 1.0}

@@ -1,7 +1,5 @@
 """What is the same for all commands: options that change a job, --json, -q and -v, and help that fits a screen."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -32,8 +30,7 @@ def test_help_is_grouped_and_every_help_fits_forty_lines(zbc, monkeypatch):
     places = [out.index(f"\n{head}:\n") for head in ("Plan", "Look", "Train", "Exchange", "Help")]
     assert places == sorted(places) and len(out.splitlines()) <= 40
     for command in ALL:
-        lines = zbc(*command, "--help").out.splitlines()
-        assert len(lines) <= 40, command
+        assert len(zbc(*command, "--help").out.splitlines()) <= 40, command
 
 
 @pytest.mark.parametrize("command", ALL, ids=" ".join)

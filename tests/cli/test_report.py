@@ -1,7 +1,5 @@
 """`zbc report`, `zbc visualize RUN`, and the job of a plan planned anew."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -98,8 +96,7 @@ def test_a_phase_of_a_ramp_is_reported_beside_its_own_plan(zbc, folder):
         record(plan, folder, world, steps, phase)
     found = zbc("report", "run", "--phase", "m2", "--json").json()
     assert (found["phase"], found["microbatches"], found["steps"]) == ("m2", 2, [2, 3])
-    start = plan.ramp[0].compiled
-    assert found["makespan"]["predicted"] == pytest.approx(start.report.makespan_ms)
+    assert found["makespan"]["predicted"] == pytest.approx(plan.ramp[0].compiled.report.makespan_ms)
     assert [one["rank"] for one in found["slow_ranks"]] == [2] and found["replan"]["changed"]
     for command in found["replan_command"].split(" && "):
         assert zbc(*shlex.split(command)[1:]).code == 0
@@ -126,8 +123,7 @@ def test_a_phase_of_a_run_without_a_ramp_is_refused_with_the_way_out(zbc, run):
 @pytest.fixture
 def unrecorded(folder):
     """What a run leaves behind that recorded nothing."""
-    plan = compiled("1f1b")
-    predicted = plan.report.predicted()
+    predicted = compiled("1f1b").report.predicted()
     about = {"format": "zbc-run", "version": 1, "plan": "abc", "plan_folder": "plans/a b", "schedule": "1f1b"}
     about |= {"ranks": 4, "copies": 1, "device": "cpu", "predicted": predicted, "training": {"optimizer": {}}}
     (folder / "run").mkdir()

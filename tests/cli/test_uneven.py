@@ -1,12 +1,10 @@
 """Ranks may hold different numbers of stages, and a pipe may leave a rank without one: every command takes that."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
-from tests.jobs import toml_text
+from tests.jobs import toml_text, write_job
 from tests.tiers import few
 
 RANKS = {"fork": 4, "fold": 3, "three": 2}
@@ -18,9 +16,8 @@ def planned(zbc, folder):
     """Plan with one of the plugins of tests/uneven.py; the plan directory."""
 
     def plan(name, *options, **changes):
-        changes["schedule"] = {"microbatch_size": 1, **changes.get("schedule", {})}
-        text = toml_text(pp=RANKS.get(name, 3), m=6, **{"train": {"steps": 1}, **changes})
-        (folder / "zbc.toml").write_text(text.replace('kind = "1f1b"', f'plugin = "tests.uneven:{name}"'))
+        order = {"kind": None, "plugin": f"tests.uneven:{name}", "microbatch_size": 1, **changes.pop("schedule", {})}
+        write_job(folder, pp=RANKS.get(name, 3), m=6, schedule=order, **{"train": {"steps": 1}, **changes})
         return zbc("plan", "zbc.toml", *options)
 
     return plan
@@ -95,22 +92,14 @@ def test_an_order_with_such_a_placement_comes_back_from_a_csv(zbc, planned, fold
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "changes", "text"),
     [
-        ("idle", "no stage on rank 1"),
-        ("joined", "stages that are not in a row"),
+        ("idle", {}, "no stage on rank 1"),
+        ("joined", {}, "stages that are not in a row"),
+        ("unequal", {"parallel": {"pp": 2}}, "pipes of different lengths"),
+        ("fold", {"schedule": {"chunks": 2}}, "leave schedule.chunks out"),
     ],
 )
-def test_a_plugin_whose_placement_is_no_pipeline_is_told_so(name, text, planned):
-    ran = planned(name)
+def test_a_plugin_whose_placement_is_no_pipeline_or_not_as_asked_is_told_so(name, changes, text, planned):
+    ran = planned(name, **changes)
     assert "error[E121]" in ran.err and text in ran.err
-
-
-def test_pipes_of_different_lengths_are_refused(planned):
-    ran = planned("unequal", parallel={"pp": 2})
-    assert "error[E121]" in ran.err and "pipes of different lengths" in ran.err
-
-
-def test_chunks_cannot_be_asked_of_ranks_that_differ(planned):
-    ran = planned("fold", schedule={"chunks": 2})
-    assert "error[E121]" in ran.err and "leave schedule.chunks out" in ran.err

@@ -1,7 +1,5 @@
 """The grid of small pipelines every schedule is tried on."""
 
-from __future__ import annotations
-
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -9,7 +7,7 @@ from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Program
 
 WAVES = ["chimera", "bitpipe", "dualpipe", "dualpipe-v", "hanayo", "chimera-zb", "bitpipe-zb"]  # see test_waves.py
-BRAIDS = ["braid-v"]  # see test_braid.py
+BRAIDS = ["braid-v"]  # see test_overlap.py
 FIXED = [  # by formula
     name
     for name, schedule in SCHEDULES.items()

@@ -1,7 +1,5 @@
 """Samples of unequal length dealt to replicas and packed into microbatches."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import statistics
@@ -84,8 +82,7 @@ def test_what_does_not_fit_is_not_dealt():
 
 
 def test_first_fit_takes_the_longest_first():
-    lengths = [3, 9, 7, 6, 1]
-    assert first_fit(lengths, range(5), 10) == [[1, 4], [2, 0], [3]]
+    assert first_fit([3, 9, 7, 6, 1], range(5), 10) == [[1, 4], [2, 0], [3]]
 
 
 def test_attention_counts_where_tokens_are_as_many():

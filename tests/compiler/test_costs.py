@@ -1,19 +1,17 @@
 """Costs: what is given stays as given, what is estimated follows from counted operations and bytes."""
 
-from __future__ import annotations
-
 from operator import add
 
 import pytest
 
 from tests.jobs import job
+from tests.refusals import refused
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.cost.work import keys_seen
 from zbc.compiler.partition.initial import initial
-from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.ops import TIED
 from zbc.plan.dealing import most
@@ -48,12 +46,6 @@ def test_a_list_per_stage_is_taken_as_it_is():
     given = costs(job(costs={"per": "stage", "f": [1.0, 2.0, 3.0, 4.0], "b": 1.0, "w": 0.5}))
     assert given.column("f") == (1.0, 2.0, 3.0, 4.0)
     assert given.column("b") == (1.0,) * 4
-
-
-def test_a_list_of_the_wrong_length_is_refused():
-    with pytest.raises(ZbcError, match="f has 3 numbers, there are 4 ranks") as caught:
-        costs(job(costs={"f": [1.0, 2.0, 3.0], "b": 1.0, "w": 1.0}))
-    assert caught.value.code == "E140"
 
 
 def test_costs_per_layer_add_up_over_the_cut_with_embedding_and_head():
@@ -209,8 +201,7 @@ def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations
     sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 32000}
     model = {"family": "llama", "seq_len": 4096, **sizes, "dtype": "bfloat16"}
     exact = {"device": "cuda", "tflops": 1.0, "memory_gbps": 1e9, "kernel_us": 0.0}
-    mixtral = job(model={**model, "experts": 8, "top_k": 2}, hardware=exact)
-    table = estimate.layers(mixtral)
+    table = estimate.layers(job(model={**model, "experts": 8, "top_k": 2}, hardware=exact))
     assert sum(layer.params for layer in table) == pytest.approx(46.7e9, rel=0.001)
     tokens = 2 * 4096
     met = (32 * table[1].w + table[-1].w) / (2 * tokens / 1e9)  # two operations per weight that a token meets
@@ -263,9 +254,8 @@ def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says():
     ],
 )
 def test_experts_that_make_no_sense_are_refused(model, said):
-    with pytest.raises(ZbcError, match=said) as caught:
+    with refused("E110", match=said):
         job(model=model)
-    assert caught.value.code == "E110"
 
 
 def test_memory_by_category_is_float32_weights_gradients_and_two_adam_states():
@@ -380,9 +370,9 @@ def test_given_times_and_activations_follow_the_same_rule():
 
 
 def test_a_stage_that_does_not_exist_cannot_recompute():
-    with pytest.raises(ZbcError, match="names stage 4, there are 4") as caught:
+    with refused("E110", match="names stage 4, there are 4") as caught:
         costs(job(memory={"activations": {"4": "recompute"}}))
-    assert caught.value.code == "E110" and caught.value.where is not None
+    assert caught.value.where is not None
 
 
 # ---- copies, and weights that two stages share -----------------------------------------------------------------
@@ -450,9 +440,8 @@ def test_a_transfer_takes_as_long_in_either_direction_and_no_time_within_a_rank(
 def test_what_a_plan_of_slices_costs_is_not_guessed():
     manifest = compile_job(job()).assemble()[0]
     assert recall.costs_of(manifest).stages == 4
-    with pytest.raises(ZbcError, match="into 2 slices") as caught:
+    with refused("E124", match="into 2 slices"):
         recall.costs_of(manifest.model_copy(update={"slices": 2}))
-    assert caught.value.code == "E124"
 
 
 # ---- a weight that two stages share --------------------------------------------------------------------------

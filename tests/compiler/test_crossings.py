@@ -1,13 +1,11 @@
 """Where schedules change places, held against what a scan of many values says; and who is on the Pareto front."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 
-from tests.jobs import toml_text
+from tests.jobs import write_job
 from zbc.compiler.whatif.compare import Asked, ComparedPlan, combinations, compare
 from zbc.compiler.whatif.crossings import changed, crossings
 
@@ -99,7 +97,7 @@ def test_the_front_prefers_less_memory_at_the_same_time_and_less_time_at_the_sam
 @pytest.fixture
 def path(tmp_path):
     def write(**changes):
-        (tmp_path / "zbc.toml").write_text(toml_text(**changes))
+        write_job(tmp_path, **changes)
         return tmp_path / "zbc.toml"
 
     return write
@@ -200,8 +198,7 @@ def test_pairs_that_change_places_are_counted_without_planning(path):
 
 def test_rows_compete_within_a_world_and_worlds_keep_their_order(path):
     rows, _ = swept(path(**UNIT), ["zb-v", "1f1b", "gpipe"], "costs.comm=2,0", "schedule.microbatches=4,8", every=False)
-    worlds = [dict(one.settings)["costs.comm"] for one in rows]
-    assert worlds == ["2"] * 6 + ["0"] * 6
+    assert [dict(one.settings)["costs.comm"] for one in rows] == ["2"] * 6 + ["0"] * 6
     for value in ("2", "0"):
         times = [one.sequence_ms for one in rows if dict(one.settings)["costs.comm"] == value]
         assert times == sorted(times)

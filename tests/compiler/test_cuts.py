@@ -1,7 +1,5 @@
 """Cut, recompute and order together, against every cut there is."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from random import Random

@@ -1,7 +1,5 @@
 """Differences between programs: complete, in order, and as few moves as possible."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Sums over the two copies of a stage go on beside what still runs: BitPipe's eager synchronisation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

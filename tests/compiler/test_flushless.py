@@ -1,6 +1,4 @@
-"""Steps without a flush: what stands where, what they cost, and the checks of E210."""
-
-from __future__ import annotations
+"""Steps without a flush: what stands where, what they cost, the checks of E210, and what jobs say of them."""
 
 import json
 from dataclasses import replace
@@ -9,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiler import cycles
+from tests.compiler.cycles import Work, wrong_cycle
+from tests.jobs import job
 from tests.lowered import lower
+from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.check import check_all, survival
 from zbc.compiler.check.versions import _stops
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.graph import build
 from zbc.compiler.memory.per_rank import peaks
@@ -29,8 +32,7 @@ SHAPES += [("interleaved-1f1b", 4, 8, 2), ("interleaved-1f1b", 3, 9, 3), ("1f1b"
 
 
 def body(schedule="1f1b", p=2, m=2, v=1, dp=1, costs=None):
-    made = SCHEDULES[schedule].make(Request(p, m, v))
-    return lower(replace(made, dp=dp), "two-versions", costs)
+    return lower(replace(SCHEDULES[schedule].make(Request(p, m, v)), dp=dp), "two-versions", costs)
 
 
 def problem(program):
@@ -58,10 +60,8 @@ def without(program, rank, op):
 def test_ten_steps_take_what_the_reference_says(case):
     p, m = case["p"], case["m"]
     if not case["two_versions_suffice"]:
-        with pytest.raises(ZbcError) as found:
+        with refused("E210", hint=f"microbatches = {p - 1}"):
             body(p=p, m=m)
-        assert found.value.code == "E210"
-        assert f"microbatches = {p - 1}" in found.value.hint
         return
     program = body(p=p, m=m)
     check_all(program)
@@ -69,8 +69,7 @@ def test_ten_steps_take_what_the_reference_says(case):
     assert in_a_row(program, costs, 10).makespan == case["no_flush_10"]
     assert period_of(program, costs) == 3 * m
     with_flush = Costs.uniform(program.placement)
-    plain = SCHEDULES["1f1b"].make(Request(p, m))
-    assert 10 * makespan(plain, with_flush) == case["flush_10"]
+    assert 10 * makespan(SCHEDULES["1f1b"].make(Request(p, m)), with_flush) == case["flush_10"]
 
 
 def makespan(program, costs):
@@ -125,8 +124,7 @@ def test_gradients_are_summed_before_they_are_stepped():
 def test_steps_in_a_row_are_one_program():
     three = repeated(body(), 3)
     assert three.microbatches == 6
-    forwards = [op.mb for op in three.ranks[0] if op.kind is Kind.F]
-    assert forwards == list(range(6))
+    assert [op.mb for op in three.ranks[0] if op.kind is Kind.F] == list(range(6))
     assert sum(op.kind is Kind.STEP for op in three.ranks[0]) == 3
     assert not any(op.mb >= NEXT for ops in three.ranks for op in ops)
 
@@ -134,9 +132,8 @@ def test_steps_in_a_row_are_one_program():
 @pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"1f1b", "interleaved-1f1b"}))
 def test_other_schedules_are_refused(name):
     card = SCHEDULES[name]
-    with pytest.raises(ZbcError) as found:
+    with refused("E118"):
         lower(card.make(Request(2 * card.ranks_in, 8, card.default_chunks)), "two-versions")
-    assert found.value.code == "E118"
 
 
 def test_interleaved_rounds_end_with_a_step():
@@ -165,13 +162,9 @@ def test_a_backward_before_the_step_of_the_step_before_is_found():
     assert "STEP s1 comes after it" in str(found)
 
 
-def test_a_step_before_its_last_backward_is_found():
-    found = problem(moved(body(), 0, Op(Kind.STEP, 0), Op(Kind.BW, 0, 1)))
-    assert [one.code for one in found.errors] == ["E206"]
-
-
-def test_a_step_before_its_sum_is_found():
-    found = problem(moved(body(dp=2), 0, Op(Kind.STEP, 0), Op(Kind.REDUCE, 0)))
+@pytest.mark.parametrize(("dp", "op"), [(1, Op(Kind.BW, 0, 1)), (2, Op(Kind.REDUCE, 0))])
+def test_a_step_before_its_last_backward_or_its_sum_is_found(dp, op):
+    found = problem(moved(body(dp=dp), 0, Op(Kind.STEP, 0), op))
     assert [one.code for one in found.errors] == ["E206"]
 
 
@@ -180,28 +173,128 @@ def test_a_missing_op_is_found(op):
     assert "E202" in [one.code for one in problem(without(body(dp=2), 0, op)).errors]
 
 
-def test_an_op_of_the_step_after_the_next_is_found():
-    program = body()
-    later = replace(program, ranks=((*program.ranks[0], Op(Kind.F, 0, NEXT + 2)), program.ranks[1]))
-    assert problem(later).code == "E202"
-
-
-def test_a_barrier_has_no_place():
-    program = body()
-    closed = replace(program, ranks=tuple((*ops, Op(Kind.VALIDATE, 0)) for ops in program.ranks))
-    assert {one.code for one in problem(closed).errors} == {"E202"}
+@pytest.mark.parametrize("op", [Op(Kind.VALIDATE, 0), Op(Kind.F, 0, NEXT + 2)], ids=["barrier", "step after the next"])
+def test_an_op_of_another_kind_of_step_or_of_a_later_one_has_no_place(op):
+    first, last = body().ranks
+    ranks = ((*first, op), (*last, op) if op.kind is Kind.VALIDATE else last)
+    assert {one.code for one in problem(replace(body(), ranks=ranks)).errors} == {"E202"}
 
 
 def test_messages_in_another_order_are_found():
-    program = body(p=2, m=3)
-    swapped = moved(program, 1, Op(Kind.RECV_F, 1, NEXT), Op(Kind.RECV_F, 1, 1))
+    swapped = moved(body(p=2, m=3), 1, Op(Kind.RECV_F, 1, NEXT), Op(Kind.RECV_F, 1, 1))
     assert problem(swapped).code in ("E204", "E201")
 
 
 def test_a_cycle_that_stops_after_its_first_steps_is_found():
     """Both ranks wait for what the other one sends behind it."""
-    program = body(p=2, m=2)
-    late = moved(program, 0, Op(Kind.BW, 0, 0), Op(Kind.F, 0, 1))
+    late = moved(body(p=2, m=2), 0, Op(Kind.BW, 0, 0), Op(Kind.F, 0, 1))
     late = moved(late, 1, Op(Kind.F, 1, 1), Op(Kind.BW, 1, 0))
     assert problem(late).code == "E201"
     assert [one.code for one in _stops(late)] == ["E201"]
+
+
+GIVEN = {"f": 1.0, "b": 1.0, "w": 1.0}
+OTHERS = [
+    {"parallel": {"tp": 2}},
+    {"parallel": {"shard": "optimizer", "dp": 2}},
+    {"parallel": {"vocabulary": "shared"}},
+    {"model": {"tie_embeddings": True}},
+    {"model": {"dtype": "bfloat16"}},
+    {"memory": {"activations": "offload"}},
+    {"freeze": {"most": 0.5}},
+    {"schedule": {"slices": 2}},
+    {"kind": "auto"},
+]
+
+
+def two(**changes):
+    optimizer = {"sync": "two-versions", **changes.pop("optimizer", {})}
+    return job(**{"kind": "1f1b", "costs": GIVEN, **changes}, optimizer=optimizer)
+
+
+def codes(**changes):
+    with pytest.raises(ZbcError) as found:
+        two(**changes)
+    return {one.code for one in found.value.errors}
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=str)
+def test_what_excludes_it_is_refused(changes):
+    assert "E118" in codes(**changes)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "code", "fine"),
+    [
+        ({"clip_grad_norm": 1.0}, "E125", {"clip_grad_norm": None, "clip_stage_norm": 1.0}),
+        ({"every": 2}, "E118", {"sync": "asynchronous"}),
+        ({"lookahead": True}, "E118", {"sync": "asynchronous"}),
+        ({"sync": "asynchronous", "every": 3}, "E118", {"every": 2}),  # does not divide the microbatches of a step
+        ({"sync": "before-step", "clip_stage_norm": 1.0}, "E118", {"sync": "two-versions"}),
+    ],
+)
+def test_what_the_optimizer_cannot_do_in_such_steps_is_refused_and_what_helps_is_fine(optimizer, code, fine):
+    assert codes(m=8, optimizer=optimizer) == {code}
+    two(m=8, optimizer={**optimizer, **fine})
+
+
+def test_its_report_says_the_period_the_flush_and_the_delay():
+    made = compile_job(two(m=8))
+    steps = made.report.flushless
+    assert (steps.period_ms, steps.delay, steps.alone) == (24.0, (1, 1, 1, 1), False)
+    assert made.settled_ms == 24.0 < steps.flush_ms
+    alone = compile_job(two(m=8, optimizer={"sync": "asynchronous"})).report.flushless
+    assert (alone.period_ms, alone.delay, alone.alone) == (24.0, (3, 2, 1, 0), True)
+
+
+def test_memory_counts_a_second_copy_of_the_weights():
+    plain = compile_job(two(m=8, optimizer={"sync": "before-step"}))
+    both = compile_job(two(m=8))
+    for one, other in zip(plain.memory, both.memory, strict=True):
+        assert other.weights == pytest.approx(2 * one.weights, rel=0.02)  # constants are there once
+        assert other.units == one.units
+
+
+def test_too_few_microbatches_are_named_with_their_place():
+    with refused("E210") as found:
+        compile_job(two(m=2))
+    assert found.value.where is not None
+
+
+@pytest.mark.parametrize("seeds", few([range(start, start + 20) for start in range(0, 100, 20)], 1), ids=str)
+def test_periods_and_peaks_are_those_of_the_unrolled_steps(seeds):
+    assert [found for found in map(wrong_cycle, seeds) if found is not None] == []
+
+
+@pytest.mark.parametrize(("m", "comm", "steps"), [(3, 0.3, [10.2, 10.2, 10.2, 10.8]), (3, 0.1, [9.4, 9.4, 9.4, 9.6])])
+def test_the_period_is_the_mean_of_steps_that_come_again(m, comm, steps):
+    made = compile_job(two(m=m, costs={**GIVEN, "comm": comm}))
+    ends = cycles.ends(
+        [[str(op) for op in ops] for ops in made.program.ranks],
+        m,
+        range(4),
+        Work([1.0] * 4, [2.0] * 4, [0.0] * 4, comm),
+        30,
+    )
+    assert sorted(b - a for a, b in pairwise(ends[0][20:25])) == pytest.approx(steps)
+    assert made.settled_ms == pytest.approx(sum(steps) / 4)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 2), (4, 3)])
+def test_with_p_minus_1_microbatches_a_rank_holds_more_than_with_a_flush(p, m):
+    made = compile_job(two(pp=p, m=m))
+    assert [rank.units for rank in made.memory] == list(range(p, 0, -1))
+    with refused("E302"):
+        compile_job(two(pp=p, m=m, schedule={"memory_limit": f"{m / p}x"}))
+
+
+@pytest.mark.parametrize("sync", ["two-versions", "asynchronous"])
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 2), (4, 7), (5, 4), (4, 8)])
+def test_receives_of_a_cycle_are_placed_by_order(p, m, sync):
+    """Messages that wait for a buffer are the default where times are estimated."""
+    made = compile_job(job(kind="1f1b", pp=p, m=m, optimizer={"sync": sync}))
+    for ops in made.program.ranks:
+        received = [op for op in ops if op.kind.is_recv]
+        assert len(received) == len({(op.kind, op.stage, op.mb % NEXT) for op in received})
+    eager = period_of(made.program, made.costs.over("eager"))
+    assert made.settled_ms == pytest.approx(eager), "no message waits for its buffer"

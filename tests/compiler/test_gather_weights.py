@@ -1,6 +1,4 @@
-"""Weights that come and go: gathers placed by farthest next use, what they cost, and the checks of E208."""
-
-from __future__ import annotations
+"""Weights that come and go: gathers by farthest next use, the checks of E208, and replicas that take them one-sided."""
 
 import itertools
 import json
@@ -11,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.jobs import job
 from zbc.compiler.check import check_all
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.gather_weights import GatherWeights, RenewWeights
@@ -23,6 +23,7 @@ from zbc.compiler.schedules.request import Request
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
+from zbc.plan.directory import read_manifest
 
 ROWS = json.loads((Path(__file__).parents[1] / "reference" / "gathers.json").read_text())["rows"]
 ONE_PIPE = sorted(
@@ -57,8 +58,7 @@ def counts(program, kind=Kind.GATHER):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(str(row[key]) for key in list(row)[:5]))
 def test_gathers_and_times_are_those_of_the_reference(row):
     shape = row["schedule"], row["p"], row["m"], row["v"], row["resident"]
-    context = gathered(*shape, closed=False)
-    assert counts(context.program) == row["gathers_per_rank"]
+    assert counts(gathered(*shape, closed=False).program) == row["gathers_per_rank"]
     for gather, makespan in row.get("makespan_with_gather_of", {}).items():
         assert gathered(*shape, float(gather), closed=False).timeline.makespan == pytest.approx(makespan, abs=1e-5)
 
@@ -198,8 +198,7 @@ FAULTS = {
 
 def free_before_its_op(ops):
     free = ops.index(Op.parse("FREE s0"))
-    last = max(i for i, op in enumerate(ops[:free]) if op.kind.computes)
-    ops.insert(last, ops.pop(free))
+    ops.insert(max(i for i, op in enumerate(ops[:free]) if op.kind.computes), ops.pop(free))
 
 
 def drop_last_free(ops):
@@ -217,9 +216,70 @@ def test_a_fault_of_gathers_is_e208(fault):
 
 def test_weights_may_go_before_a_w_unless_it_needs_them():
     def early(ops):
-        frees = [i for i, op in enumerate(ops) if op.kind is Kind.FREE]
-        i = frees[-1]
+        i = [i for i, op in enumerate(ops) if op.kind is Kind.FREE][-1]
         last = max(k for k, op in enumerate(ops) if op.stage == ops[i].stage and op.kind in (Kind.B, Kind.BW))
         ops.insert(last + 1, ops.pop(i))
 
     check_all(broken(early))
+
+
+BASE = {"kind": "interleaved-1f1b", "m": 4, "schedule": {"chunks": 2}}
+
+
+def asked(dp=2, pp=4, shard="weights", exchange="one-sided", **more):
+    parallel = {"pp": pp, "dp": dp, "shard": shard, "exchange": exchange, **more.pop("parallel", {})}
+    return job(**{**BASE, "parallel": parallel, **more})
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
+def test_it_is_for_weights_that_come_and_go(shard):
+    with pytest.raises(ZbcError, match=r'E115.*goes with shard = "weights" or "all"'):
+        asked(shard=shard)
+
+
+def test_not_for_two_pipes():
+    with pytest.raises(ZbcError, match=r"E118.*chimera, a schedule with several copies"):
+        compile_job(asked(kind="chimera", schedule={}))
+
+
+def test_replicas_of_a_rank_are_put_on_one_node():
+    """Which sends more between nodes than the tile that would be taken else."""
+    hardware = {"hardware": {"ranks_per_node": 4}, "schedule": {"chunks": 2, "microbatch_size": 256}}
+    compiled = compile_job(asked(dp=4, **hardware))
+    assert compiled.program.node == (1, 4) and compiled.program.one_sided
+    assert compile_job(asked(dp=4, exchange="collective", **hardware)).program.node != (1, 4)
+    assert compile_job(asked(dp=2, **hardware)).program.node == (2, 2)
+    alone = compile_job(asked(dp=2, hardware={"ranks_per_node": 8})).program
+    assert alone.node is None, "all of the run is on one"
+
+
+@pytest.mark.parametrize(
+    ("dp", "more"),
+    [
+        (4, {"hardware": {"ranks_per_node": 2}}),
+        (4, {"hardware": {"ranks_per_node": 4}, "parallel": {"node": [4, 1]}}),
+        (2, {"hardware": {"ranks_per_node": 4}, "parallel": {"order": [0, 1, 2, 3, 4, 5, 6, 7]}}),
+    ],
+)
+def test_replicas_on_several_nodes_are_refused(dp, more):
+    with pytest.raises(ZbcError, match=r"E118.*the replicas of rank 0 are on 2 nodes|E118.*are on 4 nodes") as caught:
+        compile_job(asked(dp=dp, **more))
+    assert 'use "collective"' in caught.value.hint
+
+
+def test_windows_take_the_place_of_messages():
+    """Each window has a row of its weights, and a slot of each replica for their gradients."""
+    met, taken = (compile_job(asked(exchange=how)) for how in ("collective", "one-sided"))
+    assert met.program.ranks == taken.program.ranks
+    for one, other in zip(met.costs.bytes, taken.costs.bytes, strict=True):
+        assert one.window == other.summed == other.gathered == other.pending == 0
+        assert other.window == pytest.approx(one.summed + one.gathered / 3), "messages of a rank and of its replicas"
+    for one, other in zip(met.memory, taken.memory, strict=True):
+        assert other.weights > one.weights and other.together <= one.together
+
+
+def test_a_manifest_says_so(tmp_path):
+    compile_job(asked()).write(tmp_path / "taken")
+    compile_job(asked(exchange="collective")).write(tmp_path / "met")
+    assert read_manifest(tmp_path / "taken").one_sided and not read_manifest(tmp_path / "met").one_sided
+    assert '"one_sided"' not in (tmp_path / "met" / "plan.json").read_text()

@@ -1,15 +1,17 @@
-"""Activations that go to the host: limits are kept, times are those of the published pass or better."""
-
-from __future__ import annotations
+"""Activations that go to the host: limits are kept, links shared, times those of the published pass or better."""
 
 import itertools
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from tests.check import clocked
+from tests.cli.test_offload import planned
 from tests.compiler.test_paper_tables import rows
 from tests.jobs import job
+from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
@@ -20,8 +22,9 @@ from zbc.compiler.memory.per_rank import curve, peaks
 from zbc.compiler.passes.offload import Offload
 from zbc.compiler.passes.offload_view import View
 from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.sim import simulate
 from zbc.compiler.sim.context import Context
-from zbc.errors import ZbcError
+from zbc.compiler.sim.links import Links, by_time
 from zbc.ir import COPY, Kind
 
 REFERENCE = rows("offload_orders.csv")
@@ -74,8 +77,7 @@ def compared(sample):
 
 
 def test_no_slower_than_the_published_pass_at_its_own_peaks():
-    small = [row for row in MOVED if int(row["p"]) <= 6]
-    found = compared(random.Random(5).sample(small, 12))
+    found = compared(random.Random(5).sample([row for row in MOVED if int(row["p"]) <= 6], 12))
     assert sum(late > 1e-4 for late, _, _ in found) == 0
     assert sum(ours for _, ours, _ in found) < 0.75 * sum(theirs for _, _, theirs in found)
 
@@ -105,17 +107,15 @@ def test_every_limit_down_to_the_floor_is_kept_in_a_complete_program(name):
     floor = max(view.floor for view in views)
     plain = begun.timeline.makespan
     for limit in (floor, (floor + before) / 2, before):
-        lowering = Lowering(offload=Offload((limit,) * 4, ALL))
-        found = lowering.lower(Context(program, costs))
+        found = Lowering(offload=Offload((limit,) * 4, ALL)).lower(Context(program, costs))
         assert keeps(found, limit)
         work = [[op for op in ops if op.kind not in COPY] for ops in found.program.ranks]
         assert work == [list(ops) for ops in Lowering().lower(Context(program, costs)).program.ranks]
         assert found.timeline.makespan >= plain - 1e-9
         for rank in range(4):
             assert max(units for _, units in curve(found.timeline, rank, costs)) <= limit + 1e-6
-    with pytest.raises(ZbcError) as caught:
+    with refused("E303"):
         Lowering(offload=Offload((floor - 0.01,) * 4, ALL)).lower(Context(program, costs))
-    assert caught.value.code == "E303"
 
 
 def test_groups_stay_whole():
@@ -128,8 +128,7 @@ def test_groups_stay_whole():
 
 def test_where_nothing_has_to_move_the_program_is_the_same_one():
     program = SCHEDULES["1f1b"].make(Request(4, 8, 1))
-    context = Context(program, with_copies(program))
-    assert moved(program, context, 4.0).program is program
+    assert moved(program, Context(program, with_copies(program)), 4.0).program is program
 
 
 def test_only_stages_that_may_are_moved_and_twice_the_same():
@@ -225,3 +224,73 @@ def test_nothing_moves_before_a_step_without_a_barrier_knows_that_its_forwards_s
         kinds = [op.kind for op in ops]
         assert Kind.OFFLOAD in kinds and not COPY & {*kinds[: kinds.index(Kind.REDO)]}
     assert max(rank.peak_activation_units for rank in made.report.per_rank) <= 3 * float(limit[:-1]) + 1e-6
+
+
+def lowered(name, p=4, m=8, k=0.7, limit=2.0, **changes):
+    """A complete program whose ranks keep to a limit, at costs with `changes`."""
+    card = SCHEDULES[name]
+    program = card.make(Request(p, m, card.default_chunks))
+    costs = replace(with_copies(program, 1.0, 1.1, 0.9, 0.05, k=k), **changes)
+    return Lowering(offload=Offload((limit,) * p, ALL)).lower(Context(program, costs))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gis", "interleaved-1f1b", "gpipe"])
+@pytest.mark.parametrize("rendezvous", [False, True])
+def test_walked_by_time_a_program_takes_as_long_as_in_any_order(name, rendezvous):
+    found = lowered(name, rendezvous=rendezvous)
+    plain, costs = found.timeline, found.costs
+    length = simulate.lengths(found.graph, costs)
+    start, end = [0.0] * len(length), [0.0] * len(length) + [0.0] * 5
+    order = by_time(found.graph, end, posted=rendezvous)
+    simulate._slowly(found.graph, costs, order, length, start, end, Links(found.graph, costs))
+    assert start == pytest.approx(plain.start) and end == pytest.approx(plain.end)
+
+
+@pytest.mark.parametrize("shared", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "gis"])
+def test_no_two_copies_of_a_direction_are_on_a_link_at_once(name, shared):
+    found = lowered(name, shared=shared)
+    assert keeps(found, 2.0)
+    assert clocked.problems(found.timeline, found.costs) == []
+
+
+def test_the_clock_finds_copies_that_share_a_link_and_do_not_know_it():
+    alone = lowered("1f1b")
+    assert clocked.problems(alone.timeline, alone.costs) == []
+    assert clocked.problems(alone.timeline, replace(alone.costs, shared=2)) != []
+
+
+def test_a_pass_that_knows_of_the_link_is_faster_than_one_that_does_not():
+    blind = lowered("gis", p=8, m=24, k=0.4, limit=3.0)
+    told = lowered("gis", p=8, m=24, k=0.4, limit=3.0, shared=2)
+    late = Context(blind.program, told.costs).timeline.makespan
+    assert blind.timeline.makespan <= told.timeline.makespan < late
+
+
+def beside_published(rows):
+    """How much longer than the published lists take when pairs of ranks run them in lock step, as shares."""
+    for row in rows:
+        plain = case(row)
+        context = Context(plain.program, replace(plain.costs, shared=2, alone=0.7))
+        found = moved(context.program, context, float(row["peak_after"]))
+        assert clocked.problems(found.timeline, found.costs) == []
+        yield found.timeline.makespan / float(row["makespan_replayed"]) - 1
+
+
+def test_pairs_on_a_link_are_mostly_as_fast_as_published_lists_replayed():
+    late = [*beside_published(random.Random(3).sample([row for row in MOVED if int(row["p"]) <= 6], 24))]
+    assert sum(one <= 1e-4 for one in late) >= 0.9 * len(late) and max(late) < 0.092
+
+
+@pytest.mark.repeats
+@pytest.mark.parametrize("part", range(8))
+def test_pairs_on_a_link_in_every_row_of_the_reference(part):
+    late = [*beside_published(MOVED[part::8])]
+    assert sum(one <= 1e-4 for one in late) >= 0.8 * len(late) and max(late) < 0.092
+
+
+def test_a_job_says_how_many_ranks_share_a_link(tmp_path):
+    alone = planned(tmp_path, "gis")
+    both = planned(tmp_path, "gis", hardware={"host_shared": 4})
+    assert (alone.costs.shared, both.costs.shared) == (1, 4)
+    assert both.timeline.makespan > alone.timeline.makespan

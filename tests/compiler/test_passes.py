@@ -1,7 +1,5 @@
 """Passes, each shown as listing -> listing, and what all of them leave alone."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -72,8 +70,7 @@ def test_a_gradient_leaves_before_the_weight_gradient_that_follows_it():
 
 
 def test_the_step_ends_with_one_agreement_and_one_step_per_stage():
-    placement = Placement.vshape(2)
-    after = listing(ran(OptimizerStep(), Program(placement, 1, ((), ()))))
+    after = listing(ran(OptimizerStep(), Program(Placement.vshape(2), 1, ((), ()))))
     assert after == [["VALIDATE", "STEP s0", "STEP s3"], ["VALIDATE", "STEP s1", "STEP s2"]]
 
 
@@ -89,8 +86,7 @@ def test_without_a_barrier_the_step_before_is_closed_in_the_warm_up():
 
 def test_only_replicated_stages_are_reduced_and_every_holder_meets_in_one_order():
     """Stage 1 is done first, so all start with it; rank 1 is done with its copy of stage 0 before it begins."""
-    mirrored = Placement.bidirectional((0, 1))
-    ops = program("F s0 m0\nBW s0 m0", "F s1 m0\nBW s1 m0", placement=mirrored)
+    ops = program("F s0 m0\nBW s0 m0", "F s1 m0\nBW s1 m0", placement=Placement.bidirectional((0, 1)))
     assert listing(ran(ReduceGrads(), ops)) == [
         ["REDUCE s1", "F s0 m0", "BW s0 m0", "REDUCE s0"],
         ["F s1 m0", "BW s1 m0", "REDUCE s1", "REDUCE s0"],
@@ -186,6 +182,5 @@ def test_lowering_changes_neither_the_compute_order_nor_the_prediction(name, p, 
             assert timed(after, *times).makespan == pytest.approx(timed(before, *times).makespan)
         transfers = sum(op.kind.is_transfer for _, _, op in after)
         pipe = before.placement.pipes[0]
-        crossings = sum(a != b for a, b in pairwise(pipe))
-        assert transfers == 2 * 2 * crossings * m
+        assert transfers == 2 * 2 * sum(a != b for a, b in pairwise(pipe)) * m
         assert after.history[1:] == tuple(one.name for one in Lowering().passes() if one.name != "reduce-grads")

@@ -1,7 +1,5 @@
 """A recorded run against its prediction: where all goes as predicted nothing deviates, else the report names why."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -66,8 +64,7 @@ def test_two_copies_of_the_pipeline_are_taken_apart_rank_by_rank(tmp_path):
     found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, 3, 2.0))), again=False)
     assert [rank.rank for rank in found.ranks] == [0, 1, 2, 3]
     assert [one.rank for one in found.slow_ranks] == [3] and found.slow_ranks[0].ratio == pytest.approx(2.0)
-    waits = found.ranks[2].measured.senders
-    assert set(waits) == {3} and set(found.ranks[0].measured.senders) == {1}
+    assert set(found.ranks[2].measured.senders) == {3} and set(found.ranks[0].measured.senders) == {1}
     assert found.ranks[0].measured.drain > 10  # for the slower copy
 
 
@@ -260,8 +257,7 @@ def test_the_simulator_with_measured_times_finds_the_step_that_was_measured(tmp_
     computing, stages = [kind for kind in Kind if kind.computes], range(plan.costs.stages)
     times = {(kind, s): 2.0 + ((7 * s + len(kind.value)) % 5) for s in stages for kind in computing}
     world = as_predicted(plan, op=lambda op, rank, step: times[op.kind, op.stage], transfer=0.05, data=0.1, agree=1.0)
-    trace = record(plan, tmp_path, world)
-    steps = typical(trace)
+    steps = typical(record(plan, tmp_path, world))
     again = simulate(plan.program, measured(plan.costs, times_of(steps)))
     assert again.makespan == pytest.approx(steps[0].makespan_ns / MS, rel=0.02)
 
@@ -290,8 +286,7 @@ def test_slices_are_put_together_to_whole_microbatches(tmp_path, kind):
 
 def test_a_new_plan_under_measured_times_moves_layers_off_the_stage_that_is_slow(tmp_path):
     plan = compiled("zb-h1", costs={**GIVEN, "per": "layer"}, layers=12)
-    world = as_predicted(plan, op=slowed(plan, 1, 2.0))
-    found = report.build(record(plan, tmp_path, world)).replan
+    found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, 1, 2.0)))).replan
     before, after = ([sum(n.startswith("layers.") for n in names) for names in cut] for cut in (plan.layers, found.cut))
     assert found.changed and after[1] < before[1] and sum(after) == 12
     assert found.gain > 0.1 and found.planned_ms == pytest.approx((1 - found.gain) * found.present_ms)

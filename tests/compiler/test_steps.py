@@ -1,7 +1,5 @@
 """What steps in a row cost, with the optimizer's barrier and without it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice, pairwise
 
@@ -31,8 +29,7 @@ def either_way(order, costs):
     """Of an order, from both of its complete programs alike."""
     timeline = simulate(order, costs)
     found = of_complete(Context(lower(order, costs=costs), costs))
-    ahead = lower(order, "post-validate", costs)
-    assert of_complete(Context(ahead, costs)) == pytest.approx(found)
+    assert of_complete(Context(lower(order, "post-validate", costs), costs)) == pytest.approx(found)
     assert found[0] == pytest.approx(settled(lower(order, costs=costs), costs))
     assert found[0] >= timeline.makespan
     return found

@@ -1,7 +1,5 @@
 """Bidirectional and wave schedules: the reference orders, closed forms, cuts in half, and any p and m."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from tests.compiler.grid import WAVES, make, timed, units
 from tests.compiler.test_paper_tables import rows
 from tests.lowered import lower
+from tests.refusals import refused
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.cost.cost import Costs
@@ -168,8 +167,7 @@ COSTS = [(1.0, 1.0, 1.0, 0.1, 1.0), (18.5, 18.1, 9.3, 0.6, 0.4), (1.0, 1.5, 0.5,
 @pytest.mark.parametrize("share", few([0.6, 0.75, 1.0, 1.5], (0.6, 1.0)))
 def test_a_memory_limit_is_never_exceeded_and_more_memory_never_hurts(times, share):
     for name, p, m, v in (("chimera-zb", 4, 9, 1), ("bitpipe-zb", 4, 6, 2), ("bitpipe-zb", 5, 10, 2)):
-        placement = SCHEDULES[name].placement(p, v)
-        costs = Costs.uniform(placement, *times)
+        costs = Costs.uniform(SCHEDULES[name].placement(p, v), *times)
         program = SCHEDULES[name].make(Request(p, m, v, costs=costs, memory_limit=share * p))
         assert max(rank.units for rank in peaks(program, costs)) <= share * p + 1e-6
         roomy = SCHEDULES[name].make(Request(p, m, v, costs=costs, memory_limit=2.0 * p))
@@ -182,10 +180,8 @@ def test_the_least_memory_is_that_of_one_microbatch_and_below_it_the_answer_is_w
     program = SCHEDULES[name].make(Request(4, 5, v, memory_limit=1.0))
     assert max(units(program)) == pytest.approx(1.0)
     check_all(lower(program))
-    with pytest.raises(ZbcError) as caught:
+    with refused("E303", hint='"0.25x"'):
         SCHEDULES[name].make(Request(4, 5, v, memory_limit=0.9))
-    assert caught.value.code == "E303"
-    assert '"0.25x"' in caught.value.hint
 
 
 def test_longer_units_trade_memory_for_time():
@@ -204,16 +200,13 @@ def test_dualpipe_wants_an_even_number_of_ranks_and_says_which():
         find("dualpipe").check_ranks(5)
     assert (caught.value.code, caught.value.hint) == ("E120", "set parallel.pp = 4 or 6")
     find("dualpipe").check_ranks(6)
-    with pytest.raises(ZbcError) as caught:
+    with refused("E120"):
         make("dualpipe", 3, 8)
-    assert caught.value.code == "E120"
 
 
 def test_hanayo_wants_an_even_number_of_stages_per_rank():
-    with pytest.raises(ZbcError) as caught:
+    with refused("E120", hint="set schedule.chunks = 4"):
         find("hanayo").stages_per_rank(3)
-    assert caught.value.code == "E120"
-    assert "set schedule.chunks = 4" in caught.value.hint
     assert find("hanayo").stages_per_rank(6) == 6
 
 
@@ -227,8 +220,7 @@ def test_a_mirrored_placement_holds_every_stage_twice():
 def test_annealing_keeps_every_op_and_the_limit_and_gains(monkeypatch, name, p, m, v):
     """An odd number of microbatches gives the pipes different shares."""
     monkeypatch.setattr("zbc.compiler.search.shifting.available", lambda: False)  # compiled, it does the same
-    placement = SCHEDULES[name].placement(p, v)
-    costs = Costs.uniform(placement, 18.5, 18.1, 9.3, 0.6, 0.4)
+    costs = Costs.uniform(SCHEDULES[name].placement(p, v), 18.5, 18.1, 9.3, 0.6, 0.4)
     gained = 0
     for limit in (0.8 * p, float(p)):
         found = []

@@ -1,7 +1,5 @@
 """Every command block of the README and the docs runs, in order, in a folder that holds what a clone holds."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -160,12 +158,10 @@ def test_the_plugin_of_the_docs_plans(tmp_path, monkeypatch):
     from tests.jobs import toml_text
     from zbc.compiler.compile import compile_job, load_job
 
-    code = blocks_of("extending.md")[0]
-    (tmp_path / "my_order.py").write_text(code)
+    (tmp_path / "my_order.py").write_text(blocks_of("extending.md")[0])
     (tmp_path / "zbc.toml").write_text(toml_text().replace('kind = "1f1b"', 'plugin = "my_order:make"'))
     monkeypatch.syspath_prepend(tmp_path)
-    compiled = compile_job(load_job(tmp_path / "zbc.toml"))
-    assert compiled.report.deadlock_free
+    assert compile_job(load_job(tmp_path / "zbc.toml")).report.deadlock_free
 
 
 def blocks_of(name):

@@ -1,7 +1,5 @@
 """Orders that deadlock, made at random from orders that work."""
 
-from __future__ import annotations
-
 from random import Random
 
 from zbc.compiler.check import check_all

@@ -1,6 +1,4 @@
-"""Plans in the forms of other tools: what they say is what the plan does, and what they cannot say is refused."""
-
-from __future__ import annotations
+"""Plans in the forms of other tools, Megatron's layout string among them: said in full, or refused."""
 
 import json
 import re
@@ -9,10 +7,14 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import tomli
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import zbc
 from tests.jobs import job
+from tests.refusals import refused
 from zbc.api import DIALECTS, EXPORTS
+from zbc.compiler.compile import compile_job
 from zbc.compiler.partition import megatron_layout
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
@@ -166,9 +168,8 @@ def test_torchtitan_has_no_words_for_other_placements():
     ],
 )
 def test_what_a_tool_would_run_otherwise_is_refused(plans, kind, target, reason):
-    with pytest.raises(ZbcError) as caught:
+    with refused("E413") as caught:
         plans[kind].export(target)
-    assert caught.value.code == "E413"
     assert reason in "\n".join(caught.value.details)
 
 
@@ -183,10 +184,8 @@ def test_a_model_of_the_users_own_has_no_words_elsewhere(target):
 @pytest.mark.parametrize("target", ["megatron", "torchtitan"])
 def test_an_order_alone_is_no_model(tmp_path, target):
     (tmp_path / "x.csv").write_text("0F0,0B0\n1F0,1B0\n")
-    with pytest.raises(ZbcError) as caught:
+    with refused("E413", "order alone"):
         zbc.load(tmp_path / "x.csv").export(target)
-    assert caught.value.code == "E413"
-    assert "order alone" in caught.value.message
 
 
 def test_every_target_of_the_command_line_has_a_writer():
@@ -206,9 +205,8 @@ def test_the_lowered_form_has_every_transfer_of_the_plan_and_one_sum_per_stage(p
             f"{stage}REDUCE_GRAD" for stage in {op.stage for op in ops if op.kind.value == "F"}
         )
     assert rows[0][-1] == "0REDUCE_GRAD", "behind the last backward"
-    with pytest.raises(ZbcError) as caught:
+    with refused("E413"):
         plan.export("megatron", dialect="compute_comms")
-    assert caught.value.code == "E413"
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
@@ -232,3 +230,85 @@ def test_the_lowered_form_since_torch_2_15_waits_once_for_all_that_it_begins(nam
     with pytest.raises(ZbcError, match="not an action") as caught:
         torch_csv.read(tmp_path / "lowered.csv")
     assert {error.hint for error in caught.value.errors} == {caught.value.errors[0].hint}
+
+
+GOOD = {
+    "Et*3|t*4|t*4|t*3L": (3, 4, 4, 3),
+    "E|(tt|)*3,t*2|L": (0, 2, 2, 2, 2, 0),
+    "Ettt|(t|)*2t,L": (3, 1, 1, 1),
+    "Et*0|tL": (0, 1),
+    "E|L": (0, 0),
+    "Et,t|tL": (2, 1),
+    "EL": (0,),
+}
+BAD = {
+    "": "its layers are none",
+    "tt|tt": "its layers are t*4",
+    "tE|tL": "its layers are tEtL",
+    "Et|tLt": "its layers are Et*2Lt",
+    "Et|Et|tL": "its layers are EtEt*2L",
+    "Et|xt|tL": "stage 1 has 'x'",
+    "Et|tm|L": "multi-token prediction",
+    "Et|(t|tL": "'(' at character 4",
+    "Et|((t|)*2)*2L": "'(' at character 4",
+    "E t|tL": "' ' at character 2",
+    "Et|()*2|tL": "'(' at character 4",
+    "Et|(,)*2|tL": "'(' at character 4",
+    "Et|(t|)L": "brackets without *n at character 4",
+    "Et*|tL": "'*' at character 3",
+    "*3EtL": "'*' at character 1",
+    "Et*9999999|L": "more than a hundred thousand",
+    "Et|t*3|tL!": "'!' at character 10",
+}
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_layouts_say_how_many_layers_each_stage_has(text):
+    assert megatron_layout.loads(text) == GOOD[text]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_no_layout_is_refused_with_what_was_found(text):
+    with refused("E132") as caught:
+        megatron_layout.loads(text, "zbc.toml:3:4")
+    assert caught.value.where == "zbc.toml:3:4"
+    assert BAD[text] in f"{caught.value.message} {caught.value.hint}"
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+def test_what_is_written_reads_back(counts):
+    names, number = [], 0
+    for count in counts:
+        names.append([f"layers.{number + i}" for i in range(count)])
+        number += count
+    names[0].insert(0, "embed")
+    names[-1].append("head")
+    assert megatron_layout.loads(megatron_layout.dumps(names)) == tuple(counts)
+
+
+def test_a_job_is_cut_as_its_layout_says():
+    compiled = compile_job(job(pp=4, layers=8, partition={"layout": "Et|t*3|t*3|tL"}))
+    assert [len(part) for part in compiled.layers] == [2, 3, 3, 2]
+    assert compiled.layers[0] == ("embed", "layers.0")
+    assert megatron_layout.dumps(compiled.layers) == "Et|t*3|t*3|tL"
+
+
+@pytest.mark.parametrize(
+    ("partition", "code", "piece"),
+    [
+        ({"layout": "Et*3|t*3|tL"}, "E131", "it needs 3 bars"),
+        ({"layout": "Et*3|t*3|t|L"}, "E131", "do not add up"),
+        ({"layout": "Et*8||L|L"}, "E132", "its layers"),
+        ({"layout": "Et*4||t*4|L"}, "E131", "stage 1 has no layers"),
+    ],
+)
+def test_layouts_that_do_not_go_with_the_job_are_refused(partition, code, piece):
+    with refused(code) as caught:
+        compile_job(job(pp=4, layers=8, partition=partition))
+    assert piece in caught.value.render()
+
+
+def test_layout_and_layers_per_stage_exclude_each_other():
+    with refused("E110"):
+        job(pp=2, layers=2, partition={"layout": "Et|tL", "layers_per_stage": [1, 1]})

@@ -1,7 +1,5 @@
 """The plan as a networkx graph: its nodes are those of the timeline, and its edges are all that a start waits for."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import networkx as nx
@@ -69,8 +67,7 @@ def test_nodes_are_the_ops_messages_and_collectives_of_the_timeline(plans, way):
     nodes = {(one["rank"], one["step"]): one for _, one in graph.nodes(data=True)}
     assert len(nodes) == len(graph)
     for span in timeline:
-        step = program.ranks[span.rank].index(span.op)
-        one = nodes[span.rank, step]
+        one = nodes[span.rank, program.ranks[span.rank].index(span.op)]
         assert (one["op"], one["kind"]) == (str(span.op), span.op.kind.value)
         assert (one["start"], one["end"]) == (span.start, span.end)
     sent = [program.placement.text(op) for ops in program.ranks for op in ops if op.kind.is_send]

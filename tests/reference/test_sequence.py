@@ -1,7 +1,5 @@
 """Slices of microbatches against published orders, closed forms and the orders of a prototype; see README.md."""
 
-from __future__ import annotations
-
 import csv
 import re
 from itertools import pairwise

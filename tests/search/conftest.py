@@ -1,7 +1,5 @@
 """Both engines, made once: compiling takes seconds."""
 
-from __future__ import annotations
-
 import pytest
 
 from zbc.compiler.search.engine import Engine

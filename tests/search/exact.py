@@ -9,8 +9,6 @@ of at most `FINEST` (any short decimal, and its share of a few chunks). Otherwis
 and smaller, so the optimum of the integers is never above the true one, and the bound stays a bound.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

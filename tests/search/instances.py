@@ -1,7 +1,5 @@
 """Random pipelines: uneven times and memory, limits from the least that works up."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random

@@ -1,7 +1,5 @@
 """Random jobs whose units of activations are not shares of their bytes, under limits in units and in bytes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """Orders of few microbatches, repeated for many; and steps that are long because of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -74,8 +72,7 @@ def test_many_microbatches_take_no_longer_than_the_published_block(kind, p, m, p
 
 @pytest.mark.parametrize("seed", few(range(6), 2))
 def test_both_engines_repeat_the_same(seed, plain, compiled):
-    given = instance(seed, ranks=3, chunks=2, microbatches=4)
-    problem = replace(given.problem, m=40)
+    problem = replace(instance(seed, ranks=3, chunks=2, microbatches=4).problem, m=40)
     assert cyclic.reduced(problem) is not None
     results = [search(problem, "makespan", Effort(400_000), engine).best for engine in (plain, compiled)]
     assert results[0] == results[1]

@@ -1,18 +1,19 @@
-"""The least memory any order needs: it is enough, less is not, and the error that says so can be taken at its word."""
-
-from __future__ import annotations
+"""The least memory any order needs, limits in units and bytes, and the error that can be taken at its word."""
 
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import pytest
 
 from tests.jobs import job
+from tests.refusals import refused
 from tests.search.instances import costs, instance
+from tests.search.limited import wrong_limits
 from tests.tiers import dealt, few
-from zbc.compiler.compile import compile_job
+from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
@@ -20,6 +21,7 @@ from zbc.compiler.search.feasible import least, one_by_one
 from zbc.compiler.search.problem import Problem
 from zbc.errors import ZbcError
 from zbc.ir import Placement
+from zbc.text import GIB
 
 KINDS = [("zb-auto", 1), ("v-auto", 2), ("1f1b-v", 2), ("looped-zb", 2), ("looped-zb", 3)]
 
@@ -103,10 +105,8 @@ def test_below_the_least_memory_the_error_names_a_limit_that_works(name, v):
         limits = needs(name, asked)
         short = rng.randrange(p)
         limits[short] -= 1e-3
-        with pytest.raises(ZbcError) as caught:
+        with refused("E303", f"rank {short} ") as caught:
             make(replace(asked, memory_limit=tuple(limits)))
-        assert caught.value.code == "E303"
-        assert f"rank {short} " in caught.value.message
         share = float(re.search(r'"([\d.]+)x"', caught.value.hint)[1])
         program = make(replace(asked, memory_limit=share * p))
         assert max(rank.units for rank in peaks(program, asked.costs)) <= share * p + 2e-6
@@ -125,9 +125,8 @@ def test_a_job_with_too_little_memory_is_told_how_much_works(kind, asked):
     def planned(limit):
         return compile_job(job(kind=kind, schedule={"memory_limit": limit}), budget=0.0)
 
-    with pytest.raises(ZbcError) as caught:
+    with refused("E303") as caught:
         planned(asked)
-    assert caught.value.code == "E303"
     enough = re.search(r'memory_limit = "([^"]+)"', caught.value.hint)[1]
     planned(enough)
     amount, unit = re.fullmatch(r"([\d.]+)( GiB|x)", enough).groups()
@@ -144,3 +143,30 @@ def test_v_half_and_v_min_keep_to_their_memory(name, units):
             program = SCHEDULES[name].make(Request(p, m, 2))
             used = peaks(program, Costs.uniform(program.placement))
             assert max(rank.units for rank in used) <= units(p) + 1e-6
+
+
+PAPER = Path(__file__).parent.parent.parent / "plans" / "paper-1.5b.toml"
+
+
+@pytest.mark.parametrize("seed", few(range(48), 16))
+def test_plans_keep_to_units_and_to_bytes(seed):
+    assert wrong_limits(seed) is None
+
+
+@pytest.mark.parametrize("kind", few(["zb-v", "v-half", "v-min"], ("v-half",)))
+def test_a_device_with_room_changes_no_plan(kind):
+    free, roomy = (
+        compile_job(load_job(PAPER, more, kind), budget=0.0) for more in ((), ("hardware.memory_gib=100000",))
+    )
+    assert roomy.program == free.program
+    assert roomy.report.limits.activation_units == free.report.limits.activation_units
+    assert (free.report.limits.device_bytes, roomy.report.limits.device_bytes) == (None, roomy.job.room)
+
+
+def test_a_search_for_given_op_times_keeps_to_a_device():
+    """Units by [costs], so that the device says nothing about them: it used to be left to the check."""
+    free = compile_job(load_job(PAPER, (), "zb-v"), budget=0.0)
+    most = max(rank.bytes for rank in free.memory) / GIB
+    tight = compile_job(load_job(PAPER, (f"hardware.memory_gib={0.8 * most:.3f}",), "zb-v"), budget=0.0)
+    assert max(rank.bytes for rank in tight.memory) <= 0.8 * most * GIB
+    assert tight.report.makespan_ms < 1.1 * free.report.makespan_ms

@@ -1,7 +1,5 @@
 """The planner: what it looks at, and that no plain schedule on the same layers is faster than what it answers."""
 
-from __future__ import annotations
-
 import itertools
 from random import Random
 
@@ -83,8 +81,7 @@ def test_a_variant_is_looked_at_once_and_one_that_a_bound_rules_out_never(monkey
     made = job(pp=4, m=8, layers=12)
     best = Best(made, estimate.layers(made))
     one = Case(made, best.table, find("1f1b"), None)
-    first = best.look(one, one.start)
-    assert first == best.look(one, one.start) and best.looks == 1
+    assert best.look(one, one.start) == best.look(one, one.start) and best.looks == 1
     heavy = Choice((0, 11, 12, 13, 14))
     assert best.look(one, heavy) == (float("inf"), float("inf")) and best.looks == 1
 
@@ -129,5 +126,20 @@ def test_a_glance_is_what_fits_and_nothing_where_nothing_does():
 
 
 def test_every_schedule_enters():
-    names = {card.name for card, _ in planner.entrants(job(kind="auto"))}
-    assert names == SCHEDULES.keys()
+    assert {card.name for card, _ in planner.entrants(job(kind="auto"))} == SCHEDULES.keys()
+
+
+EXCLUDING = {
+    "weights averaged": {"parallel": {"dp": 2, "average": {"every": 1}}},
+    "one-sided": {"parallel": {"dp": 2, "shard": "weights", "exchange": "one-sided"}},
+    "layers frozen": {"freeze": {"most": 0.5}},
+}
+
+
+@pytest.mark.parametrize("changes", EXCLUDING.values(), ids=EXCLUDING)
+def test_auto_takes_the_best_of_the_schedules_that_the_job_leaves(changes):
+    with pytest.raises(ZbcError):
+        compile_job(job(kind="chimera-zb", **changes), budget=0.0)
+    found = compile_job(job(kind="auto", **changes), budget=0.0)
+    assert found.step_ms <= compile_job(job(kind="zb-h1", **changes), budget=0.0).step_ms
+    assert len(found.program.placement.pipes) == 1

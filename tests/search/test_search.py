@@ -1,7 +1,5 @@
 """The search as a whole: repeatable, better with more effort and memory, never worse than what needs no search."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 
@@ -37,21 +35,20 @@ def test_other_seeds_search_elsewhere():
     assert len({planned(given, "span", 1_000_000, seed).ranks for seed in range(6)}) > 1
 
 
-@pytest.mark.parametrize("objective", ["span", "makespan"])
-@pytest.mark.parametrize("block", few(range(4), 2))
-def test_more_visits_are_never_worse(objective, block):
-    for seed in range(6 * block, 6 * block + 6):
-        given = instance(seed, ranks=4, chunks=2, microbatches=8)
-        steps = [cost(given, objective, visits) for visits in (1, 100_000, 400_000, 1_500_000)]
-        assert steps == sorted(steps, reverse=True), seed
+SMALL, MANY = {"ranks": 4, "microbatches": 8}, {"ranks": 2, "microbatches": 30}  # of many, fewer are searched first
+VISITS = {8: (1, 100_000, 400_000, 1_500_000), 30: (0, 1, 50_000, 200_000, 300_000, 1_000_000)}
 
 
-def test_more_visits_are_never_worse_with_many_microbatches():
-    """Where fewer microbatches are searched first."""
-    for seed in (14, 20, 21):
-        given = instance(seed, ranks=2, chunks=2, microbatches=30)
-        assert given.m > 6 * given.problem.p
-        steps = [cost(given, "span", visits) for visits in (0, 1, 50_000, 200_000, 300_000, 1_000_000)]
+@pytest.mark.parametrize(
+    ("objective", "seeds", "sizes"),
+    [*few([(one, range(at, at + 6), SMALL) for at in (0, 6, 12, 18) for one in ("span", "makespan")], 4)]
+    + [("span", (14, 20, 21), MANY)],
+)
+def test_more_visits_are_never_worse(objective, seeds, sizes):
+    for seed in seeds:
+        given = instance(seed, chunks=2, **sizes)
+        assert sizes is SMALL or given.m > 6 * given.problem.p
+        steps = [cost(given, objective, visits) for visits in VISITS[sizes["microbatches"]]]
         assert steps == sorted(steps, reverse=True), seed
 
 

@@ -3,8 +3,6 @@
 Messages are JSON, each ended by a zero byte: the browser reads them on its file descriptor 3 and answers on 4.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -126,8 +124,7 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def key(self, key: str) -> None:
-        text = key if len(key) == 1 else ""
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
+        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key if len(key) == 1 else "")
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
         self.frame()
 

@@ -1,7 +1,5 @@
 """Cells never lie: what they show is checked against the timeline, cell by cell."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -125,8 +123,7 @@ def test_a_slot_is_shown_as_busy_exactly_while_its_op_runs(name, data):
 
 
 def test_a_pipeline_that_takes_no_time_has_no_cells_to_show():
-    timeline = timed(make("1f1b", 2, 2, 1), 0.0, 0.0, 0.0, 0.0)
-    grid = by_time(once(timeline), (0.0, 1.0), 10)
+    grid = by_time(once(timed(make("1f1b", 2, 2, 1), 0.0, 0.0, 0.0, 0.0)), (0.0, 1.0), 10)
     assert [len(row) for row in grid.rows] == [0, 0]
     assert not grid.hidden
 

@@ -1,7 +1,5 @@
 """The HTML page: what is in it, and in a real browser what it shows, finds and answers."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -10,21 +8,12 @@ import pytest
 from tests.compiler.grid import make
 from tests.listing import listing
 from tests.viz import browser
+from tests.viz.drawing import drawn, whole
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.whatif.why import chain
 from zbc.ir import Placement
 from zbc.viz import html
-from zbc.viz.strip import Drawn, once, repeated
-
-COSTS = (1.0, 1.3, 0.6, 0.2)
-
-
-def drawn(name, p=4, m=8, steps=1):
-    program = make(name, p, m)
-    costs = Costs.uniform(program.placement, *COSTS)
-    timeline = simulate(program, costs)
-    return Drawn(name, program, repeated(timeline, program, costs, steps, barrier=True), costs)
+from zbc.viz.strip import Drawn
 
 
 def data_of(page):
@@ -95,8 +84,7 @@ def frozen():
         [op._replace(share=40) if op.kind.makes_part and op.mb == 2 else op for op in ops] for ops in program.ranks
     ]
     program = program.with_ranks(ranks, by="freeze")
-    costs = Costs.uniform(program.placement, *COSTS)
-    return Drawn("frozen", program, once(simulate(program, costs)), costs)
+    return whole(program, Costs.uniform(program.placement, 1.0, 1.3, 0.6, 0.2), "frozen")
 
 
 @needs_browser
@@ -247,8 +235,7 @@ def test_pages_of_two_plans_and_of_two_pipes_draw_without_errors(page, tmp_path)
         rank 1: F s0 m1 up, F s1 m0, BW s1 m0, BW s0 m1 up
     """
     program = listing(text, Placement.bidirectional((0, 1)), microbatches=2)
-    costs = Costs.uniform(program.placement)
-    both = Drawn("both ways", program, once(simulate(program, costs)), costs)
+    both = whole(program, name="both ways")
     path = tmp_path / "two.html"
     path.write_text(html.draw([drawn("1f1b", steps=3), both]), encoding="utf-8")
     page.errors.clear()

@@ -1,19 +1,25 @@
-"""What can be told apart without colour: kinds, stages of a rank, pipes, slices, collectives, steps and plans."""
+"""What can be told apart without colour, the sums of groups among it."""
 
-from __future__ import annotations
-
+import json
+import re
 from dataclasses import replace
 
 import pytest
 
+from tests.check.braids import with_sums
 from tests.compiler.grid import FIXED, make
 from tests.listing import listing
 from tests.lowered import lower
+from tests.viz.drawing import drawn as schedule
+from tests.viz.drawing import whole
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.schedules import SCHEDULES, Request
+from zbc.compiler.sim.shared import shared
 from zbc.compiler.sim.simulate import simulate, steady_state
 from zbc.ir import Kind, Op, Placement
-from zbc.viz.look import LOOKS, RESERVED, label, letter
-from zbc.viz.strip import Drawn, once, repeated
+from zbc.viz import perfetto, svg, terminal
+from zbc.viz.look import HIDDEN, LOOKS, MEETING, RESERVED, label, letter
+from zbc.viz.strip import repeated
 from zbc.viz.terminal import View, draw
 
 UP_AND_DOWN = """
@@ -66,8 +72,7 @@ def test_ink_is_readable_on_every_fill():
 
 def test_the_second_pipe_has_letters_of_its_own():
     program = listing(UP_AND_DOWN, Placement.bidirectional((0, 1)), microbatches=2)
-    costs = Costs.uniform(program.placement)
-    text = draw([Drawn("", program, once(simulate(program, costs)), costs)], View(width=80, by="slot")).plain
+    text = draw([whole(program)], View(width=80, by="slot")).plain
     assert rows(text) == ["F0P1Q1D0", "P1F0D0Q1"]
     assert "F/P forward" in text
     assert "second letters: the pipe that runs upwards" in text
@@ -76,8 +81,7 @@ def test_the_second_pipe_has_letters_of_its_own():
 
 def test_slices_are_numbered_behind_a_point():
     program = listing(SLICED)
-    costs = Costs.uniform(program.placement)
-    text = draw([Drawn("", program, once(simulate(program, costs)), costs)], View(width=80, by="slot")).plain
+    text = draw([whole(program)], View(width=80, by="slot")).plain
     assert rows(text)[0].split() == ["F0", "F0.1D0.1D0"]
 
 
@@ -90,7 +94,7 @@ def test_labels_name_stage_microbatch_and_pipe():
 def test_sums_are_shown_where_they_make_a_step_longer():
     program = lower(replace(make("1f1b", 2, 2), dp=2))
     costs = Costs.uniform(program.placement).with_ms(reduce=(2.0, 0.0))
-    text = draw([Drawn("", program, once(simulate(program, costs)), costs)], View(width=80)).plain
+    text = draw([whole(program, costs)], View(width=80)).plain
     assert rows(text)[0].rstrip().endswith("S")
     assert "S sum of gradients" in text
     assert "S" not in rows(text)[1]
@@ -118,20 +122,13 @@ def test_steps_with_a_barrier_repeat_and_without_one_settle(name):
 
 
 def test_three_steps_say_how_far_apart_they_end():
-    program = make("zb-h1", 4, 8)
-    costs = Costs.uniform(program.placement)
-    timeline = simulate(program, costs)
-    text = draw([Drawn("", program, repeated(timeline, program, costs, 3, barrier=True), costs)], View(width=120)).plain
+    text = draw([schedule("zb-h1", steps=3, costs=())], View(width=120)).plain
     assert "3 steps, 81 ms; the last ends 27 ms after the one before" in text
     assert "|80" in text
 
 
 def test_of_two_plans_each_says_below_itself_what_is_too_short_for_a_cell():
-    found = []
-    for microbatches in (64, 4):
-        program = make("1f1b", 4, microbatches)
-        costs = Costs.uniform(program.placement)
-        found.append(Drawn(f"m={microbatches}", program, once(simulate(program, costs)), costs))
+    found = [whole(make("1f1b", 4, m), name=f"m={m}") for m in (64, 4)]
     lines = draw(found, View(width=80)).plain.split("\n")
     notes = [k for k, line in enumerate(lines) if line.startswith("too short for a cell")]
     second = next(k for k, line in enumerate(lines) if line.startswith("m=4"))
@@ -140,15 +137,9 @@ def test_of_two_plans_each_says_below_itself_what_is_too_short_for_a_cell():
 
 
 def test_two_plans_share_one_time_axis():
-    found = []
-    for name in ("1f1b", "zb-h1"):
-        program = make(name, 4, 8)
-        costs = Costs.uniform(program.placement)
-        found.append(Drawn(name, program, once(simulate(program, costs)), costs))
-    text = draw(found, View(width=120)).plain
+    text = draw([whole(make(name, 4, 8), name=name) for name in ("1f1b", "zb-h1")], View(width=120)).plain
     lines = text.split("\n")
-    widths = {len(row) for row in rows(text)}
-    assert len(widths) == 1
+    assert len({len(row) for row in rows(text)}) == 1
     first, second = (k for k, line in enumerate(lines) if line.startswith("ms"))
     assert lines[first] == lines[second]
     assert max(map(len, lines)) <= 120
@@ -156,3 +147,54 @@ def test_two_plans_share_one_time_axis():
     assert len(short) / len(long) == pytest.approx(27 / 33, abs=0.02)
     assert "makespan 33 ms" in text
     assert "makespan 27 ms" in text
+
+
+def drawn(name="braid-v", p=3, m=9, a=0.3):
+    costs = with_sums(Costs.uniform(Placement.vshape(p), 2.0, 2.0, 2.0), a)
+    program = SCHEDULES[name].make(Request(p, m, 2, costs=costs))
+    return whole(program, costs, name)
+
+
+def pieces(one):
+    timeline = one.strip.steps[0]
+    return [piece for rank in range(timeline.ranks) for piece in shared(timeline, one.costs, rank)]
+
+
+def test_a_picture_has_a_box_for_each_and_red_ones_for_those_that_are_waited_for():
+    one = drawn()
+    text = svg.draw([one], svg.SvgView(width=1200))
+    boxes = {fill: len(re.findall(f'fill="{fill}"><title>sums of', text)) for fill in (HIDDEN, MEETING)}
+    wide = [piece for piece in pieces(one) if piece.end - piece.start > 0.01]
+    assert boxes == {HIDDEN: sum(piece.hidden for piece in wide), MEETING: sum(not piece.hidden for piece in wide)}
+    assert "sums of ranks that share layers" in text and "sums that their rank waits for" in text
+
+
+def test_the_terminal_has_a_line_below_each_rank():
+    one = drawn()
+    lines = terminal.draw([one], terminal.View(width=140)).plain.split("\n")
+    rows = [line for line in lines if line.count("|") == 2]
+    below = [line.split("|")[1] for line in rows if set(line.split("|")[1]) <= set(" -!")]
+    assert len(rows) == 6 and len(below) == 3 and all(set("-!") <= set(line) for line in below)
+    cell = one.strip.length / len(below[0])
+    for rank, line in enumerate(below):
+        found = list(shared(one.strip.steps[0], one.costs, rank))
+        for at, sign in enumerate(line):
+            if sign != " ":
+                near = [piece for piece in found if piece.start < (at + 2) * cell and piece.end > (at - 1) * cell]
+                assert any(piece.hidden == (sign == "-") for piece in near), (rank, at)
+    assert "! sums that their rank waits for" in " ".join(lines)
+
+
+def test_a_trace_has_a_track_for_each_rank():
+    events = json.loads(perfetto.draw([drawn()]))["traceEvents"]
+    named = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert "sums of ranks that share layers" in named
+    found = [event for event in events if event["name"].startswith("sums of")]
+    assert {event["cat"] for event in found} == {"hidden", "waited for"}
+
+
+def test_pictures_without_groups_or_sums_are_as_they_were():
+    for one in (drawn("zb-v"), drawn(a=0.0)):
+        assert one.braided == ("f_sums" in one.costs.ms and one.program.grouped)
+    plain = drawn("zb-v")
+    assert "sums of" not in svg.draw([plain], svg.SvgView()) and "share layers" not in terminal.draw([plain]).plain

@@ -1,27 +1,16 @@
 """Chrome traces: the rules of the format, and the timeline slice by slice."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
 
-from tests.compiler.grid import FIXED, make
+from tests.compiler.grid import FIXED
+from tests.viz.drawing import drawn
 from tests.viz.trace_reader import read
-from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
-from zbc.compiler.sim.simulate import simulate
 from zbc.viz.perfetto import draw
-from zbc.viz.strip import Drawn, repeated
 
 US = 1000  # in a millisecond
-
-
-def drawn(name, p=4, m=8, steps=1, costs=(1.1037, 1.3011, 0.60071, 0.2)):
-    program = make(name, p, m)
-    known = Costs.uniform(program.placement, *costs)
-    timeline = simulate(program, known)
-    return Drawn(name, program, repeated(timeline, program, known, steps, barrier=True), known)
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -78,8 +67,7 @@ def test_several_plans_and_steps_share_a_trace():
 
 
 def test_only_the_ranks_asked_for_are_in_the_trace():
-    trace = read(draw([drawn("1f1b")], ranks=(2, 3)))
-    assert sorted(trace.processes.values()) == ["rank 2", "rank 3"]
+    assert sorted(read(draw([drawn("1f1b")], ranks=(2, 3))).processes.values()) == ["rank 2", "rank 3"]
 
 
 def test_the_reader_itself_is_strict():

@@ -1,7 +1,5 @@
 """SVG pictures: every op where and as long as it runs, nothing clipped, nothing on top of anything else."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -10,24 +8,15 @@ from xml.etree import ElementTree
 import pytest
 
 import zbc
-from tests.compiler.grid import FIXED, make
+from tests.compiler.grid import FIXED
 from tests.listing import listing
-from zbc.compiler.cost.cost import Costs
-from zbc.compiler.sim.simulate import simulate
+from tests.viz.drawing import drawn, whole
 from zbc.ir import Placement
 from zbc.viz.look import LOOKS
-from zbc.viz.strip import Drawn, once, repeated
 from zbc.viz.svg import LEFT, MARGIN, RIGHT, SvgView, draw, measured
 
 SPACE = "{http://www.w3.org/2000/svg}"
 FILLS = {fill for found in LOOKS.values() for fill in found.fills}
-
-
-def drawn(name, p=4, m=8, steps=1, costs=(18.5, 18.1, 9.3, 0.6)):
-    program = make(name, p, m)
-    known = Costs.uniform(program.placement, *costs)
-    timeline = simulate(program, known)
-    return Drawn(name, program, repeated(timeline, program, known, steps, barrier=True), known)
 
 
 def read(text):
@@ -136,8 +125,7 @@ def test_a_second_pipe_is_hatched():
         rank 1: F s0 m1 up, F s1 m0, BW s1 m0, BW s0 m1 up
     """
     program = listing(text, Placement.bidirectional((0, 1)), microbatches=2)
-    costs = Costs.uniform(program.placement)
-    picture = draw([Drawn("both", program, once(simulate(program, costs)), costs)])
+    picture = draw([whole(program)])
     assert picture.count('fill="url(#up)"') == 4 + 1  # the legend has one too
     assert "pipe that runs upwards" in picture
     assert ">P1<" in picture

@@ -1,17 +1,14 @@
 """Pictures: golden ones a person has looked at, and what must hold for all of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.compiler.grid import BRAIDS, FIXED, WAVES, make
 from tests.lowered import lower
 from tests.tiers import few
+from tests.viz.drawing import whole
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES
-from zbc.compiler.sim.simulate import simulate
-from zbc.viz.strip import Drawn, once
 from zbc.viz.terminal import View, draw
 
 every = pytest.mark.parametrize("name", [*FIXED, *WAVES, *BRAIDS])
@@ -21,7 +18,7 @@ PAPER = (18.522, 18.086, 9.337, 0.601)  # ms of F, B, W and a transfer; arXiv 24
 def picture(name, p, m, view, costs=(1.0, 1.0, 1.0, 0.0)):
     program = lower(make(name, p, m, SCHEDULES[name].default_chunks))
     known = Costs.uniform(program.placement, *costs)
-    return draw([Drawn("", program, once(simulate(program, known)), known)], view)
+    return draw([whole(program, known)], view)
 
 
 def rows(text):
@@ -113,7 +110,7 @@ def test_the_axis_puts_a_bar_under_the_cell_that_begins_at_its_time():
 def test_the_memory_line_ends_with_the_peak_of_its_rank_and_is_full_where_the_peak_is_highest(name):
     program = lower(make(name, 4, 8, SCHEDULES[name].default_chunks))
     costs = Costs.uniform(program.placement)
-    text = draw([Drawn("", program, once(simulate(program, costs)), costs)], View(width=120)).plain
+    text = draw([whole(program, costs)], View(width=120)).plain
     found = [line.rsplit("| ", 1)[1] for line in text.split("\n") if line.count("|") == 2]
     most = [memory.units for memory in peaks(program, costs)]
     assert [float(tail.split()[-1]) for tail in found] == pytest.approx(most, rel=5e-3)

@@ -1,7 +1,5 @@
 """A strict reader of Chrome traces: what the format demands, and what Perfetto drops or misdraws without a word."""
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_right
 from collections import defaultdict
