@@ -80,7 +80,7 @@ def test_a_plan_with_a_reserve_is_that_of_a_device_smaller_by_it(job, kind):
     assert (loose.program, loose.report.cut) != (small.program, small.report.cut)
 
 
-@pytest.mark.parametrize("name", few(["llama-8b", "gpt-1.5b"], 1))
+@pytest.mark.parametrize("name", few(["llama-8b", "gpt-1.5b", "moe-16b", "moe-30b"], 1))
 def test_templates_for_gpus_fit_with_the_reserve(name):
     template = Path(zbc.__file__).parent / "job" / "templates" / f"{name}.toml"
     found = compile_job(load_job(template), budget=0.0)

@@ -315,3 +315,11 @@ def test_nodes_that_do_not_fit_are_refused(node, text):
     with refused("E110") as caught:
         compiled(parallel={"dp": 2, "node": node})
     assert text in caught.value.render()
+
+
+def test_replicas_that_swap_rows_share_a_node_where_that_is_more_than_pipelines_send():
+    how = {"dp": 8, "size": 8, "microbatches": 16, "boundaries": [1e9] * 3, "grads": [1.0] * 4}
+    place = Placement.linear(4)
+    assert choose(place, **how) == (4, 1)
+    assert choose(place, **how, ep=4, swapped=[1e9] * 4) == (2, 4)
+    assert choose(place, **how, ep=8, swapped=[4e9] * 4) == (1, 8)

@@ -32,6 +32,8 @@ class Template(StrEnum):
     TINY = "tiny"
     GPT = "gpt-1.5b"
     LLAMA = "llama-8b"
+    MOE16 = "moe-16b"
+    MOE30 = "moe-30b"
 
 
 def template_text(name: str) -> str:

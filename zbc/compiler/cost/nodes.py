@@ -3,7 +3,7 @@
 A node of n ranks can hold n neighbours of one pipeline, or fewer of them in several copies. Of all such blocks that
 tile the run the one that sends the fewest bytes between nodes per step is taken: two tensors per microbatch over every
 edge of a pipeline that leaves a node, and 2(n-1)/n of a stage's gradients over every edge that leaves one of the ring
-of n ranks that sums them.
+of n ranks that sums them, and of the rows that replicas swap with those who share out experts with them what leaves.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ def choose(
     grads: Sequence[float],
     *,
     together: bool = False,
+    ep: int = 1,
+    swapped: Sequence[float] = (),
 ) -> tuple[int, int]:
     """Neighbouring ranks of a pipeline, and replicas of each, in a node of `size` ranks.
 
     `boundaries` are the bytes of the tensor after each stage but the last, `grads` of the gradients of each stage.
+    `swapped` are those of the rows of a microbatch that each of `ep` replicas shares out, by stage.
     `together`: all replicas of a rank on one node, if there is a way. Where nothing is better one replica of the
     pipeline follows the other.
     """
@@ -39,8 +42,22 @@ def choose(
     alike = [tile for tile in tiles if tile[1] == dp] if together else []
     return min(
         alike or ((p, 1), *tiles),
-        key=lambda tile: between(Topology(p, dp, node=tile), placement, size, microbatches, boundaries, grads),
+        key=lambda tile: (
+            between(Topology(p, dp, node=tile), placement, size, microbatches, boundaries, grads)
+            + _swaps(Topology(p, dp, node=tile), placement, size, ep, [microbatches * each for each in swapped])
+        ),
     )
+
+
+def _swaps(topology: Topology, placement: Placement, size: int, ep: int, swapped: Sequence[float]) -> float:
+    """Bytes of rows that a step sends between nodes: each rank gives the others of its `ep` equal shares."""
+    total = 0.0
+    for stage, rows in enumerate(swapped):
+        for first in range(0, topology.dp, ep):
+            for rank in placement.holders(stage):
+                node = [topology.rank(dp, rank) // size for dp in range(first, first + ep)]
+                total += sum(a != b for a in node for b in node) * rows / ep
+    return total
 
 
 def between(

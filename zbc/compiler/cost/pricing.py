@@ -148,7 +148,18 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
     sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
     size, together = max(1, size // parallel.tp), parallel.one_sided
-    node = nodes.choose(placement, parallel.dp, size, job.schedule.microbatches, sent, grads, together=together)
+    swapped = [4 * one for one in _swapped(job, stages, len(table))] if parallel.ep > 1 else []  # in F and B, and back
+    node = nodes.choose(
+        placement,
+        parallel.dp,
+        size,
+        job.schedule.microbatches,
+        sent,
+        grads,
+        together=together,
+        ep=parallel.ep,
+        swapped=swapped,
+    )
     return replace(job, parallel=parallel.model_copy(update={"node": node}))
 
 
@@ -223,12 +234,18 @@ def _with_shared_layers(
 
 def _swaps(job: Job, stages: Sequence[Sequence[int]], layers: int) -> PerStage:
     """ms of the swaps of an F: of every block two, of a row for each choice of a token, behind one of their numbers."""
+    machine, ep, blocks = Machine.of(job), job.parallel.ep, [sum(0 < i < layers - 1 for i in part) for part in stages]
+    rows = _swapped(job, stages, layers)
+    each = [machine.swap_ms(one / count, ep) if count else 0.0 for one, count in zip(rows, blocks, strict=True)]
+    counts = machine.swap_ms(0.0, ep)
+    return tuple(count * (2 * ms + counts) for count, ms in zip(blocks, each, strict=True))
+
+
+def _swapped(job: Job, stages: Sequence[Sequence[int]], layers: int) -> list[float]:
+    """Bytes of the rows that the blocks of each stage share out in an F."""
     z = estimate.sizes_of(job)
-    if z is None:
-        return (0.0,) * len(stages)
-    machine, ep = Machine.of(job), job.parallel.ep
-    one = machine.swap_ms(float(z.top_k * z.tokens * z.hidden * z.width), ep)
-    return tuple(sum(0 < i < layers - 1 for i in part) * (2 * one + machine.swap_ms(0.0, ep)) for part in stages)
+    one = 0.0 if z is None else float(z.top_k * z.tokens * z.hidden * z.width)
+    return [one * sum(0 < i < layers - 1 for i in part) for part in stages]
 
 
 def _fused(costs: Costs, plain: Column, again: Collection[int]) -> Costs:
