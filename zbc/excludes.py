@@ -283,7 +283,7 @@ ROWS = (
         "ep",
         "E118",
         {
-            "sharded|zero1|average|world|replicas|flushless|post-validate|freeze|copies": UNWRITTEN,
+            "shards more|average|world|replicas|flushless|post-validate|freeze|copies": UNWRITTEN,
             "balance": "replicas of unequal work would wait for each other in every block",
         },
         at_other=True,

@@ -130,6 +130,7 @@ class At(Enum):
     OWNERS = "all owners of this rank"
     WORDS = "of this rank's rows of the vocabulary"
     TIED = "of the weights that stages share, by an op of one of these stages"
+    EXPERTS = "of the experts of its stage, where replicas share them out"
     FIRST = "of the first stage, by an op of it, or by one of every rank on the rank that holds it"
     LAST = "of the last stage, likewise"
     RANK_BEFORE = "of the rank before, if there is one"
@@ -238,7 +239,7 @@ ROWS: dict[Kind, Row] = {
     Kind.F: Row(
         _UNIT,
         _COMPUTE,
-        reads=_refs("act@SOURCES kv@EARLIER weights"),
+        reads=_refs("act@SOURCES kv@EARLIER weights weights@EXPERTS"),
         writes=_refs("act@SINKS kept kv"),
         frees=_refs("act@SOURCES"),
         cost="f",
@@ -249,7 +250,7 @@ ROWS: dict[Kind, Row] = {
     Kind.B: Row(
         _UNIT,
         _COMPUTE,
-        reads=_refs(f"{_INPUTS} weights clean"),
+        reads=_refs(f"{_INPUTS} weights weights@EXPERTS clean"),
         writes=_refs("grad@SOURCES dkv@EARLIER left"),
         frees=_refs(_INPUTS),
         cost="b",
@@ -269,7 +270,7 @@ ROWS: dict[Kind, Row] = {
     Kind.BW: Row(
         _UNIT,
         _COMPUTE,
-        reads=_refs(f"{_INPUTS} weights clean"),
+        reads=_refs(f"{_INPUTS} weights weights@EXPERTS clean"),
         writes=_refs("grad@SOURCES dkv@EARLIER part"),
         frees=_refs(_INPUTS),
         cost="bw",

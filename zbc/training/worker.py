@@ -83,9 +83,10 @@ def build_worker(
     late = lateness(plan.ops) if manifest.flushless else {}
     optimizers = dict[int, StageOptimizer]()
     for s in mine:
-        of = split(stages[s].parameters, experts_in(stages[s])) if swaps is not None else (None,)
-        for owner, parameters in zip((s, experts_of(s)), of, strict=False):
-            optimizers[owner] = optimizer_of(settings, stages[s], manifest, rank, plans, late.get(s, 0), parameters)
+        stage, behind = stages[s], late.get(s, 0)
+        of = (stage.parameters,) if swaps is None else split(stage.parameters, experts_in(stage))
+        for owner, own in zip((s, experts_of(s)), of, strict=False):
+            optimizers[owner] = optimizer_of(settings, stage, manifest, rank, plans, behind, owner, own)
     words = None if tables is None else vocabulary_of(plan, settings, plans, tables, by_slice, transport, device)
     optimizers |= {} if words is None else {WORDS: words.optimizer}
     tied = tied_weights(manifest, plans)

@@ -92,7 +92,7 @@ class Costs:
     bytes: tuple[StageBytes, ...] | None = None
     source: str = "given"
     tied: float = 0.0  # bytes of the gradient of a weight that two stages share
-    experts: tuple[float, ...] = ()  # bytes of the gradients of a stage's experts, where replicas share these out
+    experts: tuple[StageBytes, ...] = ()  # what sums of a stage's experts take, where replicas share these out
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and copies of each, on one node
     overlap: float = 0.0  # of the shorter op of a group, the share that hides behind the longer one
     slices: int = 1  # of a microbatch; where there are several, an entry of F, B, W and their values has one for each
@@ -313,7 +313,7 @@ class Costs:
         if owner == TIED:
             return replace(NO_BYTES, summed=self.tied, gradients=self.tied)
         if owner <= EXPERTS:
-            return NO_BYTES if not self.experts else replace(NO_BYTES, gradients=self.experts[experts_of(owner)])
+            return self.experts[experts_of(owner)] if self.experts else NO_BYTES
         if owner == WORDS:
             return self.shares[0].state if self.shares else NO_BYTES
         return NO_BYTES if self.bytes is None else self.bytes[owner]

@@ -28,7 +28,7 @@ class Layer:
     params: int = 0
     size: Footprint = NOTHING
     tied: int = 0  # of them, those of the weight that embedding and head share
-    apart: int = 0  # of them, those of experts, where replicas share these out
+    apart: tuple[int, ...] = ()  # of them, those of experts by parameter, where replicas share these out
     parts: tuple[int, ...] = ()  # them by parameter; () where only their sum is known
     measured: Measurement | None = None  # by a profile
 
@@ -161,7 +161,7 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
             ("head", last, sum(ends), ends),
         )
     )
-    apart = sizes.apart if job.parallel.ep > 1 else 0
+    apart = sizes.apart if job.parallel.ep > 1 else ()
     blocks = [replace(block, name=f"layers.{i}", apart=apart) for i in range(model.layers)]
     tied = sizes.vocab * sizes.hidden if model.tie_embeddings and not shared else 0
     return [replace(embed, tied=tied), *blocks, replace(head, tied=tied)]

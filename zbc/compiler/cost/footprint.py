@@ -174,9 +174,9 @@ class Sizes:
         return h, h, h * (q + 2 * k), q + 2 * k, q * h, h, h, h, *self._mlps
 
     @property
-    def apart(self) -> int:
-        """Parameters of a block's experts that this rank has."""
-        return self.experts * sum(self._mlp(self.mlp))
+    def apart(self) -> tuple[int, ...]:
+        """Elements of each parameter of a block's experts that this rank has."""
+        return self._mlp(self.mlp) * self.experts
 
     def _mlp(self, width: int) -> tuple[int, ...]:
         h = self.hidden

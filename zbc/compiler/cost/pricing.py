@@ -278,15 +278,18 @@ def _with_optimizer(
         step, tentative = (tuple(machine.ms([Kernel(0, each * count, 0)]) for count in counts) for each in moved)
     if job.shard != "none":
         shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
-        step, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
-    columns: dict[str, Column] = {"step": step, "tentative": tentative, "hop": (hop,)}
+        plain, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))
+    else:
+        plain = step
+    columns: dict[str, Column] = {"step": plain, "tentative": tentative, "hop": (hop,)}
     if job.parallel.ep > 1:
-        of = [sum(table[i].apart for i in part) / (sum(table[i].params for i in part) or 1) for part in stages]
-        columns["step e"] = tuple(map(mul, step, of))
-        columns["step"] = tuple(ms * (1 - share) for ms, share in zip(step, of, strict=True))
+        of = [sum(sum(table[i].apart) for i in part) / (sum(table[i].params for i in part) or 1) for part in stages]
+        most = [stage_bytes.dealt(job, placement, s, part, table, experts=True).most for s, part in enumerate(stages)]
+        columns["step e"] = tuple(map(mul, map(mul, step, of), most))
+        columns["step"] = tuple(ms * (1 - share) for ms, share in zip(plain, of, strict=True))
     if job.vocabulary and job.costs.optimizer is None:
         count, rows = sum(layer.params for layer in table), vocabulary.parameters(job)
-        columns["step v"] = (sum(step) / (count or 1) * rows,)
+        columns["step v"] = (sum(plain) / (count or 1) * rows,)
     return costs.with_ms(**columns)
 
 
@@ -316,14 +319,12 @@ def _with_sums(
 ) -> Costs:
     """The same with the time of sums over copies: given, or estimated from the link where bytes are known."""
     halves = 2 if job.shard == "none" else 1
-    reduce, gather, average, experts, apart = [], [], [], list[float](), list[float]()
+    reduce, gather, average = [], [], []
     share = 0.0 if job.parallel.average is None else job.parallel.average.share
     for s, part in enumerate(stages):
         holders = placement.holders(s)
-        own = sum(table[i].apart for i in part)
+        own = sum(sum(table[i].apart) for i in part)
         count: float = sum(table[i].params - (table[i].tied if len(stages) > 1 else 0) for i in part) - own
-        experts.append(float(GRAD_BYTES * own))
-        apart.append(_apart(job, experts[-1], holders))
         if job.shard != "none":
             shares = stage_bytes.dealt(job, placement, s, part, table)
             count = shares.ranks * shares.row
@@ -347,19 +348,22 @@ def _with_sums(
     else:
         columns["reduce"] = tuple(reduce)
     if job.parallel.ep > 1:
-        columns["reduce e"] = tuple(apart)
-    costs = replace(costs, tied=float(tied), experts=tuple(experts) if job.parallel.ep > 1 else ())
-    return costs.with_ms(**columns, **{"reduce t": (tie,)})
+        experts = stage_bytes.of_experts(job, placement, stages, table)
+        costs = replace(costs, experts=experts)
+        of = [(one, placement.holders(s)) for s, one in enumerate(experts)]
+        columns["reduce e"] = tuple(_apart(job, one.summed, ranks, halves) for one, ranks in of)
+        columns["gather e"] = tuple(_apart(job, one.gathered, ranks, 1) if halves == 1 else 0.0 for one, ranks in of)
+    return replace(costs, tied=float(tied)).with_ms(**columns, **{"reduce t": (tie,)})
 
 
-def _apart(job: Job, size: float, holders: Sequence[int]) -> float:
-    """ms of a sum over the replicas that have the same experts: every so many of all."""
+def _apart(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
+    """ms of a sum, or of half of one, over the replicas that have the same experts: every so many of all."""
     copies = job.parallel.dp // job.parallel.ep
     if copies == 1 or not size:
         return 0.0
     if job.costs.reduce is not None:
-        return job.costs.reduce
-    every = Machine.of(job).sum_ms(size, holders)  # as fast as over all of them, in fewer parts
+        return job.costs.reduce * halves / 2
+    every = Machine.of(job).sum_ms(size, holders, halves=halves)  # as fast as over all of them, in fewer parts
     return every * (1 - 1 / copies) / (1 - 1 / job.parallel.dp)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -78,7 +79,11 @@ def _stage(
     constant = sum(z.casts + z.tables for z in sizes)
     params, _ = _counted(placement, s, part, table)
     weights, gradients, masters, state = _parameters(job, [table[i] for i in part], params)
-    shares = dealt(job, placement, s, part, table)
+    shares, apart = dealt(job, placement, s, part, table), sum(sum(table[i].apart) for i in part)
+    most = shares.most
+    if apart:
+        own = dealt(job, placement, s, part, table, experts=True)
+        most = (shares.most * (params - apart) + own.most * apart) / params
     each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
     kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
     again = job.memory.recomputes(s)
@@ -90,8 +95,8 @@ def _stage(
     return StageBytes(
         weights=versions * weights - low + constant,
         gradients=gradients,
-        masters=shares.most * masters,
-        optimizer=shares.most * state + _averaging(job, params),
+        masters=most * masters,
+        optimizer=most * state + _averaging(job, params),
         boundary=max(behind[at] for at in (s, *placement.sources(s))),
         more=more(sizes, recompute=again, first=not placement.sources(s)),
         first=more([z.first for z in sizes], recompute=again, first=not placement.sources(s)),
@@ -173,11 +178,25 @@ class Dealt(NamedTuple):
     whole: int = 0  # elements that all of them step
 
 
-def dealt(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> Dealt:
-    """For the holder that is dealt most (dealing.py). A message says after its elements which have gradients."""
+def dealt(
+    job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], *, experts: bool = False
+) -> Dealt:
+    """For the holder that is dealt most (dealing.py). A message says after its elements which have gradients.
+
+    Of a stage without the `experts` that replicas share out, or of those.
+    """
     ranks = job.parallel.dp * (1 if job.parallel.frees else len(set(placement.holders(s))))
     params, whole = _counted(placement, s, part, table)
-    counts = [count for i in part for count in table[i].parts]
+    apart = Counter(count for i in part for count in table[i].apart)
+    if experts:
+        ranks, params, whole, counts = ranks // job.parallel.ep, apart.total(), 0, [*apart.elements()]
+    else:
+        params -= apart.total()
+        counts = (
+            [*(Counter(count for i in part for count in table[i].parts) - apart).elements()]
+            if apart
+            else [count for i in part for count in table[i].parts]
+        )
     while sum(counts) > params - whole and table[-1].tied in counts:
         counts.remove(table[-1].tied)
     known = sum(counts) == params - whole
@@ -187,6 +206,20 @@ def dealt(job: Job, placement: Placement, s: int, part: Sequence[int], table: Se
     alone, pieces = dealing.most(counts, ranks) if known else ((params - whole) / ranks, 0)
     share = (alone + whole) / params if params else 1 / ranks
     return Dealt(ranks, share, max(whole, min(alone + whole, dealing.BATCH)), ranks * (alone + pieces), alone, whole)
+
+
+def of_experts(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> tuple[StageBytes, ...]:
+    """Of the experts of each stage that a rank has, what their sums and gathers take."""
+    found, weight = list[StageBytes](), 2 if job.model.parameters == "bfloat16" else 4
+    for s, part in enumerate(stages):
+        shares = dealt(job, placement, s, part, table, experts=True)
+        gradients = float(GRAD_BYTES * sum(sum(table[i].apart) for i in part))
+        gathered = weight * shares.row * (shares.ranks + 1)
+        summed = GRAD_BYTES * shares.summed if shares.row else gradients
+        found.append(replace(NO_BYTES, gradients=gradients, summed=summed, gathered=gathered))
+    return tuple(found)
 
 
 def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:

@@ -37,6 +37,7 @@ HERE = 0  # `Key.end` of a value of this rank; of an edge's value at its maker, 
 FAR = 1  # of what came, or is to come, by a message
 KEPT = 16  # layouts that are kept
 Channel = tuple[int, int]  # sending rank, receiving rank
+_OF_OWNER = {At.WORDS: WORDS, At.TIED: TIED, At.EXPERTS: EXPERTS}
 _GROUPS = frozenset({At.UNITS, At.OWNERS})
 
 
@@ -294,8 +295,8 @@ class Layout:
             return self.program.tied and kind in (Kind.REDUCE, Kind.AVERAGE)
         if owner <= EXPERTS:
             there = self.program.ep > 0 and experts_of(owner) < self.stages
-            steps = kind in (Kind.STEP, Kind.TENTATIVE, Kind.COMMIT)
-            return there and (steps or (kind is Kind.REDUCE and self.shares[owner]))
+            met = kind is Kind.REDUCE or (kind is Kind.GATHER and self.program.sharded)
+            return there and (kind in (Kind.STEP, Kind.TENTATIVE, Kind.COMMIT) or (met and self.shares[owner]))
         if not self.program.vocabulary or kind in (Kind.FREE, Kind.SCATTER):
             return False
         if kind is Kind.GATHER and not self.program.sharded:
@@ -305,9 +306,9 @@ class Layout:
     def _cells(self, ref: Ref, who: _Who, *, made: bool = False) -> list[int]:
         """The cells of one reference of a row, of microbatch 0; none for what does not exist, unless it is `made`."""
         (what, at), scope = ref, VALUES[ref.what].scope
-        if at is At.WORDS or at is At.TIED:
-            owner = WORDS if at is At.WORDS else TIED
-            there = owner == WORDS or who.stage in self.program.tying
+        if at in _OF_OWNER:
+            owner = experts_of(who.stage) if at is At.EXPERTS else _OF_OWNER[at]
+            there = owner != TIED or who.stage in self.program.tying
             return self._cells(Ref(what), who._replace(stage=owner)) if there and self.shares[owner] else []
         if who.stage == TIED and what == "clean":  # it has no step of its own
             mine = [s for s in self.program.tying if s in self.stages_on(who.rank)]

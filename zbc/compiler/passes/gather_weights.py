@@ -13,7 +13,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program, groups
-from zbc.ops import WORDS, Rows
+from zbc.ops import WORDS, Rows, experts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,10 @@ class RenewWeights:
         ranks = []
         for rank, ops in enumerate(program.ranks):
             mine = [op for op in gathers if rank in program.members(op)]
-            ranks.append([*mine, *ops] if len(program.placement.pipes) > 1 else [*_words(program), *_ahead(mine, ops)])
+            if len(program.placement.pipes) > 1:
+                ranks.append([*mine, *ops])
+            else:
+                ranks.append([*_words(program), *_with_experts(_ahead(mine, ops), program)])
         return program.with_ranks(ranks, by=self.name)
 
 
@@ -104,6 +107,15 @@ def _words(program: Program) -> list[Op]:
     """The GATHER of a rank's words, where its replicas step parts of them."""
     gather = Op(Kind.GATHER, WORDS)
     return [gather] if program.vocabulary and program.shared(gather) else []
+
+
+def _with_experts(ops: Sequence[Op], program: Program) -> list[Op]:
+    """Behind the GATHER of a stage that of its experts, where several replicas have the same."""
+    listed: list[Op] = []
+    for op in ops:
+        own = Op(Kind.GATHER, experts_of(op.stage)) if op.kind is Kind.GATHER and program.ep else None
+        listed += [op, *([own] if own is not None and program.shared(own) else [])]
+    return listed
 
 
 def _ahead(gathers: Sequence[Op], ops: Sequence[Op]) -> list[Op]:

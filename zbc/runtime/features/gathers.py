@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
+from zbc.ops import experts_of
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.vocabulary_state import OfRows
@@ -116,8 +117,9 @@ def with_weights(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op]
 
     def run(worker: Worker, op: Op) -> None:
         gathers = worker.features.of(Gathers)
-        if gathers.coming and op.owner in gathers.stages:
-            gathers.finish(worker, gathers.stages[op.owner])
+        for owner in (op.owner, experts_of(op.owner)) if gathers.coming else ():
+            if owner in gathers.stages:
+                gathers.finish(worker, gathers.stages[owner])
         if gathers.leaving:
             gathers.leaving = [one for one in gathers.leaving if not one.poll()]
         handler(worker, op)

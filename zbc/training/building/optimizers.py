@@ -45,24 +45,22 @@ def optimizer_of(
     rank: int,
     plans: Sequence[model.LayerPlan],
     late: int,
-    parameters: Mapping[str, nn.Parameter] | None = None,
+    owner: int,
+    parameters: Mapping[str, nn.Parameter],
 ) -> StageOptimizer:
     """`late`: by how many steps of the stage its gradients come late, where it steps on its own; `parameters`: of the
-    stage's those that are meant, else all."""
-    if parameters is not None:
-        lowered = LOWERED[settings.model.parameters]
-        return build_optimizer(settings.optimizer, parameters, stage.casts, lowered=lowered)
-    ranks = meeting(manifest, Op(Kind.REDUCE, stage.index), manifest.topology.of(rank).tp)
+    stage's those of `owner`, the stage or its experts."""
+    ranks = meeting(manifest, Op(Kind.REDUCE, owner), manifest.topology.of(rank).tp, rank=rank)
     options, lowered = settings.optimizer, LOWERED[settings.model.parameters]
     ahead = options.sync == "post-validate"
     seat = manifest.topology.of(rank)
     own = manifest.topology.ranks((seat.pp,), seat.tp) if manifest.resident else ranks
     if manifest.sharded and len(own) > 1:
         tied = {target for plan in plans for target in plan.ties.values()} if manifest.tied else set[str]()
-        whole = frozenset(tied & stage.parameters.keys())
+        whole = frozenset(tied & parameters.keys())
         return Sharded(
             options,
-            stage.parameters,
+            parameters,
             stage.casts,
             ranks=own,
             rank=rank,
@@ -75,10 +73,10 @@ def optimizer_of(
             scatters=manifest.scatters,
         )
     if manifest.flushless and options.sync == "asynchronous":
-        return OneVersion(options, stage.parameters, late if options.lookahead else 0)
+        return OneVersion(options, parameters, late if options.lookahead else 0)
     if manifest.flushless:
-        return TwoVersions(options, stage.parameters)
-    return build_optimizer(options, stage.parameters, stage.casts, lowered=lowered, ahead=ahead)
+        return TwoVersions(options, parameters)
+    return build_optimizer(options, parameters, stage.casts, lowered=lowered, ahead=ahead)
 
 
 def averages_of(
