@@ -20,6 +20,7 @@ VALUES = {
     "bfloat16 weights": "bfloat16",
     "autocast": "bfloat16",
     "experts": 4,
+    "expert bias": 0.001,
     "graph": {"a": [], "b": ["a"]},
     "tp": 2,
     "tp_sequence": True,

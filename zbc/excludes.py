@@ -74,6 +74,7 @@ TRAITS = {
     "bfloat16 weights": Trait("model.parameters", _not("float32")),
     "autocast": Trait("model.dtype", _not("float32")),
     "experts": Trait("model.experts", bool),
+    "expert bias": Trait("model.balance_rate", bool),
     "graph": Trait("model.graph", bool),
     "tp": Trait("parallel.tp", _not(1)),
     "tp_sequence": Trait("parallel.tp_sequence", bool),
@@ -288,6 +289,7 @@ ROWS = (
         },
         at_other=True,
     ),
+    Excludes("expert bias", "E110", {"post-validate|flushless": UNWRITTEN}, at_other=True),
     Excludes("experts", "E110", {"compile": ("how many rows an expert gets is another number each time", DROP)}),
     Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )

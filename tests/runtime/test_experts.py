@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional
 
-from tests.composed import TOLERANCE, apart, settings, trained
+from tests.composed import TOLERANCE, apart, settings, toml, trained
+from tests.jobs import job
+from tests.runtime.test_checkpoints import at
+from tests.threads import run_threads
 from tests.tiers import few
+from zbc.compiler.compile import compile_job, load_job
+from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.training.models.experts import Experts
 
@@ -107,3 +115,68 @@ def test_experts_in_a_pipeline_train_as_in_one_process(way):
     single = tables({"model": way.get("model", {})})
     single["parallel"]["pp"] = 1
     assert apart(trained(tables(way)), trained(single)) <= TOLERANCE
+
+
+def run(tables, **how):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "zbc.toml"
+        path.write_text(toml(tables))
+        compile_job(load_job(path), budget=0.0, suggest=False).write(Path(folder) / "plan")
+        return run_threads(StoredPlan.read(Path(folder) / "plan"), 3, **how)
+
+
+def biases(workers):
+    layers = (layer for worker in workers for stage in worker.stages.values() for layer in stage.layers)
+    return {layer.name: layer.module.mlp.bias for layer in layers if layer.name.startswith("layers.")}
+
+
+BIASED = {"model": {"balance_loss": 0.0, "balance_rate": 0.05}}
+SHARED_OUT = {"schedule": {"microbatches": 4}, "parallel": {"pp": 2, "dp": 2, "ep": 2}}
+RECOMPUTED = {"schedule": {"kind": "zb-v", "slices": 2}, "memory": {"activations": "recompute"}}
+
+
+@pytest.mark.parametrize("way", [SHARED_OUT, RECOMPUTED], ids=["shared out", "recomputed in slices"])
+def test_loads_are_the_rows_of_each_expert_and_biases_move_towards_even_ones(way):
+    """Each token of a step counts once for each expert that it meets, whatever is run again."""
+    single = run(tables(BIASED | {"parallel": {"pp": 1}}))
+    found = run(tables(BIASED | way))
+    rows = [torch.tensor(result.routed).view(4, 4) for result in single[0].results]
+    assert all((one.sum(1) == 2 * 8 * 2 * 32).all() for one in rows)  # top_k, microbatches, sequences, tokens
+    assert [result.routed for result in found[-1].results] == [result.routed for result in single[0].results]
+    wanted = torch.zeros(4, 4)
+    for one in rows:
+        wanted += 0.05 * (one.mean(1, keepdim=True) - one).sign()
+    for workers in (single, found):
+        assert all(torch.allclose(bias, wanted[int(name.split(".")[1])]) for name, bias in biases(workers).items())
+    numbers = [[(result.loss, result.grad_norm) for result in workers[-1].results] for workers in (found, single)]
+    assert apart(*numbers) <= TOLERANCE
+
+
+def test_a_bias_chooses_experts_and_weighs_none():
+    layer = Experts(8, 8, 4, 2, layers=1, rate=0.1)
+    layer.bias.copy_(torch.tensor([9.0, 9.0, 0, 0]))
+    x = torch.randn(5, 8)
+    likely = (x @ layer.router.weight.t()).softmax(-1)[:, :2]
+    likely = likely / likely.sum(-1, keepdim=True)
+    wanted = sum(likely[:, e, None] * layer.experts[str(e)](x) for e in (0, 1))
+    torch.testing.assert_close(layer(x), wanted)
+
+
+def test_a_run_with_biases_goes_on_from_its_checkpoint(tmp_path):
+    keeps = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 3, "seed": 3}}
+    whole = run(tables(BIASED | SHARED_OUT | keeps), folder=tmp_path / "run")
+    after = run(tables(BIASED | keeps), folder=tmp_path / "after", resume=at(tmp_path / "run", 2))
+    assert after[-1].results[0].routed == whole[-1].results[2].routed
+    assert after[-1].results[0].loss == pytest.approx(whole[-1].results[2].loss, rel=1e-6)
+
+
+def test_uneven_loads_cost_the_rank_with_most_rows():
+    def costs(**model):
+        more = {"parallel": {"pp": 2, "dp": 2, "ep": 2}, "hardware": {"tflops": 1e-3, "memory_gbps": 1e6}}
+        more["hardware"] |= {"kernel_us": 0.0, "link_gbps": 1e6}
+        return compile_job(job(model=MODEL | model, **more), budget=0.0, suggest=False).costs
+
+    even, uneven = costs(), costs(imbalance=2.0)
+    experts = 2 * 2 * 3 * 32 * 48 * 2 * 32 * 2 / 1e6  # two blocks, 2 operations a weight of the top_k of 2 x 32 tokens
+    assert uneven.of("f") - even.of("f") == pytest.approx(experts, rel=0.05)
+    assert uneven.bytes_of("kept")[0] > even.bytes_of("kept")[0]

@@ -20,7 +20,17 @@ Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias", "padding_token")
 _ONLY_GPT = ("positions", "activation")
-_EXPERTS = ("experts", "top_k", "expert_hidden", "shared_hidden", "norm_top_k", "balance_loss", "router_z_loss")
+_EXPERTS = (
+    "experts",
+    "top_k",
+    "expert_hidden",
+    "shared_hidden",
+    "norm_top_k",
+    "balance_loss",
+    "balance_rate",
+    "router_z_loss",
+    "imbalance",
+)
 _ONLY_BUILTIN = (
     "pretrained",
     "hidden",
@@ -35,7 +45,7 @@ _ONLY_BUILTIN = (
 )
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")  # variants of a llama that have experts
 # Whose defaults say what is so in other families too.
-_PLAIN = ("variant", "attention_bias", "norm_top_k", "balance_loss", "router_z_loss")
+_PLAIN = ("variant", "attention_bias", "norm_top_k", "balance_loss", "balance_rate", "router_z_loss", "imbalance")
 _FOREIGN = {"gpt": _ONLY_LLAMA, "llama": _ONLY_GPT}  # family -> keys it does not have; a factory has none of them
 
 
@@ -75,7 +85,13 @@ class Model(Section):
     balance_loss: NonNegative = Field(
         0.0, description="coefficient of the loss that evens the experts' loads, of each block"
     )
+    balance_rate: NonNegative = Field(
+        0.0, description="by how much a step moves an expert's bias in its router towards even loads; 0: no bias"
+    )
     router_z_loss: NonNegative = Field(0.0, description="coefficient of the loss that keeps routers' logits small")
+    imbalance: Annotated[float, Field(ge=1, allow_inf_nan=False)] = Field(
+        1.0, description="parallel.ep: rows of the rank with most, over the mean; for plans, see expert_load of a run"
+    )
     vocab: Width | None = Field(None, description="size of the vocabulary")
     padding_token: Annotated[int, Field(ge=0)] | None = Field(
         None, description="llama: the word whose embedding gets no gradient; transformers' pad_token_id"

@@ -198,6 +198,7 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         experts=(model.experts or 0) // job.parallel.ep,
         choices=model.experts or 0,
         top_k=model.met,
+        uneven=model.imbalance if job.parallel.ep > 1 else 1.0,
         common=model.shared_hidden or 0,
         past=past,
         shared=job.parallel.shared,

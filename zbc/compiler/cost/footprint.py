@@ -123,6 +123,7 @@ class Sizes:
     experts: int = 0  # MLPs of width `mlp` beside each other that a rank has
     choices: int = 0  # those of all ranks that share them out, of which a token meets `top_k`
     top_k: int = 0
+    uneven: float = 1.0  # rows that a rank's experts get, over those of even loads
     common: int = 0  # width of the one that all tokens meet
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
     shared: int = 1  # ranks that each have their part of the tokens outside of the linear layers
@@ -252,7 +253,7 @@ def embedding(z: Sizes) -> Footprint:
 def block(z: Sizes) -> Footprint:
     """Of a block: attention and MLP, or the experts that a token meets."""
     h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
-    met = z.top_k or 1
+    met = (z.top_k or 1) * z.uneven
     f = met * z.mlp + z.common  # of all MLPs that a token meets
     grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
     spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a sum

@@ -244,7 +244,7 @@ def _swaps(job: Job, stages: Sequence[Sequence[int]], layers: int) -> PerStage:
 def _swapped(job: Job, stages: Sequence[Sequence[int]], layers: int) -> list[float]:
     """Bytes of the rows that the blocks of each stage share out in an F."""
     z = estimate.sizes_of(job)
-    one = 0.0 if z is None else float(z.top_k * z.tokens * z.hidden * z.width)
+    one = 0.0 if z is None else float(z.top_k * z.uneven * z.tokens * z.hidden * z.width)
     return [one * sum(0 < i < layers - 1 for i in part) for part in stages]
 
 

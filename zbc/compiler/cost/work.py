@@ -77,9 +77,9 @@ def places(z: Sizes) -> Work:
 def block(z: Sizes) -> Work:
     """Of a block: attention and MLP, or the experts that a token meets."""
     # (inputs, outputs, rows per token, matrices) of every linear layer
-    h, f, each = z.hidden, z.mlp, z.top_k or 1
+    h, f, each = z.hidden, z.mlp, (z.top_k or 1) * z.uneven
     up = 2 * f if z.gated else f
-    linear = [(h, z.queries + 2 * z.keys, 1, 1), (z.queries, h, 1, 1)]
+    linear: list[tuple[int, int, float, int]] = [(h, z.queries + 2 * z.keys, 1, 1), (z.queries, h, 1, 1)]
     linear += [(h, up, each, z.experts or 1), (f, h, each, z.experts or 1)]
     linear += [(h, z.choices, 1, 1)] if z.experts else []
     linear += [(h, 2 * z.common if z.gated else z.common, 1, 1), (z.common, h, 1, 1), (h, 1, 1, 1)] if z.common else []
@@ -97,7 +97,7 @@ def block(z: Sizes) -> Work:
 
 def _plain_forward(z: Sizes) -> float:
     """Bytes per token of two norms, two residual sums, rotary positions, the MLP's activation and the routing."""
-    n, each = z.width, z.top_k or 1
+    n, each = z.width, (z.top_k or 1) * z.uneven
     sums = 2 * (2 * z.stream + n) * z.hidden
     turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
     activation = (5 if z.gated else 2) * n * (z.mlp * each + z.common)
@@ -108,7 +108,7 @@ def _plain_forward(z: Sizes) -> float:
 
 def _plain_backward(z: Sizes) -> float:
     """The same of their gradients, with those of biases and of q, k and v, which become one tensor again."""
-    n, r, each = z.width, z.stream, z.top_k or 1
+    n, r, each = z.width, z.stream, (z.top_k or 1) * z.uneven
     sums = 2 * (3 * r + (r + n if z.cast else 0)) * z.hidden
     turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
     activation = (8 if z.gated else 3) * n * (z.mlp * each + z.common)

@@ -41,7 +41,8 @@ class StepResult:
     allocated at most during the step on cuda, and the largest resident size of the process so far on cpu.
     `sums_hidden` is the share of the time of sums inside of ops (from their start until the op went on) in which this
     rank computed; None where there are none, where a rank does not see them (on cuda), and in steps without a barrier.
-    `added` is what layers added to the loss (added.py), a mean over microbatches as well.
+    `added` is what layers added to the loss (added.py), a mean over microbatches as well; `routed` the rows that each
+    expert of each block got.
     `bad_gradients` names the parameters whose gradients, `bad_losses` the microbatches whose losses were not finite.
     """
 
@@ -58,6 +59,7 @@ class StepResult:
     bad_losses: tuple[int, ...] = ()
     sums_hidden: float | None = None
     added: float = 0.0
+    routed: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

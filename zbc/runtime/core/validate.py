@@ -48,6 +48,7 @@ class Verdict:
     added: float = 0.0
     bad_gradients: tuple[str, ...] = ()
     bad_losses: tuple[int, ...] = ()
+    routed: tuple[float, ...] = ()  # rows that each expert of each block got, block after block
 
     @property
     def skipped(self) -> bool:
@@ -69,6 +70,7 @@ class Verdict:
             bad_gradients=self.bad_gradients,
             bad_losses=self.bad_losses,
             added=self.added,
+            routed=self.routed,
         )
 
     def clip(self, largest: float | None) -> float | None:
@@ -92,6 +94,7 @@ class VectorLayout:
     sizes: tuple[int, ...] = ()  # elements of each parameter; by default each has one chunk
     apart: int = 1  # replicas that do not sum their gradients
     weighted: bool = False  # losses come as parts of the step's, not as those of equal microbatches
+    routed: int = 0  # experts of all blocks
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
@@ -115,8 +118,8 @@ class VectorLayout:
 
     @property
     def _flag(self) -> int:
-        """Where it says whether to stop: behind the losses of microbatches and what layers added to them."""
-        return self._norms + self.microbatches + 1
+        """Where it says whether to stop: behind losses of microbatches, what layers added to them, loads of experts."""
+        return self._norms + self.microbatches + 1 + self.routed
 
     def vector(
         self,
@@ -131,12 +134,12 @@ class VectorLayout:
         replica: int = 0,
     ) -> Tensor:
         """One rank's entries, on `device`: sums of squares per chunk by parameter name, losses by microbatch, and
-        behind them, by the number of microbatches, what layers added.
+        behind them, by the number of microbatches, what layers added, and behind that loads of experts.
         `replica`: whose gradients, where they are not summed."""
         count, flag = self._norms, self._flag
         base = replica * self._count
         where = [base + at for name, value in squares.items() for at in self._entries(name, value.numel())]
-        where += [count + mb for mb in losses]
+        where += [count + mb + k for mb, one in losses.items() for k in range(_width(one))]
         where += [flag, flag + 1 + rank, flag + 1 + self.ranks + rank]
         found, own = [*squares.values(), *losses.values()], [float(stop), busy, float(peak)]
         make = _written if device.type == "cpu" else _copied
@@ -166,6 +169,7 @@ class VectorLayout:
             bad_gradients=() if math.isfinite(norm) else self._bad_gradients(own),
             bad_losses=() if math.isfinite(loss) else _not_finite(values[count:end]),
             added=values[end] / self.apart,
+            routed=tuple(values[end + 1 : flag]),
         )
 
     def _bad_gradients(self, values: list[float]) -> tuple[str, ...]:
@@ -173,6 +177,10 @@ class VectorLayout:
         starts = [*self._places.values()]
         pieces = zip(self.parameters, pairwise(starts), strict=True)
         return tuple(name for name, (a, b) in pieces if not all(map(math.isfinite, values[a:b])))
+
+
+def _width(one: Tensor | float) -> int:
+    return one.numel() if isinstance(one, Tensor) else 1
 
 
 def _written(

@@ -1,4 +1,5 @@
-"""Losses that layers add to the training's own, such as those that balance experts (arXiv 2101.03961, section 2.2).
+"""What layers tell of a step: losses that they add to the training's own, such as those that balance experts (arXiv
+2101.03961, section 2.2), and the loads of experts.
 
 A layer that puts a gradient into its backward itself does so once per microbatch, so in a step of m microbatches it
 counts m times, where the loss is their mean. `add_loss` sees to that, and `loss_scale` says by how much to multiply.
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 class Adding:
     """What the forward of one microbatch in a stage adds; `scale`: what a loss of it counts by in that of the step."""
 
-    __slots__ = ("scale", "total")
+    __slots__ = ("loads", "scale", "total")
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
         self.total: Tensor | None = None
+        self.loads: list[tuple[int, Tensor]] = []  # from which expert of all blocks on, rows of each
 
 
 class Added(Feature):
@@ -36,20 +38,29 @@ class Added(Feature):
 
     def __init__(self) -> None:
         self._found: dict[Key, Tensor] = {}
+        self._loads: dict[Key, list[tuple[int, Tensor]]] = {}
 
-    def add(self, key: Key, value: Tensor) -> None:
-        self._found[key] = value
+    def add(self, key: Key, adding: Adding) -> None:
+        if adding.total is not None:
+            self._found[key] = adding.total
+        if adding.loads:
+            self._loads[key] = adding.loads[:]  # a forward that is run again tells them again
 
     def repeats(self, worker: Worker) -> None:
         self._found.clear()
+        self._loads.clear()
 
     def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
         """Behind the losses; what is told goes. None where no layer adds."""
-        values = [self._found.pop(key) for key in list(self._found) if which(key)]
-        if not values:
-            return {}
-        device = values[-1].device
-        return {worker.layout.microbatches: torch.stack([value.to(device) for value in values]).sum()}
+        values, found = [self._found.pop(key) for key in list(self._found) if which(key)], dict[int, Tensor | float]()
+        at = worker.layout.microbatches
+        if values:
+            device = values[-1].device
+            found[at] = torch.stack([value.to(device) for value in values]).sum()
+        for place, counts in [load for key in list(self._loads) if which(key) for load in self._loads.pop(key)]:
+            before = found.get(at + 1 + place)
+            found[at + 1 + place] = counts if before is None else before + counts
+        return found
 
 
 def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
@@ -62,8 +73,7 @@ def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], 
             handler(worker, op)
         finally:
             swap_adding(outer)
-        if adding.total is not None:
-            worker.features.of(Added).add(op.key, adding.total)
+        worker.features.of(Added).add(op.key, adding)
 
     return run
 
@@ -123,6 +133,13 @@ def add_loss(x: Tensor, value: Tensor) -> Tensor:
     mine = value.detach().reshape(()).float() * adding.scale
     adding.total = mine if adding.total is None else adding.total + mine
     return _Added.apply(x, value, adding.scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def tell_load(place: int, counts: Tensor) -> None:
+    """Of the forward that runs: the rows of so many experts, from the `place`th of all blocks on."""
+    adding = _local.adding
+    if adding is not None:
+        adding.loads.append((place, counts))
 
 
 class _Added(torch.autograd.Function):

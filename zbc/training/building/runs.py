@@ -13,6 +13,7 @@ from zbc.runtime.features.cycle import Cycle, stage_step
 from zbc.runtime.features.freezing import Turns, turns_of
 from zbc.runtime.features.gathers import with_weights
 from zbc.runtime.features.packing import in_rows
+from zbc.runtime.features.routing import experts_of_all_blocks
 from zbc.runtime.handlers import HANDLERS
 from zbc.training.building.context import Settings
 from zbc.training.probing.shapes import Shapes
@@ -26,7 +27,8 @@ def phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> PhaseR
     placement = manifest.to_placement()
     batch = run.batch if unequal is None else run.dp * unequal.most
     apart = run.dp if manifest.averages else 1
-    layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, apart, weighted=unequal is not None)
+    routed = experts_of_all_blocks(manifest.planning)
+    layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, apart, unequal is not None, routed)
     handlers = dict(HANDLERS)
     for wanted, kinds, around in (
         (unequal is not None, _RUNS_LAYERS, in_rows),

@@ -14,7 +14,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -167,6 +167,7 @@ class RunRecord:
             "step": result.step + 1,
             "loss": result.loss,
             "added_loss": result.added,
+            **self._loads(result.routed),
             "grad_norm": result.grad_norm,
             "skipped": result.skipped,
             "redone": result.redone,
@@ -181,6 +182,15 @@ class RunRecord:
             "busy_ms": [1e3 * seconds for seconds in result.busy_seconds],
             "peak_bytes": list(result.peak_bytes),
         }
+
+    def _loads(self, routed: Sequence[float]) -> dict[str, float]:
+        """The load of the busiest expert over the mean one of its block: mean over the blocks, and the worst."""
+        count = self._model.experts
+        if not routed or not count or not self._model.builtin:
+            return {}
+        blocks = [routed[at : at + count] for at in range(0, len(routed), count)]
+        over = [max(one) * count / sum(one) for one in blocks if sum(one)]
+        return {"expert_load": sum(over) / len(over), "expert_load_worst": max(over)} if over else {}
 
     def live(self, result: StepResult) -> str:
         """How far the run is, in one line."""
@@ -199,6 +209,7 @@ class RunRecord:
             f"step {numbers['step']:{width}d}/{self._steps}",
             f"loss {numbers['loss']:.4f}",
             *([f"added {numbers['added_loss']:.4g}"] if numbers["added_loss"] else []),
+            *([f"load {numbers['expert_load']:.2f}"] if "expert_load" in numbers else []),
             f"grad norm {numbers['grad_norm']:.4g}{how}",
             f"lr {numbers['lr']:.3g}",
             self._rate_text(numbers),

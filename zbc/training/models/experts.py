@@ -7,6 +7,7 @@
 Rows are sorted by expert, run, and put back; a token adds up what its experts give in the order in which it chose them.
 An expert whom no token chose runs on no rows, so that all have gradients in every microbatch.
 
+With a `rate` a bias, which STEP moves (features/routing.py), is added to the probabilities as experts are chosen.
 `balance` c adds c E sum(f P) to the loss, of each block: f the share of all choices that an expert got, P its mean
 probability (arXiv 2101.03961, section 2.2); `z` c adds c mean(logsumexp(logits)^2) (arXiv 2202.08906).
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from zbc.runtime.features.added import add_loss
+from zbc.runtime.features.added import add_loss, tell_load
 from zbc.runtime.features.expert_parallel import Swaps
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.training.models.gpt import linear
@@ -58,8 +59,10 @@ class Experts(nn.Module):
         normed: bool = True,
         balance: float = 0.0,
         z: float = 0.0,
+        rate: float = 0.0,
     ) -> None:
-        """`count` experts of `width`; `shared`: width of the one that all tokens meet, 0 for none."""
+        """`count` experts of `width`; `shared`: width of the one that all tokens meet, 0 for none; `rate`: by which a
+        step moves the bias of an expert, 0 for none."""
         super().__init__()
         self.count, self.top_k, self.normed, self.balance, self.z = count, top_k, normed, balance, z
         self.router = linear(hidden, count, bias=False)
@@ -67,17 +70,24 @@ class Experts(nn.Module):
         self.shared = Expert(hidden, shared, layers, gated=gated) if shared else None
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
         self.swaps: Swaps | None = None  # where replicas share the experts out
+        self.place: int | None = None  # of its first expert among those of all blocks
+        self.rate = rate
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.zeros(count) if rate else None)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         logits = self.router(flat)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         likely = logits.softmax(-1)
-        weights, chosen = likely.topk(self.top_k, -1)
+        chosen = (likely if self.bias is None else likely + self.bias).topk(self.top_k, -1).indices
+        weights = likely.gather(-1, chosen)
         if self.normed:
             weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.count)
+        if self.place is not None:
+            tell_load(self.place, counts)
         rows = self._run(flat.index_select(0, order // self.top_k), counts)
         found = rows.index_select(0, order.argsort()).view(*chosen.shape, -1)
         y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)

@@ -187,6 +187,7 @@ def _experts(model: spec.Model) -> Experts | None:
         normed=model.norm_top_k,
         balance=model.balance_loss,
         z=model.router_z_loss,
+        rate=model.balance_rate,
     )
 
 
