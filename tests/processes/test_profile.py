@@ -31,7 +31,7 @@ def test_a_profile_is_made_planned_with_and_the_plan_trains(zbc, tmp_path):
     assert "zbc plan zbc.toml --set=model.hidden=16 --profile p.json" in out
     found = read(tmp_path / "p.json")
     assert list(found.layers) == ["block", "embed", "head"] and found.on.rounds == 3
-    assert found.link is not None and found.link.latency_us > 0 and found.host.agree_us > 0
+    assert found.link is not None and found.link.gbps > 0 and found.host.agree_us > 0
     assert all(layer.f.ms > 0 and layer.bytes is not None for layer in found.layers.values())
     code, out, err = zbc("plan", "zbc.toml", "--set=model.hidden=16", "--profile", "p.json", "--json")
     assert code == 0 and json.loads(out)["costs"] == "profiled"

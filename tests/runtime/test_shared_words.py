@@ -253,7 +253,7 @@ def state_of(workers):
     """Weights and what the optimizer keeps for them, whole, by name."""
     found = {}
     for worker in workers:
-        for optimizer in worker.every_optimizer:
+        for optimizer in worker.optimizers.values():
             for held in optimizer.held():
                 kept = {"": held.tensor, **optimizer.optimizer.state.get(held.tensor, {})}
                 for key, value in kept.items():
@@ -479,7 +479,7 @@ def test_the_doctor_looks_at_the_layers_of_such_a_plan():
 def test_what_a_rank_holds_is_weighed_with_its_rows():
     workers, scales = scaled(plan_of("1f1b", 2, 3, 1), 3)
     for scale, worker in zip(scales, workers, strict=True):
-        trained = sum(p.nbytes for one in worker.every_optimizer for p in one.parameters.values())
+        trained = sum(p.nbytes for one in worker.optimizers.values() for p in one.parameters.values())
         assert scale.held.gradients == trained and scale.held.optimizer >= 2 * trained
 
 
