@@ -48,6 +48,25 @@ def test_ranks_that_share_layers_are_chosen_too(tmp_path):
     assert {row.shape.tp for row in fixed.weighed} == {2} and fixed.parallel.tp == 2
 
 
+def test_replicas_that_share_out_experts_are_chosen_too(tmp_path):
+    """Those that divide dp and the experts and fit on a node."""
+    model = {"family": "llama", "experts": 12, "expert_hidden": 16}
+    path = written(
+        tmp_path,
+        parallel='world = 8\nep = "auto"',
+        schedule='kind = "1f1b"\nbatch = 16',
+        hardware=HARDWARE,
+        model=model,
+    )
+    found = load_job(path)
+    assert {(row.shape.dp, row.shape.ep) for row in found.weighed} >= {(8, 1), (8, 2), (8, 4), (4, 4), (2, 2), (1, 1)}
+    assert all(row.shape.dp % row.shape.ep == 0 and row.shape.ep <= 4 for row in found.weighed)
+    assert type(found.parallel.ep) is int and "ep 4" in str(found.weighed[2].shape)
+    assert load_job(path, ["parallel.ep=2", "parallel.dp=4"]).parallel.ep == 2
+    with refused("E116", "parallel.world is missing"):
+        load_job(path, ["parallel.pp=2", "parallel.dp=4", "schedule.microbatches=2"])
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

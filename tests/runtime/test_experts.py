@@ -15,6 +15,9 @@ from tests.runtime.test_checkpoints import at
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.cost import estimate
+from zbc.compiler.cost.profiled import Measurement
+from zbc.job.profile import LayerBytes
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.training.models.experts import Experts
@@ -180,3 +183,15 @@ def test_uneven_loads_cost_the_rank_with_most_rows():
     experts = 2 * 2 * 3 * 32 * 48 * 2 * 32 * 2 / 1e6  # two blocks, 2 operations a weight of the top_k of 2 x 32 tokens
     assert uneven.of("f") - even.of("f") == pytest.approx(experts, rel=0.05)
     assert uneven.bytes_of("kept")[0] > even.bytes_of("kept")[0]
+
+
+def test_a_profile_of_whole_blocks_is_cut_to_the_experts_of_a_rank():
+    def layers(ep):
+        return estimate.layers(job(model=MODEL, parallel={"pp": 2, "dp": 2, "ep": ep}))
+
+    all_of, some = layers(1)[1], layers(2)[1]
+    held = LayerBytes.model_construct(weights=1000, gradients=1000, optimizer=2000)
+    one = Measurement(1.0, 1.0, 1.0, 2.0, 1.0, 4.0, None, all_of.params, all_of.parts, None, held)
+    found, part = estimate._measured(some, one), some.params / all_of.params
+    assert found.params == some.params < all_of.params and found.measured.step == pytest.approx(4.0 * part)
+    assert (found.measured.held.weights, found.measured.held.optimizer) == (round(1000 * part), round(2000 * part))

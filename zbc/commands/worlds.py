@@ -33,9 +33,10 @@ def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
     times = iter(aligned([row.sample_ms or 0.0 for row in planned], 3))
     known = all(row.peak_bytes is not None for row in planned)
     held = iter(aligned([(row.peak_bytes or 0) / GIB for row in planned], 3) if known else [""] * len(planned))
-    rows, shared = [], any(row.shape.tp > 1 for row in weighed)
+    axes = [axis for axis in ("tp", "ep") if any(getattr(row.shape, axis) > 1 for row in weighed)]
+    rows = []
     for row in weighed:
-        pp, dp, microbatches, _, tp = row.shape
+        pp, dp, microbatches, *_ = row.shape
         cells = ["", ""] if row.sample_ms is None else ["> " * row.at_least + next(times), next(held)]
         mark = "<" if row is best else "" if row.error is None else row.error.code
         note = "no plan" if row.shape.why else mark
@@ -43,13 +44,13 @@ def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
             [
                 str(pp),
                 str(dp),
-                *([str(tp)] if shared else []),
+                *(str(getattr(row.shape, axis)) for axis in axes),
                 str(microbatches or ""),
                 *(cells if known else cells[:1]),
                 note,
             ]
         )
-    heads = ["pp", "dp", *(["tp"] if shared else []), "microbatches", "ms/sample", *(["GiB"] if known else []), ""]
+    heads = ["pp", "dp", *axes, "microbatches", "ms/sample", *(["GiB"] if known else []), ""]
     yield indented(table(heads, rows, left=0, most=None))
     if any(row.at_least for row in weighed):
         yield indented("> at least: the others are faster, so it was not planned with all of its microbatches")

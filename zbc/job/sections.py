@@ -52,7 +52,9 @@ class Parallel(Section):
     tp: Count = Field(
         1, description='ranks that share each layer of a built-in model (tensor parallel); with world also "auto"'
     )
-    ep: Count = Field(1, description="neighbouring replicas that share out the experts of each block")
+    ep: Count = Field(
+        1, description='neighbouring replicas that share out the experts of each block; with world also "auto"'
+    )
     tp_sequence: bool = Field(False, description="these ranks also share the tokens between the layers")
     world: Count | Literal["auto"] | None = Field(
         None, description='ranks of the run, instead of pp and dp: the fastest are taken; "auto": the GPUs there are'

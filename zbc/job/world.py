@@ -1,7 +1,8 @@
 """A job that says how many ranks there are, and how large a batch: which pp, dp and microbatches it can mean.
 
 `parallel.world` stands for every pp x dp x tp = world, with the tp that is given, or where that is "auto" every one
-that fits on a node; `schedule.batch` for batch / (dp x microbatch_size) microbatches.
+that fits on a node; with parallel.ep = "auto" also for every one of those. `schedule.batch` stands for batch / (dp x
+microbatch_size) microbatches.
 Where a key and what it stands for are both given, the one from the command line counts, then the one of the file that
 extends the other; of one file E116.
 """
@@ -21,21 +22,23 @@ from zbc.job.toml import Document
 
 WORLD, BATCH, MICROBATCHES = ("parallel", "world"), ("schedule", "batch"), ("schedule", "microbatches")
 GIVEN = {"pp": ("parallel", "pp"), "dp": ("parallel", "dp")}
-TP = ("parallel", "tp")
+TP, EP = ("parallel", "tp"), ("parallel", "ep")
 
 
 class Shape(NamedTuple):
     """Ranks of a pipeline, replicas of it, and the microbatches of each; `why` there can be no plan of it; the ranks
-    that share each one's layers."""
+    that share each one's layers, and the replicas that share out experts."""
 
     pp: int
     dp: int
     microbatches: int
     why: str | None = None
     tp: int = 1
+    ep: int = 1
 
     def __str__(self) -> str:
-        return f"pp {self.pp}, dp {self.dp}{f', tp {self.tp}' if self.tp > 1 else ''}"
+        more = [f", {axis} {count}" for axis, count in (("ep", self.ep), ("tp", self.tp)) if count > 1]
+        return f"pp {self.pp}, dp {self.dp}{''.join(more)}"
 
     @property
     def ranks(self) -> int:
@@ -55,12 +58,13 @@ class Weighed:
     error: ZbcError | None = None
 
     def as_json(self) -> dict[str, Any]:
-        pp, dp, microbatches, why, tp = self.shape
+        pp, dp, microbatches, why, tp, ep = self.shape
         reason = why if self.error is None else f"[{self.error.code}] {self.error.message}"
         return {
             "pp": pp,
             "dp": dp,
             "tp": tp,
+            "ep": ep,
             "microbatches": microbatches or None,
             "schedule": self.schedule,
             "step_ms": self.step_ms,
@@ -83,7 +87,9 @@ class World:
         found = self.document
         for path, number in zip((*GIVEN.values(), MICROBATCHES), shape[:3], strict=True):
             found = _with(found, path, number)
-        return _with(found, TP, shape.tp) if shape.tp > 1 or found.has(TP) else found
+        for path, number in ((TP, shape.tp), (EP, shape.ep)):
+            found = _with(found, path, number) if number > 1 or found.has(path) else found
+        return found
 
 
 def read(document: Document) -> World | Document:
@@ -96,9 +102,10 @@ def read(document: Document) -> World | Document:
     if whole and not {"pp", "world"} & parallel.keys():
         document = _with(document, GIVEN["pp"], sum(counts or ()))
         parallel = document.values["parallel"]
-    if parallel.get("tp") == "auto" and (world is None or not GIVEN.keys() - parallel.keys()):
-        text = 'config: parallel.tp = "auto" is chosen together with pp and dp, and parallel.world is missing'
-        raise ZbcError("E116", text, where=document.where(TP), hint="set parallel.world, or tp = 1")
+    for key, path in (("tp", TP), ("ep", EP)):
+        if parallel.get(key) == "auto" and (world is None or not GIVEN.keys() - parallel.keys()):
+            text = f'config: parallel.{key} = "auto" is chosen together with pp and dp, and parallel.world is missing'
+            raise ZbcError("E116", text, where=document.where(path), hint=f"set parallel.world, or {key} = 1")
     if (world is None and batch is None) or not _sound(parallel, schedule):
         return _shown(document)
     document, samples = _batch(document, batch)
@@ -112,7 +119,8 @@ def read(document: Document) -> World | Document:
             raise ZbcError("E116", f"config: {shape.why}", where=document.where(BATCH), hint=_NEAREST)
         return _with(bare, MICROBATCHES, shape.microbatches)
     document, count = _count(document)
-    shapes = tuple(shape for tp in _shared(document, count) for shape in _shapes(document, count, fixed, samples, tp))
+    some = (shape for tp in _shared(document, count) for shape in _shapes(document, count, fixed, samples, tp))
+    shapes = tuple(shape._replace(ep=ep) for shape in some for ep in _experts(document, shape.dp))
     found = World(_without(_without(document, WORLD), BATCH), shapes)
     only = found.shapes[0]
     return found.of(only) if len(found.shapes) == 1 and only.microbatches else found
@@ -126,7 +134,7 @@ def _sound(parallel: Mapping[str, Any], schedule: Mapping[str, Any]) -> bool:
     """Whether the numbers are numbers; where they are not, their tables say so."""
     numbers = [parallel.get("pp", 1), parallel.get("dp", 1), schedule.get("microbatches", 1)]
     numbers += [schedule.get("microbatch_size", 1), schedule.get("batch", 1)]
-    numbers += [one for one in (parallel.get("world", 1), parallel.get("tp", 1)) if one != "auto"]
+    numbers += [one for one in (parallel.get(key, 1) for key in ("world", "tp", "ep")) if one != "auto"]
     return all(type(number) is int and number > 0 for number in numbers)
 
 
@@ -236,6 +244,19 @@ def _shared(document: Document, world: int) -> list[int]:
     node = hardware.get("ranks_per_node") if isinstance(hardware, Mapping) else None
     most = math.gcd(world, *(one for one in (*counts, node or _NODE) if type(one) is int and one > 0))
     return [tp for tp in range(1, most + 1) if most % tp == 0]
+
+
+def _experts(document: Document, dp: int) -> list[int]:
+    """How many replicas may share out experts: as many as is given, or all that divide both, on one node."""
+    asked, model = document.values["parallel"].get("ep", 1), document.values.get("model")
+    if asked != "auto":
+        return [asked]
+    hardware = document.values.get("hardware")
+    node = hardware.get("ranks_per_node") if isinstance(hardware, Mapping) else None
+    count = model.get("experts") if isinstance(model, Mapping) else None
+    most = math.gcd(dp, count) if type(count) is int and count > 0 else 1
+    room = node if type(node) is int and node > 0 else _NODE or most
+    return [ep for ep in range(1, min(most, room) + 1) if most % ep == 0]
 
 
 def _shapes(document: Document, ranks: int, fixed: Mapping[str, int], batch: int | None, tp: int) -> list[Shape]:

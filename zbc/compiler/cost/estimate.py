@@ -216,6 +216,13 @@ def _head(z: Sizes) -> tuple[int, ...]:
 
 
 def _measured(layer: Layer, one: Measurement) -> Layer:
+    if layer.apart and one.params > layer.params:  # measured with all experts: a rank has some
+        part = layer.params / one.params
+        held = one.held and one.held.model_copy(
+            update={name: round(part * getattr(one.held, name)) for name in ("weights", "gradients", "optimizer")}
+        )
+        step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
+        one = replace(one, held=held, step=step, tentative=tentative, params=layer.params, parts=layer.parts)
     size = layer.size if one.size is None else one.size
     parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
     params = one.params or layer.params
