@@ -236,12 +236,7 @@ ROWS = (
     Excludes(
         "shared vocabulary",
         "E120",
-        {
-            "whole": (
-                "its backwards cannot all come later for the meetings of all ranks",
-                'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"',
-            )
-        },
+        {"copies": (UNWRITTEN, 'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"')},
     ),
     Excludes("sliced", "E110", {"offload|tp_sequence": UNWRITTEN}, at_other=True),
     Excludes(

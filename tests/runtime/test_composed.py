@@ -14,6 +14,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.training.models import compiled
 
 ONE_PIPE = ["1f1b", "zb-h1", "gpipe", "interleaved-1f1b", "breadth-first", "looped-zb", "zb-v", "v-half", "1f1b-v"]
+ONE_PIPE += ["hanayo", "dualpipe-v", "braid-v"]
 TWO_PIPES = ["chimera", "bitpipe", "dualpipe", "dualpipe-v", "chimera-zb", "bitpipe-zb"]
 SHARDS = ("sharded weights", "one-sided", "sharded gradients", "sharded all")
 WORDS = [("shared vocabulary", shard, kind) for shard in SHARDS for kind in ONE_PIPE]
