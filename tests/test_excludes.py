@@ -21,6 +21,7 @@ VALUES = {
     "autocast": "bfloat16",
     "experts": 4,
     "expert bias": 0.001,
+    "whole norms": "olmo2",
     "graph": {"a": [], "b": ["a"]},
     "tp": 2,
     "tp_sequence": True,

@@ -74,6 +74,7 @@ TRAITS = {
     "bfloat16 weights": Trait("model.parameters", _not("float32")),
     "autocast": Trait("model.dtype", _not("float32")),
     "experts": Trait("model.experts", bool),
+    "whole norms": Trait("model.variant", _is("olmo2", "olmoe")),
     "expert bias": Trait("model.balance_rate", bool),
     "graph": Trait("model.graph", bool),
     "tp": Trait("parallel.tp", _not(1)),
@@ -275,6 +276,9 @@ ROWS = (
         "tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}
     ),
     Excludes("tp", "E119", {"experts": (UNWRITTEN, "set tp = 1")}),
+    Excludes(
+        "tp", "E119", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}
+    ),
     Excludes(
         "ep",
         "E118",

@@ -22,6 +22,9 @@ FAMILIES += [{"family": "llama", "kv_heads": 1, "head_size": 24, "ffn_hidden": 7
 FAMILIES += [{"family": "llama", "variant": "qwen2", "kv_heads": 2}]
 FAMILIES += [{"family": "llama", "variant": "qwen3", "kv_heads": 2, "head_size": 24, "attention_bias": True}]
 FAMILIES += [{"family": "llama", "variant": "gemma", "kv_heads": 1}]
+FAMILIES += [{"family": "llama", "variant": "olmo2", "kv_heads": 2}, {"family": "llama", "variant": "phi3"}]
+SCALES = {"embedding_scale": 3.0, "attention_scale": 0.3, "residual_scale": 0.5, "logits_scale": 2.0}
+FAMILIES += [{"family": "llama", "variant": "granite", **SCALES}]
 EXPERTS = [
     {"family": "llama", "experts": 4, "expert_hidden": 40},
     {"family": "llama", "experts": 6, "top_k": 3, "expert_hidden": 24, "shared_hidden": 48, "variant": "qwen2_moe"},

@@ -35,6 +35,7 @@ LLAMA = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_h
 LLAMA |= {"num_attention_heads": 4, "max_position_embeddings": SEQ, "initializer_range": 0.2, **IDS}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": SEQ, "initializer_range": 0.2}
 GPT2 |= {**dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0), **IDS}
+GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 MET = {"num_experts": 6, "num_experts_per_tok": 3}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -61,6 +62,9 @@ MODELS = {
     "qwen3": model_for("Qwen3", num_key_value_heads=2, head_dim=10),
     "qwen3-biased": model_for("Qwen3", num_key_value_heads=4, head_dim=8, attention_bias=True),
     "gemma": model_for("Gemma", num_key_value_heads=1, head_dim=12),
+    "phi3": model_for("Phi3", num_key_value_heads=2, pad_token_id=None),
+    "olmo2": model_for("Olmo2", num_key_value_heads=2, pad_token_id=None),
+    "granite": model_for("Granite", num_key_value_heads=2, **GRANITE),
     "mixtral": model_for("Mixtral", num_key_value_heads=2, num_local_experts=4),
     "qwen2_moe": model_for(
         "Qwen2Moe", **MET, num_key_value_heads=4, moe_intermediate_size=24, shared_expert_intermediate_size=20
@@ -69,7 +73,7 @@ MODELS = {
     "olmoe": model_for("Olmoe", **MET, num_key_value_heads=2, pad_token_id=None),
     "padded": model_for("Llama", pad_token_id=7),
 }
-VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma", "phi3", "olmo2", "granite", *MOE)
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +380,7 @@ def test_a_variant_is_another_model(folders):
     assert error.code == "E522" and "variant" in error.details[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma", *MOE])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "granite", *MOE])
 def test_a_configuration_without_keys_is_the_one_of_transformers(name):
     """What transformers takes for keys that a file does not have."""
     made = transformers.AutoConfig.for_model(name)

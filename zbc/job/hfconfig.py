@@ -30,6 +30,9 @@ _FIXED: dict[str, dict[str, Any]] = {  # key -> the only value that zbc computes
     "mistral": {"hidden_act": "silu"},
     "qwen2": {"hidden_act": "silu"},
     "qwen3": {"hidden_act": "silu"},
+    "phi3": {"hidden_act": "silu"},
+    "olmo2": {"hidden_act": "silu"},
+    "granite": {"hidden_act": "silu", "mlp_bias": False},
     "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0},
     "qwen2_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True},
     "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
@@ -69,6 +72,9 @@ _VARIANTS = {
     "mistral": _Variant(ffn=14336, kv_heads=8, seq_len=131072),
     "qwen2": _Variant(ffn=22016, kv_heads=32, vocab=151936, seq_len=32768),
     "qwen3": _Variant(ffn=22016, kv_heads=32, head_size=128, vocab=151936, seq_len=32768),
+    "phi3": _Variant(3072, 8192, vocab=32064, seq_len=4096, eps=1e-5, padding=32000),
+    "olmo2": _Variant(vocab=50304, eps=1e-5, padding=1),
+    "granite": _Variant(),
     "mixtral": _Variant(
         ffn=14336,
         kv_heads=8,
@@ -101,13 +107,28 @@ _CLASSES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "gemma": "Gemma",
+    "phi3": "Phi3",
+    "olmo2": "Olmo2",
+    "granite": "Granite",
     "mixtral": "Mixtral",
     "qwen2_moe": "Qwen2Moe",
     "qwen3_moe": "Qwen3Moe",
     "olmoe": "Olmoe",
 }
-_BIASED = ("llama", "qwen3", "gemma", "qwen3_moe", "olmoe")  # variants that may have biases in all of attention
-_WINDOWED = {"mistral": 4096, "mixtral": None}  # variants with one sliding window for all layers, and its default
+_BIASED = (
+    "llama",
+    "qwen3",
+    "gemma",
+    "olmo2",
+    "granite",
+    "qwen3_moe",
+    "olmoe",
+)  # variants that may have biases in all of attention
+_WINDOWED = {
+    "mistral": 4096,
+    "phi3": None,
+    "mixtral": None,
+}  # variants with one sliding window for all layers, and its default
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -195,7 +216,20 @@ def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "rope_scaling": scaling,
         "tie_embeddings": config.get("tie_word_embeddings", default.tied),
         **(_experts(config, default) if default.experts is not None else {}),
+        **(_scales(config) if kind == "granite" else {}),
     }
+
+
+_GRANITE = {
+    "embedding_scale": "embedding_multiplier",
+    "attention_scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logits_scale": "logits_scaling",
+}
+
+
+def _scales(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: float_of(config.get(theirs, 1.0)) for key, theirs in _GRANITE.items()}
 
 
 def _experts(config: Mapping[str, Any], default: _Variant) -> dict[str, Any]:
@@ -273,7 +307,7 @@ def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
     """The model of the folder. Raise E521, and E522 with every size in which the job is another model than that."""
     folder = model_of(config, source)
     keys = [*_COMPARED, "rotary", *(_OF_EXPERTS if folder.experts or job.experts else ("mlp_width",))]
-    keys += ["variant", "attention_bias", "padding_token"] if folder.family == "llama" == job.family else []
+    keys += ["variant", "attention_bias", "padding_token", *_GRANITE] if folder.family == "llama" == job.family else []
     keys += ["rope_theta", "rope_scaling"] if folder.rotary else ["activation"]
     names = {"head_width": "head_size", "mlp_width": "ffn_hidden", "kv_width": "kv_heads x head_size"}
     names |= {"met": "top_k", "expert_width": "expert_hidden"}
@@ -363,11 +397,18 @@ def _llama_config(model: Model) -> dict[str, Any]:
         text = f"run: a {model.variant} with biases in all of attention has no counterpart in transformers"
         raise ZbcError("E524", text, hint="drop model.attention_bias")
     extra: dict[str, Any] = {"hidden_act": "silu"}
+    scales = {theirs: getattr(model, key) for key, theirs in _GRANITE.items()}
+    if model.variant == "granite":
+        scales["attention_multiplier"] = model.attention_scale or model.head_width**-0.5
+        extra |= scales
+    elif any(value not in (None, 1.0) for value in scales.values()) or model.attention_scale is not None:
+        text = f"run: a {model.variant} with scales of its own has no counterpart in transformers"
+        raise ZbcError("E524", text, hint='set model.variant = "granite"')
     if model.experts:
         extra |= _experts_config(model)
     if model.variant == "gemma":
         extra = {key: "gelu_pytorch_tanh" for key in ("hidden_act", "hidden_activation")}
-    elif model.variant not in ("llama", "olmoe"):
+    elif model.variant not in ("llama", "olmo2", "granite", "olmoe"):
         extra |= {"sliding_window": None}
     if model.variant in _BIASED:
         extra |= {"attention_bias": model.attention_bias}

@@ -18,7 +18,8 @@ from zbc.job.wording import did_you_mean
 BUILTIN = ("gpt", "llama")
 Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
-_ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias", "padding_token")
+_SCALES = ("embedding_scale", "attention_scale", "residual_scale", "logits_scale")
+_ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias", "padding_token", *_SCALES)
 _ONLY_GPT = ("positions", "activation")
 _EXPERTS = (
     "experts",
@@ -45,8 +46,33 @@ _ONLY_BUILTIN = (
 )
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")  # variants of a llama that have experts
 # Whose defaults say what is so in other families too.
-_PLAIN = ("variant", "attention_bias", "norm_top_k", "balance_loss", "balance_rate", "router_z_loss", "imbalance")
+_PLAIN = (
+    "variant",
+    "attention_bias",
+    "norm_top_k",
+    "balance_loss",
+    "balance_rate",
+    "router_z_loss",
+    "imbalance",
+    *_SCALES,
+)
 _FOREIGN = {"gpt": _ONLY_LLAMA, "llama": _ONLY_GPT}  # family -> keys it does not have; a factory has none of them
+
+
+Variant = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "phi3",
+    "olmo2",
+    "granite",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+]
 
 
 class RopeScaling(Section):
@@ -70,9 +96,15 @@ class Model(Section):
     heads: Width | None = Field(None, description="attention heads")
     kv_heads: Width | None = Field(None, description="llama: heads of keys and values; default heads")
     head_size: Width | None = Field(None, description="llama: width of a head; default hidden / heads")
-    variant: Literal["llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"] = (
-        Field("llama", description="llama: whose blocks these are; the differences are in docs/models.md")
+    variant: Variant = Field(
+        "llama", description="llama: whose blocks these are; the differences are in docs/models.md"
     )
+    embedding_scale: Positive = Field(1.0, description="llama: what embeddings are multiplied with")
+    attention_scale: Positive | None = Field(
+        None, description="llama: what scores of attention are multiplied with; default 1 / sqrt(head_size)"
+    )
+    residual_scale: Positive = Field(1.0, description="llama: what attention and MLP add is multiplied with")
+    logits_scale: Positive = Field(1.0, description="llama: what logits are divided by")
     attention_bias: bool = Field(False, description="llama: biases in all four projections of attention")
     ffn_hidden: Width | None = Field(
         None, description="width inside the MLP; default gpt 4 hidden, llama 8/3 hidden up to a multiple of 256"

@@ -121,15 +121,17 @@ class GptBlock(nn.Module):
 class GptHead(nn.Module):
     """(B, T, H) -> (B, T, V)."""
 
-    def __init__(self, hidden: int, vocab: int, norm: nn.Module) -> None:
+    def __init__(self, hidden: int, vocab: int, norm: nn.Module, scale: float = 1.0) -> None:
+        """`scale`: what logits are divided by."""
         super().__init__()
-        self.norm = norm
+        self.norm, self.scale = norm, scale
         self.logits = nn.Linear(hidden, vocab, bias=False)
         nn.init.normal_(self.logits.weight, std=STD)
         self.enter = self.join = same
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.join(self.logits(self.enter(self.norm(x))))
+        y = self.join(self.logits(self.enter(self.norm(x))))
+        return y if self.scale == 1.0 else y / self.scale
 
 
 def linear(inputs: int, outputs: int, residual_layers: int | None = None, *, bias: bool = True) -> nn.Linear:

@@ -35,6 +35,10 @@ _LLAMA = {
     "norm2": "post_attention_layernorm",
     "down": "mlp.down_proj",
 }
+_OWN = {  # of a variant, what the others call otherwise
+    "phi3": {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
+    "olmo2": {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"},
+}
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 HEAD = "lm_head.weight"
 
@@ -71,6 +75,8 @@ def _llama(model: Model, parameter: str) -> list[TensorRows]:
     stem = f"model.layers.{index}"
     if module == "mlp":
         return _experts(model, stem, inside)
+    if module in (own := _OWN.get(model.variant, {})):
+        return [TensorRows(f"{stem}.{own[module]}.{kind}")]
     if module == "qkv":
         queries = (model.heads or 0) * model.head_width
         rows = {"q_proj": queries, "k_proj": model.kv_width, "v_proj": model.kv_width}

@@ -9,6 +9,8 @@ i // (heads / kv_heads). Initial weights as in gpt.py; the residual stream stays
 
     qwen2       biases of queries, keys and values
     qwen3       a norm of each head's queries and keys
+    olmo2       norms behind attention and MLP; a norm of all heads' queries together, and of all keys
+    granite     embeddings, scores, what is added to the stream, and logits are multiplied with numbers
     olmoe       a norm of all heads' queries together, and of all keys
 
 With `experts` (experts.py) these are the blocks of Mixtral, and of Qwen2 and Qwen3 with experts.
@@ -16,6 +18,9 @@ With `experts` (experts.py) these are the blocks of Mixtral, and of Qwen2 and Qw
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -63,14 +68,18 @@ class LlamaBlock(nn.Module):
         qkv_bias: bool = False,
         bias: bool = False,
         experts: Experts | None = None,
+        scores: float | None = None,
+        residual: float = 1.0,
     ) -> None:
         """`size`: features of a head; `ffn`: width inside the MLP; `layers`: of the model, for the initial weights;
-        `bias`: of the projection behind attention; `experts`: in place of the MLP."""
+        `bias`: of the projection behind attention; `experts`: in place of the MLP;
+        `scores`: what those of attention are multiplied with, 1 / sqrt(size) by default; `residual`: what attention and
+        MLP add is."""
         super().__init__()
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
         self.norm1 = norm(hidden, eps, variant)
         self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=qkv_bias)  # rows: all queries, keys, values
-        self.wide = variant == "olmoe"  # its norms are over all heads together
+        self.wide = variant in ("olmo2", "olmoe")  # its norms are over all heads together
         normed = self.wide or variant in ("qwen3", "qwen3_moe")
         self.norm_q = nn.RMSNorm(heads * size if self.wide else size, eps=eps) if normed else None
         self.norm_k = nn.RMSNorm(kv_heads * size if self.wide else size, eps=eps) if normed else None
@@ -83,13 +92,23 @@ class LlamaBlock(nn.Module):
         self.gate = nn.GELU("tanh") if variant == "gemma" else nn.SiLU()
         self.rotary = rotary
         self.enter = self.leave = same
+        self.behind = variant == "olmo2"  # its norms are behind attention and MLP
+        self.scores, self.residual = None if scores is None else scores * math.sqrt(size), residual
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.leave(self.proj(self._attend(self.enter(self.norm1(x)))))
-        if self.mlp is not None:
-            return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
-        gate, up = self.gate_up(self.enter(self.norm2(x))).chunk(2, dim=-1)
-        return x + self.leave(self.down(self.gate(gate) * up))
+        x = self._added(x, self.norm1, self._attention)
+        return self._added(x, self.norm2, self._feed if self.mlp is None else self.mlp)
+
+    def _added(self, x: Tensor, norm: nn.Module, inside: Callable[[Tensor], Tensor]) -> Tensor:
+        y = norm(inside(x)) if self.behind else inside(norm(x))
+        return x + y if self.residual == 1.0 else x + y * self.residual
+
+    def _attention(self, x: Tensor) -> Tensor:
+        return self.leave(self.proj(self._attend(self.enter(x))))
+
+    def _feed(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(self.enter(x)).chunk(2, dim=-1)
+        return self.leave(self.down(self.gate(gate) * up))
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
@@ -97,6 +116,7 @@ class LlamaBlock(nn.Module):
         q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = self._normed(q, self.norm_q), self._normed(k, self.norm_k)
+        q = q if self.scores is None else q * self.scores
         q, k = self.rotary(q), self.rotary(k)
         return attention(q, k, v).transpose(1, 2).reshape(batch, length, self.heads * self.size)
 

@@ -126,7 +126,7 @@ def _family(model: spec.Model) -> list[LayerPlan]:
     if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
         text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
         raise ZbcError("E105", text)
-    scale = math.sqrt(model.hidden) if model.variant == "gemma" else 1.0
+    scale = math.sqrt(model.hidden) if model.variant == "gemma" else model.embedding_scale
     learned = not model.rotary
     sizes, padding = (model.vocab, model.hidden, model.seq_len), model.padding_token
     embed = functools.partial(gpt.Embed, *sizes, learned=learned, scale=scale, padding=padding)
@@ -170,6 +170,8 @@ def _llama_block(model: spec.Model) -> nn.Module:
         qkv_bias=model.qkv_bias,
         bias=model.attention_bias,
         experts=_experts(model),
+        scores=model.attention_scale,
+        residual=model.residual_scale,
     )
 
 
@@ -198,7 +200,7 @@ def _rotary(model: spec.Model) -> Rotary:
 def _head(model: spec.Model, hidden: int, vocab: int) -> nn.Module:
     llamas = model.family == "llama"
     norm = llama.norm(hidden, model.norm_eps, model.variant) if llamas else nn.LayerNorm(hidden, eps=model.norm_eps)
-    return gpt.GptHead(hidden, vocab, norm)
+    return gpt.GptHead(hidden, vocab, norm, model.logits_scale)
 
 
 def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
