@@ -166,7 +166,7 @@ def test_a_picture_has_a_box_for_each_and_red_ones_for_those_that_are_waited_for
     boxes = {fill: len(re.findall(f'fill="{fill}"><title>sums of', text)) for fill in (HIDDEN, MEETING)}
     wide = [piece for piece in pieces(one) if piece.end - piece.start > 0.01]
     assert boxes == {HIDDEN: sum(piece.hidden for piece in wide), MEETING: sum(not piece.hidden for piece in wide)}
-    assert "sums of ranks that share layers" in text and "sums that their rank waits for" in text
+    assert "sums and swaps inside of ops" in text and "that their rank waits for" in text
 
 
 def test_the_terminal_has_a_line_below_each_rank():
@@ -182,13 +182,13 @@ def test_the_terminal_has_a_line_below_each_rank():
             if sign != " ":
                 near = [piece for piece in found if piece.start < (at + 2) * cell and piece.end > (at - 1) * cell]
                 assert any(piece.hidden == (sign == "-") for piece in near), (rank, at)
-    assert "! sums that their rank waits for" in " ".join(lines)
+    assert "! those that their rank waits for" in " ".join(lines)
 
 
 def test_a_trace_has_a_track_for_each_rank():
     events = json.loads(perfetto.draw([drawn()]))["traceEvents"]
     named = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert "sums of ranks that share layers" in named
+    assert "sums and swaps inside of ops" in named
     found = [event for event in events if event["name"].startswith("sums of")]
     assert {event["cat"] for event in found} == {"hidden", "waited for"}
 

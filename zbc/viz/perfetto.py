@@ -80,7 +80,7 @@ def _sums(one: Drawn, rank: int, pid: int) -> Iterator[str]:
     """Sums of tensor-parallel ranks, beside the ops that hide them."""
     if not one.braided:
         return
-    yield _named("thread_name", pid, _SHARED, "sums of ranks that share layers")
+    yield _named("thread_name", pid, _SHARED, "sums and swaps inside of ops")
     for piece in one.strip.shared(rank, one.costs):
         name = f"sums of {piece.op}"
         yield _slice(pid, _SHARED, name, "hidden" if piece.hidden else "waited for", piece.start, piece.end, "{}")

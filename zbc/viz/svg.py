@@ -179,7 +179,7 @@ def _copies(one: Drawn, rank: int, window: Window, plot: float, y: float, height
 
 
 def _shared(one: Drawn, rank: int, window: Window, plot: float, y: float, height: float) -> Iterator[str]:
-    """A thin lane below the ops that hide them: sums of ranks that share layers; red where a rank waits for them."""
+    """A thin lane below the ops that hide them: sums and swaps inside of ops; red where a rank waits for them."""
     x0, scale = MARGIN + LEFT, plot / (window[1] - window[0])
     for piece in one.strip.shared(rank, one.costs):
         start, end = max(window[0], piece.start), min(window[1], piece.end)
@@ -292,8 +292,8 @@ def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
     if two:
         yield "#fff", "hatch", other
     if any(one.braided for one in drawn):
-        yield HIDDEN, "", "sums of ranks that share layers"
-        yield MEETING, "", "sums that their rank waits for"
+        yield HIDDEN, "", "sums and swaps inside of ops"
+        yield MEETING, "", "those that their rank waits for"
     if any(True for one in drawn for _ in one.strip.meetings()):
         yield "#fff", "line", "all ranks have met for a microbatch's words"
 

@@ -241,7 +241,7 @@ def _legend(drawn: Sequence[Drawn], view: View) -> list[str]:
     if found.chunks > 1:
         words.append("lower case: the rank's second stage" if found.chunks == 2 else "lower case: every second stage")
     if view.by == "time" and any(one.braided for one in drawn):
-        words += ["- sums of ranks that share layers", "! sums that their rank waits for"]
+        words += ["- sums and swaps inside of ops", "! those that their rank waits for"]
     if view.by == "time" and _has_memory(view):
         words.append("right: activation units held, and their peak")
     return wrap(words, view.width)
