@@ -364,7 +364,7 @@ def groups(ops: Sequence[Op]) -> dict[int, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
+class ProgramTraits:
     """What of a program its ops alone do not say: the one list of it, which plans keep and layouts depend on."""
 
     dp: int = 1  # replicas of the pipeline; each runs these ops, and collectives meet over all of them
@@ -384,12 +384,12 @@ class Traits:
     flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
 
 
-TRAITS = tuple(one.name for one in fields(Traits))
+TRAITS = tuple(one.name for one in fields(ProgramTraits))
 _ALL = attrgetter(*TRAITS)
 
 
 @dataclass(frozen=True, slots=True)
-class Program(Traits):
+class Program(ProgramTraits):
     """Per rank, the ops in execution order. Compute-only schedules and complete plans are both Programs."""
 
     placement: Placement

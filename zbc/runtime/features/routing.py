@@ -8,7 +8,7 @@ The bias decides which experts a token meets, not with what weight.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
 
 
+@runtime_checkable
 class Routed(Protocol):
-    """A layer with a router, whose experts are those from `place` on of all blocks."""
+    """A layer with a router, whose `count` experts are those from `place` on of all blocks."""
 
     place: int | None
     count: int
@@ -37,19 +38,21 @@ class Routing(Feature):
 
     def steps(self, worker: Worker, op: Op) -> None:
         verdict = worker.verdict
-        for one in self._layers.get(op.stage, ()) if verdict is not None and not verdict.skipped else ():
-            if one.bias is None or one.place is None or verdict is None:
-                continue
-            loads = torch.tensor(verdict.routed[one.place : one.place + one.count], dtype=torch.float64)
-            one.bias.add_(one.rate * (loads.mean() - loads).sign().to(one.bias))
+        if verdict is None or verdict.skipped:
+            return
+        for one in self._layers.get(op.stage, ()):
+            if one.bias is not None and one.place is not None:
+                loads = torch.tensor(verdict.routed[one.place : one.place + one.count], dtype=torch.float64)
+                one.bias.add_(one.rate * (loads.mean() - loads).sign().to(one.bias))
 
 
 def number_blocks(name: str, layer: nn.Module, count: int) -> list[Routed]:
     """The routers of a layer `layers.3`, told which experts of all blocks theirs are."""
-    found = [one for one in layer.modules() if hasattr(one, "share_out")]
+    inside: list[object] = [*layer.modules()]
+    found = [one for one in inside if isinstance(one, Routed)]
     for one in found:
-        one.place = int(name.rpartition(".")[2]) * count  # type: ignore[assignment]
-    return found  # type: ignore[return-value]
+        one.place = int(name.rpartition(".")[2]) * count
+    return found
 
 
 def build(context: Context) -> Routing | None:
