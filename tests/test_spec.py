@@ -220,7 +220,7 @@ def test_an_override_is_one_value(tmp_path):
     assert [code for code, _, _ in found] == ["E103"]
 
 
-def test_who_asks_for_a_gpu_is_not_pointed_to_the_cpu(tmp_path):
+def test_a_job_for_a_gpu_is_not_pointed_to_the_cpu(tmp_path):
     path = write_job(tmp_path, hardware={"device": "gpu"})
     with pytest.raises(ZbcError) as caught:
         spec.draft(path, []).finish()

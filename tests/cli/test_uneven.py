@@ -43,7 +43,7 @@ def test_such_a_placement_is_planned_proven_and_drawn(name, zbc, folder, planned
 
 
 @pytest.mark.parametrize("name", ["fork", "fold"])
-def test_it_is_planned_with_limits_costs_per_rank_and_an_optimizer_that_waits_for_nobody(name, planned):
+def test_an_uneven_schedule_is_planned_with_limits_costs_and_post_validate(name, planned):
     ran = planned(
         name,
         schedule={"memory_limit": "3x"},
@@ -63,7 +63,7 @@ def test_costs_per_rank_are_shared_by_the_stages_of_the_rank(zbc, planned, folde
 
 
 @pytest.mark.parametrize("name", few(["fork", "fold"], ("fork",)))
-def test_it_trains_and_a_report_reads_what_it_recorded(name, zbc, planned):
+def test_an_uneven_schedule_trains_and_a_report_reads_its_trace(name, zbc, planned):
     assert planned(name).code == 0
     ran = zbc("run", "plan", "--local", RANKS[name], "--trace", "1", "--out", "run")
     assert ran.code == 0, ran.err

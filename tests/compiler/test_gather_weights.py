@@ -232,7 +232,7 @@ def asked(dp=2, pp=4, shard="weights", exchange="one-sided", **more):
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "gradients"])
-def test_it_is_for_weights_that_come_and_go(shard):
+def test_gathers_are_for_weights_that_come_and_go(shard):
     with pytest.raises(ZbcError, match=r'E115.*goes with shard = "weights" or "all"'):
         asked(shard=shard)
 

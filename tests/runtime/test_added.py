@@ -76,7 +76,7 @@ def test_drawn_layers_train_as_one_batch_in_one_process(examples):
 
 
 @pytest.mark.parametrize("how", ["add", "scaled"])
-def test_so_it_is_in_slices(how):
+def test_added_losses_in_slices_are_those_of_one_process(how):
     check(plan_of(("1f1b", 2, 1, "before-step"), how, slices=2), (0, 2, 3), told=how == "add")
 
 

@@ -128,7 +128,7 @@ def test_steps_with_clips_and_nans_have_the_bits_of_the_synchronous_run(schedule
 
 
 @pytest.mark.repeats
-def test_so_have_two_hundred_steps():
+def test_two_hundred_steps_ahead_are_those_with_a_barrier():
     """Of one combination."""
     long_run("zb-v", 2, False, 200)
 
@@ -159,7 +159,9 @@ OTHERS = [
     ("schedule", "p", "optimizer", "low", "m", "first"),
     few(dealt(OTHERS, ["clip", "nan"]), ("interleaved-1f1b",)),
 )
-def test_so_have_other_schedules_optimizers_and_sizes(schedule, p, optimizer, low, m, first):
+def test_steps_ahead_of_every_schedule_optimizer_and_size_are_those_with_a_barrier(
+    schedule, p, optimizer, low, m, first
+):
     run = Watched(plan_for(schedule, p, "post-validate", optimizer, m, **(LOW if low else {})), verdicts(12, first))
     same(run, synchronous(optimizer, low, 12, first, m))
 
@@ -168,7 +170,7 @@ def test_so_have_other_schedules_optimizers_and_sizes(schedule, p, optimizer, lo
     ("schedule", "p", "m"),
     few([("chimera", 4, 4), ("bitpipe", 2, 4), ("dualpipe", 4, 8), ("dualpipe-v", 2, 6)], ("dualpipe",)),
 )
-def test_so_have_copies_of_stages_and_groups_that_overlap(schedule, p, m):
+def test_steps_ahead_with_copies_of_stages_and_groups_are_those_with_a_barrier(schedule, p, m):
     """Beside a barrier of their own: sums over copies add in another order than one process."""
     ahead, sync = (Watched(plan_for(schedule, p, how, "adamw", m), verdicts(10, "clip")) for how in SYNCS)
     same(ahead, sync)

@@ -130,7 +130,7 @@ def test_the_same_order_in_one_process_has_the_same_bits(schedule, p, m, v, ever
     assert counted == late == dict(enumerate(wanted.stalest))
 
 
-def test_how_late_each_stage_is():
+def test_the_lateness_of_each_stage_is_what_the_order_says():
     late = [lateness(ops) for ops in program_of("1f1b", 8, 8).ranks]
     assert [one[stage] for stage, one in enumerate(late)] == [7, 6, 5, 4, 3, 2, 1, 0]
     assert [lateness(ops)[s] for s, ops in enumerate(program_of("1f1b", 4, 4, every=4).ranks)] == [1, 1, 1, 0]

@@ -404,7 +404,7 @@ def test_what_a_checkpoint_has_may_change_from_one_to_the_next(dp, tmp_path):
         assert train(one, step + 1, resume=at(tmp_path, step)) == losses[step : step + 1]
 
 
-def test_so_many_stay_and_the_last_step_is_saved(tmp_path):
+def test_as_many_checkpoints_stay_as_asked_and_the_last_step_is_saved(tmp_path):
     train(plan(checkpoint={"every": 2, "keep": 2}), 7, tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000006", "step-00000007"]
     train(plan(checkpoint={"every": 2, "keep": 2, "at_end": False}), 3, tmp_path / "other")

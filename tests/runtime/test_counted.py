@@ -77,7 +77,7 @@ def test_drawn_padding_trains_as_one_batch_in_one_process(examples):
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", f"{HERE}:own"])
-def test_so_it_does_in_slices(loss):
+def test_targets_that_do_not_count_weigh_nothing_in_slices(loss):
     check(plan_of([1, 0, 4, 2, 0, 0, 3, 0], ("1f1b", 2, 1, "before-step"), loss, slices=2, rows=(0, 2, 4)), loss)
 
 

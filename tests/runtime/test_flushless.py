@@ -48,7 +48,7 @@ def test_fifty_steps_have_the_bits_of_one_process_a_step_late(schedule, p, m, v)
     check(plan_of(schedule, p, m, v, model=SMALL), 50)
 
 
-def test_it_is_another_training():
+def test_steps_without_a_flush_are_another_training():
     plan = plan_of(model=SMALL)
     assert reference(plan, 6, delayed=True).losses != reference(plan, 6).losses
     assert reference(plan, 2, delayed=True).losses[0] == reference(plan, 2).losses[0]

@@ -26,7 +26,7 @@ def test_work_is_done_in_its_order_beside_the_caller(scribe):
     assert len(threads) == 1 and threading.get_ident() not in threads
 
 
-def test_who_adds_more_than_can_be_put_off_waits(scribe):
+def test_a_writer_with_more_than_can_be_put_off_waits(scribe):
     hold, many, added = threading.Event(), threading.Event(), []
 
     def add():

@@ -265,7 +265,7 @@ def test_the_thread_of_who_has_the_turn_is_known(tmp_path):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_who_waits_for_its_turn_is_left_where_it_stands(failing):
+def test_work_that_waits_for_its_turn_is_left_when_the_other_fails(failing):
     pair, left = Pair(CPU), []
 
     def work(side):

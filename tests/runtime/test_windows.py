@@ -50,7 +50,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("case", few(["masters", "tied", "recompute"], 1))
-def test_nor_with_what_else_a_stage_may_have(case):
+def test_windows_with_other_features_change_no_bit(case):
     one, other = (plan_of("zb-v", 2, 4, room, **HOW[case]) for room in (1, 0))
     same(run_threads(one_sided(one), STEPS), run_threads(other, STEPS))
 
@@ -70,7 +70,7 @@ def late(monkeypatch, seed, longest=0.004):
 
 @pytest.mark.parametrize("seed", few(range(6), (0,)))
 @pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "zb-v", "breadth-first"], 1))
-def test_nor_when_ranks_are_held_up(schedule, seed, monkeypatch):
+def test_windows_of_ranks_that_are_held_up_change_no_bit(schedule, seed, monkeypatch):
     late(monkeypatch, seed)
     same(run_threads(one_sided(plan_of(schedule, 2, 4, 1)), 4), run_threads(plan_of(schedule, 2, 4, 0), 4))
 

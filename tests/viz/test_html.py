@@ -88,7 +88,7 @@ def frozen():
 
 
 @needs_browser
-def test_it_names_the_share_of_ops_with_frozen_layers(tmp_path):
+def test_a_page_names_the_share_of_ops_with_frozen_layers(tmp_path):
     (tmp_path / "page.html").write_text(html.draw([frozen()]))
     chromium = browser.Browser(tmp_path, 1000, 600)
     chromium.open(tmp_path / "page.html")
