@@ -20,7 +20,6 @@ With `experts` (experts.py) these are the blocks of Mixtral, and of Qwen2 and Qw
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -96,19 +95,20 @@ class LlamaBlock(nn.Module):
         self.scores, self.residual = None if scores is None else scores * math.sqrt(size), residual
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self._added(x, self.norm1, self._attention)
-        return self._added(x, self.norm2, self._feed if self.mlp is None else self.mlp)
+        # What a norm gives is named nowhere: it is gone once the layer behind it has read it.
+        if self.behind:
+            x = x + self.norm1(self.leave(self.proj(self._attend(self.enter(x)))))
+        else:
+            x = self._sum(x, self.leave(self.proj(self._attend(self.enter(self.norm1(x))))))
+        if self.mlp is not None:
+            return self._sum(x, self.mlp(self.norm2(x)))
+        gate, up = self.gate_up(self.enter(x if self.behind else self.norm2(x))).chunk(2, dim=-1)
+        if self.behind:
+            return x + self.norm2(self.leave(self.down(self.gate(gate) * up)))  # type: ignore[no-any-return]
+        return self._sum(x, self.leave(self.down(self.gate(gate) * up)))
 
-    def _added(self, x: Tensor, norm: nn.Module, inside: Callable[[Tensor], Tensor]) -> Tensor:
-        y = norm(inside(x)) if self.behind else inside(norm(x))
+    def _sum(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.residual == 1.0 else x + y * self.residual
-
-    def _attention(self, x: Tensor) -> Tensor:
-        return self.leave(self.proj(self._attend(self.enter(x))))
-
-    def _feed(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(self.enter(x)).chunk(2, dim=-1)
-        return self.leave(self.down(self.gate(gate) * up))
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
