@@ -18,9 +18,11 @@ from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.profiled import Measurement
 from zbc.job.profile import LayerBytes
+from zbc.job.spec import Model
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.training.models.experts import Experts
+from zbc.training.models.model import layers
 
 MODEL = {
     "family": "llama",
@@ -56,15 +58,37 @@ def of_one_token(layer, x):
 @pytest.mark.parametrize(("normed", "shared"), [(True, 0), (False, 24)])
 def test_a_token_gets_what_its_experts_give(gated, normed, shared):
     torch.manual_seed(0)
-    layer = Experts(16, 20, 6, 3, layers=2, gated=gated, normed=normed, shared=shared).double()
+    layer = Experts(
+        16, 20, 6, 3, layers=2, activation=functional.silu, gated=gated, normed=normed, shared=shared
+    ).double()
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) / 3
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     torch.testing.assert_close(layer(x).flatten(0, 1), of_one_token(layer, x.flatten(0, 1)), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [{"activation": "gelu"}, {"activation": "gelu_tanh"}, *({"variant": v} for v in ("llama", "gemma", "olmo2"))],
+    ids=str,
+)
+def test_one_expert_that_all_tokens_meet_is_the_mlp_of_its_family(kind):
+    family = "llama" if "variant" in kind else "gpt"
+    model = Model(family=family, layers=2, hidden=16, heads=2, vocab=32, seq_len=8, ffn_hidden=24, **kind)
+    torch.manual_seed(0)
+    dense = layers(model, 0)[1].make()
+    for parameter in dense.parameters():
+        parameter.data = torch.randn_like(parameter)
+    one = layers(model.model_copy(update={"experts": 1, "top_k": 1}), 0)[1].make()
+    for name, parameter in one.named_parameters():
+        if "router" not in name:
+            parameter.data = dense.get_parameter(name.replace("mlp.experts.0.", ""))
+    x = torch.randn(2, 8, 16)
+    torch.testing.assert_close(one(x), dense(x))
+
+
 def test_an_expert_that_nobody_chose_has_a_gradient_of_zero():
-    layer = Experts(8, 8, 4, 1, layers=1)
+    layer = Experts(8, 8, 4, 1, layers=1, activation=functional.silu)
     with torch.no_grad():
         layer.router.weight.copy_(torch.tensor([5.0, 0, 0, 0])[:, None].expand(4, 8))
     layer(torch.ones(3, 8)).sum().backward()
@@ -74,7 +98,7 @@ def test_an_expert_that_nobody_chose_has_a_gradient_of_zero():
 
 def test_added_losses_are_those_of_their_papers():
     torch.manual_seed(1)
-    layer, adding = Experts(8, 8, 4, 2, layers=1, balance=0.5, z=0.25), Adding(0.125)
+    layer, adding = Experts(8, 8, 4, 2, layers=1, activation=functional.silu, balance=0.5, z=0.25), Adding(0.125)
     x = torch.randn(10, 8)
     with adding_to(adding):
         layer(x)
@@ -156,7 +180,7 @@ def test_loads_are_the_rows_of_each_expert_and_biases_move_towards_even_ones(way
 
 
 def test_a_bias_chooses_experts_and_weighs_none():
-    layer = Experts(8, 8, 4, 2, layers=1, rate=0.1)
+    layer = Experts(8, 8, 4, 2, layers=1, activation=functional.silu, rate=0.1)
     layer.bias.copy_(torch.tensor([9.0, 9.0, 0, 0]))
     x = torch.randn(5, 8)
     likely = (x @ layer.router.weight.t()).softmax(-1)[:, :2]

@@ -181,7 +181,7 @@ def _summary(
 
 
 def _hidden(found: Mapping[str, Quantity]) -> list[tuple[str, ...]]:
-    return [("sums of shared layers hidden", *_rates(one)) for one in found.values()]
+    return [("sums and swaps inside of ops hidden", *_rates(one)) for one in found.values()]
 
 
 def _times(one: Quantity) -> list[str]:

@@ -14,9 +14,11 @@ probability (arXiv 2101.03961, section 2.2); `z` c adds c mean(logsumexp(logits)
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from zbc.runtime.features.added import add_loss, tell_load
 from zbc.runtime.features.expert_parallel import Swaps
@@ -25,11 +27,13 @@ from zbc.training.models.gpt import linear
 
 
 class Expert(nn.Module):
-    """(rows, H) -> (rows, H): the MLP of a family; `gated` as in Llama, else with biases and a GELU as in GPT-2."""
+    """(rows, H) -> (rows, H): the MLP of a family; `gated` as in Llama, else with biases as in GPT-2."""
 
-    def __init__(self, hidden: int, width: int, layers: int, *, gated: bool) -> None:
+    def __init__(
+        self, hidden: int, width: int, layers: int, *, gated: bool, activation: Callable[[Tensor], Tensor]
+    ) -> None:
         super().__init__()
-        self.gated = gated
+        self.gated, self.activation = gated, activation
         if gated:
             self.gate_up = linear(hidden, 2 * width, bias=False)  # rows: gate, then up
         else:
@@ -38,9 +42,9 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return self.down(functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+            return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(functional.silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down(self.activation(gate) * up)  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
@@ -54,6 +58,7 @@ class Experts(nn.Module):
         top_k: int,
         *,
         layers: int,
+        activation: Callable[[Tensor], Tensor],
         gated: bool = True,
         shared: int = 0,
         normed: bool = True,
@@ -65,9 +70,10 @@ class Experts(nn.Module):
         step moves the bias of an expert, 0 for none."""
         super().__init__()
         self.count, self.top_k, self.normed, self.balance, self.z = count, top_k, normed, balance, z
+        made = functools.partial(Expert, hidden, layers=layers, gated=gated, activation=activation)
         self.router = linear(hidden, count, bias=False)
-        self.experts = nn.ModuleDict({str(e): Expert(hidden, width, layers, gated=gated) for e in range(count)})
-        self.shared = Expert(hidden, shared, layers, gated=gated) if shared else None
+        self.experts = nn.ModuleDict({str(e): made(width) for e in range(count)})
+        self.shared = made(shared) if shared else None
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
         self.swaps: Swaps | None = None  # where replicas share the experts out
         self.place: int | None = None  # of its first expert among those of all blocks

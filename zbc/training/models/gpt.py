@@ -73,6 +73,10 @@ class Embed(nn.Module):
         return self.tokens(tokens)  # type: ignore[no-any-return]
 
 
+def gelu(*, tanh: bool) -> nn.Module:
+    return nn.GELU("tanh" if tanh else "none")
+
+
 class GptBlock(nn.Module):
     """(B, T, H) -> (B, T, H)."""
 
@@ -101,7 +105,7 @@ class GptBlock(nn.Module):
             self.up = linear(hidden, ffn)
             self.down = linear(ffn, hidden, layers)
         self.rotary = rotary
-        self.gelu = nn.GELU("tanh" if tanh else "none")
+        self.gelu = gelu(tanh=tanh)
         self.enter = self.leave = same
 
     def forward(self, x: Tensor) -> Tensor:

@@ -12,9 +12,9 @@ i // (heads / kv_heads). Initial weights as in gpt.py; the residual stream stays
     olmo2       norms behind attention and MLP; a norm of all heads' queries together, and of all keys
     granite     embeddings, scores, what is added to the stream, and logits are multiplied with numbers
     olmoe       a norm of all heads' queries together, and of all keys
-
-With `experts` (experts.py) these are the blocks of Mixtral, and of Qwen2 and Qwen3 with experts.
     gemma       norms multiply by 1 + weight, the gate is a GELU, embeddings come times sqrt(H)
+
+With `experts` (experts.py) these are the blocks of Mixtral, OLMoE, and of Qwen2 and Qwen3 with experts.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ class OffsetNorm(nn.Module):
         wide = x.float()
         found = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (found * (1.0 + self.weight.float())).type_as(x)
+
+
+def gate(variant: str) -> nn.Module:
+    """The activation of the gate of an MLP."""
+    return nn.GELU("tanh") if variant == "gemma" else nn.SiLU()
 
 
 class LlamaBlock(nn.Module):
@@ -88,7 +93,7 @@ class LlamaBlock(nn.Module):
         if experts is None:
             self.gate_up = linear(hidden, 2 * ffn, bias=False)  # rows: gate, then up
             self.down = linear(ffn, hidden, layers, bias=False)
-        self.gate = nn.GELU("tanh") if variant == "gemma" else nn.SiLU()
+        self.gate = gate(variant)
         self.rotary = rotary
         self.enter = self.leave = same
         self.behind = variant == "olmo2"  # its norms are behind attention and MLP
@@ -101,7 +106,7 @@ class LlamaBlock(nn.Module):
         else:
             x = self._sum(x, self.leave(self.proj(self._attend(self.enter(self.norm1(x))))))
         if self.mlp is not None:
-            return self._sum(x, self.mlp(self.norm2(x)))
+            return x + self.norm2(self.mlp(x)) if self.behind else self._sum(x, self.mlp(self.norm2(x)))
         gate, up = self.gate_up(self.enter(x if self.behind else self.norm2(x))).chunk(2, dim=-1)
         if self.behind:
             return x + self.norm2(self.leave(self.down(self.gate(gate) * up)))  # type: ignore[no-any-return]

@@ -178,13 +178,15 @@ def _llama_block(model: spec.Model) -> nn.Module:
 def _experts(model: spec.Model) -> Experts | None:
     if not model.experts:
         return None
+    gated = model.family == "llama"
     return Experts(
         model.hidden or 0,
         model.expert_width,
         model.experts,
         model.met,
         layers=model.layers,
-        gated=model.family == "llama",
+        gated=gated,
+        activation=llama.gate(model.variant) if gated else gpt.gelu(tanh=model.activation == "gelu_tanh"),
         shared=model.shared_hidden or 0,
         normed=model.norm_top_k,
         balance=model.balance_loss,
