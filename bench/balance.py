@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ranks import meeting, results
 from record import Record
-from sleeping import sleep_until
+from sleeping import Paced
 
 from tests.runtime.small_plans import make_program
 from tests.runtime.test_unequal import unequal
@@ -130,26 +130,12 @@ def simulated(record: Record, draws: int, seed: int) -> None:
 # ---- measured ------------------------------------------------------------------------------------------------
 
 
-class Paced:
-    """A `Clock` under which an op takes as long as its microbatch would, from when it has its inputs."""
-
-    def __init__(self, worker: Worker, dealer: unequal_data.Dealer) -> None:
-        self._inner, self._worker, self._dealer = worker.clock, worker, dealer
-        self._began = 0.0
-        self.read = self._inner.read
-
-    def start(self) -> float:
-        self._began = time.perf_counter()
-        return self._inner.start()
-
-    def stop(self, began: float) -> None:
-        worker, op = self._worker, Op.parse(self._worker.progress.op)
-        work = self._dealer.step(worker.step)
-        mb = work.replicas[worker.replica][op.mb]
-        ms = MS / worker.placement.chunks * self._dealer.shape.factor(mb, work.lengths)
-        ms *= 2 if op.kind.value == "BW" else 1
-        sleep_until(self._began + ms / 1e3)
-        self._inner.stop(began)
+def ms_of(worker: Worker, dealer: unequal_data.Dealer, op: Op) -> float:
+    """What an op of this microbatch takes."""
+    work = dealer.step(worker.step)
+    mb = work.replicas[worker.replica][op.mb]
+    ms = MS / worker.placement.chunks * dealer.shape.factor(mb, work.lengths)
+    return ms * (2 if op.kind.value == "BW" else 1)
 
 
 def rank_main(rank: int, folder: Path, plan: StoredPlan, schedule: str, equal: bool, steps: int, sender: Any) -> None:
@@ -160,7 +146,7 @@ def rank_main(rank: int, folder: Path, plan: StoredPlan, schedule: str, equal: b
     with meeting(rank, RANKS, folder / "meet"):
         worker = ours.build(plan, rank).worker
         assert isinstance(worker.work, unequal_data.Dealer)
-        worker.clock = Paced(worker, worker.work)  # type: ignore[assignment]
+        worker.clock = Paced(worker, functools.partial(ms_of, worker, worker.work))  # type: ignore[assignment]
         worker.features.of(Gathers).begins(worker)
         found = []
         for step in range(steps + WARM_UP):

@@ -22,7 +22,6 @@ import math
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from ranks import Noise, Turn, in_turns, logged, meeting, planned, results, zbc
 from record import Record
-from sleeping import sleep_until
+from sleeping import Paced
 
 from tests.runtime.small_plans import make_plan
 from zbc.compiler.check import check_all
@@ -46,7 +45,6 @@ from zbc.compiler.sim.simulate import simulate
 from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.core.state import Worker
 from zbc.trace import recording as trace
 
 WARM_UP = 2  # first steps that do not count
@@ -150,27 +148,13 @@ def paced(side: Side, rank: int, _: Path) -> Callable[[int], Any]:
     import ours
 
     worker = ours.build(side.plan, rank).worker
-    worker.clock = Paced(worker, side.more)  # type: ignore[assignment]
+
+    def ms(op: Op) -> float:
+        found: float = side.more[op.kind, rank if op.kind.unit_wide else op.stage]
+        return found
+
+    worker.clock = Paced(worker, ms)  # type: ignore[assignment]
     return partial(run_step, worker)
-
-
-class Paced:
-    """A `Clock` under which the op that runs takes at least so long from when it has its inputs."""
-
-    def __init__(self, worker: Worker, ms: Mapping[tuple[Kind, int], float]) -> None:
-        self._inner, self._worker, self._ms = worker.clock, worker, ms
-        self._began = 0.0
-        self.read = self._inner.read
-
-    def start(self) -> float:
-        self._began = time.perf_counter()
-        return self._inner.start()
-
-    def stop(self, began: float) -> None:
-        op = Op.parse(self._worker.progress.op)
-        place = self._worker.rank if op.kind.unit_wide else op.stage
-        sleep_until(self._began + self._ms[op.kind, place] / 1e3)
-        self._inner.stop(began)
 
 
 def rank_main(rank: int, ranks: int, sides: Sequence[Side], steps: int, folder: Path, sender: Any) -> None:

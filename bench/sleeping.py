@@ -10,12 +10,15 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zbc.ir import Op
 from zbc.runtime.core.slot import Slot, accumulate, current_slot
+from zbc.runtime.core.state import Worker
 from zbc.runtime.features import copying
 from zbc.runtime.features.tensor_parallel import Group
 
@@ -46,6 +49,23 @@ def sleep_until(end: float) -> None:
     while (now := time.perf_counter()) < end:
         pass
     late.append(now - end)
+
+
+class Paced:
+    """A `Clock` of a worker under which the op that runs takes at least `ms` of it from when it has its inputs."""
+
+    def __init__(self, worker: Worker, ms: Callable[[Op], float]) -> None:
+        self._inner, self._worker, self._ms = worker.clock, worker, ms
+        self._began = 0.0
+        self.read = self._inner.read
+
+    def start(self) -> float:
+        self._began = time.perf_counter()
+        return self._inner.start()
+
+    def stop(self, began: float) -> None:
+        sleep_until(self._began + self._ms(Op.parse(self._worker.progress.op)) / 1e3)
+        self._inner.stop(began)
 
 
 class Jitter:
