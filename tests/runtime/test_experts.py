@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from tests.composed import TOLERANCE, apart, settings, toml, trained
@@ -58,9 +59,7 @@ def of_one_token(layer, x):
 @pytest.mark.parametrize(("normed", "shared"), [(True, 0), (False, 24)])
 def test_a_token_gets_what_its_experts_give(gated, normed, shared):
     torch.manual_seed(0)
-    layer = Experts(
-        16, 20, 6, 3, layers=2, activation=functional.silu, gated=gated, normed=normed, shared=shared
-    ).double()
+    layer = Experts(16, 20, 6, 3, layers=2, activation=nn.SiLU(), gated=gated, normed=normed, shared=shared).double()
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) / 3
     x = torch.randn(2, 7, 16, dtype=torch.float64)
@@ -88,7 +87,7 @@ def test_one_expert_that_all_tokens_meet_is_the_mlp_of_its_family(kind):
 
 
 def test_an_expert_that_nobody_chose_has_a_gradient_of_zero():
-    layer = Experts(8, 8, 4, 1, layers=1, activation=functional.silu)
+    layer = Experts(8, 8, 4, 1, layers=1, activation=nn.SiLU())
     with torch.no_grad():
         layer.router.weight.copy_(torch.tensor([5.0, 0, 0, 0])[:, None].expand(4, 8))
     layer(torch.ones(3, 8)).sum().backward()
@@ -98,7 +97,7 @@ def test_an_expert_that_nobody_chose_has_a_gradient_of_zero():
 
 def test_added_losses_are_those_of_their_papers():
     torch.manual_seed(1)
-    layer, adding = Experts(8, 8, 4, 2, layers=1, activation=functional.silu, balance=0.5, z=0.25), Adding(0.125)
+    layer, adding = Experts(8, 8, 4, 2, layers=1, activation=nn.SiLU(), balance=0.5, z=0.25), Adding(0.125)
     x = torch.randn(10, 8)
     with adding_to(adding):
         layer(x)
@@ -180,7 +179,7 @@ def test_loads_are_the_rows_of_each_expert_and_biases_move_towards_even_ones(way
 
 
 def test_a_bias_chooses_experts_and_weighs_none():
-    layer = Experts(8, 8, 4, 2, layers=1, activation=functional.silu, rate=0.1)
+    layer = Experts(8, 8, 4, 2, layers=1, activation=nn.SiLU(), rate=0.1)
     layer.bias.copy_(torch.tensor([9.0, 9.0, 0, 0]))
     x = torch.randn(5, 8)
     likely = (x @ layer.router.weight.t()).softmax(-1)[:, :2]

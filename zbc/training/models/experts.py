@@ -15,7 +15,6 @@ probability (arXiv 2101.03961, section 2.2); `z` c adds c mean(logsumexp(logits)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +28,7 @@ from zbc.training.models.gpt import linear
 class Expert(nn.Module):
     """(rows, H) -> (rows, H): the MLP of a family; `gated` as in Llama, else with biases as in GPT-2."""
 
-    def __init__(
-        self, hidden: int, width: int, layers: int, *, gated: bool, activation: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, hidden: int, width: int, layers: int, *, gated: bool, activation: nn.Module) -> None:
         super().__init__()
         self.gated, self.activation = gated, activation
         if gated:
@@ -58,7 +55,7 @@ class Experts(nn.Module):
         top_k: int,
         *,
         layers: int,
-        activation: Callable[[Tensor], Tensor],
+        activation: nn.Module,
         gated: bool = True,
         shared: int = 0,
         normed: bool = True,
@@ -100,9 +97,8 @@ class Experts(nn.Module):
         if self.shared is not None and self.shared_gate is not None:
             y = y + self.shared_gate(flat).sigmoid() * self.shared(flat)
         y = y.view(x.shape)
-        if self.training and (self.balance or self.z):
-            y = add_loss(y, self._added(logits, likely, counts))
-        return y
+        adds = self.training and (self.balance or self.z)
+        return add_loss(y, self._added(logits, likely, counts)) if adds else y
 
     def share_out(self, group: Group) -> None:
         """Keep this rank's experts."""
