@@ -112,7 +112,8 @@ class ScheduleCard:
     @property
     def traits(self) -> frozenset[str]:
         """What of zbc/excludes.py it has."""
-        has = {"whole": self.whole, "chains": not self.branches, "flush": self.name not in STEADY}
+        copies = len(self.placement(2 * self.ranks_in, self.default_chunks).pipes) > 1
+        has = {"whole": self.whole, "chains": not self.branches, "flush": self.name not in STEADY, "copies": copies}
         return frozenset(name for name, there in has.items() if there)
 
     def check_ranks(self, p: int) -> None:
