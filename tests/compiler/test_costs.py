@@ -110,6 +110,33 @@ def test_transfers_are_latency_plus_bytes_over_the_link():
 
 
 NODES = {"device": "cuda", "link_gbps": 800.0, "link_us": 0.0, "inter_node_gbps": 80.0, "inter_node_us": 50.0}
+NODES |= {"message_share": 0.0}
+
+
+def test_a_message_is_a_part_of_the_ops_that_send_and_take_it_at_both_of_its_ends():
+    times = {"f": 1.0, "b": 2.0, "w": 3.0, "comm": 0.5}
+    plain, timed = (costs(job(costs={**times, **more})) for more in ({}, {"message": 0.25}))
+    assert comm(timed) == comm(plain) == (0.5,) * 3
+    assert timed.column("f") == (1.25, 1.5, 1.5, 1.25) and timed.column("b") == (2.25, 2.5, 2.5, 2.25)
+    assert timed.column("w") == plain.column("w") and timed.column("bw") == (5.25, 5.5, 5.5, 5.25)
+    folded = costs(job(costs={**times, "message": 0.25}), V)  # stages 3 and 4 are on one rank
+    around = [2 * (ms - 0.5) for ms in folded.column("f")]
+    assert around == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 0.5])
+    sliced = costs(job(costs={**times, "message": 0.25}, schedule={"slices": 4}))
+    assert sliced.column("f") == pytest.approx((2.0, 3.0, 3.0, 2.0)), "each of the four slices has messages of its own"
+
+
+def test_estimated_transfers_keep_their_ranks_for_a_share_and_are_on_the_way_for_the_rest():
+    hardware = {**NODES, "inter_node_gbps": 800.0, "inter_node_us": 0.0}
+    free, half, whole = (costs(job(hardware={**hardware, "message_share": x})) for x in (0.0, 0.25, 1.0))
+    ms = comm(free)[0]
+    assert comm(half) == pytest.approx((ms / 2,) * 3) and comm(whole) == (0.0,) * 3
+    for found, share in ((half, 0.25), (whole, 1.0)):
+        more = [a - b for a, b in zip(found.column("f"), free.column("f"), strict=True)]
+        assert more == pytest.approx([share * ms * count for count in (1, 2, 2, 1)])
+    del hardware["message_share"]
+    assert costs(job(hardware=hardware)).ms == whole.ms, "on cuda"
+    assert "messages" not in costs(job(hardware={**hardware, "device": "cpu"})).ms
 
 
 def test_only_boundaries_that_leave_a_node_pay_for_the_link_between_nodes():

@@ -329,9 +329,16 @@ def _gap(ms: float, bound: float, *, loose: bool = False, memory: bool = True) -
 
 
 def _costs(compiled: Compiled) -> Iterator[str]:
-    profile = compiled.job.profile
+    profile, most = compiled.job.profile, max(compiled.report.per_rank, key=lambda rank: rank.messages_ms)
+    if most.messages_ms:
+        part = percent(most.messages_ms / most.busy_ms)
+        yield f"messages keep rank {most.rank} from computing for {short(most.messages_ms)} ms, {part} of its work"
     if profile is None:
-        yield from _COSTS[compiled.report.costs]
+        given = compiled.job.costs
+        silent = given.f is not None and given.message is None and compiled.job.parallel.pp > 1
+        first, *rest = _COSTS[compiled.report.costs]
+        yield f"{first}; without costs.message a message costs its ranks nothing" if silent else first
+        yield from rest
         return
     on = profile.on
     how = "measured" if on.source == "measured" else "read off a recorded run"

@@ -194,6 +194,11 @@ class Hardware(Section):
         description="whether a message waits for its receiver to post a buffer, as on NCCL and gloo; "
         "default rendezvous, eager where [costs] gives times",
     )
+    message_share: NotNegative | None = Field(
+        None,
+        description="of a transfer between two ranks, the share in which each of them does not compute; default 1 on "
+        "cuda, 0 on cpu, and what a profile measured instead",
+    )
     ranks_per_node: Count = Field(8, description="ranks of the run that share a node; see parallel.node")
     inter_node_gbps: Rate | None = Field(None, description="Gbit/s between two nodes; default link_gbps")
     inter_node_us: Us | None = Field(None, description="latency between two nodes; default link_us")
@@ -227,6 +232,11 @@ class GivenCosts(Section):
     b: PerPart | None = Field(None, description="gradient of the input")
     w: PerPart | None = Field(None, description="gradient of the weights")
     comm: Ms | None = Field(None, description="one boundary transfer between two ranks")
+    message: Ms | None = Field(
+        None,
+        description="what a message between two ranks keeps each of them from computing; default 0 where f is given, "
+        "else by hardware.message_share or the profile",
+    )
     occupies: Ms = Field(0.0, description="of comm, the time in which a message keeps its link to itself")
     reduce: Ms | None = Field(
         None,

@@ -64,6 +64,7 @@ class Costs:
 
         f b w bw         F, B, W and BW
         f_sums b_sums    of F, and of B and BW: the sums of tensor-parallel ranks inside of them
+        messages         of F, and of B and BW: what messages keep their rank from computing
         bw_waits         of BW: what of its sums its own W does not hide; F and B wait for all of theirs
         reduce gather    one sum of a stage's gradients over its copies; collecting its weights from those who stepped
         average          averaging a share of its weights over the replicas

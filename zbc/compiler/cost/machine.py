@@ -18,6 +18,9 @@ from zbc.job.links import LinkTable
 from zbc.job.spec import Hardware, Job
 from zbc.topology import Topology
 
+# Of a transfer, the share in which its ranks do not compute: as published runs on A100s have it, which took 2 to 6%
+# longer with 1F1B than so, and -5 to 5% with three chunks (arXiv 2401.10241, table 4: bench/published.py).
+_MESSAGE_SHARE = {"cuda": 1.0, "cpu": 0.0}
 _DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as bench/vocabulary.py found them
     "cuda": (230.0, 1750.0, 3.0, 200.0, 10.0),
     "cpu": (0.1, 20.0, 5.0, 20.0, 700.0),
@@ -55,6 +58,7 @@ class Machine:
     node: int  # ranks of the run on a node
     topology: Topology
     links: LinkTable | None = None  # in place of near and far
+    message_share: float = 0.0  # of a transfer, in which its ranks do not compute
 
     @classmethod
     def of(cls, job: Job) -> Machine:
@@ -83,6 +87,7 @@ class Machine:
                 order=tuple(job.parallel.order or ()),
             ),
             job.links,
+            _MESSAGE_SHARE[given.device] if given.message_share is None else given.message_share,
         )
 
     def ms(self, kernels: Iterable[Kernel]) -> float:

@@ -30,7 +30,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     job = _seated(job, placement, stages, table)
     whole, cuts = _build(job, placement, stages, table), cuts_of(job)
     if not cuts:
-        return _with_words(whole, [job], [1.0], placement)
+        return _with_messages(_with_words(whole, [job], [1.0], placement), job, placement)
     rows, shares = share(cuts, 1.0, 0.0), shares_of(job, cuts)
     parts, tables, jobs = list[Costs](), list[list[Layer]](), list[Job]()
     for j, (begin, end) in enumerate(pairwise(cuts)):
@@ -48,11 +48,36 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
     longest = parts[rows.index(max(rows))]  # its transfers are taken for those of all slices
     found = _with_words(replace(found, links=longest.links, occupies=longest.occupies), jobs, rows, placement)
+    found = _with_messages(found, job, placement)
     if whole.bytes is None:
         return found
     kv = [[sum((one[i].size.kv for i in part), 0.0) for part in stages] for one in tables]
     fused = [[sum((one[i].size.fused for i in part), 0.0) for part in stages] for one in tables]
     return _weighed(found, whole, parts, kv, fused, _recomputed(job, placement))
+
+
+def _with_messages(costs: Costs, job: Job, placement: Placement) -> Costs:
+    """The same where a message keeps both of its ranks from computing: as long as was given or measured, else for a
+    share of its transfer. That is a part of the F or the backward which sends or takes it.
+
+    Op times that are given without `costs.message` mean messages that cost their ranks nothing.
+    """
+    known = job.profile is not None or job.costs.f is not None or job.costs.message is not None
+    if known:
+        measured = 0.0 if job.profile is None else job.profile.host.transfer_us / 1e3
+        given = measured if job.costs.message is None else job.costs.message
+        ms = profiled.messages(placement, lambda pipe, edge: given)
+    else:
+        share, links = Machine.of(job).message_share, costs.links
+        ms = profiled.messages(placement, lambda pipe, edge: share * links[pipe][edge])
+        # What both ends spend on a message is a part of its transfer; the rest is on the way.
+        rest = max(0.0, 1 - 2 * share)
+        costs = replace(costs, links=tuple({edge: rest * ms for edge, ms in pipe.items()} for pipe in links))
+    if not any(ms):
+        return costs
+    timed = costs.with_ms(messages=ms)
+    names = [name for name in ("f", "b", "bw") if name in costs.ms]
+    return timed.with_ms(**{name: timed.each(add, name, "messages") for name in names})
 
 
 def _with_words(costs: Costs, jobs: Sequence[Job], rows: Sequence[float], placement: Placement) -> Costs:

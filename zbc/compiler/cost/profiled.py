@@ -7,7 +7,7 @@ stage keeps its input in any case.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zbc.compiler.cost.footprint import Footprint
@@ -98,13 +98,22 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
 
 
 def host_ms(host: Host, placement: Placement) -> dict[str, tuple[float, ...]]:
-    """ms that a rank adds to each F, B (or BW) and W of a stage: to the op, and to transfers it starts around it."""
-    ways = [  # messages in and out, F or B
-        sum(placement.crosses(s, other) for other in (*placement.sources(s), *placement.sinks(s)))
-        for s in range(placement.stages)
-    ]
-    f, b = (tuple((us + count * host.transfer_us) / 1e3 for count in ways) for us in (host.f_us, host.b_us))
-    return {"F": f, "B": b, "W": (host.w_us / 1e3,) * placement.stages}
+    """ms that a rank adds to each F, B (or BW) and W of a stage, without its messages."""
+    return {kind: (us / 1e3,) * placement.stages for kind, us in (("F", host.f_us), ("B", host.b_us), ("W", host.w_us))}
+
+
+def messages(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[float, ...]:
+    """ms that the messages of an F or a B keep the rank of each stage, by `ms` of a pipe and an edge of it: where
+    pipes differ, the most."""
+    around = [0.0] * placement.stages
+    for pipe in range(len(placement.pipes)):
+        ends = [0.0] * placement.stages
+        for a, b in placement.edges:
+            if placement.crosses(a, b, pipe):
+                one = ms(pipe, (a, b))
+                ends[a], ends[b] = ends[a] + one, ends[b] + one
+        around = list(map(max, around, ends))
+    return tuple(around)
 
 
 def agree_ms(host: Host, ranks: int) -> float:

@@ -15,6 +15,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add
 
 from zbc.compiler import recall
 from zbc.compiler.cost import estimate, profiled
@@ -235,7 +236,9 @@ class _Work:
 
     def _totals(self, op: Kind) -> list[float | None]:
         """ms of the layers of each stage in an op; None where it did not run."""
-        host = profiled.host_ms(self._host(), self.placement)[{"BW": "B"}.get(op.value, op.value)]
+        added, moved = self._host(), 0.0 if op is Kind.W else self._host().transfer_us / 1e3
+        around = profiled.messages(self.placement, lambda pipe, edge: moved)
+        host = tuple(map(add, profiled.host_ms(added, self.placement)[{"BW": "B"}.get(op.value, op.value)], around))
         totals: list[float | None] = []
         for stage, counts in enumerate(self.counts):
             samples = self.times.cost.get((op, stage))
@@ -289,7 +292,11 @@ class _Work:
         return LinkProfile(latency_us=latency, gbps=gbps, points=points)
 
     def _host(self) -> Host:
-        return Host() if self.base is None else self.base.host
+        """As measured before, with what messages kept their ranks in this run: the mean of those that send and those
+        that take. On a GPU the stream that computes says nothing of that."""
+        known = Host() if self.base is None else self.base.host
+        moves = [] if self.job.hardware.device == "cuda" else list(map(median_ms, self.times.moves.values()))
+        return known.model_copy(update={"transfer_us": 1e3 * statistics.fmean(moves)}) if moves else known
 
     def host(self) -> Host:
         """What is in the times of layers already counts there; the norm is a part of the end of a step."""

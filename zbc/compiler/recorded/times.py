@@ -34,6 +34,7 @@ class Times:
     closing: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # column, stage
     links: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # ranks of the run
     lags: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # pipe, first stage
+    moves: dict[Kind, list[int]] = field(default_factory=lambda: defaultdict(list))  # what transfers keep their rank
     norm: list[int] = field(default_factory=list)  # the barrier without its waits: the longest of each step
     sums: list[int] = field(default_factory=list)  # of the sum over all ranks after the last one's coming
 
@@ -73,6 +74,7 @@ def _rank(found: Times, step: RecordedStep, rank: int) -> None:
             around = 0
         elif op.kind.is_transfer:
             around += max(0, took)
+            found.moves[op.kind].append(max(0, took))
         elif op.kind.stage_wide and op.kind.row.lane is Lane.COMPUTE and op.kind.row.cost:
             found.closing[op.kind.row.cost, op.stage].append(max(0, took))
     for (kind, stage, *_), parts in whole.items():

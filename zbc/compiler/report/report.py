@@ -56,6 +56,7 @@ class RankReport:
     sent_bytes: int  # of boundary tensors it sends to neighbours in a step
     summed_bytes: int  # it sends to add up gradients over the copies of its stages
     kv_bytes: int = 0  # of activation_bytes, keys, values and their gradients that slices share
+    messages_ms: float = 0.0  # of busy_ms, in which messages keep it from computing
 
     @property
     def parameter_bytes(self) -> int:
@@ -226,12 +227,14 @@ class Report:
         return data
 
     def _data(self) -> dict[str, Any]:
-        """All of it, without what only slices have where there are none."""
+        """All of it, without what slices have, or messages cost, where there is none of that."""
         data: dict[str, Any] = _plain(asdict(self))
         if not self.slices:
             del data["slices"]
-            for rank in data["per_rank"]:
-                del rank["kv_bytes"]
+        for rank in data["per_rank"]:
+            absent = [*([] if self.slices else ["kv_bytes"]), *([] if rank["messages_ms"] else ["messages_ms"])]
+            for key in absent:
+                del rank[key]
         return data
 
     @property
@@ -468,6 +471,7 @@ def _rank(
         sent_bytes=round(sum(count * _message(program, costs, Op(*op)) for op, count in sends.items())),
         summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op[0].sums or op[0] is Kind.SCATTER)),
         kv_bytes=round(memory.kv),
+        messages_ms=sum(costs.of("messages", op.stage) for op in ops if op.kind.row.cost in ("f", "b", "bw")),
     )
 
 

@@ -1,0 +1,117 @@
+"""Published runs on real GPUs, planned again: what zbc predicts over what was measured.
+
+    python bench/published.py
+
+    1f1b           8 A100s, 1F1B with each rank's measured op times (sail-sg/VocabularyParallelism): step
+    zero bubble    8 and 16 A100s, op times of Table 9 of arXiv 2401.10241: throughput of its Table 4
+
+The rows are those of tests/reference/published, where sources stand. Op times are given, so that what is compared is
+the clock. One number per model is fitted: what a message keeps each of its ranks from computing (`costs.message`).
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.jobs import job
+from zbc.compiler.compile import compile_job
+
+DATA = Path(__file__).parent.parent / "tests" / "reference" / "published"
+MESSAGE = {"1.5B": 0.4, "14.6B": 0.45}  # ms; between messages a transfer takes no further time
+KINDS = {
+    "1f1b": ("1f1b", ""),
+    "1f1bi": ("interleaved-1f1b", ""),
+    "zb1p": ("zb-auto", "1.0x"),
+    "zb2p": ("zb-auto", "2.0x"),
+}
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    """The rows of a file."""
+    with (DATA / name).open() as lines:
+        return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def step_ms(kind: str, p: int, m: int, layers: int, costs: Mapping[str, object], **schedule: object) -> float:
+    """ms of a step of equal layers, by the fast search."""
+    tables = {"schedule": {"kind": kind, **schedule}, "partition": {"mode": "uniform"}, "costs": costs}
+    return compile_job(job(layers=layers, pp=p, m=m, **tables), suggest=False, budget=0.0).timeline.makespan
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as predicted and as measured, in ms."""
+
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+
+def one_f_one_b() -> Iterator[Step]:
+    """1F1B of whole vocabularies: `base` has equal blocks, `redis` an even partition."""
+    for row in rows("vocabulary_runs.csv"):
+        if row["method"] in ("base", "redis"):
+            f, bw = ([float(us) / 1e3 for us in row[key].split()] for key in ("f_us", "b_us"))
+            costs = {"per": "rank", "f": f, "b": bw, "w": [0.0] * len(f)}
+            ms = step_ms("1f1b", int(row["pp"]), int(row["m"]), 32, costs)
+            yield Step(f"{row['method']} {row['seq_len']} {row['vocab']}", ms, float(row["iteration_ms"]))
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Samples per GPU and second of each schedule."""
+
+    name: str
+    predicted: dict[str, float]
+    measured: dict[str, float]
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        return {key: ms / self.measured[key] for key, ms in self.predicted.items()}
+
+
+def zero_bubble(
+    message: Mapping[str, float] | None = None, only: Collection[str] = tuple(KINDS)
+) -> Iterator[Throughput]:
+    """The rows of Table 4, with so many ms for a message of each model; where there is none, with transfers alone."""
+    for row in rows("zero_bubble_throughput.csv"):
+        ms = (MESSAGE if message is None else message).get(row["model"], 0.0)
+        comm = max(0.0, float(row["comm"]) - 2 * ms)
+        costs = {"f": float(row["f"]), "b": float(row["bw_b"]), "w": float(row["w"]), "comm": comm, "message": ms}
+        p, m, v = int(row["p"]), int(row["m"]), int(row["v"])
+        predicted = {}
+        for key, (kind, limit) in ((key, KINDS[key]) for key in only):
+            more = {"memory_limit": limit} if limit else {"chunks": v} if key == "1f1bi" else {}
+            took = step_ms(kind, p, m, v * p, costs, **more)
+            predicted[key] = int(row["b"]) * m / p / took * 1e3
+        yield Throughput(f"{row['model']} m = {m}", predicted, {key: float(row[f"thr_{key}"]) for key in KINDS})
+
+
+def main() -> None:
+    console = Console(width=100)
+    steps = list(one_f_one_b())
+    table = Table("1F1B on 8 A100s", "predicted ms", "measured ms", "ratio", box=None)
+    for step in steps:
+        table.add_row(step.name, f"{step.predicted:.0f}", f"{step.measured:.0f}", f"{step.ratio:.3f}")
+    table.add_row("mean", "", "", f"{statistics.fmean(step.ratio for step in steps):.3f}")
+    console.print(table)
+    for name, message in (("transfers alone", {}), ("one number for a message", MESSAGE)):
+        table = Table(f"throughput, {name}", *KINDS, box=None)
+        for row in zero_bubble(message):
+            table.add_row(row.name, *(f"{ratio:.3f}" for ratio in row.ratios.values()))
+        console.print(table)
+
+
+if __name__ == "__main__":
+    main()

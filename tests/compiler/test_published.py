@@ -1,0 +1,43 @@
+"""Published runs, planned again from what their authors measured: see docs/fidelity.md and bench/published.py."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+
+import pytest
+
+from bench import published
+
+
+@functools.cache
+def throughput() -> tuple[published.Throughput, ...]:
+    """Table 4 with a number for a message."""
+    return tuple(published.zero_bubble())
+
+
+def test_steps_of_1f1b_on_a100s_follow_from_the_op_times_of_their_ranks():
+    ratios = [row.ratio for row in published.one_f_one_b()]
+    assert len(ratios) == 8
+    assert statistics.fmean(ratios) == pytest.approx(1, abs=0.015) and all(abs(x - 1) < 0.03 for x in ratios)
+
+
+def test_one_number_for_a_message_brings_1f1b_and_interleaved_1f1b_to_what_was_measured():
+    for row in throughput():
+        assert row.ratios["1f1b"] == pytest.approx(1, abs=0.05), row
+        assert row.ratios["1f1bi"] == pytest.approx(1, abs=0.05), row
+
+
+def test_schedules_rank_as_they_were_measured_where_these_are_more_than_two_percent_apart():
+    pairs = 0
+    for row in throughput():
+        for one, ours in row.predicted.items():
+            for other, theirs in row.predicted.items():
+                if row.measured[one] > 1.02 * row.measured[other]:
+                    pairs += 1
+                    assert ours > theirs, (row, one, other)
+    assert pairs > 25
+
+
+def test_without_the_cost_of_messages_interleaved_1f1b_would_come_out_too_fast():
+    assert all(row.ratios["1f1bi"] > 1.08 for row in published.zero_bubble(message={}, only=["1f1bi"]))
