@@ -163,6 +163,7 @@ def with_times(costs: Costs, ranks: Sequence[Pace]) -> Costs:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted memory beside measured memory.")
     parser.add_argument("--model", choices=MODELS, action="append", help="only this one (repeatable); writes no file")
+    parser.add_argument("--activations", action="append", help="only these (repeatable)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     record = Record("memory")
@@ -172,7 +173,7 @@ def main() -> None:
     worst = dict.fromkeys(CATEGORIES, 0.0)
     for model in options.model or RECORDED:
         for kind in SCHEDULES:
-            for activations in ("keep", "recompute"):
+            for activations in options.activations or ("keep", "selective", "recompute"):
                 settings = {**BASE, **MODELS[model], "kind": kind, "activations": activations}
                 report(record, (model, kind, activations), list(rows(settings)), worst)
     record("# worst of all: " + ", ".join(f"{name} {100 * value:+.1f}%" for name, value in worst.items()))

@@ -47,6 +47,7 @@ VALUES = {
     "group": 2,
     "chunks": 2,
     "memory limit": "1x",
+    "selective": "selective+offload",
     "offload": {"0": "offload"},
     "open activations": "auto",
     "post-validate": "post-validate",

@@ -8,9 +8,10 @@
     zbc.Plan, zbc.Run, zbc.ZbcError                see help(zbc.Plan)
     zbc.attention(q, k, v), zbc.positions(x)       in layers of yours that run in slices of a sequence
     zbc.add_loss(x, value), zbc.loss_scale()       in layers of yours that have losses of their own
+    zbc.selective(module)                          in layers of yours that recompute selectively
 
-But for the last four, they mirror the commands. All are imported when first used, so that `import zbc` costs nothing.
-None but those four and `zbc.torch_schedule` needs torch. docs/python.md has examples.
+But for the last five, they mirror the commands. All are imported when first used, so that `import zbc` costs nothing.
+None but those five and `zbc.torch_schedule` needs torch. docs/python.md has examples.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from zbc.api import plan as plan
     from zbc.errors import ZbcError as ZbcError
     from zbc.pipelining import torch_schedule as torch_schedule
+    from zbc.runtime.core.again import selective as selective
     from zbc.runtime.features.added import add_loss as add_loss
     from zbc.runtime.features.added import loss_scale as loss_scale
     from zbc.runtime.features.slicing import attention as attention
@@ -46,6 +48,7 @@ __all__ = [
     "loss_scale",
     "plan",
     "positions",
+    "selective",
     "torch_schedule",
 ]
 
@@ -56,6 +59,7 @@ _HOMES = {
     "attention": "zbc.runtime.features.slicing",
     "loss_scale": "zbc.runtime.features.added",
     "positions": "zbc.runtime.features.slicing",
+    "selective": "zbc.runtime.core.again",
 }
 
 # Importing the package zbc/plan sets `zbc.plan`, once: done first, it leaves the name to the function `zbc.plan(job)`.

@@ -59,6 +59,10 @@ def _moves(value: str | Mapping[str, str]) -> bool:
     return any("offload" in one for one in ([value] if isinstance(value, str) else value.values()))
 
 
+def _spares(value: str | Mapping[str, str]) -> bool:
+    return any("selective" in one for one in ([value] if isinstance(value, str) else value.values()))
+
+
 def _open(value: str | Mapping[str, str]) -> bool:
     return not _moves(value) and "auto" in ([value] if isinstance(value, str) else value.values())
 
@@ -102,6 +106,7 @@ TRAITS = {
     "chunks": Trait("schedule.chunks", _not(1)),
     "memory limit": Trait("schedule.memory_limit", _given),
     "offload": Trait("memory.activations", _moves, "memory.activations with offload"),
+    "selective": Trait("memory.activations", _spares, "memory.activations with selective"),
     "open activations": Trait("memory.activations", _open, 'memory.activations = "auto"'),
     "post-validate": _value("optimizer.sync", "post-validate"),
     "two versions": _value("optimizer.sync", "two-versions"),
@@ -265,6 +270,7 @@ ROWS = (
             ),
         },
     ),
+    Excludes("selective", "E110", {"compile": ("a compiled layer is one piece", "drop one of them")}),
     Excludes("offload", "E515", {"compile": (UNWRITTEN, "drop one of them; recompute goes with compiled layers")}),
     Excludes(
         "shards more",

@@ -417,7 +417,7 @@ def _cuts(rows: Sequence[ComparedPlan]) -> Iterator[str]:
             name = " ".join([row.schedule, *(value for _, value in row.settings)])
             found.setdefault(_counts(row.report.cut), []).append(name)
     if found:
-        yield "layers per stage (embedding and head too), where they differ; r: recomputed"
+        yield "layers per stage (embedding and head too), where they differ; r: recomputed, s: selectively"
     for number, (cut, names) in enumerate(found.items()):
         if number == _LINES:
             yield f"  ... {len(found) - _LINES} more: --json"
@@ -429,11 +429,11 @@ def _cuts(rows: Sequence[ComparedPlan]) -> Iterator[str]:
 def _uneven(cut: CutReport) -> bool:
     """Whether a stage recomputes, or the numbers of blocks per stage differ by more than what division leaves over."""
     blocks = [sum(name not in ("embed", "head") for name in stage.layers) for stage in cut.stages]
-    return max(blocks) - min(blocks) > 1 or any(stage.recompute for stage in cut.stages)
+    return max(blocks) - min(blocks) > 1 or any(stage.recompute or stage.selective for stage in cut.stages)
 
 
 def _counts(cut: CutReport) -> str:
     """`10 8x2 2`: layers of each stage, equal ones in a row together."""
-    each = [f"{len(stage.layers)}{'r' if stage.recompute else ''}" for stage in cut.stages]
+    each = [f"{len(stage.layers)}{'r' if stage.recompute else 's' if stage.selective else ''}" for stage in cut.stages]
     runs = [(text, len(list(run))) for text, run in groupby(each)]
     return " ".join(text if length == 1 else f"{text}x{length}" for text, length in runs)

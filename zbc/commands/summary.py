@@ -530,10 +530,11 @@ def _cut_note(report: Report) -> Iterator[str]:
 
 
 def _recomputed(report: Report) -> Iterator[str]:
-    again = [stage.stage for stage in report.cut.stages if stage.recompute]
-    if again:
-        some = f"stage{'s' if len(again) > 1 else ''} {ranges(again)}"
-        yield f"recomputed: {'all stages' if len(again) == len(report.cut.stages) else some}"
+    for how, name in (("recompute", "recomputed"), ("selective", "recomputed selectively")):
+        again = [stage.stage for stage in report.cut.stages if getattr(stage, how)]
+        if again:
+            some = f"stage{'s' if len(again) > 1 else ''} {ranges(again)}"
+            yield f"{name}: {'all stages' if len(again) == len(report.cut.stages) else some}"
 
 
 def _stage_unit(report: Report) -> tuple[str, float]:

@@ -14,7 +14,7 @@ from zbc.job.model_section import Model
 from zbc.job.ramp import Phase
 from zbc.job.section import Amount, Count, Ms, NotNegative, Positive, Rate, Section, Us
 
-ACTIVATIONS = ("keep", "recompute", "offload", "recompute+offload", "auto")
+ACTIVATIONS = ("keep", "selective", "recompute", "offload", "selective+offload", "recompute+offload", "auto")
 
 PerPart = Ms | list[Ms]  # one number for all ranks, stages or layers, or one each
 AmountPerPart = Amount | list[Amount]
@@ -55,7 +55,11 @@ class Parallel(Section):
     ep: Count = Field(
         1, description='neighbouring replicas that share out the experts of each block; with world also "auto"'
     )
-    tp_sequence: bool = Field(False, description="these ranks also share the tokens between the layers")
+    tp_sequence: bool | Literal["regather"] = Field(
+        False,
+        description="these ranks also share the tokens between the layers; regather: and gather them again in the "
+        "backward, in place of keeping what was gathered",
+    )
     world: Count | Literal["auto"] | None = Field(
         None, description='ranks of the run, instead of pp and dp: the fastest are taken; "auto": the GPUs there are'
     )
@@ -98,6 +102,11 @@ class Parallel(Section):
     def ranks(self) -> int:
         """The ranks of a run."""
         return self.pp * self.dp * self.tp
+
+    @property
+    def regathers(self) -> bool:
+        """Whether tokens that were gathered for a layer are gathered again in its backward."""
+        return self.tp_sequence == "regather"
 
     @property
     def frees(self) -> bool:
@@ -280,8 +289,9 @@ class Memory(Section):
 
     activations: str | dict[str, str] = Field(
         "keep",
-        description='"keep", "recompute", "offload" or "recompute+offload" where memory forces it; "auto": the fastest '
-        'of these; all stages or some: { 0 = "recompute" }',
+        description='"keep", "selective" (norms, attention and activations of built-in models run again), "recompute" '
+        '(whole layers), "offload", "selective+offload" or "recompute+offload" where memory forces it; "auto": the '
+        'fastest of these; all stages or some: { 0 = "recompute" }',
     )
 
     resident: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
@@ -298,9 +308,14 @@ class Memory(Section):
         """Whether F keeps only the inputs of the stage's layers."""
         return self.of(stage) in ("recompute", "recompute+offload")
 
+    def spares(self, stage: int) -> bool:
+        """Whether F keeps only what linear layers take and give, and what is cheap is made again (selective
+        recompute)."""
+        return self.of(stage) in ("selective", "selective+offload")
+
     def offloads(self, stage: int) -> bool:
         """Whether what F keeps may be copied to the host until it is needed."""
-        return self.of(stage) in ("offload", "recompute+offload")
+        return self.of(stage).endswith("offload")
 
     def decided(self, recompute: Collection[int], stages: int) -> Memory:
         """With the stages that recompute, those of `recompute` where it was left open, in place of "auto"."""

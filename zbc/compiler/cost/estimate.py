@@ -31,6 +31,19 @@ class Layer:
     apart: tuple[int, ...] = ()  # of them, those of experts by parameter, where replicas share these out
     parts: tuple[int, ...] = ()  # them by parameter; () where only their sum is known
     measured: Measurement | None = None  # by a profile
+    cheap: float = 0.0  # of F, the share that selective recompute runs again
+    spared: Footprint | None = None  # its size then; None where that changes nothing
+    part: float = 1.0  # of what F keeps without it, what is kept
+
+    @property
+    def selective(self) -> Layer:
+        """The same with selective recompute; of times that were given or measured it takes the estimated share."""
+        if self.spared is None:
+            return self
+        more, one = self.cheap * self.f, self.measured
+        one = one and replace(one, b=one.b + more, bw=one.bw + more)
+        part = self.spared.act_b / self.size.act_b if self.size.act_b else 1.0
+        return replace(self, b=self.b + more, size=self.spared, part=part, measured=one, spared=None)
 
     @property
     def total(self) -> float:
@@ -137,10 +150,11 @@ def _part(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: flo
     if one is not None:
         one = replace(one, **times, bw=one.bw * parts["b"], again=one.again * parts["f"])
     if own is not None and (layer.measured is None or layer.measured.size is None):
-        size = own.size
+        size, spared = own.size, own.spared
     else:
-        size = layer.size.scaled(rows) if own is None else replace(layer.size.scaled(rows), kv=own.size.kv)
-    return replace(layer, **times, size=size, measured=one)
+        size, spared = layer.size.scaled(rows), layer.spared and layer.spared.scaled(rows)
+        size = size if own is None else replace(size, kv=own.size.kv)
+    return replace(layer, **times, size=size, measured=one, spared=spared)
 
 
 def _family(job: Job, past: int = 0) -> list[Layer] | None:
@@ -149,20 +163,23 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
     if sizes is None:
         return None
     first, last = (work.embedding(sizes), footprint.embedding(sizes)), (work.head(sizes), footprint.head(sizes))
+    weighed = footprint.regathered if job.parallel.regathers else footprint.block
     tables, ends, shared = _tables(sizes), _head(sizes), job.vocabulary > 0
     if shared:  # every rank has some of their words, and stages have the rest: see vocabulary.py
         first, last = (work.places(sizes), footprint.places(sizes)), (work.last_norm(sizes), footprint.last_norm(sizes))
         tables, ends = tables[1:], ends[:-1]
     embed, block, head = (
-        Layer(name, machine.ms(done.f), machine.ms(done.b), machine.ms(done.w), params, size, parts=parts)
+        Layer(name, *times_of(machine, done), params, size, parts=parts)
         for name, (done, size), params, parts in (
             ("embed", first, sum(tables), tables),
-            ("block", (work.block(sizes), footprint.block(sizes)), sizes.matrices + sizes.vectors, sizes.parameters),
+            ("block", (work.block(sizes), weighed(sizes)), sizes.matrices + sizes.vectors, sizes.parameters),
             ("head", last, sum(ends), ends),
         )
     )
     apart = sizes.apart if job.parallel.ep > 1 else ()
-    blocks = [replace(block, name=f"layers.{i}", apart=apart) for i in range(model.layers)]
+    cheap = machine.ms(work.cheap(sizes)) / block.f if block.f else 0.0
+    block = replace(block, cheap=cheap, spared=footprint.spared(sizes), apart=apart)
+    blocks = [replace(block, name=f"layers.{i}") for i in range(model.layers)]
     tied = sizes.vocab * sizes.hidden if model.tie_embeddings and not shared else 0
     return [replace(embed, tied=tied), *blocks, replace(head, tied=tied)]
 
@@ -201,6 +218,7 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         uneven=model.imbalance if job.parallel.ep > 1 else 1.0,
         common=model.shared_hidden or 0,
         past=past,
+        tp=tp,
         shared=job.parallel.shared,
     )
 
@@ -215,6 +233,9 @@ def _head(z: Sizes) -> tuple[int, ...]:
     return (*((z.hidden,) if z.gated else (z.hidden, z.hidden)), z.hidden * z.vocab)
 
 
+_SPARED = ("act_b", "more_b", "more_bw")  # of a footprint, what selective recompute changes
+
+
 def _measured(layer: Layer, one: Measurement) -> Layer:
     if layer.apart and one.params > layer.params:  # measured with all experts: a rank has some
         part = layer.params / one.params
@@ -223,10 +244,13 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
         )
         step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
         one = replace(one, held=held, step=step, tentative=tentative, params=layer.params, parts=layer.parts)
-    size = layer.size if one.size is None else one.size
+    size, spared = layer.size if one.size is None else one.size, layer.spared
+    if one.size is not None and spared is not None:  # what is estimated to go, of what was measured
+        less = {name: getattr(one.size, name) + getattr(spared, name) - getattr(layer.size, name) for name in _SPARED}
+        spared = replace(one.size, **less)
     parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
     params = one.params or layer.params
-    return replace(layer, f=one.f, b=one.b, w=one.w, params=params, parts=parts, size=size, measured=one)
+    return replace(layer, f=one.f, b=one.b, w=one.w, params=params, parts=parts, size=size, measured=one, spared=spared)
 
 
 def _given(table: list[Layer], costs: GivenCosts) -> list[Layer]:

@@ -126,6 +126,7 @@ class Sizes:
     uneven: float = 1.0  # rows that a rank's experts get, over those of even loads
     common: int = 0  # width of the one that all tokens meet
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
+    tp: int = 1  # ranks that each have a part of the layer
     shared: int = 1  # ranks that each have their part of the tokens outside of the linear layers
 
     @property
@@ -291,6 +292,41 @@ def block(z: Sizes) -> Footprint:
         largest=h * max(q + 2 * k, 2 * z.mlp if z.gated else z.mlp),
         kv=2 * k * n * t,
         fused=(q + k) * n * t if z.rotary and not (z.qk_norm and n == 4) else 0,  # norms in float32 keep it as well
+    )
+
+
+def regathered(z: Sizes) -> Footprint:
+    """Of a block whose ranks gather tokens again in B: F keeps neither them nor what the norms before them need."""
+    whole = block(z)
+    gone = 2 * (z.norm * z.own + z.hidden * z.width * z.tokens)
+    made = 2 * z.hidden * z.width * z.tokens
+    more_bw, first, rise = (None if b is None else b + made for b in (whole.more_bw, whole.first_bw, whole.rise_bw))
+    assert more_bw is not None
+    return replace(
+        whole, act_b=whole.act_b - gone, more_b=whole.more_b + made, more_bw=more_bw, first_bw=first, rise_bw=rise
+    )
+
+
+def spared(z: Sizes) -> Footprint:
+    """Of a block with selective recompute: F keeps what its linear layers give, and B makes again what they take."""
+    whole, h, q, k, n, t = block(z), z.hidden, z.queries, z.keys, z.width, z.tokens
+    met = (z.top_k or 1) * z.uneven
+    f = met * z.mlp + z.common
+    turned = 2 * q + k if z.rotary else 0
+    gone = 2 * z.norm * z.own + (z.head_norms + (2 * h + q + turned + (2 if z.gated else 1) * f) * n + 4 * z.heads) * t
+    if z.experts:  # one of them runs again at a time: rows on their way to and from them are more
+        rows = 3 * met * h * n * t
+        more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
+        return replace(whole, act_b=whole.act_b - gone, fused=-whole.kv, more_b=more_b, more_bw=more_bw)
+    made = ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t
+    return replace(
+        whole,
+        act_b=whole.act_b - gone,
+        fused=-whole.kv,  # slices have keys and values in buffers, beside the output of a linear layer with them in it
+        more_b=whole.more_b + made,
+        more_bw=whole.more_bw + made,
+        first_bw=None if whole.first_bw is None else whole.first_bw + made,
+        rise_bw=None if whole.rise_bw is None else whole.rise_bw + made,
     )
 
 

@@ -27,22 +27,29 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     Raises E110 (memory.activations names a stage that there is not), E140 (a list has the wrong length), E144 (how fast
     activations are copied to the host is not known).
     """
+    check_stages(job, placement)
+    plain, spared = table, {i for s, part in enumerate(stages) if job.memory.spares(s) for i in part}
+
+    def chosen(layers: Sequence[Layer]) -> Sequence[Layer]:
+        return [layer.selective if i in spared else layer for i, layer in enumerate(layers)] if spared else layers
+
+    table = chosen(plain)
     job = _seated(job, placement, stages, table)
     whole, cuts = _build(job, placement, stages, table), cuts_of(job)
     if not cuts:
         return _with_messages(_with_words(whole, [job], [1.0], placement), job, placement)
     rows, shares = share(cuts, 1.0, 0.0), shares_of(job, cuts)
-    parts, tables, jobs = list[Costs](), list[list[Layer]](), list[Job]()
+    parts, tables, jobs = list[Costs](), list[Sequence[Layer]](), list[Job]()
     for j, (begin, end) in enumerate(pairwise(cuts)):
         one = replace(job, model=job.model.model_copy(update={"seq_len": end - begin}))
         times = {name: each[j] for name, each in shares.items()}
-        tables.append(estimate.of_slice(one, table, begin, times, rows[j]))
+        tables.append(chosen(estimate.of_slice(one, plain, begin, times, rows[j])))
         jobs.append(one)
         parts.append(_build(one, placement, stages, tables[j]))
     found = whole.cut(rows, **shares)
     if "f_sums" in found.ms:  # a slice's own W hides its sums
-        plain = found.each(lambda b, sums, w: b - sums + w, "b", "b_sums", "w")
-        found = _fused(found, plain, _recomputed(job, placement))
+        alone = found.each(lambda b, sums, w: b - sums + w, "b", "b_sums", "w")
+        found = _fused(found, alone, _repeated(job, placement))
     if job.costs.f is None or job.costs.per == "layer":
         names = [name for name in BY_SLICE if name in whole.ms]
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
@@ -194,7 +201,7 @@ def _times(
     """The columns of F, B and W, and that of BW where it is not B + W."""
     if job.costs.f is not None and job.costs.per != "layer":
         f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
-        more = f
+        b, more = tuple(ms + own * _cheap(part, table) for ms, own, part in zip(b, f, stages, strict=True)), f
     else:
         keys = ("f", "b", "w", "again")
         f, b, w, more = (tuple(sum(getattr(table[i], key) for i in part) for part in stages) for key in keys)
@@ -202,20 +209,32 @@ def _times(
     more = tuple(ms if s in again else 0.0 for s, ms in enumerate(more))
     b = tuple(map(add, b, more))
     if job.profile is None:
-        return _with_shared_layers({"f": f, "b": b, "w": w}, job, stages, table, again)
+        return _with_shared_layers({"f": f, "b": b, "w": w}, job, placement, stages, table)
     fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
     host = profiled.host_ms(job.profile.host, placement)
     f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("F", f), ("B", b), ("W", w), ("B", fused)))
     times = {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
-    return _with_shared_layers(times, job, stages, table, again)
+    return _with_shared_layers(times, job, placement, stages, table)
+
+
+def _cheap(part: Sequence[int], table: Sequence[Layer]) -> float:
+    """Of the F of a stage, the share that selective recompute runs again."""
+    whole = sum(table[i].f for i in part)
+    return sum(table[i].cheap * table[i].f for i in part if table[i].part < 1) / whole if whole else 0.0
+
+
+def _part(part: Sequence[int], table: Sequence[Layer]) -> float:
+    """Of what the F of a stage would keep, the share that it keeps with selective recompute."""
+    whole = sum(table[i].size.act_b / table[i].part for i in part)
+    return sum(table[i].size.act_b for i in part) / whole if whole else 1.0
 
 
 def _with_shared_layers(
     times: dict[str, Column],
     job: Job,
+    placement: Placement,
     stages: Sequence[Sequence[int]],
     table: Sequence[Layer],
-    again: Collection[int],
 ) -> dict[str, Column]:
     """The same with what ranks do together inside of ops. Replicas that share out experts swap rows twice in the F of a
     block, to the experts and back, and twice in its B.
@@ -250,7 +269,8 @@ def _with_shared_layers(
             tuple(one * sum(first[way] if i == 0 else ends[way] if i == last else 2 for i in part) for part in stages)
             for way in (0, 1)
         )
-    backward = tuple(ms + (forward[s] if s in again else 0.0) for s, ms in enumerate(backward))
+    again = _repeated(job, placement)
+    backward = tuple(ms + again[s] * forward[s] for s, ms in enumerate(backward))
     costs = Costs(times, {}, ()).with_ms(f_sums=forward, b_sums=backward)
     plain = costs.each(lambda bw: bw, "bw")
     costs = costs.with_ms(f=costs.each(add, "f", "f_sums"), b=costs.each(add, "b", "b_sums"))
@@ -273,10 +293,19 @@ def _swapped(job: Job, stages: Sequence[Sequence[int]], layers: int) -> list[flo
     return [one * sum(0 < i < layers - 1 for i in part) for part in stages]
 
 
-def _fused(costs: Costs, plain: Column, again: Collection[int]) -> Costs:
+def _repeated(job: Job, placement: Placement) -> PerStage:
+    """Of the sums of an F, the share that its backward does again: all of them with recompute; with selective recompute
+    those in which tokens that ranks share come together, as where they are gathered again."""
+    memory, half, all_of = job.memory, 0.5 if job.parallel.tp_sequence else 0.0, job.parallel.regathers
+    return tuple(
+        1.0 if memory.recomputes(s) else half if all_of or memory.spares(s) else 0.0 for s in range(placement.stages)
+    )
+
+
+def _fused(costs: Costs, plain: Column, again: PerStage) -> Costs:
     """The same with the times of BW, which without sums are `plain`; F and B have theirs already."""
-    repeated = tuple(sums if s in again else 0.0 for s, sums in enumerate(costs.ms["f_sums"]))
-    parts = costs.with_ms(bw=plain, repeated=repeated)
+    parts = costs.with_ms(bw=plain, again=again)
+    parts = parts.with_ms(repeated=parts.each(mul, "f_sums", "again"))
     bw = parts.each(lambda b, bw, sums: max(b, bw + sums), "b", "bw", "repeated")
     return costs.with_ms(bw=bw, bw_waits=parts.with_ms(all=bw).each(sub, "all", "bw"))
 
@@ -467,11 +496,12 @@ def _activations(
     """
     layered = estimate.given_activations(job, list(table))
     if layered is not None:
-        raw_b = tuple(sum(layered[i][0] for i in part) for part in stages)
+        raw_b = tuple(sum(layered[i][0] * table[i].part for i in part) for part in stages)
         raw_w = tuple(sum(layered[i][1] for i in part) for part in stages)
     elif job.costs.act_b is not None and job.costs.per != "layer":
-        raw_b = _per_stage(job, "act_b", placement)
-        raw_w = raw_b if job.costs.act_w is None else _per_stage(job, "act_w", placement)
+        whole = _per_stage(job, "act_b", placement)
+        raw_w = whole if job.costs.act_w is None else _per_stage(job, "act_w", placement)
+        raw_b = tuple(units * _part(part, table) for units, part in zip(whole, stages, strict=True))
     elif bytes is not None and job.costs.f is None:
         raw_b, raw_w = tuple(stage.share for stage in bytes), left
     else:

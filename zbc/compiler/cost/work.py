@@ -95,15 +95,25 @@ def block(z: Sizes) -> Work:
     return Work(forward, backward, (*products, _accumulate(z, z.matrices + z.vectors, 6 if z.gated else 12)))
 
 
+def cheap(z: Sizes) -> tuple[Kernel, ...]:
+    """Of the F of a block, what selective recompute runs again: norms, rotary positions, attention and activation."""
+    attention, plain = block(z).f[-2:]
+    sums = 2 * (2 * z.stream + z.width) * z.hidden * z.own
+    return attention, plain._replace(moved=plain.moved - sums - _routed(z) * z.tokens, starts=plain.starts - 2)
+
+
 def _plain_forward(z: Sizes) -> float:
     """Bytes per token of two norms, two residual sums, rotary positions, the MLP's activation and the routing."""
     n, each = z.width, (z.top_k or 1) * z.uneven
     sums = 2 * (2 * z.stream + n) * z.hidden
     turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
     activation = (5 if z.gated else 2) * n * (z.mlp * each + z.common)
-    # A token's row is copied to each of its experts; what they return is read, weighted and added up.
-    routed = n * (1 + 3 * z.top_k) * z.hidden + 8 * z.choices if z.experts else 0
-    return _around(z, _norm_forward(z), sums) + turned + activation + routed
+    return _around(z, _norm_forward(z), sums) + turned + activation + _routed(z)
+
+
+def _routed(z: Sizes) -> float:
+    """Bytes per token: a row is copied to each of its experts; what they return is read, weighted and added up."""
+    return z.width * (1 + 3 * z.top_k) * z.hidden + 8 * z.choices if z.experts else 0
 
 
 def _plain_backward(z: Sizes) -> float:

@@ -37,7 +37,7 @@ def initial(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
         raise ZbcError("E130", text, where=job.where("model", "layers"), hint=hint)
     if not is_open(job):
         return uniform(table, stages)
-    points = even(times(table, recomputing(job, stages), stages), placement)
+    points = even(times(job, table, stages), placement)
     return tuple(tuple(range(a, b)) for a, b in pairwise(points))
 
 
@@ -54,16 +54,21 @@ def is_open(job: Job) -> bool:
     return not given and (job.costs.f is None or job.costs.per == "layer")
 
 
-def recomputing(job: Job, stages: int) -> frozenset[int]:
-    """The stages that recompute because the job says so."""
-    return frozenset(s for s in range(stages) if job.memory.recomputes(s))
+def times(
+    job: Job, table: Sequence[Layer], stages: int, recompute: Collection[int] = (), *, split: bool = True
+) -> list[list[float]]:
+    """[stage][layer] ms of F and backward, in two ops or (`split` false) in one; with F twice in the stages that
+    recompute because the job says so, and in those of `recompute`."""
 
+    def once(layer: Layer) -> float:
+        return layer.f + (layer.b + layer.w if split else layer.backward)
 
-def times(table: Sequence[Layer], recompute: Collection[int], stages: int, *, split: bool = True) -> list[list[float]]:
-    """[stage][layer] ms of F and backward, in two ops or (`split` false) in one; with F twice where it recomputes."""
-    once = [layer.f + (layer.b + layer.w if split else layer.backward) for layer in table]
-    twice = [ms + layer.again for ms, layer in zip(once, table, strict=True)]
-    return [twice if s in recompute else once for s in range(stages)]
+    kept, spared = [once(layer) for layer in table], [once(layer.selective) for layer in table]
+    twice = [ms + layer.again for ms, layer in zip(kept, table, strict=True)]
+    memory = job.memory
+    return [
+        twice if s in recompute or memory.recomputes(s) else spared if memory.spares(s) else kept for s in range(stages)
+    ]
 
 
 def _blocks(table: Sequence[Layer]) -> list[int]:

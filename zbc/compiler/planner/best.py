@@ -24,7 +24,8 @@ from zbc.job.spec import Job
 
 INF = float("inf")
 SAME, LEAST = 1e-12, 1e-300
-AUTO, KEEP, RECOMPUTE, OFFLOAD, BOTH = "auto", "keep", "recompute", "offload", "recompute+offload"
+AUTO, KEEP, SELECTIVE, RECOMPUTE, OFFLOAD = "auto", "keep", "selective", "recompute", "offload"
+SPARED, BOTH = "selective+offload", "recompute+offload"
 
 
 class Best:
@@ -169,18 +170,28 @@ def over_of(job: Job, ordered: Ordered) -> float:
 
 
 def activations(job: Job, case: Case) -> Iterator[Memory]:
-    """The answers to `memory.activations = "auto"`: kept or recomputed as the partition has it; and, where memory is
-    limited and copies have a known speed, copied to the host, with the stages that recompute as well from none to all:
-    first those of each rank whose activations live longest."""
+    """The answers to `memory.activations = "auto"`: kept or recomputed as the partition has it. And, where memory is
+    limited, recomputed selectively, from one of each rank's stages to all, of which some recompute as a whole; and,
+    where copies have a known speed, copied to the host, with the stages that recompute as well from none to all. First
+    are those of each rank whose activations live longest."""
     yield job.memory
     if AUTO not in job.memory.chosen() or not case.optional or not limited(job):
         return
-    if not copies.possible(job, bytes_known=case.first.bytes is not None):
-        return
     place = places(case.placement)
-    for count in sorted({0, 1, 2, max(place) + 1}):  # of each rank's stages, those that recompute as well
-        if count <= max(place) + 1:
-            yield job.memory.with_choice([BOTH if before < count else OFFLOAD for before in place])
+    counts = sorted({*(count for count in (1, 2) if count <= max(place)), max(place) + 1})
+
+    def choice(first: str, rest: str, count: int) -> Memory:
+        return job.memory.with_choice([first if before < count else rest for before in place])
+
+    spares = not job.model.compile and any(layer.spared is not None for layer in case.table)
+    if spares:
+        yield from (choice(SELECTIVE, AUTO, count) for count in counts)
+        yield from (choice(RECOMPUTE, SELECTIVE, count) for count in counts[:-1])
+    if copies.possible(job, bytes_known=case.first.bytes is not None):
+        yield choice(OFFLOAD, OFFLOAD, 0)
+        yield from (choice(BOTH, OFFLOAD, count) for count in counts)
+        if spares:
+            yield from (choice(SPARED, OFFLOAD, count) for count in counts)
 
 
 def _named(case: Case, choice: Choice) -> str:
@@ -189,7 +200,7 @@ def _named(case: Case, choice: Choice) -> str:
         return "recompute of some"
     memory = case.job.memory.decided(choice.recompute, case.stages)
     each = [memory.of(s) for s in range(case.stages)]
-    kinds = [what for what in (KEEP, RECOMPUTE, BOTH, OFFLOAD) if what in each]
+    kinds = [what for what in (KEEP, SELECTIVE, RECOMPUTE, SPARED, BOTH, OFFLOAD) if what in each]
     if len(kinds) == 1:
         return kinds[0]
     return ", ".join(f"{what} of {each.count(what)}{' stages' if k == 0 else ''}" for k, what in enumerate(kinds))

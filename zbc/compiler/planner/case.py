@@ -13,7 +13,7 @@ from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory import holding
 from zbc.compiler.partition.balance import Loads, Points, Weights, even, moved, of_ranks
-from zbc.compiler.partition.initial import initial, is_open, recomputing, times, uniform
+from zbc.compiler.partition.initial import initial, is_open, times, uniform
 from zbc.compiler.partition.limits import shortage, unlimited
 from zbc.compiler.partition.setup import (
     Choice,
@@ -95,7 +95,7 @@ class Case:
     def times(self, recompute: frozenset[int], *, split: bool | None = None) -> list[list[float]]:
         """[stage][layer] ms, with the stages that the job itself has recompute, the backward as the schedule has it."""
         split = self.card.splits_backward if split is None else split
-        return times(self.table, recomputing(self.job, self.stages) | recompute, self.stages, split=split)
+        return times(self.job, self.table, self.stages, recompute, split=split)
 
     def even(self, recompute: frozenset[int]) -> Choice:
         """The partition that is most even in time if these stages recompute."""
@@ -168,16 +168,22 @@ class Case:
         """
         if not self.free:
             return [self.start]
-        found, count = [self.start], 1
+        found = [self.start]
         if self.movable:
             blocks = uniform(self.table, self.stages)
             found += [Choice.of(blocks)] if all(blocks) else []
             if limited(self.job) or self.size <= SMALL:
                 found += self._even_in_memory()
-        while self.optional and count < 2 * len(self.optional):
-            found.append(self.even(frozenset(self.optional[:count])))
-            count *= 2
+        found += [self.even(frozenset(self.optional[:count])) for count in self.counts[1:]]
         return list(dict.fromkeys(found))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Of stages that recompute where planning begins: none, 1, 2, 4, .., all."""
+        most, found = len(self.optional), [0]
+        while found[-1] < most:
+            found.append(min(most, 2 * found[-1] or 1))
+        return found
 
     @cached_property
     def fitting(self) -> list[Choice]:
@@ -199,7 +205,9 @@ class Case:
             for stage, counts in chain.from_iterable(chain.from_iterable(holding.fullest(order))):
                 flights[0][stage] = max(flights[0][stage], *counts)
         given = estimate.given_activations(job, list(self.table))
-        kept = [layer.size.act_b for layer in self.table] if given is None else [act_b for act_b, _ in given]
+        spared = any(map(job.memory.spares, range(self.stages)))
+        sizes = [layer.selective.size if spared else layer.size for layer in self.table]
+        kept = [size.act_b for size in sizes] if given is None else [act_b for act_b, _ in given]
         slices = 1 if searched else job.slices
         held = [[[count * size / slices for size in kept] for count in flight] for flight in flights]
         state = [STATE * layer.params for layer in self.table]

@@ -114,8 +114,23 @@ def _look(best: Best, case: Case) -> None:
         if choice not in case.fitting:
             best.too_large(case, choice)
     found = [(*best.look(case, choice, quick=True), k) for k, choice in enumerate(case.fitting)]
+    _fewest(best, case)
     if found and case.rough:
         best.look(case, case.fitting[min(found)[2]])
+
+
+def _fewest(best: Best, case: Case) -> None:
+    """Look for the fewest stages that have to recompute, from the first one on, between those of the starts."""
+    few, most, known = 0, len(case.optional), {case.even(frozenset(case.optional[:n])): n for n in case.counts}
+    for choice in case.starts:
+        if (count := known.get(choice)) is not None:
+            fits = choice in case.fitting and not best.look(case, choice, quick=True)[0]
+            few, most = (few, min(most, count)) if fits else (max(few, count + 1), most)
+    while few < most:
+        middle = (few + most) // 2
+        choice = case.even(frozenset(case.optional[:middle]))
+        fits = not case.short(choice) and not best.look(case, choice, quick=True)[0]
+        few, most = (few, middle) if fits else (middle + 1, most)
 
 
 def _least_memory(best: Best, cases: Sequence[Case]) -> None:

@@ -77,6 +77,7 @@ class StageReport:
     state_bytes: int  # weights, gradients and what the optimizer keeps
     activation_bytes: int  # from F to B
     recompute: bool
+    selective: bool = False  # it recomputes selectively
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +236,9 @@ class Report:
             absent = [*([] if self.slices else ["kv_bytes"]), *([] if rank["messages_ms"] else ["messages_ms"])]
             for key in absent:
                 del rank[key]
+        for stage in data["cut"]["stages"]:
+            if not stage["selective"]:
+                del stage["selective"]
         return data
 
     @property
@@ -329,6 +333,7 @@ class Chosen(NamedTuple):
 
     layers: tuple[tuple[str, ...], ...]  # stage -> layer names
     recomputed: Collection[int]
+    spared: Collection[int]  # that recompute selectively
     tried: int = 1
     all_tried: bool = False
     cuts: Sequence[int] = ()  # of a microbatch into slices
@@ -422,11 +427,11 @@ def _copies(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | 
 def _cut(program: Program, costs: Costs, timeline: Timeline, chosen: Chosen) -> CutReport:
     busy = [timeline.busy(rank) for rank in range(timeline.ranks)]
     busiest = max(range(timeline.ranks), key=lambda rank: busy[rank])
-    stages = tuple(_stage(program, costs, s, names, s in chosen.recomputed) for s, names in enumerate(chosen.layers))
+    stages = tuple(_stage(program, costs, s, names, chosen) for s, names in enumerate(chosen.layers))
     return CutReport(busiest, busy[busiest], sum(busy) / len(busy), chosen.tried, chosen.all_tried, stages)
 
 
-def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], recompute: bool) -> StageReport:
+def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], chosen: Chosen) -> StageReport:
     size = costs.bytes[s] if costs.bytes else None
     return StageReport(
         stage=s,
@@ -437,7 +442,8 @@ def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], reco
         w_ms=costs.column("w")[s],
         state_bytes=round(size.weights + size.gradients + size.masters + size.optimizer) if size else 0,
         activation_bytes=round(costs.bytes_of("kept")[s]),
-        recompute=recompute,
+        recompute=s in chosen.recomputed,
+        selective=s in chosen.spared,
     )
 
 

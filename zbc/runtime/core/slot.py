@@ -29,12 +29,13 @@ from zbc.runtime.core.private import set_grad_enabled
 class Slot:
     """The weight-gradient work of one (stage, microbatch, pipe, slice) between its B and its W."""
 
-    __slots__ = ("__weakref__", "_work", "fills", "frozen", "split")
+    __slots__ = ("__weakref__", "_work", "fills", "frozen", "spares", "split")
 
     def __init__(self, frozen: Iterable[nn.Parameter] = ()) -> None:
         self.split = False
         self.frozen = frozenset(map(id, frozen))  # parameters that this microbatch does not train
         self.fills = False  # split, and W follows its B at once: what is deferred may run where the B waits
+        self.spares = 0  # what B makes again: nothing, what ranks gather, or all that is cheap (again.py)
         self._work: list[Callable[[], None]] = []
 
     def defer(self, work: Callable[[], None]) -> None:

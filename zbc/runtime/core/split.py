@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 
 from zbc.errors import ZbcError
+from zbc.runtime.core.again import Remade, remade_of
 from zbc.runtime.core.private import transforming
 from zbc.runtime.core.slot import Slot, accumulate, current_slot
 
@@ -27,17 +28,27 @@ from zbc.runtime.core.slot import Slot, accumulate, current_slot
 
 
 class _Linear(torch.autograd.Function):
-    """`y = x w^T + b`. `low` is w in the autocast type, or None outside autocast."""
+    """`y = x w^T + b`. `low` is w in the autocast type, or None outside autocast; `remade`: what makes x again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor | None, slot: Slot) -> Tensor:
-        ctx.slot, ctx.shape, ctx.weight, ctx.bias = slot, x.shape, weight, bias
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        low: Tensor | None,
+        slot: Slot,
+        remade: Remade | None,
+    ) -> Tensor:
+        ctx.slot, ctx.shape, ctx.weight, ctx.bias, ctx.remade = slot, x.shape, weight, bias, remade
         multiplier = weight
         if low is not None:
             multiplier, x = low, x.to(low.dtype)
             bias = None if bias is None else bias.to(low.dtype)
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if needs_weight else None, multiplier if needs_x else None)
+        if needs_weight and remade is not None:
+            remade.readers += 1
+        ctx.save_for_backward(x if needs_weight and remade is None else None, multiplier if needs_x else None)
         if low is None:
             return functional.linear(x, multiplier, bias)
         with torch.autocast(x.device.type, enabled=False):
@@ -49,11 +60,13 @@ class _Linear(torch.autograd.Function):
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         grad_x = None if multiplier is None else grad.mm(multiplier).view(ctx.shape)  # autograd casts it to x's type
         needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        if needs_weight and ctx.remade is not None:
+            x = ctx.remade.value().to(grad.dtype)
         rows: Tensor | None = None if x is None else x.detach().reshape(-1, x.shape[-1])
         if not ctx.slot.split:
             grad_weight = None if rows is None else grad.t().mm(rows).to(ctx.weight.dtype)
             grad_bias = grad.sum(0).to(ctx.bias.dtype) if needs_bias else None
-            return grad_x, grad_weight, grad_bias, None, None
+            return grad_x, grad_weight, grad_bias, None, None, None
         weight, bias = ctx.weight, ctx.bias
 
         def weight_grad() -> None:
@@ -64,7 +77,7 @@ class _Linear(torch.autograd.Function):
 
         if needs_weight or needs_bias:
             ctx.slot.defer(weight_grad)
-        return grad_x, None, None, None, None
+        return grad_x, None, None, None, None, None
 
 
 class SplitLinear:
@@ -83,7 +96,7 @@ class SplitLinear:
             return nn.Linear.forward(module, input)
         kind = input.device.type
         low = self.cast(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        return _apply(_Linear, input, module.weight, module.bias, low, slot)
+        return _apply(_Linear, input, module.weight, module.bias, low, slot, remade_of(input))
 
     @property
     def low(self) -> Tensor | None:

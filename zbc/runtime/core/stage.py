@@ -74,7 +74,8 @@ class Stage:
 
     `flows`: the input may get a gradient; `passed`: a trial saw that of the output arrive (training/probing/shapes.py).
     `laid`: how the input lies in memory in one process, if known.
-    `recompute`: F keeps the inputs of the layers only, and backward runs each of them again.
+    `recompute`: F keeps the inputs of the layers only, and backward runs each of them again. `spares`: what
+    backward makes again otherwise (again.py).
     """
 
     index: int
@@ -85,6 +86,7 @@ class Stage:
     device: torch.device
     autocast: AbstractContextManager[object]
     recompute: bool = False
+    spares: int = 0
     flows: bool = True
     passed: bool = True
     parameters: dict[str, nn.Parameter] = field(init=False)
@@ -184,6 +186,8 @@ class Stage:
         if slot is None and not (self.recompute or self.casts_weights):  # between two ops there is no slot
             y = self._through(x, step, mb, finish, parcel)
             return y, RecordedGraph(y)
+        if slot is not None:
+            slot.spares = self.spares
         before = swap_slot(slot)
         try:
             if self.recompute and self.layers:

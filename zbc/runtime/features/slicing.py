@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 from zbc.errors import ZbcError
+from zbc.runtime.core.again import Around, around
 from zbc.runtime.features.packing import each_alone, places, rows_now
 from zbc.runtime.features.words import IGNORED
 
@@ -139,6 +140,19 @@ def now() -> Inside | None:
     """What runs on this thread; None outside of a slice, where forwards have whole microbatches, and where torch
     compiles: compiled layers run no slices."""
     return None if torch.compiler.is_compiling() else _local.inside
+
+
+def _again() -> Around | None:
+    """The same slice at the same place of its layer, for what runs again."""
+    inside = now()
+    if inside is None:
+        return None
+    found = Inside(inside.part, inside.pasts, inside._layer)
+    found._calls = inside._calls
+    return lambda: within(found)
+
+
+around.append(_again)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import nn
 from zbc.ir import Kind
 from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
+from zbc.runtime.core.again import CHEAP, GATHERED
 from zbc.runtime.core.stage import Stage
 from zbc.training.building.context import Settings, group_of
 from zbc.training.models import model
@@ -42,6 +43,7 @@ def build_stages(
             dtype=settings.model.dtype,
             splits=s in split,
             recompute=settings.memory.recomputes(s),
+            spares=_spares(manifest, settings, s),
             flows=shapes.flows[s],
             passed=shapes.passed[s],
             compiles=settings.model.compile,
@@ -56,6 +58,13 @@ def build_stages(
     if manifest.vocabulary is None:  # else what is tied is one table in each rank's share
         share_ties(stages.values(), plans, settings.train.seed, device, share)
     return stages
+
+
+def _spares(manifest: Manifest, settings: Settings, stage: int) -> int:
+    if settings.memory.spares(stage):
+        return CHEAP
+    again = manifest.planning.get("parallel", {}).get("tp_sequence") == "regather"
+    return GATHERED if again and not settings.memory.recomputes(stage) else 0
 
 
 def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ def build_stage(
     dtype: str,
     splits: bool,
     recompute: bool,
+    spares: int,
     flows: bool,
     passed: bool,
     compiles: bool = False,
@@ -55,16 +56,15 @@ def build_stage(
         seen = replace(seen, random=seen.random or draws(module))
         chosen = compiles and plan.compiles
         # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all.
-        kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if low and not chosen else ()
+        kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if spares or (low and not chosen) else ()
         found = split_backward(module, kinds)
         compiled = _compiled(module, found) if chosen else None
         layers.append(StageLayer(plan.name, module, seen, places(module, seen.remembers), compiled))
         patches += found
     autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
-    stage = Stage(
-        index, tuple(layers), takes, gives, seed, device, autocast, recompute, flows, passed, casts, laid, came, goes
-    )
+    how = (recompute, spares, flows, passed)
+    stage = Stage(index, tuple(layers), takes, gives, seed, device, autocast, *how, casts, laid, came, goes)
     stage.watched = watched
     if watched and any(layer.traits.random for layer in layers):
         stage.seed_all()

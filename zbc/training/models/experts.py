@@ -19,6 +19,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from zbc.runtime.core.again import made_again
 from zbc.runtime.features.added import add_loss, tell_load
 from zbc.runtime.features.expert_parallel import Swaps
 from zbc.runtime.features.tensor_parallel import Group
@@ -39,9 +40,12 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.gated:
-            return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)  # type: ignore[no-any-return]
+            return self.down(made_again(self.activation, self.up(x)))  # type: ignore[no-any-return]
+        return self.down(made_again(self._gated, self.gate_up(x)))  # type: ignore[no-any-return]
+
+    def _gated(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.activation(gate) * up  # type: ignore[no-any-return]
 
 
 class Experts(nn.Module):
@@ -79,7 +83,7 @@ class Experts(nn.Module):
         self.register_buffer("bias", torch.zeros(count) if rate else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
+        flat = x if x.dim() == 2 else x.flatten(0, -2)
         logits = self.router(flat)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         likely = logits.softmax(-1)

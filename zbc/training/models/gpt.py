@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from zbc.runtime.core.again import GATHERED, made_again
 from zbc.runtime.features.packing import rows_now
 from zbc.runtime.features.slicing import attention, first_row, positions
 from zbc.training.models.rotary import Rotary
@@ -109,14 +110,28 @@ class GptBlock(nn.Module):
         self.enter = self.leave = same
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.leave(self.proj(self._attend(self.enter(self.norm1(x)))))
-        if self.mlp is not None:
-            return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
-        return x + self.leave(self.down(self.gelu(self.up(self.enter(self.norm2(x))))))
+        x = x + self._attention(made_again(self._before1, x, inside=(self.norm1,), what=GATHERED))
+        return x + self._mlp(made_again(self._before2, x, inside=(self.norm2,), what=GATHERED)).view(x.shape)
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _mlp(self, x: Tensor) -> Tensor:
+        if self.mlp is not None:
+            return self.mlp(x)  # type: ignore[no-any-return]
+        return self.leave(self.down(made_again(self.gelu, self.up(x))))
+
+    def _attention(self, x: Tensor) -> Tensor:
+        return self.leave(self.proj(made_again(self._mix, self.qkv(x))))
+
+    def _before1(self, x: Tensor) -> Tensor:
+        return self.enter(self.norm1(x))
+
+    def _before2(self, x: Tensor) -> Tensor:
+        y = self.norm2(x)
+        return y.flatten(0, -2) if self.mlp is not None else self.enter(y)
+
+    def _mix(self, x: Tensor) -> Tensor:
+        """Of queries, keys and values what attention makes."""
         batch, length, _ = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = x.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         return attention(q, k, v).transpose(1, 2).reshape(batch, length, -1)

@@ -24,6 +24,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from zbc.runtime.core.again import GATHERED, made_again
 from zbc.runtime.features.slicing import attention
 from zbc.training.models.experts import Experts
 from zbc.training.models.gpt import linear, same
@@ -102,22 +103,40 @@ class LlamaBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # What a norm gives is named nowhere: it is gone once the layer behind it has read it.
         if self.behind:
-            x = x + self.norm1(self.leave(self.proj(self._attend(self.enter(x)))))
-        else:
-            x = self._sum(x, self.leave(self.proj(self._attend(self.enter(self.norm1(x))))))
+            x = x + self.norm1(self._attention(self.enter(x)))
+            return x + self.norm2(self._mlp(x if self.mlp is not None else self.enter(x)))  # type: ignore[no-any-return]
+        x = self._sum(x, self._attention(made_again(self._before1, x, inside=(self.norm1,), what=GATHERED)))
+        return self._sum(x, self._mlp(made_again(self._before2, x, inside=(self.norm2,), what=GATHERED)).view(x.shape))
+
+    # A norm of single operations has several gradients for its input: the view has them added up before they meet that
+    # of the stream, as they are where the norm is made again.
+    def _before1(self, x: Tensor) -> Tensor:
+        return self.enter(self.norm1(x.view_as(x)))
+
+    def _before2(self, x: Tensor) -> Tensor:
+        y = self.norm2(x.view_as(x))
+        return y.flatten(0, -2) if self.mlp is not None else self.enter(y)
+
+    def _attention(self, x: Tensor) -> Tensor:
+        mixed = made_again(self._mix, self.qkv(x), inside=(self.norm_q, self.norm_k))
+        return self.leave(self.proj(mixed))
+
+    def _mlp(self, x: Tensor) -> Tensor:
         if self.mlp is not None:
-            return x + self.norm2(self.mlp(x)) if self.behind else self._sum(x, self.mlp(self.norm2(x)))
-        gate, up = self.gate_up(self.enter(x if self.behind else self.norm2(x))).chunk(2, dim=-1)
-        if self.behind:
-            return x + self.norm2(self.leave(self.down(self.gate(gate) * up)))  # type: ignore[no-any-return]
-        return self._sum(x, self.leave(self.down(self.gate(gate) * up)))
+            return self.mlp(x)  # type: ignore[no-any-return]
+        return self.leave(self.down(made_again(self._gated, self.gate_up(x))))
+
+    def _gated(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return self.gate(gate) * up  # type: ignore[no-any-return]
 
     def _sum(self, x: Tensor, y: Tensor) -> Tensor:
         return x + y if self.residual == 1.0 else x + y * self.residual
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _mix(self, x: Tensor) -> Tensor:
+        """Of queries, keys and values what attention makes."""
         batch, length, _ = x.shape
-        heads = self.qkv(x).view(batch, length, -1, self.size).transpose(1, 2)
+        heads = x.view(batch, length, -1, self.size).transpose(1, 2)
         q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = self._normed(q, self.norm_q), self._normed(k, self.norm_k)

@@ -1,0 +1,131 @@
+"""Selective recompute: F keeps less, and everything else is as if it had kept all."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.composed import beside, toml, trained
+from tests.threads import scaled
+from tests.tiers import few
+from zbc.compiler.compile import compile_job, load_job
+from zbc.plan.directory import StoredPlan
+from zbc.runtime.core import again
+
+LLAMA = {"model__family": "llama", "model__kv_heads": 2}
+QWEN = {**LLAMA, "model__variant": "qwen3"}
+EXPERTS = {**LLAMA, "model__experts": 4, "model__top_k": 2, "model__expert_hidden": 128}
+MODELS = {"gpt": {}, "llama": LLAMA, "qwen3": QWEN, "experts": EXPERTS}
+ALONE = [(name, "", kind) for name in MODELS for kind in ("1f1b", "zb-h1")]
+TRAITS = ("slices", "tp", "tp_sequence", "offload", "autocast", "shared vocabulary", "sharded weights", "freeze")
+TRAITS += ("post-validate", "two versions", "average", "tied embeddings", "one-sided", "sharded gradients")
+BOTH = [("llama", trait, "1f1b") for trait in TRAITS] + [("gpt", trait, "1f1b") for trait in TRAITS]
+SOME = [ALONE[0], ALONE[3], BOTH[0], BOTH[3]]
+
+
+@pytest.mark.parametrize(("model", "trait", "kind"), few(ALONE + BOTH, SOME))
+def test_a_stage_that_recomputes_selectively_trains_to_the_bit_as_one_that_keeps_all(model, trait, kind, monkeypatch):
+    made = []
+    monkeypatch.setattr(again.Remade, "release", lambda one: made.append(one) or release(one))
+    traits = [trait] if trait else []
+    jobs = [beside(*traits, schedule__kind=kind, **MODELS[model])[0] for _ in range(2)]
+    for job, activations in zip(jobs, ("keep", "selective"), strict=True):
+        job["memory"] = {"activations": activations + "+offload" * (trait == "offload")}
+    jobs[0]["memory"]["activations"] = "offload" if trait == "offload" else "keep"
+    plain = trained(jobs[0])
+    assert not made
+    assert trained(jobs[1]) == plain
+    assert made
+
+
+release = again.Remade.release
+
+
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-v"], 1))
+@pytest.mark.parametrize("family", few([{}, LLAMA], 1))
+def test_tokens_that_are_gathered_again_train_to_the_bit_as_those_that_are_kept(family, kind):
+    jobs = [beside("tp_sequence", schedule__kind=kind, **family)[0] for _ in range(2)]
+    jobs[1]["parallel"]["tp_sequence"] = "regather"
+    assert trained(jobs[1]) == trained(jobs[0])
+
+
+WIDE = {f"model__{key}": value for key, value in {"layers": 4, "hidden": 128, "seq_len": 128}.items()}
+WEIGHED = [
+    (name, trait, kind, activations)
+    for name, trait, kind in [
+        *((name, "", kind) for name in MODELS for kind in ("1f1b", "zb-v")),
+        *(("llama", trait, kind) for trait in ("slices", "tp", "tp_sequence", "autocast") for kind in ("1f1b", "zb-v")),
+        *(("gpt", trait, "1f1b") for trait in ("slices", "tp")),
+    ]
+    for activations in (("selective", "selective+offload") if trait != "slices" else ("selective",))
+]
+
+
+@pytest.mark.parametrize(("model", "trait", "kind", "activations"), few(WEIGHED, [WEIGHED[4], WEIGHED[-2]]))
+def test_a_plan_knows_what_a_rank_holds_that_recomputes_selectively(tmp_path, model, trait, kind, activations):
+    """Once in three runs: a late message stays longer."""
+    job, _ = beside(*filter(None, (trait,)), schedule__kind=kind, parallel__pp=2, **MODELS[model], **WIDE)
+    job["memory"] = {"activations": activations}
+    if activations.endswith("offload"):
+        job["hardware"], job["schedule"]["memory_limit"] = {"host_gbps": 20.0}, "0.7x"
+    path = Path(tmp_path) / "zbc.toml"
+    path.write_text(toml(job))
+    made = compile_job(load_job(path), budget=0.0, suggest=False)
+    made.write(tmp_path / "plan")
+    predicted = max(rank.bytes for rank in made.memory)
+    plan = StoredPlan.read(tmp_path / "plan")
+    assert any(
+        predicted == pytest.approx(max(scale.held.peak for scale in scaled(plan)[1]), rel=0.03) for _ in range(3)
+    )
+
+
+USERS = """
+import torch, zbc
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self, mark):
+        super().__init__()
+        self.norm, self.act, self.drop = nn.LayerNorm(32), nn.GELU(), nn.Dropout(0.3)
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        if mark:
+            for module in (self.norm, self.act, self.drop):
+                zbc.selective(module)
+
+    def forward(self, x):
+        return x + self.drop(self.down(self.act(self.up(self.norm(x)))))
+
+def layers(mark=True):
+    return [nn.Embedding(256, 32), *(Layer(mark) for _ in range(6)), nn.Linear(32, 256)]
+"""
+
+
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], 1))
+def test_marked_modules_of_a_user_run_again_with_the_same_random_numbers(tmp_path, monkeypatch, kind):
+    (tmp_path / "users.py").write_text(USERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for activations, mark in (("keep", False), ("keep", True), ("selective", True)):
+        job, _ = beside(schedule__kind=kind)
+        job["model"] = {"family": "users:layers", "layers": 8, "vocab": 256, "seq_len": 32, "args": {"mark": mark}}
+        job["memory"] = {"activations": activations}
+        found.append(trained(job))
+    assert found[0] == found[1] == found[2]
+
+
+def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name(tmp_path):
+    job, _ = beside(schedule__kind="1f1b", parallel__pp=2, **LLAMA, **WIDE)
+    steps = {}
+    for activations in ("auto", "keep", "selective", "recompute"):
+        for limit in (0.016, 0.02, 0.03):
+            job["memory"], job["hardware"] = {"activations": activations}, {"memory_gib": limit}
+            path = Path(tmp_path) / "zbc.toml"
+            path.write_text(toml(job))
+            try:
+                made = compile_job(load_job(path), budget=0.0, suggest=False)
+            except Exception:  # it does not fit
+                continue
+            steps[activations, limit] = made.step_ms
+            if activations == "auto" and limit == 0.02:
+                assert any(stage.selective for stage in made.report.cut.stages)
+    for (activations, limit), step in steps.items():
+        assert steps["auto", limit] <= step * (1 + 1e-9), activations

@@ -1,0 +1,154 @@
+"""What B makes again in place of keeping it: cheap functions between linear layers (selective recompute).
+
+    y = linear(made_again(f, x))        F keeps x, not f(x), where the slot of its forward `spares`
+
+The linear layer needs f(x) for its weight gradient, and f its own graph for the gradient of x: both ask one `Remade`,
+which runs f again, once, when the first of them comes to it. Gradients of parameters inside f are added as ever.
+
+A forward may depend on more than its input: on the slice that runs, on the lengths of samples, on random numbers.
+Whoever sees to one of these adds to `around` a function that returns what makes it so again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from zbc.runtime.core.slot import current_slot
+from zbc.runtime.seeding import RNG_LOCK
+
+GATHERED, CHEAP = 1, 2  # what a slot spares
+Around = Callable[[], AbstractContextManager[object]]
+around: list[Callable[[], Around | None]] = []
+
+
+class Remade:
+    """One call of a function, which can be made again until its backward is over."""
+
+    __slots__ = ("_made", "_value", "around", "function", "node", "readers")
+
+    def __init__(self, function: Callable[..., Tensor], device: torch.device) -> None:
+        self.function: Callable[..., Tensor] = function
+        self.around = [found for capture in around if (found := capture()) is not None]
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+            self.around.append(lambda: torch.autocast(device.type, dtype))
+        self._made: tuple[list[Tensor], GradientEdge] | None = None
+        self._value: Tensor | None = None
+        self.readers = 0  # that will ask for its value
+        self.node: Any = None
+
+    def graph(self) -> tuple[list[Tensor], GradientEdge]:
+        """Its inputs as leaves, and its output in a graph of their own."""
+        if self._made is None:
+            needs = self.node.needs_input_grad[2:]
+            leaves = [x.detach().requires_grad_(need) for x, need in zip(self.node.saved_tensors, needs, strict=False)]
+            slot = current_slot()
+            before = 0 if slot is None else slot.spares
+            if slot is not None:
+                slot.spares = 0
+            with ExitStack() as stack, torch.enable_grad():
+                for enter in self.around:
+                    stack.enter_context(enter())
+                found = self.function(*leaves)
+            self._made = leaves, get_gradient_edge(found)
+            self._value = found.detach() if self.readers else None
+            if slot is not None:
+                slot.spares = before
+        return self._made
+
+    def value(self) -> Tensor:
+        """What it made, which the last of its readers has alone."""
+        self.graph()
+        found, self.readers = self._value, self.readers - 1
+        assert found is not None
+        if not self.readers:
+            self._value = None
+        return found
+
+    def release(self) -> None:
+        """Its backward is over."""
+        self._made = self._value = self.node = None
+        self.around.clear()
+
+
+class _MadeAgain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, remade: Remade, count: int, *tensors: Tensor) -> Tensor:
+        """`tensors`: so many inputs, and the parameters inside the function."""
+        inputs = tensors[:count]
+        ctx.remade, ctx.parameters, remade.node = remade, tensors[count:], ctx
+        ctx.save_for_backward(*inputs)
+        return remade.function(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        remade, parameters = ctx.remade, ctx.parameters
+        leaves, made = remade.graph()
+        needs = ctx.needs_input_grad[2:]
+        wanted = [tensor for tensor, need in zip((*leaves, *parameters), needs, strict=True) if need]
+        found = iter(torch.autograd.grad([made], wanted, [grads[0]], allow_unused=True))
+        ctx.remade = ctx.parameters = None
+        remade.release()
+        return None, None, *(next(found) if need else None for need in needs)
+
+
+def made_again(
+    function: Callable[..., Tensor],
+    *inputs: Tensor,
+    inside: Sequence[nn.Module | None] = (),
+    what: int = CHEAP,
+    draws: bool = False,
+) -> Tensor:
+    """`function(*inputs)`, a new tensor, which B makes again where the slot spares `what`; `inside`: the modules with
+    parameters that the function runs; `draws`: it may draw random numbers."""
+    slot = current_slot()
+    if slot is None or slot.spares < what or not torch.is_grad_enabled():
+        return function(*inputs)
+    remade = Remade(function, inputs[0].device)
+    if draws:
+        remade.around.append(_drawing(inputs[0].device))
+    parameters = [p for module in inside if module is not None for p in module.parameters()]
+    made: Tensor = _MadeAgain.apply(remade, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+    made._remade = remade  # type: ignore[attr-defined]
+    return made
+
+
+def selective(module: nn.Module) -> nn.Module:
+    """Have a cheap module of yours (a norm, a dropout, an activation, an attention without weights of its own) run
+    again in the backward of stages with `memory.activations = "selective"`, in place of what it and the linear layer
+    behind it would keep. Its arguments are tensors, its result is a new one. Changes the module, and returns it."""
+    module.forward = MethodType(_forward, module)  # a method follows copies of the module
+    return module
+
+
+def _forward(module: nn.Module, *inputs: Tensor) -> Tensor:
+    return made_again(partial(type(module).forward, module), *inputs, inside=(module,), draws=True)
+
+
+def _drawing(device: torch.device) -> Around:
+    """The random numbers that come now."""
+    state = torch.get_rng_state()
+    there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with RNG_LOCK, torch.random.fork_rng([device] if there is not None else []):
+            torch.set_rng_state(state)
+            if there is not None:
+                torch.cuda.set_rng_state(there, device)
+            yield
+
+    return again
+
+
+def remade_of(x: Tensor) -> Remade | None:
+    """What makes a tensor again; None where it is kept."""
+    return getattr(x, "_remade", None)
