@@ -36,6 +36,7 @@ from record import Record
 
 from zbc.compiler.compile import compile_job, load_job
 from zbc.training.launch import launch
+from zbc.training.launch.options import RunOptions
 
 RANKS = 4
 JOB = """\
@@ -109,7 +110,7 @@ class Local:
 
     def train(self, plan: Path, out: Path, restarts: int) -> int:
         lines: list[str] = []
-        launch.run(plan, local=RANKS, out=out, max_restarts=restarts, emit=lines.append)
+        launch.run(RunOptions(plan, local=RANKS, out=out, max_restarts=restarts), lines.append)
         return 1 + sum(line.startswith("restart ") for line in lines)
 
     def ranks(self) -> dict[str, int]:

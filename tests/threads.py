@@ -26,6 +26,8 @@ from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings
 from zbc.training.checkpoint.loading import load
 from zbc.training.checkpoint.saving import Checkpoints
+from zbc.training.evaluate import Evaluations
+from zbc.training.guest import Guest
 from zbc.training.launch.board import Board
 from zbc.training.nonfinite import Skips
 from zbc.training.probing.shapes import Shapes
@@ -225,13 +227,16 @@ def _run(
         worker.close()
 
 
+class _Keeps(Guest):
+    def __init__(self, worker: Worker) -> None:
+        self._results = worker.results
+
+    def told(self, result: StepResult) -> None:
+        self._results.append(result)
+
+
 def _train(worker: Worker, steps: int, checkpoints: Checkpoints, run: Step) -> None:
-    skips = Skips(worker.plan.manifest)
-
-    def keep(result: StepResult | None) -> None:
-        worker.results += [] if result is None else [result]
-        skips.look(result)
-
-    train_steps(worker, range(checkpoints.last, steps), checkpoints, run=run, show=keep)
+    guests = [_Keeps(worker), Skips(worker.plan.manifest), Evaluations(worker), checkpoints]
+    train_steps(worker, range(checkpoints.last, steps), guests, run)
     if not worker.features.of(Gathers).freed:  # tests look at whole weights
         worker.features.of(Gathers).gathers(worker)

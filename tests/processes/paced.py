@@ -13,6 +13,8 @@ from unittest import mock
 from tests.processes.plans import run_here
 from zbc.training.checkpoint import folder as disk
 from zbc.training.launch import local
+from zbc.training.launch.board import Place
+from zbc.training.launch.options import RunOptions
 
 _TICK_S = 0.002
 _usual = local._rank
@@ -33,9 +35,9 @@ def run_paced(
         return run_here(folder, ranks, out, seen, **options)
 
 
-def rank_that_waits(order: local.Order, pipe: Any) -> None:
+def rank_that_waits(place: Place, options: RunOptions, pipe: Any) -> None:
     """Of `run_paced`."""
-    tell, gates = local.Line.tell, _gates(order.options.out)
+    tell, gates = local.Line.tell, _gates(options.out)
 
     def patiently(self: local.Line, kind: str, content: Any) -> None:
         tell(self, kind, content)
@@ -43,7 +45,7 @@ def rank_that_waits(order: local.Order, pipe: Any) -> None:
             time.sleep(_TICK_S)
 
     with mock.patch.object(local.Line, "tell", patiently):
-        _usual(order, pipe)
+        _usual(place, options, pipe)
 
 
 def run_on_a_slow_disk(folder: Path, ranks: int, out: Path, **options: Any) -> list[str]:
@@ -52,7 +54,7 @@ def run_on_a_slow_disk(folder: Path, ranks: int, out: Path, **options: Any) -> l
         return run_here(folder, ranks, out, **options)
 
 
-def rank_with_a_slow_disk(order: local.Order, pipe: Any) -> None:
+def rank_with_a_slow_disk(place: Place, options: RunOptions, pipe: Any) -> None:
     """Of `run_on_a_slow_disk`."""
     write = disk.write_index
 
@@ -61,7 +63,7 @@ def rank_with_a_slow_disk(order: local.Order, pipe: Any) -> None:
         write(*args)
 
     with mock.patch.object(disk, "write_index", slowly):
-        _usual(order, pipe)
+        _usual(place, options, pipe)
 
 
 def _gates(out: Path | None) -> Path:

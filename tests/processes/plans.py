@@ -18,6 +18,7 @@ from tests.jobs import toml_value
 from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.ir import Op
 from zbc.training.launch import launch
+from zbc.training.launch.options import RunOptions
 
 GPT = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
 TABLES: dict[str, dict[str, Any]] = {
@@ -132,5 +133,5 @@ def run_here(
         lines.append(line)
         each(line)
 
-    launch.run(folder, local=ranks, out=out, emit=emit, **options)
+    launch.run(RunOptions(folder, local=ranks, out=out, **options), emit)
     return lines

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -139,7 +138,7 @@ def place(tmp_path):
 
 
 def start(plan, resume=None, **options):
-    return choose(replace(RunOptions(resume=resume), **options), read_manifest(plan), plan)
+    return choose(RunOptions(plan, resume=resume, **options), read_manifest(plan))
 
 
 def test_a_run_begins_anew_unless_told_otherwise(place):
@@ -289,7 +288,7 @@ def test_what_the_run_before_wrote_as_it_ended_is_where_the_next_begins(place, t
 
     monkeypatch.setattr(together, "_locked", locked)
     manifest, board = read_manifest(place), Board(dist.HashStore(), 0, 1)
-    with begun(board, RunOptions(resume="auto"), manifest, place, "this run") as found:
+    with begun(board, RunOptions(place, resume="auto"), manifest, "this run") as found:
         assert found == Start(run / "checkpoints/step-00000040", run)
 
 
@@ -299,7 +298,7 @@ def test_a_run_that_has_chosen_its_place_does_not_go_on_with_another_one_that_is
     other = tmp_path / "runs/plan-3/checkpoints"
     monkeypatch.setattr(together, "_locked", lambda file: bool(checkpoint(other, 50)))
     manifest, board, run = read_manifest(place), Board(dist.HashStore(), 0, 1), tmp_path / "runs/plan-2"
-    with begun(board, RunOptions(resume="auto"), manifest, place, "this run") as found:
+    with begun(board, RunOptions(place, resume="auto"), manifest, "this run") as found:
         assert found == Start(run / "checkpoints/step-00000020", run) and disk.newest(other) is not None
 
 

@@ -17,8 +17,10 @@ from zbc.errors import ZbcError
 from zbc.plan.directory import read_manifest
 from zbc.plan.phases import Phases
 from zbc.runtime.core.progress import EvaluationResult, StepResult
+from zbc.training.checkpoint.resume import Start
 from zbc.training.launch import launch, torchrun
-from zbc.training.metrics.live import LiveLine
+from zbc.training.launch.options import RunOptions
+from zbc.training.metrics.live import Screen
 from zbc.training.metrics.metrics import RunRecord, RunSettings
 
 MIB = 2**20
@@ -37,8 +39,8 @@ def open_log(tmp_path, monkeypatch):
     def open_log(steps=12, out=tmp_path / "run", go_on=None, first=0, **changes):
         plan = write_plan(tmp_path, **{"log": {"every": 5}, **changes})
         phases = Phases.of(read_manifest(plan))
-        settings = RunSettings(plan, steps, "cpu", ["here:1"] * 4, phases, first=first)
-        return RunRecord(read_manifest(plan), settings, out, go_on=go_on)
+        options, start = RunOptions(plan, out=out, device="cpu"), Start(run=go_on)
+        return RunRecord(read_manifest(plan), RunSettings(options, steps, ["here:1"] * 4, phases, first, start))
 
     return open_log
 
@@ -101,7 +103,8 @@ def test_without_a_sequence_length_samples_are_counted(open_log, tmp_path):
     plan = compiled(tmp_path, model={**model, "args": {}}, data=data)
     planning = {**plan.write(tmp_path / "plan").planning, "model": {**model, "layers": 4, "seq_len": None}}
     manifest = read_manifest(tmp_path / "plan").model_copy(update={"planning": planning})
-    with RunRecord(manifest, RunSettings(tmp_path, 1, "cpu", [], Phases.of(manifest)), tmp_path / "run") as log:
+    options = RunOptions(tmp_path, out=tmp_path / "run")
+    with RunRecord(manifest, RunSettings(options, 1, [], Phases.of(manifest))) as log:
         line = log.record(result())
     assert metrics(tmp_path / "run")[0]["samples_per_s"] == pytest.approx(80.0)
     assert "80 samples/s" in line
@@ -310,21 +313,21 @@ def test_a_live_line_on_a_terminal_that_is_gone_goes_nowhere():
         def flush(self):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    line, lines = LiveLine(Gone()), []
-    line.show("step 1")
-    line.around(lines.append)("stopped")
+    lines = []
+    screen = Screen(lines.append, Gone())
+    screen.show("step 1")
+    screen.say("stopped")
     assert lines == ["stopped"]
 
 
 def test_lines_that_stay_clear_the_one_that_does_not(monkeypatch):
     monkeypatch.setattr("zbc.training.metrics.live.time.monotonic", lambda: 100.0)
     stream, kept = io.StringIO(), []
-    live = LiveLine(stream)
-    line = live.around(kept.append)
-    live.show("one")
-    live.show("too soon")
-    line("stays")
-    line("too")
+    screen = Screen(kept.append, stream)
+    screen.show("one")
+    screen.show("too soon")
+    screen.say("stays")
+    screen.say("too")
     assert stream.getvalue() == "\r\x1b[2Kone\r\x1b[2K" and kept == ["stays", "too"]
 
 

@@ -11,7 +11,8 @@ from tests.processes.plans import write_plan
 from zbc.plan.directory import read_manifest
 from zbc.runtime.transports.staged import Staged
 from zbc.training import devices
-from zbc.training.launch import peers, torchrun
+from zbc.training.launch import launch, peers
+from zbc.training.launch.options import RunOptions
 
 HERE, OTHER_GPU, OTHER_HOST = ("", ""), ("GPU-0", "GPU-1"), ("here", "there")
 
@@ -63,8 +64,4 @@ def test_ranks_that_share_a_gpu_go_over_gloo_by_way_of_the_host(gpus, monkeypatc
 def test_more_ranks_than_gpus_take_them_in_turn(gpus, tmp_path):
     gpus(2)
     assert [devices.place(rank).index for rank in range(4)] == [0, 1, 0, 1]
-    manifest = read_manifest(write_plan(tmp_path, hardware={"device": "cuda"}))
-    places = [torchrun.Launched(r, 4, r, 4, True, "", 0, False, "", None) for r in range(4)]
-    for place in places:
-        torchrun.check_devices(manifest, place)
-    assert [torchrun._device(manifest, place).index for place in places] == [0, 1, 0, 1]
+    launch._check_cuda(RunOptions(tmp_path), read_manifest(write_plan(tmp_path, hardware={"device": "cuda"})))

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_only_what_may_go_well_another_time_is_tried_again(failure, again):
             raise failure
 
     def run():
-        local._run_again(local.Parent(lines.append), RunOptions(max_restarts=2), once)
+        local._run_again(local.Parent(lines.append), RunOptions(Path(), max_restarts=2), once)
 
     if again:
         run()
@@ -130,10 +131,10 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again():
         raise ZbcError("E702", "run: rank 1 was killed by SIGKILL")
 
     with pytest.raises(ZbcError):
-        local._run_again(parent, RunOptions(max_restarts=2), once)
+        local._run_again(parent, RunOptions(Path(), max_restarts=2), once)
     assert len(tried) == 1
 
 
 def test_restarts_of_ranks_that_torchrun_starts_are_its_own_business(tmp_path):
     with refused("E604", hint="torchrun --max-restarts 3"):
-        launch.run(write_plan(tmp_path), max_restarts=3)
+        launch.run(RunOptions(write_plan(tmp_path), max_restarts=3))

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,8 @@ from zbc.plan.directory import read_manifest
 from zbc.trace import recording as trace
 from zbc.training import devices, train
 from zbc.training.launch import launch, peers, torchrun
-from zbc.training.launch.board import Board, connector, plain_name
+from zbc.training.launch.board import Board, Place, plain_name
+from zbc.training.launch.options import RunOptions
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
@@ -149,25 +151,24 @@ def test_a_process_ends_as_it_is_to_where_what_it_said_cannot_be_written():
 
 def test_the_rank_that_hosts_the_store_stays_until_all_others_have_said_their_last_word(monkeypatch):
     store, left = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), threading.Event()
-    connect = connector("127.0.0.1", store.port, "zbc")
 
     def place(rank):
-        return torchrun.Launched(rank, 3, rank, 3, True, "127.0.0.1", store.port, rank == 0, "zbc", None)
+        return Place(rank, 3, "127.0.0.1", store.port, "zbc", hosts_store=rank == 0)
 
     def host():
-        torchrun.part(place(0), connect, 60.0)
+        torchrun.part(place(0), 60.0)
         left.set()
 
     thread = threading.Thread(target=host)
     thread.start()
-    torchrun.part(place(1), connect, 60.0)
+    torchrun.part(place(1), 60.0)
     assert not left.wait(0.3)
-    torchrun.part(place(2), connect, 60.0)
+    torchrun.part(place(2), 60.0)
     thread.join(60)
     assert left.is_set()
     monkeypatch.setattr(torchrun, "_SAY_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as gone:  # nor does one wait for a store that does not answer
-        torchrun.part(place(1), connector("127.0.0.1", gone.getsockname()[1], "zbc"), 60.0)
+        torchrun.part(replace(place(1), port=gone.getsockname()[1]), 60.0)
 
 
 @pytest.mark.parametrize(("reported", "code"), [(6, 6), (None, 7)])
@@ -178,7 +179,8 @@ def test_a_rank_that_failed_because_another_did_ends_with_the_exit_code_of_that_
     def leave(code):
         raise SystemExit(code)
 
-    context = train.RankContext(0, 2, torch.device("cpu"), lambda: store, print, pytest.fail, leave)
+    place = SimpleNamespace(rank=0, board=lambda: Board(store, 0, 2))
+    context = train.RankContext(place, RunOptions(Path()), torch.device("cpu"), print, pytest.fail, leave)
     watchdog = SimpleNamespace(stand_down=lambda: None, await_report=lambda: reported)
     with pytest.raises(SystemExit) as left:
         train._give_up(ZbcError("E702", "run: rank 0 lost rank 1"), context, watchdog)
@@ -202,7 +204,7 @@ def as_rank(monkeypatch):
 
 
 def error_before(*args, **options):
-    error = error_of(launch.run, *args, **options)
+    error = error_of(launch.run, RunOptions(*args, **options))
     assert error.exit_code == 6
     return error
 
@@ -215,7 +217,7 @@ def test_another_world_than_planned_is_refused_by_rank_0_and_the_others_leave_in
     assert error.hint == f"run: torchrun --standalone --nproc-per-node 4 -m zbc run {plan}"
     as_rank(1, 2)
     with pytest.raises(SystemExit) as left:
-        launch.run(plan)
+        launch.run(RunOptions(plan))
     assert left.value.code == 6
 
 
@@ -267,8 +269,7 @@ def test_one_visible_device_per_rank_is_enough(tmp_path, as_rank, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     as_rank(3, 4, LOCAL_RANK=3, LOCAL_WORLD_SIZE=4)
     plan = write_plan(tmp_path, hardware={"device": "cuda"})
-    place = torchrun.Launched(3, 4, 3, 4, True, "localhost", 1, False, "zbc/", None)
-    torchrun.check_devices(read_manifest(plan), place)
+    launch._check_cuda(RunOptions(plan), read_manifest(plan))
 
 
 def test_ranks_that_share_a_device_are_refused_by_name():
@@ -321,4 +322,4 @@ def test_a_store_that_cannot_be_hosted_is_an_error_in_words(tmp_path, as_rank):
 def test_a_store_that_cannot_be_reached_is_an_error_in_words(monkeypatch):
     monkeypatch.setattr("zbc.training.launch.board._CONNECT_S", 0.5)
     with refused("E609", "cannot reach the store"):
-        connector("127.0.0.1", free_port(), "zbc")()
+        Place(1, 2, "127.0.0.1", free_port(), "zbc").connect()

@@ -97,20 +97,21 @@ def run(
 
         StoredPlan.read(folder)
     from zbc.training.launch import launch
+    from zbc.training.launch.options import RunOptions
 
-    launch.run(
+    options = RunOptions(
         folder,
         steps=steps,
-        local=local,
         out=out,
         save_hf=save_hf,
-        trace=traced,
         resume=resume,
-        max_restarts=max_restarts,
+        trace=traced,
+        local=local,
         device=None if device is None else device.value,
         threads=threads,
-        emit=_emit(lines, json=json, quiet=quiet),
+        max_restarts=max_restarts,
     )
+    launch.run(options, _emit(lines, json=json, quiet=quiet))
     if json and os.environ.get("RANK", "0") == "0":
         from zbc.compiler.recorded.log import read
         from zbc.compiler.recorded.report import FORMAT, VERSION

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -26,6 +27,7 @@ from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.seeding import seed_of
 from zbc.training.data.data import Batches, Samples
+from zbc.training.guest import Guest
 
 
 def build_evaluation(
@@ -64,10 +66,21 @@ def build_evaluation(
     return Evaluation(train.eval_every, count, run, counts=counts)
 
 
-def due(worker: Worker, step: int, *, last: bool) -> bool:
-    """Whether to evaluate after step `step` (from 0); `last`: it is the last one."""
-    evaluation = worker.evaluation
-    return evaluation is not None and ((step + 1) % evaluation.every == 0 or last)
+@dataclass
+class Evaluations(Guest):
+    """The evaluations of a run; `tell` takes what each finds."""
+
+    worker: Worker
+    tell: Callable[[EvaluationResult], None] | None = None
+
+    def due(self, step: int, *, last: bool, stopping: bool = False) -> bool:
+        evaluation = self.worker.evaluation
+        return evaluation is not None and ((step + 1) % evaluation.every == 0 or last)
+
+    def after(self, step: int) -> None:
+        found = evaluate(self.worker, step)
+        if self.tell is not None:
+            self.tell(found)
 
 
 def evaluate(worker: Worker, step: int) -> EvaluationResult:

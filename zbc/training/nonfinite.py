@@ -12,11 +12,12 @@ from zbc.errors import ZbcError
 from zbc.job.spec import Train
 from zbc.plan.directory import Manifest
 from zbc.runtime.core.progress import StepResult
+from zbc.training.guest import Guest
 
 _SHOWN = 4  # parameters that are named
 
 
-class Skips:
+class Skips(Guest):
     """Counts the steps that were skipped, in a row and in all."""
 
     def __init__(self, manifest: Manifest) -> None:
@@ -26,10 +27,8 @@ class Skips:
         self._most = train.skip_total
         self._row = self._all = 0
 
-    def look(self, result: StepResult | None) -> None:
-        """Take the result of the next step. Raises E704 if it was skipped and the run may not go on."""
-        if result is None:
-            return
+    def told(self, result: StepResult) -> None:
+        """Raises E704 if the step was skipped and the run may not go on."""
         if not result.skipped:
             self._row = 0
             return

@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -25,12 +25,12 @@ from torch import nn
 from zbc import excludes
 from zbc.errors import EXIT_BUG, ZbcError
 from zbc.job.userobject import IN_A_RANK
-from zbc.plan.directory import Manifest, read_manifest, read_ramp, read_rank
+from zbc.plan.directory import Manifest, RankPlan, read_manifest, read_ramp, read_rank
 from zbc.runtime.core import exhausted
 from zbc.runtime.core.answers import primary
 from zbc.runtime.core.execute import Step, StepResult, finish, run_step
-from zbc.runtime.core.progress import EvaluationResult
 from zbc.runtime.core.state import Worker
+from zbc.runtime.features.filler import Filling
 from zbc.runtime.features.units import Braids
 from zbc.runtime.features.versions import OneVersion
 from zbc.runtime.features.vocabulary_state import Vocabulary
@@ -43,9 +43,10 @@ from zbc.training.checkpoint.saving import Checkpoints
 from zbc.training.checkpoint.together import try_out
 from zbc.training.data.data import KINDS
 from zbc.training.data.unequal import Dealer
-from zbc.training.evaluate import due, evaluate
+from zbc.training.evaluate import Evaluations
 from zbc.training.filling import install
-from zbc.training.launch.board import Board, Connect
+from zbc.training.guest import Guest
+from zbc.training.launch.board import Place
 from zbc.training.launch.identity import identity
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.peers import SHARED, connected
@@ -101,26 +102,22 @@ class Building:
 
 @dataclass(frozen=True)
 class RankContext:
-    """A rank's place in the run, made by what started its process."""
+    """A rank in its process, made by what started that."""
 
-    rank: int
-    ranks: int
+    place: Place
+    options: RunOptions
     device: torch.device
-    connect: Connect
     emit: Callable[[str], None]  # takes the lines rank 0 shows
     report: Callable[[Failure], NoReturn]  # shows why the run ends, and ends this process
     leave: Callable[[int], NoReturn]  # ends this process with that code, in silence: another rank reports
+    live: Callable[[str], None] = lambda text: None  # takes how far the run is, after every step of rank 0
     stop: StopFlag = field(default_factory=StopFlag)
     doorstep: Doorstep | None = None  # where other machines find this rank; None if there are none, or nobody knows
-    live: Callable[[str], None] | None = None  # takes how far the run is, after every step of rank 0
     transport: Transport | None = None  # to the other ranks; None: the network, which this rank is yet to join
     building: Building = field(default_factory=Building)  # one for all ranks of this process
 
-    def board(self) -> Board:
-        return Board(self.connect(), self.rank, self.ranks)
 
-
-def run_rank(folder: Path, context: RankContext, options: RunOptions) -> str | None:
+def run_rank(context: RankContext) -> str | None:
     """Train; returns why the run was stopped before its last step, None if it was not.
 
     What goes wrong ends the process through `context`, never with an exception.
@@ -130,18 +127,24 @@ def run_rank(folder: Path, context: RankContext, options: RunOptions) -> str | N
         faulthandler.enable(sys.__stderr__, all_threads=False)  # a crash in native code shows what called it
     exhausted.keep_room()
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(context.options.plan)
         watchdog = Watchdog(
-            context.board,
-            rank=context.rank,
-            ranks=context.ranks,
+            context.place.board,
+            rank=context.place.rank,
+            ranks=context.place.ranks,
             name=manifest.topology.name,
             limit=float(manifest.training["train"]["watchdog_s"]),
             hung=context.report,
             orphaned=context.leave,
         )
         watchdog.start()
-        return _run(folder, manifest, context, watchdog, options)
+        run = _Run(context, manifest, watchdog)
+        with ExitStack() as run.training:
+            for step in (_meet, _connect, _build, _begin, _record, _trace, _invite, _train):
+                step(run)
+        for step in (_tell_filled, _tell_late, _save, _end):
+            step(run)
+        return run.stopped
     except IN_A_RANK as error:
         _give_up(error, context, watchdog)
     finally:
@@ -149,84 +152,105 @@ def run_rank(folder: Path, context: RankContext, options: RunOptions) -> str | N
             watchdog.stop()
 
 
-def _run(folder: Path, manifest: Manifest, context: RankContext, watchdog: Watchdog, options: RunOptions) -> str | None:
-    steps = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
-    if options.trace and manifest.balance is not None:
+class _Run:
+    """One rank's part in a run: each step finds here what those before it have left."""
+
+    plans: list[RankPlan]  # by phase
+    processes: list[str]  # per rank, host:pid
+    transport: Transport
+    worker: Worker
+    filling: Filling | None
+    training: ExitStack  # what is over when training is
+    start: resume.Start
+    log: RunRecord | None = None  # on rank 0
+    first = 0  # steps trained before, by the run that this one goes on with
+    stopped: str | None = None  # why it was, before its last step
+
+    def __init__(self, context: RankContext, manifest: Manifest, watchdog: Watchdog) -> None:
+        self.context, self.manifest, self.watchdog = context, manifest, watchdog
+        self.options, self.board, self.rank = context.options, context.place.board(), context.place.rank
+        # The watchdog is to find what hangs; this only keeps a rank whose watchdog is dead from staying forever.
+        self.limit = timedelta(seconds=600 + 4 * watchdog.limit)
+        self.name, self.total = manifest.topology.name, self.options.steps or int(manifest.training["train"]["steps"])
+        self.step: Step = run_step
+        self.guests = list[Guest]()
+
+    def show(self, text: str) -> None:
+        """A line for the console, if this is rank 0."""
+        if self.rank == 0:
+            self.context.emit(text)
+
+
+def _meet(run: _Run) -> None:
+    """Wait until all ranks are there, to run the same."""
+    manifest, trace = run.manifest, run.options.trace
+    if trace and manifest.balance is not None:
         raise excludes.refused("balance", "trace", "run")
-    if options.trace and manifest.flushless:
+    if trace and manifest.flushless:
         raise excludes.refused(excludes.FLUSHLESS[manifest.training["optimizer"]["sync"]], "trace", "run")
-    # The watchdog is to find what hangs; these limits only keep a rank whose watchdog is dead from staying forever.
-    limit = timedelta(seconds=600 + 4 * watchdog.limit)
-    board = context.board()
-    watchdog.phase("waiting for all ranks to start", waiting=True)
-    board.agree(identity(manifest, steps, options.trace), limit, manifest.topology.name)
-    processes = board.meet("process", limit, f"{socket.gethostname()}:{os.getpid()}")
-    plan = read_rank(folder, manifest.topology.of(context.rank).pp, manifest)
-    ramp = [read_rank(below, plan.rank, its) for below, its in read_ramp(folder, manifest)]
-    watchdog.phase("connecting to its peers", waiting=True)
+    run.watchdog.phase("waiting for all ranks to start", waiting=True)
+    run.board.agree(identity(manifest, run.total, trace), run.limit, run.name)
+    run.processes = run.board.meet("process", run.limit, f"{socket.gethostname()}:{os.getpid()}")
+    parts = [*read_ramp(run.options.plan, manifest), (run.options.plan, manifest)]
+    run.plans = [read_rank(folder, manifest.topology.of(run.rank).pp, its) for folder, its in parts]
+
+
+def _connect(run: _Run) -> None:
+    context = run.context
+    run.watchdog.phase("connecting to its peers", waiting=True)
     if context.doorstep is not None:
-        check_reach(board, context.doorstep, limit, manifest.topology.name)
-    transport = context.transport
-    if transport is None:
-        transport, shared = connected(manifest, context.device, board, context.connect, limit)
-        if shared and context.rank == 0:
-            context.emit(SHARED)
+        check_reach(run.board, context.doorstep, run.limit, run.name)
+    if context.transport is not None:
+        run.transport = context.transport
+        return
+    run.transport, shared = connected(run.manifest, context.device, run.board, context.place.connect, run.limit)
+    if shared:
+        run.show(SHARED)
+
+
+def _build(run: _Run) -> None:
+    context, watchdog, (*ramp, plan) = run.context, run.watchdog, run.plans
     watchdog.phase("waiting to build its stages", waiting=True)
     with context.building.turn:
         watchdog.phase("building its stages")
         looks = context.building.looks
-        worker = build_worker(plan, transport, context.device, ramp, tell=watchdog.phase, looks=looks)
+        worker = run.worker = build_worker(plan, run.transport, context.device, ramp, tell=watchdog.phase, looks=looks)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
-    board.meet("built", limit)
+    run.board.meet("built", run.limit)
     for text in worker.warnings if worker.replica == worker.share == 0 else ():
         context.emit(text)
     if context.device.type == "cuda":
         watchdog.phase("using every kernel and group once", waiting=True)
         warm(worker)
-    filling = install(worker, context.emit)
-    context.stop.training = True
-    who = f"{processes[0]}, plan {manifest.id}, in {Path.cwd()}"
-    with resume.begun(board, options, manifest, folder, who) as start:
-        first = _load(worker, board, context, start, watchdog)
-        resumed = None if start.checkpoint is None else str(start.checkpoint)
-        phases, launch = worker.phases, options.launch
-        tokens = worker.work.tokens if isinstance(worker.work, Dealer) else None
-        settings = RunSettings(folder, steps, context.device.type, processes, phases, launch, first, resumed, tokens)
-        with RunRecord(manifest, settings, options.out, go_on=start.run) if context.rank == 0 else nullcontext() as log:
-            tracer = None
-            if options.trace:
-                watchdog.phase("opening its trace", waiting=True)
-                run = None if log is None else log.folder
-                tracer = open_tracers(worker, board, options.trace, range(first, steps), limit, run, folder)
-            checkpoints = _checkpoints(worker, board, context, log, limit, first)
-            watchdog.watch(worker.progress)
-            with nullcontext() if tracer is None else _recorded(tracer):
-                stopped = _train(worker, board, context, range(first, steps), log, tracer, checkpoints, limit)
-    if filling is not None:
-        worker.transport = filling.inner
-    if worker.plan.manifest.training.get("filler", {}).get("task"):
-        told = board.meet(
-            "filled", limit, "" if filling is None else f"{manifest.topology.name(context.rank)}: {filling.found}"
-        )
-        if context.rank == 0:
-            context.emit("filler  " + "\n        ".join(filter(None, told)))
-    if worker.phase_run.ending.every:
-        _tell_late(worker, board, context, limit)
-    if options.save_hf is not None:
-        watchdog.phase("writing its weights")
-        _save(worker, board, context, options.save_hf, limit)
-    watchdog.phase("ending")
-    if context.device.type == "cuda":
-        torch.cuda.synchronize(context.device)  # groups end only when nothing is on its way in them
-        memory = board.meet("memory", limit, devices.in_use(context.device))
-        if context.rank == 0:
-            context.emit(devices.fullest(memory, manifest.topology.name))
-    board.meet("ended", limit)
-    watchdog.nearly_done()
-    worker.close()
-    if context.transport is None:
-        dist.destroy_process_group()
-    return stopped
+    run.filling = install(worker, context.emit)
+
+
+def _begin(run: _Run) -> None:
+    """Load the checkpoint to go on from, if there is one."""
+    run.context.stop.training = True
+    who = f"{run.processes[0]}, plan {run.manifest.id}, in {Path.cwd()}"
+    run.start = run.training.enter_context(resume.begun(run.board, run.options, run.manifest, who))
+    if run.start.checkpoint is not None:
+        # As long as something is read this is no stand-still, however long it takes.
+        alive = functools.partial(run.watchdog.phase, "loading the checkpoint")
+        run.first = load(run.worker, run.board, run.start.checkpoint, alive=alive, tell=run.context.emit)
+
+
+def _record(run: _Run) -> None:
+    """Have rank 0 write down the numbers of the run."""
+    if run.rank == 0:
+        tokens = run.worker.work.tokens if isinstance(run.worker.work, Dealer) else None
+        about = RunSettings(run.options, run.total, run.processes, run.worker.phases, run.first, run.start, tokens)
+        run.log = run.training.enter_context(RunRecord(run.manifest, about))
+
+
+def _trace(run: _Run) -> None:
+    if run.options.trace:
+        run.watchdog.phase("opening its trace", waiting=True)
+        steps, folder = range(run.first, run.total), None if run.log is None else run.log.folder
+        tracer = open_tracers(run.worker, run.board, run.options, steps, run.limit, folder)
+        run.training.enter_context(_recorded(tracer))
+        run.step = tracer.step
 
 
 @contextmanager
@@ -240,122 +264,102 @@ def _recorded(tracer: Tracers) -> Iterator[None]:
         raise
 
 
-def _load(worker: Worker, board: Board, context: RankContext, start: resume.Start, watchdog: Watchdog) -> int:
-    """Load the checkpoint to go on from, if there is one: the steps it has."""
-    if start.checkpoint is None:
-        return 0
-    # As long as something is read this is no stand-still, however long it takes.
-    alive = functools.partial(watchdog.phase, "loading the checkpoint")
-    return load(worker, board, start.checkpoint, alive=alive, tell=context.emit)
+def _invite(run: _Run) -> None:
+    """Have those come that take part in the run beside its steps."""
+    worker, context, log = run.worker, run.context, run.log
+    evaluated = None if log is None else lambda found: context.emit(log.record_evaluation(found))
+    run.guests += [_Outside(run), Evaluations(worker, evaluated)]
+    options = Settings.of(run.manifest).checkpoint
+    if options.every:
+        place = Path(run.board.meet("run directory", run.limit, "" if log is None else str(log.folder.absolute()))[0])
+        folder = resume.save_folder(run.manifest, place)
+        try_out(run.board, folder)
+        board = context.place.board()
+        run.guests.append(Checkpoints(worker, board, options, folder, str(place), context.emit, run.first))
 
 
-def _checkpoints(
-    worker: Worker, board: Board, context: RankContext, log: RunRecord | None, limit: timedelta, first: int
-) -> Checkpoints:
-    """This rank's part in the checkpoints of the run, which begins with step `first`."""
-    manifest = worker.plan.manifest
-    options = Settings.of(manifest).checkpoint
-    if not options.every:
-        return Checkpoints(worker, board, options, Path(), last=first)
-    run = Path(board.meet("run directory", limit, "" if log is None else str(log.folder.absolute()))[0])
-    folder = resume.save_folder(manifest, run)
-    try_out(board, folder)
-    return Checkpoints(worker, context.board(), options, folder, str(run), context.emit, first)
+class _Outside(Guest):
+    """The console, the files of the run and whoever asks it to stop."""
 
+    def __init__(self, run: _Run) -> None:
+        self._run, self._asked, self._skips = run, False, Skips(run.manifest)
 
-def _train(
-    worker: Worker,
-    board: Board,
-    context: RankContext,
-    steps: range,
-    log: RunRecord | None,
-    tracer: Tracers | None,
-    checkpoints: Checkpoints,
-    limit: timedelta,
-) -> str | None:
-    if log is not None:
-        context.emit(log.headline())
-        if in_turn := worker.features.of(Braids).in_turn:
-            context.emit(f"groups (OVERLAP) run one op after the other: {'; '.join(in_turn)}")
-        if not steps:
-            context.emit(f"nothing is left to train: the checkpoint has {steps.start} steps, the run {steps.stop}")
-    run = run_step if tracer is None else tracer.step
-    told, skips = False, Skips(worker.plan.manifest)
+    def asks(self) -> bool:
+        reason = self._run.context.stop.reason
+        if reason is not None and not self._asked:
+            self._run.board.ask_stop(reason)
+            self._asked = True
+        return self._asked
 
-    def show(result: StepResult | None) -> None:
-        _show(result, context, log)
+    def told(self, result: StepResult) -> None:
+        run = self._run
+        if run.log is not None:
+            if (line := run.log.record(result)) is not None:
+                run.context.emit(line)
+            elif run.options.live:
+                run.context.live(run.log.live(result))
         try:
-            skips.look(result)
+            self._skips.told(result)
         except ZbcError:
             try:
-                checkpoints.wait()  # all ranks end here, so what is being written may become whole
+                for guest in run.guests:
+                    guest.wait()  # all ranks end here, so what is being written may become whole
             finally:
-                progress = worker.progress
+                progress = run.worker.progress
                 progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
-                board.meet("refused", limit)  # the first that fails ends all, and rank 0 has this step to write down
+                run.board.meet("refused", run.limit)  # the first that fails ends all; rank 0 has this step to write
             raise
 
-    def asked() -> bool:
-        nonlocal told
-        if context.stop.reason is not None and not told:
-            board.ask_stop(context.stop.reason)
-            told = True
-        return told
 
-    def evaluated(found: EvaluationResult) -> None:
-        if log is not None:
-            context.emit(log.record_evaluation(found))
-
-    stopped = train_steps(worker, steps, checkpoints, run=run, show=show, evaluated=evaluated, asked=asked)
-    if stopped is None:
-        return None
-    reason = board.stop_reason() or "another rank"
-    if log is not None:
-        context.emit(f"stopped after step {stopped} (asked by {reason})")
-    return reason
+def _train(run: _Run) -> None:
+    worker = run.worker
+    run.watchdog.watch(worker.progress)
+    if run.log is not None:
+        run.show(run.log.headline())
+        if in_turn := worker.features.of(Braids).in_turn:
+            run.show(f"groups (OVERLAP) run one op after the other: {'; '.join(in_turn)}")
+        if run.first >= run.total:
+            run.show(f"nothing is left to train: the checkpoint has {run.first} steps, the run {run.total}")
+    stopped = train_steps(worker, range(run.first, run.total), run.guests, run.step)
+    if stopped is not None:
+        run.stopped = run.board.stop_reason() or "another rank"
+        run.show(f"stopped after step {stopped} (asked by {run.stopped})")
 
 
-def train_steps(
-    worker: Worker,
-    steps: range,
-    checkpoints: Checkpoints,
-    *,
-    run: Step,
-    show: Callable[[StepResult | None], None],
-    evaluated: Callable[[EvaluationResult], None] = lambda found: None,
-    asked: Callable[[], bool] = lambda: False,
-) -> int | None:
-    """Train, evaluate and save as the plan says; after which step the run was stopped, None if that was the last.
+def train_steps(worker: Worker, steps: range, guests: Sequence[Guest], run: Step = run_step) -> int | None:
+    """Train as the plan says; after which step the run was stopped, None if that was the last."""
 
-    `show` takes each result as it comes, `evaluated` each evaluation; `asked` says whether this rank wants to stop.
-    """
+    def tell(result: StepResult | None) -> None:
+        if result is not None:
+            for guest in guests:
+                guest.told(result)
+
     stopped, stopping = None, False
     agree_on_samples(worker)
     for feature in worker.features:
         feature.begins(worker)
     for step in steps:
         last = step + 1 == steps.stop
-        worker.ends = last or stopping or due(worker, step, last=last) or checkpoints.due(step, last=last)
-        result = run(worker, step, stop=True) if asked() else run(worker, step)
-        show(result)
+        worker.ends = last or stopping or any(guest.due(step, last=last) for guest in guests)
+        asked = any(guest.asks() for guest in guests)
+        result = run(worker, step, stop=True) if asked else run(worker, step)
+        tell(result)
         stopping = (stopping or (result is not None and result.stop)) and not last
         if stopping and worker.phase_run.ending.follows(worker):
             continue  # forwards of the next step have run, so it is the last one
-        evaluating, saving = due(worker, step, last=last), checkpoints.due(step, last=last, stopping=stopping)
-        if evaluating or saving or stopping:
-            show(finish(worker))
-        if evaluating:
-            evaluated(evaluate(worker, step))
-        if saving:
-            for feature in worker.features:
-                feature.saves(worker)
-            checkpoints.save(step)
+        due = [guest for guest in guests if guest.due(step, last=last, stopping=stopping)]
+        if due or stopping:
+            tell(finish(worker))
+        for guest in due:
+            guest.after(step)
         if stopping:
             stopped = step + 1
             break
-        checkpoints.check()
-    show(finish(worker))
-    checkpoints.wait()
+        for guest in guests:
+            guest.check()
+    tell(finish(worker))
+    for guest in guests:
+        guest.wait()
     return stopped
 
 
@@ -373,28 +377,34 @@ def agree_on_samples(worker: Worker) -> None:
         raise ZbcError("E117" if dealt else "E516", text, hint="let all ranks read the same data")
 
 
-def _show(result: StepResult | None, context: RankContext, log: RunRecord | None) -> None:
-    """Write a step down and on the console, once it is known."""
-    if log is None or result is None:
-        return
-    line = log.record(result)
-    if line is not None:
-        context.emit(line)
-    elif context.live is not None:
-        context.live(log.live(result))
+# ---- when training is over -----------------------------------------------------------------------------------
 
 
-def _tell_late(worker: Worker, board: Board, context: RankContext, limit: timedelta) -> None:
+def _tell_filled(run: _Run) -> None:
+    """Say what the filler got done on each rank."""
+    if run.filling is not None:
+        run.worker.transport = run.filling.inner
+    if run.worker.plan.manifest.training.get("filler", {}).get("task"):
+        found = "" if run.filling is None else f"{run.name(run.rank)}: {run.filling.found}"
+        told = run.board.meet("filled", run.limit, found)
+        run.show("filler  " + "\n        ".join(filter(None, told)))
+
+
+def _tell_late(run: _Run) -> None:
     """Say how many steps of its own each stage made between a forward and its backward, as it was counted."""
-    found = {s: one.stalest for s, one in worker.optimizers.items() if isinstance(one, OneVersion)}
-    told = board.meet("late", limit, json.dumps(found))
-    late = {int(s): count for words in told for s, count in json.loads(words).items()}
-    if context.rank == 0:
-        context.emit("steps late, by stage: " + " ".join(str(late[s]) for s in sorted(late)))
+    if run.worker.phase_run.ending.every:
+        found = {s: one.stalest for s, one in run.worker.optimizers.items() if isinstance(one, OneVersion)}
+        told = run.board.meet("late", run.limit, json.dumps(found))
+        late = {int(s): count for words in told for s, count in json.loads(words).items()}
+        run.show("steps late, by stage: " + " ".join(str(late[s]) for s in sorted(late)))
 
 
-def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limit: timedelta) -> None:
+def _save(run: _Run) -> None:
     """Every rank writes the weights it answers for; the first completes the folder when all have."""
+    worker, folder = run.worker, run.options.save_hf
+    if folder is None:
+        return
+    run.watchdog.phase("writing its weights")
     settings = Settings.of(worker.plan.manifest)
     model, source = settings.model, hfexport.begun_with(settings.pretrained)
     holders, replicas = worker.placement, range(worker.plan.manifest.ep or 1)
@@ -405,14 +415,14 @@ def _save(worker: Worker, board: Board, context: RankContext, folder: Path, limi
     said = ""
     if parameters:
         tensors = hfexport.tensors_of(model, parameters, source)
-        said = hfexport.write_shard(folder, writers.index(context.rank), len(writers), tensors)
-    shards = board.meet("saved", limit, said)
-    if context.rank == 0:
+        said = hfexport.write_shard(folder, writers.index(run.rank), len(writers), tensors)
+    shards = run.board.meet("saved", run.limit, said)
+    if run.rank == 0:
         for line in hfexport.write_index(folder, model, shards, source):
-            context.emit(line)
+            run.show(line)
         if settings.pretrained is not None and source is None:
-            context.emit(f"{settings.pretrained} is not there any more: config.json is made from the plan")
-        context.emit(f"wrote the weights to {folder}")
+            run.show(f"{settings.pretrained} is not there any more: config.json is made from the plan")
+        run.show(f"wrote the weights to {folder}")
 
 
 def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
@@ -435,6 +445,19 @@ def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
     return {} if worker.share else whole
 
 
+def _end(run: _Run) -> None:
+    device = run.context.device
+    run.watchdog.phase("ending")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # groups end only when nothing is on its way in them
+        run.show(devices.fullest(run.board.meet("memory", run.limit, devices.in_use(device)), run.name))
+    run.board.meet("ended", run.limit)
+    run.watchdog.nearly_done()
+    run.worker.close()
+    if run.context.transport is None:
+        dist.destroy_process_group()
+
+
 # ---- when it fails -------------------------------------------------------------------------------------------
 
 
@@ -442,8 +465,8 @@ def _give_up(error: BaseException, context: RankContext, watchdog: Watchdog | No
     """End the process: the first rank that fails reports why, all others follow in silence."""
     if watchdog is not None:
         watchdog.stand_down()
-    failure = explain(error, context.rank)
-    claimed = in_time(lambda: context.board().claim(), 5.0)
+    failure = explain(error, context.place.rank)
+    claimed = in_time(lambda: context.place.board().claim(), 5.0)
     if claimed is False:
         reported = None if watchdog is None else watchdog.await_report()
         context.leave(failure.exit_code if reported is None else reported)

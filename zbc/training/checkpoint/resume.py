@@ -32,7 +32,7 @@ class Start:
 
 
 @contextmanager
-def begun(board: Board, options: RunOptions, manifest: Manifest, plan: Path, who: str) -> Iterator[Start]:
+def begun(board: Board, options: RunOptions, manifest: Manifest, who: str) -> Iterator[Start]:
     """Where this run begins, on every rank; inside of the block other runs are kept out of its folder of checkpoints.
 
     Chosen again once the folder is this run's: who had it until then may have written one more as it ended. `who` is
@@ -44,7 +44,7 @@ def begun(board: Board, options: RunOptions, manifest: Manifest, plan: Path, who
         return _place(manifest, start.run or options.out) if _options(manifest).get("every") else None
 
     def choice() -> dict[str, Any]:
-        found = choose(options, manifest, plan) if board.rank == 0 else Start()
+        found = choose(options, manifest) if board.rank == 0 else Start()
         return {name: None if path is None else str(path) for name, path in asdict(found).items()}
 
     def agree(name: str) -> Start:
@@ -57,7 +57,7 @@ def begun(board: Board, options: RunOptions, manifest: Manifest, plan: Path, who
         yield again if place(again) == place(start) else start
 
 
-def choose(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
+def choose(options: RunOptions, manifest: Manifest) -> Start:
     """What `--resume` means here.
 
         none   begin at step 0
@@ -71,11 +71,11 @@ def choose(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
     Raises E612 if PATH has no complete checkpoint, E614 if checkpoints of another run are where this one's would go.
     """
     asked = options.resume
-    own = _restart(options, manifest, plan) if options.restarted and asked != "none" else Start()
+    own = _restart(options, manifest) if options.restarted and asked != "none" else Start()
     if own.checkpoint is not None or (own.run is not None and asked in (None, "auto")):
         return own
     if asked == "auto":
-        return _newest(options, manifest, plan)
+        return _newest(options, manifest)
     if asked in (None, "none"):
         _refuse(_place(manifest, options.out), 0)
         return Start()
@@ -108,21 +108,21 @@ def _runs(manifest: Manifest, plan: Path) -> list[Path]:
     return [found[number] for number in sorted(found, reverse=True)]
 
 
-def _newest(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
+def _newest(options: RunOptions, manifest: Manifest) -> Start:
     folder = _place(manifest, options.out)
     if folder is not None:
         found = disk.newest(folder)
         return Start(found, options.out or _run_of(found))
-    for run in _runs(manifest, plan):
+    for run in _runs(manifest, options.plan):
         found = disk.newest(run / disk.FOLDER)
         if found is not None:
             return Start(found, run)
     return Start()
 
 
-def _restart(options: RunOptions, manifest: Manifest, plan: Path) -> Start:
+def _restart(options: RunOptions, manifest: Manifest) -> Start:
     """The run that this launch began with, which may have written nothing yet."""
-    found = [options.out] if options.out is not None else _runs(manifest, plan)
+    found = [options.out] if options.out is not None else _runs(manifest, options.plan)
     run = next((one for one in found if same_launch(rundir.told(one).get("launch"), options.launch)), None)
     return Start() if run is None else Start(disk.newest(save_folder(manifest, run)), run)
 

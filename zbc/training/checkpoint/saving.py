@@ -30,6 +30,7 @@ from zbc.training.checkpoint.arena import Arena, copy_beside
 from zbc.training.checkpoint.files import digest, put_together, write_parts
 from zbc.training.checkpoint.state import HeldPart, entries
 from zbc.training.checkpoint.together import together
+from zbc.training.guest import Guest
 from zbc.training.launch.board import Board
 
 _LOOK_S = 1.0
@@ -37,7 +38,7 @@ _PARTS = "parts of a checkpoint"  # what ranks have written, for rank 0
 
 
 @dataclass
-class Checkpoints:
+class Checkpoints(Guest):
     """One rank's part in the checkpoints of a run.
 
     `board` is for it alone: one thread at a time meets the other ranks there. `tell` takes what rank 0 has to say.
@@ -60,14 +61,15 @@ class Checkpoints:
             entries(self.worker)  # what the files cannot hold is known before the first step
 
     def due(self, step: int, *, last: bool, stopping: bool = False) -> bool:
-        """Whether the state after step `step` (from 0) is to be written down.
-
-        `last`: the run ends with it. `stopping`: it ends with it because it was asked to.
-        """
         every = self.options.every
         if not every or step + 1 <= self.last:
             return False
         return stopping or (step + 1) % every == 0 or (last and self.options.at_end)
+
+    def after(self, step: int) -> None:
+        for feature in self.worker.features:
+            feature.saves(self.worker)
+        self.save(step)
 
     def save(self, step: int) -> None:
         """Write down the state after step `step`, which is final on all ranks; all of them call this.
@@ -86,7 +88,6 @@ class Checkpoints:
             self._tell(self._save(found, step + 1))
 
     def wait(self) -> None:
-        """Wait until what is being written is complete. Raises what went wrong with it."""
         running, progress = self._running, self.worker.progress
         if running is None:
             return
@@ -101,7 +102,6 @@ class Checkpoints:
         self._tell(running.result())
 
     def check(self) -> None:
-        """Raise what has gone wrong in the background; does not wait."""
         if self._running is not None and self._running.done():
             self.wait()
 

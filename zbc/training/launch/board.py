@@ -159,13 +159,29 @@ _CONNECT_S = 120.0  # other machines may start later
 Connect = Callable[[], "Store"]  # a new connection to the store of this run
 
 
-def connector(host: str, port: int, prefix: str) -> Connect:
-    """How to reach the store of a run; `prefix` keeps the restarts of a run apart."""
+@dataclass(frozen=True)
+class Place:
+    """Where one rank of a run is, and at which store it meets the others."""
 
-    def connect() -> Store:
-        return prefixed(prefix, open_store(host, port, host_it=False))
+    rank: int
+    ranks: int
+    host: str  # of the store
+    port: int
+    keys: str  # what its keys begin with: keeps runs, and restarts of one, apart in a store they share
+    local_rank: int = 0
+    one_machine: bool = True  # all ranks are on it, for certain
+    hosts_store: bool = (
+        False  # torchrun's agent hosts one that outlives every rank; other launchers leave that to rank 0
+    )
+    error_file: str | None = None  # what torchrun shows of a failure in its own summary
+    recorder_file: str | None = None  # for NCCL's flight recorder
 
-    return connect
+    def connect(self) -> Store:
+        """Raises E609 if the store cannot be reached."""
+        return prefixed(self.keys, open_store(self.host, self.port, host_it=False))
+
+    def board(self) -> Board:
+        return Board(self.connect(), self.rank, self.ranks)
 
 
 def open_store(host: str, port: int, *, host_it: bool) -> Store:

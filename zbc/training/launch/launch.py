@@ -12,7 +12,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zbc.errors import ZbcError
@@ -24,34 +24,16 @@ from zbc.training.launch.forking import start_fork_server
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.queues import set_queues
 from zbc.training.metrics import sinks
-from zbc.training.metrics.live import LiveLine
+from zbc.training.metrics.live import Screen
 
 if TYPE_CHECKING:
-    from zbc.training.launch.torchrun import Launched
+    from zbc.training.launch.board import Place
 
 _MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds behind the others
 
 
-def run(
-    folder: Path,
-    *,
-    steps: int | None = None,
-    local: int | None = None,
-    out: Path | None = None,
-    save_hf: Path | None = None,
-    resume: str | None = None,
-    max_restarts: int = 0,
-    trace: frozenset[int] = frozenset(),
-    device: str | None = None,
-    threads: bool = False,
-    emit: Callable[[str], None] = to_stdout,
-) -> None:
-    """Train with the plan in `folder`; `steps` overrides the plan's, `out` is the run directory.
-
-    `save_hf`: a folder for the weights in the end, as transformers loads them; `trace`: the steps to record, from 0;
-    `resume`: "auto", "none" or the path of a checkpoint or of a run, see `checkpoint.resume`; `max_restarts`: how often
-    the ranks of a `local` run that fails are started again; `device`: "cpu" or "cuda", where a `local` run computes,
-    None for what the plan says; `threads`: its ranks are threads of this process, on one device.
+def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> None:
+    """Train as `options` say; `emit` takes the lines of the console.
 
     Raises ZbcError (E4xx plan, E5xx data and user code, E6xx environment, E7xx the run failed), and KeyboardInterrupt
     when SIGINT or SIGTERM ended it. Under torchrun an error after the start is written to stderr in one piece by the
@@ -59,100 +41,92 @@ def run(
     transfers that never end.
     """
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    _check_start(folder, local, max_restarts, started=started)
-    _check_alone(local, max_restarts, device, threads=threads)
+    _check_start(options, started=started)
     try:
         _check_torch()
-        manifest = read_manifest(folder)
-        _check_world(folder, manifest, local)
-        _check_plan(manifest, steps, save_hf, trace)
-        device = device or str(manifest.planning["hardware"]["device"])
+        manifest = read_manifest(options.plan)
+        _check_world(options, manifest)
+        _check_plan(options, manifest)
+        device = options.device or str(manifest.planning["hardware"]["device"])
         if device == "cuda":
-            set_queues(folder, manifest)  # before anything asks the driver
-        place = _place(manifest) if started else None
-        if device == "cuda" and place is None:
-            _check_cuda(manifest, threads=threads)
+            set_queues(options.plan, manifest)  # before anything asks the driver
+            _check_cuda(options, manifest)
     except ZbcError as error:
         if started and os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":
             time.sleep(_MOMENT_S)
             raise SystemExit(error.exit_code) from None  # this machine's first rank shows it
         raise
-    terminal = sys.stderr.isatty()
-    options = RunOptions(
-        steps,
-        out,
-        None if save_hf is None else save_hf.absolute(),
-        resume,
+    options = replace(
+        options,
+        save_hf=None if options.save_hf is None else options.save_hf.absolute(),
         launch=os.environ.get("TORCHELASTIC_RUN_ID", "") if started else "",
         restarted=started and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
-        live=terminal,
-        trace=trace,
-        max_restarts=max_restarts,
+        live=sys.stderr.isatty(),
         device=device,
     )
-    live = LiveLine(sys.stderr)
-    shown = live.around(emit) if terminal else emit
+    screen = Screen(emit, sys.stderr)
     _flight_recorder(manifest)
     try:
-        if place is not None:
+        if started:
             from zbc.training.launch.torchrun import run_place
 
-            run_place(folder, manifest, place, options, shown, live.show)
-        elif threads:
+            run_place(_place(), manifest, options, screen)
+        elif options.threads:
             from zbc.training.launch.threads import run_threads
 
-            run_threads(folder, manifest, options, shown, live.show)
+            run_threads(manifest, options, screen)
         else:
             start_fork_server()  # it loads torch while this process does
             from zbc.training.launch.local import run_local
 
-            run_local(folder, manifest, options, shown, live.show)
+            run_local(manifest, options, screen)
     finally:
-        live.clear()
+        screen.clear()
 
 
-def _check_cuda(manifest: Manifest, *, threads: bool) -> None:
-    """Raise E603 without a GPU, before any rank is started."""
-    from zbc.training.launch.torchrun import check_cuda
+def _check_cuda(options: RunOptions, manifest: Manifest) -> None:
+    """Raise E603 where torch finds no CUDA device, before any rank trains; ranks may share one."""
+    from torch.cuda import device_count
 
-    more = " --threads" if threads else ""
-    check_cuda(f"--local {manifest.topology.world} --device cpu{more}")
+    if device_count():
+        return
+    text = "run: ranks are to compute on cuda, torch finds no CUDA device on this machine"
+    instead = f"zbc run PLAN --local {manifest.topology.world} --device cpu" + " --threads" * options.threads
+    raise ZbcError("E603", text, hint=f"train on the CPU: {instead}")
 
 
-def _check_start(folder: Path, local: int | None, max_restarts: int, *, started: bool) -> None:
-    """Raise E604 if this process is to start ranks that torchrun has started, or to restart such ones."""
-    if started and local is not None:
+def _check_start(options: RunOptions, *, started: bool) -> None:
+    """Raise E604 if this process is to start ranks that torchrun has started, or to restart such ones; and for options
+    that only ranks which zbc starts have, or only those that are processes."""
+    if started and options.local is not None:
         text = "run: --local inside of torchrun, which starts the ranks already"
         raise ZbcError("E604", text, hint="leave out --local, or torchrun")
-    if max_restarts and local is None:
+    if options.max_restarts and options.local is None:
         text = "run: --max-restarts is for runs with --local; torchrun restarts the ranks it has started"
-        named = shlex.quote(str(folder))
-        raise ZbcError("E604", text, hint=f"torchrun --max-restarts {max_restarts} ... -m zbc run {named}")
-
-
-def _check_alone(local: int | None, max_restarts: int, device: str | None, *, threads: bool) -> None:
-    """Raise E604 for options that only ranks which zbc starts have, or only those that are processes."""
-    given = [name for name, there in (("--device", device is not None), ("--threads", threads)) if there]
-    if given and local is None:
+        named = shlex.quote(str(options.plan))
+        raise ZbcError("E604", text, hint=f"torchrun --max-restarts {options.max_restarts} ... -m zbc run {named}")
+    asked = (("--device", options.device is not None), ("--threads", options.threads))
+    given = [name for name, there in asked if there]
+    if given and options.local is None:
         text = f"run: {' and '.join(given)} {'is' if len(given) == 1 else 'are'} for runs with --local"
         raise ZbcError("E604", text, hint="add --local N; torchrun's ranks compute where the plan says")
-    if threads and max_restarts:
+    if options.threads and options.max_restarts:
         hint = "leave out --threads: then each rank is a process"
         raise ZbcError("E604", "run: ranks that are threads cannot be started again", hint=hint)
 
 
-def _check_plan(manifest: Manifest, steps: int | None, save_hf: Path | None, trace: frozenset[int]) -> None:
+def _check_plan(options: RunOptions, manifest: Manifest) -> None:
     """Raise what shows before a rank is started: a plan that cannot be run, or something asked for that cannot be."""
     sections_of(manifest)
     sinks.check(manifest.training["log"])
-    if save_hf is not None:
+    if options.save_hf is not None:
         from zbc.training.building.context import Settings
         from zbc.training.models.hfexport import check_target
 
-        check_target(save_hf, Settings.of(manifest).model)
-    total = int(manifest.training["train"]["steps"]) if steps is None else steps
-    if trace and max(trace) >= total:
-        text = f"run: --trace asks for step {max(trace) + 1}, the run has {total}"
+        check_target(options.save_hf, Settings.of(manifest).model)
+    total = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
+    if options.trace and max(options.trace) >= total:
+        text = f"run: --trace asks for step {max(options.trace) + 1}, the run has {total}"
         raise ZbcError("E160", text, hint=f"name steps of 1-{total}, or train for longer with --steps N")
 
 
@@ -185,9 +159,9 @@ def _check_torch() -> None:
         raise ZbcError("E602", f"run: torch {found} is too old, zbc needs {wanted} or newer", hint=hint)
 
 
-def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
-    wanted, env = manifest.topology.world, os.environ
-    plan_wants, named = f"plan wants {wanted} ranks{manifest.topology.axes}", shlex.quote(str(folder))
+def _check_world(options: RunOptions, manifest: Manifest) -> None:
+    wanted, env, local = manifest.topology.world, os.environ, options.local
+    plan_wants, named = f"plan wants {wanted} ranks{manifest.topology.axes}", shlex.quote(str(options.plan))
     torchrun = f"torchrun --standalone --nproc-per-node {wanted} -m zbc run {named}"
     if "WORLD_SIZE" in env and "RANK" in env:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
@@ -210,24 +184,21 @@ def _check_world(folder: Path, manifest: Manifest, local: int | None) -> None:
         raise ZbcError("E601", text, hint=f"run: zbc run {named} --local {wanted}")
 
 
-def _place(manifest: Manifest) -> Launched:
-    """What torchrun says in the environment. Raises E603."""
-    from zbc.training.launch.torchrun import Launched, check_devices
+def _place() -> Place:
+    """What torchrun says in the environment."""
+    from zbc.training.launch.board import Place
 
     env = os.environ
-    rank, ranks, local_rank = int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", "0"))
-    place = Launched(
+    rank = int(env["RANK"])
+    return Place(
         rank=rank,
-        ranks=ranks,
-        local_rank=local_rank,
-        local_ranks=int(env.get("LOCAL_WORLD_SIZE", local_rank + 1)),
-        one_machine=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"],
+        ranks=int(env["WORLD_SIZE"]),
         host=env["MASTER_ADDR"],
         port=int(env["MASTER_PORT"]),
+        keys=f"zbc/{env.get('TORCHELASTIC_RUN_ID', '')}",
+        local_rank=int(env.get("LOCAL_RANK", "0")),
+        one_machine=env.get("LOCAL_WORLD_SIZE") == env["WORLD_SIZE"],
         hosts_store=rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        run=f"zbc/{env.get('TORCHELASTIC_RUN_ID', '')}",
         error_file=env.get("TORCHELASTIC_ERROR_FILE"),
         recorder_file=_recorder_file(rank) if env.get("TORCH_NCCL_DUMP_ON_TIMEOUT") != "0" else None,
     )
-    check_devices(manifest, place)
-    return place

@@ -8,6 +8,7 @@ another store, and go on from the newest checkpoint.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -31,10 +31,11 @@ from zbc.host.cores import cores
 from zbc.plan.directory import Manifest
 from zbc.runtime.transports.network import bind_loopback
 from zbc.training import devices
-from zbc.training.launch.board import Board, connector, plain_name, prefixed
+from zbc.training.launch.board import Board, Place, plain_name, prefixed
 from zbc.training.launch.forking import fork_server
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.signals import Signals, handled
+from zbc.training.metrics.live import Screen
 from zbc.training.train import Failure, RankContext, RankFailed, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
 
@@ -45,18 +46,6 @@ HOST, PREFIX = "127.0.0.1", "zbc"
 _NOT_STARTED = "it had not started yet"
 _ASK_S = 2.0  # for the store, which this process hosts, to answer
 _LAST_WORD_S = 20.0  # for a rank that is about to say why the run ends
-
-
-@dataclass(frozen=True)
-class Order:
-    """What a rank's process is told to do."""
-
-    rank: int
-    ranks: int
-    port: int
-    threads: int
-    folder: Path
-    options: RunOptions
 
 
 @dataclass
@@ -82,19 +71,13 @@ class Parent:
     live: Callable[[str], None] = lambda text: None
 
 
-def run_local(
-    folder: Path,
-    manifest: Manifest,
-    options: RunOptions,
-    emit: Callable[[str], None],
-    live: Callable[[str], None],
-) -> None:
+def run_local(manifest: Manifest, options: RunOptions, screen: Screen) -> None:
     """Train with one process per rank of the plan, for each replica of the pipeline.
 
     Raises what the first rank to fail raised: ZbcError (E702 if it died), RankFailed for the unforeseen;
     KeyboardInterrupt when SIGINT or SIGTERM ended the run.
     """
-    parent = Parent(emit, name=manifest.topology.name, live=live)
+    parent = Parent(screen.say, name=manifest.topology.name, live=screen.show)
     read, write = os.pipe()
 
     def asked(name: str) -> None:
@@ -105,12 +88,10 @@ def run_local(
         parent.insisted = True
         os.write(write, b"i")
 
-    def once(options: RunOptions) -> None:
-        _run_once(parent, folder, manifest, options, read)
-
+    options = replace(options, launch=uuid.uuid4().hex, plan=options.plan.absolute())
     try:
         with Signals(asked, insisted):
-            _run_again(parent, replace(options, launch=uuid.uuid4().hex), once)
+            _run_again(parent, options, lambda again: _run_once(parent, manifest.topology.world, again, read))
     finally:
         os.close(read)
         os.close(write)
@@ -137,17 +118,15 @@ def worth_a_restart(failure: Failure) -> bool:
     return isinstance(failure, RankFailed) or (failure.exit_code == RUN_FAILED and failure.code != "E704")
 
 
-def _run_once(parent: Parent, folder: Path, manifest: Manifest, options: RunOptions, wake: int) -> None:
+def _run_once(parent: Parent, ranks: int, options: RunOptions, wake: int) -> None:
     """Start all ranks and see them to their end, with a store of their own."""
     store, port = host_store()
-    parent.board = Board(prefixed(PREFIX, store), rank=-1, ranks=manifest.topology.world)
+    parent.board = Board(prefixed(PREFIX, store), rank=-1, ranks=ranks)
     parent.children = {}
-    threads = max(1, cores() // manifest.topology.world)
     try:
         with _ended(parent):
-            for rank in range(manifest.topology.world):
-                order = Order(rank, manifest.topology.world, port, threads, folder.absolute(), options)
-                parent.children[rank] = _start(order)
+            for rank in range(ranks):
+                parent.children[rank] = _start(Place(rank, ranks, HOST, port, PREFIX, local_rank=rank), options)
             _supervise(parent, wake)
     finally:  # an exception may keep this frame, and with it the port, for long
         parent.board = None
@@ -169,9 +148,10 @@ def host_store() -> tuple[Store, int]:
     return store, port
 
 
-def _start(order: Order) -> Child:
+def _start(place: Place, options: RunOptions) -> Child:
     mine, theirs = multiprocessing.Pipe()
-    process = fork_server().Process(target=_rank, args=(order, theirs), name=f"rank {order.rank}", daemon=True)
+    work = (place, options, theirs)
+    process = fork_server().Process(target=_rank, args=work, name=f"rank {place.rank}", daemon=True)
     process.start()
     theirs.close()
     return Child(process, mine)
@@ -324,26 +304,17 @@ class Line:
         end(failure.exit_code)
 
 
-def _rank(order: Order, pipe: Connection) -> None:
+def _rank(place: Place, options: RunOptions, pipe: Connection) -> None:
     """The main function of a rank's process."""
     for number in handled():
         signal.signal(number, signal.SIG_IGN)  # the terminal sends them to all; the parent says when to stop
     line, stop = Line(pipe), StopFlag()
     threading.Thread(target=_obey, args=(pipe, stop), name="zbc-parent", daemon=True).start()
     bind_loopback()
-    torch.set_num_threads(order.threads)
-    context = RankContext(
-        rank=order.rank,
-        ranks=order.ranks,
-        device=torch.device("cpu") if order.options.device == "cpu" else devices.place(order.rank),
-        connect=connector(HOST, order.port, PREFIX),
-        emit=lambda text: line.tell("line", text),
-        report=line.fail,
-        leave=end,
-        stop=stop,
-        live=(lambda text: line.tell("live", text)) if order.options.live else None,
-    )
-    line.tell("done", run_rank(order.folder, context, order.options))
+    torch.set_num_threads(max(1, cores() // place.ranks))
+    device = torch.device("cpu") if options.device == "cpu" else devices.place(place.local_rank)
+    say, show = (functools.partial(line.tell, kind) for kind in ("line", "live"))
+    line.tell("done", run_rank(RankContext(place, options, device, say, line.fail, end, show, stop)))
     end(0)
 
 

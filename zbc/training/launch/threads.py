@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -22,10 +21,11 @@ from zbc.host.cores import cores
 from zbc.plan.directory import Manifest
 from zbc.runtime.cuda import StreamHub
 from zbc.runtime.transports.hub import Hub
-from zbc.training.launch.board import Board, connector
+from zbc.training.launch.board import Place
 from zbc.training.launch.local import HOST, PREFIX, host_store
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.signals import Signals
+from zbc.training.metrics.live import Screen
 from zbc.training.train import Building, Failure, RankContext, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
 
@@ -36,32 +36,24 @@ _LEAVE_S = 5.0  # for the ranks of a run that failed to notice
 class _Run:
     """What the threads of a run share."""
 
-    folder: Path
     options: RunOptions
     device: torch.device
     hub: Hub
     port: int
-    emit: Callable[[str], None]
-    live: Callable[[str], None]
+    screen: Screen
     stops: list[StopFlag]
     ends: queue.SimpleQueue[tuple[int, Failure | str | None]] = field(default_factory=queue.SimpleQueue)
     building: Building = field(default_factory=Building)
 
 
-def run_threads(
-    folder: Path,
-    manifest: Manifest,
-    options: RunOptions,
-    emit: Callable[[str], None],
-    live: Callable[[str], None],
-) -> None:
+def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> None:
     """Train with a thread per rank of the plan. Raises what the first rank to fail raised, and KeyboardInterrupt when a
     signal ended the run."""
     world = manifest.topology.world
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     store, port = host_store()
-    hub = StreamHub(world, tp=manifest.tp) if device.type == "cuda" else Hub(world, tp=manifest.tp)
-    run = _Run(folder, options, device, hub, port, emit, live, [StopFlag() for _ in range(world)])
+    hub = (StreamHub if device.type == "cuda" else Hub)(world, tp=manifest.tp)
+    run = _Run(options, device, hub, port, screen, [StopFlag() for _ in range(world)])
     threads = [
         threading.Thread(target=_rank, args=(run, rank), name=f"rank {rank}", daemon=True) for rank in range(world)
     ]
@@ -94,11 +86,11 @@ def _ask(run: _Run, name: str) -> None:
 
 def _rank(run: _Run, rank: int) -> None:
     torch.set_num_threads(max(1, cores() // run.hub.ranks))  # of this thread's kernels, as a rank's process has it
-    connect = connector(HOST, run.port, PREFIX)
+    place = Place(rank, run.hub.ranks, HOST, run.port, PREFIX)
 
     def report(failure: Failure) -> NoReturn:
         run.ends.put((rank, failure))
-        in_time(lambda: Board(connect(), rank, run.hub.ranks).report(failure.exit_code), 5.0)
+        in_time(lambda: place.board().report(failure.exit_code), 5.0)
         raise SystemExit
 
     def leave(code: int) -> NoReturn:
@@ -106,25 +98,24 @@ def _rank(run: _Run, rank: int) -> None:
 
     def show(line: str) -> None:
         try:
-            run.emit(line)
+            run.screen.say(line)
         except SystemExit:  # nobody reads what this run says
             end(EXIT_PIPE)
 
     context = RankContext(
-        rank=rank,
-        ranks=run.hub.ranks,
-        device=run.device,
-        connect=connect,
-        emit=show,
-        report=report,
-        leave=leave,
-        stop=run.stops[rank],
-        live=run.live if run.options.live else None,
+        place,
+        run.options,
+        run.device,
+        show,
+        report,
+        leave,
+        run.screen.show,
+        run.stops[rank],
         transport=run.hub.end(rank),
         building=run.building,
     )
     with suppress(SystemExit), own_stream(run.device):
-        run.ends.put((rank, run_rank(run.folder, context, run.options)))
+        run.ends.put((rank, run_rank(context)))
 
 
 @contextmanager

@@ -7,27 +7,27 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from zbc.errors import EXIT_INTERRUPTED, RUN_FAILED, ZbcError
+from zbc.errors import EXIT_INTERRUPTED, RUN_FAILED
 from zbc.host.closed_pipe import EXIT_PIPE
 from zbc.plan.directory import Manifest
 from zbc.runtime.core.private import flight_record
 from zbc.runtime.transports.network import bind_loopback
 from zbc.text import visible
 from zbc.training import devices
-from zbc.training.launch.board import Board, Connect, connector, open_store
+from zbc.training.launch.board import Place, open_store
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.reach import Doorstep, bind_towards
 from zbc.training.launch.rounds import joined, launch_of
 from zbc.training.launch.signals import Signals, shares_terminal
+from zbc.training.metrics.live import Screen
 from zbc.training.train import Failure, RankContext, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
 
@@ -37,44 +37,7 @@ _SAY_S = 2.0  # for this rank's own
 _LEFT = "left"
 
 
-@dataclass(frozen=True)
-class Launched:
-    """What the launcher says about this process."""
-
-    rank: int
-    ranks: int
-    local_rank: int
-    local_ranks: int  # on this machine, as far as is known
-    one_machine: bool  # all ranks are on it, for certain
-    host: str  # of the store
-    port: int
-    hosts_store: bool  # torchrun's agent hosts one that outlives every rank; other launchers leave that to rank 0
-    run: str  # keeps runs apart in a store they share
-    error_file: str | None  # what torchrun shows of a failure in its own summary
-    recorder_file: str | None = None  # for NCCL's flight recorder
-
-
-def check_devices(manifest: Manifest, place: Launched) -> None:
-    """Raises E603 unless this machine has a device for its ranks; they may share it."""
-    if manifest.planning["hardware"]["device"] == "cuda":
-        check_cuda(f"--local {manifest.topology.world} --device cpu")
-
-
-def check_cuda(instead: str) -> None:
-    """Raises E603 where torch finds no CUDA device; `instead` are the options that train without one."""
-    if not torch.cuda.device_count():
-        text = "run: ranks are to compute on cuda, torch finds no CUDA device on this machine"
-        raise ZbcError("E603", text, hint=f"train on the CPU: zbc run PLAN {instead}")
-
-
-def run_place(
-    folder: Path,
-    manifest: Manifest,
-    place: Launched,
-    options: RunOptions,
-    emit: Callable[[str], None],
-    live: Callable[[str], None],
-) -> None:
+def run_place(place: Place, manifest: Manifest, options: RunOptions, screen: Screen) -> None:
     """Run this rank. Raises KeyboardInterrupt when a signal ended the run, E609 if there is no store to meet at.
 
     A failure is written to stderr in one piece by the first rank that fails, and ends the processes here: torchrun
@@ -82,29 +45,22 @@ def run_place(
     """
     hosted = open_store(place.host, place.port, host_it=True) if place.hosts_store else None
     patience = max(60.0, 2 * float(manifest.training["train"]["watchdog_s"]))
-    store = connector(place.host, place.port, place.run)()
+    store = place.connect()
     with joined(store, place.rank, place.ranks, patience) as number:
-        connect = connector(place.host, place.port, f"{place.run}/{number}")
         launch = launch_of(store, options.launch, number, restarted=options.restarted)
         options = replace(options, restarted=options.restarted or number > 1, launch=launch)
-        stopped = _run(folder, manifest, place, options, connect, emit, live)
-        part(place, connect, _LAST_S)
+        place = replace(place, keys=f"{place.keys}/{number}")
+        stopped = _run(place, options, screen)
+        part(place, _LAST_S)
     del hosted
     if stopped is not None:
         raise KeyboardInterrupt
 
 
-def _run(
-    folder: Path,
-    manifest: Manifest,
-    place: Launched,
-    options: RunOptions,
-    connect: Connect,
-    emit: Callable[[str], None],
-    live: Callable[[str], None],
-) -> str | None:
+def _run(place: Place, options: RunOptions, screen: Screen) -> str | None:
     """The rank's part in the run; why it was stopped before its last step, None if it was not."""
     stop = StopFlag()
+    device = devices.place(place.local_rank) if options.device == "cuda" else torch.device("cpu")
 
     def asked(name: str) -> None:
         stop.reason = name
@@ -114,7 +70,7 @@ def _run(
     def leave(code: int) -> NoReturn:
         if code == RUN_FAILED and place.recorder_file is not None and device.type == "cuda":
             in_time(functools.partial(write_flight_record, Path(place.recorder_file)), 5.0)
-        part(place, connect, _LINGER_S)
+        part(place, _LINGER_S)
         end(code)
 
     def report(failure: Failure) -> NoReturn:
@@ -124,27 +80,24 @@ def _run(
             told = visible(failure.render()) + "\n"
             os.write(2, told.encode())  # one write: no other rank's output gets in between
         _tell_torchrun(failure, place.error_file)
-        in_time(lambda: Board(connect(), place.rank, place.ranks).report(failure.exit_code), 5.0)
+        in_time(lambda: place.board().report(failure.exit_code), 5.0)
         leave(failure.exit_code)
 
     def show(line: str) -> None:
         try:
-            emit(line)
+            screen.say(line)
         except SystemExit:  # nobody reads what this run says: end all ranks, in silence
-            board = Board(connect(), place.rank, place.ranks)
+            board = place.board()
             if in_time(board.claim, 5.0):
                 in_time(lambda: board.report(EXIT_PIPE), 5.0)
             leave(EXIT_PIPE)
 
-    device, door = _device(manifest, place), _doorstep(place)
-    context = RankContext(place.rank, place.ranks, device, connect, show, report, leave, stop, door)
-    if options.live:
-        context = replace(context, live=live)
+    context = RankContext(place, options, device, show, report, leave, screen.show, stop, _doorstep(place))
     with Signals(asked, lambda name: end(EXIT_INTERRUPTED), repeated=shares_terminal()):
-        return run_rank(folder, context, options)
+        return run_rank(context)
 
 
-def _doorstep(place: Launched) -> Doorstep | None:
+def _doorstep(place: Place) -> Doorstep | None:
     """Choose where gloo listens."""
     if place.one_machine:
         bind_loopback()
@@ -153,24 +106,17 @@ def _doorstep(place: Launched) -> Doorstep | None:
     return None if interface is None else Doorstep(interface, first=place.local_rank == 0)
 
 
-def part(place: Launched, connect: Connect, patience: float) -> None:
+def part(place: Place, patience: float) -> None:
     """This rank's last word with the store; the rank that hosts it stays until all have said theirs, or for a while."""
 
     def say() -> None:
-        board = Board(connect(), place.rank, place.ranks)
         if place.hosts_store:
-            board.meet(_LEFT, timedelta(seconds=patience))
+            place.board().meet(_LEFT, timedelta(seconds=patience))
         else:
-            board.be_there(_LEFT)
+            place.board().be_there(_LEFT)
 
     if place.ranks > 1:
         in_time(say, patience if place.hosts_store else _SAY_S)
-
-
-def _device(manifest: Manifest, place: Launched) -> torch.device:
-    if manifest.planning["hardware"]["device"] != "cuda":
-        return torch.device("cpu")
-    return devices.place(place.local_rank)
 
 
 def write_flight_record(path: Path) -> None:

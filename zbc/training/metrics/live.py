@@ -11,11 +11,15 @@ from typing import TextIO
 _EVERY_S = 0.1
 
 
-class LiveLine:
-    """`show` writes over what it wrote last; `around(emit)` clears it before a line that stays."""
+class Screen:
+    """`show` writes over what it wrote last on `stream`; `say` clears it before a line that stays, for `emit`."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._shown, self._last = stream, False, -_EVERY_S
+    def __init__(self, emit: Callable[[str], None], stream: TextIO) -> None:
+        self._emit, self._stream, self._shown, self._last = emit, stream, False, -_EVERY_S
+
+    def say(self, text: str) -> None:
+        self.clear()
+        self._emit(text)
 
     def show(self, text: str) -> None:
         now = time.monotonic()
@@ -34,10 +38,3 @@ class LiveLine:
         with suppress(OSError):  # the terminal may be gone
             self._stream.write(text)
             self._stream.flush()
-
-    def around(self, emit: Callable[[str], None]) -> Callable[[str], None]:
-        def line(text: str) -> None:
-            self.clear()
-            emit(text)
-
-        return line

@@ -16,7 +16,7 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +33,9 @@ from zbc.plan.headline import headline
 from zbc.plan.phases import Phases
 from zbc.runtime.core.progress import EvaluationResult, StepResult
 from zbc.text import percent, short, size, wrap
+from zbc.training.checkpoint.resume import Start
 from zbc.training.launch import rundir
+from zbc.training.launch.options import RunOptions
 from zbc.training.metrics import sinks
 
 _ONE_LINE = 10_000  # columns, where neither COLUMNS nor a terminal says how many: lines are not broken
@@ -43,29 +45,26 @@ _ONE_LINE = 10_000  # columns, where neither COLUMNS nor a terminal says how man
 class RunSettings:
     """What a run is, besides its plan."""
 
-    plan: Path
+    options: RunOptions
     steps: int
-    device: str
     processes: list[str]  # per rank, host:pid
     phases: Phases  # of the training
-    launch: str = ""  # what torchrun calls this launch
     first: int = 0  # steps trained before, by the run that this one goes on with
-    resumed: str | None = None  # the checkpoint they are in
+    start: Start = field(default_factory=Start)  # the checkpoint they are in, and the run directory
     tokens: Callable[[int], int] | None = None  # of a step, where samples are of unequal length
 
 
 class RunRecord:
     """The run directory while the run lasts, as a context manager."""
 
-    def __init__(
-        self, manifest: Manifest, settings: RunSettings, out: Path | None, *, go_on: Path | None = None
-    ) -> None:
-        """Make the directory: `out`, or the first free `<log.dir>/<plan name>-<n>`; or go on in `go_on`.
+    def __init__(self, manifest: Manifest, settings: RunSettings) -> None:
+        """Make the directory: `--out`, or the first free `<log.dir>/<plan name>-<n>`; or go on in that of the start.
 
         There the numbers of steps after the first `settings.first` are dropped: they come again.
-        Raises E606 if it cannot be written, E607 if `out` holds a run already.
+        Raises E606 if it cannot be written, E607 if `--out` holds a run already.
         """
         self._manifest, self._settings, self._steps = manifest, settings, settings.steps
+        self._options, self._first = settings.options, settings.first
         self._log = manifest.training["log"]
         optimizer = Optimizer.model_validate(manifest.training["optimizer"], strict=False)
         planned = manifest.training["train"]["steps"]
@@ -74,22 +73,22 @@ class RunRecord:
         self._model = Model.model_validate(manifest.planning["model"], strict=False)
         self._unit = "samples" if self._model.seq_len is None else "tokens"
         try:
-            self._open(settings, out, go_on)
+            self._open(settings.start.run)
         except OSError as error:
-            place = Path(error.filename or out or self._log["dir"])
+            place = Path(error.filename or self._options.out or self._log["dir"])
             text = f"run: cannot write the run directory {place}: {unwritten(place, error)}"
             raise ZbcError("E606", text, hint="make room there, or choose another one with --out DIR") from None
 
-    def _open(self, settings: RunSettings, out: Path | None, go_on: Path | None) -> None:
+    def _open(self, go_on: Path | None) -> None:
         about, told = self._about(), {} if go_on is None else rundir.told(go_on)
         about |= sinks.names(self._log, told)
         if go_on is not None:
             about["before"] = rundir.before(told)
-            self.folder, self._file = go_on, rundir.gone_on(go_on, settings.first, about)
-            self._sinks = sinks.open_sinks(self._log, go_on, about, settings.first)
+            self.folder, self._file = go_on, rundir.gone_on(go_on, self._first, about)
+            self._sinks = sinks.open_sinks(self._log, go_on, about, self._first)
             return
-        parent, name = Path(self._log["dir"]), settings.plan.resolve().name
-        with rundir.begun(parent, name, out, about) as (self.folder, self._file):
+        parent, name = Path(self._log["dir"]), self._options.plan.resolve().name
+        with rundir.begun(parent, name, self._options.out, about) as (self.folder, self._file):
             self._sinks = sinks.open_sinks(self._log, self.folder, about)
 
     def __enter__(self) -> RunRecord:
@@ -106,15 +105,14 @@ class RunRecord:
     def headline(self) -> str:
         m = self._manifest
         run = m.topology
-        ranks = _count(run.world, f"{self._settings.device} rank") + run.axes
+        ranks = _count(run.world, f"{self._options.device} rank") + run.axes
         counts = [*(str(part.microbatches) for part in m.ramp), _count(m.microbatches, "microbatch", "microbatches")]
         work = f"{', then '.join(counts)} of {m.microbatch_size}"
         if m.balance is not None:
             work = f"1 to {m.balance.most} microbatches of {m.microbatch_size * m.balance.room} tokens"
         line = f"{m.schedule} on {ranks}, {work}, {_count(self._steps, 'step')}, plan {m.id}; writing {self.folder}"
-        if self._settings.resumed is None:
-            return line
-        return f"{line}\ngoing on from {self._settings.resumed}, after step {self._settings.first}"
+        resumed = self._settings.start.checkpoint
+        return line if resumed is None else f"{line}\ngoing on from {resumed}, after step {self._first}"
 
     def record(self, result: StepResult) -> str | None:
         """Write a step down; its line for the console, if it is a step to show."""
@@ -122,10 +120,7 @@ class RunRecord:
         self._write(numbers)
         step = numbers["step"]
         shown = (
-            step in (self._settings.first + 1, self._steps)
-            or step % self._log["every"] == 0
-            or result.stop
-            or result.skipped
+            step in (self._first + 1, self._steps) or step % self._log["every"] == 0 or result.stop or result.skipped
         )
         return self._line(numbers) if shown else None
 
@@ -203,7 +198,7 @@ class RunRecord:
     def _line(self, numbers: dict[str, Any]) -> str:
         width = len(str(self._steps))
         peak = max(numbers["peak_bytes"])
-        held = "peak" if self._settings.device == "cuda" else "process"  # a process is more than its tensors
+        held = "peak" if self._options.device == "cuda" else "process"  # a process is more than its tensors
         how = " SKIPPED" if numbers["skipped"] else " REDONE" if numbers["redone"] else ""
         parts = [
             f"step {numbers['step']:{width}d}/{self._steps}",
@@ -229,12 +224,12 @@ class RunRecord:
         return f"{'?' if rate is None else short(rate, 4)} {self._unit}/s"
 
     def _about(self) -> dict[str, Any]:
-        m = self._manifest
+        m, start = self._manifest, self._settings.start
         return {
             "format": "zbc-run",
             "version": 1,
             "plan": m.id,
-            "plan_folder": str(self._settings.plan),
+            "plan_folder": str(self._options.plan),
             "schedule": m.schedule,
             "ranks": m.ranks,
             "copies": m.copies,
@@ -245,13 +240,13 @@ class RunRecord:
             "microbatches": m.microbatches,
             "microbatch_size": m.microbatch_size,
             "steps": self._steps,
-            "device": self._settings.device,
+            "device": self._options.device,
             "processes": self._settings.processes,
             "zbc_version": zbc.__version__,
             "torch_version": torch.__version__,
-            "launch": self._settings.launch,
-            "first_step": self._settings.first + 1,
-            "resumed": self._settings.resumed,
+            "launch": self._options.launch,
+            "first_step": self._first + 1,
+            "resumed": None if start.checkpoint is None else str(start.checkpoint),
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "training": m.training,
             "predicted": {**m.predicted, **headline(m)},

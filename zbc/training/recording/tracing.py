@@ -32,6 +32,7 @@ from zbc.runtime.transports.transport import Letter, Pending, Transport
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
 from zbc.training.launch.board import Board
+from zbc.training.launch.options import RunOptions
 from zbc.training.recording.aligned import compare_clocks
 from zbc.training.recording.measure import CATEGORIES, Scale
 from zbc.training.recording.pace import pace_of
@@ -144,20 +145,14 @@ class Tracers:
 
 
 def open_tracers(
-    worker: Worker,
-    board: Board,
-    steps: frozenset[int],
-    run_steps: range,
-    limit: timedelta,
-    run: Path | None,
-    plan: Path,
+    worker: Worker, board: Board, options: RunOptions, run_steps: range, limit: timedelta, run: Path | None
 ) -> Tracers:
     """Begin a trace in the run directory, which rank 0 (`run` is None elsewhere) tells all others of.
 
     `run_steps` are those that are still to be trained; what was recorded before them stays.
     """
     if run is not None:
-        trace.start(run, plan)
+        trace.start(run, options.plan)
     folder = Path(board.meet("trace", limit, "" if run is None else str(run.absolute()))[0])
     process = f"{socket.gethostname()}:{os.getpid()}"
     manifest, phases = worker.phase_runs[-1].plan.manifest, worker.phases
@@ -170,7 +165,7 @@ def open_tracers(
     ends = [*(start.first for start in phases.starts[1:]), run_steps.stop]
     for number, (one, end) in enumerate(zip(worker.phase_runs, ends, strict=True)):
         phase = "" if one is worker.phase_runs[-1] else manifest.ramp[number].folder
-        mine = frozenset(step for step in steps if phases.index(step) == number)
+        mine = frozenset(step for step in options.trace if phases.index(step) == number)
         if not mine and not (folder / trace.FOLDER / phase / trace.rank_file(worker.rank)).is_file():
             continue
         own = cores() if worker.on_host else None
