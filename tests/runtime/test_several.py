@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.small_plans import make_plan, make_program
 from tests.runtime.test_evaluate import by_one_process, plan_for, results
@@ -11,7 +12,13 @@ from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
+from zbc.job import spec
 from zbc.runtime.core.bundle import Packing
+from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.tensors import TensorSpec
+from zbc.training.models import model
+from zbc.training.probing.shapes import derive
+from zbc.training.profiling.rig import IDLE, build_rig
 
 SEVERAL = user("several", layers=8, count=8, width=8)
 
@@ -110,3 +117,23 @@ def test_an_evaluation_has_the_loss_of_one_process():
     workers = run_threads(plan, 2)
     loss, samples = by_one_process(plan, workers)
     assert results(workers) == [(1, pytest.approx(loss, rel=1e-6), samples)]
+
+
+def test_layers_that_were_looked_at_are_as_they_were():
+    """What was seen of them comes back; a module built from one takes and returns several tensors as before."""
+    settings = spec.Model.model_validate(SEVERAL)
+    plans, first = model.layers(settings, 7), TensorSpec((2, 8), torch.float32)
+    plan = plan_of()
+    shapes = derive(plans, lambda layer: first, plan.manifest, autocast=None)
+    assert len(shapes.packed["layers.0"][1].parts) > 1 and shapes.packed["layers.1"][0] == shapes.packed["layers.0"][1]
+    made = plans[0].build(7)(torch.zeros(2, 8))
+    assert isinstance(made, tuple) and isinstance(plans[1].build(7)(*made), tuple)
+
+
+def test_layers_with_several_tensors_between_them_are_profiled():
+    """With a layer that does nothing among them, which hands all of them on."""
+    made = job(layers=8, pp=2, m=4, model=SEVERAL, data=VECTORS["data"])
+    rig = build_rig(made, torch.device("cpu"))
+    worker = rig.worker(torch.device("cpu"))
+    assert IDLE in rig.kinds and run_step(worker, 0).loss > 0
+    worker.close()

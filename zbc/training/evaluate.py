@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.job import spec
 from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
 from zbc.runtime.core.progress import EvaluationResult
@@ -26,35 +25,29 @@ from zbc.runtime.features.vocabulary_ops import settle
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.seeding import seed_of
-from zbc.training.data.data import Batches, Samples
+from zbc.training.building.context import Site
+from zbc.training.data.data import Batches, build_validation, place
 from zbc.training.guest import Guest
 
 
-def build_evaluation(
-    worker: Worker,
-    train: spec.Train,
-    kept: Samples | None,
-    *,
-    counts: Callable[[Tensor], float] | None = None,
-    lowered: torch.dtype | None = None,
-    where: str | None = None,
-) -> Evaluation:
-    """What the job asks for; `kept`: the data for it, None where they are not read; `counts`: how many targets count.
+def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], float] | None) -> Evaluation:
+    """What the job asks for; `counts`: how many targets count.
 
-    Inputs in floating point come as `lowered`, if that is given, as in training.
-    Raises E504, at `where`, if they do not make one batch of as many samples as a step has.
+    Inputs in floating point come in the type of the weights, as in training.
+    Raises E504 if what is kept for it does not make one batch of as many samples as a step has.
     """
-    manifest = worker.phase_runs[-1].plan.manifest
+    manifest, settings, train = site.manifest, site.settings, site.settings.train
+    kept = build_validation(settings.data, settings.model, train.seed) if site.reads else None
     per_step, size = manifest.topology.batch, manifest.microbatch_size
     batches, count = None, 0
     if kept is not None:
         if len(kept) < per_step * size:
             text = f"data: {len(kept)} samples are kept for evaluation, which takes {per_step * size} at once"
             hint = "set data.validation higher, or validation_path to a larger file"
-            raise ZbcError("E504", text, where=where, hint=hint)
+            raise ZbcError("E504", text, where=place(settings.data, settings.model, kept=True), hint=hint)
         # A seed of its own, so that few batches are a fair sample of all, and the same ones every time.
         seed = seed_of(train.seed, "evaluation")
-        batches = Batches(kept, seed=seed, microbatches=per_step, size=size, lowered=lowered)
+        batches = Batches(kept, seed=seed, microbatches=per_step, size=size, lowered=settings.lowered)
         count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
     shared = worker.features.find(Vocabulary) is not None
     forwards = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)

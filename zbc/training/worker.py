@@ -2,45 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from zbc.ir import Kind
-from zbc.ops import WORDS, experts_of
+from zbc.ops import WORDS
 from zbc.plan.directory import RankPlan
-from zbc.plan.lateness import lateness
 from zbc.plan.phases import Phases
-from zbc.runtime.core.feature import Context, Feature, Features
-from zbc.runtime.core.optimizer import StageOptimizer
-from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.feature import Context, Features
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features import built
 from zbc.runtime.features.ahead import Ahead
-from zbc.runtime.features.expert_parallel import split
 from zbc.runtime.features.freezing import Resting
-from zbc.runtime.features.stage_slice import in_slices
 from zbc.runtime.features.units import braid
-from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.transports.transport import Transport
-from zbc.training.building.context import LOWERED, Settings, layer_plans, looks_of, parts_of
-from zbc.training.building.data import batches_of, counted, reads_data, samples_of, work_of
-from zbc.training.building.optimizers import averages_of, optimizer_of, sums_of, tied_weights
+from zbc.training.building.context import Site
+from zbc.training.building.data import batches_of, counted
+from zbc.training.building.optimizers import averages_of, optimizers_of, sums_of, tied_weights
 from zbc.training.building.refusals import refuse
 from zbc.training.building.runs import phase_run, turns_in
-from zbc.training.building.shares import (
-    Shared,
-    experts_in,
-    group_for,
-    loss_of,
-    shared_out,
-    swaps_for,
-    tables_of,
-    vocabulary_of,
-)
-from zbc.training.building.stages import build_stages, compile_stages, forms
+from zbc.training.building.shares import Shared, group_for, loss_of, shared_out, swaps_for, tables_of, vocabulary_of
+from zbc.training.building.stages import build_stages, compile_stages
 from zbc.training.data.counted import count_of, no_mean
-from zbc.training.data.data import KINDS, build_validation, place
+from zbc.training.data.data import KINDS
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model
 from zbc.training.probing.shapes import Shapes
@@ -63,41 +48,28 @@ def build_worker(
     Raises E205 or E406 (the plan asks for what this runtime does not do), E501 to E511 (data, user code, shapes), E617
     (nothing to compile with).
     """
-    manifest, rank = plan.manifest, transport.rank
-    settings, placement = Settings.of(manifest), manifest.to_placement()
-    chosen, mine, parts = settings.model, placement.stages_of(plan.rank), [*ramp, plan]
-    work = work_of(settings, manifest)
-    phases = Phases.of(manifest) if work is None else work.phases
-    samples = samples_of(settings, manifest, work, plan.rank)
-    plans = layer_plans(settings) if plans is None else list(plans)
-    shapes, by_slice = looks_of(settings, plans, samples, manifest, device, {} if looks is None else looks)
-    shared, tables = Shared(group_for(manifest, transport, device)), tables_of(manifest, settings, plan.rank)
-    swaps = swaps_for(manifest, transport, device)
-    share = shared_out(swaps, shared.part(chosen) if tables is None else tables.cut)
-    stages = build_stages(parts, settings, plans, shapes, device, share)
-    slices = parts_of(manifest)
-    for stage in stages.values() if slices else ():
-        in_slices(stage, slices, [forms(manifest, stage.index, one) for one in by_slice])
-    last = any(not placement.sinks(s) for s in mine)
-    refuse(settings, manifest, parts, plans, stages, samples, shapes, last=last)
-    late = lateness(plan.ops) if manifest.flushless else {}
-    optimizers = dict[int, StageOptimizer]()
-    for s in mine:
-        stage, behind = stages[s], late.get(s, 0)
-        of = (stage.parameters,) if swaps is None else split(stage.parameters, experts_in(stage))
-        for owner, own in zip((s, experts_of(s)), of, strict=False):
-            optimizers[owner] = optimizer_of(settings, stage, manifest, rank, plans, behind, owner, own)
-    words = None if tables is None else vocabulary_of(plan, settings, plans, tables, by_slice, transport, device)
+    site = Site([*ramp, plan], transport, device, plans, {} if looks is None else looks)
+    manifest, settings, chosen = site.manifest, site.settings, site.settings.model
+    phases, shapes = Phases.of(manifest) if site.work is None else site.work.phases, site.shapes
+    shared, tables, swaps = Shared(group_for(site)), tables_of(site), swaps_for(site)
+    stages = build_stages(site, shared_out(swaps, shared.part(chosen) if tables is None else tables.cut))
+    refuse(site, stages)
+    tied = tied_weights(site)
+    optimizers = optimizers_of(site, stages, tied, apart=swaps is not None)
+    words = None if tables is None else vocabulary_of(site, tables)
     optimizers |= {} if words is None else {WORDS: words.optimizer}
-    tied = tied_weights(manifest, plans)
+    partial = {s: shared.partial_of(stage) for s, stage in stages.items()}
+    context = Context(site.parts, stages, optimizers, site.rank, device, shared.group, partial)
+    resting = Resting((part, turns_in(site, part, stages)) for part in site.parts)
+    features = [*built(context), resting, words, averages_of(site, optimizers, tied)]
     worker = Worker(
-        phase_runs=[phase_run(part, shapes, manifest.balance) for part in parts],
-        work=work,
+        phase_runs=[phase_run(site, part) for part in site.parts],
+        work=site.work,
         phases=phases,
         transport=transport,
         device=device,
         stages=stages,
-        batches=batches_of(settings, parts, phases, samples, rank, work, device),
+        batches=batches_of(site, phases),
         loss=loss_of(chosen, shared.group),
         watched=not chosen.builtin,
         optimizers=optimizers,
@@ -109,47 +81,23 @@ def build_worker(
         group=shared.group,
         swaps=swaps,
         cuts=shared.cuts,
-        features=features_of(settings, parts, stages, optimizers, tied, words, shared, rank, device),
+        features=Features(one for one in features if one is not None),
     )
-    if samples is not None and last and chosen.loss not in model.LOSSES:
-        told = no_mean(chosen.loss, worker.loss, shapes.output, samples.targets(range(min(len(samples), 8))))
+    if site.some_targets is not None:
+        told = no_mean(chosen.loss, worker.loss, shapes.output, site.some_targets)
         worker.warnings = () if told is None else (told,)
-    reads, counts = reads_data(manifest, plan.rank), None
-    if samples is not None and settings.data.kind not in KINDS and reads:
-        counts = count_of(model.loss(chosen.loss), chosen.loss, samples.targets([0]))
-    if worker.batches is not None and counts is not None and (last or words is not None):
+    counts = None
+    if site.samples is not None and settings.data.kind not in KINDS and site.reads:
+        counts = count_of(model.loss(chosen.loss), chosen.loss, site.samples.targets([0]))
+    if worker.batches is not None and counts is not None and (site.last or words is not None):
         worker.batches = counted(worker, worker.batches, counts)
     if chosen.compile:
-        compile_stages(stages, parts, chosen.dtype, tell)
+        compile_stages(stages, site.parts, chosen.dtype, tell)
     worker.sums |= sums_of(worker, shapes)
     if settings.train.eval_every:
-        kept = build_validation(settings.data, chosen, settings.train.seed) if reads else None
-        where, lowered = place(settings.data, chosen, kept=True), LOWERED[chosen.parameters]
-        worker.evaluation = build_evaluation(worker, settings.train, kept, counts=counts, lowered=lowered, where=where)
+        worker.evaluation = build_evaluation(worker, site, counts)
     for run in worker.phase_runs:
         if any(op.kind is Kind.REDO for op in run.plan.ops):
             run.ending = Ahead.of(worker, run)
     braid(worker)
     return worker
-
-
-def features_of(
-    settings: Settings,
-    parts: Sequence[RankPlan],
-    stages: Mapping[int, Stage],
-    optimizers: Mapping[int, StageOptimizer],
-    tied: Collection[str],
-    words: Vocabulary | None,
-    shared: Shared,
-    rank: int,
-    device: torch.device,
-) -> Features:
-    """What the plan asks for beside the pipeline, on a rank of the run."""
-    partial = {s: shared.partial_of(stage) for s, stage in stages.items()}
-    context = Context(parts, stages, optimizers, rank, device, shared.group, partial)
-    given: list[Feature | None] = [
-        Resting((part, turns_in(part, stages, settings)) for part in parts),
-        words,
-        averages_of(context.manifest, optimizers, tied, rank) if context.manifest.averages else None,
-    ]
-    return Features([*built(context), *(one for one in given if one is not None)])

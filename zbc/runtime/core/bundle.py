@@ -7,13 +7,13 @@ meaning of its own; the layer behind it gets the tuple back as its arguments:
     0                                     back                                          size
 
 Only the first part comes back as a gradient (`back` numbers of it). Nothing ever computes with what is packed: it is
-copied, so every bit arrives. A `Joint` is the place between two layers; the layout is filled in when the layers run for
-the first time, without data (training/probing/shapes.py).
+copied, so every bit arrives. How a layer's are packed is found when the layers run for the first time, without data
+(training/probing/shapes.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -161,56 +161,36 @@ class _Unpack(torch.autograd.Function):
         return None, _fill(layout, torch.zeros(layout.size, device=device), grads, back=True)
 
 
-class Joint:
-    """What lies between two layers: one tensor as it is (no layout), or several. One object for all that build them.
-
-    Slices of a microbatch have a layout for each number of rows.
-    """
-
-    def __init__(self) -> None:
-        self._layouts: dict[int | None, Packing] = {}
-        self.settled = False  # whether trials are over: what gets a gradient then, and did not in them, is an error
-
-    @property
-    def layout(self) -> Packing | None:
-        """In the slice that runs, or of whole microbatches."""
-        return self._layouts.get(_rows())
-
-    @layout.setter
-    def layout(self, layout: Packing) -> None:
-        self._layouts[_rows()] = layout
-
-    @property
-    def several(self) -> bool:
-        """Whether several tensors lie there."""
-        return bool(self._layouts)
-
-    def __deepcopy__(self, memo: Any) -> Joint:
-        return self
+Ways = Mapping[int | None, tuple[Packing | None, Packing | None]]  # by the rows of a slice; None: whole microbatches
 
 
-def _rows() -> int | None:
+def rows() -> int | None:
+    """Of the slice of a microbatch that runs."""
     inside = now()
     return None if inside is None else inside.part.rows
 
 
 class Adapted:
-    """The `forward` of a layer that takes or returns several tensors."""
+    """The `forward` of a layer that takes or returns several tensors; in a `trial` what gets a gradient shows."""
 
-    def __init__(self, name: str, forward: Callable[..., Any], takes: Joint, gives: Joint) -> None:
-        self.name, self.forward, self.takes, self.gives = name, forward, takes, gives
+    def __init__(self, name: str, forward: Callable[..., Any], ways: Ways, *, trial: bool) -> None:
+        self.name, self.forward, self._ways, self._trial = name, forward, ways, trial
+
+    @property
+    def way(self) -> tuple[Packing | None, Packing | None]:
+        """How what it takes and what it gives are packed now."""
+        return self._ways.get(rows(), (None, None))
 
     def __call__(self, x: Tensor) -> Any:
-        layout = self.takes.layout
+        layout, given = self.way
         y = self.forward(x) if layout is None else self.forward(*layout.unpack(x))
-        given = self.gives.layout
         if given is None:
             return y
         if not isinstance(y, tuple) or not all(isinstance(one, Tensor) for one in y):
             what = f"a tuple of {len(given.parts)} tensors"
             text = f"run: layer {self.name} returned {type(y).__name__}, it must be {what}"
             raise ZbcError("E505", text, hint="layers must not depend on the data")
-        if self.gives.settled and torch.is_grad_enabled():
+        if not self._trial and torch.is_grad_enabled():
             self._refuse_new(y, given)
         return given.pack(y, self.name)
 
@@ -223,10 +203,11 @@ class Adapted:
                 raise ZbcError("E509", text, hint=hint)
 
 
-def adapt(name: str, module: nn.Module, takes: Joint, gives: Joint) -> None:
-    """Let `module` take and return one tensor, where links say that it has several."""
-    if (takes.several or gives.several) and not is_adapted(module):
-        module.forward = Adapted(name, module.forward, takes, gives)
+def adapt(name: str, module: nn.Module, ways: Ways, *, trial: bool = False) -> None:
+    """Let `module` take and return one tensor, where it has several."""
+    if any(one is not None for way in ways.values() for one in way):
+        inner = module.forward.forward if isinstance(module.forward, Adapted) else module.forward
+        module.forward = Adapted(name, inner, ways, trial=trial)
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -235,5 +216,5 @@ def is_adapted(module: nn.Module) -> bool:
 
 def example_for(module: nn.Module, device: torch.device) -> Tensor | None:
     """Made-up input for a layer that takes several tensors; None for one that takes one."""
-    layout = module.forward.takes.layout if isinstance(module.forward, Adapted) else None
+    layout = module.forward.way[0] if isinstance(module.forward, Adapted) else None
     return None if layout is None else layout.example(device)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.plan.directory import Manifest
+from zbc.plan.directory import Manifest, RankPlan
+from zbc.runtime.core.bundle import Ways
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.slicing import Inside, Part, within
-from zbc.training.data.data import Samples, input_spec
+from zbc.runtime.transports.transport import Transport
+from zbc.training.data.data import KINDS, Samples, build_samples, input_spec, place
+from zbc.training.data.unequal import Dealer, Padded, build_documents, shape_of
 from zbc.training.models import model, pretrained
 from zbc.training.models.shared_words import table_sizes, trunk
 from zbc.training.probing.shapes import Shapes, derive
@@ -54,6 +58,21 @@ class Settings:
             training.get("pretrained"),
         )
 
+    @property
+    def lowered(self) -> torch.dtype | None:
+        """The type that weights are turned into for forward; None where they stay as they are made."""
+        return LOWERED[self.model.parameters]
+
+    @property
+    def where(self) -> str:
+        """What the samples are made of, for messages."""
+        return place(self.data, self.model)
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the loss is a user's."""
+        return self.model.loss not in model.LOSSES
+
 
 def section(section: type[_Section], values: Any) -> _Section:
     return section.model_validate(values, strict=False)  # JSON has lists where the models have tuples
@@ -67,78 +86,116 @@ def layer_plans(settings: Settings) -> list[model.LayerPlan]:
     return pretrained.fill(plans, settings.model, Path(settings.pretrained))
 
 
-def shapes_of(
-    settings: Settings,
-    plans: Sequence[model.LayerPlan],
-    samples: Samples | None,
-    manifest: Manifest,
-    device: torch.device,
-    rows: int | None = None,
-) -> Shapes:
-    """What the layers `plans` look like in training on `device`, in a slice of so many rows. Raises as `derive`."""
-    lowered = LOWERED[settings.model.parameters]
+@dataclass
+class Site:
+    """A rank of a run, and what its worker is built from, which is found when it is first asked for.
 
-    def given(layer: str) -> TensorSpec:
-        group = group_of(settings.model, layer)
-        found = input_spec(settings.data, settings.model, samples, manifest.microbatch_size, group)
-        return found._replace(dtype=lowered) if lowered is not None and found.dtype.is_floating_point else found
+    `parts` are its plans by phase, the last of which the training comes to; `given` the layers, where they are not
+    those of the plan's model; `looks` what other ranks of the plan saw of them, by the rows of a slice, and this one
+    sees if it is the first.
+    """
 
-    autocast = device if settings.model.dtype == "bfloat16" else None
-    shared = manifest.vocabulary is not None
-    if shared:  # the first layer begins with what all ranks looked up
-        words = TensorSpec((*given("").shape, settings.model.hidden or 0), lowered or torch.get_default_dtype())
-        plans = trunk(plans)
-    look = partial(derive, manifest=manifest, autocast=autocast, lowered=lowered, flow=shared)
+    parts: Sequence[RankPlan]
+    transport: Transport
+    device: torch.device
+    given: Sequence[model.LayerPlan] | None = None
+    looks: dict[int | None, Shapes] = field(default_factory=dict)
 
-    def first(layer: str) -> TensorSpec:
-        spec = words if shared else given(layer)
-        return spec if rows is None else spec._replace(shape=(spec.shape[0], rows, *spec.shape[2:]))
+    def __post_init__(self) -> None:
+        self.plan, self.rank = self.parts[-1], self.transport.rank  # of the run
+        self.manifest = manifest = self.plan.manifest
+        self.settings, self.topology, self.placement = Settings.of(manifest), manifest.topology, manifest.to_placement()
+        self.seat, self.mine = self.topology.of(self.rank), self.placement.stages_of(self.plan.rank)
+        self.last = any(not self.placement.sinks(s) for s in self.mine)  # whether it has the loss
+        self.reads = manifest.vocabulary is not None or bool(set(self.placement.ends) & set(self.mine))  # data
+        sequence = manifest.planning.get("parallel", {}).get("tp_sequence", False)
+        self.shares_sequence = bool(sequence)  # each of the ranks that share layers has its part of the tokens
 
-    found = look(plans, first, rows=rows)
-    if shares_sequence(manifest):
-        found = found.of_tokens(manifest.topology.tp)
-    if not shared:
-        return found
-    sizes = dict(zip(found.parameters, found.sizes, strict=True)) | table_sizes(settings.model)
-    return replace(found, parameters=tuple(sorted(sizes)), sizes=tuple(sizes[name] for name in sorted(sizes)))
+    @cached_property
+    def work(self) -> Dealer | None:
+        """What deals samples of unequal length to replicas. Raises E117, E501 to E505, E530 to E532."""
+        shape, settings = shape_of(self.manifest), self.settings
+        if shape is None:
+            return None
+        documents = build_documents(settings.data, settings.model, settings.train.seed)
+        return Dealer(documents, shape, self.manifest.microbatches, settings.train.seed, settings.where)
 
+    @cached_property
+    def samples(self) -> Samples | None:
+        """The data, where this rank reads them; a factory's everywhere: it knows the model's input."""
+        if self.work is not None:
+            return Padded(self.work.documents, self.work.shape.room)
+        if not self.reads and self.settings.data.kind in KINDS:
+            return None
+        both = len(self.placement.pipes) == 1 and set(self.placement.ends) <= set(self.mine)
+        return build_samples(self.settings.data, self.settings.model, self.settings.train.seed, both=both)
 
-def shares_sequence(manifest: Manifest) -> bool:
-    """Whether each of the ranks that share layers has its part of the tokens between them."""
-    return bool(manifest.planning.get("parallel", {}).get("tp_sequence", False))
+    @cached_property
+    def layers(self) -> Sequence[model.LayerPlan]:
+        """Of the model."""
+        return layer_plans(self.settings) if self.given is None else self.given
+
+    @cached_property
+    def some_targets(self) -> Tensor | None:
+        """Of the first samples, where the loss is a user's and this rank computes it."""
+        if self.samples is None or not self.last or not self.settings.own_loss:
+            return None
+        return self.samples.targets(range(min(len(self.samples), 8)))
+
+    @cached_property
+    def slices(self) -> list[Part]:
+        """Those of a microbatch; none where it is whole. Raises E406 where the plan says no places."""
+        manifest, cuts = self.manifest, self.manifest.cuts
+        if manifest.slices > 1 and not cuts:
+            text = f"run: the plan cuts microbatches into {manifest.slices} slices, and does not say where"
+            raise ZbcError("E406", text, hint="give model.seq_len, and plan again")
+        return [Part(index, start, stop, cuts[-1]) for index, (start, stop) in enumerate(pairwise(cuts))]
+
+    @cached_property
+    def by_slice(self) -> list[Shapes]:
+        """What the layers look like in training, in each slice of a microbatch or in all of one. Raises as `derive`."""
+        lengths: list[int | None] = [part.rows for part in self.slices]
+        lengths = lengths or [None]
+        for rows in sorted({*lengths} - self.looks.keys(), key=lambda rows: rows or 0, reverse=True):
+            with nullcontext() if rows is None else within(Inside(Part(0, 0, rows, rows))):
+                self.looks[rows] = self._look(rows)
+        return [self.looks[rows] for rows in lengths]
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """In the longest slice of a microbatch, or in all of one."""
+        _ = self.by_slice
+        return self.looks[max((part.rows for part in self.slices), default=None)]
+
+    def ways(self, layer: str) -> Ways:
+        """How several tensors that a layer takes or gives are packed."""
+        return {rows: shapes.packed[layer] for rows, shapes in self.looks.items()}
+
+    def _look(self, rows: int | None) -> Shapes:
+        settings, lowered, shared = self.settings, self.settings.lowered, self.manifest.vocabulary is not None
+        samples = self.samples
+
+        def first(layer: str) -> TensorSpec:
+            size, group = self.manifest.microbatch_size, group_of(settings.model, layer)
+            found = input_spec(settings.data, settings.model, samples, size, group)
+            if shared:  # the first layer begins with what all ranks looked up
+                shape = *found.shape, settings.model.hidden or 0
+                found = TensorSpec(shape, lowered or torch.get_default_dtype())
+            elif lowered is not None and found.dtype.is_floating_point:
+                found = found._replace(dtype=lowered)
+            return found if rows is None else found._replace(shape=(found.shape[0], rows, *found.shape[2:]))
+
+        plans = trunk(self.layers) if shared else self.layers
+        autocast = self.device if settings.model.dtype == "bfloat16" else None
+        found = derive(plans, first, self.manifest, autocast=autocast, lowered=lowered, rows=rows, flow=shared)
+        if self.shares_sequence:
+            found = found.of_tokens(self.topology.tp)
+        if not shared:
+            return found
+        sizes = dict(zip(found.parameters, found.sizes, strict=True)) | table_sizes(settings.model)
+        return replace(found, parameters=tuple(sorted(sizes)), sizes=tuple(sizes[name] for name in sorted(sizes)))
 
 
 def group_of(chosen: spec.Model, layer: str) -> str:
     """The group of a layer of a graph; "" in a chain."""
     return layer.partition(".")[0] if chosen.graph else ""
-
-
-def parts_of(manifest: Manifest) -> list[Part]:
-    """The slices of a plan's microbatches; none where they are whole. Raises E406 where the plan says no places."""
-    cuts = manifest.cuts
-    if manifest.slices > 1 and not cuts:
-        text = f"run: the plan cuts microbatches into {manifest.slices} slices, and does not say where"
-        raise ZbcError("E406", text, hint="give model.seq_len, and plan again")
-    return [Part(index, start, stop, cuts[-1]) for index, (start, stop) in enumerate(pairwise(cuts))]
-
-
-def looks_of(
-    settings: Settings,
-    plans: Sequence[model.LayerPlan],
-    samples: Samples | None,
-    manifest: Manifest,
-    device: torch.device,
-    known: dict[int | None, Shapes],
-) -> tuple[Shapes, list[Shapes]]:
-    """What the layers look like in the longest slice of a microbatch, or in all of one, and in each; what is `known`
-    already by the rows of a slice is not looked at again."""
-    slices = parts_of(manifest)
-    lengths: list[int | None] = [*sorted({part.rows for part in slices}, reverse=True)] or [None]
-    for rows in lengths:
-        with nullcontext() if rows is None else within(Inside(Part(0, 0, rows, rows))):
-            if rows in known:
-                known[rows].settle(plans if manifest.vocabulary is None else trunk(plans))
-            else:
-                known[rows] = shapes_of(settings, plans, samples, manifest, device, rows)
-    longest = known[lengths[0]]
-    return longest, [known[part.rows] for part in slices] or [longest]

@@ -2,76 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from zbc.ir import NEXT, Kind
-from zbc.plan.directory import Manifest, RankPlan
+from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import BatchSource, Worker
-from zbc.training.building.context import LOWERED, Settings
+from zbc.training.building.context import Site
 from zbc.training.data.counted import Count, Counted
-from zbc.training.data.data import KINDS, Batches, Samples, build_samples, place
+from zbc.training.data.data import KINDS, Batches
 from zbc.training.data.prefetch import Prefetched, Want
-from zbc.training.data.unequal import Dealer, PackedBatches, Padded, build_documents, shape_of
+from zbc.training.data.unequal import PackedBatches
 
 
-def work_of(settings: Settings, manifest: Manifest) -> Dealer | None:
-    """What deals samples of unequal length to replicas. Raises E117, E501 to E505, E530 to E532."""
-    shape = shape_of(manifest)
-    if shape is None:
-        return None
-    documents = build_documents(settings.data, settings.model, settings.train.seed)
-    where = place(settings.data, settings.model)
-    return Dealer(documents, shape, manifest.microbatches, settings.train.seed, where)
-
-
-def samples_of(settings: Settings, manifest: Manifest, work: Dealer | None, rank: int) -> Samples | None:
-    """The data, where a rank of the pipeline reads them; a factory's everywhere: it knows the model's input."""
-    if work is not None:
-        return Padded(work.documents, work.shape.room)
-    if not reads_data(manifest, rank) and settings.data.kind in KINDS:
-        return None
-    placement = manifest.to_placement()
-    both = len(placement.pipes) == 1 and set(placement.ends) <= set(placement.stages_of(rank))
-    return build_samples(settings.data, settings.model, settings.train.seed, both=both)
-
-
-def reads_data(manifest: Manifest, rank: int) -> bool:
-    """Whether a rank of the pipeline reads data."""
-    placement = manifest.to_placement()
-    return manifest.vocabulary is not None or bool(set(placement.ends) & set(placement.stages_of(rank)))
-
-
-def batches_of(
-    settings: Settings,
-    plans: Sequence[RankPlan],
-    phases: Phases,
-    samples: Samples | None,
-    rank: int,
-    work: Dealer | None,
-    device: torch.device,
-) -> BatchSource | None:
+def batches_of(site: Site, phases: Phases) -> BatchSource | None:
     """What a rank of the run reads, in its order; None where it reads nothing. A user's dataset may draw random
     numbers, so it stays in the rank's thread."""
-    if samples is None or not reads_data(plans[-1].manifest, plans[-1].rank):
+    settings, manifest = site.settings, site.manifest
+    if site.samples is None or not site.reads:
         return None
-    if work is not None:
-        return PackedBatches(work, LOWERED[settings.model.parameters])
-    manifest = plans[-1].manifest
+    if site.work is not None:
+        return PackedBatches(site.work, settings.lowered)
     batches = Batches(
-        samples,
+        site.samples,
         seed=settings.train.seed,
         microbatches=manifest.topology.batch,
         size=manifest.microbatch_size,
         phases=phases,
-        lowered=LOWERED[settings.model.parameters],
-        where=place(settings.data, settings.model),
+        lowered=settings.lowered,
+        where=settings.where,
     )
     if settings.data.kind not in KINDS:
         return batches
-    return Prefetched(batches, [wants(plan, rank) for plan in plans], device)
+    return Prefetched(batches, [wants(plan, site.rank) for plan in site.parts], site.device)
 
 
 def counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:

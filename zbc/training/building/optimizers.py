@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -10,62 +10,68 @@ from torch import nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.job import spec
-from zbc.ops import TIED
-from zbc.plan.directory import Manifest, meeting
+from zbc.ops import TIED, experts_of
+from zbc.plan.directory import meeting
+from zbc.plan.lateness import lateness
 from zbc.runtime.core.bucket import Bucket, GradientSum, absent
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.averaging import Averages, Averaging
+from zbc.runtime.features.expert_parallel import split
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.versions import OneVersion, TwoVersions
-from zbc.training.building.context import LOWERED, Settings, section
-from zbc.training.models import model
+from zbc.training.building.context import Site, section
+from zbc.training.building.shares import experts_in
 from zbc.training.probing.shapes import Shapes
 
 
-def tied_weights(manifest: Manifest, plans: Sequence[model.LayerPlan]) -> dict[str, tuple[int, ...]]:
+def tied_weights(site: Site) -> dict[str, tuple[int, ...]]:
     """The weights that stages share, with those stages, the owner's first."""
     found: dict[str, tuple[int, ...]] = {}
-    if not manifest.tied or manifest.vocabulary is not None:
+    if not site.manifest.tied or site.manifest.vocabulary is not None:
         return found
-    home = {name: stage for stage, names in enumerate(manifest.layers) for name in names}
-    for plan in plans:
+    home = {name: stage for stage, names in enumerate(site.manifest.layers) for name in names}
+    for plan in site.layers:
         for target in plan.ties.values():
-            owner = next(home[other.name] for other in plans if target.startswith(f"{other.name}."))
+            owner = next(home[other.name] for other in site.layers if target.startswith(f"{other.name}."))
             found[target] = (*dict.fromkeys((*found.get(target, (owner,)), home[plan.name])),)
     return found
 
 
-def optimizer_of(
-    settings: Settings,
-    stage: Stage,
-    manifest: Manifest,
-    rank: int,
-    plans: Sequence[model.LayerPlan],
-    late: int,
-    owner: int,
-    parameters: Mapping[str, nn.Parameter],
+def optimizers_of(
+    site: Site, stages: Mapping[int, Stage], tied: Collection[str], *, apart: bool
+) -> dict[int, StageOptimizer]:
+    """By owner: stages, and the experts of each where they are shared out (`apart`)."""
+    late = lateness(site.plan.ops) if site.manifest.flushless else {}
+    found = dict[int, StageOptimizer]()
+    for s in site.mine:
+        of = split(stages[s].parameters, experts_in(stages[s])) if apart else (stages[s].parameters,)
+        for owner, own in zip((s, experts_of(s)), of, strict=False):
+            found[owner] = _optimizer_of(site, stages[s], tied, late.get(s, 0), owner, own)
+    return found
+
+
+def _optimizer_of(
+    site: Site, stage: Stage, tied: Collection[str], late: int, owner: int, parameters: Mapping[str, nn.Parameter]
 ) -> StageOptimizer:
     """`late`: by how many steps of the stage its gradients come late, where it steps on its own; `parameters`: of the
     stage's those of `owner`, the stage or its experts."""
-    ranks = meeting(manifest, Op(Kind.REDUCE, owner), manifest.topology.of(rank).tp, rank=rank)
-    options, lowered = settings.optimizer, LOWERED[settings.model.parameters]
+    manifest, seat, settings = site.manifest, site.seat, site.settings
+    ranks = meeting(manifest, Op(Kind.REDUCE, owner), seat.tp, rank=site.rank)
+    options, lowered = settings.optimizer, settings.lowered
     ahead = options.sync == "post-validate"
-    seat = manifest.topology.of(rank)
-    own = manifest.topology.ranks((seat.pp,), seat.tp) if manifest.resident else ranks
+    own = site.topology.ranks((seat.pp,), seat.tp) if manifest.resident else ranks
     if manifest.sharded and len(own) > 1:
-        tied = {target for plan in plans for target in plan.ties.values()} if manifest.tied else set[str]()
-        whole = frozenset(tied & parameters.keys())
         return Sharded(
             options,
             parameters,
             stage.casts,
             ranks=own,
-            rank=rank,
+            rank=site.rank,
             among=ranks,
-            whole=whole,
+            whole=frozenset(parameters.keys() & tied),
             lowered=lowered,
             ahead=ahead,
             frees=bool(manifest.resident),
@@ -79,18 +85,17 @@ def optimizer_of(
     return build_optimizer(options, parameters, stage.casts, lowered=lowered, ahead=ahead)
 
 
-def averages_of(
-    manifest: Manifest, optimizers: Mapping[int, StageOptimizer], tied: Collection[str], rank: int
-) -> Averages:
-    """The weights that replicas average, on a rank of the run; those that are `tied` are of several stages.
+def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Collection[str]) -> Averages | None:
+    """The weights that replicas average; those that are `tied` are of several stages. None where they do not.
 
     Raises E406 if the plan does not say how.
     """
-    given = manifest.planning.get("parallel", {}).get("average")
+    if not site.manifest.averages:
+        return None
+    given = site.manifest.planning.get("parallel", {}).get("average")
     if given is None:
         raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
-    asked, seat = section(spec.Average, given), manifest.topology.of(rank)
-    ranks = manifest.topology.ranks((seat.pp,), seat.tp)
+    asked, ranks = section(spec.Average, given), site.topology.ranks((site.seat.pp,), site.seat.tp)
     owned = {owner: dict(one.parameters) for owner, one in optimizers.items()}
     shared = {name: mine.pop(name) for mine in owned.values() for name in tied if name in mine}
     owned |= {TIED: shared} if shared else {}

@@ -2,86 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from zbc import excludes
 from zbc.errors import raise_all
 from zbc.ir import COPY, Kind
-from zbc.plan.directory import FROZEN, Manifest, RankPlan
+from zbc.plan.directory import FROZEN
 from zbc.runtime.core.stage import Stage
-from zbc.runtime.features.slicing import Part
-from zbc.training.building.context import LOWERED, Settings, parts_of
-from zbc.training.data.data import KINDS, Samples
+from zbc.training.building.context import Site
+from zbc.training.data.data import KINDS
 from zbc.training.models import model
 from zbc.training.probing.packable import try_packed, try_padding
-from zbc.training.probing.shapes import Shapes
 from zbc.training.probing.sliceable import refuse_others, try_layers, try_loss
 
 
-def refuse(
-    settings: Settings,
-    manifest: Manifest,
-    parts: Sequence[RankPlan],
-    plans: Sequence[model.LayerPlan],
-    stages: Mapping[int, Stage],
-    samples: Samples | None,
-    shapes: Shapes,
-    *,
-    last: bool,
-) -> None:
-    """Raise E110, E406, E512, E513 or E515 for what the plan asks for and this rank cannot; `last`: it has the loss."""
-    slices = parts_of(manifest)
-    if slices:
-        _refuse_slices(settings, plans, stages, samples, shapes, slices, last=last)
-    if manifest.balance is not None:
-        _refuse_rows(settings, plans, stages, samples, shapes, last=last)
-    _refuse_pairs(manifest, parts, settings)
+def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
+    """Raise E110, E406, E512, E513 or E515 for what the plan asks for and this rank cannot."""
+    settings, data = site.settings, site.settings.data.kind
+    name, loss, users = settings.model.loss, model.loss(settings.model.loss), not settings.model.builtin
+    if site.slices:
+        if site.samples is not None and data not in KINDS:
+            some = range(min(len(site.samples), 8))
+            for what, found in (("inputs", site.samples.inputs(some)), ("targets", site.samples.targets(some))):
+                refuse_others(data, what, found, site.slices[-1].length)
+        if users:
+            try_layers(site.layers, stages.values(), site.shapes, site.slices, settings.lowered)
+        if site.some_targets is not None:
+            try_loss(name, loss, site.shapes.output, site.some_targets)
+    if site.manifest.balance is not None:
+        if users:
+            try_packed(site.layers, stages.values(), site.shapes, settings.lowered)
+        if site.some_targets is not None:
+            try_padding(name, loss, site.shapes.output, site.some_targets)
+    _refuse_pairs(site)
 
 
-def _refuse_slices(
-    settings: Settings,
-    plans: Sequence[model.LayerPlan],
-    stages: Mapping[int, Stage],
-    samples: Samples | None,
-    shapes: Shapes,
-    slices: Sequence[Part],
-    *,
-    last: bool,
-) -> None:
-    """Raise E110, E512 or E513 for data, layers or a loss that cannot be cut into slices, as far as they are here."""
-    targets = None
-    if samples is not None and settings.data.kind not in KINDS:
-        some = range(min(len(samples), 8))
-        targets = samples.targets(some)
-        for what, found in (("inputs", samples.inputs(some)), ("targets", targets)):
-            refuse_others(settings.data.kind, what, found, slices[-1].length)
-    if not settings.model.builtin:
-        try_layers(plans, stages.values(), shapes.before, slices, LOWERED[settings.model.parameters])
-    if last and samples is not None and settings.model.loss not in model.LOSSES:
-        known = samples.targets(range(min(len(samples), 8))) if targets is None else targets
-        try_loss(settings.model.loss, model.loss(settings.model.loss), shapes.output, known)
-
-
-def _refuse_rows(
-    settings: Settings,
-    plans: Sequence[model.LayerPlan],
-    stages: Mapping[int, Stage],
-    samples: Samples | None,
-    shapes: Shapes,
-    *,
-    last: bool,
-) -> None:
-    """Raise E512 or E513 for layers or a loss that take the samples of a row for one, as far as they are here."""
-    if not settings.model.builtin:
-        try_packed(plans, stages.values(), shapes.before, LOWERED[settings.model.parameters])
-    if last and samples is not None and settings.model.loss not in model.LOSSES:
-        target = samples.targets(range(min(len(samples), 8)))
-        try_padding(settings.model.loss, model.loss(settings.model.loss), shapes.output, target)
-
-
-def _refuse_pairs(manifest: Manifest, parts: Sequence[RankPlan], settings: Settings) -> None:
+def _refuse_pairs(site: Site) -> None:
     """Raise E406 or E515 for a plan of features that do not go together, which was not made by this zbc."""
-    kinds = {op.kind for part in parts for op in part.ops}
+    kinds, manifest = {op.kind for part in site.parts for op in part.ops}, site.manifest
     has = {
         "freeze": FROZEN in manifest.capabilities,
         "copies": len(manifest.placement[0]) > 1,
@@ -89,7 +47,7 @@ def _refuse_pairs(manifest: Manifest, parts: Sequence[RankPlan], settings: Setti
         "slices": manifest.slices > 1,
         "shared vocabulary": manifest.vocabulary is not None,
         "post-validate": Kind.REDO in kinds,
-        "compile": settings.model.compile,
+        "compile": site.settings.model.compile,
         "offload": not kinds.isdisjoint(COPY),
     }
     raise_all(excludes.of_plan({name for name, there in has.items() if there}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zbc.ir import Kind
-from zbc.plan.directory import RankPlan, Unequal
+from zbc.plan.directory import RankPlan
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import PhaseRun
 from zbc.runtime.core.validate import VectorLayout
@@ -15,16 +15,15 @@ from zbc.runtime.features.gathers import with_weights
 from zbc.runtime.features.packing import in_rows
 from zbc.runtime.features.routing import experts_of_all_blocks
 from zbc.runtime.handlers import HANDLERS
-from zbc.training.building.context import Settings
-from zbc.training.probing.shapes import Shapes
+from zbc.training.building.context import Settings, Site
 
 _RUNS_LAYERS = frozenset({Kind.F, Kind.B, Kind.BW})  # backwards may run forwards again
 _RUNS_WORDS = frozenset({Kind.I, Kind.S, Kind.T})
 
 
-def phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> PhaseRun:
-    manifest, run = plan.manifest, plan.manifest.topology
-    placement = manifest.to_placement()
+def phase_run(site: Site, plan: RankPlan) -> PhaseRun:
+    manifest, run, shapes = plan.manifest, plan.manifest.topology, site.shapes
+    placement, unequal = manifest.to_placement(), site.manifest.balance
     batch = run.batch if unequal is None else run.dp * unequal.most
     apart = run.dp if manifest.averages else 1
     routed = experts_of_all_blocks(manifest.planning)
@@ -45,7 +44,8 @@ def phase_run(plan: RankPlan, shapes: Shapes, unequal: Unequal | None) -> PhaseR
     return PhaseRun(plan, layout, [(handlers[op.kind], op, text) for op, text in zip(plan.ops, texts, strict=True)])
 
 
-def turns_in(plan: RankPlan, stages: Mapping[int, Stage], settings: Settings) -> dict[int, Turns]:
+def turns_in(site: Site, plan: RankPlan, stages: Mapping[int, Stage]) -> dict[int, Turns]:
     """The stages in which layers are frozen."""
-    found = {s: turns_of(plan.ops, stage, plan.manifest, settings.freeze.after) for s, stage in stages.items()}
+    after = site.settings.freeze.after
+    found = {s: turns_of(plan.ops, stage, plan.manifest, after) for s, stage in stages.items()}
     return {s: turns for s, turns in found.items() if turns is not None}

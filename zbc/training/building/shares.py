@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,7 +10,6 @@ from torch import nn
 
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tensors import Loss
@@ -20,51 +19,40 @@ from zbc.runtime.features.tensor_parallel import Cut, Group, Meter
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.vocabulary_state import OfRows, Vocabulary
 from zbc.runtime.transports.network import swapping
-from zbc.runtime.transports.transport import Transport
-from zbc.training.building.context import LOWERED, Settings, parts_of, shares_sequence
+from zbc.training.building.context import Site
 from zbc.training.models import model, sharding
 from zbc.training.models.experts import Experts
 from zbc.training.models.shared_words import LOGITS, Tables
-from zbc.training.probing.shapes import Shapes
 
 
-def tables_of(manifest: Manifest, settings: Settings, rank: int) -> Tables | None:
+def tables_of(site: Site) -> Tables | None:
     """What leaves this rank's words of the vocabulary, if all ranks of the pipeline share it. Raises E406 for plans of
     models whose output layer this runtime cannot cut."""
-    words = manifest.vocabulary
+    words = site.manifest.vocabulary
     if words is None:
         return None
-    chosen, rows = settings.model, words.rows
-    if not chosen.builtin or chosen.loss != "cross_entropy" or manifest.topology.tp > 1 or rows[-1] != chosen.vocab:
+    chosen, rows, rank = site.settings.model, words.rows, site.plan.rank
+    if not chosen.builtin or chosen.loss != "cross_entropy" or site.topology.tp > 1 or rows[-1] != chosen.vocab:
         text = "run: the plan shares a vocabulary over its ranks, which this model or its other axes do not allow"
         raise ZbcError("E406", text, hint='plan again, or with parallel.vocabulary = "ends"')
     return Tables(rows[rank], rows[rank + 1], tied=chosen.tie_embeddings)
 
 
-def vocabulary_of(
-    plan: RankPlan,
-    settings: Settings,
-    plans: Sequence[model.LayerPlan],
-    tables: Tables,
-    shapes: Sequence[Shapes],
-    transport: Transport,
-    device: torch.device,
-) -> Vocabulary:
-    """This rank's words; `shapes` are those of each slice."""
-    manifest, run = plan.manifest, plan.manifest.topology
-    words, placement, replica = manifest.vocabulary, manifest.to_placement(), run.of(transport.rank).dp
+def vocabulary_of(site: Site, tables: Tables) -> Vocabulary:
+    """This rank's words."""
+    settings, run, placement = site.settings, site.topology, site.placement
+    words, low, lowered = site.manifest.vocabulary, tables.low, settings.lowered
     assert words is not None
-    low = tables.low
-    parameters = tables.parameters(plans, settings.train.seed, device)
+    parameters = tables.parameters(site.layers, settings.train.seed, site.device)
     embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
     output = Output(head, low, torch.bfloat16 if settings.model.dtype == "bfloat16" else None)
-    replicas, lowered = run.ranks([plan.rank]), LOWERED[settings.model.parameters]
+    replicas = run.ranks([site.plan.rank])
     optimizer: StageOptimizer = (
-        Sharded(settings.optimizer, parameters, (output.cast,), ranks=replicas, rank=transport.rank, lowered=lowered)
-        if manifest.sharded and len(replicas) > 1
+        Sharded(settings.optimizer, parameters, (output.cast,), ranks=replicas, rank=site.rank, lowered=lowered)
+        if site.manifest.sharded and len(replicas) > 1
         else build_optimizer(settings.optimizer, parameters, (output.cast,), lowered=lowered)
     )
-    seat = partial(run.rank, replica)
+    seat = partial(run.rank, site.seat.dp)
     ranks = tuple(sorted(map(seat, range(run.pp))))
     return Vocabulary(
         output,
@@ -77,27 +65,30 @@ def vocabulary_of(
         last=seat(placement.rank_of(placement.ends[-1])),
         last_stage=placement.ends[-1],
         sums=words.sums,
-        slices=parts_of(manifest),
-        inputs=[one.inputs[0] for one in shapes],
-        outputs=[one.output for one in shapes],
+        slices=site.slices,
+        inputs=[one.inputs[0] for one in site.by_slice],
+        outputs=[one.output for one in site.by_slice],
     )
 
 
-def group_for(manifest: Manifest, transport: Transport, device: torch.device) -> Group | None:
+def group_for(site: Site) -> Group | None:
     """The ranks that share the layers of this one."""
-    run, rank = manifest.topology, transport.rank
-    sequence = shares_sequence(manifest)
-    meter = Meter() if device.type == "cpu" else None  # on a GPU the host does not wait
-    return None if run.tp == 1 else Group(run.sharing(rank), run.of(rank).tp, transport, sequence, meter)
+    if site.topology.tp == 1:
+        return None
+    ranks = site.topology.sharing(site.rank)
+    return Group(ranks, site.seat.tp, site.transport, site.shares_sequence, _meter(site))
 
 
-def swaps_for(manifest: Manifest, transport: Transport, device: torch.device) -> Group | None:
+def swaps_for(site: Site) -> Group | None:
     """The ranks that share out the experts of this one's blocks."""
-    ranks = next((ranks for ranks in swapping(manifest) if transport.rank in ranks), None)
+    ranks = next((ranks for ranks in swapping(site.manifest) if site.rank in ranks), None)
     if ranks is None:
         return None
-    place = manifest.topology.of(transport.rank).dp % manifest.ep
-    return Group(ranks, place, transport, meter=Meter() if device.type == "cpu" else None)
+    return Group(ranks, site.seat.dp % site.manifest.ep, site.transport, meter=_meter(site))
+
+
+def _meter(site: Site) -> Meter | None:
+    return Meter() if site.device.type == "cpu" else None  # on a GPU the host does not wait
 
 
 def shared_out(group: Group | None, share: Callable[[str, nn.Module], None]) -> Callable[[str, nn.Module], None]:

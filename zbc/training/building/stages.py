@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from zbc.ir import Kind
@@ -13,33 +12,26 @@ from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.again import CHEAP, GATHERED
 from zbc.runtime.core.stage import Stage
-from zbc.training.building.context import Settings, group_of
-from zbc.training.models import model
+from zbc.runtime.features.stage_slice import in_slices
+from zbc.training.building.context import Site, group_of
 from zbc.training.models.building import build_stage, share_ties
 from zbc.training.probing.refusals import refuse_stage
 from zbc.training.probing.shapes import Shapes
 
 
-def build_stages(
-    parts: Sequence[RankPlan],
-    settings: Settings,
-    plans: list[model.LayerPlan],
-    shapes: Shapes,
-    device: torch.device,
-    share: Callable[[str, nn.Module], None],
-) -> dict[int, Stage]:
-    manifest = parts[-1].manifest
-    by_name, split = {layer.name: layer for layer in plans}, split_stages(parts)
+def build_stages(site: Site, share: Callable[[str, nn.Module], None]) -> dict[int, Stage]:
+    manifest, settings, shapes = site.manifest, site.settings, site.shapes
+    by_name, split = {layer.name: layer for layer in site.layers}, split_stages(site.parts)
     stages = {}
-    placement = manifest.to_placement()
-    for s in placement.stages_of(parts[-1].rank):
+    for s in site.mine:
         stages[s] = build_stage(
             s,
             [by_name[name] for name in manifest.layers[s]],
             **forms(manifest, s, shapes),
             traits=shapes.traits,
+            ways=site.ways,
             seed=settings.train.seed,
-            device=device,
+            device=site.device,
             dtype=settings.model.dtype,
             splits=s in split,
             recompute=settings.memory.recomputes(s),
@@ -53,10 +45,12 @@ def build_stages(
         if settings.model.graph:
             stages[s].reads = group_of(settings.model, manifest.layers[s][0])
             stages[s].inputs = _arguments(settings.model, manifest, s)
-        for part in parts:
+        for part in site.parts:
             refuse_stage(part.manifest, part.ops, stages[s])
     if manifest.vocabulary is None:  # else what is tied is one table in each rank's share
-        share_ties(stages.values(), plans, settings.train.seed, device, share)
+        share_ties(stages.values(), site.layers, settings.train.seed, site.device, share)
+    for s in site.mine if site.slices else ():
+        in_slices(stages[s], site.slices, [forms(manifest, s, one) for one in site.by_slice])
     return stages
 
 

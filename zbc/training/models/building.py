@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.core.bundle import Packing, is_adapted
+from zbc.runtime.core.bundle import Packing, Ways, adapt, is_adapted
 from zbc.runtime.core.remembered import places
 from zbc.runtime.core.split import SPLIT, Patch, SplitLinear, split_backward
 from zbc.runtime.core.stage import Stage, StageLayer, Traits
@@ -25,6 +25,7 @@ def build_stage(
     gives: TensorSpec | None,
     *,
     traits: Mapping[str, Traits],
+    ways: Callable[[str], Ways],
     seed: int,
     device: torch.device,
     dtype: str,
@@ -50,6 +51,7 @@ def build_stage(
     layers, patches, low = list[StageLayer](), list[Patch](), dtype == "bfloat16"
     for plan in plans:
         module = plan.build(seed)
+        adapt(plan.name, module, ways(plan.name))
         share(plan.name, module)
         module.to(device)
         seen = traits[plan.name]

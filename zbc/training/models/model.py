@@ -23,7 +23,6 @@ from torch.nn import functional
 
 from zbc.errors import ZbcError
 from zbc.job import graph, spec, userobject
-from zbc.runtime.core.bundle import Joint, adapt
 from zbc.runtime.core.private import mse_kernel
 from zbc.runtime.core.split import refuse_wrapped
 from zbc.runtime.core.tensors import Loss
@@ -44,8 +43,7 @@ class LayerPlan:
     overwrites the initial weights of a layer that has been built.
     `ties` names parameters that are those of another layer: `{"logits.weight": "embed.tokens.weight"}`.
     `after`: in a graph the layers whose outputs it takes, in the order of its arguments; None: the one before it.
-    `compiles`: it is one of those that `model.compile` is about. `takes` and `gives`: what it has between it and its
-    neighbours, one tensor or several.
+    `compiles`: it is one of those that `model.compile` is about.
     """
 
     name: str
@@ -55,8 +53,6 @@ class LayerPlan:
     ties: Mapping[str, str] = field(default_factory=dict)
     compiles: bool = False
     after: tuple[str, ...] | None = None
-    takes: Joint = field(default_factory=Joint, compare=False)
-    gives: Joint = field(default_factory=Joint, compare=False)
 
     def build(self, seed: int) -> nn.Module:
         """The layer on the CPU with its initial weights: drawn from a seed of its own, made of `seed` and the name."""
@@ -65,7 +61,6 @@ class LayerPlan:
         refuse_wrapped(self.name, module)
         if self.fill is not None:
             self.fill(module)
-        adapt(self.name, module, self.takes, self.gives)
         return module
 
     def on_meta(self, owners: Owners | None = None) -> nn.Module:
@@ -82,9 +77,7 @@ class LayerPlan:
         refuse_untrainable(self.name, module)
         if owners is not None:
             owners.add(self.name, module, self.ties)
-        made = hollow(module, "meta")
-        adapt(self.name, made, self.takes, self.gives)
-        return made
+        return hollow(module, "meta")
 
     def _call(self) -> nn.Module:
         module = userobject.call(self.make, {}, self.name, "model layer")
@@ -221,12 +214,8 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
         text = f"model: {model.family} returned {len(found)} layers, model.layers is {model.layers}"
         raise ZbcError("E506", text, hint=f"set model.layers = {len(found)} and plan again")
     _refuse_shared(found, [_ties(model, i) for i in range(len(found))])
-    links = [Joint() for _ in range(len(found) + 1)]
     return [
-        LayerPlan(
-            f"layers.{i}", _builder(item), ties=_ties(model, i), compiles=True, takes=links[i], gives=links[i + 1]
-        )
-        for i, item in enumerate(found)
+        LayerPlan(f"layers.{i}", _builder(item), ties=_ties(model, i), compiles=True) for i, item in enumerate(found)
     ]
 
 
@@ -239,20 +228,16 @@ def _grouped(model: spec.Model, made: Any) -> list[LayerPlan]:
         text = f"model: {model.family} returned groups {', '.join(sorted(map(str, made)))}"
         text += f", model.graph has {', '.join(sorted(model.graph))}"
         raise ZbcError("E506", text, hint="name the same groups in both, and plan again")
-    plans, gives = list[LayerPlan](), dict[str, Joint]()
+    plans = list[LayerPlan]()
     for group, span in graph.spans(model).items():
         found = _as_list(made[group], f"group {group} of {model.family}")
         if len(found) != len(span):
             text = f"model: {model.family} returned {len(found)} layers for {group}, model.groups has {len(span)}"
             raise ZbcError("E506", text, hint=f"set groups.{group} = {len(found)} and model.layers, and plan again")
-        reads = model.graph[group]
-        after = tuple(f"{one}.{model.groups[one] - 1}" for one in reads)
-        takes = gives[reads[0]] if len(reads) == 1 else Joint()
+        after = tuple(f"{one}.{model.groups[one] - 1}" for one in model.graph[group])
         for i, item in enumerate(found):
-            out = Joint()
-            plans.append(LayerPlan(f"{group}.{i}", _builder(item), after=after, takes=takes, gives=out))
-            after, takes = (f"{group}.{i}",), out
-        gives[group] = takes
+            plans.append(LayerPlan(f"{group}.{i}", _builder(item), after=after))
+            after = (f"{group}.{i}",)
     _refuse_shared([item for group in graph.spans(model) for item in made[group]], [{}] * len(plans))
     return plans
 

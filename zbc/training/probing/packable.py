@@ -7,7 +7,7 @@ samples, of which one is another the second time: what comes out for the other o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,32 +16,29 @@ from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.runtime.core.route import stage_loss
 from zbc.runtime.core.stage import Stage
-from zbc.runtime.core.tensors import Laid, Loss, TensorSpec
+from zbc.runtime.core.tensors import Loss, TensorSpec
 from zbc.runtime.features.packing import packed
 from zbc.runtime.features.words import IGNORED
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training import frames
 from zbc.training.models.model import LayerPlan
 from zbc.training.probing.compare import apart
-from zbc.training.probing.shapes import with_values
+from zbc.training.probing.shapes import Shapes, with_values
 from zbc.training.probing.sliceable import TOLERANCE, forward_of, groups_of, made_noisy
 
 _HINT = 'mix tokens through zbc.attention(q, k, v) only, which is causal, or set data.balance = "none"'
 
 
 def try_packed(
-    plans: Sequence[LayerPlan], stages: Iterable[Stage], before: Mapping[str, Laid], lowered: torch.dtype | None
+    plans: Sequence[LayerPlan], stages: Iterable[Stage], shapes: Shapes, lowered: torch.dtype | None
 ) -> None:
-    """Raise E512 for a layer of these stages in which samples of one row see each other.
-
-    `plans` are all layers, and `before` says what each of them takes.
-    """
+    """Raise E512 for a layer of these stages in which samples of one row see each other; `plans` are all layers."""
     mine = {layer.name for stage in stages for layer in stage.layers}
-    for group in groups_of(plans):
+    for group in groups_of(plans, shapes):
         if any(plan.name in mine for plan in group):
             with seeded(seed_of("rows")):
                 modules = [(plan.name, made_noisy(with_values(plan, lowered))) for plan in group]
-                _try(modules, before[group[0].name].spec)
+                _try(modules, shapes.before[group[0].name].spec)
 
 
 def _try(modules: list[tuple[str, nn.Module]], takes: TensorSpec) -> None:

@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -66,14 +66,6 @@ class Shapes:
     output: TensorSpec
     packed: Mapping[str, tuple[Packing | None, Packing | None]]
 
-    def settle(self, plans: Sequence[LayerPlan]) -> None:
-        """Tell layers that are built for another rank of the plan what was seen here."""
-        for plan in plans:
-            for joint, layout in zip((plan.takes, plan.gives), self.packed[plan.name], strict=True):
-                if layout is not None:
-                    joint.layout = layout
-            plan.gives.settled = True
-
     def of_tokens(self, count: int) -> Shapes:
         """The same where each of `count` ranks has its part of the tokens of what goes from layer to layer."""
 
@@ -90,10 +82,12 @@ class Shapes:
 
 
 class _Seen(NamedTuple):
-    """What a layer did. `trains`: its output may want a gradient; `passes`: the gradient of its output reaches its
-    input, or would if that wanted one; `made`: buffers that came to be in its first forward."""
+    """What a layer did. `gives`: how several tensors that it returned are packed; `trains`: its output may want a
+    gradient; `passes`: the gradient of its output reaches its input, or would if that wanted one; `made`: buffers that
+    came to be in its first forward."""
 
     traits: Traits
+    gives: Packing | None
     trains: bool
     passes: bool
     made: tuple[str, ...]
@@ -134,6 +128,7 @@ def derive(
     sizes: dict[str, int] = {}
     gradients = dict[str, torch.dtype]()
     before, behind = dict[str, Laid](), dict[str, Laid]()  # what each layer takes and gives
+    packed = dict[str, tuple[Packing | None, Packing | None]]()
     known: dict[tuple[str, Laid, bool], tuple[dict[str, int], dict[str, torch.dtype], Laid, _Seen]] = {}
     seen: dict[str, _Seen] = {}
     owners, wanted, inners = Owners(), flow, dict[str, dict[str, int]]()
@@ -141,28 +136,28 @@ def derive(
     for plan in plans:
         sources = after[plan.name]
         flow = any(seen[one].trains for one in sources) if sources else wanted
-        before[plan.name] = taken = _taken(plan, sources, behind, seen) if sources else Laid(first(plan.name))
+        taken, comes = _taken(sources, behind, seen) if sources else (Laid(first(plan.name)), None)
+        before[plan.name] = taken
         place = (plan.like or plan.name, taken, flow)
         if place not in known:
             module = plan.on_meta(owners)
             inner = {local: p.numel() for local, p in module.named_parameters()}
             lower_precision(module.parameters(), lowered)
             types = {local: gradient_type(p) for local, p in module.named_parameters() if p.requires_grad}
-            output, found = _output(plan, module, taken, flow, autocast, lowered)
+            look = _Look(plan, taken, comes, flow, rows)
+            output, found = _output(look, module, autocast, lowered)
             if found.traits.carries or found.made:
-                found = found.judged(*carried(with_values(plan, lowered), taken.spec))
+                found = found.judged(*carried(look.adapted(with_values(plan, lowered), found.gives), taken.spec))
             known[place] = inner, types, output, found
         inner, types, output, seen[plan.name] = known[place]
         inners[plan.name] = inner
         sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
         gradients |= {f"{plan.name}.{local}": kind for local, kind in types.items() if local not in plan.ties}
-        behind[plan.name] = output
-    for plan in plans:
-        plan.gives.settled = True
-    _refuse_several_at_the_end(plans)
+        behind[plan.name], packed[plan.name] = output, (comes, seen[plan.name].gives)
+    _refuse_several_at_the_end(plans[-1].name, packed[plans[-1].name][1])
     _check_ties(plans, {f"{name}.{local}": size for name, inner in inners.items() for local, size in inner.items()})
     ways = _ways(after, seen)
-    cut = _Stages.of({plan.name: plan for plan in plans}, manifest, after, before, behind)
+    cut = _Stages.of(manifest, after, before, behind, packed)
     outputs: list[TensorSpec | None] = []
     for stage, planned in enumerate(manifest.boundaries):
         made = cut.made(stage).spec
@@ -174,27 +169,27 @@ def derive(
         inputs=tuple(spec or stages[s].laid.spec for s, spec in enumerate(inputs)),
         outputs=(*outputs, None),
         flows=tuple(any(seen[name].trains for name in one.sources) if one.sources else wanted for one in stages),
-        passed=tuple(through if one.last is None else ways[one.last.name] for one in stages),
+        passed=tuple(ways[one.last] if one.last else through for one in stages),
         parameters=tuple(names),
         sizes=tuple(sizes[name] for name in names),
         gradients=gradients,
         traits={name: found.traits for name, found in seen.items()},
         laid=tuple(one.laid for one in stages),
         layouts=tuple(one.layout for one in stages),
-        goes=(*(None if one.last is None else one.last.gives.layout for one in stages[:-1]), None),
+        goes=(*(packed[one.last][1] if one.last else None for one in stages[:-1]), None),
         before=before,
         output=behind[plans[-1].name].spec,
-        packed={plan.name: (plan.takes.layout, plan.gives.layout) for plan in plans},
+        packed=packed,
     )
 
 
 class _StageEnds(NamedTuple):
     """A stage: the layers that it reads, and the one stage whose output is its input; its last layer, or that of the
-    stages before where it has none; its input."""
+    stages before where it has none ("" before the first); its input."""
 
     sources: tuple[str, ...]
     home: int | None
-    last: LayerPlan | None
+    last: str
     laid: Laid
     layout: Packing | None
 
@@ -202,40 +197,33 @@ class _StageEnds(NamedTuple):
 class _Stages(NamedTuple):
     """A cut: the layers of each stage; `lasts` of each stage and those before it, `homes` the stages by that."""
 
-    plans: Mapping[str, LayerPlan]
     layers: Sequence[Sequence[str]]
     lasts: Sequence[str]  # "" before the first layer
     homes: Mapping[str, Sequence[int]]
     after: Mapping[str, tuple[str, ...]]
     before: Mapping[str, Laid]
     behind: Mapping[str, Laid]
+    packed: Mapping[str, tuple[Packing | None, Packing | None]]
 
     @classmethod
-    def of(
-        cls,
-        plans: Mapping[str, LayerPlan],
-        manifest: Manifest,
-        after: Mapping[str, tuple[str, ...]],
-        before: Mapping[str, Laid],
-        behind: Mapping[str, Laid],
-    ) -> _Stages:
+    def of(cls, manifest: Manifest, *seen: Any) -> _Stages:
+        """`seen`: the last fields."""
         lasts, homes = list[str](), dict[str, list[int]]()
         for stage, names in enumerate(manifest.layers):
             lasts.append(names[-1] if names else lasts[-1] if lasts else "")
             homes.setdefault(lasts[-1], []).append(stage)
-        return cls(plans, manifest.layers, lasts, homes, after, before, behind)
+        return cls(manifest.layers, lasts, homes, *seen)
 
     def made(self, stage: int) -> Laid:
         """The output of a stage; of one before all layers, the model's input."""
         return self.behind[self.lasts[stage]] if self.lasts[stage] else next(iter(self.before.values()))
 
     def at(self, stage: int) -> _StageEnds:
-        last = self.plans.get(self.lasts[stage])
+        last = self.lasts[stage]
         if names := self.layers[stage]:
-            sources, laid, layout = self.after[names[0]], self.before[names[0]], self.plans[names[0]].takes.layout
+            sources, laid, layout = self.after[names[0]], self.before[names[0]], self.packed[names[0]][0]
         else:
-            sources = () if last is None else (last.name,)
-            laid, layout = self.made(stage), None if last is None else last.gives.layout
+            sources, laid, layout = (last,) if last else (), self.made(stage), self.packed[last][1] if last else None
         earlier = [s for s in self.homes.get(sources[0], ()) if s < stage] if len(sources) == 1 else []
         return _StageEnds(sources, max(earlier, default=None), last, laid, layout)
 
@@ -249,16 +237,30 @@ def read_by(plans: Sequence[LayerPlan]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _taken(plan: LayerPlan, sources: Sequence[str], behind: Mapping[str, Laid], seen: Mapping[str, _Seen]) -> Laid:
-    """What a layer takes: an output, or several as one. Raises E505 for several of which one is a tuple."""
+def _taken(
+    sources: Sequence[str], behind: Mapping[str, Laid], seen: Mapping[str, _Seen]
+) -> tuple[Laid, Packing | None]:
+    """What a layer takes, and how it is packed: an output, or several as one."""
     if len(sources) == 1:
-        return behind[sources[0]]
-    packing = plan.takes.layout
-    if packing is None:
-        made = (behind[one].zeros(torch.device("meta")) for one in sources)
-        packing = Packing.of([*made], [seen[one].trains for one in sources])
-        plan.takes.layout = packing
-    return Laid(packing.spec)
+        return behind[sources[0]], seen[sources[0]].gives
+    made = [behind[one].zeros(torch.device("meta")) for one in sources]
+    packing = Packing.of(made, [seen[one].trains for one in sources])
+    return Laid(packing.spec), packing
+
+
+class _Look(NamedTuple):
+    """A layer that is looked at, and what for: what it `takes`, and how several tensors `come` to it; `flow`: whether
+    the input wants a gradient; `rows` of a slice."""
+
+    plan: LayerPlan
+    takes: Laid
+    comes: Packing | None
+    flow: bool
+    rows: int | None
+
+    def adapted(self, module: nn.Module, gives: Packing | None = None) -> nn.Module:
+        adapt(self.plan.name, module, {self.rows: (self.comes, gives)}, trial=True)
+        return module
 
 
 def _ways(after: Mapping[str, tuple[str, ...]], seen: Mapping[str, _Seen]) -> dict[str, bool]:
@@ -285,14 +287,9 @@ def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
 
 
 def _output(
-    plan: LayerPlan,
-    module: nn.Module,
-    takes: Laid,
-    flow: bool,
-    autocast: torch.device | None,
-    lowered: torch.dtype | None,
+    look: _Look, module: nn.Module, autocast: torch.device | None, lowered: torch.dtype | None
 ) -> tuple[Laid, _Seen]:
-    """What a layer makes of its input, and does; `flow`: whether the input wants a gradient.
+    """What a layer makes of its input, and does.
 
     A layer that cannot run without values is built and run once on the CPU. One that cannot take the input as it lies
     on the meta device is given a contiguous one: there tensors may lie in another way than in training.
@@ -301,9 +298,10 @@ def _output(
     # Kernels of the CPU may want buffers of the type of the parameters beside them, which nothing says without values.
     mixed = lowered is not None and device.type == "cpu" and any(b.is_floating_point() for b in module.buffers())
     found: tuple[Laid, _Seen] | None = None
-    for given in dict.fromkeys((takes, Laid(takes.spec))):
+    plain = look._replace(takes=Laid(look.takes.spec))
+    for one in dict.fromkeys((look.takes, plain.takes)):
         try:
-            found = _run(plan, module, given, flow, device)
+            found = _run(look._replace(takes=one), module, device)
             break
         except ZbcError:
             raise
@@ -311,19 +309,17 @@ def _output(
             continue
     if found is not None and not mixed:
         return found
-    takes = Laid(takes.spec)
     try:
         with seeded(0):
-            built = with_values(plan, lowered)
+            built = with_values(look.plan, lowered)
             with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
-                tried = _looked_at(plan, built, takes, flow, torch.device("cpu"))
+                tried = _looked_at(plain, built, torch.device("cpu"))
         return found or tried
     except ZbcError:
         raise
     except FAILURES as error:
-        several = plan.takes.layout
-        what = f"a tensor {takes.spec}" if several is None else f"the tensors {several}"
-        text = f"run: layer {plan.name} cannot take {what}"
+        what = f"a tensor {look.takes.spec}" if look.comes is None else f"the tensors {look.comes}"
+        text = f"run: layer {look.plan.name} cannot take {what}"
         details = [f"{type(error).__name__}: {error}", *(frames.of_error(error) if frames.of_users(error) else ())]
         hint = "each layer takes what the layer before returns: the tensor, or those of a tuple as its arguments"
         if mixed:
@@ -340,27 +336,28 @@ def with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
     return built
 
 
-def _run(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, device: torch.device) -> tuple[Laid, _Seen]:
+def _run(look: _Look, module: nn.Module, device: torch.device) -> tuple[Laid, _Seen]:
     """Without values: on the meta device, or as fake tensors of another one, under autocast."""
     if device.type == "meta":
-        return _looked_at(plan, module, takes, flow, device)
+        return _looked_at(look, module, device)
     with FakeTensorMode(), torch.autocast(device.type, torch.bfloat16):
-        return _looked_at(plan, hollow(module, device), takes, flow, device)
+        return _looked_at(look, hollow(module, device), device)
 
 
-def _looked_at(plan: LayerPlan, module: nn.Module, takes: Laid, flow: bool, device: torch.device) -> tuple[Laid, _Seen]:
-    differentiable = takes.spec.dtype.is_floating_point or takes.spec.dtype.is_complex
-    x = takes.zeros(device).requires_grad_(differentiable and flow)
+def _looked_at(
+    look: _Look, module: nn.Module, device: torch.device, gives: Packing | None = None
+) -> tuple[Laid, _Seen]:
+    kind = look.takes.spec.dtype
+    differentiable = kind.is_floating_point or kind.is_complex
+    x = look.takes.zeros(device).requires_grad_(differentiable and look.flow)
     with torch.enable_grad():
-        y, traits, made = observe(plan.name, module, x)
-        if isinstance(y, tuple) and plan.gives.layout is None:
-            plan.gives.layout = _packing(plan, module, x, y)
-            adapt(plan.name, module, plan.takes, plan.gives)
-            return _looked_at(plan, module, takes, flow, device)
-        y = _sendable(plan, y)
+        y, traits, made = observe(look.plan.name, look.adapted(module, gives), x)
+        if isinstance(y, tuple) and gives is None:
+            return _looked_at(look, module, device, _packing(look.plan, module, x, y))
+        y = _sendable(look.plan, y)
     passes = reaches(y, x) if x.requires_grad else differentiable
-    trains = y.requires_grad or (plan.gives.layout is None and _may_train(module, y, flow))
-    return Laid.of(y), _Seen(traits, trains, passes, made)
+    trains = y.requires_grad or (gives is None and _may_train(module, y, look.flow))
+    return Laid.of(y), _Seen(traits, gives, trains, passes, made)
 
 
 def _may_train(module: nn.Module, y: Tensor, flow: bool) -> bool:
@@ -397,9 +394,9 @@ def _sendable(plan: LayerPlan, y: object) -> Tensor:
     return y
 
 
-def _refuse_several_at_the_end(plans: Sequence[LayerPlan]) -> None:
-    if plans and plans[-1].gives.layout is not None:
-        text = f"run: layer {plans[-1].name}, the last one, returned {len(plans[-1].gives.layout.parts)} tensors"
+def _refuse_several_at_the_end(name: str, gives: Packing | None) -> None:
+    if gives is not None:
+        text = f"run: layer {name}, the last one, returned {len(gives.parts)} tensors"
         raise ZbcError("E505", text, hint="the last layer returns one tensor, which the loss takes")
 
 

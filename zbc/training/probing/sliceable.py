@@ -8,7 +8,8 @@ tensors pass are tried together. Weights are initial ones and noise on top: what
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -17,18 +18,17 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
-from zbc.runtime.core.bundle import Adapted
 from zbc.runtime.core.private import Dropouts
 from zbc.runtime.core.route import slice_loss, stage_loss
 from zbc.runtime.core.stage import Stage, StageLayer
-from zbc.runtime.core.tensors import Laid, Loss, TensorSpec
+from zbc.runtime.core.tensors import Loss, TensorSpec
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.slicing import Inside, Part, Pasts, share_of, within
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training import frames
 from zbc.training.models.model import LayerPlan
 from zbc.training.probing.compare import apart
-from zbc.training.probing.shapes import with_values
+from zbc.training.probing.shapes import Shapes, with_values
 
 TOKENS = 48  # of the made-up sequence, if the layers take one that short
 NOISE = 0.05
@@ -41,38 +41,36 @@ _Tensors = tuple[Tensor, ...]
 def try_layers(
     plans: Sequence[LayerPlan],
     stages: Iterable[Stage],
-    before: Mapping[str, Laid],
+    shapes: Shapes,
     parts: Sequence[Part],
     lowered: torch.dtype | None,
 ) -> None:
-    """Raise E512 for a layer of these stages that does not do in slices what it does as a whole.
-
-    `plans` are all layers, and `before` says what each of them takes.
-    """
+    """Raise E512 for a layer of these stages that does not do in slices what it does as a whole; `plans` are all
+    layers."""
     mine = {layer.name: layer for stage in stages for layer in stage.layers}
     known = set[object]()
-    for group in groups_of(plans):
+    for group in groups_of(plans, shapes):
         held = [mine[plan.name] for plan in group if plan.name in mine]
         if not held:
             continue
         for layer in held:
             _refuse_memory(layer)
-        what = before[group[0].name], tuple(map(_signature, held)) if len(held) == len(group) else group[0].name
+        what = shapes.before[group[0].name], tuple(map(_signature, held)) if len(held) == len(group) else group[0].name
         if what in known:
             continue
         known.add(what)
         # What layers add to the loss is of each slice, as of each microbatch; it need not be that of the whole.
         with seeded(seed_of("slices")), adding_to(Adding(0.0)):
             modules = [(plan.name, made_noisy(with_values(plan, lowered))) for plan in group]
-            _try(modules, before[group[0].name].spec, parts)
+            _try(modules, shapes.before[group[0].name].spec, parts)
 
 
-def groups_of(plans: Sequence[LayerPlan]) -> Iterator[list[LayerPlan]]:
+def groups_of(plans: Sequence[LayerPlan], shapes: Shapes) -> Iterator[list[LayerPlan]]:
     """Neighbours between which several tensors pass, together."""
     group: list[LayerPlan] = []
     for plan in plans:
         group.append(plan)
-        if not plan.gives.several:
+        if shapes.packed[plan.name][1] is None:
             yield group
             group = []
 
@@ -195,12 +193,8 @@ def forward_of(modules: list[tuple[str, nn.Module]], x: Tensor, inside: Inside |
     given: _Tensors = (x,)
     found = []
     for name, module in modules:
-        forward = module.forward.forward if isinstance(module.forward, Adapted) else module
-        if inside is None:
-            y: Any = forward(*given)
-        else:
-            with within(Inside(inside.part, inside.pasts, name)):
-                y = forward(*given)
+        with nullcontext() if inside is None else within(Inside(inside.part, inside.pasts, name)):
+            y: Any = module(*given)
         given = y if isinstance(y, tuple) else (y,)
         found.append(given)
     return found

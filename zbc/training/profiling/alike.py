@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.core.bundle import Adapted
-from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.models.model import LayerPlan
 
 _DEEP = 4  # levels of objects that are looked into
 _SEARCHED = 120  # layers among which pieces to leave out are looked for
 
 
-def kinds(plans: Sequence[LayerPlan], inputs: Sequence[TensorSpec]) -> list[str]:
+def kinds(plans: Sequence[LayerPlan], inputs: Sequence[Hashable]) -> list[str]:
     """The kind of each layer; `inputs` are what they take.
 
     Layers are of one kind if their modules have the same structure, sizes and settings, and take the same. The first
@@ -57,8 +55,6 @@ def _setting(value: Any, depth: int) -> Hashable:
         return type(value).__name__, value
     if isinstance(value, torch.dtype | torch.device | torch.Size):
         return str(value)
-    if isinstance(value, Adapted):
-        return str(value.takes.layout), str(value.gives.layout)
     if isinstance(value, Tensor):
         return _tensor(value)
     if isinstance(value, nn.Module):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbc.ir import Kind, Op, Placement, Program
 from zbc.job.learning_rate import RateSchedule
@@ -20,9 +20,9 @@ from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.runtime.transports.hub import Hub, HubTransport, Offer, Round, Started
-from zbc.training.building.context import Settings, layer_plans, shapes_of
-from zbc.training.data.data import build_samples
+from zbc.training.building.context import Settings, Site, layer_plans
 from zbc.training.models.model import LayerPlan
+from zbc.training.probing.shapes import Shapes
 from zbc.training.profiling.alike import chain, kinds
 from zbc.training.worker import build_worker
 
@@ -70,8 +70,11 @@ class Rig:
         return (*self.inputs[1:], None)[stage]
 
 
-class Idle(nn.Identity):
+class Idle(nn.Module):
     """A layer that does nothing."""
+
+    def forward(self, *x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return x[0] if len(x) == 1 else x
 
     def shard(self, group: Group) -> dict[str, int]:
         return {}
@@ -91,9 +94,10 @@ def build_rig(job: Job, device: torch.device) -> Rig:
     plans = [
         replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [Op(Kind.F, 0)], 1).manifest))
     ]
-    inputs = _inputs(job, plans, device)
-    order = kinds(plans, inputs)
-    chosen = chain(order, inputs)
+    shapes = _shapes(job, plans, device)
+    inputs, packed = shapes.inputs, [(shapes.inputs[i], shapes.packed[plan.name]) for i, plan in enumerate(plans)]
+    order = kinds(plans, packed)
+    chosen = chain(order, packed)
     at = min(1, len(chosen) - 1)
     idle = LayerPlan(IDLE, Idle)
     layers = [plans[i] for i in chosen]
@@ -106,12 +110,11 @@ def build_rig(job: Job, device: torch.device) -> Rig:
     )
 
 
-def _inputs(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> list[TensorSpec]:
-    """What each layer of the model takes."""
+def _shapes(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> Shapes:
+    """Of a stage for each layer of the model."""
     names = [plan.name for plan in plans]
     manifest = _plan(job, names, [Op(Kind.F, s) for s in range(len(names))], 1).manifest
-    samples = build_samples(job.data, job.model, job.train.seed)
-    return list(shapes_of(Settings.of(manifest), plans, samples, manifest, device).inputs)
+    return Site([RankPlan(0, (), manifest)], Apart(Hub(1), 0), device, plans).shapes
 
 
 def _ops(stages: int, microbatches: int, slices: int) -> list[Op]:
