@@ -19,7 +19,7 @@ from zbc.errors import ZbcError
 from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
 from zbc.runtime.core.progress import EvaluationResult
-from zbc.runtime.core.remembered import put_back, renew
+from zbc.runtime.core.remembered import left_alone
 from zbc.runtime.core.state import Evaluation, PhaseRun, Worker
 from zbc.runtime.features.vocabulary_ops import settle
 from zbc.runtime.features.vocabulary_state import Vocabulary
@@ -138,19 +138,17 @@ def evaluating(worker: Worker) -> Iterator[None]:
         module for stage in worker.stages.values() for layer in stage.layers for module in layer.module.modules()
     ]
     before = [module.training for module in modules]
-    places = [place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers]
-    buffers = renew(places)
     for feature in worker.features:
         feature.gathers(worker)
         feature.evaluates(worker)
     try:
         for module in modules:
             module.training = False
-        yield
+        with left_alone([place for stage in worker.stages.values() for place in stage.buffers]):
+            yield
     finally:
         for module, training in zip(modules, before, strict=True):
             module.training = training
-        put_back(places, buffers)
         shared = worker.features.find(Vocabulary)
         for cast in chain.from_iterable(stage.casts for stage in worker.stages.values()):
             cast.forget()

@@ -31,6 +31,11 @@ def failure(error: BaseException, text: str) -> ZbcError:
     return ZbcError("E703", f"{text}: {first}", details=details)
 
 
+def raised(error: BaseException) -> list[str]:
+    """What an error says, and where in code of users it comes from."""
+    return [f"{type(error).__name__}: {error}", *(of_error(error) if of_users(error) else ())]
+
+
 def of_users(error: BaseException) -> bool:
     """Whether an error comes through code that is neither zbc's, nor torch's, nor Python's own."""
     known = (str(_ZBC), _TORCH, sysconfig.get_path("stdlib"))

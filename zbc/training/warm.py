@@ -8,8 +8,7 @@ Afterwards weights, gradients, optimizers and buffers are as they were, bit by b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from zbc.plan.directory import judges
 from zbc.runtime.core import exhausted
 from zbc.runtime.core.answers import squares
 from zbc.runtime.core.optimizer import Masters, build_optimizer
-from zbc.runtime.core.remembered import present, put_back, renew
+from zbc.runtime.core.remembered import left_alone
 from zbc.runtime.core.route import KEEPS, stage_loss
 from zbc.runtime.core.slot import Slot, using
 from zbc.runtime.core.stage import Stage
@@ -55,7 +54,7 @@ def warm(worker: Worker) -> None:
 
 def _warm(worker: Worker, settings: Settings) -> None:
     losses: dict[int, Tensor | float] = {}
-    with _left_alone(worker):
+    with left_alone([place for stage in worker.stages.values() for place in stage.buffers]):
         for stage in worker.stages.values():
             with seeded(seed_of(settings.train.seed, "warm", stage.index)):
                 _compute(worker, stage, losses)
@@ -63,6 +62,8 @@ def _warm(worker: Worker, settings: Settings) -> None:
         _sum(worker, losses)
         for stage in worker.stages.values():
             _update(worker, stage, settings)
+    for optimizer in worker.optimizers.values():
+        optimizer.drop()
     if worker.evaluation is not None:
         with evaluating(worker):
             for stage in worker.stages.values():
@@ -73,20 +74,6 @@ def _warm(worker: Worker, settings: Settings) -> None:
     worker.transport.finish_step(drain=True)
     if worker.device.type == "cuda":
         torch.cuda.synchronize(worker.device)
-
-
-@contextmanager
-def _left_alone(worker: Worker) -> Iterator[None]:
-    """Afterwards nothing has a gradient, and places of buffers have what they had."""
-    places = [place for stage in worker.stages.values() for layer in stage.layers for place in layer.buffers]
-    before = present(places)
-    renew(places)  # what writes to them in place writes to copies
-    try:
-        yield
-    finally:
-        put_back(places, before)
-        for optimizer in worker.optimizers.values():
-            optimizer.drop()
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------
@@ -166,7 +153,7 @@ def _input(worker: Worker, stage: Stage) -> Tensor:
     if first and worker.batches is not None:
         look_up = worker.batches.inputs
         return _carried(worker, functools.partial(look_up, group=stage.reads) if stage.reads else look_up)
-    if stage.takes.dtype.is_floating_point or stage.takes.dtype.is_complex:
+    if stage.takes.numbers:
         return stage.arrived(stage.empty_input().normal_())
     return stage.arrived(stage.empty_input().zero_())
 

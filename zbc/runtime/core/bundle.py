@@ -98,16 +98,9 @@ class Packing(NamedTuple):
         found: tuple[Tensor, ...] = _Unpack.apply(self, carrier)  # type: ignore[no-untyped-call]
         return found
 
-    def example(self, device: torch.device) -> Tensor:
+    def example(self, device: torch.device | None = None) -> Tensor:
         """Tensors with numbers drawn for them, whole ones and masks zeros, packed."""
-        made = []
-        for part in self.parts:
-            shape, dtype = part.laid.spec
-            some = dtype.is_floating_point or dtype.is_complex
-            made.append(torch.randn(shape, dtype=dtype) if some else torch.zeros(shape, dtype=dtype))
-        carrier = torch.zeros(self.size)
-        _fill(self, carrier, made)
-        return carrier.to(device)
+        return _fill(self, torch.zeros(self.size), [part.laid.spec.drawn() for part in self.parts]).to(device)
 
     def widened(self, grad: Tensor) -> Tensor:
         """What came back as the gradient of all that was sent: zeros for the rest, which nobody reads."""
@@ -203,18 +196,20 @@ class Adapted:
                 raise ZbcError("E509", text, hint=hint)
 
 
-def adapt(name: str, module: nn.Module, ways: Ways, *, trial: bool = False) -> None:
-    """Let `module` take and return one tensor, where it has several."""
+def adapt(name: str, module: nn.Module, ways: Ways, *, trial: bool = False) -> nn.Module:
+    """Let `module` take and return one tensor, where it has several; it may have been adapted before."""
+    if isinstance(module.forward, Adapted):
+        module.forward = module.forward.forward
     if any(one is not None for way in ways.values() for one in way):
-        inner = module.forward.forward if isinstance(module.forward, Adapted) else module.forward
-        module.forward = Adapted(name, inner, ways, trial=trial)
+        module.forward = Adapted(name, module.forward, ways, trial=trial)
+    return module
 
 
 def is_adapted(module: nn.Module) -> bool:
     return isinstance(module.forward, Adapted)
 
 
-def example_for(module: nn.Module, device: torch.device) -> Tensor | None:
-    """Made-up input for a layer that takes several tensors; None for one that takes one."""
+def example_for(module: nn.Module, takes: TensorSpec) -> Tensor:
+    """Made-up input for a layer, on the CPU."""
     layout = module.forward.way[0] if isinstance(module.forward, Adapted) else None
-    return None if layout is None else layout.example(device)
+    return takes.drawn() if layout is None else layout.example()

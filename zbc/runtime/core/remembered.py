@@ -57,5 +57,15 @@ def as_before(buffers: Sequence[Place], before: Sequence[Kept]) -> Iterator[None
         put_back(buffers, now)
 
 
+@contextmanager
+def left_alone(buffers: Sequence[Place]) -> Iterator[None]:
+    """What runs in here writes to copies; afterwards places have what they had."""
+    before = renew(buffers)
+    try:
+        yield
+    finally:
+        put_back(buffers, before)
+
+
 def _copies(values: Sequence[Kept]) -> list[Kept]:
     return [value.clone() if isinstance(value, Tensor) else value for value in values]

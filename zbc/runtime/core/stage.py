@@ -225,6 +225,11 @@ class Stage:
         """The forward of each layer, and the layer where more is to be done."""
         return tuple((layer.call, None if layer.plain else layer) for layer in self.layers)
 
+    @property
+    def buffers(self) -> list[Place]:
+        """Where those are that forwards change."""
+        return [place for layer in self.layers for place in layer.buffers]
+
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """Of its layers."""

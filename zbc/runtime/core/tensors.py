@@ -36,6 +36,17 @@ class TensorSpec(NamedTuple):
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
+    @property
+    def numbers(self) -> bool:
+        """Whether gradients may flow through it."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def drawn(self, device: torch.device | None = None, *, below: int = 1) -> Tensor:
+        """Made-up numbers, drawn on the CPU; whole ones and masks are `below` it, from 0 on: by default zeros, which
+        every table knows."""
+        made = torch.randn(self.shape, dtype=self.dtype) if self.numbers else torch.randint(below, self.shape)
+        return made.to(device, self.dtype)
+
     def maker(self, device: torch.device) -> Callable[[], Tensor]:
         """Makes tensors like this with whatever in them, in two thirds of the time that torch.empty takes."""
         like = torch.empty((), dtype=self.dtype, device=device).expand(self.shape)  # takes no room itself

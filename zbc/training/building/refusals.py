@@ -12,8 +12,7 @@ from zbc.runtime.core.stage import Stage
 from zbc.training.building.context import Site
 from zbc.training.data.data import KINDS
 from zbc.training.models import model
-from zbc.training.probing.packable import try_packed, try_padding
-from zbc.training.probing.sliceable import refuse_others, try_layers, try_loss
+from zbc.training.probing.mixing import refuse_others, try_layers, try_loss, try_packed, try_padding
 
 
 def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
@@ -26,12 +25,12 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
             for what, found in (("inputs", site.samples.inputs(some)), ("targets", site.samples.targets(some))):
                 refuse_others(data, what, found, site.slices[-1].length)
         if users:
-            try_layers(site.layers, stages.values(), site.shapes, site.slices, settings.lowered)
+            try_layers(site, stages.values())
         if site.some_targets is not None:
             try_loss(name, loss, site.shapes.output, site.some_targets)
     if site.manifest.balance is not None:
         if users:
-            try_packed(site.layers, stages.values(), site.shapes, settings.lowered)
+            try_packed(site, stages.values())
         if site.some_targets is not None:
             try_padding(name, loss, site.shapes.output, site.some_targets)
     _refuse_pairs(site)

@@ -50,8 +50,7 @@ def build_stage(
     """
     layers, patches, low = list[StageLayer](), list[Patch](), dtype == "bfloat16"
     for plan in plans:
-        module = plan.build(seed)
-        adapt(plan.name, module, ways(plan.name))
+        module = adapt(plan.name, plan.build(seed), ways(plan.name))
         share(plan.name, module)
         module.to(device)
         seen = traits[plan.name]

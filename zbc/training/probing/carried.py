@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from zbc.job.userobject import FAILURES
 from zbc.runtime.core.bundle import example_for
 from zbc.runtime.core.private import tree_leaves
-from zbc.runtime.core.remembered import as_before, places, present
+from zbc.runtime.core.remembered import left_alone, places
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import seeded
+from zbc.training.probing.compare import OUTPUT, there_and_back
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
@@ -55,14 +56,13 @@ def carried(module: nn.Module, takes: TensorSpec) -> tuple[bool, bool]:
 
     `module` runs on the CPU and is used up. One that cannot run there is said to do neither.
     """
-    x, other = torch.zeros(takes.shape, dtype=takes.dtype), torch.ones(takes.shape, dtype=takes.dtype)
-    if x.is_floating_point() or x.is_complex():  # whole numbers stay words of any vocabulary
-        with seeded(0):
-            several = [example_for(module, x.device) for _ in range(2)]
-            x, other = (torch.randn_like(x) if one is None else one for one in several)
+    with seeded(0):
+        x, other = (example_for(module, takes) for _ in range(2))
+    other = other if takes.numbers else torch.ones_like(other)
     try:
         first = _there_and_back(copy.deepcopy(module), x, None)
-        _warm(module, other)
+        with torch.no_grad():  # a graph could not be copied
+            _forward(module, other, 2)  # which makes what only a first one makes
         alone = _there_and_back(copy.deepcopy(module), x, None)
     except FAILURES:
         return False, False
@@ -71,41 +71,31 @@ def carried(module: nn.Module, takes: TensorSpec) -> tuple[bool, bool]:
         again = _there_and_back(module, x, None)
     except FAILURES:  # autograd noticed that what it kept was overwritten
         return False, True
-    return not (_same(alone[0], first[0]) and _same(alone[0], again[0])), not all(map(_same, alone, apart))
+    y, *others = ({OUTPUT: found[OUTPUT]} for found in (alone, first, again))
+    return not all(_same(y, one) for one in others), not _same(alone, apart)
 
 
-def _warm(module: nn.Module, x: Tensor) -> None:
-    """A first forward, which makes what only that one makes; it leaves no graph, which could not be copied."""
-    buffers = places(module, [name for name, _ in module.named_buffers()])
-    with as_before(buffers, present(buffers)), seeded(2), torch.no_grad():
-        module(x.clone())
+def _there_and_back(module: nn.Module, x: Tensor, between: Tensor | None) -> dict[str, Tensor]:
+    """One forward and backward; the forward of `between` comes in between."""
 
-
-def _there_and_back(module: nn.Module, x: Tensor, between: Tensor | None) -> list[Tensor | None]:
-    """The output of a layer and the gradients of its input and parameters; the forward of `between` comes in between.
-
-    Every forward finds the same buffers.
-    """
-    buffers = places(module, [name for name, _ in module.named_buffers()])
-    before = present(buffers)
-
-    def forward(x: Tensor, seed: int) -> Tensor:
-        with as_before(buffers, before), seeded(seed):
-            y: Tensor = module(x.clone())
-            return y
-
-    module.zero_grad()
-    x = x.clone().requires_grad_(x.is_floating_point() or x.is_complex())
-    with torch.enable_grad(), seeded(3):
-        y = forward(x, 1)
+    def both(x: Tensor) -> Tensor:
+        y = _forward(module, x, 1)
         if between is not None:
-            forward(between.clone().requires_grad_(x.requires_grad), 2)
-        if y.requires_grad:
-            torch.autograd.backward(y, torch.ones_like(y))
-    return [y.detach().clone(), x.grad, *(parameter.grad for parameter in module.parameters())]
+            _forward(module, between.clone().requires_grad_(x.requires_grad), 2)
+        return y
+
+    with seeded(3):
+        return there_and_back(module, both, x.clone().requires_grad_(TensorSpec.of(x).numbers), torch.ones_like)
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one.nan_to_num(), other.nan_to_num())
+def _forward(module: nn.Module, x: Tensor, seed: int) -> Tensor:
+    """Every forward finds the same buffers."""
+    with left_alone(places(module, [name for name, _ in module.named_buffers()])), seeded(seed):
+        y: Tensor = module(x.clone())
+        return y
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(t.nan_to_num(), other[key].nan_to_num()) for key, t in one.items()
+    )

@@ -1,13 +1,45 @@
-"""How far two tensors are apart that should be the same up to rounding."""
+"""One way to run a user's layer with made-up numbers, and how far two tensors are apart that should be the same."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from zbc.runtime.core.slot import Slot, using
 
 ROUNDING = 1e-6  # what is said of a difference that is nothing but rounding
+OUTPUT = "its output"
+
+
+def there_and_back(
+    module: nn.Module,
+    call: Callable[[Tensor], Tensor],
+    x: Tensor,
+    grad_of: Callable[[Tensor], Tensor],
+    slot: Slot | None = None,
+) -> dict[str, Tensor]:
+    """One forward and backward of a layer by `call`: its output, and the gradients of input and parameters that there
+    are, by what they are called; W comes apart with a `slot`. `grad_of` makes the gradient of the output."""
+    module.zero_grad()
+    leaf = x.detach().requires_grad_(x.requires_grad)
+    with using(slot), torch.enable_grad():
+        y = call(leaf)
+    if y.requires_grad:
+        grad = grad_of(y)
+        with using(slot), torch.autograd.set_multithreading_enabled(False):  # as in a step
+            if slot is not None:
+                slot.split = True
+            y.backward(grad)  # type: ignore[no-untyped-call]
+            if slot is not None:
+                slot.run()
+    grads = {"its input": leaf.grad} | {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad()
+    return {OUTPUT: y.detach().clone().requires_grad_(y.requires_grad)} | {
+        f"the gradient of {name}": grad for name, grad in grads.items() if grad is not None
+    }
 
 
 def apart(plain: Tensor | None, found: Tensor | None, least: float = 0.0) -> float:

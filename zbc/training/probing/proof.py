@@ -8,25 +8,23 @@ buffers and random generators are left as they were.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from zbc.errors import ZbcError
-from zbc.runtime.core.remembered import present, put_back, renew
-from zbc.runtime.core.slot import Slot, using
+from zbc.runtime.core.remembered import left_alone
+from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import drawing, seed_of, seeded
 from zbc.training.models.compiled import first_line, not_compiled
-from zbc.training.probing.compare import apart, largest
+from zbc.training.probing.compare import OUTPUT, apart, largest, there_and_back
 
 # By dtype: how far two tensors may be apart, as a share of the largest number; and the share of the layer's largest
 # gradient up to which differences of gradients are rounding.
 TOLERANCE = {"float32": (1e-4, 1e-6), "bfloat16": (5e-2, 5e-3)}
-_OUTPUT = "its output"
 
 
 def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None] = lambda text: None) -> None:
@@ -37,11 +35,11 @@ def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None]
     """
     if all(layer.compiled is None for layer in stage.layers):
         return
-    with seeded(seed_of(stage.seed, "compile", stage.index)), _left_alone(stage), warnings.catch_warnings():
+    with seeded(seed_of(stage.seed, "compile", stage.index)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch.compile looks, and warns
         warnings.simplefilter("ignore", DeprecationWarning)  # of what it does itself
         came = stage.came
-        given = _example(stage.takes, stage.device) if came is None else came.example(stage.device)
+        given = stage.takes.drawn(stage.device) if came is None else came.example(stage.device)
         x = stage.arrived(given).requires_grad_(stage.flows)
         for layer in stage.layers:
             plain = _run(stage, layer, layer.module, x, None)
@@ -50,27 +48,7 @@ def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None]
                 _hold(layer, plain, _compiled(stage, layer, x, None), dtype, "backward in one")
                 if splits:
                     _hold(layer, plain, _compiled(stage, layer, x, Slot()), dtype, "B and W apart")
-            x = plain[_OUTPUT].detach().requires_grad_(plain[_OUTPUT].requires_grad)
-
-
-def _example(takes: TensorSpec, device: torch.device) -> Tensor:
-    """Numbers for a microbatch. Whole ones are zeros, which everything that looks them up knows."""
-    if takes.dtype.is_floating_point or takes.dtype.is_complex:
-        return torch.randn(takes.shape, dtype=takes.dtype).to(device)
-    return takes.empty(device).zero_()
-
-
-@contextmanager
-def _left_alone(stage: Stage) -> Iterator[None]:
-    """Afterwards parameters have no gradients, and places of buffers what they had."""
-    places = [place for layer in stage.layers for place in layer.buffers]
-    before = present(places)
-    try:
-        yield
-    finally:
-        put_back(places, before)
-        for layer in stage.layers:
-            layer.module.zero_grad()
+            x = plain[OUTPUT].detach().requires_grad_(plain[OUTPUT].requires_grad)
 
 
 def _compiled(stage: Stage, layer: StageLayer, x: Tensor, slot: Slot | None) -> dict[str, Tensor]:
@@ -96,35 +74,29 @@ def _compiled(stage: Stage, layer: StageLayer, x: Tensor, slot: Slot | None) -> 
 def _run(
     stage: Stage, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, slot: Slot | None
 ) -> dict[str, Tensor]:
-    """One forward and backward of a layer, of the buffers it has now: its output and the gradients there are."""
-    before = renew(layer.buffers)
-    leaf = x.detach().requires_grad_(x.requires_grad)
-    with using(slot), stage.autocast, drawing(stage.device, seed_of(stage.seed, "compile", layer.name)):
-        y = call(leaf.clone() if layer.traits.overwrites else leaf)
-    put_back(layer.buffers, before)
-    if y.requires_grad:
+    """One forward and backward of a layer, of the buffers it has now."""
+
+    def forward(leaf: Tensor) -> Tensor:
+        seed = seed_of(stage.seed, "compile", layer.name)
+        with left_alone(layer.buffers), stage.autocast, drawing(stage.device, seed):
+            return call(leaf.clone() if layer.traits.overwrites else leaf)
+
+    def grad(y: Tensor) -> Tensor:
         with seeded(seed_of(stage.seed, "gradient", layer.name)):
-            grad = torch.randn(y.shape, dtype=y.dtype).to(y.device)
-        with using(slot), torch.autograd.set_multithreading_enabled(False):  # as in a step
-            if slot is not None:
-                slot.split = True
-            y.backward(grad)  # type: ignore[no-untyped-call]
-            if slot is not None:
-                slot.run()
-    grads = {"its input": leaf.grad} | {name: p.grad for name, p in layer.module.named_parameters()}
-    layer.module.zero_grad()
-    return {_OUTPUT: y} | {f"the gradient of {name}": grad for name, grad in grads.items() if grad is not None}
+            return TensorSpec.of(y).drawn(y.device)
+
+    return there_and_back(layer.module, forward, x, grad, slot)
 
 
 def _hold(layer: StageLayer, plain: dict[str, Tensor], found: dict[str, Tensor], dtype: str, way: str) -> None:
     """Raise E511 unless both are the same up to rounding."""
     share, floor = TOLERANCE[dtype]
-    least = floor * max((largest(grad) for name, grad in plain.items() if name != _OUTPUT), default=0.0)
+    least = floor * max((largest(grad) for name, grad in plain.items() if name != OUTPUT), default=0.0)
     wrong = []
     for name in plain | found:
         one, other = plain.get(name), found.get(name)
         alike = one is not None and other is not None and one.dtype is other.dtype
-        if not alike or apart(one, other, 0.0 if name == _OUTPUT else least) > share:
+        if not alike or apart(one, other, 0.0 if name == OUTPUT else least) > share:
             wrong.append(name)
     if wrong:
         text = f"model: layer {layer.name} compiled ({way}) is not what it is uncompiled: {', '.join(wrong[:4])} differ"

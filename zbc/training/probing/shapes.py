@@ -259,8 +259,7 @@ class _Look(NamedTuple):
     rows: int | None
 
     def adapted(self, module: nn.Module, gives: Packing | None = None) -> nn.Module:
-        adapt(self.plan.name, module, {self.rows: (self.comes, gives)}, trial=True)
-        return module
+        return adapt(self.plan.name, module, {self.rows: (self.comes, gives)}, trial=True)
 
 
 def _ways(after: Mapping[str, tuple[str, ...]], seen: Mapping[str, _Seen]) -> dict[str, bool]:
@@ -320,17 +319,16 @@ def _output(
     except FAILURES as error:
         what = f"a tensor {look.takes.spec}" if look.comes is None else f"the tensors {look.comes}"
         text = f"run: layer {look.plan.name} cannot take {what}"
-        details = [f"{type(error).__name__}: {error}", *(frames.of_error(error) if frames.of_users(error) else ())]
         hint = "each layer takes what the layer before returns: the tensor, or those of a tuple as its arguments"
         if mixed:
             hint += '; with model.parameters = "bfloat16" its buffers stay as they are, try "float32"'
-        raise ZbcError("E505", text, hint=hint, details=details) from error
+        raise ZbcError("E505", text, hint=hint, details=frames.raised(error)) from error
 
 
 def with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
     """A layer of its own with initial weights; what the plan builds may be ready-made and in use."""
     with seeded(0):
-        built = copy.deepcopy(plan.build(0))
+        built = adapt(plan.name, copy.deepcopy(plan.build(0)), {})
     if lowered is not None:
         lower_precision(built.parameters(), lowered)
     return built
@@ -347,8 +345,7 @@ def _run(look: _Look, module: nn.Module, device: torch.device) -> tuple[Laid, _S
 def _looked_at(
     look: _Look, module: nn.Module, device: torch.device, gives: Packing | None = None
 ) -> tuple[Laid, _Seen]:
-    kind = look.takes.spec.dtype
-    differentiable = kind.is_floating_point or kind.is_complex
+    differentiable = look.takes.spec.numbers
     x = look.takes.zeros(device).requires_grad_(differentiable and look.flow)
     with torch.enable_grad():
         y, traits, made = observe(look.plan.name, look.adapted(module, gives), x)
@@ -362,8 +359,7 @@ def _looked_at(
 
 def _may_train(module: nn.Module, y: Tensor, flow: bool) -> bool:
     """Whether an output may want a gradient in some other forward: layers leave parts out at random, or by the data."""
-    numbers = y.dtype.is_floating_point or y.dtype.is_complex
-    return numbers and (flow or any(p.requires_grad for p in module.parameters()))
+    return TensorSpec.of(y).numbers and (flow or any(p.requires_grad for p in module.parameters()))
 
 
 def _packing(plan: LayerPlan, module: nn.Module, x: Tensor, y: tuple[object, ...]) -> Packing:

@@ -1,14 +1,17 @@
-"""Which layers of a user can run in slices of a sequence, and whether a loss can: tried with made-up numbers.
+"""Which layers of a user can run in slices of a sequence, or on rows of several samples, and whether a loss can: tried
+with made-up numbers.
 
 A layer can if it treats every token alone, or mixes tokens through `zbc.attention` only. So it is run on a short
-sequence as a whole and in slices; outputs and the gradients of inputs have to agree. Layers between which several
-tensors pass are tried together. Weights are initial ones and noise on top: what begins at 0 would hide what it mixes.
+sequence as a whole and in slices; outputs and the gradients of inputs have to agree. Or it is run on a row of two
+samples, of which one is another the second time: what comes out for the other one has to stay. Layers between which
+several tensors pass are tried together. Weights are initial ones and noise on top: what begins at 0 would hide what it
+mixes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -23,56 +26,60 @@ from zbc.runtime.core.route import slice_loss, stage_loss
 from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tensors import Loss, TensorSpec
 from zbc.runtime.features.added import Adding, adding_to
+from zbc.runtime.features.packing import packed
 from zbc.runtime.features.slicing import Inside, Part, Pasts, share_of, within
+from zbc.runtime.features.words import IGNORED
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training import frames
+from zbc.training.building.context import Site
 from zbc.training.models.model import LayerPlan
 from zbc.training.probing.compare import apart
-from zbc.training.probing.shapes import Shapes, with_values
+from zbc.training.probing.shapes import with_values
 
 TOKENS = 48  # of the made-up sequence, if the layers take one that short
 NOISE = 0.05
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest number; of others 5e-2
 ONE_SLICE = "or set schedule.slices = 1"
-_HINT = f"mix tokens through zbc.attention(q, k, v) only, which is causal, {ONE_SLICE}"
+_ONLY = "mix tokens through zbc.attention(q, k, v) only, which is causal"
+_HINT = f"{_ONLY}, {ONE_SLICE}"
+_MEAN = "return the mean over all tokens whose target is not -100"
+_ROWS = f'{_ONLY}, or set data.balance = "none"'
 _Tensors = tuple[Tensor, ...]
+Modules = list[tuple[str, nn.Module]]  # by name
 
 
-def try_layers(
-    plans: Sequence[LayerPlan],
-    stages: Iterable[Stage],
-    shapes: Shapes,
-    parts: Sequence[Part],
-    lowered: torch.dtype | None,
+def try_layers(site: Site, stages: Iterable[Stage]) -> None:
+    """Raise E512 for a layer of these stages that does not do in slices what it does as a whole."""
+    layers = [layer for stage in stages for layer in stage.layers]
+    for layer in layers:
+        _refuse_memory(layer)
+    _try_each(site, layers, "slices", functools.partial(_try, parts=site.slices))
+
+
+def try_packed(site: Site, stages: Iterable[Stage]) -> None:
+    """Raise E512 for a layer of these stages in which samples of one row see each other."""
+    _try_each(site, [layer for stage in stages for layer in stage.layers], "rows", _try_rows)
+
+
+def _try_each(
+    site: Site, layers: Iterable[StageLayer], what: str, attempt: Callable[[Modules, TensorSpec], None]
 ) -> None:
-    """Raise E512 for a layer of these stages that does not do in slices what it does as a whole; `plans` are all
-    layers."""
-    mine = {layer.name: layer for stage in stages for layer in stage.layers}
-    known = set[object]()
-    for group in groups_of(plans, shapes):
-        held = [mine[plan.name] for plan in group if plan.name in mine]
-        if not held:
-            continue
-        for layer in held:
-            _refuse_memory(layer)
-        what = shapes.before[group[0].name], tuple(map(_signature, held)) if len(held) == len(group) else group[0].name
-        if what in known:
-            continue
-        known.add(what)
-        # What layers add to the loss is of each slice, as of each microbatch; it need not be that of the whole.
-        with seeded(seed_of("slices")), adding_to(Adding(0.0)):
-            modules = [(plan.name, made_noisy(with_values(plan, lowered))) for plan in group]
-            _try(modules, shapes.before[group[0].name].spec, parts)
-
-
-def groups_of(plans: Sequence[LayerPlan], shapes: Shapes) -> Iterator[list[LayerPlan]]:
-    """Neighbours between which several tensors pass, together."""
+    """Try these layers, each kind once, together with those between which and them several tensors pass."""
+    mine, known = {layer.name: layer for layer in layers}, set[object]()
     group: list[LayerPlan] = []
-    for plan in plans:
+    for plan in site.layers:
         group.append(plan)
-        if shapes.packed[plan.name][1] is None:
-            yield group
-            group = []
+        if site.shapes.packed[plan.name][1] is not None:
+            continue
+        first, held = group[0].name, [mine[one.name] for one in group if one.name in mine]
+        takes = site.shapes.before[first]
+        kind = takes, tuple(map(_signature, held)) if len(held) == len(group) else first
+        if held and kind not in known:
+            known.add(kind)
+            # What layers add to the loss is of each slice, as of each microbatch; it need not be that of the whole.
+            with seeded(seed_of(what)), adding_to(Adding(0.0)):
+                attempt([(one.name, _made_noisy(with_values(one, site.settings.lowered))) for one in group], takes.spec)
+        group = []
 
 
 def _refuse_memory(layer: StageLayer) -> None:
@@ -92,7 +99,7 @@ def _signature(layer: StageLayer) -> str:
     return repr((inner, sizes))
 
 
-def made_noisy(module: nn.Module) -> nn.Module:
+def _made_noisy(module: nn.Module) -> nn.Module:
     """Without dropout, and with weights that hide nothing."""
     for inner in module.modules():
         if isinstance(inner, Dropouts):
@@ -110,12 +117,11 @@ def made_noisy(module: nn.Module) -> nn.Module:
 # ---- layers --------------------------------------------------------------------------------------------------
 
 
-def _try(modules: list[tuple[str, nn.Module]], takes: TensorSpec, parts: Sequence[Part]) -> None:
+def _try(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> None:
     """On a short sequence, or on one as long as in training if the layers take no other."""
     length, names = parts[-1].length, modules[-1][0]
-    short = _cut(min(TOKENS, length))
     try:
-        found, wanted = _both(modules, takes, short)
+        found, wanted = _both(modules, takes, _cut(min(TOKENS, length)))
     except ZbcError:
         raise
     except FAILURES:
@@ -125,8 +131,7 @@ def _try(modules: list[tuple[str, nn.Module]], takes: TensorSpec, parts: Sequenc
             raise
         except FAILURES as error:
             text = f"model: layer {names} cannot run in slices of a sequence of {length} tokens"
-            details = [f"{type(error).__name__}: {error}", *(frames.of_error(error) if frames.of_users(error) else ())]
-            raise ZbcError("E512", text, hint=_HINT, details=details) from error
+            raise ZbcError("E512", text, hint=_HINT, details=frames.raised(error)) from error
     for (what, one), (_, other) in zip(found, wanted, strict=True):
         if one.shape != other.shape:
             text = f"{what}: of shape {list(one.shape)} in slices, {list(other.shape)} as a whole"
@@ -147,28 +152,26 @@ def _cut(length: int) -> list[Part]:
 Named = list[tuple[str, Tensor]]  # what it is, and the tensor, whose first dimension is the tokens
 
 
-def _both(modules: list[tuple[str, nn.Module]], takes: TensorSpec, parts: Sequence[Part]) -> tuple[Named, Named]:
+def _both(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> tuple[Named, Named]:
     """What comes out in slices, and as a whole: outputs of all layers, then the gradient of the input."""
     length = parts[-1].length
     shape = (takes.shape[0], length, *takes.shape[2:])
-    drawn = takes.dtype.is_floating_point or takes.dtype.is_complex
-    x = torch.randn(shape, dtype=takes.dtype) if drawn else torch.randint(0, 2, shape).to(takes.dtype)
+    drawn, x = takes.numbers, takes._replace(shape=shape).drawn(below=2)
     leaf = x.clone().requires_grad_(drawn)
-    whole = forward_of(modules, leaf, None)
-    if not torch.equal(whole[-1][-1], forward_of(modules, leaf, None)[-1][-1]):
+    whole = _forward_of(modules, leaf)
+    if not torch.equal(whole[-1][-1], _forward_of(modules, leaf)[-1][-1]):
         return [], []  # it draws random numbers, and nobody can tell what is what
-    grad = torch.randn(whole[-1][-1].shape, dtype=whole[-1][-1].dtype)
+    grad = TensorSpec.of(whole[-1][-1]).drawn(below=2)
     pasts: Pasts = {}
     leaves = [part.of(x).clone().requires_grad_(drawn) for part in parts]
-    cut = [forward_of(modules, one, Inside(part, pasts)) for one, part in zip(leaves, parts, strict=True)]
+    cut = [_forward_of(modules, one, Inside(part, pasts)) for one, part in zip(leaves, parts, strict=True)]
     found, wanted = Named(), Named()
     for index, (name, _) in enumerate(modules):
         for place, output in enumerate(whole[index]):
             along = 1 if output.dim() > 1 and output.shape[1] == length else 0
             if output.shape[along : along + 1] != (length,):
                 if index == len(modules) - 1:
-                    text = f"model: layer {name} returns {TensorSpec.of(output)} for {length} tokens: none for each"
-                    raise ZbcError("E512", text, hint=_HINT)
+                    raise _none_for_each(name, output, length, _HINT)
                 continue
             what = f"{name} mixes tokens of different slices"
             joined = torch.cat([one[index][place].detach() for one in cut], along)
@@ -184,11 +187,16 @@ def _both(modules: list[tuple[str, nn.Module]], takes: TensorSpec, parts: Sequen
     return found, wanted
 
 
+def _none_for_each(name: str, output: Tensor, length: int, hint: str) -> ZbcError:
+    text = f"model: layer {name} returns {TensorSpec.of(output)} for {length} tokens: none for each"
+    return ZbcError("E512", text, hint=hint)
+
+
 def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def forward_of(modules: list[tuple[str, nn.Module]], x: Tensor, inside: Inside | None) -> list[_Tensors]:
+def _forward_of(modules: Modules, x: Tensor, inside: Inside | None = None) -> list[_Tensors]:
     """What each layer returns."""
     given: _Tensors = (x,)
     found = []
@@ -206,6 +214,29 @@ def _first_row(one: Tensor, other: Tensor) -> int:
         if not apart(b, a) <= TOLERANCE.get(b.dtype, 5e-2):
             return row
     return 0
+
+
+def _try_rows(modules: Modules, takes: TensorSpec) -> None:
+    name, length = modules[-1][0], takes.shape[1]
+    cut = max(1, length // 3)
+    ends = ((cut, length - cut),) * takes.shape[0] if length > 1 else ((1,),) * takes.shape[0]
+    one = takes.drawn(below=2)
+    other = takes.drawn() if takes.numbers else 1 - one
+    try:
+        with packed(ends), torch.no_grad():
+            whole = _forward_of(modules, one)[-1][-1]
+            if length == 1 or not torch.equal(whole, _forward_of(modules, one)[-1][-1]):
+                return  # it draws random numbers, and nobody can tell what is what
+            first = _forward_of(modules, torch.cat([other[:, :cut], one[:, cut:]], 1))[-1][-1]
+            second = _forward_of(modules, torch.cat([one[:, :cut], other[:, cut:]], 1))[-1][-1]
+    except FAILURES as error:
+        text = f"model: layer {name} cannot run on rows of several samples"
+        raise ZbcError("E512", text, hint=_ROWS, details=frames.raised(error)) from error
+    if whole.dim() < 2 or whole.shape[1] != length:
+        raise _none_for_each(name, whole, length, _ROWS)
+    near = TOLERANCE.get(whole.dtype, 5e-2)
+    if not (apart(whole[:, cut:], first[:, cut:]) <= near and apart(whole[:, :cut], second[:, :cut]) <= near):
+        raise ZbcError("E512", f"model: in layer {name} samples of one row see each other", hint=_ROWS)
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------
@@ -228,8 +259,20 @@ def try_loss(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> None
     if not same and not (apart(whole, added) <= 1e-3 and apart(wanted, found) <= 1e-3):
         text = f"model: {name} is no mean over tokens: a microbatch has {whole.item():.6g}, its slices have"
         text += f" {added.item():.6g} in sum"
-        hint = "return the mean over all tokens whose target is not -100, each token's part its own"
-        raise ZbcError("E513", text, hint=f"{hint}, {ONE_SLICE}")
+        raise ZbcError("E513", text, hint=f"{_MEAN}, each token's part its own, {ONE_SLICE}")
+
+
+def try_padding(name: str, loss: Loss, output: TensorSpec, target: Tensor) -> None:
+    """Raise E513 for a loss in which targets of padding count; `target` (rows, tokens, ...) is a real one."""
+    target = target.clone()
+    half = max(1, target.shape[1] // 2)
+    target[:, half:] = IGNORED
+    with seeded(seed_of("rows")):
+        made = torch.randn((len(target), target.shape[1], *output.shape[2:]), dtype=output.dtype)
+    whole, part = stage_loss(loss, target, made), stage_loss(loss, target[:, :half], made[:, :half])
+    if not ((whole.isnan() and part.isnan()) or apart(whole, part) <= 1e-3):
+        text = f"model: {name} is {whole.item():.6g} with padding behind the samples, {part.item():.6g} without"
+        raise ZbcError("E513", text, hint=f'{_MEAN}, or set data.balance = "none"')
 
 
 def refuse_others(name: str, what: str, found: Tensor, length: int) -> None:
