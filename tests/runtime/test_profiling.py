@@ -26,6 +26,7 @@ from zbc.job.profile import Profile, spread
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.tensors import TensorSpec
+from zbc.training import devices
 from zbc.training.models.model import LayerPlan
 from zbc.training.profiling import slices, times, words
 from zbc.training.profiling.alike import chain, describe, kinds
@@ -417,7 +418,7 @@ def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
     """Each op takes as long as it has tokens, and a tenth of those before them, on a clock that nothing else moves."""
     rig = build_rig(job(model={"seq_len": 24}, schedule={"slices": 2}, data={"kind": "synthetic"}), CPU)
     now = [0.0]
-    monkeypatch.setattr(slices.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: now[0])
     real = slices._measured
 
     def measured(rig, device, cuts):
@@ -456,7 +457,7 @@ def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
 def test_a_job_whose_ranks_may_share_the_vocabulary_has_their_shares_measured(monkeypatch):
     """On a clock that moves by one at each look every op takes one tick, whatever it does."""
     ticks = itertools.count()
-    monkeypatch.setattr(words.time, "perf_counter", lambda: next(ticks) / 1e3)
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(ticks) / 1e3)
     called = Counter()
     for owner, name in ((words.Output, "tell"), (words.Output, "learn"), (words.Embedding, "learn")):
         inner = getattr(owner, name)

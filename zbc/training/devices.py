@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from zbc.errors import ZbcError
 from zbc.text import size
+
+T = TypeVar("T")
+
+
+def settled(device: torch.device) -> None:
+    """Wait until a device has done what it was told to; on a CPU it has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def timed(device: torch.device, call: Callable[[], T], into: list[float]) -> T:
+    """What `call` returns; how long it takes, in ms, goes `into` a list."""
+    settled(device)
+    began = time.perf_counter()
+    found = call()
+    settled(device)
+    into.append((time.perf_counter() - began) * 1e3)
+    return found
 
 
 def place(local_rank: int) -> torch.device:

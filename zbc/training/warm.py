@@ -33,6 +33,7 @@ from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.network import directions, of_replica, rounds
 from zbc.runtime.transports.transport import Letter
+from zbc.training import devices
 from zbc.training.building.context import LOWERED, Settings
 from zbc.training.data.prefetch import AHEAD
 from zbc.training.evaluate import evaluating
@@ -72,8 +73,7 @@ def _warm(worker: Worker, settings: Settings) -> None:
     _signal(worker)
     _transfer(worker)
     worker.transport.finish_step(drain=True)
-    if worker.device.type == "cuda":
-        torch.cuda.synchronize(worker.device)
+    devices.settled(worker.device)
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from zbc.ir import Kind, Message, Op, Placement, Program
 from zbc.job.profile import Copy, LinkProfile, Point, spread
 from zbc.plan.directory import Manifest, assemble
 from zbc.runtime.transports.network import Network
+from zbc.training.devices import settled
 from zbc.training.profiling.statistics import quick
 
 _BUSY = 0.002  # seconds that the sender computes
@@ -50,7 +51,7 @@ class Pair:
             self._meet()
             began = time.perf_counter()
             self._network.all_reduce(vector, (0, 1))
-            self._wait()
+            settled(self.device)
             samples["agree"].append(1e6 * (time.perf_counter() - began))
         return dict(found)
 
@@ -66,7 +67,7 @@ class Pair:
             found["post"].append(1e6 * (time.perf_counter() - began))
             self._meet()
             network.wait(message)
-            self._wait()
+            settled(self.device)
             found[str(size)].append(1e6 * (time.perf_counter() - float(tensor[0])))
         else:
             self._meet()
@@ -74,7 +75,7 @@ class Pair:
             while (began := time.perf_counter()) < end:
                 pass
             tensor[0] = began
-            self._wait()
+            settled(self.device)
             network.send(message, tensor, 1)
             found["send"].append(1e6 * (time.perf_counter() - began))
         network.finish_step()
@@ -95,31 +96,22 @@ class Pair:
 
     def _meet(self) -> None:
         self._network.all_reduce(torch.zeros(1, device=self.device), (0, 1))
-        self._wait()
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        settled(self.device)
 
 
 def sums_of(rank: int, count: int, device: torch.device, sizes: Sequence[int], rounds: int) -> Samples:
     """us of a sum over all `count` ranks, as they meet inside of ops, by its bytes; some follow one another."""
-    network, everyone, found = (
-        Network(_manifest(1, tp=count), device, timedelta(seconds=300)),
-        (*range(count),),
-        Samples(),
-    )
+    network, everyone = Network(_manifest(1, tp=count), device, timedelta(seconds=300)), (*range(count),)
+    found = Samples()
     for number in range(_WARM_UP + rounds):
         for size in sizes:
             tensor = torch.zeros(-(-size // 4), device=device)
             network.all_reduce(tensor, everyone)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            settled(device)
             began = time.perf_counter()
             for _ in range(_IN_A_ROW):
                 network.start_sum(tensor, everyone).wait()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            settled(device)
             took = 1e6 * (time.perf_counter() - began) / _IN_A_ROW
             if number >= _WARM_UP:
                 found.setdefault(str(size), []).append(took)
@@ -150,10 +142,8 @@ def fit(samples: Mapping[str, Sequence[float]]) -> LinkProfile | None:
     What the sender's call takes is not part of it, since that is the rank's own time. Least squares of relative errors,
     so that small messages count as much as large ones.
     """
-    less, found = (
-        quick(samples.get("send", ())),
-        {int(size): times for size, times in samples.items() if size.isdigit()},
-    )
+    less = quick(samples.get("send", ()))
+    found = {int(size): times for size, times in samples.items() if size.isdigit()}
     if not found:
         return None
     points = [Point(bytes=n, us=max(0.1, median(us) - less), spread=spread(us)) for n, us in sorted(found.items())]

@@ -5,9 +5,9 @@ A built-in family's block runs on its sequences whole and in 2, 4 and 8 even sli
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from zbc.ir import Op
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.state import Worker
+from zbc.training.devices import timed
 from zbc.training.profiling.rig import Rig
 from zbc.training.profiling.statistics import quick
 
@@ -46,19 +47,15 @@ def _measured(rig: Rig, device: torch.device, cuts: list[int]) -> dict[tuple[int
     worker, stage = rig.worker(device, microbatches=2, cuts=cuts), rig.kinds.index(BLOCK)
     took: dict[tuple[int, str], list[float]] = defaultdict(list)
 
-    def timed(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
+    def around(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
         def run(worker: Worker, op: Op) -> None:
-            _wait(device)
-            began = time.perf_counter()
-            handler(worker, op)
-            _wait(device)
-            if op.mb:  # the first microbatch makes the gradients
-                took[op.slice, op.kind.value.lower()].append((time.perf_counter() - began) * 1e3)
+            into = took[op.slice, op.kind.value.lower()] if op.mb else []  # the first microbatch makes the gradients
+            timed(device, partial(handler, worker, op), into)
 
         return run
 
     worker.script[:] = [
-        (timed(handler) if op.kind.computes and op.stage == stage else handler, op, text)
+        (around(handler) if op.kind.computes and op.stage == stage else handler, op, text)
         for handler, op, text in worker.script
     ]
     run_step(worker, 0)
@@ -67,8 +64,3 @@ def _measured(rig: Rig, device: torch.device, cuts: list[int]) -> dict[tuple[int
         run_step(worker, step)
     worker.close()
     return took
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from zbc.job.links import LinkTable
 from zbc.runtime.transports.network import bind_loopback
+from zbc.training.devices import settled
 
 _SMALL, _LARGE = 256, 4 << 20  # bytes
 _WARM_UP = 2
@@ -61,8 +62,7 @@ def _trip(other: int, first: bool, size: int, where: torch.device, rounds: int) 
         else:
             dist.recv(tensor, other)
             dist.send(tensor, other)
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
+        settled(where)
         took.append((time.perf_counter() - began) / 2)
     return median(took[_WARM_UP:])
 

@@ -18,6 +18,7 @@ from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.optimizer import Masters, build_optimizer
 from zbc.runtime.core.state import Worker
 from zbc.training.building.context import LOWERED
+from zbc.training.devices import timed
 from zbc.training.profiling.rig import FUSED, IDLE, SPLIT, Rig
 
 WARM_UP = 2  # rounds that do not count
@@ -109,12 +110,4 @@ class Stopwatch:
         return run
 
     def _measure(self, stage: int, name: str, call: Callable[[], object]) -> None:
-        self._wait()
-        began = time.perf_counter()
-        call()
-        self._wait()
-        self._took[stage, name].append((time.perf_counter() - began) * 1e3)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        timed(self.device, call, self._took[stage, name])

@@ -14,15 +14,13 @@ from torch import Tensor
 from zbc.ir import Kind, Op
 from zbc.job.profile import LayerBytes
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.core.optimizer import Masters
-from zbc.runtime.core.private import tree_leaves
 from zbc.runtime.core.route import stage_loss
 from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.profiling.rig import Rig
-from zbc.training.recording.measure import Ledger, Reading, Scale
+from zbc.training.recording.measure import Ledger, Reading, Scale, categories
 
 Handler = Callable[[Worker, Op], None]
 _APART, _WHOLE = 1, 2  # microbatches with B and W apart, and in one, after the one that makes the gradients
@@ -106,8 +104,7 @@ def _gradients(worker: Worker) -> dict[int, int]:
     found: dict[int, int] = {}
 
     def look(worker: Worker, op: Op) -> None:
-        for stage, optimizer in worker.optimizers.items():
-            found[stage] = _size(p.grad for p in optimizer.parameters.values() if p.grad is not None)
+        found.update({stage: _held(worker, stage)["gradients"] for stage in worker.stages})
 
     at = next(index for index, (_, op, _) in enumerate(worker.script) if op.kind is Kind.VALIDATE)
     worker.script.insert(at, (look, worker.script[at][1], "look"))
@@ -130,11 +127,7 @@ def _layer(
     keeps = _keeps(of, rig.inputs[stage], worker, last=given is None)
     # B ends with the gradient it hands on, without the one it got.
     after = b.held + (0 if stage == 0 else entry) - result
-    optimizer = worker.optimizers[stage]
-    masters = optimizer.masters.values() if isinstance(optimizer, Masters) else ()
-    state = [] if optimizer.optimizer is None else tree_leaves(list(optimizer.optimizer.state.values()))
-    casts = (cast.low for cast in of.casts if cast.low is not None)
-    buffers = (buffer for layer in of.layers for buffer in layer.module.buffers())
+    held = _held(worker, stage)
     trained = [p.numel() for p in of.parameters.values() if p.requires_grad]
     return LayerBytes(
         input=entry,
@@ -156,11 +149,11 @@ def _layer(
         rise_b=first[Op(Kind.B, stage, _APART)].rise,
         rise_w=first[Op(Kind.W, stage, _APART)].rise,
         rise_bw=first[Op(Kind.BW, stage, _WHOLE)].rise,
-        weights=_size([*of.parameters.values(), *buffers, *casts]),
+        weights=held["weights"],
         gradients=gradients,
         gradients_b=first[Op(Kind.B, stage, _APART)].came,
-        masters=_size(masters),
-        optimizer=_size(leaf for leaf in state if isinstance(leaf, Tensor)),
+        masters=held["masters"],
+        optimizer=held["optimizer"],
         largest=max((p.numel() for p in of.parameters.values()), default=0),
         pair=max((before + 2 * one for before, one in pairwise([0, *trained])), default=0),
         ends=[trained[0], trained[-1]] if trained else [],
@@ -207,7 +200,7 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _K
         del tape, grad, leaf, x
         left = set(ledger.sizes)
         sizes |= ledger.sizes
-        own = ledger.numbers(_own(stage))
+        own = ledger.numbers(t for _, tensors in _categories(worker, stage.index) for t in tensors)
         slot.run()
     for p in stage.parameters.values():
         p.grad = None
@@ -215,21 +208,19 @@ def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _K
     return _Kept(kept_b, kept_w, bool(given & alive), bool(made & alive), bool(came & left))
 
 
-def _own(stage: Stage) -> Iterator[Tensor]:
-    """What is in another category than activations."""
-    for p in stage.parameters.values():
-        yield p
-        if p.grad is not None:
-            yield p.grad
-    yield from (buffer for layer in stage.layers for buffer in layer.module.buffers())
-    yield from (cast.low for cast in stage.casts if cast.low is not None)
-
-
 def _bytes(spec: TensorSpec) -> int:
     return torch.Size(spec.shape).numel() * spec.dtype.itemsize
 
 
-def _size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of tensors, each counted once."""
-    found = {id(storage): storage.nbytes() for tensor in tensors for storage in [tensor.untyped_storage()]}
-    return sum(found.values())
+def _categories(worker: Worker, stage: int) -> Iterator[tuple[str, list[Tensor]]]:
+    return categories([worker.stages[stage]], [worker.optimizers[stage]])
+
+
+def _held(worker: Worker, stage: int) -> dict[str, int]:
+    """Bytes of each category of a stage, each storage counted once."""
+    found, seen = dict[str, int](), set[int]()
+    for name, tensors in _categories(worker, stage):
+        storages = {id(storage): storage.nbytes() for t in tensors for storage in [t.untyped_storage()]}
+        found[name] = sum(size for key, size in storages.items() if key not in seen)
+        seen |= storages.keys()
+    return found

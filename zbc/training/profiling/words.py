@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -14,12 +11,12 @@ from torch import nn
 from zbc.job.profile import WordTimes
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.words import combine
+from zbc.training.devices import timed
 from zbc.training.profiling.rig import Rig
 from zbc.training.profiling.statistics import quick
 
 ROUNDS = 9  # after two that warm up
 WARM_UP = 2
-_Made = TypeVar("_Made")
 
 
 def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
@@ -41,25 +38,12 @@ def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
     hidden, weight = drawn(tokens, model.hidden), torch.tensor(1.0 / tokens, device=device)
     took = defaultdict[str, list[float]](list)
 
-    def timed(name: str, run: Callable[[], _Made]) -> _Made:
-        _wait(device)
-        began = time.perf_counter()
-        made = run()
-        _wait(device)
-        took[name].append((time.perf_counter() - began) * 1e3)
-        return made
-
     for _ in range(WARM_UP + ROUNDS):
         for sums in (1, 2):
-            told = timed(f"s{sums}", partial(output.tell, hidden, words, weight, 1.0, early=sums == 1))
+            told = timed(device, partial(output.tell, hidden, words, weight, 1.0, early=sums == 1), took[f"s{sums}"])
             log, _ = combine(told.mine[None])
-            timed(f"t{sums}", partial(output.learn, told, log, part=sums == 2))
-        looked, _ = timed("i", partial(embedding.look_up, words))
-        timed("e", partial(embedding.learn, looked, hidden))
+            timed(device, partial(output.learn, told, log, part=sums == 2), took[f"t{sums}"])
+        looked, _ = timed(device, partial(embedding.look_up, words), took["i"])
+        timed(device, partial(embedding.learn, looked, hidden), took["e"])
     times = {name: quick(found[WARM_UP:]) for name, found in took.items()}
     return WordTimes(rows=rows, s=[times["s1"], times["s2"]], t=[times["t1"], times["t2"]], i=times["i"], e=times["e"])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

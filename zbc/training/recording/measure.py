@@ -36,8 +36,11 @@ from torch import Tensor
 
 from zbc.ir import Kind, Message, Op
 from zbc.runtime.core.clock import Clock
+from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.private import TorchDispatchMode, shares_memory, tree_leaves
 from zbc.runtime.core.route import Edges, Here
+from zbc.runtime.core.split import SplitLinear
+from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.offload import Offloads
@@ -314,17 +317,24 @@ class Scale:
         self.held.raise_to(found if not reading.op.kind.is_transfer else RankBytes(peak=found.peak))
 
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
-        stages, optimizers = self.worker.stages.values(), self.worker.optimizers.values()
         shared = self.worker.features.find(Vocabulary)
-        parameters = [p for one in optimizers for p in one.parameters.values()]
-        buffers = [b for stage in stages for layer in stage.layers for b in layer.module.buffers()]
-        casting = [cast for stage in stages for cast in stage.casts] + ([] if shared is None else [shared.output.cast])
-        casts = [cast.low for cast in casting if cast.low is not None]
-        updated = [one.optimizer for one in optimizers if one.optimizer is not None]
-        yield "weights", [*parameters, *buffers, *casts]
-        yield "gradients", [p.grad for p in parameters if p.grad is not None]
-        yield "masters", [p for one in updated for group in one.param_groups for p in group["params"]]
-        yield "optimizer", [leaf for one in updated for leaf in tree_leaves(one.state) if isinstance(leaf, Tensor)]
+        casts = () if shared is None else (shared.output.cast,)
+        return categories(self.worker.stages.values(), self.worker.optimizers.values(), casts)
+
+
+def categories(
+    stages: Iterable[Stage], optimizers: Iterable[StageOptimizer], casts: Iterable[SplitLinear] = ()
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """What stages and optimizers hold between ops, but for activations; a tensor counts where it comes first."""
+    stages, optimizers = list(stages), list(optimizers)
+    parameters = [p for one in optimizers for p in one.parameters.values()]
+    buffers = [b for stage in stages for layer in stage.layers for b in layer.module.buffers()]
+    casting = [*casts, *(cast for stage in stages for cast in stage.casts)]
+    updated = [one.optimizer for one in optimizers if one.optimizer is not None]
+    yield "weights", [*parameters, *buffers, *(cast.low for cast in casting if cast.low is not None)]
+    yield "gradients", [p.grad for p in parameters if p.grad is not None]
+    yield "masters", [p for one in updated for group in one.param_groups for p in group["params"]]
+    yield "optimizer", [leaf for one in updated for leaf in tree_leaves(one.state) if isinstance(leaf, Tensor)]
 
 
 class _Begins:
