@@ -147,8 +147,8 @@ BUGS = (
     ),
     Bug(
         "a weight that two stages share counts twice in the norm",
-        "zbc/runtime/core/answers.py",
-        "if name not in worker.tied or worker.tied[name][0] in own}",
+        "zbc/runtime/features/ties.py",
+        "if name not in self.homes or self.homes[name][0] in own}",
         "if name in found}",
         (RUNTIME + "test_copies.py",),
     ),

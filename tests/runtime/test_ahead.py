@@ -21,6 +21,7 @@ from zbc.ir import Kind, Op
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import finish, run_step
 from zbc.runtime.core.state import Worker
+from zbc.runtime.core.stores import leftovers
 from zbc.runtime.features.ahead import Ahead
 from zbc.runtime.transports.hub import Hub
 from zbc.runtime.transports.transport import Signal
@@ -210,7 +211,7 @@ def buffers(worker: Worker) -> list[torch.Tensor]:
 
 def test_nothing_is_kept_of_a_step_when_it_is_over():
     for worker in run_threads(plan_for("zb-v", 2, "post-validate", "adamw"), 2):
-        assert worker.phase_run.ending.pending is None and not worker.leftovers() and not worker.renamed
+        assert worker.phase_run.ending.pending is None and not leftovers(worker) and not worker.renamed
         assert all(p.grad is None for stage in worker.stages.values() for p in stage.parameters.values())
 
 

@@ -15,6 +15,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op, Placement
 from zbc.runtime import handlers
 from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.stores import leftovers
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.transports.hub import Hub
 
@@ -127,7 +128,7 @@ def test_stores_fill_and_empty_as_ops_run():
         [[], [], [], [1]],
         *[[[], [], [], []]] * 2,
     ]
-    assert worker.leftovers() == []
+    assert leftovers(worker) == []
 
 
 def test_an_output_is_gone_after_its_send_and_the_graph_after_b():

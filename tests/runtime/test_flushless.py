@@ -14,6 +14,7 @@ from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.ir import NEXT, Kind, Op
+from zbc.runtime.core.stores import leftovers
 from zbc.runtime.features import cycle
 from zbc.runtime.features.versions import TwoVersions
 
@@ -38,7 +39,7 @@ def check(plan, steps, *, tolerance=0.0, **options):
     assert [one.step for one in workers[0].results] == list(range(steps))
     hold(workers, wanted, tolerance=tolerance)
     for worker in workers:
-        assert worker.leftovers() == []
+        assert leftovers(worker) == []
         assert [one.loss for one in worker.results] == losses_of(workers)
     return workers
 

@@ -21,6 +21,7 @@ from zbc.compiler.check.forward import check_forward
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement
 from zbc.plan.forward import forward_only
+from zbc.runtime.core.stores import leftovers
 from zbc.runtime.features import vocabulary, words
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.vocabulary_state import Vocabulary
@@ -180,7 +181,7 @@ def test_logits_are_gone_after_t():
     finally:
         gc.enable()
     assert alive == [0] and 1 <= most[0] <= 2
-    assert not worker.leftovers()
+    assert not leftovers(worker)
 
 
 # ---- evaluation ----------------------------------------------------------------------------------------------

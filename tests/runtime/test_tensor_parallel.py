@@ -18,7 +18,7 @@ from zbc.errors import ZbcError
 from zbc.job.model_section import Model
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features import tensor_parallel
-from zbc.runtime.features.tensor_parallel import Cut, Group
+from zbc.runtime.features.tensor_parallel import Cut, Group, SharedLayers
 from zbc.runtime.features.words import IGNORED
 from zbc.runtime.transports.hub import Hub, HubTransport
 from zbc.training.models import model as models
@@ -65,7 +65,7 @@ def hold_parts(shared, alone, **tolerances):
     """Each rank has its part of the weights of one process; what is whole is alike on all, and returned by name."""
     whole, seen = dict(alone.stages[0].parameters), {}
     for worker, name, parameter in each_parameter(shared):
-        cut = worker.cuts.get(name)
+        cut = worker.features.of(SharedLayers).cuts.get(name)
         if cut is None:
             assert torch.equal(seen.setdefault(name, parameter), parameter), name
         if tolerances:
@@ -128,7 +128,10 @@ def test_weights_are_those_of_one_process_and_what_is_whole_stays_alike(tmp_path
     shared = run_threads(plan_of(tmp_path / "tp", "zb-h1", tp=2), 3)
     (alone,) = run_threads(plan_of(tmp_path / "one", pp=1), 3)
     seen = hold_parts(shared, alone, rtol=1e-4, atol=1e-5)
-    assert seen.keys() | set().union(*(worker.cuts for worker in shared)) == alone.stages[0].parameters.keys()
+    assert (
+        seen.keys() | set().union(*(worker.features.of(SharedLayers).cuts for worker in shared))
+        == alone.stages[0].parameters.keys()
+    )
     biases = [w.rank for w in shared if "layers.0.proj.bias" in w.stages.get(0, w.stages[min(w.stages)]).parameters]
     assert biases == [0], "added once"
 
@@ -182,7 +185,7 @@ def test_a_block_sums_twice_in_f_and_in_b_and_never_in_w(kind, tmp_path):
         inner, begin, progress = worker.transport, worker.transport.start_sum, worker.progress
 
         def start_sum(tensor, ranks):
-            if ranks == worker.group.ranks:
+            if ranks == worker.features.of(SharedLayers).group.ranks:
                 counted.append(str(progress.op).split()[0])
             return begin(tensor, ranks)
 

@@ -18,7 +18,7 @@ from zbc.ir import Kind, Op
 from zbc.runtime.core import slot
 from zbc.runtime.features.offload import Offloads
 from zbc.runtime.features.strands import Pair, current_pair
-from zbc.runtime.features.tensor_parallel import Group, Meter
+from zbc.runtime.features.tensor_parallel import Group, Meter, SharedLayers
 from zbc.runtime.features.units import Braids, Units, _reason
 from zbc.training.recording.measure import Scale
 from zbc.training.recording.tracing import Recorder
@@ -51,11 +51,11 @@ def found(plan, *, one_by_one=False, steps=2, setup=lambda worker: None):
 
 
 def watched(worker, name, said):
-    transport = worker.group.transport
+    transport = worker.features.of(SharedLayers).group.transport
     begin = getattr(transport, name)
 
     def start(*args):
-        if args[-1] == worker.group.ranks:
+        if args[-1] == worker.features.of(SharedLayers).group.ranks:
             said.append((worker.step, worker.progress.index, worker.progress.op))
         return begin(*args)
 
@@ -221,7 +221,7 @@ def strands():
 
 def on_sums(worker, act):
     """Have something done before each sum over the ranks that share layers."""
-    transport = worker.group.transport
+    transport = worker.features.of(SharedLayers).group.transport
     begin = transport.start_sum
 
     def start_sum(*args):

@@ -8,6 +8,7 @@ from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, make_
 from tests.runtime.test_gradients import VECTORS, user
 from tests.threads import begun, each_layer, losses_of, norms_of, run_threads
 from tests.tiers import few
+from zbc.runtime.core.stores import leftovers
 from zbc.runtime.features import parcels
 from zbc.runtime.features.offload import Offloads
 from zbc.runtime.transports.hub import Hub
@@ -48,7 +49,7 @@ def plan_for(case):
 
 def warm_up(worker):
     warm(worker)
-    assert not worker.leftovers()
+    assert not leftovers(worker)
     assert all(p.grad is None for one in worker.optimizers.values() for p in one.parameters.values())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
@@ -20,7 +20,7 @@ from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
 from zbc.runtime.core.progress import EvaluationResult
 from zbc.runtime.core.remembered import left_alone
-from zbc.runtime.core.state import Evaluation, PhaseRun, Worker
+from zbc.runtime.core.state import PhaseRun, Worker
 from zbc.runtime.features.vocabulary_ops import settle
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.handlers import HANDLERS
@@ -30,7 +30,23 @@ from zbc.training.data.data import Batches, build_validation, place
 from zbc.training.guest import Guest
 
 
-def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], float] | None) -> Evaluation:
+@dataclass
+class EvaluationRun(PhaseRun):
+    """What a rank runs to evaluate: the forward-only program, on data of its own; None where they are not read."""
+
+    every: int = 0
+    total: int = 0  # microbatches per evaluation, in all replicas; 0 where the rank does not know
+    results: list[EvaluationResult] = field(default_factory=list)
+    counts: Callable[[Tensor], float] | None = None  # how many targets count, where microbatches may differ in that
+    weights: dict[int, float] = field(default_factory=dict)  # of the microbatches of a batch, where losses are found
+
+    def weigh(self, worker: Worker, number: int, target: Tensor, share: float) -> float:
+        weight = share if self.counts is None else self.counts(target)
+        self.weights[number] = self.weights.get(number, 0.0) + weight
+        return weight
+
+
+def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], float] | None) -> EvaluationRun:
     """What the job asks for; `counts`: how many targets count.
 
     Inputs in floating point come in the type of the weights, as in training.
@@ -39,7 +55,7 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
     manifest, settings, train = site.manifest, site.settings, site.settings.train
     kept = build_validation(settings.data, settings.model, train.seed) if site.reads else None
     per_step, size = manifest.topology.batch, manifest.microbatch_size
-    batches, count = None, 0
+    batches, total = None, 0
     if kept is not None:
         if len(kept) < per_step * size:
             text = f"data: {len(kept)} samples are kept for evaluation, which takes {per_step * size} at once"
@@ -48,15 +64,26 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
         # A seed of its own, so that few batches are a fair sample of all, and the same ones every time.
         seed = seed_of(train.seed, "evaluation")
         batches = Batches(kept, seed=seed, microbatches=per_step, size=size, lowered=settings.lowered)
-        count = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
+        total = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
     shared = worker.features.find(Vocabulary) is not None
     forwards = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
     plan = RankPlan(worker.plan.rank, forwards.ranks[worker.plan.rank], manifest)
     script = [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
     first = worker.replica * manifest.microbatches
-    run = PhaseRun(plan, worker.phase_runs[-1].layout, script, trains=False, batches=batches, first=first)
+    layout = worker.phase_runs[-1].layout
+    run = EvaluationRun(
+        plan,
+        layout,
+        script,
+        trains=False,
+        batches=batches,
+        first=first,
+        every=train.eval_every,
+        total=total,
+        counts=counts,
+    )
     worker.prepare(run)
-    return Evaluation(train.eval_every, count, run, counts=counts)
+    return run
 
 
 @dataclass
@@ -68,7 +95,7 @@ class Evaluations(Guest):
 
     def due(self, step: int, *, last: bool, stopping: bool = False) -> bool:
         evaluation = self.worker.evaluation
-        return evaluation is not None and ((step + 1) % evaluation.every == 0 or last)
+        return isinstance(evaluation, EvaluationRun) and ((step + 1) % evaluation.every == 0 or last)
 
     def after(self, step: int) -> None:
         found = evaluate(self.worker, step)
@@ -78,11 +105,12 @@ class Evaluations(Guest):
 
 def evaluate(worker: Worker, step: int) -> EvaluationResult:
     """Evaluate the weights as they are after step `step`; all ranks do so together. The last step has to be final."""
-    evaluation = _of(worker)
+    run, training = worker.evaluation, worker.phase_run
+    if not isinstance(run, EvaluationRun):
+        raise ZbcError("E703", "run: this plan has no evaluation", hint="set train.eval_every and plan again")
     began = time.monotonic()
     manifest, progress = worker.plan.manifest, worker.progress
-    count = _agreed_count(worker, evaluation)
-    run, training = evaluation.run, worker.phase_run
+    count = _agreed_count(worker, run)
     per_batch = run.count * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may go on with samples seen before, which do not count
     losses = torch.zeros(2, batches * per_batch, dtype=torch.float64, device=worker.device)  # times weights; weights
@@ -97,9 +125,9 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
             for mb, loss in () if worker.share else worker.losses.items():
                 number = worker.number(mb)
                 place = batch * per_batch + number
-                losses[0, place], losses[1, place] = loss, evaluation.weights[number]
+                losses[0, place], losses[1, place] = loss, run.weights[number]
             worker.losses.clear()
-            evaluation.weights.clear()
+            run.weights.clear()
             worker.transport.finish_step(drain=True)
         worker.phase_run = training
     worker.all_reduce(losses, worker.everyone)
@@ -112,20 +140,14 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     progress.waiting, worker.step = False, step
     samples = count * manifest.microbatch_size
     result = EvaluationResult(step, totals[0] / totals[1] if totals[1] else 0.0, samples, time.monotonic() - began)
-    evaluation.results.append(result)
+    run.results.append(result)
     return result
 
 
-def _of(worker: Worker) -> Evaluation:
-    if worker.evaluation is None:
-        raise ZbcError("E703", "run: this plan has no evaluation", hint="set train.eval_every and plan again")
-    return worker.evaluation
-
-
-def _agreed_count(worker: Worker, evaluation: Evaluation) -> int:
+def _agreed_count(worker: Worker, run: EvaluationRun) -> int:
     """The rank with the first stage, which reads the data, says how many microbatches count."""
     first = worker.replica == worker.share == 0 and worker.placement.rank_of(0) == worker.plan.rank
-    count = torch.tensor([evaluation.count if first else 0], dtype=torch.float64, device=worker.device)
+    count = torch.tensor([run.total if first else 0], dtype=torch.float64, device=worker.device)
     worker.all_reduce(count, worker.everyone)
     return int(count.item())
 

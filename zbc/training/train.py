@@ -31,6 +31,7 @@ from zbc.runtime.core.answers import primary
 from zbc.runtime.core.execute import Step, StepResult, finish, run_step
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.filler import Filling
+from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.units import Braids
 from zbc.runtime.features.versions import OneVersion
 from zbc.runtime.features.vocabulary_state import Vocabulary
@@ -435,9 +436,10 @@ def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
             table = shared.whole(name, worker.transport)
             if worker.rank == (shared.first if name == TIED else shared.last):
                 found[name] = nn.Parameter(table)
-    if worker.group is None:
+    layers = worker.features.of(SharedLayers)
+    cuts, group = layers.cuts, layers.group
+    if group is None:
         return found
-    cuts, group = worker.cuts, worker.group
     whole = {
         name: nn.Parameter(cuts[name].collect(p.data, group), p.requires_grad) if name in cuts else p
         for name, p in found.items()

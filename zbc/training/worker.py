@@ -11,7 +11,7 @@ from zbc.ops import WORDS
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.feature import Context, Features
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Work, Worker
 from zbc.runtime.features import built
 from zbc.runtime.features.ahead import Ahead
 from zbc.runtime.features.freezing import Resting
@@ -59,12 +59,14 @@ def build_worker(
     words = None if tables is None else vocabulary_of(site, tables)
     optimizers |= {} if words is None else {WORDS: words.optimizer}
     partial = {s: shared.partial_of(stage) for s, stage in stages.items()}
-    context = Context(site.parts, stages, optimizers, site.rank, device, shared.group, partial)
+    context = Context(
+        site.parts, stages, optimizers, site.rank, device, shared.group, swaps, shared.cuts, partial, tied
+    )
     resting = Resting((part, turns_in(site, part, stages)) for part in site.parts)
     features = [*built(context), resting, words, averages_of(site, optimizers, tied)]
     worker = Worker(
         phase_runs=[phase_run(site, part) for part in site.parts],
-        work=site.work,
+        work=site.work or Work(),
         phases=phases,
         transport=transport,
         device=device,
@@ -77,10 +79,6 @@ def build_worker(
         rate=lambda phases, step: phases.rate(
             settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step
         ),
-        tied=tied,
-        group=shared.group,
-        swaps=swaps,
-        cuts=shared.cuts,
         features=Features(one for one in features if one is not None),
     )
     if site.some_targets is not None:

@@ -39,23 +39,14 @@ def primary(worker: Worker) -> dict[str, nn.Parameter]:
     ep = worker.plan.manifest.ep  # so many replicas have all experts together
     mine += [experts_of(s) for s in worker.stages if worker.replica < ep and placement.rank_of(s) == rank]
     found = {name: p for s in mine for name, p in worker.optimizers[s].parameters.items()}
-    for name, stages in worker.tied.items():
-        if placement.rank_of(stages[0]) != rank:
-            found.pop(name, None)
+    for feature in worker.features:
+        found = feature.answers(worker, found)
     return found
 
 
 def squares(worker: Worker) -> dict[str, Tensor]:
     """Sums of squares of the gradients this rank answers for, by parameter name; see `StageOptimizer.squares`."""
     found = {name: value for optimizer in counted(worker) for name, value in optimizer.squares().items()}
-    if worker.share:  # what is no part of anything is counted on the first of the ranks that share layers
-        found = {name: value for name, value in found.items() if name in worker.cuts}
-    first = worker.layout.apart > 1 or worker.replica == 0
-    own = {s for s in worker.stages if first and worker.placement.rank_of(s) == worker.plan.rank}
-    return {name: value for name, value in found.items() if name not in worker.tied or worker.tied[name][0] in own}
-
-
-def sharing(worker: Worker, name: str) -> tuple[int, ...]:
-    """The ranks of the run that hold a shared weight."""
-    ranks = {rank for stage in worker.tied[name] for rank in worker.placement.holders(stage)}
-    return worker.topology.ranks(sorted(ranks), worker.share)
+    for feature in worker.features:
+        found = feature.answers(worker, found)
+    return found

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from zbc.errors import ZbcError
 from zbc.ir import Op
 from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.stores import leftovers
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
@@ -70,7 +71,7 @@ def close(worker: Worker, *, drain: bool) -> None:
 
 def refuse_left(worker: Worker) -> None:
     """Raise E703 for what a finished step should have used up and did not."""
-    left = worker.leftovers()
+    left = leftovers(worker)
     if left:
         shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]
         raise ZbcError("E703", f"run: the plan leaves work behind: {left[0]}", where=_where(worker), details=shown)

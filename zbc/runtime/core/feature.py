@@ -25,13 +25,18 @@ if TYPE_CHECKING:
     from zbc.runtime.core.route import Keeps, Source
     from zbc.runtime.core.stage import Stage
     from zbc.runtime.core.state import PhaseRun, Worker
-    from zbc.runtime.features.tensor_parallel import Group
+    from zbc.runtime.features.tensor_parallel import Cut, Group
+
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
 class Context:
     """What a feature of a rank of the run is built from: `plans` are those of all phases, the last one is what the
-    training comes to; `partial` are parameters that are whole here, of whose gradients each of a `group` has a part."""
+    training comes to; `group` are the ranks that share this one's layers, `swaps` those that share out experts with it;
+    `cuts` the parameters of which each of a group has a part, `partial` those that are whole here, of whose gradients
+    each has a part; `tied` weights that stages share, with those stages, the owner's first."""
 
     plans: Sequence[RankPlan]
     stages: Mapping[int, Stage]
@@ -39,7 +44,10 @@ class Context:
     rank: int
     device: torch.device
     group: Group | None
+    swaps: Group | None
+    cuts: Mapping[str, Cut]
     partial: Mapping[int, list[nn.Parameter]]
+    tied: Mapping[str, tuple[int, ...]]
 
     @property
     def manifest(self) -> Manifest:
@@ -48,6 +56,8 @@ class Context:
 
 class Feature:
     """Every hook may be left out."""
+
+    meets = False  # whether ranks meet inside of the ops that run layers
 
     def opens(self, worker: Worker) -> None:
         """A step begins."""
@@ -75,6 +85,10 @@ class Feature:
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         """The gradients of these stages are about to be asked for: once per step."""
+
+    def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
+        """What this rank answers for of what it has, by parameter: in the norm, and in what is written of weights."""
+        return found
 
     def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
         """What is told of a step beside losses and norms, by its place in the vector: of some microbatches, or all."""

@@ -14,7 +14,8 @@ from zbc.runtime.core.optimizer import set_rate
 from zbc.runtime.core.route import Left
 from zbc.runtime.core.slot import Slot, between, swap_slot
 from zbc.runtime.core.stage import mismatch
-from zbc.runtime.core.state import Worker, name_of
+from zbc.runtime.core.state import Worker
+from zbc.runtime.core.stores import name_of
 from zbc.runtime.core.tape import Inputs
 from zbc.runtime.core.validate import peak_bytes
 
@@ -79,7 +80,7 @@ def _walk(worker: Worker, op: Op, left: Left, grad: Tensor | None) -> None:
             raise ZbcError("E703", f"run: {op} comes apart from its W, its F was told otherwise")
         left.tape.backward(grad)
         return
-    slot.fills = not apart and worker.inside is not None
+    slot.fills = not apart and worker.meets
     slot.split = apart or slot.fills
     before = swap_slot(slot)
     try:

@@ -177,7 +177,7 @@ class Measures(Losses):
 
     def finish(self, worker: Worker, number: int) -> Finish:
         target, share = read(worker, worker.source, "targets", number, self.stage.part)
-        weight = worker.weigh(number, target, share)
+        weight = worker.phase_run.weigh(worker, number, target, share)
         if weight == 1.0:
             return functools.partial(stage_loss, worker.loss, target)
         return functools.partial(slice_loss, worker.loss, target, weight)
@@ -291,7 +291,7 @@ def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
         takes=None if kind.takes is None else _source(worker, op, stage),
         gives=None if kind.gives is None else _sink(worker, run, op, stage),
         keeps=keeps if run.trains else EVALUATES,
-        slotted=stage.casts_weights or stage.spares > 0 or worker.inside is not None or key in run.halves,
+        slotted=stage.casts_weights or stage.spares > 0 or worker.meets or key in run.halves,
     )
 
 

@@ -13,15 +13,14 @@ route.py where each op looks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zbc.ir import Key, Kind, Message, Op
-from zbc.ops import VALUES
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.bucket import GradientSum
@@ -29,10 +28,11 @@ from zbc.runtime.core.clock import clock_for
 from zbc.runtime.core.ending import Barrier, Ending
 from zbc.runtime.core.feature import Features
 from zbc.runtime.core.optimizer import StageOptimizer
-from zbc.runtime.core.progress import EvaluationResult, Progress, StepResult
+from zbc.runtime.core.progress import Progress, StepResult
 from zbc.runtime.core.route import Left, Route, route_of
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.stores import REPEATED, STORES, Store
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.core.validate import VectorLayout, Verdict
 from zbc.runtime.transports.transport import Letter, Pending, Transport
@@ -40,28 +40,9 @@ from zbc.runtime.transports.transport import Letter, Pending, Transport
 if TYPE_CHECKING:
     from zbc.runtime.features.packing import Rows
     from zbc.runtime.features.slicing import Part
-    from zbc.runtime.features.tensor_parallel import Cut, Group
 
 Entry = tuple[Callable[["Worker", Op], None], Op, str]  # handler, op, its text
 Script = list[Entry]
-
-
-class Store(NamedTuple):
-    """A store of a worker: the values that it holds, and what is said of a key that is left when a step is over."""
-
-    name: str
-    values: tuple[str, ...]  # of `ops.VALUES`
-    left: str
-
-
-STORES = (
-    Store("edges", ("act", "grad"), "{}"),
-    Store("kept", ("kept",), "F {} has no backward"),
-    Store("slots", ("left",), "B {} has no W"),
-    Store("away", ("host",), "what F {} left went to the host and was never fetched back"),
-)
-# What the ops make that REDO runs again.
-REPEATED = frozenset(ref.what for kind in Kind if kind.row.repeats for ref in kind.row.writes)
 
 
 class BatchSource(Protocol):
@@ -77,16 +58,25 @@ class BatchSource(Protocol):
     def close(self) -> None: ...
 
 
-class UnequalWork(Protocol):
-    """What each replica gets of a step, where samples are of unequal length; microbatches are numbered over all
-    replicas, `most` of them for each."""
+class Work:
+    """What each replica gets of a step: as much as all others. Others deal samples out (training/data/unequal.py)."""
 
-    most: int
+    most = 0  # microbatches for a replica, which are numbered over all replicas; 0: as many as its plan has
 
-    def count(self, step: int, replica: int) -> int: ...
-    def weight(self, step: int, number: int) -> float: ...  # in the mean over all tokens of the step
-    def rows(self, step: int, number: int) -> Rows: ...
-    def follow(self, phases: Phases) -> None: ...
+    def count(self, step: int, replica: int) -> int | None:
+        """Microbatches of a replica; None: as many as the phase has."""
+        return None
+
+    def weight(self, step: int, number: int) -> float:
+        """What a microbatch counts."""
+        return 1.0
+
+    def rows(self, step: int, number: int) -> Rows | None:
+        """Lengths of the samples in the rows of a microbatch; None where each row is one."""
+        return None
+
+    def follow(self, phases: Phases) -> None:
+        """Have the steps begin where `phases` says."""
 
 
 @dataclass
@@ -123,26 +113,13 @@ class PhaseRun:
 
     @functools.cached_property
     def portion(self) -> float:
-        """`share` as a number."""
-        return 1.0 / (self.ending.every or self.layout.microbatches // self.layout.apart)
+        """`share` as a number; losses that come as parts of the step's are taken as they are."""
+        of = 1 if self.layout.weighted else self.ending.every or self.layout.microbatches // self.layout.apart
+        return 1.0 / of
 
-
-@dataclass
-class Evaluation:
-    """What a rank needs to evaluate: the forward-only program with data of its own, None where they are not read."""
-
-    every: int
-    count: int  # microbatches per evaluation, in all replicas; 0 where the rank does not know
-    run: PhaseRun
-    results: list[EvaluationResult] = field(default_factory=list)
-    counts: Callable[[Tensor], float] | None = None  # how many targets count, where microbatches may differ in that
-    weights: dict[int, float] = field(default_factory=dict)  # of the microbatches of a batch, where losses are found
-
-    def weigh(self, number: int, target: Tensor, share: float) -> float:
-        """What the mean loss of a microbatch, or of a slice of it, counts in that of all."""
-        weight = share if self.counts is None else self.counts(target)
-        self.weights[number] = self.weights.get(number, 0.0) + weight
-        return weight
+    def weigh(self, worker: Worker, number: int, target: Tensor, share: float) -> float:
+        """What the mean over the targets of a microbatch, or of a slice of it that is `share` of it, counts."""
+        return share * worker.weight(number)
 
 
 @dataclass(repr=False)
@@ -161,11 +138,7 @@ class Worker:
     rate: Callable[[Phases, int], float]  # the learning rate of a step
     features: Features
     sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE of the plan
-    tied: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # shared weights: their stages, the owner's first
-    group: Group | None = None  # the ranks that share this one's layers
-    swaps: Group | None = None  # those that share out experts with it
-    cuts: Mapping[str, Cut] = field(default_factory=dict)  # the parameters of which each of them has a part
-    work: UnequalWork | None = None  # of unequal work
+    work: Work = field(default_factory=lambda: Work())  # what each replica gets of a step
     warnings: tuple[str, ...] = ()  # for the console, before the first step
 
     watched: bool = False  # whether generators that nobody seeds are looked at: layers of users may draw from them
@@ -183,7 +156,7 @@ class Worker:
     away: dict[Key, Left] = field(default_factory=dict)  # from OFFLOAD to RELOAD
     losses: dict[int, Tensor | float] = field(default_factory=dict)
     reading: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # microbatches of which slices are to come
-    evaluation: Evaluation | None = None
+    evaluation: PhaseRun | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
     copied: torch.cuda.Event | None = None  # when the state that is copied to the host may change
     renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
@@ -202,9 +175,9 @@ class Worker:
         self.replica = place.dp
         self.clock = clock_for(self.device, self.progress)
         self.on_host = self.device.type == "cpu"
+        self.meets = any(feature.meets for feature in self.features)
         for run in self.phase_runs:
-            most = run.plan.manifest.microbatches if self.work is None else self.work.most
-            run.first = self.replica * most
+            run.first = self.replica * (self.work.most or run.count)
             self.prepare(run)
 
     def suspect(self, drawn: bool) -> None:
@@ -214,11 +187,6 @@ class Worker:
             for stage in self.stages.values():
                 for one in (stage, *stage.slices):
                     one.seed_all(suspect=drawn)
-
-    @property
-    def inside(self) -> Group | None:
-        """The ranks that this one meets inside of ops."""
-        return self.swaps if self.group is None else self.group
 
     @property
     def plan(self) -> RankPlan:
@@ -243,43 +211,32 @@ class Worker:
 
     def run_of(self, step: int) -> PhaseRun:
         """What runs a step."""
-        if self.work is not None:
-            count = self.work.count(step, self.replica)
-            return next(run for run in self.phase_runs if run.plan.manifest.microbatches == count)
-        return self.phase_runs[self.phases.index(step)]
+        count = self.work.count(step, self.replica)
+        if count is None:
+            return self.phase_runs[self.phases.index(step)]
+        return next(run for run in self.phase_runs if run.count == count)
 
     def resume(self, step: int, position: int) -> None:
         """Go on with a training whose steps before `step` took `position` samples."""
         self.phases = self.phases.resumed(step, position)
-        for one in (self.batches, self.work):
-            if one is not None:
-                one.follow(self.phases)
+        self.work.follow(self.phases)
+        if self.batches is not None:
+            self.batches.follow(self.phases)
 
     def loss_share(self, loss: Tensor, number: int) -> Tensor:
         """The gradient of a step's loss by that of a microbatch."""
-        weight = self.weight(number)
-        if self.work is not None:
-            return loss.new_tensor(weight)
-        share = self.phase_run.share(loss)
+        weight, share = self.weight(number), self.phase_run.share(loss)
         return share if weight == 1.0 else share * weight
 
     def portion(self, number: int, part: Part | None) -> float:
         """What a loss of a microbatch, or of a slice of it, counts in a mean over those of a step."""
-        whole = self.phase_run.portion if self.work is None else self.work.weight(self.step, number)
+        whole = self.phase_run.portion * self.work.weight(self.step, number)
         return whole if part is None else whole * part.rows / part.length
 
     def weight(self, number: int) -> float:
         """What a microbatch counts in the loss of its step, the sum of all; where that is a mean, 1 on the mean."""
         known = None if self.batches is None else self.batches.weight(self.step, number)
-        if known is None:
-            return 1.0 if self.work is None else self.work.weight(self.step, number)
-        return known
-
-    def weigh(self, number: int, target: Tensor, share: float) -> float:
-        """What the mean over the targets of a microbatch, or of a slice of it that is `share` of it, counts."""
-        if self.phase_run.trains or self.evaluation is None:
-            return share * self.weight(number)
-        return self.evaluation.weigh(number, target, share)
+        return self.work.weight(self.step, number) if known is None else known
 
     def wait(self, message: Letter) -> Tensor:
         """Block until a posted message is there."""
@@ -373,31 +330,3 @@ class Worker:
             feature.ends()
         if self.batches is not None:
             self.batches.close()
-
-    def leftovers(self) -> list[str]:
-        """What a finished step should have used up and did not."""
-        due = (store for store in STORES[1:] if not any(VALUES[value].stays for value in store.values))
-        found = [store.left.format(name_of(key)) for store in due for key in self.store(store) if self._due(key.mb)]
-        found += [self._left_on(edge) for edge in self.edges if self._due(edge.mb)]
-        found += [text for feature in self.features for text in feature.leftovers(self)]
-        found += ["a sum of gradients was started and never used"] * len(self.summing)
-        found += [f"the slices of m{number - self.phase_run.first} did not all run" for _, number in self.reading]
-        return [*found, *(f"the loss of m{mb} was never reported" for mb in self.losses if self._due(mb))]
-
-    def _left_on(self, edge: Message) -> str:
-        """What is said of a value that is left on an edge."""
-        sent = self.placement.crosses(edge.source, edge.sink, edge.pipe)
-        name = name_of(Key(edge.source if sent or self.placement.branches else edge.sink, *edge[2:]))
-        name += f" to s{edge.sink}" if self.placement.branches else ""
-        what, reader = ("output", "F") if edge.forward else ("gradient", "B")
-        if sent:
-            return f"the {'output of F' if edge.forward else 'input gradient of B'} {name} was never sent"
-        return f"the {what} handed over for {reader} {name} was never used"
-
-    def _due(self, mb: int) -> bool:
-        return self.phase_run.ending.due(self, mb)
-
-
-def name_of(key: Key) -> str:
-    """`s1 m0`, as in the text of an op."""
-    return str(Op(Kind.F, *key)).removeprefix("F ")

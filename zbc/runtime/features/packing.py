@@ -36,7 +36,7 @@ def rows_now() -> Rows | None:
 
 
 @contextmanager
-def packed(rows: Rows) -> Iterator[None]:
+def packed(rows: Rows | None) -> Iterator[None]:
     """Run forwards, or backwards that run them again, on rows of several samples."""
     before, _local.rows = _local.rows, rows
     try:
@@ -81,7 +81,6 @@ def in_rows(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], Non
     """An op of a microbatch whose rows hold several samples."""
 
     def run(worker: Worker, op: Op) -> None:
-        assert worker.work is not None
         with packed(worker.work.rows(worker.step, worker.number(op.mb))):
             handler(worker, op)
 

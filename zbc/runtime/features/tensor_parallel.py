@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zbc.ir import Kind, Op
-from zbc.runtime.core.feature import Context, Feature
+from zbc.runtime.core.feature import Answer, Context, Feature
 from zbc.runtime.core.slot import Slot, current_slot
 from zbc.runtime.features import words
 from zbc.runtime.features.strands import current_pair
@@ -136,13 +136,21 @@ class Group(NamedTuple):
         return _apply(_Join, x, self, count)
 
 
-class PartialSums(Feature):
-    """Gradients of `parameters`, by stage, of which each rank that shares its layers has a part: they are summed before
-    the replicas sum theirs; those of `rest`, whose stages no REDUCE sums, at the end of the step. And of a step, in how
-    much of the time of its sums inside of ops this rank did something else."""
+class SharedLayers(Feature):
+    """Who shares what with this rank, as in `Context`. Gradients of which each rank of the group has a part are summed
+    before the replicas sum theirs; those of `rest`, whose stages no REDUCE sums, at the end of the step. And of a step,
+    in how much of the time of its sums inside of ops this rank did something else."""
 
-    def __init__(self, parameters: Mapping[int, list[nn.Parameter]], rest: Sequence[int]) -> None:
-        self._parameters, self.rest = parameters, rest
+    def __init__(self, context: Context) -> None:
+        self.group, self.cuts, self._parameters = context.group, context.cuts, context.partial
+        self._inside = context.swaps if self.group is None else self.group
+        self.meets = self._inside is not None
+        reduced = {op.stage for plan in context.plans for op in plan.ops if op.kind is Kind.REDUCE}
+        self.rest = sorted(context.partial.keys() - reduced)
+
+    def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
+        """What is no part of anything counts on the first of the ranks that share layers."""
+        return {name: one for name, one in found.items() if name in self.cuts} if worker.share else found
 
     def reduces(self, worker: Worker, op: Op) -> None:
         self.complete(worker, op.stage)
@@ -155,24 +163,24 @@ class PartialSums(Feature):
     def complete(self, worker: Worker, stage: int) -> None:
         """Blocks."""
         found = [p for p in self._parameters.get(stage, ()) if p.grad is not None]
-        if worker.group is None or not found:
+        if self.group is None or not found:
             return
         worker.progress.waiting = True
         flat = torch.cat([p.grad.reshape(-1) for p in found if p.grad is not None])
-        worker.group.start(flat).wait()
+        self.group.start(flat).wait()
         parts = torch.split_with_sizes(flat, [p.numel() for p in found])
         for parameter, part in zip(found, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         worker.progress.waiting = False
 
     def opens(self, worker: Worker) -> None:
-        self._read(worker)  # what stood between steps does not count
+        self._read()  # what stood between steps does not count
 
     def tells(self, worker: Worker, result: StepResult) -> StepResult:
-        return replace(result, sums_hidden=self._read(worker))
+        return replace(result, sums_hidden=self._read())
 
-    def _read(self, worker: Worker) -> float | None:
-        return None if worker.inside is None else worker.inside.hidden()
+    def _read(self) -> float | None:
+        return None if self._inside is None else self._inside.hidden()
 
 
 class Cut(NamedTuple):
@@ -343,6 +351,5 @@ def look_up(group: Group, table: nn.Module, first: int, rows: int) -> Callable[[
     return forward
 
 
-def build(context: Context) -> PartialSums:
-    reduced = {op.stage for plan in context.plans for op in plan.ops if op.kind is Kind.REDUCE}
-    return PartialSums(context.partial, sorted(context.partial.keys() - reduced))
+def build(context: Context) -> SharedLayers:
+    return SharedLayers(context)

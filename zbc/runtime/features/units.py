@@ -123,7 +123,7 @@ class Braids(Feature):
 
 def braid(worker: Worker) -> None:
     """Let the groups of a worker's plans run in turns, where they can. To be called when all else of it is there."""
-    if worker.inside is None:
+    if not worker.meets:
         return
     braids = worker.features.of(Braids)
     reasons: dict[str, None] = {}

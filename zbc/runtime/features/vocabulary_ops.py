@@ -74,7 +74,9 @@ def tell(worker: Worker, op: Op) -> None:
     targets, share = read(worker, worker.source, "targets", worker.number(op.mb), part)
     hidden = shared.arrive(worker, Met(Kind.SPREAD, *unit))
     began = worker.clock.start()
-    weight = worker.weigh(worker.number(op.mb), targets, share) / (targets != IGNORED).sum().double().clamp(min=1.0)
+    weight = worker.phase_run.weigh(worker, worker.number(op.mb), targets, share) / (
+        targets != IGNORED
+    ).sum().double().clamp(min=1.0)
     step = worker.phase_run.portion
     early = training and shared.sums == 1
     shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=training)

@@ -37,26 +37,26 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
 
 def counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:
     """Microbatches of a user's dataset, weighed by the targets that count, where the rank computes losses."""
-    work = worker.work
+    work, parts = worker.work, worker.layout.weighted
 
     def numbers(step: int, replica: int) -> range:
         run = worker.run_of(step)
-        most, here = (run.count, run.count) if work is None else (work.most, work.count(step, replica))
-        return range(replica * most, replica * most + here)
+        first, here = replica * (work.most or run.count), work.count(step, replica)
+        return range(first, first + (run.count if here is None else here))
 
     def groups(step: int) -> list[list[int]]:
         run = worker.run_of(step)
         of = [worker.replica] if worker.layout.apart > 1 else range(worker.topology.dp)
         replicas = [numbers(step, r) for r in of]
         every = run.ending.every or run.count
-        if work is not None:
+        if parts:
             return [[number for one in replicas for number in one]]
         return [[number for one in replicas for number in one[i : i + every]] for i in range(0, run.count, every)]
 
     def own(step: int, number: int) -> bool:
         return number in numbers(step, worker.replica)
 
-    return Counted(source, counts, groups, own, parts=work is not None)
+    return Counted(source, counts, groups, own, parts=parts)
 
 
 def wants(plan: RankPlan, rank: int) -> list[Want]:

@@ -21,6 +21,8 @@ from zbc.runtime.features.averaging import Averages, Averaging
 from zbc.runtime.features.expert_parallel import split
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.tensor_parallel import SharedLayers
+from zbc.runtime.features.ties import Ties
 from zbc.runtime.features.versions import OneVersion, TwoVersions
 from zbc.training.building.context import Site, section
 from zbc.training.building.shares import experts_in
@@ -108,12 +110,13 @@ def sums_of(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
     """What each REDUCE of the plan sums; `shapes` of all parameters of the model."""
     sizes = dict(zip(shapes.parameters, shapes.sizes, strict=True))
     manifest, found, tp = worker.plan.manifest, dict[Op, GradientSum](), worker.share
+    tied = worker.features.of(Ties).homes
     for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
         if op.stage == TIED:
-            mine = {n: p for s in worker.stages.values() for n, p in s.parameters.items() if n in worker.tied}
+            mine = {n: p for s in worker.stages.values() for n, p in s.parameters.items() if n in tied}
             summed = [
                 mine[n] if n in mine else absent(_share_of(worker, sizes[n]), shapes.gradients[n], worker.device)
-                for n in sorted(worker.tied)
+                for n in sorted(tied)
                 if n in shapes.gradients  # else it is frozen, on every rank
             ]
             found[op] = Bucket(summed, meeting(manifest, op, tp, rank=worker.rank))
@@ -121,15 +124,16 @@ def sums_of(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
         if op.stage in (dealt := worker.features.of(Gathers).stages):
             found[op] = dealt[op.stage]
             continue
-        own = [p for name, p in worker.optimizers[op.stage].parameters.items() if name not in worker.tied]
+        own = [p for name, p in worker.optimizers[op.stage].parameters.items() if name not in tied]
         found[op] = Bucket(own, meeting(manifest, op, tp, rank=worker.rank))
     return found
 
 
 def _share_of(worker: Worker, size: int) -> int:
     """Elements of a shared weight on this rank: of the words of an embedding, which is what built-in models share."""
-    if worker.group is None:
+    group = worker.features.of(SharedLayers).group
+    if group is None:
         return size
     words = worker.plan.manifest.planning["model"]["vocab"]
-    low, high = worker.group.bounds(words)
+    low, high = group.bounds(words)
     return size // int(words) * (high - low)

@@ -12,7 +12,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.runtime.core.optimizer import Held, StageOptimizer
 from zbc.runtime.core.state import Worker
-from zbc.runtime.features.tensor_parallel import Cut
+from zbc.runtime.features.tensor_parallel import Cut, SharedLayers
 from zbc.runtime.features.versions import OLDER, OneVersion, TwoVersions
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
@@ -75,7 +75,7 @@ def _restore(worker: Worker, reader: Reader) -> None:
     """Overwrite everything of a rank. Raises E612 (damaged), E613 (of another model)."""
     _check_fits(worker, reader)
     for optimizer in worker.optimizers.values():
-        _restore_weights(optimizer, reader, worker.cuts)
+        _restore_weights(optimizer, reader, worker.features.of(SharedLayers).cuts)
     for stage in worker.stages:
         _restore_buffers(worker, stage, reader)
         for name, value in features_keep(worker, stage):
@@ -88,11 +88,12 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
     theirs = {name.removeprefix(MODEL): about for name, about in reader.tensors.items() if name.startswith(MODEL)}
     sizes = zip(worker.layout.parameters, worker.layout.sizes, strict=True)
     ours = {name for name, size in sizes if size}  # what has no elements is in no file
+    cuts = worker.features.of(SharedLayers).cuts
     differences = [f"{name}: only in this job" for name in sorted(ours - theirs.keys())]
     differences += [f"{name}: only in the checkpoint" for name in sorted(theirs.keys() - ours)]
     for held in (held for optimizer in worker.optimizers.values() for held in optimizer.held()):
         told = theirs.get(held.name)
-        shape = worker.cuts[held.name].shape if held.name in worker.cuts else held.shape
+        shape = cuts[held.name].shape if held.name in cuts else held.shape
         here = f"{str(held.tensor.dtype).removeprefix('torch.')} {list(shape)}"
         if told is not None and here != (there := f"{told.dtype} {told.shape}"):
             differences.append(f"{held.name}: {there} in the checkpoint, {here} in this job")

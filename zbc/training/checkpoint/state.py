@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import meeting
-from zbc.runtime.core.answers import sharing
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.stage import StageLayer
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.pieces import Piece, deal
 from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.features.tensor_parallel import SharedLayers
+from zbc.runtime.features.ties import Ties
 from zbc.training.checkpoint.files import TensorPart, check_type
 
 MODEL, OPTIM, BUFFER = "model.", "optim.", "buffer."
@@ -59,19 +60,19 @@ def _weights_of(worker: Worker, owner: int) -> Iterator[HeldPart]:
 def _weights(worker: Worker, stage: int, optimizer: StageOptimizer, usual: tuple[int, ...]) -> Iterator[HeldPart]:
     """Parameters and what the optimizer keeps for them; the ranks with the same, `usual`, share out who writes what."""
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
-    shares = _shares(optimizer, usual)
+    shares, cuts, ties = _shares(optimizer, usual), worker.features.of(SharedLayers).cuts, worker.features.of(Ties)
     if isinstance(optimizer, Sharded):
-        for name in sorted(worker.cuts.keys() & optimizer.dealt):
+        for name in sorted(cuts.keys() & optimizer.dealt):
             yield from _collected(worker, stage, name, *optimizer.collect(name, worker.transport))
     for held in optimizer.held():
         if not held.tensor.numel():  # there is nothing to keep of it
             continue
-        if held.name in worker.cuts and held.shared:
+        if held.name in cuts and held.shared:
             yield from _collected(worker, stage, held.name, held.tensor.data, state.get(held.tensor, {}))
-        if held.name in worker.cuts or worker.share:  # what each holds whole, the first of those that share layers has
+        if held.name in cuts or worker.share:  # what each holds whole, the first of those that share layers has
             continue
-        tied = held.name in worker.tied
-        holders = sharing(worker, held.name) if tied else usual
+        tied = held.name in ties.homes
+        holders = ties.ranks(worker, held.name) if tied else usual
         if not held.shared:
             holders = _mirrors(worker, stage, optimizer)
         writer = holders[0] if tied or not held.shared else shares[held.name]
@@ -107,8 +108,9 @@ def _collected(
     """What ranks that share layers have parts of, whole again; they all call this for the same, and take turns with
     who keeps and writes it. Of several replicas the first one does.
     """
-    group, cut = worker.group, worker.cuts[parameter]
-    owner = worker.placement.rank_of(worker.tied.get(parameter, (stage,))[0])
+    shared = worker.features.of(SharedLayers)
+    group, cut = shared.group, shared.cuts[parameter]
+    owner = worker.placement.rank_of(worker.features.of(Ties).homes.get(parameter, (stage,))[0])
     if group is None or worker.replica or owner != worker.plan.rank:
         return
     seat = group.ranks[0]

@@ -19,6 +19,7 @@ from zbc.job import spec
 from zbc.plan.balancing import Microbatch, Shape, deal, dealt_evenly, samples_of_step
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
+from zbc.runtime.core.state import Work
 from zbc.runtime.features.packing import Rows
 from zbc.runtime.features.words import IGNORED
 from zbc.training.data.data import KINDS, Batches, Pairs, build_dataset, in_epochs, place
@@ -66,8 +67,8 @@ class StepWork:
     replicas: Sequence[Sequence[Microbatch]]
 
 
-class Dealer:
-    """The `UnequalWork` of a training."""
+class Dealer(Work):
+    """Deals samples of unequal length to replicas."""
 
     def __init__(self, documents: Documents, shape: Shape, microbatches: int, seed: int, where: str) -> None:
         self.documents, self.shape, self.most = documents, shape, shape.most
@@ -81,7 +82,6 @@ class Dealer:
         self._known: dict[int, StepWork] = {}
 
     def follow(self, phases: Phases) -> None:
-        """Have the steps begin where `phases` says."""
         self.phases = phases
         self._known.clear()
 

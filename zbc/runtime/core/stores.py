@@ -1,0 +1,61 @@
+"""The stores of a worker: what lies there, and what is said of what is left when a step is over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from zbc.ir import Key, Kind, Message, Op
+from zbc.ops import VALUES
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+
+class Store(NamedTuple):
+    """A store of a worker: the values that it holds, and what is said of a key that is left when a step is over."""
+
+    name: str
+    values: tuple[str, ...]  # of `ops.VALUES`
+    left: str
+
+
+STORES = (
+    Store("edges", ("act", "grad"), "{}"),
+    Store("kept", ("kept",), "F {} has no backward"),
+    Store("slots", ("left",), "B {} has no W"),
+    Store("away", ("host",), "what F {} left went to the host and was never fetched back"),
+)
+# What the ops make that REDO runs again.
+REPEATED = frozenset(ref.what for kind in Kind if kind.row.repeats for ref in kind.row.writes)
+
+
+def leftovers(worker: Worker) -> list[str]:
+    """What a finished step should have used up and did not."""
+
+    def late(mb: int) -> bool:
+        return worker.phase_run.ending.due(worker, mb)
+
+    due = (store for store in STORES[1:] if not any(VALUES[value].stays for value in store.values))
+    found = [store.left.format(name_of(key)) for store in due for key in worker.store(store) if late(key.mb)]
+    found += [_left_on(worker, edge) for edge in worker.edges if late(edge.mb)]
+    found += [text for feature in worker.features for text in feature.leftovers(worker)]
+    found += ["a sum of gradients was started and never used"] * len(worker.summing)
+    found += [f"the slices of m{number - worker.phase_run.first} did not all run" for _, number in worker.reading]
+    return [*found, *(f"the loss of m{mb} was never reported" for mb in worker.losses if late(mb))]
+
+
+def _left_on(worker: Worker, edge: Message) -> str:
+    """What is said of a value that is left on an edge."""
+    placement = worker.placement
+    sent = placement.crosses(edge.source, edge.sink, edge.pipe)
+    name = name_of(Key(edge.source if sent or placement.branches else edge.sink, *edge[2:]))
+    name += f" to s{edge.sink}" if placement.branches else ""
+    what, reader = ("output", "F") if edge.forward else ("gradient", "B")
+    if sent:
+        return f"the {'output of F' if edge.forward else 'input gradient of B'} {name} was never sent"
+    return f"the {what} handed over for {reader} {name} was never used"
+
+
+def name_of(key: Key) -> str:
+    """`s1 m0`, as in the text of an op."""
+    return str(Op(Kind.F, *key)).removeprefix("F ")

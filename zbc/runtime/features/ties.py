@@ -1,0 +1,32 @@
+"""Weights that several stages share: each stage has a gradient of its own, and one rank answers for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from zbc.runtime.core.feature import Answer, Context, Feature
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+
+class Ties(Feature):
+    """`homes`: the stages of each shared weight, its owner's first."""
+
+    def __init__(self, homes: Mapping[str, tuple[int, ...]]) -> None:
+        self.homes = homes
+
+    def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
+        first = worker.layout.apart > 1 or worker.replica == 0
+        own = {s for s in worker.stages if first and worker.placement.rank_of(s) == worker.plan.rank}
+        return {name: one for name, one in found.items() if name not in self.homes or self.homes[name][0] in own}
+
+    def ranks(self, worker: Worker, name: str) -> tuple[int, ...]:
+        """Those of the run that hold a shared weight."""
+        ranks = {rank for stage in self.homes[name] for rank in worker.placement.holders(stage)}
+        return worker.topology.ranks(sorted(ranks), worker.share)
+
+
+def build(context: Context) -> Ties:
+    return Ties(context.tied)
