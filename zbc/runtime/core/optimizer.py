@@ -116,14 +116,12 @@ class InPlace:
         self.drop()
 
 
-class Masters:
+class Masters(InPlace):
     """Working weights that are copies: the optimizer updates master weights, which are then published.
 
     Working weights that are `lowered` to another type have float32 masters and gradients, and so is the sum of their
     gradients over microbatches; others have masters of their own type.
     """
-
-    apart = mirrored = False
 
     def __init__(
         self,
@@ -141,25 +139,16 @@ class Masters:
         self._pairs = [(p, self.masters[name]) for name, p in trained.items()]
         lower_precision(parameters.values(), lowered)
 
-    def squares(self) -> dict[str, Tensor]:
-        return squares_of({name: p.grad for name, p in self.parameters.items() if p.grad is not None})
-
     def step(self, scale: float | None) -> None:
         self.commit(scale)
         self.publish()
 
-    def drop(self) -> None:
+    def drop(self) -> None:  # casts go where weights are published
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def stepped(self, transport: Transport, *, skipped: bool) -> None:
-        """Nobody else needs what was stepped here."""
-
     def held(self) -> list[Held]:
         return [Held(name, 0, tuple(p.shape), self.masters.get(name, p)) for name, p in self.parameters.items()]
-
-    def incomplete(self) -> list[Held]:
-        return []
 
     def loaded(self) -> None:
         self.publish()

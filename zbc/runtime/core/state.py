@@ -53,9 +53,14 @@ class BatchSource(Protocol):
     def follow(self, phases: Phases) -> None: ...
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor: ...
     def targets(self, step: int, mb: int) -> Tensor: ...
-    def weight(self, step: int, mb: int) -> float | None: ...  # by the targets that count; None: as all others
     def digest(self) -> int: ...  # of a few samples
-    def close(self) -> None: ...
+    def weight(self, step: int, mb: int) -> float | None:
+        """By the targets that count; None: as all others, or as their dealer says."""
+        return None
+
+    def close(self) -> None:
+        """End the threads that read."""
+        return
 
 
 class Work:

@@ -36,10 +36,7 @@ def look_up(worker: Worker, op: Op) -> None:
 def give(worker: Worker, op: Op) -> None:
     """GIVE: start to add up what all looked up, on the first stage's rank, whose F waits."""
     shared, unit = shared_of(worker, op)
-    tensor = _take(shared.given, unit, op, "its I has not run")
-    pending = worker.transport.start_reduce(tensor, shared.first, shared.ranks)
-    spec = shared.inputs[op.slice]
-    shared.start(op.kind, unit, pending, tensor, spec, here=worker.rank == shared.first)
+    _reduce(worker, op, _take(shared.given, unit, op, "its I has not run"), shared.first, shared.inputs[op.slice])
 
 
 def take(worker: Worker, op: Op) -> None:
@@ -74,9 +71,8 @@ def tell(worker: Worker, op: Op) -> None:
     targets, share = read(worker, worker.source, "targets", worker.number(op.mb), part)
     hidden = shared.arrive(worker, Met(Kind.SPREAD, *unit))
     began = worker.clock.start()
-    weight = worker.phase_run.weigh(worker, worker.number(op.mb), targets, share) / (
-        targets != IGNORED
-    ).sum().double().clamp(min=1.0)
+    counting = (targets != IGNORED).sum().double().clamp(min=1.0)
+    weight = worker.phase_run.weigh(worker, worker.number(op.mb), targets, share) / counting
     step = worker.phase_run.portion
     early = training and shared.sums == 1
     shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=training)
@@ -114,10 +110,7 @@ def output_gradient(worker: Worker, op: Op) -> None:
 def add_up(worker: Worker, op: Op) -> None:
     """SUM: start to add up the gradient of the last stage's output on its rank, whose B waits."""
     shared, unit = shared_of(worker, op)
-    tensor = _take(shared.parts, unit, op, "its T has not run")
-    pending = worker.transport.start_reduce(tensor, shared.last, shared.ranks)
-    spec = shared.outputs[op.slice]
-    shared.start(op.kind, unit, pending, tensor, spec, here=worker.rank == shared.last)
+    _reduce(worker, op, _take(shared.parts, unit, op, "its T has not run"), shared.last, shared.outputs[op.slice])
 
 
 def settle(worker: Worker) -> None:
@@ -157,6 +150,13 @@ def _broadcast(worker: Worker, op: Op, edge: Message, root: int, spec: TensorSpe
         tensor = _take(worker.edges, edge, op, "what it sends has not been computed").contiguous()
     pending = worker.transport.start_broadcast(tensor, root, shared.ranks)
     shared.start(op.kind, unit, pending, tensor, spec, here=True)
+
+
+def _reduce(worker: Worker, op: Op, tensor: Tensor, root: int, spec: TensorSpec) -> None:
+    """Start to add up what all ranks have, on the rank `root`."""
+    shared, unit = shared_of(worker, op)
+    pending = worker.transport.start_reduce(tensor, root, shared.ranks)
+    shared.start(op.kind, unit, pending, tensor, spec, here=worker.rank == root)
 
 
 def _take(store: dict[_Where, _Value], key: _Where, op: Op, missing: str) -> _Value:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,14 +49,16 @@ class ThreadChains:
             work.wait()
             second(make()).wait()
 
-        return _Threaded(self._background.start(rest))
+        return Threaded(self._background.start(rest))
 
     def close(self) -> None:
         self._background.close()
 
 
-class _Threaded:
-    def __init__(self, found: Future[None]) -> None:
+class Threaded:
+    """What a thread does, as a `dist.Work`."""
+
+    def __init__(self, found: Future[Any]) -> None:
         self._found = found
 
     def wait(self) -> None:

@@ -36,8 +36,8 @@ from zbc.ops import TIED, experts_of
 from zbc.plan.directory import Manifest, judges, meeting
 from zbc.runtime.core.private import symmetric
 from zbc.runtime.features import shared_memory
-from zbc.runtime.transports.arrivals import Arrivals, Coming
-from zbc.runtime.transports.chains import Chain, Chains, StreamChains, ThreadChains
+from zbc.runtime.transports.background import Background
+from zbc.runtime.transports.chains import Chain, Chains, StreamChains, ThreadChains, Threaded
 from zbc.runtime.transports.sends import EventSends, Sends, ThreadSends
 from zbc.runtime.transports.transport import Again, Letter, Pending, Ranks, Shared, Signal, Then
 
@@ -150,33 +150,23 @@ class Network:
         self.rank = dist.get_rank()
         self._manifest, self._device, self._nccl = manifest, device, device.type == "cuda"
         self._edges = {edge: number for number, edge in enumerate(placement.edges)}
-        self._pairs: dict[tuple[int, int], Any] = {}
-        self._signals: dict[tuple[int, int], Any] = {}
+        self._pairs: dict[Ranks, Any] = {}
+        self._signals: dict[Ranks, Any] = {}
         swift = _swift if self._nccl else None
         run = manifest.topology
         for replica, tp in itertools.product(range(run.dp), range(run.tp)):
             for pairs, groups in ((directions(placement), self._pairs), (signalled(manifest), self._signals)):
-                for some in rounds(of_replica(manifest, replica, pairs, tp)):
-                    for pair in some:
-                        group = _group(pair, timeout, swift)
-                        if self.rank in pair:
-                            groups[pair] = group
-        self._circles: dict[tuple[int, ...], Any] = {tuple(range(manifest.topology.world)): dist.group.WORLD}
-        for ranks in gatherings(manifest):
-            group = _group(ranks, timeout)
-            if self.rank in ranks:
-                self._circles[ranks] = group
-        self._swaps: dict[tuple[int, ...], Any] = {}  # of their own: inside of ops, and no sum is in their way
-        for ranks in swapping(manifest):
-            group = _group(ranks, timeout)
-            if self.rank in ranks:
-                self._swaps[ranks] = group
-        self._after = self._groups_after(timeout)
+                ways = itertools.chain.from_iterable(rounds(of_replica(manifest, replica, pairs, tp)))
+                groups |= self._groups(ways, timeout, swift)
+        self._circles: dict[Ranks, Any] = {tuple(range(run.world)): dist.group.WORLD}
+        self._circles |= self._groups(gatherings(manifest), timeout)
+        self._swaps = self._groups(swapping(manifest), timeout)  # inside of ops: no sum is in their way
+        # For the sums behind gathers: they start whenever those are over.
+        self._after = self._groups((ranks for ranks in pipelines(manifest) if len(ranks) > 1), timeout)
         self._there: dict[Letter, _Out] = {}  # of what this rank sends
         self._here: dict[Letter, _Way] = {}  # of what it receives
         self._sums: dict[tuple[int, ...], _Sum] = {}
-        self._posted: dict[Letter, tuple[dist.Work | Coming, Tensor, Lost]] = {}
-        self._arrivals = Arrivals()
+        self._posted: dict[Letter, tuple[dist.Work | Threaded, Tensor, Lost]] = {}
         self._sends: dict[int, Sends] = {}  # by the rank they go to
         most = 4 * len(placement.edges) * manifest.microbatches * len(placement.pipes) * manifest.slices
         if most > _MAX_TAG:
@@ -184,7 +174,10 @@ class Network:
         self._connect(device)
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
-        start, number, tag, lost, sends = self._there.get(message) or self._way_out(message, peer)
+        way = self._there.get(message)
+        if way is None:
+            way = self._there[message] = *self._way(message, peer, sending=True), self._sends_to(peer)
+        start, number, tag, lost, sends = way
         tensor = tensor.contiguous()
         if tensor.is_neg() or tensor.is_conj():  # a view that says what its memory does not
             tensor = tensor.resolve_neg().resolve_conj()
@@ -197,7 +190,10 @@ class Network:
     def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
         if message in self._posted:
             raise ZbcError("E703", f"run: {message.recv} was posted twice", where=f"rank {self.rank}")
-        start, number, tag, lost = self._here.get(message) or self._way_in(message, peer)
+        way = self._here.get(message)
+        if way is None:
+            way = self._here[message] = self._way(message, peer, sending=False)
+        start, number, tag, lost = way
         try:
             work = start([view_as_real(buffer) if buffer.is_complex() else buffer], number, tag)
         except RuntimeError as error:
@@ -221,8 +217,8 @@ class Network:
         if found is None:
             return True
         work, buffer, lost = found
-        if not self._nccl and not isinstance(work, Coming):
-            work = self._arrivals.ask(work)
+        if not self._nccl and not isinstance(work, Threaded):  # gloo says so only to who waits: a thread does
+            work = Threaded(self._arrivals.start(work.wait))
             self._posted[message] = work, buffer, lost
         return work.is_completed()
 
@@ -300,10 +296,16 @@ class Network:
         except RuntimeError as error:
             raise lost(error) from error
 
-    def _groups_after(self, timeout: timedelta) -> dict[tuple[int, ...], Any]:
-        """For the sums behind gathers groups of their own: they start whenever those are over."""
-        groups = {ranks: _group(ranks, timeout) for ranks in pipelines(self._manifest) if len(ranks) > 1}
-        return {ranks: group for ranks, group in groups.items() if self.rank in ranks}
+    def _groups(
+        self, sets: Iterable[Ranks], timeout: timedelta, make_options: Callable[[], Any] | None = None
+    ) -> dict[Ranks, Any]:
+        """Of sets of ranks, for which all ranks make groups in this order, those that this one is in."""
+        made = [(ranks, _group(ranks, timeout, make_options)) for ranks in sets]
+        return {ranks: group for ranks, group in made if self.rank in ranks}
+
+    @functools.cached_property
+    def _arrivals(self) -> Background:
+        return Background("zbc-arrivals")
 
     @functools.cached_property
     def _chains(self) -> Chains:
@@ -342,7 +344,7 @@ class Network:
         """To be called when all that this rank sent and posted is done; gloo's threads of a group end with it."""
         for sends in self._sends.values():
             sends.close()
-        self._arrivals.close()
+        self.__dict__.pop("_arrivals", None)  # whose thread ends with it
         if "_chains" in self.__dict__:
             self._chains.close()
         self._there.clear()
@@ -353,14 +355,6 @@ class Network:
                 if group is not dist.group.WORLD:
                     dist.destroy_process_group(group)
             table.clear()
-
-    def _way_out(self, message: Letter, peer: int) -> _Out:
-        way = self._there[message] = *self._way(message, peer, sending=True), self._sends_to(peer)
-        return way
-
-    def _way_in(self, message: Letter, peer: int) -> _Way:
-        way = self._here[message] = self._way(message, peer, sending=False)
-        return way
 
     def _way(self, message: Letter, peer: int, *, sending: bool) -> _Way:
         """How a message goes.

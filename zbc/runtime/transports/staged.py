@@ -39,17 +39,17 @@ class Staged(Around):
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
         host = self._down(tensor)
-        return _Landing(self.inner.start_sum(host, ranks), host, tensor)
+        return _Landing(self.inner.start_sum(host, ranks), [(host, tensor)])
 
     def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
         host = self._room(mine)
-        return _Landing(self.inner.start_scatter(self._down(parts), host, ranks), host, mine)
+        return _Landing(self.inner.start_scatter(self._down(parts), host, ranks), [(host, mine)])
 
     def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
         host = self._room(parts)
         if then is None:
-            return _Landing(self.inner.start_gather(self._down(mine), host, ranks), host, parts)
-        made: list[tuple[Tensor, Tensor]] = []  # on the host and on the device
+            return _Landing(self.inner.start_gather(self._down(mine), host, ranks), [(host, parts)])
+        made: list[tuple[Tensor, Tensor]] = []
 
         def make() -> Tensor:
             parts.copy_(host)
@@ -57,19 +57,19 @@ class Staged(Around):
             made.append((self._down(found), found))
             return made[0][0]
 
-        return _Following(self.inner.start_gather(self._down(mine), host, ranks, Then(make, then.root)), made)
+        return _Landing(self.inner.start_gather(self._down(mine), host, ranks, Then(make, then.root)), made)
 
     def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Pending:
         host = self._room(parts)
-        return _Landing(self.inner.start_swap(self._down(mine), out, host, into, ranks), host, parts)
+        return _Landing(self.inner.start_swap(self._down(mine), out, host, into, ranks), [(host, parts)])
 
     def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         host = self._down(tensor)
-        return _Landing(self.inner.start_broadcast(host, root, ranks), host, tensor)
+        return _Landing(self.inner.start_broadcast(host, root, ranks), [(host, tensor)])
 
     def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
         host = self._down(tensor)
-        return _Landing(self.inner.start_reduce(host, root, ranks), host, tensor)
+        return _Landing(self.inner.start_reduce(host, root, ranks), [(host, tensor)])
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
         if device.type != "cpu":
@@ -94,29 +94,15 @@ class Staged(Around):
 
 
 class _Landing(NamedTuple):
-    """A `Pending`: a collective on the host, and where its result goes."""
+    """A `Pending`: a collective on the host, and where what it brings goes: pairs on the host and on the device, which
+    are known by then."""
 
     inner: Pending
-    host: Tensor
-    target: Tensor
+    pairs: list[tuple[Tensor, Tensor]]
 
     def wait(self) -> None:
         self.inner.wait()
-        self.target.copy_(self.host, non_blocking=True)
-
-    def ready(self) -> bool:
-        return self.inner.ready()
-
-
-class _Following(NamedTuple):
-    """A `Pending`: a gather and the sum behind it, on the host, and where that goes once it is known."""
-
-    inner: Pending
-    made: list[tuple[Tensor, Tensor]]
-
-    def wait(self) -> None:
-        self.inner.wait()
-        for host, target in self.made:
+        for host, target in self.pairs:
             target.copy_(host, non_blocking=True)
 
     def ready(self) -> bool:

@@ -10,12 +10,12 @@ Until `.complete` is in place the checkpoint before is the newest, and it stays 
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import zbc
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.core.state import Worker
+from zbc.runtime.transports.background import Background
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.arena import Arena, copy_beside
 from zbc.training.checkpoint.files import digest, put_together, write_parts
@@ -83,7 +84,8 @@ class Checkpoints(Guest):
         found = entries(self.worker)
         if self.options.asynchronous:
             staged, copied = self._stage(found)
-            self._running = _beside(lambda: self._save_copied(found, staged, copied, step + 1))
+            work = partial(self._save_copied, found, staged, copied, step + 1)
+            self._running = Background("zbc-checkpoint").start(work)  # in a thread that ends with it
         else:
             self._tell(self._save(found, step + 1))
 
@@ -201,20 +203,6 @@ def _shown(path: Path) -> Path:
         here = Path.cwd()
         return path.relative_to(here) if path.is_relative_to(here) else path
     return path
-
-
-def _beside(work: Callable[[], str]) -> Future[str]:
-    """Do it in a thread of its own, which does not keep a process alive that is to end."""
-    future: Future[str] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="zbc-checkpoint", daemon=True).start()
-    return future
 
 
 def check_copies(copies: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> None:

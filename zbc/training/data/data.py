@@ -21,6 +21,7 @@ from torch import Tensor
 from zbc.errors import ZbcError
 from zbc.job import spec, userobject
 from zbc.plan.phases import Phases
+from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
@@ -50,10 +51,14 @@ class Samples(Protocol):
         """Their targets, stacked."""
 
     def digest(self) -> int:
-        """Of a few samples, 40 bits: ranks compare what they read. Raises E516 if two looks at one sample differ."""
+        """Of a few samples, 40 bits: ranks compare what they read. Raises E516 if two looks at one sample differ.
+
+        0 for what is the same on all that have the same files, and says so itself.
+        """
+        return 0
 
 
-class Windows:
+class Windows(Samples):
     """Windows of `seq_len` tokens, one after the other; a target is its window shifted by one token."""
 
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
@@ -70,11 +75,8 @@ class Windows:
     def targets(self, indices: Sequence[int]) -> Tensor:
         return self._targets[torch.tensor(indices) % len(self)].long()
 
-    def digest(self) -> int:
-        return 0
 
-
-class RandomTokens:
+class RandomTokens(Samples):
     """Random tokens, made on demand from the sample's number; nothing can be learned from them."""
 
     def __init__(self, vocab: int, seq_len: int, seed: int, count: int = 2**20) -> None:
@@ -88,9 +90,6 @@ class RandomTokens:
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         return torch.stack([self._sample(i)[1:] for i in indices])
-
-    def digest(self) -> int:
-        return 0
 
     def _sample(self, index: int) -> Tensor:
         source = torch.Generator().manual_seed(seed_of(self._seed, "noise", index % self._count))
@@ -214,7 +213,7 @@ class SampleRange:
         return [self._start + i % count + i // count * total for i in indices]
 
 
-class Batches:
+class Batches(BatchSource):
     """The microbatches of every step. Inputs in floating point come as `lowered`, if that is given.
 
     `phases` says where steps begin; by default all are of `microbatches`, which else is the most that one has.
@@ -247,15 +246,10 @@ class Batches:
 
     @property
     def count(self) -> int:
-        """How many samples there are."""
         return self._count
 
     def follow(self, phases: Phases) -> None:
-        """Have the steps begin where `phases` says."""
         self.phases = phases
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU; that for a `group` of layers, where there are several."""
@@ -267,12 +261,7 @@ class Batches:
         """Its target, on the CPU."""
         return self._samples.targets(self._numbers(step, mb))
 
-    def weight(self, step: int, mb: int) -> float | None:
-        """All weigh alike, or as their dealer says."""
-        return None
-
     def digest(self) -> int:
-        """See `Samples`."""
         return self._samples.digest()
 
     def _numbers(self, step: int, mb: int) -> list[int]:

@@ -25,15 +25,17 @@ class Documents(Protocol):
 
     lengths: Tensor  # (samples,) int64
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.lengths)
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
         """The input and the target of a sample, both (tokens, ...); numbers and `digest` are those of `Samples`."""
 
-    def digest(self) -> int: ...
+    def digest(self) -> int:
+        return 0
 
 
-class RandomDocuments:
+class RandomDocuments(Documents):
     """Random tokens of log-normal lengths, made on demand from the sample's number."""
 
     def __init__(self, vocab: int, longest: int, seed: int, count: int = 2**16) -> None:
@@ -42,12 +44,6 @@ class RandomDocuments:
         drawn = torch.empty(count, dtype=torch.float64).log_normal_(math.log(longest / 6), SPREAD, generator=source)
         self.lengths = drawn.ceil().clamp(1, longest).long()
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def digest(self) -> int:
-        return 0
-
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
         index = number % len(self)
         source = torch.Generator().manual_seed(seed_of(self._seed, "noise", index))
@@ -55,7 +51,7 @@ class RandomDocuments:
         return tokens[:-1], tokens[1:]
 
 
-class TokenDocuments:
+class TokenDocuments(Documents):
     """Documents of token files, in pieces of at most `longest` tokens; a target is its piece one token later.
 
     Raises E117 for a file that does not say which token ends a document, E532 for a token out of the vocabulary.
@@ -70,12 +66,6 @@ class TokenDocuments:
         self._firsts = [0]
         for starts, _ in found:
             self._firsts.append(self._firsts[-1] + len(starts))
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def digest(self) -> int:
-        return 0
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
         index = number % len(self)
@@ -106,7 +96,7 @@ def _pieces(file: TokenFile, longest: int) -> tuple[Tensor, Tensor]:
     return starts, (stops[which] - 1 - starts).clamp(max=longest)
 
 
-class PairDocuments:
+class PairDocuments(Documents):
     """A user's dataset of (input, target) sequences with an attribute `lengths`, one number for each.
 
     Raises E117 for a dataset without it, or with a sample longer than a row has room.
@@ -126,9 +116,6 @@ class PairDocuments:
             text = f"data: sample {first} of {name} has {int(self.lengths[first])} tokens, a row has room for {longest}"
             raise ZbcError("E117", text, hint="cut it, or set a larger model.seq_len")
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
     def digest(self) -> int:
         return self._pairs.digest()
 
@@ -142,15 +129,12 @@ class PairDocuments:
         return x, y
 
 
-class Some:
+class Some(Documents):
     """Documents `start` to `stop` of others."""
 
     def __init__(self, documents: Documents, start: int, stop: int) -> None:
         self._documents, self._start = documents, start
         self.lengths = documents.lengths[start:stop]
-
-    def __len__(self) -> int:
-        return len(self.lengths)
 
     def digest(self) -> int:
         return self._documents.digest()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zbc.plan.phases import Phases
+from zbc.runtime.core.state import BatchSource
 from zbc.training.data.data import Batches
 
 CPU = torch.device("cpu")
@@ -19,7 +20,7 @@ AHEAD = 4  # tensors made ready before they are asked for
 Want = tuple[str, int]  # "inputs" or "targets", and of which microbatch
 
 
-class Prefetched:
+class Prefetched(BatchSource):
     """Batches, ahead of the plan: `wants` is what a step of every phase asks for, in its order.
 
     What is asked for in another order is made on the spot. An error in the thread is raised where its tensor is asked
@@ -46,10 +47,6 @@ class Prefetched:
 
     def targets(self, step: int, mb: int) -> Tensor:
         return self._take("targets", step, mb)
-
-    def weight(self, step: int, mb: int) -> float | None:
-        """All weigh alike, or as their dealer says."""
-        return None
 
     def digest(self) -> int:
         return self._batches.digest()

@@ -19,7 +19,7 @@ from zbc.job import spec
 from zbc.plan.balancing import Microbatch, Shape, deal, dealt_evenly, samples_of_step
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
-from zbc.runtime.core.state import Work
+from zbc.runtime.core.state import BatchSource, Work
 from zbc.runtime.features.packing import Rows
 from zbc.runtime.features.words import IGNORED
 from zbc.training.data.data import KINDS, Batches, Pairs, build_dataset, in_epochs, place
@@ -174,7 +174,7 @@ def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:
     return ZbcError("E117", text, hint=f"set schedule.max_microbatches = {needs}, or fewer schedule.microbatches")
 
 
-class PackedBatches:
+class PackedBatches(BatchSource):
     """A `BatchSource` of microbatches whose rows hold several samples; what is left of a row is padding."""
 
     def __init__(self, dealer: Dealer, lowered: torch.dtype | None = None) -> None:
@@ -185,19 +185,12 @@ class PackedBatches:
         """How many samples there are."""
         return len(self._dealer.documents)
 
-    def weight(self, step: int, mb: int) -> float | None:
-        """All weigh alike, or as their dealer says."""
-        return None
-
     def digest(self) -> int:
         """Of a few samples and all lengths."""
         return self._dealer.digest
 
     def follow(self, phases: Phases) -> None:
         """The dealer does."""
-
-    def close(self) -> None:
-        """There is nothing to end."""
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU: (rows, tokens, ...)."""
