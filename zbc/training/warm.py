@@ -207,16 +207,7 @@ def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
         worker.features.of(Gathers).finish(worker)
     ends = [op.mb for op in worker.plan.ops if op.kind is Kind.F and not worker.placement.sinks(op.stage)]
     numbers = {worker.number(mb): losses.get(0, 0.0) for mb in ends}  # in their order: places are constants
-    vector = worker.layout.vector(
-        squares(worker),
-        numbers,
-        rank=worker.rank,
-        stop=False,
-        busy=0.0,
-        peak=0,
-        device=worker.device,
-        replica=worker.apart,
-    )
+    vector = worker.vector(squares(worker), numbers, 0.0, 0)
     worker.all_reduce(vector, worker.everyone)
     worker.learn(vector)
 

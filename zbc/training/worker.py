@@ -22,7 +22,7 @@ from zbc.training.building.data import batches_of, counted
 from zbc.training.building.optimizers import averages_of, optimizers_of, sums_of, tied_weights
 from zbc.training.building.refusals import refuse
 from zbc.training.building.runs import phase_run, turns_in
-from zbc.training.building.shares import Shared, group_for, loss_of, shared_out, swaps_for, tables_of, vocabulary_of
+from zbc.training.building.shares import loss_of, share_out, shared_with, tables_of, vocabulary_of
 from zbc.training.building.stages import build_stages, compile_stages
 from zbc.training.data.counted import count_of, no_mean
 from zbc.training.data.data import KINDS
@@ -51,17 +51,14 @@ def build_worker(
     site = Site([*ramp, plan], transport, device, plans, {} if looks is None else looks)
     manifest, settings, chosen = site.manifest, site.settings, site.settings.model
     phases, shapes = Phases.of(manifest) if site.work is None else site.work.phases, site.shapes
-    shared, tables, swaps = Shared(group_for(site)), tables_of(site), swaps_for(site)
-    stages = build_stages(site, shared_out(swaps, shared.part(chosen) if tables is None else tables.cut))
+    shared, tables = shared_with(site), tables_of(site)
+    stages = build_stages(site, share_out(site, shared, tables))
     refuse(site, stages)
     tied = tied_weights(site)
-    optimizers = optimizers_of(site, stages, tied, apart=swaps is not None)
+    optimizers = optimizers_of(site, stages, tied, apart=shared.swaps is not None)
     words = None if tables is None else vocabulary_of(site, tables)
     optimizers |= {} if words is None else {WORDS: words.optimizer}
-    partial = {s: shared.partial_of(stage) for s, stage in stages.items()}
-    context = Context(
-        site.parts, stages, optimizers, site.rank, device, shared.group, swaps, shared.cuts, partial, tied
-    )
+    context = Context(site.parts, stages, optimizers, site.rank, device, shared, tied)
     resting = Resting((part, turns_in(site, part, stages)) for part in site.parts)
     features = [*built(context), resting, words, averages_of(site, optimizers, tied)]
     worker = Worker(

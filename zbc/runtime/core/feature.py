@@ -17,7 +17,7 @@ from zbc.ir import Key, Op
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from zbc.plan.directory import Manifest, RankPlan
     from zbc.runtime.core.optimizer import StageOptimizer
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zbc.runtime.core.route import Keeps, Source
     from zbc.runtime.core.stage import Stage
     from zbc.runtime.core.state import PhaseRun, Worker
-    from zbc.runtime.features.tensor_parallel import Cut, Group
+    from zbc.runtime.features.tensor_parallel import Shared
 
 
 Answer = TypeVar("Answer")
@@ -34,19 +34,15 @@ Answer = TypeVar("Answer")
 @dataclass(frozen=True)
 class Context:
     """What a feature of a rank of the run is built from: `plans` are those of all phases, the last one is what the
-    training comes to; `group` are the ranks that share this one's layers, `swaps` those that share out experts with it;
-    `cuts` the parameters of which each of a group has a part, `partial` those that are whole here, of whose gradients
-    each has a part; `tied` weights that stages share, with those stages, the owner's first."""
+    training comes to; `shared` is what other ranks share with this one; `tied` are weights that stages share, with
+    those stages, the owner's first."""
 
     plans: Sequence[RankPlan]
     stages: Mapping[int, Stage]
     optimizers: Mapping[int, StageOptimizer]
     rank: int
     device: torch.device
-    group: Group | None
-    swaps: Group | None
-    cuts: Mapping[str, Cut]
-    partial: Mapping[int, list[nn.Parameter]]
+    shared: Shared
     tied: Mapping[str, tuple[int, ...]]
 
     @property

@@ -137,21 +137,12 @@ def reduce(worker: Worker, op: Op) -> None:
 def validate(worker: Worker, op: Op) -> None:
     """VALIDATE: all ranks learn the loss, the gradient norm and whether to stop; see validate.py."""
     worker.settle(*worker.stages)
-    first, device = worker.phase_run.first, worker.device
+    first = worker.phase_run.first
     losses = {} if worker.share else {first + mb: loss for mb, loss in worker.losses.items()}
     losses |= worker.entries()
-    own, peak = squares(worker), peak_bytes(device)
+    own, peak = squares(worker), peak_bytes(worker.device)
     busy = worker.clock.read()()  # waits for the ops, while a GPU has the squares to compute
-    vector = worker.layout.vector(
-        own,
-        losses,
-        rank=worker.rank,
-        stop=worker.stop,
-        busy=busy,
-        peak=peak,
-        device=device,
-        replica=worker.apart,
-    )
+    vector = worker.vector(own, losses, busy, peak)
     worker.losses.clear()
     worker.all_reduce(vector, worker.everyone)
     worker.verdict = worker.learn(vector)

@@ -13,7 +13,7 @@ route.py where each op looks.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -263,6 +263,15 @@ class Worker:
         self.progress.waiting = True
         self.transport.all_reduce(tensor, ranks)
         self.progress.waiting = False
+
+    def vector(
+        self, squares: Mapping[str, Tensor], losses: Mapping[int, Tensor | float], busy: float, peak: int
+    ) -> Tensor:
+        """What this rank tells all others of a step; see validate.py."""
+        rank, device, replica = self.rank, self.device, self.apart
+        return self.layout.vector(
+            squares, losses, rank=rank, stop=self.stop, busy=busy, peak=peak, device=device, replica=replica
+        )
 
     def learn(self, vector: Tensor) -> Verdict:
         """What all ranks agreed on: the one place in a step where the host reads what the device computed."""

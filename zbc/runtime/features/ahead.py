@@ -137,9 +137,8 @@ def norm(worker: Worker, op: Op) -> None:
         return
     losses = {} if worker.share else {worker.number(mb): loss for mb, loss in pending.losses.items()}
     losses |= pending.added
-    own, peak, device = squares(worker), pending.peak, worker.device
-    busy = pending.busy()  # a GPU's ops of the last step have long ended
-    vector = worker.layout.vector(own, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=device)
+    own = squares(worker)
+    vector = worker.vector(own, losses, pending.busy(), pending.peak)  # a GPU's ops of the last step have long ended
     before = _before(worker)
     if before is not None:
         vector += _signal(worker, NORM, before)

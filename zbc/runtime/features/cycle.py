@@ -74,11 +74,9 @@ class Cycle(Ending):
         """What runs in a step: `ends`, if there is none to come right behind it."""
         key = (step % 2 == 1, not self.running, ends)
         if key not in self._scripts:
-            self._scripts[key] = [*(self._part(odd=not key[0], own=False) if key[1] else ()), *self._body(key[0], ends)]
+            before = self._part(odd=not key[0], own=False) if key[1] else []
+            self._scripts[key] = [*before, *self._part(odd=key[0], own=True if ends else None)]
         return self._scripts[key]
-
-    def _body(self, odd: bool, ends: bool) -> Script:
-        return self._part(odd=odd, own=True) if ends else self._part(odd=odd, own=None)
 
     def _part(self, *, odd: bool, own: bool | None) -> Script:
         """The ops of this step, or of the next one alone; None: both. What is alone is of the step that runs."""
@@ -107,9 +105,7 @@ class Cycle(Ending):
         losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
         losses |= worker.entries(lambda key: key.mb // m == step % 2)
         peak, busy = peak_bytes(worker.device), worker.clock.read()()
-        vector = worker.layout.vector(
-            self.squares, losses, rank=worker.rank, stop=worker.stop, busy=busy, peak=peak, device=worker.device
-        )
+        vector = worker.vector(self.squares, losses, busy, peak)
         self.squares = {}
         pending = worker.transport.start_sum(vector, worker.everyone)
         before = self.finish(worker)

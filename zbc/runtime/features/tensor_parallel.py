@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -136,17 +136,31 @@ class Group(NamedTuple):
         return _apply(_Join, x, self, count)
 
 
+@dataclass
+class Shared:
+    """The ranks of `group` share the layers of this one, those of `swaps` its experts. `cuts`: the parameters of which
+    each of a group has a part; `partial`: those that are whole here, of whose gradients each has a part."""
+
+    group: Group | None
+    swaps: Group | None
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+
+
 class SharedLayers(Feature):
-    """Who shares what with this rank, as in `Context`. Gradients of which each rank of the group has a part are summed
-    before the replicas sum theirs; those of `rest`, whose stages no REDUCE sums, at the end of the step. And of a step,
-    in how much of the time of its sums inside of ops this rank did something else."""
+    """Gradients of which each rank of a group has a part are summed before the replicas sum theirs; those of `rest`,
+    whose stages no REDUCE sums, at the end of the step. And of a step, in how much of the time of its sums inside of
+    ops this rank did something else."""
 
     def __init__(self, context: Context) -> None:
-        self.group, self.cuts, self._parameters = context.group, context.cuts, context.partial
-        self._inside = context.swaps if self.group is None else self.group
+        shared = context.shared
+        self.group, self.cuts = shared.group, shared.cuts
+        self._inside = shared.swaps if self.group is None else self.group
         self.meets = self._inside is not None
+        found = {s: stage.parameters.items() for s, stage in context.stages.items()}
+        self._parameters = {s: [p for name, p in all_ if name in shared.partial] for s, all_ in found.items()}
         reduced = {op.stage for plan in context.plans for op in plan.ops if op.kind is Kind.REDUCE}
-        self.rest = sorted(context.partial.keys() - reduced)
+        self.rest = sorted(found.keys() - reduced)
 
     def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
         """What is no part of anything counts on the first of the ranks that share layers."""

@@ -177,12 +177,9 @@ class Hub:
                 key = queue[0] if queue else None
                 if key is not None and all(self._queues[r] and self._queues[r][0] == key for r in key[0]):
                     waiting = True
-                    self._happen(self._rounds.pop(key))
-
-    def _happen(self, meeting: Round) -> None:
-        for r in meeting.ranks:
-            self._queues[r].popleft()
-        self._end(meeting)
+                    for r in key[0]:
+                        self._queues[r].popleft()
+                    self._end(self._rounds.pop(key))
 
     def _end(self, meeting: Round) -> None:
         offers = [meeting.offers[r] for r in meeting.ranks]

@@ -15,7 +15,7 @@ from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features import tensor_parallel
 from zbc.runtime.features.sharded import Sharded
-from zbc.runtime.features.tensor_parallel import Cut, Group, Meter
+from zbc.runtime.features.tensor_parallel import Group, Meter, Shared
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.vocabulary_state import OfRows, Vocabulary
 from zbc.runtime.transports.network import swapping
@@ -71,66 +71,40 @@ def vocabulary_of(site: Site, tables: Tables) -> Vocabulary:
     )
 
 
-def group_for(site: Site) -> Group | None:
-    """The ranks that share the layers of this one."""
-    if site.topology.tp == 1:
-        return None
-    ranks = site.topology.sharing(site.rank)
-    return Group(ranks, site.seat.tp, site.transport, site.shares_sequence, _meter(site))
+def shared_with(site: Site) -> Shared:
+    """Who shares layers with this rank, and who the experts of its blocks."""
+    run, meter = site.topology, Meter() if site.device.type == "cpu" else None  # on a GPU the host does not wait
+    sharing, group, swaps = run.sharing(site.rank), None, None
+    if run.tp > 1:
+        group = Group(sharing, site.seat.tp, site.transport, site.shares_sequence, meter)
+    for ranks in swapping(site.manifest):
+        if site.rank in ranks:
+            swaps = Group(ranks, site.seat.dp % site.manifest.ep, site.transport, meter=meter)
+    return Shared(group, swaps)
 
 
-def swaps_for(site: Site) -> Group | None:
-    """The ranks that share out the experts of this one's blocks."""
-    ranks = next((ranks for ranks in swapping(site.manifest) if site.rank in ranks), None)
-    if ranks is None:
-        return None
-    return Group(ranks, site.seat.dp % site.manifest.ep, site.transport, meter=_meter(site))
+def share_out(site: Site, shared: Shared, tables: Tables | None) -> Callable[[str, nn.Module], None]:
+    """What leaves this rank's part of a layer, and notes which that is."""
+    joined = not _by_words(site.settings.model)
 
+    def share(name: str, layer: nn.Module) -> None:
+        if tables is not None:
+            tables.cut(name, layer)
+        if shared.group is not None:
+            found = sharding.shard(name, layer, shared.group, joined=joined)
+            shared.cuts.update({f"{name}.{local}": cut for local, cut in found.cuts.items()})
+            shared.partial.update(f"{name}.{local}" for local in found.partial)
+        for module in layer.modules() if shared.swaps is not None else ():
+            if isinstance(module, Experts) and shared.swaps is not None:
+                module.share_out(shared.swaps)
 
-def _meter(site: Site) -> Meter | None:
-    return Meter() if site.device.type == "cpu" else None  # on a GPU the host does not wait
-
-
-def shared_out(group: Group | None, share: Callable[[str, nn.Module], None]) -> Callable[[str, nn.Module], None]:
-    """`share`, and of experts this rank's."""
-
-    def both(name: str, layer: nn.Module) -> None:
-        share(name, layer)
-        for module in layer.modules() if group is not None else ():
-            if isinstance(module, Experts) and group is not None:
-                module.share_out(group)
-
-    return both
+    return share
 
 
 def experts_in(stage: Stage) -> list[str]:
     """What the names of the parameters of a stage's experts begin with."""
     layers = ((layer.name, layer.module.named_modules()) for layer in stage.layers)
     return [f"{name}.{path}.experts" for name, inside in layers for path, one in inside if isinstance(one, Experts)]
-
-
-class Shared:
-    """Layers that several ranks share: which parts of them this one has, once stages are built."""
-
-    def __init__(self, group: Group | None) -> None:
-        self.group = group
-        self.cuts: dict[str, Cut] = {}
-        self._partial: set[str] = set()  # whole here, of whose gradients each rank has a part
-
-    def part(self, chosen: spec.Model) -> Callable[[str, nn.Module], None]:
-        """What leaves this rank's part of a layer, and notes which that is."""
-
-        def share(name: str, layer: nn.Module) -> None:
-            if self.group is not None:
-                found = sharding.shard(name, layer, self.group, joined=not _by_words(chosen))
-                self.cuts.update({f"{name}.{local}": cut for local, cut in found.cuts.items()})
-                self._partial.update(f"{name}.{local}" for local in found.partial)
-
-        return share
-
-    def partial_of(self, stage: Stage) -> list[nn.Parameter]:
-        """Parameters of a stage that are whole here and whose gradients are not."""
-        return [p for name, p in stage.parameters.items() if name in self._partial]
 
 
 def _by_words(chosen: spec.Model) -> bool:

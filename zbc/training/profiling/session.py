@@ -12,7 +12,7 @@ import platform
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as ready
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,7 @@ from zbc.training.profiling.weigh import Weighed, weigh
 from zbc.training.profiling.words import word_times
 from zbc.training.train import RankFailed
 
+K = TypeVar("K")
 _MOVES = 40  # tensors of each size
 _LARGEST = 2**28  # bytes of a tensor that is sent
 
@@ -194,12 +195,16 @@ def _layers(job: Job, how: Sampling, done: Callable[[], None]) -> dict[str, Any]
                             pipe.send("enough")
                 else:
                     results.append((rank, content))
-    first = dict(sorted(results)[0][1])
-    pooled: Samples = {}
-    for _, content in sorted(results, key=lambda one: one[0]):
-        for key, values in content["times"].items():
-            pooled.setdefault(key, []).extend(values)
-    return {**first, "times": pooled}
+    found = [content for _, content in sorted(results, key=lambda one: one[0])]
+    return {**found[0], "times": _pooled(content["times"] for content in found)}
+
+
+def _pooled(samples: Iterable[Mapping[K, Sequence[float]]]) -> dict[K, list[float]]:
+    """Those of all ranks, by what they are of."""
+    found: dict[K, list[float]] = {}
+    for key, values in (item for one in samples for item in one.items()):
+        found.setdefault(key, []).extend(values)
+    return found
 
 
 def _rank(rank: int, job: Job, how: Sampling, pipe: Connection) -> dict[str, Any]:
@@ -269,11 +274,7 @@ def _together(
         found: dict[int, Any] = {}
         while len(found) < count:
             found.update(_heard(pipes))
-    pooled: LinkSamples = {}
-    for rank in range(count):
-        for name, values in found[rank].items():
-            pooled.setdefault(name, []).extend(values)
-    return pooled
+    return _pooled(found[rank] for rank in range(count))
 
 
 def _partner(rank: int, how: Sampling, sizes: list[int], folder: str, pipe: Connection) -> LinkSamples:
