@@ -315,7 +315,11 @@ WIDE = {"family": "tests.runtime.user_models:shared", "layers": 4, "loss": "mse"
 def test_a_layer_of_a_user_says_how_it_is_shared():
     programs = (replace(make_program("zb-h1", p, 4), tp=p) for p in (1, 2))
     alone, shared = (run_threads(make_plan(program, model=WIDE, **VECTORS), 3) for program in programs)
-    assert (len(shared), bool(shared[0].cuts), bool(alone[0].cuts)) == (4, True, False)
+    assert (
+        len(shared),
+        bool(shared[0].features.of(SharedLayers).cuts),
+        bool(alone[0].features.of(SharedLayers).cuts),
+    ) == (4, True, False)
     assert numbers(shared) == near(alone)
 
 

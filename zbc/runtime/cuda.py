@@ -168,38 +168,27 @@ class StreamCopier:
 
     def out(self, slab: Slab, pieces: Sequence[Piece]) -> _Recorded:
         """Behind the F that made the pieces, and behind the last copy out of this slab: it may be read still."""
-        waits = [_now()]  # of the compute stream, which is another one inside
-        if isinstance(slab.read, _Recorded):
-            waits.append(slab.read.event)
-        with torch.cuda.stream(self._out):
-            for event in waits:
-                self._out.wait_event(event)
-            begin = self._began()
-            for storage, at in pieces:
-                slab.memory[at : at + storage.nbytes()].copy_(bytes_of(storage), non_blocking=True)
-            return self._over(begin)
+        pairs = [(slab.memory[at : at + storage.nbytes()], bytes_of(storage)) for storage, at in pieces]
+        return self._copy(self._out, slab.read, pairs)
 
     def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> _Recorded:
         """Behind who had the memory before, and behind the parcel's own copy out."""
-        waits = [_now()]
-        if isinstance(gone, _Recorded):
-            waits.append(gone.event)
-        with torch.cuda.stream(self._back):
-            for event in waits:
-                self._back.wait_event(event)
-            begin = self._began()
-            for storage, at in pieces:
-                bytes_of(storage).copy_(slab.memory[at : at + storage.nbytes()], non_blocking=True)
-            return self._over(begin)
+        pairs = [(bytes_of(storage), slab.memory[at : at + storage.nbytes()]) for storage, at in pieces]
+        return self._copy(self._back, gone, pairs)
 
-    def _began(self) -> torch.cuda.Event | None:
-        return None if self.spans is None else _now(timed=True)
-
-    def _over(self, begin: torch.cuda.Event | None) -> _Recorded:
-        end = _now(timed=begin is not None)
-        if self.spans is not None:
-            self.spans.append([begin, end])
-        return _Recorded(end)
+    def _copy(self, stream: torch.cuda.Stream, last: Ticket | None, pairs: list[tuple[Tensor, Tensor]]) -> _Recorded:
+        """Behind what the compute stream has been given, and behind `last`."""
+        now = _now()  # of the compute stream, which is another one inside
+        with torch.cuda.stream(stream):
+            for event in (now, last.event) if isinstance(last, _Recorded) else (now,):
+                stream.wait_event(event)
+            begin = None if self.spans is None else _now(timed=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            end = _now(timed=begin is not None)
+            if self.spans is not None:
+                self.spans.append([begin, end])
+            return _Recorded(end)
 
     def close(self) -> None:
         pass

@@ -34,7 +34,7 @@ from zbc.runtime.seeding import seed_of, seeded
 from zbc.runtime.transports.network import directions, of_replica, rounds
 from zbc.runtime.transports.transport import Letter
 from zbc.training import devices
-from zbc.training.building.context import LOWERED, Settings
+from zbc.training.building.context import Settings
 from zbc.training.data.prefetch import AHEAD
 from zbc.training.evaluate import evaluating
 
@@ -175,7 +175,7 @@ def _carried(worker: Worker, read: Callable[[int, int], Tensor]) -> Tensor:
 
 def _update(worker: Worker, stage: Stage, settings: Settings) -> None:
     """An optimizer of a few numbers of each type of the stage's weights, through all that it may be asked for."""
-    lowered, ahead = LOWERED[settings.model.parameters], settings.optimizer.sync == "post-validate"
+    lowered, ahead = settings.lowered, settings.optimizer.sync == "post-validate"
     parameters = {str(p.dtype): p for p in stage.parameters.values() if p.requires_grad}
     few = {name: p.detach().reshape(-1)[:_FEW].clone() for name, p in parameters.items()}
     if lowered is not None:

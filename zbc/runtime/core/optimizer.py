@@ -133,7 +133,9 @@ class Masters(InPlace):
     ) -> None:
         self.parameters = parameters
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self.masters = {name: nn.Parameter(_master(p, lowered is not None)) for name, p in trained.items()}
+        wide = {name: lowered is not None and p.is_floating_point() for name, p in trained.items()}  # not complex ones
+        kinds = {name: torch.float32 if wide[name] else p.dtype for name, p in trained.items()}
+        self.masters = {name: nn.Parameter(p.detach().to(kinds[name], copy=True)) for name, p in trained.items()}
         self.optimizer = torch_optimizer(options, self.masters.values())
         self._casts = tuple(casts)
         self._pairs = [(p, self.masters[name]) for name, p in trained.items()]
@@ -245,12 +247,6 @@ class OptimizerOver:
 
     def loaded(self) -> None:
         self._inner.loaded()
-
-
-def _master(parameter: nn.Parameter, lowered: bool) -> Tensor:
-    """A copy of a parameter, in float32 if that is about to be lowered; complex ones are not."""
-    wide = lowered and parameter.is_floating_point()
-    return parameter.detach().to(torch.float32 if wide else parameter.dtype, copy=True)
 
 
 def set_rate(stage: StageOptimizer, rate: float) -> None:

@@ -15,14 +15,13 @@ Layers of users can take part: read `current_slot()` in forward, call `slot.defe
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from zbc.runtime.core.current import Current
 from zbc.runtime.core.private import set_grad_enabled
 
 
@@ -57,7 +56,7 @@ class Slot:
         """
         work = self._work[::-1]
         self._work.clear()
-        before, current = torch.is_grad_enabled(), _local.slot
+        before, current = torch.is_grad_enabled(), _slots.value
         if self.frozen:  # for `accumulate`; otherwise none is current, and what runs a forward here defers nothing
             swap_slot(self)
         set_grad_enabled(False)
@@ -74,44 +73,24 @@ class Slot:
         return len(self._work)
 
 
-class _Current(threading.local):
-    slot: Slot | None = None
-    between: Callable[[int], None] | None = None
-
-
-_local = _Current()
+_slots = Current[Slot]()
+_between = Current[Callable[[int], None]]()
+using, swap_slot = _slots.using, _slots.swap
 
 
 def current_slot() -> Slot | None:
     """The slot of the forward that runs on this thread; None outside a pipeline step (evaluation, tests)."""
-    return _local.slot
+    return _slots.value
 
 
 def call_between(function: Callable[[int], None] | None) -> None:
     """Have W on this thread call `function` between the weight gradients of two layers, with how many are left."""
-    _local.between = function
+    _between.value = function
 
 
 def between() -> Callable[[int], None] | None:
     """What W calls between the weight gradients of two layers."""
-    return _local.between
-
-
-@contextmanager
-def using(slot: Slot | None) -> Iterator[None]:
-    """Make `slot` current on this thread."""
-    before = swap_slot(slot)
-    try:
-        yield
-    finally:
-        swap_slot(before)
-
-
-def swap_slot(slot: Slot | None) -> Slot | None:
-    """Make `slot` current and return the one before: `using` without the cost of a generator."""
-    before = _local.slot
-    _local.slot = slot
-    return before
+    return _between.value
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
@@ -122,7 +101,7 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
     """
     if not isinstance(parameter, nn.Parameter):
         parameter = _original(parameter)
-    slot = _local.slot
+    slot = _slots.value
     if slot is not None and slot.frozen and id(parameter) in slot.frozen:
         return
     wanted = parameter.grad_dtype

@@ -222,16 +222,12 @@ def squares_of(grads: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
     Each sum depends on its chunk alone (and on the number of threads inside torch's kernels).
     """
     imaginary = {name: grad.imag for name, grad in grads.items() if grad.is_complex()}
-    parts = {name: _chunks_of(grad.real if name in imaginary else grad) for name, grad in grads.items()}
+    rows = {name: (grad.real if name in imaginary else grad).detach().reshape(-1) for name, grad in grads.items()}
+    parts = {name: torch.split(row, CHUNK) if len(row) > CHUNK else (row,) for name, row in rows.items()}
     found = (_one_by_one if all(grad.is_cpu for grad in grads.values()) else _together)(parts)
     for name, squares in squares_of(imaginary).items() if imaginary else ():
         found[name] = found[name] + squares
     return found
-
-
-def _chunks_of(grad: Tensor) -> Sequence[Tensor]:
-    flat = grad.detach().reshape(-1)
-    return torch.split(flat, CHUNK) if len(flat) > CHUNK else (flat,)
 
 
 def _one_by_one(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:

@@ -7,15 +7,14 @@ counts m times, where the loss is their mean. `add_loss` sees to that, and `loss
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from zbc.ir import Key, Op
+from zbc.runtime.core.current import Current
 from zbc.runtime.core.feature import Context, Feature
 
 if TYPE_CHECKING:
@@ -68,43 +67,23 @@ def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], 
 
     def run(worker: Worker, op: Op) -> None:
         adding = Adding(worker.portion(worker.number(op.mb), worker.routes[op].stage.part))
-        outer = swap_adding(adding if worker.phase_run.trains else None)
+        outer = _current.swap(adding if worker.phase_run.trains else None)
         try:
             handler(worker, op)
         finally:
-            swap_adding(outer)
+            _current.swap(outer)
         worker.features.of(Added).add(op.key, adding)
 
     return run
 
 
-class _Local(threading.local):
-    adding: Adding | None = None
-
-
-_local = _Local()
-
-
-def swap_adding(adding: Adding | None) -> Adding | None:
-    """Make this what layers of this thread add to; returns what it was."""
-    before = _local.adding
-    _local.adding = adding
-    return before
+_current = Current[Adding]()
+adding_to = _current.using  # have layers add to it
 
 
 def current_adding() -> Adding | None:
     """What layers of this thread add to; None outside of a training's forward."""
-    return _local.adding
-
-
-@contextmanager
-def adding_to(adding: Adding | None) -> Iterator[None]:
-    """Have layers add to `adding` in here."""
-    before = swap_adding(adding)
-    try:
-        yield
-    finally:
-        swap_adding(before)
+    return _current.value
 
 
 def loss_scale() -> float:
@@ -114,7 +93,7 @@ def loss_scale() -> float:
     A layer multiplies with it what it puts into a backward itself, in an autograd function of its own. Ask for it in
     the forward.
     """
-    adding = _local.adding
+    adding = _current.value
     return 1.0 if adding is None else adding.scale
 
 
@@ -127,7 +106,7 @@ def add_loss(x: Tensor, value: Tensor) -> Tensor:
     if value.numel() != 1 or not value.is_floating_point():
         shape = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
         raise ValueError(f"zbc.add_loss takes one floating-point number as its value, not {shape}: a mean, or a sum")
-    adding = _local.adding
+    adding = _current.value
     if adding is None:
         return _Added.apply(x, value, 1.0)  # type: ignore[no-any-return, no-untyped-call]
     mine = value.detach().reshape(()).float() * adding.scale
@@ -137,7 +116,7 @@ def add_loss(x: Tensor, value: Tensor) -> Tensor:
 
 def tell_load(place: int, counts: Tensor) -> None:
     """Of the forward that runs: the rows of so many experts, from the `place`th of all blocks on."""
-    adding = _local.adding
+    adding = _current.value
     if adding is not None:
         adding.loads.append((place, counts))
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zbc.job.userobject import IN_A_RANK
-from zbc.runtime.transports.around import Around
+from zbc.runtime.transports.around import Around, Through
 from zbc.runtime.transports.transport import Letter, Pending, Transport
 
 _RECENT = 8  # steps of a task, of which the longest says how long the next may take
@@ -73,7 +73,7 @@ class Filling(Around):
         return self.awaited(message, lambda: self.inner.ready(message), lambda: self.inner.wait(message))
 
     def started(self, pending: Pending, *, gather: bool) -> Pending:
-        return _Filled(pending, self)
+        return Through(pending, self.summed)
 
     def finish_step(self, *, drain: bool = True) -> None:
         self._sums = 0
@@ -129,16 +129,3 @@ class Filling(Around):
             self.tell(f"goes on without its filler, which failed: {type(error).__name__}: {error}")
         self._steps += 1
         self._took.append(self.now() - began)
-
-
-class _Filled(NamedTuple):
-    """A `Pending` whose wait is filled."""
-
-    inner: Pending
-    filling: Filling
-
-    def ready(self) -> bool:
-        return self.inner.ready()
-
-    def wait(self) -> None:
-        self.filling.summed(self.inner)

@@ -7,15 +7,14 @@ What is left of a row is padding: nothing sees it, and its targets do not count.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zbc.ir import Op
+from zbc.runtime.core.current import Current
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
@@ -23,26 +22,13 @@ if TYPE_CHECKING:
 Rows = tuple[tuple[int, ...], ...]  # lengths of the samples of each row, in their order
 
 
-class _Current(threading.local):
-    rows: Rows | None = None
-
-
-_local = _Current()
+_current = Current[Rows]()
+packed = _current.using  # forwards, or backwards that run them again, on rows of several samples
 
 
 def rows_now() -> Rows | None:
     """Those of the microbatch that runs on this thread; None where a row is one sample."""
-    return _local.rows
-
-
-@contextmanager
-def packed(rows: Rows | None) -> Iterator[None]:
-    """Run forwards, or backwards that run them again, on rows of several samples."""
-    before, _local.rows = _local.rows, rows
-    try:
-        yield
-    finally:
-        _local.rows = before
+    return _current.value
 
 
 @functools.lru_cache(maxsize=64)

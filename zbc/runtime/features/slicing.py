@@ -12,9 +12,6 @@ root, and what splits the backward of linear layers does so unchanged. The graph
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +21,7 @@ from torch.nn import functional
 
 from zbc.errors import ZbcError
 from zbc.runtime.core.again import Around, around
+from zbc.runtime.core.current import Current
 from zbc.runtime.features.packing import each_alone, places, rows_now
 from zbc.runtime.features.words import IGNORED
 
@@ -129,17 +127,14 @@ class Inside:
         return found
 
 
-class _Current(threading.local):
-    inside: Inside | None = None
-
-
-_local = _Current()
+_current = Current[Inside]()
+within = _current.using  # the forward of a layer in a slice
 
 
 def now() -> Inside | None:
     """What runs on this thread; None outside of a slice, where forwards have whole microbatches, and where torch
     compiles: compiled layers run no slices."""
-    return None if torch.compiler.is_compiling() else _local.inside
+    return None if torch.compiler.is_compiling() else _current.value
 
 
 def _again() -> Around | None:
@@ -153,23 +148,6 @@ def _again() -> Around | None:
 
 
 around.append(_again)
-
-
-@contextmanager
-def within(inside: Inside) -> Iterator[None]:
-    """Run the forward of a layer in a slice."""
-    before = swap(inside)
-    try:
-        yield
-    finally:
-        swap(before)
-
-
-def swap(inside: Inside | None) -> Inside | None:
-    """Make it the one that runs, and return the one before."""
-    before = _local.inside
-    _local.inside = inside
-    return before
 
 
 def first_row() -> int:

@@ -110,11 +110,11 @@ class Group(NamedTuple):
 
     def enter(self, x: Tensor) -> Tensor:
         """What all ranks have, into layers of which each has a part."""
-        return _apply(_EnterWhole if self.sequence else _Enter, x, self)
+        return _apply(_Meets, x, self, *((_all, _own) if self.sequence else (_same, _sum)))
 
     def leave(self, x: Tensor) -> Tensor:
         """What each rank has a term of: the sum."""
-        return _apply(_LeavePart if self.sequence else _Leave, x, self)
+        return _apply(_Meets, x, self, *((_own, _all) if self.sequence else (_sum, _same)))
 
     def tokens(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Start to collect (batch, tokens, ...) of all ranks, each of which has its own; `joined` when it is there."""
@@ -242,59 +242,44 @@ def bounds(count: int, place: int, ranks: int) -> tuple[int, int]:
     return count * place // ranks, count * (place + 1) // ranks
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.slot = group, current_slot()
-        return x.view_as(x)
+class _Meets(torch.autograd.Function):
+    """What `there` makes of a tensor, and `back` of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad = grads[0].clone(memory_format=torch.contiguous_format)
-        ctx.group.settle(ctx.group.start(grad), ctx.slot)
-        return grad, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        y = x.clone(memory_format=torch.contiguous_format)
-        group.settle(group.start(y))
-        return y
+    def forward(ctx: Any, x: Tensor, group: Group, there: Meeting, back: Meeting) -> Tensor:
+        ctx.group, ctx.slot, ctx.back = group, current_slot(), back
+        return there(group, x, None)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], None
+        return ctx.back(ctx.group, grads[0], ctx.slot), None, None, None
 
 
-class _EnterWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.slot = group, current_slot()
-        parts, pending = group.tokens(x)
-        group.settle(pending)
-        return group.joined(parts, x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        mine, pending = ctx.group.scatter(grads[0])
-        ctx.group.settle(pending, ctx.slot)
-        return mine, None
+def _same(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    return x.view_as(x)
 
 
-class _LeavePart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.slot = group, current_slot()
-        mine, pending = group.scatter(x)
-        group.settle(pending)
-        return mine
+def _sum(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    y = x.clone(memory_format=torch.contiguous_format)
+    group.settle(group.start(y), slot)
+    return y
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        parts, pending = ctx.group.tokens(grads[0])
-        ctx.group.settle(pending, ctx.slot)
-        return ctx.group.joined(parts, grads[0]), None
+
+def _all(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    """The tokens of all."""
+    parts, pending = group.tokens(x)
+    group.settle(pending, slot)
+    return group.joined(parts, x)
+
+
+def _own(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    """The sum of one's own tokens."""
+    mine, pending = group.scatter(x)
+    group.settle(pending, slot)
+    return mine
+
+
+Meeting = Callable[[Group, Tensor, Slot | None], Tensor]
 
 
 class _Join(torch.autograd.Function):

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zbc.runtime.transports.transport import Letter, Pending, Ranks, Shared, Then, Transport
+
+
+class Through(NamedTuple):
+    """A `Pending` that is waited for as `how` does."""
+
+    inner: Pending
+    how: Callable[[Pending], None]
+
+    def wait(self) -> None:
+        self.how(self.inner)
+
+    def ready(self) -> bool:
+        return self.inner.ready()
 
 
 class Around:

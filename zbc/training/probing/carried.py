@@ -21,7 +21,7 @@ from zbc.runtime.core.private import tree_leaves
 from zbc.runtime.core.remembered import left_alone, places
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import seeded
-from zbc.training.probing.compare import OUTPUT, there_and_back
+from zbc.training.probing.contract import OUTPUT, there_and_back
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 

@@ -27,11 +27,11 @@ from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.transports.hub import Hub
 from zbc.training import frames
-from zbc.training.building.context import LOWERED, Settings, group_of, layer_plans
+from zbc.training.building.context import Settings, group_of, layer_plans
 from zbc.training.data.counted import count_of
-from zbc.training.data.data import Batches, build_samples, place
+from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model
-from zbc.training.probing.compare import ROUNDING, apart, largest
+from zbc.training.probing.contract import ROUNDING, apart, largest
 from zbc.training.probing.refusals import overlaps, refuse_stage
 from zbc.training.probing.shapes import read_by
 from zbc.training.worker import build_worker
@@ -41,7 +41,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a 
 
 
 class Compared(NamedTuple):
-    """One parameter, and how far its gradients are apart (compare.py)."""
+    """One parameter, and how far its gradients are apart (contract.py)."""
 
     name: str
     error: float
@@ -201,7 +201,7 @@ def plain_gradients(
     """Mean loss and gradients of all microbatches of step 0, by plain autograd of the model as it is, of so many
     `times` the loss."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
-    seed, lowered, count = settings.train.seed, LOWERED[settings.model.parameters], manifest.microbatches
+    seed, lowered, count = settings.train.seed, settings.lowered, manifest.microbatches
     modules = {name: module.to(device) for name, module in _modules(settings).items()}
     parameters = _named(modules)
     lower_precision(parameters.values(), lowered)
@@ -212,7 +212,7 @@ def plain_gradients(
         microbatches=count,
         size=manifest.microbatch_size,
         lowered=lowered,
-        where=place(settings.data, settings.model),
+        where=settings.where,
     )
     total, low, after = 0.0, settings.model.dtype == "bfloat16", read_by(layer_plans(settings))
     criterion = model.loss(settings.model.loss)

@@ -33,7 +33,7 @@ from zbc.runtime.seeding import seed_of, seeded
 from zbc.training import frames
 from zbc.training.building.context import Site
 from zbc.training.models.model import LayerPlan
-from zbc.training.probing.compare import apart
+from zbc.training.probing.contract import apart
 from zbc.training.probing.shapes import with_values
 
 TOKENS = 48  # of the made-up sequence, if the layers take one that short
@@ -52,7 +52,9 @@ def try_layers(site: Site, stages: Iterable[Stage]) -> None:
     """Raise E512 for a layer of these stages that does not do in slices what it does as a whole."""
     layers = [layer for stage in stages for layer in stage.layers]
     for layer in layers:
-        _refuse_memory(layer)
+        if names := (*layer.traits.remembers, *layer.traits.carries):
+            text = f"model: layer {layer.name} changes {names[0]} in its forward, which runs once for every slice"
+            raise ZbcError("E512", text, hint=f"use a layer that keeps nothing of its forwards, {ONE_SLICE}")
     _try_each(site, layers, "slices", functools.partial(_try, parts=site.slices))
 
 
@@ -80,13 +82,6 @@ def _try_each(
             with seeded(seed_of(what)), adding_to(Adding(0.0)):
                 attempt([(one.name, _made_noisy(with_values(one, site.settings.lowered))) for one in group], takes.spec)
         group = []
-
-
-def _refuse_memory(layer: StageLayer) -> None:
-    names = (*layer.traits.remembers, *layer.traits.carries)
-    if names:
-        text = f"model: layer {layer.name} changes {names[0]} in its forward, which runs once for every slice"
-        raise ZbcError("E512", text, hint=f"use a layer that keeps nothing of its forwards, {ONE_SLICE}")
 
 
 def _signature(layer: StageLayer) -> str:
@@ -138,7 +133,9 @@ def _try(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> None:
             raise ZbcError("E512", f"model: layer {text}", hint=_HINT)
         far = apart(other, one)
         if not far <= TOLERANCE.get(other.dtype, 5e-2):
-            row = _first_row(one, other)
+            near = TOLERANCE.get(other.dtype, 5e-2)
+            rows = (n for n, (a, b) in enumerate(zip(one, other, strict=True)) if not apart(b, a) <= near)
+            row = next(rows, 0)
             text = f"model: layer {what} (they differ by {far:.2g} of the largest, from token {row} on)"
             raise ZbcError("E512", text, hint=_HINT)
 
@@ -206,14 +203,6 @@ def _forward_of(modules: Modules, x: Tensor, inside: Inside | None = None) -> li
         given = y if isinstance(y, tuple) else (y,)
         found.append(given)
     return found
-
-
-def _first_row(one: Tensor, other: Tensor) -> int:
-    """The first token whose numbers are others; the tensors' first dimension is the tokens."""
-    for row, (a, b) in enumerate(zip(one, other, strict=True)):
-        if not apart(b, a) <= TOLERANCE.get(b.dtype, 5e-2):
-            return row
-    return 0
 
 
 def _try_rows(modules: Modules, takes: TensorSpec) -> None:

@@ -20,7 +20,7 @@ from zbc.runtime.core.stage import Stage, StageLayer
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import drawing, seed_of, seeded
 from zbc.training.models.compiled import first_line, not_compiled
-from zbc.training.probing.compare import OUTPUT, apart, largest, there_and_back
+from zbc.training.probing.contract import OUTPUT, apart, largest, there_and_back
 
 # By dtype: how far two tensors may be apart, as a share of the largest number; and the share of the layer's largest
 # gradient up to which differences of gradients are rounding.

@@ -27,7 +27,7 @@ from zbc.runtime.features.copying import Ticket
 from zbc.runtime.features.offload import Offloads
 from zbc.runtime.features.parcels import Pool
 from zbc.runtime.features.units import Braids
-from zbc.runtime.transports.around import Around
+from zbc.runtime.transports.around import Around, Through
 from zbc.runtime.transports.transport import Letter, Pending, Transport
 from zbc.trace import recording as trace
 from zbc.trace.recording import Cause, ClockOffset, Head, MemorySamples, Timing, Writer
@@ -122,25 +122,20 @@ class Tracer:
         return result
 
 
-@dataclass(frozen=True)
-class Tracers:
+class Tracers(dict[int, Tracer]):
     """A tracer for each phase that has steps to record, or has had."""
-
-    tracers: dict[int, Tracer]
 
     def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
         """`run_step`, recorded or not."""
-        tracer = self.tracers.get(worker.phases.index(step))
+        tracer = self.get(worker.phases.index(step))
         return run_step(worker, step, stop=stop) if tracer is None else tracer.step(worker, step, stop=stop)
 
     def settle(self) -> None:
-        """The run has failed: write down what was recorded until then."""
-        for tracer in self.tracers.values():
+        for tracer in self.values():
             tracer.settle()
 
     def end(self) -> None:
-        """The run is over."""
-        for tracer in self.tracers.values():
+        for tracer in self.values():
             tracer.end()
 
 
@@ -319,19 +314,6 @@ class _Clock:
         return self._begin()
 
 
-class _Waited:
-    """A `Pending` that notes how long it was waited for."""
-
-    def __init__(self, inner: Pending, cause: Cause, transport: _Transport) -> None:
-        self._inner, self._cause, self._transport = inner, cause, transport
-
-    def wait(self) -> None:
-        self._transport.noted(self._cause, self._inner.wait)
-
-    def ready(self) -> bool:
-        return self._inner.ready()
-
-
 class _Transport(Around):
     """Notes how long it was waited for."""
 
@@ -354,7 +336,8 @@ class _Transport(Around):
         return tensor
 
     def started(self, pending: Pending, *, gather: bool) -> Pending:
-        return _Waited(pending, Cause.GATHER if gather else Cause.SUM, self)
+        cause = Cause.GATHER if gather else Cause.SUM
+        return Through(pending, lambda one: self.noted(cause, one.wait))
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         self.noted(Cause.ALL, lambda: self.inner.all_reduce(tensor, ranks))
