@@ -119,7 +119,7 @@ BUGS = (
     ),
     Bug(
         "a gradient below the limit of the clip is scaled up",
-        "zbc/runtime/core/validate.py",
+        "zbc/runtime/core/progress.py",
         "return scale if scale < 1.0 else None",
         "return scale",
         (RUNTIME + "test_execute.py", RUNTIME + "test_validate.py"),
@@ -176,7 +176,7 @@ BUGS = (
     Bug(
         "F does not wait for the weights that are on their way",
         "zbc/runtime/features/gathers.py",
-        "            gathers.finish(worker, gathers.stages[op.owner])\n",
+        "                gathers.finish(worker, gathers.stages[owner])\n",
         "            pass\n",
         (RUNTIME + "test_copies.py", RUNTIME + "test_freed_weights.py"),
     ),

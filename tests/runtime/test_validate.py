@@ -8,7 +8,8 @@ import torch
 from tests.runtime.small_plans import make_plan, make_program
 from tests.threads import run_threads
 from zbc.runtime.core import validate
-from zbc.runtime.core.validate import CHUNK, VectorLayout, Verdict, squares_of
+from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.validate import CHUNK, VectorLayout, squares_of
 
 LAYOUT, CPU = VectorLayout(("a", "b", "c"), microbatches=2, ranks=2), torch.device("cpu")
 
@@ -33,7 +34,7 @@ def summed(*ranks):
 @pytest.mark.usefixtures("filled")
 def test_each_rank_fills_its_own_entries():
     verdict = summed(({"c": 4.0}, {}, False), ({"a": 5.0}, {1: 2.0, 0: 3.0}, True))
-    assert verdict == Verdict(2.5, 3.0, True, (1.5, 2.5), (10**12, 10**12 + 1))
+    assert verdict == StepResult(2.5, 3.0, True, (1.5, 2.5), (10**12, 10**12 + 1))
     assert not verdict.skipped
     assert not summed(({}, {}, False), ({}, {}, False)).stop
 
@@ -59,7 +60,7 @@ def test_numbers_and_tensors_of_one_element_are_the_same_losses():
 
 
 def test_clipping_follows_torch():
-    verdict = Verdict(0.0, 4.0, False, (), ())
+    verdict = StepResult(0.0, 4.0, False, (), ())
     assert verdict.clip(1.0) == pytest.approx(1.0 / (4.0 + 1e-6))
     assert verdict.clip(5.0) is None and verdict.clip(None) is None
     grads = [torch.full((4,), 2.0)]

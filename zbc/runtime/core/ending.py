@@ -56,7 +56,7 @@ class Barrier(Ending):
             text = "run: the plan has no VALIDATE, so the ranks agree on nothing"
             raise ZbcError("E703", text, where=_where(worker))
         close(worker, drain=True)
-        return verdict.result(worker.step, time.monotonic() - began)
+        return verdict.of(worker.step, time.monotonic() - began)
 
 
 def close(worker: Worker, *, drain: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One training step; all but `seconds` and `sums_hidden` is the same on every rank.
+    """One training step, as its ranks have agreed on it; all but `seconds` and `sums_hidden` is the same on every rank.
 
     `loss` is the mean over microbatches, `grad_norm` the norm of all gradients before clipping, `stop` whether a rank
     asked to end here, `skipped` that the norm was not finite and no weight changed, `redone` that forwards of the step
@@ -46,20 +46,34 @@ class StepResult:
     `bad_gradients` names the parameters whose gradients, `bad_losses` the microbatches whose losses were not finite.
     """
 
-    step: int
     loss: float
     grad_norm: float
     stop: bool
-    skipped: bool
-    seconds: float
     busy_seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
+    step: int = -1
+    seconds: float = 0.0
+    skipped: bool = False
     redone: bool = False
     bad_gradients: tuple[str, ...] = ()
     bad_losses: tuple[int, ...] = ()
     sums_hidden: float | None = None
     added: float = 0.0
     routed: tuple[float, ...] = ()
+
+    def of(self, step: int, seconds: float, *, redone: bool = False) -> StepResult:
+        """The result of a step, which took so long on this rank."""
+        return replace(self, step=step, seconds=seconds, redone=redone)
+
+    def clip(self, largest: float | None) -> float | None:
+        """What to multiply gradients with so that their norm is at most `largest`; None to leave them.
+
+        As torch.nn.utils.clip_grad_norm_: min(1, largest / (norm + 1e-6)).
+        """
+        if largest is None or self.skipped:
+            return None
+        scale = largest / (self.grad_norm + 1e-6)
+        return scale if scale < 1.0 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.stores import REPEATED, STORES, Store
 from zbc.runtime.core.tensors import Loss
-from zbc.runtime.core.validate import VectorLayout, Verdict
+from zbc.runtime.core.validate import VectorLayout
 from zbc.runtime.transports.transport import Letter, Pending, Transport
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Worker:
     step: int = 0
     stop: bool = False
     ends: bool = True  # whether something comes between this step and the next
-    verdict: Verdict | None = None
+    verdict: StepResult | None = None
     progress: Progress = field(default_factory=Progress)
     results: list[StepResult] = field(default_factory=list)
 
@@ -273,7 +273,7 @@ class Worker:
             squares, losses, rank=rank, stop=self.stop, busy=busy, peak=peak, device=device, replica=replica
         )
 
-    def learn(self, vector: Tensor) -> Verdict:
+    def learn(self, vector: Tensor) -> StepResult:
         """What all ranks agreed on: the one place in a step where the host reads what the device computed."""
         self.progress.waiting = True
         verdict = self.layout.read(vector, self.apart)

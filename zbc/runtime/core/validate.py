@@ -36,54 +36,6 @@ from zbc.runtime.core.tensors import constant, to_device
 Name = TypeVar("Name", bound=Hashable)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the ranks agreed on; see `StepResult`."""
-
-    loss: float
-    grad_norm: float
-    stop: bool
-    busy_seconds: tuple[float, ...]
-    peak_bytes: tuple[int, ...]
-    added: float = 0.0
-    bad_gradients: tuple[str, ...] = ()
-    bad_losses: tuple[int, ...] = ()
-    routed: tuple[float, ...] = ()  # rows that each expert of each block got, block after block
-
-    @property
-    def skipped(self) -> bool:
-        """Whether no rank may step: a gradient is not finite."""
-        return not math.isfinite(self.grad_norm)
-
-    def result(self, step: int, seconds: float, *, redone: bool = False) -> StepResult:
-        """The step for the console and the log; `seconds` is its wall time on this rank."""
-        return StepResult(
-            step=step,
-            loss=self.loss,
-            grad_norm=self.grad_norm,
-            stop=self.stop,
-            skipped=self.skipped,
-            seconds=seconds,
-            busy_seconds=self.busy_seconds,
-            peak_bytes=self.peak_bytes,
-            redone=redone,
-            bad_gradients=self.bad_gradients,
-            bad_losses=self.bad_losses,
-            added=self.added,
-            routed=self.routed,
-        )
-
-    def clip(self, largest: float | None) -> float | None:
-        """What to multiply gradients with so that their norm is at most `largest`; None to leave them.
-
-        As torch.nn.utils.clip_grad_norm_: min(1, largest / (norm + 1e-6)).
-        """
-        if largest is None or self.skipped:
-            return None
-        scale = largest / (self.grad_norm + 1e-6)
-        return scale if scale < 1.0 else None
-
-
 @dataclass(frozen=True)
 class VectorLayout:
     """Which entry of the vector means what."""
@@ -150,8 +102,8 @@ class VectorLayout:
         start = self._places[name]
         return range(start, start + count)
 
-    def read(self, vector: Tensor, replica: int = 0) -> Verdict:
-        """The verdict in a summed vector; with the gradients of one replica, where they are not summed."""
+    def read(self, vector: Tensor, replica: int = 0) -> StepResult:
+        """What a summed vector says of a step; with the gradients of one replica, where they are not summed."""
         values = vector.tolist()
         count, flag = self._norms, self._flag
         end = count + self.microbatches
@@ -160,7 +112,8 @@ class VectorLayout:
         for value in values[count:end]:  # in order; the built-in sum compensates on some versions of Python only
             loss += value
         norm = math.sqrt(math.fsum(own))
-        return Verdict(
+        return StepResult(
+            skipped=not math.isfinite(norm),
             loss=loss if self.weighted else loss / self.microbatches,
             grad_norm=norm,
             stop=values[flag] > 0,

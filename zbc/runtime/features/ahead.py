@@ -32,7 +32,7 @@ from zbc.runtime.core.optimizer import Masters, set_rate
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.remembered import Kept, Place, present, put_back
 from zbc.runtime.core.state import PhaseRun, Script, Worker
-from zbc.runtime.core.validate import Verdict, peak_bytes
+from zbc.runtime.core.validate import peak_bytes
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.transports.transport import Again, Signal
@@ -50,14 +50,14 @@ class TentativeStep:
     peak: int
     seconds: float
     sums: Tensor | None = None  # of all ranks, on the last one
-    verdict: Verdict | None = None
+    verdict: StepResult | None = None
     final: bool = False
     redone: bool = False
     added: Mapping[int, Tensor | float] = field(default_factory=dict)  # by layers, as `Worker.entries` has it
 
     def result(self) -> StepResult | None:
         """The step as the ranks agreed on it; None before they have."""
-        return None if self.verdict is None else self.verdict.result(self.step, self.seconds, redone=self.redone)
+        return None if self.verdict is None else self.verdict.of(self.step, self.seconds, redone=self.redone)
 
 
 class Ahead(Ending):

@@ -125,7 +125,7 @@ class Cycle(Ending):
         if told is None:
             return None
         worker.wait_for("the sums of the step before", told.pending)
-        return worker.learn(told.vector).result(told.step, told.seconds)
+        return worker.learn(told.vector).of(told.step, told.seconds)
 
     def due(self, worker: Worker, mb: int) -> bool:
         """Forwards of the next step may have run."""
