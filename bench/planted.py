@@ -177,7 +177,7 @@ BUGS = (
         "F does not wait for the weights that are on their way",
         "zbc/runtime/features/gathers.py",
         "                gathers.finish(worker, gathers.stages[owner])\n",
-        "            pass\n",
+        "                pass\n",
         (RUNTIME + "test_copies.py", RUNTIME + "test_freed_weights.py"),
     ),
     Bug(

@@ -165,10 +165,10 @@ class Losses:
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> Tensor | None:
         # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
         loss = tensor.item() if worker.on_host else tensor.detach().clone()
-        weight = worker.weight(number)
+        weight, share = worker.weight(number), worker.phase_run.share(tensor)
         loss = loss if weight == 1.0 else loss * weight
         worker.losses[op.mb] = loss if not op.slice else worker.losses.get(op.mb, 0.0) + loss
-        return worker.loss_share(tensor, number)
+        return share if weight == 1.0 else share * weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -228,11 +228,6 @@ class Worker:
         if self.batches is not None:
             self.batches.follow(self.phases)
 
-    def loss_share(self, loss: Tensor, number: int) -> Tensor:
-        """The gradient of a step's loss by that of a microbatch."""
-        weight, share = self.weight(number), self.phase_run.share(loss)
-        return share if weight == 1.0 else share * weight
-
     def portion(self, number: int, part: Part | None) -> float:
         """What a loss of a microbatch, or of a slice of it, counts in a mean over those of a step."""
         whole = self.phase_run.portion * self.work.weight(self.step, number)

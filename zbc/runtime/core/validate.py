@@ -120,7 +120,7 @@ class VectorLayout:
             busy_seconds=tuple(values[flag + 1 : flag + 1 + self.ranks]),
             peak_bytes=tuple(map(int, values[flag + 1 + self.ranks :])),
             bad_gradients=() if math.isfinite(norm) else self._bad_gradients(own),
-            bad_losses=() if math.isfinite(loss) else _not_finite(values[count:end]),
+            bad_losses=tuple(mb for mb in range(self.microbatches) if not math.isfinite(values[count + mb])),
             added=values[end] / self.apart,
             routed=tuple(values[end + 1 : flag]),
         )
@@ -158,10 +158,6 @@ def _copied(
     tensors.append(to_device(torch.frombuffer(array("d", own), dtype=torch.float64), device))
     vector = torch.zeros(size, dtype=torch.float64, device=device)
     return vector.index_copy_(0, constant(tuple(where), torch.int64, device), torch.cat(tensors))
-
-
-def _not_finite(values: Sequence[float]) -> tuple[int, ...]:
-    return tuple(place for place, value in enumerate(values) if not math.isfinite(value))
 
 
 def chunks(size: int) -> int:

@@ -68,11 +68,6 @@ class Settings:
         """What the samples are made of, for messages."""
         return place(self.data, self.model)
 
-    @property
-    def own_loss(self) -> bool:
-        """Whether the loss is a user's."""
-        return self.model.loss not in model.LOSSES
-
 
 def section(section: type[_Section], values: Any) -> _Section:
     return section.model_validate(values, strict=False)  # JSON has lists where the models have tuples
@@ -138,7 +133,7 @@ class Site:
     @cached_property
     def some_targets(self) -> Tensor | None:
         """Of the first samples, where the loss is a user's and this rank computes it."""
-        if self.samples is None or not self.last or not self.settings.own_loss:
+        if self.samples is None or not self.last or self.settings.model.loss in model.LOSSES:
             return None
         return self.samples.targets(range(min(len(self.samples), 8)))
 
