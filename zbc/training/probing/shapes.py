@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -82,15 +82,18 @@ class Shapes:
 
 
 class _Seen(NamedTuple):
-    """What a layer did. `gives`: how several tensors that it returned are packed; `trains`: its output may want a
-    gradient; `passes`: the gradient of its output reaches its input, or would if that wanted one; `made`: buffers that
-    came to be in its first forward."""
+    """What a layer did. `laid`: its output, and `gives` how that is packed if it is several tensors; `trains`: it may
+    want a gradient; `passes`: the gradient of its output reaches its input, or would if that wanted one; `made`:
+    buffers that came to be in its first forward. Of its parameters `sizes`, and `types` of their gradients."""
 
     traits: Traits
+    laid: Laid
     gives: Packing | None
     trains: bool
     passes: bool
     made: tuple[str, ...]
+    sizes: Mapping[str, int] = {}
+    types: Mapping[str, torch.dtype] = {}
 
     def judged(self, follows: bool, mixes: bool) -> _Seen:
         """Of attributes that change and buffers that were made: whether the output follows what they are of other
@@ -125,18 +128,13 @@ def derive(
     layers share a parameter, E509 if a layer does what cannot be trained in a pipeline.
     """
     _check_layers(plans, manifest)
-    sizes: dict[str, int] = {}
-    gradients = dict[str, torch.dtype]()
-    before, behind = dict[str, Laid](), dict[str, Laid]()  # what each layer takes and gives
-    packed = dict[str, tuple[Packing | None, Packing | None]]()
-    known: dict[tuple[str, Laid, bool], tuple[dict[str, int], dict[str, torch.dtype], Laid, _Seen]] = {}
-    seen: dict[str, _Seen] = {}
-    owners, wanted, inners = Owners(), flow, dict[str, dict[str, int]]()
-    after = read_by(plans)
+    before, packed = dict[str, Laid](), dict[str, tuple[Packing | None, Packing | None]]()  # what each layer takes
+    known, seen = dict[tuple[str, Laid, bool], _Seen](), dict[str, _Seen]()
+    owners, wanted, after = Owners(), flow, read_by(plans)
     for plan in plans:
-        sources = after[plan.name]
-        flow = any(seen[one].trains for one in sources) if sources else wanted
-        taken, comes = _taken(sources, behind, seen) if sources else (Laid(first(plan.name)), None)
+        sources = [seen[one] for one in after[plan.name]]
+        flow = any(one.trains for one in sources) if sources else wanted
+        taken, comes = _taken(sources) if sources else (Laid(first(plan.name)), None)
         before[plan.name] = taken
         place = (plan.like or plan.name, taken, flow)
         if place not in known:
@@ -145,24 +143,21 @@ def derive(
             lower_precision(module.parameters(), lowered)
             types = {local: gradient_type(p) for local, p in module.named_parameters() if p.requires_grad}
             look = _Look(plan, taken, comes, flow, rows)
-            output, found = _output(look, module, autocast, lowered)
+            found = _output(look, module, autocast, lowered)
             if found.traits.carries or found.made:
                 found = found.judged(*carried(look.adapted(with_values(plan, lowered), found.gives), taken.spec))
-            known[place] = inner, types, output, found
-        inner, types, output, seen[plan.name] = known[place]
-        inners[plan.name] = inner
-        sizes |= {f"{plan.name}.{local}": size for local, size in inner.items() if local not in plan.ties}
-        gradients |= {f"{plan.name}.{local}": kind for local, kind in types.items() if local not in plan.ties}
-        behind[plan.name], packed[plan.name] = output, (comes, seen[plan.name].gives)
+            known[place] = found._replace(sizes=inner, types=types)
+        seen[plan.name] = known[place]
+        packed[plan.name] = comes, known[place].gives
     _refuse_several_at_the_end(plans[-1].name, packed[plans[-1].name][1])
-    _check_ties(plans, {f"{name}.{local}": size for name, inner in inners.items() for local, size in inner.items()})
-    ways = _ways(after, seen)
-    cut = _Stages.of(manifest, after, before, behind, packed)
-    outputs: list[TensorSpec | None] = []
-    for stage, planned in enumerate(manifest.boundaries):
-        made = cut.made(stage).spec
-        outputs.append(_agreed(stage, made, planned, free_dtype=autocast is not None, rows=rows))
-    stages, names = [cut.at(s) for s in range(len(manifest.layers))], sorted(sizes)
+    _check_ties(plans, {f"{name}.{local}": size for name, one in seen.items() for local, size in one.sizes.items()})
+    inside = [(plan, local, seen[plan.name]) for plan in plans for local in seen[plan.name].sizes]
+    own = [(f"{plan.name}.{local}", local, one) for plan, local, one in inside if local not in plan.ties]
+    ways, stages = _ways(after, seen), _stages(manifest, after, before, seen, packed)
+    outputs: list[TensorSpec | None] = [
+        _agreed(stage, stages[stage].made.spec, planned, free_dtype=autocast is not None, rows=rows)
+        for stage, planned in enumerate(manifest.boundaries)
+    ]
     inputs = [outputs[one.home] if one.home is not None else one.laid.spec for one in stages]
     through = seen[plans[0].name].passes and ways[plans[0].name]  # to a stage without layers before all others
     return Shapes(
@@ -170,62 +165,52 @@ def derive(
         outputs=(*outputs, None),
         flows=tuple(any(seen[name].trains for name in one.sources) if one.sources else wanted for one in stages),
         passed=tuple(ways[one.last] if one.last else through for one in stages),
-        parameters=tuple(names),
-        sizes=tuple(sizes[name] for name in names),
-        gradients=gradients,
+        parameters=tuple(sorted(name for name, _, _ in own)),
+        sizes=tuple(one.sizes[local] for _, local, one in sorted(own, key=lambda each: each[0])),
+        gradients={name: one.types[local] for name, local, one in own if local in one.types},
         traits={name: found.traits for name, found in seen.items()},
         laid=tuple(one.laid for one in stages),
         layouts=tuple(one.layout for one in stages),
         goes=(*(packed[one.last][1] if one.last else None for one in stages[:-1]), None),
         before=before,
-        output=behind[plans[-1].name].spec,
+        output=seen[plans[-1].name].laid.spec,
         packed=packed,
     )
 
 
 class _StageEnds(NamedTuple):
     """A stage: the layers that it reads, and the one stage whose output is its input; its last layer, or that of the
-    stages before where it has none ("" before the first); its input."""
+    stages before where it has none ("" before the first); its input, and its output."""
 
     sources: tuple[str, ...]
     home: int | None
     last: str
     laid: Laid
     layout: Packing | None
+    made: Laid
 
 
-class _Stages(NamedTuple):
-    """A cut: the layers of each stage; `lasts` of each stage and those before it, `homes` the stages by that."""
-
-    layers: Sequence[Sequence[str]]
-    lasts: Sequence[str]  # "" before the first layer
-    homes: Mapping[str, Sequence[int]]
-    after: Mapping[str, tuple[str, ...]]
-    before: Mapping[str, Laid]
-    behind: Mapping[str, Laid]
-    packed: Mapping[str, tuple[Packing | None, Packing | None]]
-
-    @classmethod
-    def of(cls, manifest: Manifest, *seen: Any) -> _Stages:
-        """`seen`: the last fields."""
-        lasts, homes = list[str](), dict[str, list[int]]()
-        for stage, names in enumerate(manifest.layers):
-            lasts.append(names[-1] if names else lasts[-1] if lasts else "")
-            homes.setdefault(lasts[-1], []).append(stage)
-        return cls(manifest.layers, lasts, homes, *seen)
-
-    def made(self, stage: int) -> Laid:
-        """The output of a stage; of one before all layers, the model's input."""
-        return self.behind[self.lasts[stage]] if self.lasts[stage] else next(iter(self.before.values()))
-
-    def at(self, stage: int) -> _StageEnds:
-        last = self.lasts[stage]
-        if names := self.layers[stage]:
-            sources, laid, layout = self.after[names[0]], self.before[names[0]], self.packed[names[0]][0]
+def _stages(
+    manifest: Manifest,
+    after: Mapping[str, tuple[str, ...]],
+    before: Mapping[str, Laid],
+    seen: Mapping[str, _Seen],
+    packed: Mapping[str, tuple[Packing | None, Packing | None]],
+) -> list[_StageEnds]:
+    """How a plan cuts the layers. A stage without any gives what it takes; before the first layer the model input."""
+    found, last, made = list[_StageEnds](), "", next(iter(before.values()))
+    homes = dict[str, int]()  # by its last layer, the latest stage
+    for stage, names in enumerate(manifest.layers):
+        if names:
+            sources, laid, layout = after[names[0]], before[names[0]], packed[names[0]][0]
         else:
-            sources, laid, layout = (last,) if last else (), self.made(stage), self.packed[last][1] if last else None
-        earlier = [s for s in self.homes.get(sources[0], ()) if s < stage] if len(sources) == 1 else []
-        return _StageEnds(sources, max(earlier, default=None), last, laid, layout)
+            sources, laid, layout = (last,) if last else (), made, packed[last][1] if last else None
+        home = homes.get(sources[0]) if len(sources) == 1 else None
+        if names:
+            last, made = names[-1], seen[names[-1]].laid
+        found.append(_StageEnds(sources, home, last, laid, layout, made))
+        homes[last] = stage
+    return found
 
 
 def read_by(plans: Sequence[LayerPlan]) -> dict[str, tuple[str, ...]]:
@@ -237,14 +222,12 @@ def read_by(plans: Sequence[LayerPlan]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _taken(
-    sources: Sequence[str], behind: Mapping[str, Laid], seen: Mapping[str, _Seen]
-) -> tuple[Laid, Packing | None]:
+def _taken(sources: Sequence[_Seen]) -> tuple[Laid, Packing | None]:
     """What a layer takes, and how it is packed: an output, or several as one."""
     if len(sources) == 1:
-        return behind[sources[0]], seen[sources[0]].gives
-    made = [behind[one].zeros(torch.device("meta")) for one in sources]
-    packing = Packing.of(made, [seen[one].trains for one in sources])
+        return sources[0].laid, sources[0].gives
+    made = [one.laid.zeros(torch.device("meta")) for one in sources]
+    packing = Packing.of(made, [one.trains for one in sources])
     return Laid(packing.spec), packing
 
 
@@ -285,9 +268,7 @@ def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
         raise ZbcError("E506", f"run: the plan has {what}, the model has {have}", hint=hint)
 
 
-def _output(
-    look: _Look, module: nn.Module, autocast: torch.device | None, lowered: torch.dtype | None
-) -> tuple[Laid, _Seen]:
+def _output(look: _Look, module: nn.Module, autocast: torch.device | None, lowered: torch.dtype | None) -> _Seen:
     """What a layer makes of its input, and does.
 
     A layer that cannot run without values is built and run once on the CPU. One that cannot take the input as it lies
@@ -296,7 +277,7 @@ def _output(
     device = torch.device("meta") if autocast is None else autocast
     # Kernels of the CPU may want buffers of the type of the parameters beside them, which nothing says without values.
     mixed = lowered is not None and device.type == "cpu" and any(b.is_floating_point() for b in module.buffers())
-    found: tuple[Laid, _Seen] | None = None
+    found: _Seen | None = None
     plain = look._replace(takes=Laid(look.takes.spec))
     for one in dict.fromkeys((look.takes, plain.takes)):
         try:
@@ -334,7 +315,7 @@ def with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
     return built
 
 
-def _run(look: _Look, module: nn.Module, device: torch.device) -> tuple[Laid, _Seen]:
+def _run(look: _Look, module: nn.Module, device: torch.device) -> _Seen:
     """Without values: on the meta device, or as fake tensors of another one, under autocast."""
     if device.type == "meta":
         return _looked_at(look, module, device)
@@ -342,9 +323,7 @@ def _run(look: _Look, module: nn.Module, device: torch.device) -> tuple[Laid, _S
         return _looked_at(look, hollow(module, device), device)
 
 
-def _looked_at(
-    look: _Look, module: nn.Module, device: torch.device, gives: Packing | None = None
-) -> tuple[Laid, _Seen]:
+def _looked_at(look: _Look, module: nn.Module, device: torch.device, gives: Packing | None = None) -> _Seen:
     differentiable = look.takes.spec.numbers
     x = look.takes.zeros(device).requires_grad_(differentiable and look.flow)
     with torch.enable_grad():
@@ -354,7 +333,7 @@ def _looked_at(
         y = _sendable(look.plan, y)
     passes = reaches(y, x) if x.requires_grad else differentiable
     trains = y.requires_grad or (gives is None and _may_train(module, y, look.flow))
-    return Laid.of(y), _Seen(traits, gives, trains, passes, made)
+    return _Seen(traits, Laid.of(y), gives, trains, passes, made)
 
 
 def _may_train(module: nn.Module, y: Tensor, flow: bool) -> bool:
