@@ -74,20 +74,20 @@ def backward(worker: Worker, op: Op) -> None:
 
 def _walk(worker: Worker, op: Op, left: Left, grad: Tensor | None) -> None:
     """Go back through the graph. With B the weight gradients of split layers stay in the slot, for W."""
-    slot, apart = left.slot, op.kind is Kind.B
+    slot, halved = left.slot, op.kind is Kind.B
     if slot is None:
-        if apart:
+        if halved:
             raise ZbcError("E703", f"run: {op} comes apart from its W, its F was told otherwise")
         left.tape.backward(grad)
         return
-    slot.fills = not apart and worker.meets
-    slot.split = apart or slot.fills
+    slot.fills = not halved and worker.meets
+    slot.split = halved or slot.fills
     before = swap_slot(slot)
     try:
         left.tape.backward(grad)
     finally:
         swap_slot(before)
-    if apart:
+    if halved:
         worker.slots[op.key] = slot
     elif slot.split:
         slot.run(between())

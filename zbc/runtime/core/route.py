@@ -128,22 +128,22 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Along edges, where SENDs look and stages of this rank; `part` makes a tensor for each of several."""
+    """Along edges, where SENDs look and stages of this rank; `each` makes a tensor for each of several."""
 
     edges: tuple[Message, ...]
     stage: Stage
-    part: Callable[[Tensor], list[Tensor]] | None = None
+    each: Callable[[Tensor], list[Tensor]] | None = None
 
     def finish(self, worker: Worker, number: int) -> Finish:
         return self.stage.fit
 
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> None:
         store = worker.edges
-        if self.part is None:
+        if self.each is None:
             for edge in self.edges:
                 store[edge] = tensor
         else:
-            for edge, one in zip(self.edges, self.part(tensor), strict=True):
+            for edge, one in zip(self.edges, self.each(tensor), strict=True):
                 store[edge] = one
 
 
@@ -324,14 +324,14 @@ def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
     if not others:
         return (Losses if run.trains else Measures)(stage) if forward else None
     edges = tuple(Message(here, other, *op.key[1:]) for other in others)
-    part: Callable[[Tensor], list[Tensor]] | None = None
+    each: Callable[[Tensor], list[Tensor]] | None = None
     came = stage.came
     lays = next((one for feature in worker.features if (one := feature.lays(run, here))), None)
     if forward and lays is not None:
-        part = functools.partial(_laid, lays, len(edges))
+        each = functools.partial(_laid, lays, len(edges))
     if not forward and came is not None:
-        part = came.parted if stage.inputs else functools.partial(_first, came.back)
-    return Edges(edges, stage, part)
+        each = came.parted if stage.inputs else functools.partial(_first, came.back)
+    return Edges(edges, stage, each)
 
 
 def _laid(lays: Callable[[Tensor], Tensor], count: int, y: Tensor) -> list[Tensor]:

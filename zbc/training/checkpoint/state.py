@@ -41,40 +41,33 @@ class HeldPart:
 
 def entries(worker: Worker) -> list[HeldPart]:
     """Everything of a rank between two steps. Raises E611 for what the files cannot hold."""
-    found = [
-        entry
-        for stage in sorted(worker.stages)
-        for entry in (*_weights_of(worker, stage), *_buffers(worker, stage), *_of_features(worker, stage))
-    ]
-    found += [entry for owner in sorted(worker.optimizers) if owner < 0 for entry in _weights_of(worker, owner)]
+    found = [entry for stage in sorted(worker.stages) for entry in (*_weights(worker, stage), *_others(worker, stage))]
+    found += [entry for owner in sorted(worker.optimizers) if owner < 0 for entry in _weights(worker, owner)]
     for entry in found:
         check_type(entry.part.name, entry.part.tensor)
     return [entry for entry in found if entry.part.tensor.numel()]
 
 
-def _weights_of(worker: Worker, owner: int) -> Iterator[HeldPart]:
-    holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, owner), rank=worker.rank)
-    return _weights(worker, owner, worker.optimizers[owner], holders)
-
-
-def _weights(worker: Worker, stage: int, optimizer: StageOptimizer, usual: tuple[int, ...]) -> Iterator[HeldPart]:
+def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
     """Parameters and what the optimizer keeps for them; the ranks with the same, `usual`, share out who writes what."""
+    optimizer = worker.optimizers[owner]
+    usual = meeting(worker.plan.manifest, Op(Kind.REDUCE, owner), rank=worker.rank)
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
     shares, cuts, ties = _shares(optimizer, usual), worker.features.of(SharedLayers).cuts, worker.features.of(Ties)
     if isinstance(optimizer, Sharded):
         for name in sorted(cuts.keys() & optimizer.dealt):
-            yield from _collected(worker, stage, name, *optimizer.collect(name, worker.transport))
+            yield from _collected(worker, owner, name, *optimizer.collect(name, worker.transport))
     for held in optimizer.held():
         if not held.tensor.numel():  # there is nothing to keep of it
             continue
         if held.name in cuts and held.shared:
-            yield from _collected(worker, stage, held.name, held.tensor.data, state.get(held.tensor, {}))
+            yield from _collected(worker, owner, held.name, held.tensor.data, state.get(held.tensor, {}))
         if held.name in cuts or worker.share:  # what each holds whole, the first of those that share layers has
             continue
         tied = held.name in ties.homes
         holders = ties.ranks(worker, held.name) if tied else usual
         if not held.shared:
-            holders = _mirrors(worker, stage, optimizer)
+            holders = _mirrors(worker, owner, optimizer)
         writer = holders[0] if tied or not held.shared else shares[held.name]
         yield HeldPart(TensorPart(MODEL + held.name, held.shape, held.start, held.tensor.data), holders, writer)
         for key, value in state.get(held.tensor, {}).items():
@@ -133,20 +126,16 @@ def _shares(optimizer: StageOptimizer, holders: tuple[int, ...]) -> dict[str, in
     return {piece.name: rank for rank, share in dealt for piece in share}
 
 
-def _buffers(worker: Worker, stage: int) -> Iterator[HeldPart]:
-    """Buffers. Those that forwards change are of a stage with one copy, any others are alike on all that hold one."""
+def _others(worker: Worker, stage: int) -> Iterator[HeldPart]:
+    """Buffers, and what features keep. Those that forwards change are of a stage with one copy, any others are alike on
+    all that hold one."""
     holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
-    for layer in () if worker.share else worker.stages[stage].layers:
-        for name, module, key in state_buffers(layer):
-            value = module._buffers.get(key)
-            if value is not None:
-                yield HeldPart(TensorPart(BUFFER + name, tuple(value.shape), 0, value), holders, holders[0])
-
-
-def _of_features(worker: Worker, stage: int) -> Iterator[HeldPart]:
-    holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
-    for name, value in features_keep(worker, stage):
-        yield HeldPart(TensorPart(name, tuple(value.shape), 0, value), holders, holders[0])
+    layers = () if worker.share else worker.stages[stage].layers
+    places = [place for layer in layers for place in state_buffers(layer)]
+    buffers = [(BUFFER + name, module._buffers.get(key)) for name, module, key in places]
+    for name, value in (*buffers, *features_keep(worker, stage)):
+        if value is not None:
+            yield HeldPart(TensorPart(name, tuple(value.shape), 0, value), holders, holders[0])
 
 
 def features_keep(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]]:
