@@ -16,6 +16,7 @@ from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.runtime.core import slot
+from zbc.runtime.core.current import Current
 from zbc.runtime.features.offload import Offloads
 from zbc.runtime.features.strands import Pair, current_pair
 from zbc.runtime.features.tensor_parallel import Group, Meter, SharedLayers
@@ -182,33 +183,20 @@ def test_planted_faults_of_sums_are_seen(fault, tmp_path, monkeypatch):
     assert differs(plan, meant)
 
 
-class OfBoth:
-    """A current slot that both threads of a pair have in common, as if it were the rank's."""
+def of_both():
+    """What is current is each thread's own, but for slots, which both ops of a pair have in common."""
+    known = {}
 
-    def __init__(self):
-        self.slots, self.own = {}, threading.local()
+    def place(self):
+        return id(self), (current_pair() if self is slot._slots else None) or threading.get_ident()
 
-    @property
-    def between(self):
-        return getattr(self.own, "between", None)
-
-    @between.setter
-    def between(self, function):
-        self.own.between = function
-
-    @property
-    def slot(self):
-        return self.slots.get(current_pair() or threading.get_ident())
-
-    @slot.setter
-    def slot(self, value):
-        self.slots[current_pair() or threading.get_ident()] = value
+    return property(lambda self: known.get(place(self)), lambda self, value: known.update({place(self): value}))
 
 
 def test_a_slot_that_both_ops_share_is_seen(tmp_path, monkeypatch):
     plan = braided(tmp_path)
     meant = found(plan, one_by_one=True)
-    monkeypatch.setattr(slot, "_local", OfBoth())
+    monkeypatch.setattr(Current, "value", of_both())
     assert differs(plan, meant) and not differs(plan, meant, one_by_one=True)
 
 
