@@ -22,6 +22,7 @@ VALUES = {
     "experts": 4,
     "expert bias": 0.001,
     "whole norms": "olmo2",
+    "capped logits": 30.0,
     "graph": {"a": [], "b": ["a"]},
     "tp": 2,
     "tp_sequence": True,

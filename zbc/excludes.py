@@ -79,6 +79,7 @@ TRAITS = {
     "autocast": Trait("model.dtype", _not("float32")),
     "experts": Trait("model.experts", bool),
     "whole norms": Trait("model.variant", _is("olmo2", "olmoe")),
+    "capped logits": Trait("model.logits_cap", _given),
     "expert bias": Trait("model.balance_rate", bool),
     "graph": Trait("model.graph", bool),
     "tp": Trait("parallel.tp", _not(1)),
@@ -237,7 +238,7 @@ ROWS = (
     Excludes(
         "shared vocabulary",
         "E110",
-        {"post-validate|tp|replicas|freeze|file|offload": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
+        {"post-validate|tp|replicas|freeze|file|offload|capped logits": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
     ),
     Excludes(
         "shared vocabulary",

@@ -26,6 +26,7 @@ from zbc.training.models import compiled
 from zbc.training.probing.checkup import check_up
 
 FAMILIES = {"gpt": {**GPT, "layers": 3, "hidden": 16}, "llama": {**LLAMA, "layers": 3, "hidden": 16}}
+FAMILIES["gemma2"] = {**FAMILIES["llama"], "variant": "gemma2", "scores_cap": 2.0, "window": 5, "whole_every": 2}
 
 
 # Ranks as threads look for compiled code at the same time and may miss it; torch then compiles once more, and warns.
@@ -67,6 +68,7 @@ CASES = [
     ("gpt", "zb-h1", "float32", "keep", 0.0),
     ("gpt", "1f1b", "bfloat16", "recompute", 0.0),
     ("llama", "1f1b", "float32", "keep", 0.0),
+    ("gemma2", "zb-h1", "float32", "keep", 1e-6),
     ("llama", "zb-v", "bfloat16", "recompute", 1e-6),  # the three gradients of a norm's input add in another order
 ]
 

@@ -25,6 +25,10 @@ FAMILIES += [{"family": "llama", "variant": "gemma", "kv_heads": 1}]
 FAMILIES += [{"family": "llama", "variant": "olmo2", "kv_heads": 2}, {"family": "llama", "variant": "phi3"}]
 SCALES = {"embedding_scale": 3.0, "attention_scale": 0.3, "residual_scale": 0.5, "logits_scale": 2.0}
 FAMILIES += [{"family": "llama", "variant": "granite", **SCALES}]
+GEMMA2 = {"family": "llama", "variant": "gemma2", "kv_heads": 2, "scores_cap": 50.0, "logits_cap": 30.0}
+GEMMA3 = {"family": "llama", "variant": "gemma3_text", "kv_heads": 1, "head_size": 24, "window_theta": 1e3}
+FAMILIES += [{**GEMMA2, "window": 12, "whole_every": 2}, {**GEMMA3, "window": 12, "whole_every": 3}]
+FAMILIES += [{"family": "llama", "variant": "smollm3", "kv_heads": 2, "unturned_every": 1}]
 EXPERTS = [
     {"family": "llama", "experts": 4, "expert_hidden": 40},
     {"family": "llama", "experts": 6, "top_k": 3, "expert_hidden": 24, "shared_hidden": 48, "variant": "qwen2_moe"},
@@ -117,7 +121,9 @@ def test_mfu_counts_three_forwards_of_what_torch_counts():
         with FlopCounterMode(display=False) as counter:
             for plan in model.layers(described, 7):
                 x = plan.on_meta()(x)
-        unseen = 3 * 2 * 32 * 4 * described.head_width * 32  # torch counts attention's whole square, 3 layers
+        # torch counts attention's whole square, of which a token sees what is before it, and in its window.
+        windows = [described.block(i).window or 32 for i in range(3)]
+        unseen = sum(4 * 4 * described.head_width * (32 * 32 - 32 * w + w * w / 2) for w in windows)
         assert training_flops(described) == pytest.approx(3 * (counter.get_total_flops() - unseen))
 
 

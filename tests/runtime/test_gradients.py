@@ -150,10 +150,19 @@ def test_weights_after_some_steps_are_those_of_one_process(name):
     check_training(make_plan(make_program(schedule, p, 4), **{"optimizer": {"lr": 1e-2}, **options}))
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "qwen3", "gemma"])
+VARIANTS = {
+    "qwen2": {},
+    "qwen3": {"attention_bias": True},
+    "gemma": {"padding_token": 5},
+    "gemma2": {"scores_cap": 1.0, "logits_cap": 2.0, "window": 5, "whole_every": 2},
+    "gemma3_text": {"window": 5, "whole_every": 3, "window_theta": 50.0},
+    "smollm3": {"unturned_every": 2},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_variants_of_llama(variant):
-    model = {**LLAMA, "variant": variant, "attention_bias": variant == "qwen3"}
-    model |= {"padding_token": 5} if variant == "gemma" else {}
+    model = {**LLAMA, "variant": variant, **VARIANTS[variant]}
     check_gradients(make_plan(make_program("zb-v", 2, 4), model=model, keep=without_step, size=1))
     check_training(make_plan(make_program("zb-h1", 2, 4), model=model, optimizer={"lr": 1e-2}))
 

@@ -38,12 +38,17 @@ GPT2 |= {**dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0), **ID
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 MET = {"num_experts": 6, "num_experts_per_tok": 3}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5}
+CAPPED = {"query_pre_attn_scalar": 20, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
+GEMMA3 = {"query_pre_attn_scalar": 20, "final_logit_softcapping": 4.0, "sliding_window": 5, "sliding_window_pattern": 3}
+GEMMA3 |= {"rope_theta": 500.0, "rope_local_base_freq": 50.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def model_for(kind, **changes):
     """A function that makes a model of transformers."""
     config, head = getattr(transformers, f"{kind}Config"), "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    kind = kind.removesuffix("Text")
     return lambda: getattr(transformers, kind + head)(config(**(GPT2 if kind == "GPT2" else LLAMA), **changes))
 
 
@@ -62,6 +67,11 @@ MODELS = {
     "qwen3": model_for("Qwen3", num_key_value_heads=2, head_dim=10),
     "qwen3-biased": model_for("Qwen3", num_key_value_heads=4, head_dim=8, attention_bias=True),
     "gemma": model_for("Gemma", num_key_value_heads=1, head_dim=12),
+    "gemma2": model_for("Gemma2", num_key_value_heads=2, head_dim=12, **CAPPED, sliding_window=5),
+    "gemma3_text": model_for("Gemma3Text", num_key_value_heads=1, head_dim=8, **GEMMA3),
+    "smollm3": model_for("SmolLM3", num_key_value_heads=2, no_rope_layer_interval=2, pad_token_id=None),
+    "llama-yarn": model_for("Llama", rope_parameters={**YARN, "original_max_position_embeddings": 8}),
+    "llama-dynamic": model_for("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}),
     "phi3": model_for("Phi3", num_key_value_heads=2, pad_token_id=None),
     "olmo2": model_for("Olmo2", num_key_value_heads=2, pad_token_id=None),
     "granite": model_for("Granite", num_key_value_heads=2, **GRANITE),
@@ -73,7 +83,8 @@ MODELS = {
     "olmoe": model_for("Olmoe", **MET, num_key_value_heads=2, pad_token_id=None),
     "padded": model_for("Llama", pad_token_id=7),
 }
-VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma", "phi3", "olmo2", "granite", *MOE)
+NEW = ("gemma2", "gemma3_text", "smollm3")
+VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma", *NEW, "phi3", "olmo2", "granite", *MOE)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +150,9 @@ def logits_of(plan, steps=1):
 
 
 @pytest.mark.parametrize("p", few([1, 2, 4], (2,)))
-@pytest.mark.parametrize("name", few(MODELS, ("gpt2-gelu", "llama-grouped", "llama-tied", "llama-3.1", *VARIANTS)))
+@pytest.mark.parametrize(
+    "name", few(MODELS, ("gpt2-gelu", "llama-grouped", "llama-tied", "llama-3.1", "llama-yarn", *VARIANTS))
+)
 def test_logits_are_those_of_transformers(folders, name, p):
     folder, peer = folders(name)
     found, _ = logits_of(plan_of(folder, p, "zb-v" if p == 2 else "1f1b"))
@@ -321,7 +334,10 @@ def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path,
     ("config", "words"),
     [
         ({"model_type": "mamba"}, 'model_type = "mamba"'),
-        ({"model_type": "gemma2"}, 'model_type = "gemma2"'),
+        ({"model_type": "gemma2", "layer_types": ["full_attention", "sliding_attention"]}, "are not every 1-th"),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 1]}, "are not every 2-th"),
+        ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window = true"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "yarn"),
         ({"model_type": "mistral", "sliding_window": "far"}, 'sliding_window = "far"'),
         ({"model_type": "qwen3", "sliding_window": 0, "use_sliding_window": True}, "sliding_window = 0"),
         ({"model_type": "gemma", "hidden_act": "silu"}, 'hidden_act = "silu"'),
@@ -331,8 +347,14 @@ def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path,
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias = true"),
         ({"model_type": "llama", "hidden_act": "gelu"}, 'hidden_act = "gelu"'),
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4}}, 'scaling.rope_type = "yarn"'),
-        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_scaling.rope_type"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "longrope", "factor": 4}}, 'rope_type = "longrope"'),
+        (
+            {
+                "model_type": "llama",
+                "rope_scaling": {"rope_type": "yarn", "factor": 4, "mscale": "a", "mscale_all_dim": 1},
+            },
+            "no valid model",
+        ),
         ({"model_type": "llama", "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"model_type": "llama", "hidden_size": "big"}, "hidden"),
         ({"model_type": "gpt2", "n_layer": -1}, "layers"),
@@ -341,6 +363,15 @@ def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path,
 def test_what_zbc_does_not_compute_is_refused_by_name(config, words):
     with refused("E521", words):
         hfconfig.model_of(config, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "near"),
+    [("gemma3", "gemma3_text"), ("olmo3", "olmo2"), ("qwen3_next", "qwen3_moe"), ("mamba", "llama"), (None, "llama")],
+)
+def test_a_model_that_is_not_there_names_the_nearest_that_is(kind, near):
+    with refused("E521", hint=f"use {near}, the nearest that zbc has"):
+        hfconfig.model_of({"model_type": kind}, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -380,7 +411,9 @@ def test_a_variant_is_another_model(folders):
     assert error.code == "E522" and "variant" in error.details[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "granite", *MOE])
+@pytest.mark.parametrize(
+    "name", ["llama", "mistral", "qwen2", "qwen3", "gemma", *NEW, "phi3", "olmo2", "granite", *MOE]
+)
 def test_a_configuration_without_keys_is_the_one_of_transformers(name):
     """What transformers takes for keys that a file does not have."""
     made = transformers.AutoConfig.for_model(name)

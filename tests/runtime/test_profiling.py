@@ -223,6 +223,8 @@ FAMILIES = {
     "masters": {"model": {"hidden": 40, "heads": 5, "seq_len": 24, "dtype": "bfloat16", "parameters": "bfloat16"}},
     "llama": {"model": {"family": "llama", "hidden": 48, "heads": 6, "kv_heads": 2, "ffn_hidden": 80, "seq_len": 24}},
 }
+GEMMA = {**FAMILIES["llama"]["model"], "variant": "gemma2", "scores_cap": 5.0, "logits_cap": 3.0}
+FAMILIES |= {"gemma2": {"model": GEMMA}, "gemma3": {"model": {**GEMMA, "variant": "gemma3_text", "scores_cap": None}}}
 
 
 def counted_and_weighed(changes):

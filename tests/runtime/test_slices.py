@@ -18,7 +18,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind
 from zbc.runtime.core.slot import Slot, using
 from zbc.runtime.core.split import split_backward
-from zbc.runtime.features.slicing import Inside, Part, Past, attention, positions, share_of, within
+from zbc.runtime.features import slicing
+from zbc.runtime.features.slicing import Inside, Limits, Part, Past, attention, positions, share_of, within
 from zbc.training.models.gpt import GptBlock
 from zbc.training.models.llama import LlamaBlock
 from zbc.training.models.rotary import Rotary
@@ -66,7 +67,15 @@ BLOCKS = {
     "gpt": lambda: GptBlock(32, 4, ffn=64, layers=2, eps=1e-5, tanh=False, rotary=None),
     "rotary": lambda: GptBlock(32, 4, ffn=64, layers=2, eps=1e-5, tanh=True, rotary=Rotary(24, 8)),
     "llama": lambda: LlamaBlock(32, heads=4, kv_heads=2, size=8, ffn=48, layers=2, eps=1e-6, rotary=Rotary(24, 8)),
+    "capped": lambda: limited(cap=0.5),
+    "window": lambda: limited(window=5),
+    "capped window": lambda: limited(window=5, cap=0.5),
 }
+
+
+def limited(**limits):
+    sizes = {"heads": 4, "kv_heads": 2, "size": 8, "ffn": 48, "layers": 2, "eps": 1e-6, "rotary": Rotary(24, 8)}
+    return LlamaBlock(32, **sizes, limits=Limits(**limits))
 
 
 def run_slices(block, x, grad, cuts, slot=Slot, split=False):
@@ -110,7 +119,7 @@ def test_a_block_in_slices_is_the_whole_block(name, dtype, cuts, split):
     assert near(found, y.detach(), tight) and near(dx, whole.grad, tight)
     for key, parameter in block.named_parameters():
         assert near(parameter.grad, wanted[key], tight * 3), key
-    heads = 2 if name == "llama" else 4
+    heads = 4 if name in ("gpt", "rotary") else 2
     kv = 2 * 2 * heads * 24 * 8 * dtype.itemsize
     k = len(cuts) - 1
     assert held[:k] == [kv] * k, "one buffer for all slices"
@@ -141,6 +150,23 @@ def test_two_attentions_of_a_layer_have_a_past_each():
             found.append(attention(part, part, part) + attention(part, part.roll(1, -1), part))
     assert len(pasts) == 2
     torch.testing.assert_close(torch.cat(found, 2), wanted)
+
+
+@pytest.mark.parametrize("chunk", [512, 5, 1])
+@pytest.mark.parametrize("limits", [{"window": 4}, {"cap": 0.7}, {"window": 4, "cap": 0.7}], ids=str)
+def test_limited_attention_follows_the_formula_with_its_gradients(limits, chunk, monkeypatch):
+    monkeypatch.setattr(slicing, "CHUNK", chunk)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 11, 4, dtype=torch.float64, requires_grad=True) for heads in (6, 2, 2))
+    scores = q @ k.repeat_interleave(3, 1).mT / 2
+    scores = (scores / 0.7).tanh() * 0.7 if "cap" in limits else scores
+    far = torch.arange(11)[:, None] - torch.arange(11)
+    seen = (far >= 0) & (far < limits.get("window", 11))
+    wanted = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(3, 1)
+    found, grad = attention(q, k, v, **limits), torch.randn_like(wanted)
+    torch.testing.assert_close(found, wanted)
+    pairs = zip(*(torch.autograd.grad(y, (q, k, v), grad) for y in (found, wanted)), strict=True)
+    assert all(near(one, other, 1e-12) for one, other in pairs)
 
 
 def test_positions_are_those_of_the_sequence():

@@ -32,6 +32,8 @@ MODELS = {
     "rotary": {"positions": "rotary"},
     "llama": {"family": "llama", "kv_heads": 4, "padding_token": 130},
     "qwen3": {"family": "llama", "kv_heads": 4, "variant": "qwen3"},
+    "gemma2": {"family": "llama", "kv_heads": 2, "variant": "gemma2", "scores_cap": 0.5, "logits_cap": 2.0},
+    "gemma3": {"family": "llama", "kv_heads": 2, "variant": "gemma3_text", "window": 3, "whole_every": 2},
 }
 """By name, what they change in GPT."""
 
@@ -76,7 +78,7 @@ def hold_parts(shared, alone, **tolerances):
 
 WAYS = [("1f1b", 1, 2, 1, "gpt"), ("zb-h1", 2, 2, 1, "gpt"), ("zb-v", 2, 4, 1, "llama"), ("1f1b", 2, 2, 2, "tied")]
 WAYS += [("interleaved-1f1b", 2, 2, 1, "rotary"), ("chimera", 2, 2, 1, "gpt"), ("gpipe", 2, 4, 1, "tied")]
-WAYS += [("looped-zb", 2, 2, 1, "qwen3")]
+WAYS += [("looped-zb", 2, 2, 1, "qwen3"), ("zb-v", 1, 2, 1, "gemma2"), ("1f1b", 1, 2, 1, "gemma3")]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,7 @@ def evaluated_alike(shared, alone):
 
 
 SEQUENCE = [("1f1b", 2, 2, "gpt", {}), ("zb-h1", 1, 2, "tied", {}), ("zb-v", 2, 4, "llama", {})]
+SEQUENCE += [("zb-v", 1, 2, "gemma2", {}), ("1f1b", 1, 2, "gemma3", {})]
 SEQUENCE += [("1f1b", 2, 2, "qwen3", {"memory": {"activations": "recompute"}})]
 SEQUENCE += [("zb-h1", 2, 2, "rotary", {"model_more": {"dtype": "bfloat16"}})]
 SEQUENCE += [("zb-h1", 2, 2, "gpt", {"optimizer": {"sync": "post-validate"}})]

@@ -27,8 +27,9 @@ def attention_cost(model: Model) -> float:
     return attention / weights
 
 
-def _per_token(model: Model) -> tuple[int, int]:
-    """Weights of all matrices that a token is multiplied with, and features of queries over all layers."""
+def _per_token(model: Model) -> tuple[int, float]:
+    """Weights of all matrices that a token is multiplied with, and features of queries over all layers, those with a
+    window as far as they see."""
     h, q = model.hidden or 0, (model.heads or 1) * model.head_width
     each = (3 if model.family == "llama" else 2) * h
     mlp = each * model.mlp_width
@@ -36,4 +37,6 @@ def _per_token(model: Model) -> tuple[int, int]:
         common = model.shared_hidden or 0
         mlp = each * (model.met * model.expert_width + common) + h * (model.experts + bool(common))
     matrices = h * (2 * q + 2 * model.kv_width) + mlp
-    return model.layers * matrices + h * (model.vocab or 0), model.layers * q
+    s = model.seq_len or 1
+    seen = ((2 * w * s - w * w) / (s * s) for w in (min(model.block(i).window or s, s) for i in range(model.layers)))
+    return model.layers * matrices + h * (model.vocab or 0), q * sum(seen)

@@ -7,6 +7,7 @@ rates are not read: zbc's families have no dropout.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from zbc.errors import ZbcError
-from zbc.job.model_section import Model, RopeScaling
+from zbc.job.model_section import AROUND, GEMMA, OWN, Model, RopeScaling
 
 CONFIG = "config.json"
+_ALIKE = 3  # letters with which names of related models begin alike
 _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_GATES = ("hidden_act", "hidden_activation")  # the activation of the gate of a gemma, in either
 _FIXED: dict[str, dict[str, Any]] = {  # key -> the only value that zbc computes
     "gpt2": {
         "scale_attn_weights": True,
@@ -37,11 +40,8 @@ _FIXED: dict[str, dict[str, Any]] = {  # key -> the only value that zbc computes
     "qwen2_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True},
     "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
     "olmoe": {"hidden_act": "silu", "clip_qkv": None},
-    "gemma": {
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "use_bidirectional_attention": False,
-    },
+    "smollm3": {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False},
+    **{kind: {**dict.fromkeys(_GATES, "gelu_pytorch_tanh"), "use_bidirectional_attention": False} for kind in GEMMA},
 }
 
 
@@ -64,6 +64,9 @@ class _Variant:
     count: str = "num_experts"  # the key of the number of experts
     width: str = "moe_intermediate_size"  # and that of their width
     experts: tuple[int, int, int, bool] | None = None  # their number, how many a token meets, width, `norm_top_k`
+    window: int | None = None  # of all layers but every `every`-th
+    every: int = 1  # or, without a window, every such layer has no positions
+    caps: tuple[float | None, float | None] = (None, None)  # of scores and logits
     shared: int | None = None  # the width of the expert that all tokens meet
 
 
@@ -100,6 +103,13 @@ _VARIANTS = {
         experts=(64, 8, 2048, False),
     ),
     "gemma": _Variant(3072, 24576, 28, 16, 16, 256, 256000, 8192, tied=True, padding=0),
+    "gemma2": _Variant(
+        2304, 9216, 26, 8, 4, 256, 256000, 8192, tied=True, padding=0, window=4096, every=2, caps=(50.0, 30.0)
+    ),
+    "gemma3_text": _Variant(
+        2304, 9216, 26, 8, 4, 256, 262208, 131072, tied=True, padding=0, theta=1e6, window=4096, every=6
+    ),
+    "smollm3": _Variant(2048, 11008, 36, 16, 4, None, 128256, 32768, tied=True, padding=128004, theta=2e6, every=4),
 }
 _CLASSES = {
     "llama": "Llama",
@@ -107,6 +117,9 @@ _CLASSES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+    "smollm3": "SmolLM3",
     "phi3": "Phi3",
     "olmo2": "Olmo2",
     "granite": "Granite",
@@ -118,7 +131,8 @@ _CLASSES = {
 _BIASED = (
     "llama",
     "qwen3",
-    "gemma",
+    *GEMMA,
+    "smollm3",
     "olmo2",
     "granite",
     "qwen3_moe",
@@ -153,7 +167,7 @@ def model_of(config: Mapping[str, Any], source: str) -> Model:
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FIXED:
-        raise _refused(source, "model_type", kind, f"zbc reads {', '.join(_FIXED)}")
+        raise _refused(source, "model_type", kind, f"zbc reads {', '.join(_FIXED)}", _nearest(str(kind)))
     fixed = {**_FIXED[kind], "quantization_config": None}
     for key, value in fixed.items():
         if config.get(key) is not None and config[key] != value:
@@ -163,8 +177,14 @@ def model_of(config: Mapping[str, Any], source: str) -> Model:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        text = f"model: {source} gives no valid model: {place}: {first['msg'].lower()}"
-        raise ZbcError("E521", text, hint="compare it with the config.json of the original model") from None
+        raise _invalid(source, f"{place}: {first['msg'].lower()}") from None
+    except (TypeError, ValueError) as error:
+        raise _invalid(source, str(error)) from None
+
+
+def _invalid(source: str, why: str) -> ZbcError:
+    text = f"model: {source} gives no valid model: {why}"
+    return ZbcError("E521", text, hint="compare it with the config.json of the original model")
 
 
 def _gpt2(config: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -187,7 +207,6 @@ def _gpt2(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Of Llama and its variants. `seq_len` ends at a sliding window: up to there it is causal attention as any."""
-    theta, scaling = _rope(config, source)
     kind = config["model_type"]
     given = config.get("sliding_window") if kind in _WINDOWED or config.get("use_sliding_window") else None
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
@@ -212,11 +231,10 @@ def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "padding_token": words + padding if isinstance(padding, int) and padding < 0 else padding,
         "seq_len": min(longest, window) if window is not None and isinstance(longest, int) else longest,
         "norm_eps": config.get("rms_norm_eps", default.eps),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
+        **_rope(config, source),
         "tie_embeddings": config.get("tie_word_embeddings", default.tied),
         **(_experts(config, default) if default.experts is not None else {}),
-        **(_scales(config) if kind == "granite" else {}),
+        **_own(config, default),
     }
 
 
@@ -228,8 +246,47 @@ _GRANITE = {
 }
 
 
-def _scales(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: float_of(config.get(theirs, 1.0)) for key, theirs in _GRANITE.items()}
+def _own(config: Mapping[str, Any], default: _Variant) -> dict[str, Any]:
+    """What few variants have."""
+    kind = config["model_type"]
+    if kind == "granite":
+        return {key: float_of(config.get(theirs, 1.0)) for key, theirs in _GRANITE.items()}
+    if kind == "smollm3":
+        turned = config.get("no_rope_layers")
+        every = config.get("no_rope_layer_interval", default.every)
+        return {"unturned_every": every if turned is None else _every([bool(one) for one in turned])}
+    if kind not in AROUND:
+        return {}
+    size, caps = config.get("query_pre_attn_scalar", 256), dict(zip(_CAPS, default.caps, strict=True))
+    types = config.get("layer_types")
+    every = config.get("sliding_window_pattern", default.every)
+    every = every if types is None else _every([one == "sliding_attention" for one in types])
+    window = config.get("sliding_window", default.window)
+    found = {key: float_of(config.get(_CAPS[key], cap)) for key, cap in caps.items()}
+    if kind == "gemma3_text":
+        found["scores_cap"] = None  # as transformers, which does not read it there
+    plain = config.get("head_dim", default.head_size) == size
+    found["attention_scale"] = None if plain or not isinstance(size, int | float) or size <= 0 else size**-0.5
+    return found | ({"window": window, "whole_every": every} if window is not None and every != 1 else {})
+
+
+_CAPS = {"scores_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}
+_HAS = {  # of OWN, what a variant has
+    "granite": (*_GRANITE,),
+    "gemma2": ("attention_scale", "window", "whole_every", *_CAPS),
+    "gemma3_text": ("attention_scale", "window", "whole_every", "window_theta", "logits_cap"),
+    "smollm3": ("unturned_every",),
+}
+
+
+def _every(alike: list[bool]) -> int | None:
+    """n where all layers but every n-th are alike; None where all are. Raises ValueError for any other order."""
+    if all(alike):
+        return None
+    every = alike.index(False) + 1
+    if alike != [(i + 1) % every > 0 for i in range(len(alike))]:
+        raise ValueError(f"layers {[i for i, one in enumerate(alike) if not one]} are not every {every}-th")
+    return every
 
 
 def _experts(config: Mapping[str, Any], default: _Variant) -> dict[str, Any]:
@@ -260,30 +317,50 @@ def window_of(config: Mapping[str, Any]) -> int | None:
     return window
 
 
-def _rope(config: Mapping[str, Any], source: str) -> tuple[Any, dict[str, Any] | None]:
-    """Base and scaling: in `rope_parameters` since transformers 5, in `rope_theta` and `rope_scaling` before."""
+def _rope(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Bases and scaling: in `rope_parameters` since transformers 5, in `rope_theta` and `rope_scaling` before."""
     key = "rope_scaling" if config.get("rope_scaling") is not None else "rope_parameters"
-    rope = config.get(key) or {}
+    rope, local = config.get(key) or {}, config.get("rope_local_base_freq")
+    usual, mixed = _VARIANTS[config["model_type"]].theta, config["model_type"] == "gemma3_text"
+    if isinstance(rope, Mapping) and mixed and key == "rope_parameters":
+        near = rope.get("sliding_attention") or {}
+        rope, local = rope.get("full_attention", rope), near.get("rope_theta", local)
+        if (kind := near.get("rope_type", "default")) != "default":
+            raise _refused(source, f"{key}.sliding_attention.rope_type", kind, "zbc has default there")
     if not isinstance(rope, Mapping):
         raise _refused(source, key, rope, "it is a table")
-    usual = _VARIANTS[config["model_type"]].theta
     theta = float_of(rope.get("rope_theta", config.get("rope_theta", usual)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(rope, config, key, source)}
+    return found | ({"window_theta": float_of(10000.0 if local is None else local)} if mixed else {})
+
+
+def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], key: str, source: str) -> dict[str, Any] | None:
+    kind, factor = rope.get("rope_type", rope.get("type", "default")), float_of(rope.get("factor"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise _refused(source, f"{key}.partial_rotary_factor", rope["partial_rotary_factor"], "zbc turns all features")
     if kind == "default":
-        return theta, None
+        return None
+    if kind not in ("linear", "dynamic", "llama3", "yarn"):
+        raise _refused(source, f"{key}.rope_type", kind, "zbc has default, linear, dynamic, llama3 and yarn")
+    longest = config.get("max_position_embeddings", _VARIANTS[config["model_type"]].seq_len)
+    original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings", longest))
+    found = {"kind": kind, "factor": factor}
     if kind == "linear":
-        return theta, {"kind": kind, "factor": float_of(rope.get("factor"))}
-    if kind != "llama3":
-        raise _refused(source, f"{key}.rope_type", kind, "zbc has default, linear and llama3")
-    return theta, {
-        "kind": kind,
-        "factor": float_of(rope.get("factor")),
-        "low_freq_factor": float_of(rope.get("low_freq_factor")),
-        "high_freq_factor": float_of(rope.get("high_freq_factor")),
-        "original_seq_len": rope.get("original_max_position_embeddings", config.get("max_position_embeddings", 2048)),
-    }
+        return found
+    if kind == "dynamic":
+        return {**found, "original_seq_len": longest}
+    found["original_seq_len"] = original
+    low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+    found |= {"low_freq_factor": float_of(rope.get(low)), "high_freq_factor": float_of(rope.get(high))}
+    if kind == "llama3":
+        return found
+    found |= {"low_freq_factor": float_of(rope.get(low) or 1), "high_freq_factor": float_of(rope.get(high) or 32)}
+    found |= {"factor": longest / original if factor is None else factor, "fractions": not rope.get("truncate", True)}
+    own, over, under = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if own is None and over and under:
+        stretch = 0.1 * math.log(max(1.0, found["factor"]))
+        own = (over * stretch + 1) / (under * stretch + 1)
+    return found | ({} if own is None else {"attention_factor": float_of(own)})
 
 
 def float_of(value: Any) -> Any:
@@ -292,9 +369,17 @@ def float_of(value: Any) -> Any:
     return float(value) if whole and abs(value) < 2**63 else value
 
 
-def _refused(source: str, key: str, value: Any, why: str) -> ZbcError:
+def _refused(source: str, key: str, value: Any, why: str, near: str | None = None) -> ZbcError:
     text = f"model: {source} has {key} = {json.dumps(value)[:80]}, which zbc does not compute"
-    return ZbcError("E521", text, details=[why], hint="use a model without it, or a factory: docs/models.md")
+    hint = f"use {near or 'a model without it'}, or a factory: docs/models.md"
+    return ZbcError("E521", text, details=[why], hint=hint)
+
+
+def _nearest(kind: str) -> str:
+    """Of the kinds that zbc reads the one whose name begins like this one, a llama where none does."""
+    common = {known: next((i for i in range(len(kind)) if kind[: i + 1] != known[: i + 1]), 99) for known in _FIXED}
+    best = max(common, key=lambda known: (common[known], -len(known)))
+    return f"{best if common[best] >= _ALIKE else 'llama'}, the nearest that zbc has"
 
 
 # ---- a job beside a folder -----------------------------------------------------------------------------------
@@ -307,7 +392,7 @@ def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
     """The model of the folder. Raise E521, and E522 with every size in which the job is another model than that."""
     folder = model_of(config, source)
     keys = [*_COMPARED, "rotary", *(_OF_EXPERTS if folder.experts or job.experts else ("mlp_width",))]
-    keys += ["variant", "attention_bias", "padding_token", *_GRANITE] if folder.family == "llama" == job.family else []
+    keys += ["variant", "attention_bias", "padding_token", *OWN] if folder.family == "llama" == job.family else []
     keys += ["rope_theta", "rope_scaling"] if folder.rotary else ["activation"]
     names = {"head_width": "head_size", "mlp_width": "ffn_hidden", "kv_width": "kv_heads x head_size"}
     names |= {"met": "top_k", "expert_width": "expert_hidden"}
@@ -379,44 +464,38 @@ def config_from(source: Mapping[str, Any], model: Model, dtype: str) -> dict[str
     if model.tie_embeddings != given.tie_embeddings:
         changed["tie_word_embeddings"] = model.tie_embeddings
     longest = source.get("max_position_embeddings")
-    if isinstance(longest, int) and (model.seq_len or 0) > longest:
+    fixed = model.rope_scaling is not None and model.rope_scaling.kind == "dynamic"  # which counts from there
+    if isinstance(longest, int) and (model.seq_len or 0) > longest and not fixed:
         changed["max_position_embeddings"] = model.seq_len
     types = {key: dtype for key in ("dtype", "torch_dtype") if source.get(key) not in (None, dtype)}
     return {**source, **changed, **types}
 
 
 def _llama_config(model: Model) -> dict[str, Any]:
-    rope: dict[str, Any] = {"rope_type": "default"}
-    scaling = model.rope_scaling
-    if scaling is not None:
-        rope = {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind == "llama3":
-            rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-            rope["original_max_position_embeddings"] = scaling.original_seq_len
+    rope, scaling = _rope_config(model), model.rope_scaling
     if model.attention_bias and model.variant not in _BIASED:
         text = f"run: a {model.variant} with biases in all of attention has no counterpart in transformers"
         raise ZbcError("E524", text, hint="drop model.attention_bias")
     extra: dict[str, Any] = {"hidden_act": "silu"}
-    scales = {theirs: getattr(model, key) for key, theirs in _GRANITE.items()}
-    if model.variant == "granite":
-        scales["attention_multiplier"] = model.attention_scale or model.head_width**-0.5
-        extra |= scales
-    elif any(value not in (None, 1.0) for value in scales.values()) or model.attention_scale is not None:
-        text = f"run: a {model.variant} with scales of its own has no counterpart in transformers"
-        raise ZbcError("E524", text, hint='set model.variant = "granite"')
+    for key in OWN:
+        if key not in _HAS.get(model.variant, ()) and getattr(model, key) != Model.model_fields[key].default:
+            near = [variant for variant, has in _HAS.items() if key in has]
+            text = f"run: a {model.variant} with {key} has no counterpart in transformers"
+            raise ZbcError("E524", text, hint=f'set model.variant = "{near[0]}", or drop it')
     if model.experts:
         extra |= _experts_config(model)
-    if model.variant == "gemma":
-        extra = {key: "gelu_pytorch_tanh" for key in ("hidden_act", "hidden_activation")}
+    if model.variant in GEMMA:
+        extra = dict.fromkeys(_GATES, "gelu_pytorch_tanh")
     elif model.variant not in ("llama", "olmo2", "granite", "olmoe"):
         extra |= {"sliding_window": None}
+    extra |= _own_config(model)
     if model.variant in _BIASED:
         extra |= {"attention_bias": model.attention_bias}
     return {
         "architectures": [f"{_CLASSES[model.variant]}ForCausalLM"],
         "model_type": model.variant,
         "vocab_size": model.vocab,
-        "max_position_embeddings": model.seq_len,
+        "max_position_embeddings": scaling.original_seq_len if scaling and scaling.kind == "dynamic" else model.seq_len,
         "hidden_size": model.hidden,
         "intermediate_size": model.expert_width if model.experts else model.mlp_width,
         "num_hidden_layers": model.layers,
@@ -427,13 +506,58 @@ def _llama_config(model: Model) -> dict[str, Any]:
         "rms_norm_eps": model.norm_eps,
         "mlp_bias": False,
         "rope_theta": model.rope_theta,
-        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
+        "rope_parameters": _by_layer(model, {**rope, "rope_theta": model.rope_theta}),
         "rope_scaling": None if scaling is None else rope,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": model.padding_token,
         "tie_word_embeddings": model.tie_embeddings,
     }
+
+
+def _rope_config(model: Model) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default"}
+    rope: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind in ("llama3", "yarn"):
+        low, high = ("low_freq_factor", "high_freq_factor") if scaling.kind == "llama3" else ("beta_slow", "beta_fast")
+        rope |= {low: scaling.low_freq_factor, high: scaling.high_freq_factor}
+        rope["original_max_position_embeddings"] = scaling.original_seq_len
+    if scaling.kind == "yarn":
+        rope |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+        rope["truncate"] = not scaling.fractions
+    return rope
+
+
+def _by_layer(model: Model, rope: dict[str, Any]) -> dict[str, Any]:
+    """Of a gemma3_text, which has rotary positions of its own in layers with a window."""
+    if model.variant != "gemma3_text":
+        return rope
+    near = {"rope_type": "default", "rope_theta": model.window_theta or model.rope_theta}
+    return {"full_attention": rope, "sliding_attention": near}
+
+
+def _own_config(model: Model) -> dict[str, Any]:
+    """What few variants have."""
+    size = (model.attention_scale or model.head_width**-0.5) ** -2
+    if model.variant == "granite":
+        scales = {theirs: getattr(model, key) for key, theirs in _GRANITE.items()}
+        return scales | {"attention_multiplier": model.attention_scale or model.head_width**-0.5}
+    if model.variant == "smollm3":
+        return {
+            "no_rope_layers": [int(model.block(i).turned) for i in range(model.layers)],
+            "use_sliding_window": False,
+        }
+    if model.variant not in AROUND:
+        return {}
+    types = ["full_attention" if model.block(i).window is None else "sliding_attention" for i in range(model.layers)]
+    found: dict[str, Any] = {"layer_types": types, "sliding_window": model.window}
+    whole = round(size) if abs(round(size) - size) < 1e-6 * size else size
+    found |= {"query_pre_attn_scalar": whole} | {theirs: getattr(model, key) for key, theirs in _CAPS.items()}
+    if model.variant == "gemma3_text":
+        found["rope_local_base_freq"] = model.window_theta or model.rope_theta
+    return found
 
 
 def _experts_config(model: Model) -> dict[str, Any]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -19,7 +20,9 @@ BUILTIN = ("gpt", "llama")
 Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _SCALES = ("embedding_scale", "attention_scale", "residual_scale", "logits_scale")
-_ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias", "padding_token", *_SCALES)
+_LIMITS = ("window", "whole_every", "window_theta", "unturned_every", "scores_cap", "logits_cap")
+OWN = (*_SCALES, *_LIMITS)  # what no variant of a llama but a few has
+_ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias", "padding_token", *OWN)
 _ONLY_GPT = ("positions", "activation")
 _EXPERTS = (
     "experts",
@@ -44,6 +47,10 @@ _ONLY_BUILTIN = (
     *_ONLY_LLAMA,
     *_ONLY_GPT,
 )
+GEMMA = ("gemma", "gemma2", "gemma3_text")
+AROUND = ("gemma2", "gemma3_text")  # norms before and behind attention and MLP
+BEHIND = ("olmo2",)  # behind them alone
+HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")  # of each head's queries and keys
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")  # variants of a llama that have experts
 # Whose defaults say what is so in other families too.
 _PLAIN = (
@@ -65,6 +72,9 @@ Variant = Literal[
     "qwen2",
     "qwen3",
     "gemma",
+    "gemma2",
+    "gemma3_text",
+    "smollm3",
     "phi3",
     "olmo2",
     "granite",
@@ -78,11 +88,37 @@ Variant = Literal[
 class RopeScaling(Section):
     """`[model.rope_scaling]`: rotary positions stretched for longer sequences than the first training had."""
 
-    kind: Literal["linear", "llama3"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn"]
     factor: Positive = Field(description="stretch factor")
-    low_freq_factor: Positive = Field(1.0, description="llama3: below this many turns per original_seq_len, stretch")
-    high_freq_factor: Positive = Field(4.0, description="llama3: above this many, leave; in between, blend")
-    original_seq_len: Count = Field(8192, description="llama3: tokens per sequence of the first training")
+    low_freq_factor: Positive = Field(
+        1.0, description="llama3, yarn (beta_slow): below this many turns per original_seq_len, stretch"
+    )
+    high_freq_factor: Positive = Field(
+        4.0, description="llama3, yarn (beta_fast, 32 in most models): above this many, leave; in between, blend"
+    )
+    original_seq_len: Count = Field(8192, description="all but linear: tokens per sequence of the first training")
+    attention_factor: Positive | None = Field(
+        None, description="yarn: what turned queries and keys are multiplied with; default 0.1 ln(factor) + 1"
+    )
+    fractions: bool = Field(False, description="yarn: blend between fractions of a pair (truncate = false)")
+
+    @property
+    def attention(self) -> float:
+        if self.kind != "yarn":
+            return 1.0
+        return self.attention_factor or 0.1 * math.log(max(1.0, self.factor)) + 1.0
+
+
+class Block(NamedTuple):
+    """What one block of a family differs in from others."""
+
+    window: int | None = None  # tokens that one sees; None: all before it
+    turned: bool = True  # it has rotary positions
+
+    @property
+    def name(self) -> str:
+        """Of its kind: blocks of one name cost the same."""
+        return f"block{'' if self.window is None else '-window'}{'' if self.turned else '-unturned'}"
 
 
 class Model(Section):
@@ -105,6 +141,16 @@ class Model(Section):
     )
     residual_scale: Positive = Field(1.0, description="llama: what attention and MLP add is multiplied with")
     logits_scale: Positive = Field(1.0, description="llama: what logits are divided by")
+    window: Width | None = Field(
+        None, description="llama: tokens that one sees, itself included, in all layers but every whole_every-th"
+    )
+    whole_every: Width | None = Field(None, description="llama: such layers see all tokens before; default none")
+    window_theta: Positive | None = Field(
+        None, description="llama: base of rotary positions in layers with a window; default those of the others"
+    )
+    unturned_every: Width | None = Field(None, description="llama: such layers have no positions; default none")
+    scores_cap: Positive | None = Field(None, description="llama: scores s of attention become c tanh(s / c)")
+    logits_cap: Positive | None = Field(None, description="llama: logits x become c tanh(x / c)")
     attention_bias: bool = Field(False, description="llama: biases in all four projections of attention")
     ffn_hidden: Width | None = Field(
         None, description="width inside the MLP; default gpt 4 hidden, llama 8/3 hidden up to a multiple of 256"
@@ -170,6 +216,12 @@ class Model(Section):
     @property
     def rotary(self) -> bool:
         return self.family == "llama" or self.positions == "rotary"
+
+    def block(self, layer: int) -> Block:
+        """What is its own of a block, of a family."""
+        windowed = self.window is not None and (self.whole_every is None or (layer + 1) % self.whole_every > 0)
+        turned = self.unturned_every is None or (layer + 1) % self.unturned_every > 0
+        return Block(self.window if windowed else None, turned)
 
     @property
     def qkv_bias(self) -> bool:
@@ -325,26 +377,45 @@ def _sizes(model: Model, document: Document) -> Iterator[ZbcError]:
     yield from _rotary(model, document)
 
 
+_SCALING = {
+    "low_freq_factor": ("yarn", "llama3"),
+    "high_freq_factor": ("yarn", "llama3"),
+    "original_seq_len": ("yarn", "dynamic", "llama3"),
+    "attention_factor": ("yarn",),
+    "fractions": ("yarn",),
+}  # keys of [model.rope_scaling] that some kinds alone have
+
+
 def _rotary(model: Model, document: Document) -> Iterator[ZbcError]:
     """What rotary positions are told, where there are some and where there are none."""
     if not model.rotary and asks(model, "rope_theta"):
         text = "config: model.rope_theta needs rotary positions"
         hint = 'set positions = "rotary", or drop it'
         yield ZbcError("E110", text, where=document.where(("model", "rope_theta")), hint=hint)
+    for key, needed in (("whole_every", "window"), ("window_theta", "window")):
+        if asks(model, key) and getattr(model, needed) is None:
+            text = f"config: model.{key} is for models with {needed}, model.{needed} is not set"
+            yield ZbcError("E110", text, where=document.where(("model", key)), hint=f"set model.{needed}, or drop it")
     scaling = model.rope_scaling
-    for key in ("low_freq_factor", "high_freq_factor", "original_seq_len"):
-        if scaling is not None and scaling.kind != "llama3" and asks(scaling, key):
-            text = f'config: model.rope_scaling.{key} is for kind = "llama3", kind is "{scaling.kind}"'
+    for key, kinds in _SCALING.items():
+        if scaling is not None and scaling.kind not in kinds and asks(scaling, key):
+            text = f'config: model.rope_scaling.{key} is for kind = "{kinds[-1]}", kind is "{scaling.kind}"'
             where = document.where(("model", "rope_scaling", key))
             yield ZbcError("E110", text, where=where, hint="drop it")
     if scaling is not None and not model.rotary:
         text = "config: model.rope_scaling needs rotary positions"
         hint = 'set positions = "rotary", or drop it'
         yield ZbcError("E110", text, where=document.where(("model", "rope_scaling")), hint=hint)
-    if scaling is not None and scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+    if (
+        scaling is not None
+        and scaling.kind in ("llama3", "yarn")
+        and scaling.high_freq_factor <= scaling.low_freq_factor
+    ):
         text = f"high_freq_factor = {scaling.high_freq_factor} is not above low_freq_factor = {scaling.low_freq_factor}"
         where = document.where(("model", "rope_scaling", "high_freq_factor"))
-        yield ZbcError("E110", f"config: model.rope_scaling: {text}", where=where, hint="Llama 3.1 has 1 and 4")
+        yield ZbcError(
+            "E110", f"config: model.rope_scaling: {text}", where=where, hint="Llama 3.1 has 1 and 4, yarn 1 and 32"
+        )
 
 
 def _divisors_near(whole: int, number: int) -> str:

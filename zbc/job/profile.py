@@ -27,7 +27,7 @@ WIDE = 0.10  # quartiles this far apart, as a share of the median, are not to be
 FAMILY = ["embed", "block", "head"]  # the order of a built-in family whose blocks all cost the same
 _DIGITS = 6  # significant ones in the file
 # What costs the same whatever it is set to; `layers` counts blocks where a family has one kind of them.
-_FREE = ("pretrained", "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings")
+_FREE = ("pretrained", "norm_eps", "rope_theta", "rope_scaling", "window_theta", "tie_embeddings")
 
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 

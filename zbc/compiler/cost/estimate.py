@@ -14,6 +14,7 @@ from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
 from zbc.job.graph import names
+from zbc.job.model_section import AROUND, GEMMA, HEAD_NORMS
 from zbc.job.spec import GivenCosts, Job, LayerCost, Model, Optimizer
 
 
@@ -168,20 +169,29 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
     if shared:  # every rank has some of their words, and stages have the rest: see vocabulary.py
         first, last = (work.places(sizes), footprint.places(sizes)), (work.last_norm(sizes), footprint.last_norm(sizes))
         tables, ends = tables[1:], ends[:-1]
-    embed, block, head = (
+    kinds = [model.block(i) for i in range(model.layers)]
+    blocks = {
+        kind: replace(sizes, window=kind.window or 0, turned=sizes.rotary and kind.turned)
+        for kind in dict.fromkeys(kinds)
+    }
+    embed, head, *each = (
         Layer(name, *times_of(machine, done), params, size, parts=parts)
         for name, (done, size), params, parts in (
             ("embed", first, sum(tables), tables),
-            ("block", (work.block(sizes), weighed(sizes)), sizes.matrices + sizes.vectors, sizes.parameters),
             ("head", last, sum(ends), ends),
+            *(("block", (work.block(z), weighed(z)), sum(z.parameters), z.parameters) for z in blocks.values()),
         )
     )
     apart = sizes.apart if job.parallel.ep > 1 else ()
-    cheap = machine.ms(work.cheap(sizes)) / block.f if block.f else 0.0
-    block = replace(block, cheap=cheap, spared=footprint.spared(sizes), apart=apart)
-    blocks = [replace(block, name=f"layers.{i}") for i in range(model.layers)]
+    known = {
+        kind: replace(
+            one, cheap=machine.ms(work.cheap(z)) / one.f if one.f else 0.0, spared=footprint.spared(z), apart=apart
+        )
+        for (kind, z), one in zip(blocks.items(), each, strict=True)
+    }
+    found = [replace(known[kind], name=f"layers.{i}") for i, kind in enumerate(kinds)]
     tied = sizes.vocab * sizes.hidden if model.tie_embeddings and not shared else 0
-    return [replace(embed, tied=tied), *blocks, replace(head, tied=tied)]
+    return [replace(embed, tied=tied), *found, replace(head, tied=tied)]
 
 
 def sizes_of(job: Job, past: int = 0) -> Sizes | None:
@@ -207,11 +217,15 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         width=2 if model.dtype == "bfloat16" else 4,
         stream=2 if model.parameters == "bfloat16" else 4,
         rotary=model.rotary,
+        scaled=model.variant in GEMMA or model.embedding_scale != 1.0,
+        logits_cap=model.logits_cap is not None,
         qkv_bias=model.qkv_bias,
         proj_bias=model.attention_bias,
-        qk_norm=model.variant in ("qwen3", "qwen3_moe", "olmo2", "olmoe"),
+        qk_norm=model.variant in ("olmo2", "olmoe", *HEAD_NORMS),
         qk_whole=model.variant in ("olmo2", "olmoe"),
-        wide_norm=model.variant == "gemma",
+        wide_norm=model.variant in GEMMA,
+        around=model.variant in AROUND,
+        capped=model.scores_cap is not None,
         experts=(model.experts or 0) // job.parallel.ep,
         choices=model.experts or 0,
         top_k=model.met,

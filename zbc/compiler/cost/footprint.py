@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+CHUNK = 512  # queries whose capped scores there are at once (runtime/features/slicing.py)
 GRAD_BYTES = 4  # gradients and optimizer state are float32
 
 
@@ -125,6 +126,12 @@ class Sizes:
     top_k: int = 0
     uneven: float = 1.0  # rows that a rank's experts get, over those of even loads
     common: int = 0  # width of the one that all tokens meet
+    around: bool = False  # norms before and behind attention and MLP
+    turned: bool = True  # blocks have rotary positions, where `rotary`
+    window: int = 0  # tokens that one sees; 0: all before it
+    capped: bool = False  # scores of attention are, and computed again for the backward
+    logits_cap: bool = False
+    scaled: bool = False  # embeddings are
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
     tp: int = 1  # ranks that each have a part of the layer
     shared: int = 1  # ranks that each have their part of the tokens outside of the linear layers
@@ -158,7 +165,7 @@ class Sizes:
     def norms(self) -> int:
         """Parameters of the norms of a block."""
         heads = self.queries + self.keys if self.qk_whole else 2 * self.queries // self.heads if self.qk_norm else 0
-        return (2 if self.gated else 4) * self.hidden + heads
+        return (2 if self.gated and not self.around else 4) * self.hidden + heads
 
     @property
     def _biases(self) -> tuple[int, int]:
@@ -172,7 +179,8 @@ class Sizes:
         if self.gated:
             each = (q, k) if self.qk_whole else (q // self.heads,) * 2 if self.qk_norm else ()
             before, behind = ((count,) if count else () for count in self._biases)
-            return h, h * (q + 2 * k), *before, *each, q * h, *behind, h, *self._mlps
+            after = (h,) if self.around else ()
+            return h, h * (q + 2 * k), *before, *each, q * h, *behind, *after, h, *self._mlps, *after
         return h, h, h * (q + 2 * k), q + 2 * k, q * h, h, h, h, *self._mlps
 
     @property
@@ -213,6 +221,37 @@ class Sizes:
         return 4 * (copies * (self.queries + self.keys) + self.heads * (self.queries + self.keys) // self.queries)
 
     @property
+    def behind(self) -> int:
+        """Bytes per token that norms behind attention and MLP keep: input and normalized input, in float32."""
+        return 2 * (8 + 8 * self.hidden) if self.around else 0
+
+    @property
+    def left(self) -> float:
+        """Bytes of a norm behind the MLP that have gone, but for a gradient, when its own backward has run."""
+        return (8 + 4 * self.hidden) * self.own if self.around else 0.0
+
+    @property
+    def inside_norm(self) -> float:
+        """Bytes that its backward needs: it is one of single operations."""
+        return (16 * self.hidden - 8) * self.own if self.around else 0.0
+
+    @property
+    def turned_kept(self) -> int:
+        """Numbers per token: turned queries and keys, and a copy of the attention's output, which lies in another order
+        then; of a capped attention that is all there is."""
+        return self.queries * (1 if self.capped else 2) + self.keys if self.rotary and self.turned else 0
+
+    @property
+    def scores(self) -> float:
+        """Bytes of all that there is of a chunk of capped scores while their attention runs."""
+        if not self.capped:
+            return 0.0
+        whole = self.seq_len // CHUNK * CHUNK
+        chunks = ((min(CHUNK, whole), self.past + whole), (self.seq_len - whole, self.past + self.seq_len))
+        most = max(rows * min(keys, self.window + rows if self.window else keys) for rows, keys in chunks)
+        return 5 * 4 * self.heads * most * self.sequences
+
+    @property
     def cast(self) -> bool:
         """Whether the layers compute in another type than their weights have."""
         return self.width < self.stream
@@ -227,7 +266,8 @@ def embedding(z: Sizes) -> Footprint:
     """Of the embedding of a sequence's tokens, and of their positions where these are learned."""
     rows = z.stream * z.hidden * z.tokens
     places = 0 if z.rotary else z.stream * z.hidden * z.seq_len / z.shared  # a row per position, for all sequences
-    more = 0 if z.rotary else rows + places
+    scaled = rows * z.scaled  # before or behind that
+    more = scaled if z.rotary else rows + places
     table, fresh = (_weight_grad(z.vocab * z.hidden, z.stream, first=first) for first in (False, True))
     came = GRAD_BYTES * (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
     return Footprint(
@@ -238,14 +278,14 @@ def embedding(z: Sizes) -> Footprint:
         keeps_given=z.shared == 1,
         more_f=more,
         more_alone=more,
-        more_b=places,
+        more_b=places or scaled,
         more_w=max(0, table - places),
-        more_bw=max(table, places),
+        more_bw=max(table + scaled, places),
         first_w=max(0, fresh - places),
-        first_bw=max(fresh, places),
+        first_bw=max(fresh + scaled, places),
         came_w=came,
         rise_w=fresh + came - places,  # the gradient of the positions comes first, and what it is made from goes
-        rise_bw=max(fresh + came, 2 * places),
+        rise_bw=max(fresh + came + scaled, 2 * places),
         tables=8 * z.seq_len,
         largest=max(z.vocab, 0 if z.rotary else z.seq_len) * z.hidden,
     )
@@ -258,7 +298,8 @@ def block(z: Sizes) -> Footprint:
     f = met * z.mlp + z.common  # of all MLPs that a token meets
     grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
     spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a sum
-    turned = 2 * q + k if z.rotary else 0  # and a copy of the attention's output, which lies in another order then
+    turned = z.turned_kept
+    log = 0 if z.capped else 4 * z.heads  # sums of exp of an attention that computes scores again by itself
     routed = 2 * met * h if z.experts else 0
     own = h if z.common else 0  # what the expert of all tokens gives, before its gate
     inside = 2 * h + 2 * q + 2 * k + turned + routed + own + (4 if z.gated else 2) * f
@@ -266,19 +307,24 @@ def block(z: Sizes) -> Footprint:
 
     def weights(first: bool) -> tuple[float, float]:
         down, up = (_weight_grad(h * z.mlp * k, n, first=first) for k in (1, 2 if z.gated else 1))
-        return max(down, up - (f + h) * n * t), max(f * n * t + grad + down, 2 * f * n * t if z.gated else 0)
+        most = max(f * n * t + grad + down, 2 * f * n * t if z.gated else 0) - z.left
+        return max(down, up - (f + h) * n * t), max(most, z.inside_norm, _attended(z))
 
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     rise_w, rise_bw = (None, None) if z.experts else _rises(z, grad)
     return Footprint(
-        act_b=2 * (z.stream * h + z.norm) * z.own + (z.head_norms + inside * n + 4 * z.heads + 8 * z.choices) * t,
+        act_b=(2 * (z.stream * h + z.norm) + z.behind) * z.own + (z.head_norms + inside * n + log + 8 * z.choices) * t,
         act_w=(2 * h + 2 * met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
         entry=z.stream * h * z.own,
         result=z.stream * h * z.own,
         keeps_given=not z.cast and z.shared == 1,
-        more_f=h * n * t + spread,
-        more_alone=(4 if z.gated else 2) * f * n * t,
-        more_b=(3 if z.gated else 2) * f * n * t + grad + spread,
+        more_f=max(h * n * t + spread, z.scores - n * (q + 4 * f + h) * t - (z.stream * h + z.norm + z.behind) * z.own),
+        more_alone=max((4 if z.gated else 2) * f * n * t, z.scores),
+        more_b=max(
+            (3 if z.gated else 2) * f * n * t + grad + spread - z.left,
+            z.inside_norm,
+            z.scores + n * (q + k - f) * t - z.norm * z.own - 2 * z.left,
+        ),
         more_w=more_w,
         more_bw=more_bw + spread,
         first_w=first_w,
@@ -309,11 +355,12 @@ def regathered(z: Sizes) -> Footprint:
 
 def spared(z: Sizes) -> Footprint:
     """Of a block with selective recompute: F keeps what its linear layers give, and B makes again what they take."""
-    whole, h, q, k, n, t = block(z), z.hidden, z.queries, z.keys, z.width, z.tokens
+    whole, h, q, n, t = block(z), z.hidden, z.queries, z.width, z.tokens
     met = (z.top_k or 1) * z.uneven
     f = met * z.mlp + z.common
-    turned = 2 * q + k if z.rotary else 0
-    gone = 2 * z.norm * z.own + (z.head_norms + (2 * h + q + turned + (2 if z.gated else 1) * f) * n + 4 * z.heads) * t
+    log = 0 if z.capped else 4 * z.heads
+    inside = 2 * h + q + z.turned_kept + (2 if z.gated else 1) * f
+    gone = 2 * z.norm * z.own + (z.head_norms + inside * n + log) * t
     if z.experts:  # one of them runs again at a time: rows on their way to and from them are more
         rows = 3 * met * h * n * t
         more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
@@ -330,6 +377,14 @@ def spared(z: Sizes) -> Footprint:
     )
 
 
+def _attended(z: Sizes) -> float:
+    """What the backward of a capped attention needs in BW, when what was kept after it has gone; 0 of others."""
+    if not z.capped:
+        return 0.0
+    gone = z.width * (4 * z.mlp + z.hidden) * z.tokens + (z.norm + z.behind) * z.own
+    return z.scores + z.width * z.keys * z.tokens - gone
+
+
 def _rises(z: Sizes, grad: float) -> tuple[float, float]:
     """`rise_w` and `rise_bw` of a block: at the weight of each of its linear layers, from the last to the first.
 
@@ -340,16 +395,18 @@ def _rises(z: Sizes, grad: float) -> tuple[float, float]:
     h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
     f, up = n * z.mlp * t, n * (2 if z.gated else 1) * z.mlp * t
     inside, norm = n * (4 if z.gated else 2) * z.mlp * t, z.norm * z.own  # what the MLP kept, and its norm
-    attended = n * ((2 * q + k if z.rotary else 0) + q) * t
+    attended, behind = n * (z.turned_kept + q) * t, z.behind * z.own
     near, far, heads = n * h * t, n * q * t, n * (q + 2 * k) * t
     # (inputs, outputs, whether it has a bias, bytes of its input, of its output, what there is more than before BW)
     linear = [
-        (z.mlp, h, not z.gated, f, near, f + grad),
-        (h, (2 if z.gated else 1) * z.mlp, not z.gated, near, up, near + up - inside),
-        (q, h, not z.gated or z.proj_bias, far, near, far + grad - near - inside - norm),
-        (h, q + 2 * k, not z.gated or z.qkv_bias, near, heads, -inside - norm - attended),
+        (z.mlp, h, not z.gated, f, near, f + grad - z.left),
+        (h, (2 if z.gated else 1) * z.mlp, not z.gated, near, up, near + up - inside - z.left),
+        (q, h, not z.gated or z.proj_bias, far, near, far + grad - near - inside - norm - 2 * z.left),
+        (h, q + 2 * k, not z.gated or z.qkv_bias, near, heads, -inside - norm - attended - behind),
     ]
-    came = gone = rise_w = rise_bw = 0.0
+    gone = rise_w = 0.0
+    came = GRAD_BYTES * h * z.around  # of the norm behind the MLP
+    rise_bw = came + z.inside_norm
     for index, (inputs, outputs, biased, takes, gives, more) in enumerate(linear):
         stays = GRAD_BYTES * (inputs * outputs + (outputs if biased else 0))
         low = n * inputs * outputs if n < GRAD_BYTES else 0
@@ -358,9 +415,11 @@ def _rises(z: Sizes, grad: float) -> tuple[float, float]:
         rise_bw = max(rise_bw, came + low + more, came + low + stays + more - over)
         came, gone = came + stays, gone + takes + gives
         if index == 0:
-            rise_bw = max(rise_bw, came + up)  # the gradients inside the MLP
+            rise_bw = max(rise_bw, came + up - z.left)  # the gradients inside the MLP
         elif index == 1:
-            came += GRAD_BYTES * (1 if z.gated else 2) * h  # of its norm
+            came += GRAD_BYTES * (1 + z.around if z.gated else 2) * h  # of its norm, and that behind attention
+        elif index == 2 and z.capped:
+            rise_bw = max(rise_bw, came + _attended(z))
     return rise_w, rise_bw
 
 
@@ -369,16 +428,17 @@ def head(z: Sizes) -> Footprint:
     h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
     logits = n * vocab * t
     wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32
+    kept = 4 * vocab * t + (logits if z.logits_cap else 0)  # of the loss, and of a cap its tanh
     gone = logits - 4 * vocab * t  # when the weight gradient is computed, log-probabilities gave way to d logits
     weight, fresh = (_weight_grad(h * vocab, n, first=first) for first in (False, True))
     norm = h if z.gated else 2 * h
     cast = logits if z.stream < GRAD_BYTES else 0.0  # when the gradient of a narrow weight is, that of logits has gone
     return Footprint(
-        act_b=(z.stream * h + z.norm) * z.own + (h * n + 4 * vocab + 8) * t,
+        act_b=(z.stream * h + z.norm) * z.own + (h * n + 8) * t + kept,
         act_w=(h + vocab) * n * t,
         entry=z.stream * h * z.own + 8 * t,
         more_f=logits + wide,
-        more_alone=logits + wide + 4 * vocab * t,
+        more_alone=logits + wide + kept,
         more_b=8 * vocab * t,
         more_w=weight,
         more_bw=max(8 * vocab * t, h * n * t + weight + gone),
@@ -388,7 +448,7 @@ def head(z: Sizes) -> Footprint:
         came_w=GRAD_BYTES * h * vocab,
         rise_bw=max(8 * vocab * t, h * n * t + fresh + gone + max(0.0, GRAD_BYTES * h * vocab - cast)),
         casts=h * vocab * n if z.cast else 0,
-        logits=4 * vocab * t,
+        logits=kept,
         largest=h * vocab,
     )
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbc.compiler.cost.footprint import GRAD_BYTES, Sizes
+from zbc.compiler.cost.footprint import CHUNK, GRAD_BYTES, Sizes
 from zbc.compiler.cost.machine import Kernel
 
 # Keys are taken in tiles, and causal attention leaves out whole tiles only: of torch's CPU kernel, of FlashAttention 2.
@@ -85,28 +85,35 @@ def block(z: Sizes) -> Work:
     linear += [(h, 2 * z.common if z.gated else z.common, 1, 1), (z.common, h, 1, 1), (h, 1, 1, 1)] if z.common else []
     products = tuple(product(z.tokens * rows, k, n, z.width, count) for k, n, rows, count in linear)
     device = "cuda" if z.cuda else "cpu"
-    square = z.queries * (z.past + keys_seen(z.seq_len, TILE[device])) * z.tokens / ATTENTION[device]
+    seen = keys_seen(z.seq_len, CHUNK if z.capped or z.window else TILE[device])
+    seen = min(z.past + seen, z.window + CHUNK / 2) if z.window else z.past + seen
+    square = z.queries * seen * z.tokens / ATTENTION[device]
+    # Of capped scores, float32: bytes of what goes over them, and how many kernels that is.
+    scores = 4 * z.heads * seen * z.tokens if z.capped else 0
     heads = z.width * ((z.queries + z.keys) * z.tokens + z.keys * z.sequences * z.past)
-    turns = 14 if z.rotary else 0
+    turns = 14 if z.rotary and z.turned else 0
     plain = Kernel(0, _plain_forward(z) * z.tokens, _norms(z) * _norm_count(z) + (4 if z.gated else 3) + turns)
     back = Kernel(0, _plain_backward(z) * z.tokens, _norms(z) * _norm_count(z) + (6 if z.gated else 8) + turns)
-    forward = (*products, Kernel(4 * square, 2 * heads), plain)
-    backward = (*products, Kernel(10 * square, 4 * heads), back)
+    limited = (Kernel(0, 12 * scores, 7), Kernel(0, 30 * scores, 16)) if z.capped else ()
+    forward = (*products, *limited[:1], Kernel(4 * square, 2 * heads), plain)
+    backward = (*products, Kernel(10 * square, 4 * heads), back, *limited[1:])
     return Work(forward, backward, (*products, _accumulate(z, z.matrices + z.vectors, 6 if z.gated else 12)))
 
 
 def cheap(z: Sizes) -> tuple[Kernel, ...]:
     """Of the F of a block, what selective recompute runs again: norms, rotary positions, attention and activation."""
-    attention, plain = block(z).f[-2:]
-    sums = 2 * (2 * z.stream + z.width) * z.hidden * z.own
-    return attention, plain._replace(moved=plain.moved - sums - _routed(z) * z.tokens, starts=plain.starts - 2)
+    *attention, plain = block(z).f[-3 if z.capped else -2 :]
+    behind = 2 * z.around  # norms that stay
+    sums = (2 * (2 * z.stream + z.width) * z.hidden + behind * _norm_forward(z)) * z.own
+    moved, starts = plain.moved - sums - _routed(z) * z.tokens, plain.starts - 2 - behind * _norm_count(z)
+    return *attention, plain._replace(moved=moved, starts=starts)
 
 
 def _plain_forward(z: Sizes) -> float:
     """Bytes per token of two norms, two residual sums, rotary positions, the MLP's activation and the routing."""
     n, each = z.width, (z.top_k or 1) * z.uneven
     sums = 2 * (2 * z.stream + n) * z.hidden
-    turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
+    turned = 2 * n * (2 * z.queries + z.keys) if z.rotary and z.turned else 0
     activation = (5 if z.gated else 2) * n * (z.mlp * each + z.common)
     return _around(z, _norm_forward(z), sums) + turned + activation + _routed(z)
 
@@ -120,7 +127,7 @@ def _plain_backward(z: Sizes) -> float:
     """The same of their gradients, with those of biases and of q, k and v, which become one tensor again."""
     n, r, each = z.width, z.stream, (z.top_k or 1) * z.uneven
     sums = 2 * (3 * r + (r + n if z.cast else 0)) * z.hidden
-    turned = 2 * n * (2 * z.queries + z.keys) if z.rotary else 0
+    turned = 2 * n * (2 * z.queries + z.keys) if z.rotary and z.turned else 0
     activation = (8 if z.gated else 3) * n * (z.mlp * each + z.common)
     routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.choices if z.experts else 0
     biases = 0 if z.gated else n * (z.queries + 2 * z.keys + 2 * z.hidden + z.mlp)
@@ -130,7 +137,8 @@ def _plain_backward(z: Sizes) -> float:
 
 def _around(z: Sizes, norm: float, sums: float) -> float:
     """Of norms and sums, per token; ranks may share the tokens of the residual stream."""
-    return (2 * norm + sums) / z.shared + (_norm_share(z) - 2) * norm
+    over = _norms_of_stream(z)
+    return (over * norm + sums) / z.shared + (_norm_share(z) - over) * norm
 
 
 def _norm_width(z: Sizes) -> int:
@@ -140,12 +148,16 @@ def _norm_width(z: Sizes) -> int:
 
 def _norms(z: Sizes) -> int:
     """Norms of a block."""
-    return 4 if z.qk_norm else 2
+    return 2 + 2 * z.qk_norm + 2 * z.around
 
 
 def _norm_share(z: Sizes) -> float:
     """What they all go over, in norms of the residual stream."""
-    return 2 + (z.queries + z.keys) / z.hidden if z.qk_norm else 2
+    return _norms_of_stream(z) + (z.queries + z.keys) / z.hidden if z.qk_norm else _norms_of_stream(z)
+
+
+def _norms_of_stream(z: Sizes) -> int:
+    return 4 if z.around else 2
 
 
 def _by_steps(z: Sizes) -> bool:
@@ -200,8 +212,10 @@ def words(z: Sizes) -> Work:
     # log_softmax reads twice and writes. Backward fills a gradient with zeros and puts a number into each row; that of
     # log_softmax reads it twice and the output once, and writes.
     loss = [(cast + passes) * vocab * z.tokens for passes in (12, 20)]
-    product_w = (logits, _accumulate(z, h * vocab, 1))
-    return Work((logits, Kernel(0, loss[0], 3)), (logits, Kernel(0, loss[1], 3)), product_w)
+    product_w, capped = (logits, _accumulate(z, h * vocab, 1)), 3 * z.logits_cap
+    if z.logits_cap:  # divided, turned and multiplied
+        loss = [loss[0] + 6 * n * vocab * z.tokens, loss[1] + 7 * n * vocab * z.tokens]
+    return Work((logits, Kernel(0, loss[0], 3 + capped)), (logits, Kernel(0, loss[1], 3 + capped)), product_w)
 
 
 def _accumulate(z: Sizes, params: int, tensors: int) -> Kernel:

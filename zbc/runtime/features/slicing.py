@@ -23,7 +23,7 @@ from zbc.errors import ZbcError
 from zbc.runtime.core.again import Around, around
 from zbc.runtime.core.current import Current
 from zbc.runtime.features.packing import each_alone, places, rows_now
-from zbc.runtime.features.words import IGNORED
+from zbc.runtime.features.words import IGNORED, wide
 
 
 class Part(NamedTuple):
@@ -184,41 +184,53 @@ def positions(x: Tensor) -> Tensor:
     return torch.arange(start, start + x.shape[1], device=x.device)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+class Limits(NamedTuple):
+    """Of attention: a token sees so many up to itself, all before it without a `window`; scores s become
+    cap tanh(s / cap)."""
+
+    window: int | None = None
+    cap: float | None = None
+
+
+_FREE = Limits()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap: float | None = None) -> Tensor:
     """Causal attention, (batch, heads, tokens, features) each; K and V may have fewer heads, which queries share.
 
+    `window`: tokens that one sees, itself included; `cap`: scores s, behind the scale, become cap tanh(s / cap).
+
     In a slice of a microbatch its tokens attend to those of the slices before, too; where rows hold several samples,
-    to those of their own. Else it is torch's scaled_dot_product_attention.
+    to those of their own. Else it is torch's scaled_dot_product_attention where that knows how.
     """
-    rows = rows_now()
+    rows, limits = rows_now(), Limits(window, cap)
     if rows is not None:
-        return each_alone(_causal, q, k, v, rows)
+        return each_alone(lambda q, k, v: _causal(q, k, v, limits), q, k, v, rows)
     inside = now()
-    grouped = k.shape[-3] < q.shape[-3]
     past = None if inside is None else inside.past()
     if inside is None or past is None:
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        return _causal(q, k, v, limits)
     kind = q.device.type
     if torch.is_autocast_enabled(kind):  # as torch's own would, once for all slices
         low = torch.get_autocast_dtype(kind)
         q, k, v = (t.to(low) if t.dtype is torch.float32 else t for t in (q, k, v))
     part = inside.part
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        mixed: Tensor = _Attend.apply(q, k, v, past, part.start, part.stop)  # type: ignore[no-untyped-call]
+        mixed: Tensor = _Attend.apply(q, k, v, past, part.start, part.stop, limits)  # type: ignore[no-untyped-call]
         return mixed
     keys, values = past.write(part.start, part.stop, k.detach(), v.detach())
-    return _causal(q, keys, values)
+    return _causal(q, keys, values, limits)
 
 
 class _Attend(torch.autograd.Function):
     """Attention of a slice as a small graph of its own, on views of the buffers: nothing is copied or runs twice."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, past: Past, start: int, stop: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, past: Past, start: int, stop: int, limits: Limits) -> Tensor:
         kept = past.write(start, stop, k, v)
         leaves = [t.detach().requires_grad_() for t in (_alone(q), *kept)]
         with torch.enable_grad():
-            mixed = _causal(leaves[0], leaves[1], leaves[2])
+            mixed = _causal(leaves[0], leaves[1], leaves[2], limits)
         ctx.past, ctx.rows, ctx.leaves, ctx.edge = past, (start, stop), leaves, get_gradient_edge(mixed)
         return mixed.detach()
 
@@ -227,7 +239,7 @@ class _Attend(torch.autograd.Function):
         leaves, edge = ctx.leaves, ctx.edge
         ctx.leaves = ctx.edge = None
         dq, dk, dv = torch.autograd.grad([edge], leaves, [grads[0]])
-        return dq, *ctx.past.add(*ctx.rows, dk, dv), None, None, None
+        return dq, *ctx.past.add(*ctx.rows, dk, dv), None, None, None, None
 
 
 def _alone(q: Tensor) -> Tensor:
@@ -235,21 +247,86 @@ def _alone(q: Tensor) -> Tensor:
     return q.detach() if q.untyped_storage().nbytes() == q.numel() * q.element_size() else q.detach().clone()
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:
     """Attention of the last rows to all rows up to their own."""
     rows, length, grouped = q.shape[-2], k.shape[-2], k.shape[-3] < q.shape[-3]
+    if limits.cap is not None or (limits.window or length) < length:
+        return _limited(q, k, v, limits)
     if rows == length:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     if q.device.type == "cuda":  # flash attention knows this mask by its name; it takes no memory
         from torch.nn.attention.bias import causal_lower_right
 
         return functional.scaled_dot_product_attention(q, k, v, causal_lower_right(rows, length), enable_gqa=grouped)
-    mask = _lower_right(rows, length, q.dtype, q.device)
+    mask = _lower_right(rows, length, length, q.dtype, q.device)
     return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
 
 
-@functools.lru_cache(maxsize=64)
-def _lower_right(rows: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+CHUNK = 512  # queries whose scores there are at once
+
+
+def _limited(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> Tensor:
+    """The same, chunk by chunk of queries, each with those keys alone that one of them sees."""
+    rows, length, grouped = q.shape[-2], k.shape[-2], k.shape[-3] < q.shape[-3]
+    window, mixed = limits.window or length, list[Tensor]()
+    for start in range(0, rows, CHUNK):
+        some = q[..., start : start + CHUNK, :]
+        stop = length - rows + start + some.shape[-2]
+        first = max(0, stop - some.shape[-2] + 1 - window)
+        keys, values = k[..., first:stop, :], v[..., first:stop, :]
+        keeps = type(q) is Tensor and not torch.compiler.is_compiling()  # a mask without values serves nobody else
+        mask = (_lower_right if keeps else _mask)(some.shape[-2], stop - first, window, q.dtype, q.device)
+        if limits.cap is None:
+            mixed.append(functional.scaled_dot_product_attention(some, keys, values, mask, enable_gqa=grouped))
+        else:
+            mixed.append(_Capped.apply(some, keys, values, mask, limits.cap))  # type: ignore[no-untyped-call]
+    return torch.cat(mixed, -2) if len(mixed) > 1 else mixed[0]
+
+
+class _Capped(torch.autograd.Function):
+    """softmax(cap tanh(s / cap) + mask) v of scores s = q k^T / sqrt(features), which are computed again for the
+    backward: nothing is kept but q, k and v. Scores are float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float) -> Tensor:
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.cap = cap
+        _, likely = _weights(q, k, mask, cap)
+        mixed = likely.to(v.dtype) @ v.unsqueeze(-3)
+        return mixed.flatten(-4, -3)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, mask = ctx.saved_tensors
+        turned, likely = _weights(q, k, mask, ctx.cap)
+        dy = _by_keys(grads[0], k)
+        dv = (likely.to(v.dtype).mT @ dy).sum(-3)
+        d = wide(dy @ v.unsqueeze(-3).mT)
+        d = likely * (d - (d * likely).sum(-1, keepdim=True))
+        d = (d * (1 - turned * turned) * q.shape[-1] ** -0.5).to(q.dtype)
+        dq = (d @ k.unsqueeze(-3)).flatten(-4, -3)
+        dk = (d.mT @ _by_keys(q, k)).sum(-3)
+        return dq, dk, dv, None, None
+
+
+def _by_keys(x: Tensor, k: Tensor) -> Tensor:
+    """(.., heads, rows, features) with the heads that share one of the keys beside each other, in a dimension more."""
+    return x.view(*x.shape[:-3], k.shape[-3], -1, *x.shape[-2:])
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """tanh(s / cap), and the weights of the keys; (.., heads of keys, queries that share them, rows, length)."""
+    scores = _by_keys(q, k) @ k.unsqueeze(-3).mT
+    turned = (wide(scores) * q.shape[-1] ** -0.5 / cap).tanh_()
+    return turned, (turned * cap + mask).softmax(-1)
+
+
+def _mask(rows: int, length: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What is added to the scores: one for all graphs, which keep it, of type `dtype`, as torch would turn it into."""
-    hidden = torch.ones(rows, length, dtype=torch.bool, device=device).triu(length - rows + 1)
-    return torch.zeros(rows, length, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+    seen = (
+        torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows).triu(length - rows - window + 1)
+    )
+    return torch.zeros(rows, length, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+
+
+_lower_right = functools.lru_cache(maxsize=64)(_mask)

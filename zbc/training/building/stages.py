@@ -35,7 +35,7 @@ def build_stages(site: Site, share: Callable[[str, nn.Module], None]) -> dict[in
             dtype=settings.model.dtype,
             splits=s in split,
             recompute=settings.memory.recomputes(s),
-            spares=_spares(manifest, settings, s),
+            spares=_spares(site, s),
             flows=shapes.flows[s],
             passed=shapes.passed[s],
             compiles=settings.model.compile,
@@ -54,11 +54,12 @@ def build_stages(site: Site, share: Callable[[str, nn.Module], None]) -> dict[in
     return stages
 
 
-def _spares(manifest: Manifest, settings: Settings, stage: int) -> int:
-    if settings.memory.spares(stage):
+def _spares(site: Site, stage: int) -> int:
+    memory = site.settings.memory
+    if memory.spares(stage):
         return CHEAP
-    again = manifest.planning.get("parallel", {}).get("tp_sequence") == "regather"
-    return GATHERED if again and not settings.memory.recomputes(stage) else 0
+    again = site.manifest.planning.get("parallel", {}).get("tp_sequence") == "regather"
+    return GATHERED if again and not memory.recomputes(stage) else 0
 
 
 def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int, ...]:

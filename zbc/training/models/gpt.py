@@ -140,17 +140,18 @@ class GptBlock(nn.Module):
 class GptHead(nn.Module):
     """(B, T, H) -> (B, T, V)."""
 
-    def __init__(self, hidden: int, vocab: int, norm: nn.Module, scale: float = 1.0) -> None:
-        """`scale`: what logits are divided by."""
+    def __init__(self, hidden: int, vocab: int, norm: nn.Module, scale: float = 1.0, cap: float | None = None) -> None:
+        """`scale`: what logits are divided by; `cap`: they become cap tanh(logits / cap)."""
         super().__init__()
-        self.norm, self.scale = norm, scale
+        self.norm, self.scale, self.cap = norm, scale, cap
         self.logits = nn.Linear(hidden, vocab, bias=False)
         nn.init.normal_(self.logits.weight, std=STD)
         self.enter = self.join = same
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.join(self.logits(self.enter(self.norm(x))))
-        return y if self.scale == 1.0 else y / self.scale
+        y = y if self.scale == 1.0 else y / self.scale
+        return y if self.cap is None else (y / self.cap).tanh() * self.cap
 
 
 def linear(inputs: int, outputs: int, residual_layers: int | None = None, *, bias: bool = True) -> nn.Linear:

@@ -32,12 +32,15 @@ _LLAMA = {
     "norm_q": "self_attn.q_norm",
     "norm_k": "self_attn.k_norm",
     "proj": "self_attn.o_proj",
+    "behind1": "post_attention_layernorm",
+    "behind2": "post_feedforward_layernorm",
     "norm2": "post_attention_layernorm",
     "down": "mlp.down_proj",
 }
 _OWN = {  # of a variant, what the others call otherwise
     "phi3": {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
-    "olmo2": {"norm1": "post_attention_layernorm", "norm2": "post_feedforward_layernorm"},
+    "gemma2": {"norm2": "pre_feedforward_layernorm"},
+    "gemma3_text": {"norm2": "pre_feedforward_layernorm"},
 }
 _MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}
 HEAD = "lm_head.weight"

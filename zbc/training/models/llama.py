@@ -13,6 +13,9 @@ i // (heads / kv_heads). Initial weights as in gpt.py; the residual stream stays
     granite     embeddings, scores, what is added to the stream, and logits are multiplied with numbers
     olmoe       a norm of all heads' queries together, and of all keys
     gemma       norms multiply by 1 + weight, the gate is a GELU, embeddings come times sqrt(H)
+    gemma2      a gemma with norms before and behind attention and MLP, limits of attention and capped scores and logits
+    gemma3_text a gemma2 with a norm of each head's queries and keys; layers with a window turn by a base of their own
+    smollm3     some layers have no positions
 
 With `experts` (experts.py) these are the blocks of Mixtral, OLMoE, and of Qwen2 and Qwen3 with experts.
 """
@@ -20,12 +23,14 @@ With `experts` (experts.py) these are the blocks of Mixtral, OLMoE, and of Qwen2
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from zbc.job.model_section import AROUND, BEHIND, GEMMA, HEAD_NORMS
 from zbc.runtime.core.again import GATHERED, made_again
-from zbc.runtime.features.slicing import attention
+from zbc.runtime.features.slicing import Limits, attention
 from zbc.training.models.experts import Experts
 from zbc.training.models.gpt import linear, same
 from zbc.training.models.rotary import Rotary
@@ -33,7 +38,7 @@ from zbc.training.models.rotary import Rotary
 
 def norm(size: int, eps: float, variant: str) -> nn.Module:
     """The norm of a variant, over the last `size` features."""
-    return OffsetNorm(size, eps) if variant == "gemma" else nn.RMSNorm(size, eps=eps)
+    return OffsetNorm(size, eps) if variant in GEMMA else nn.RMSNorm(size, eps=eps)
 
 
 class OffsetNorm(nn.Module):
@@ -52,7 +57,12 @@ class OffsetNorm(nn.Module):
 
 def gate(variant: str) -> nn.Module:
     """The activation of the gate of an MLP."""
-    return nn.GELU("tanh") if variant == "gemma" else nn.SiLU()
+    return nn.GELU("tanh") if variant in GEMMA else nn.SiLU()
+
+
+def _before(enter: Callable[[Tensor], Tensor], x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+    """What comes before attention or MLP, made again where it is a norm."""
+    return made_again(enter, x, inside=(norm,), what=GATHERED) if isinstance(norm, nn.Module) else enter(x)
 
 
 class LlamaBlock(nn.Module):
@@ -68,45 +78,46 @@ class LlamaBlock(nn.Module):
         ffn: int,
         layers: int,
         eps: float,
-        rotary: Rotary,
+        rotary: Rotary | None,
         variant: str = "llama",
         qkv_bias: bool = False,
         bias: bool = False,
         experts: Experts | None = None,
         scores: float | None = None,
         residual: float = 1.0,
+        limits: Limits | None = None,
     ) -> None:
         """`size`: features of a head; `ffn`: width inside the MLP; `layers`: of the model, for the initial weights;
         `bias`: of the projection behind attention; `experts`: in place of the MLP;
         `scores`: what those of attention are multiplied with, 1 / sqrt(size) by default; `residual`: what attention and
-        MLP add is."""
+        MLP add is; `rotary`: None for no positions; `limits`: of attention."""
         super().__init__()
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
-        self.norm1 = norm(hidden, eps, variant)
+        before, behind = variant not in BEHIND, variant in BEHIND + AROUND
+        self.norm1 = norm(hidden, eps, variant) if before else same
         self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=qkv_bias)  # rows: all queries, keys, values
         self.wide = variant in ("olmo2", "olmoe")  # its norms are over all heads together
-        normed = self.wide or variant in ("qwen3", "qwen3_moe")
-        self.norm_q = nn.RMSNorm(heads * size if self.wide else size, eps=eps) if normed else None
-        self.norm_k = nn.RMSNorm(kv_heads * size if self.wide else size, eps=eps) if normed else None
+        normed = self.wide or variant in HEAD_NORMS
+        self.norm_q = norm(heads * size if self.wide else size, eps, variant) if normed else None
+        self.norm_k = norm(kv_heads * size if self.wide else size, eps, variant) if normed else None
         self.proj = linear(heads * size, hidden, layers, bias=bias)
-        self.norm2 = norm(hidden, eps, variant)
+        self.behind1 = norm(hidden, eps, variant) if behind else same
+        self.norm2 = norm(hidden, eps, variant) if before else same
         self.mlp = experts
         if experts is None:
             self.gate_up = linear(hidden, 2 * ffn, bias=False)  # rows: gate, then up
             self.down = linear(ffn, hidden, layers, bias=False)
+        self.behind2 = norm(hidden, eps, variant) if behind else same
         self.gate = gate(variant)
         self.rotary = rotary
         self.enter = self.leave = same
-        self.behind = variant == "olmo2"  # its norms are behind attention and MLP
         self.scores, self.residual = None if scores is None else scores * math.sqrt(size), residual
+        self.limits = (limits or Limits())._asdict()
 
     def forward(self, x: Tensor) -> Tensor:
         # What a norm gives is named nowhere: it is gone once the layer behind it has read it.
-        if self.behind:
-            x = x + self.norm1(self._attention(self.enter(x)))
-            return x + self.norm2(self._mlp(x if self.mlp is not None else self.enter(x)))  # type: ignore[no-any-return]
-        x = self._sum(x, self._attention(made_again(self._before1, x, inside=(self.norm1,), what=GATHERED)))
-        return self._sum(x, self._mlp(made_again(self._before2, x, inside=(self.norm2,), what=GATHERED)).view(x.shape))
+        x = self._sum(x, self.behind1(self._attention(_before(self._before1, x, self.norm1))))
+        return self._sum(x, self.behind2(self._mlp(_before(self._before2, x, self.norm2)).view(x.shape)))
 
     # A norm of single operations has several gradients for its input: the view has them added up before they meet that
     # of the stream, as they are where the norm is made again.
@@ -141,8 +152,8 @@ class LlamaBlock(nn.Module):
         if self.norm_q is not None and self.norm_k is not None:
             q, k = self._normed(q, self.norm_q), self._normed(k, self.norm_k)
         q = q if self.scores is None else q * self.scores
-        q, k = self.rotary(q), self.rotary(k)
-        return attention(q, k, v).transpose(1, 2).reshape(batch, length, self.heads * self.size)
+        q, k = (q, k) if self.rotary is None else (self.rotary(q), self.rotary(k))
+        return attention(q, k, v, **self.limits).transpose(1, 2).reshape(batch, length, self.heads * self.size)
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """(B, heads, T, size) in float32, each head by itself or all together."""

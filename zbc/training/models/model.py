@@ -23,9 +23,11 @@ from torch.nn import functional
 
 from zbc.errors import ZbcError
 from zbc.job import graph, spec, userobject
+from zbc.job.model_section import GEMMA, Block
 from zbc.runtime.core.private import mse_kernel
 from zbc.runtime.core.split import refuse_wrapped
 from zbc.runtime.core.tensors import Loss
+from zbc.runtime.features.slicing import Limits
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.models import gpt, llama
 from zbc.training.models.experts import Experts
@@ -119,20 +121,24 @@ def _family(model: spec.Model) -> list[LayerPlan]:
     if model.hidden is None or model.heads is None or model.vocab is None or model.seq_len is None:
         text = f"config: model.hidden, heads, vocab and seq_len are needed for family {model.family}"
         raise ZbcError("E105", text)
-    scale = math.sqrt(model.hidden) if model.variant == "gemma" else model.embedding_scale
+    scale = math.sqrt(model.hidden) if model.variant in GEMMA else model.embedding_scale
     learned = not model.rotary
     sizes, padding = (model.vocab, model.hidden, model.seq_len), model.padding_token
     embed = functools.partial(gpt.Embed, *sizes, learned=learned, scale=scale, padding=padding)
-    block = functools.partial(_llama_block if model.family == "llama" else _gpt_block, model)
+    block = _llama_block if model.family == "llama" else _gpt_block
+    kinds = [model.block(i) for i in range(model.layers)]
     ties = {"logits.weight": TIED} if model.tie_embeddings else {}
     return [
         LayerPlan("embed", embed),
-        *(LayerPlan(f"layers.{i}", block, like="block", compiles=True) for i in range(model.layers)),
+        *(
+            LayerPlan(f"layers.{i}", functools.partial(block, model, kind), like=kind.name, compiles=True)
+            for i, kind in enumerate(kinds)
+        ),
         LayerPlan("head", functools.partial(_head, model, model.hidden, model.vocab), ties=ties),
     ]
 
 
-def _gpt_block(model: spec.Model) -> nn.Module:
+def _gpt_block(model: spec.Model, _: Block) -> nn.Module:
     hidden, heads = model.hidden or 0, model.heads or 0
     rotary = _rotary(model) if model.rotary else None
     tanh = model.activation == "gelu_tanh"
@@ -148,7 +154,7 @@ def _gpt_block(model: spec.Model) -> nn.Module:
     )
 
 
-def _llama_block(model: spec.Model) -> nn.Module:
+def _llama_block(model: spec.Model, kind: Block) -> nn.Module:
     heads = model.heads or 0
     return llama.LlamaBlock(
         model.hidden or 0,
@@ -158,13 +164,14 @@ def _llama_block(model: spec.Model) -> nn.Module:
         ffn=model.mlp_width,
         layers=model.layers,
         eps=model.norm_eps,
-        rotary=_rotary(model),
+        rotary=_rotary(model, windowed=kind.window is not None) if kind.turned else None,
         variant=model.variant,
         qkv_bias=model.qkv_bias,
         bias=model.attention_bias,
         experts=_experts(model),
         scores=model.attention_scale,
         residual=model.residual_scale,
+        limits=Limits(kind.window, model.scores_cap),
     )
 
 
@@ -188,14 +195,16 @@ def _experts(model: spec.Model) -> Experts | None:
     )
 
 
-def _rotary(model: spec.Model) -> Rotary:
+def _rotary(model: spec.Model, *, windowed: bool = False) -> Rotary:
+    if windowed and model.window_theta is not None:
+        return Rotary(model.seq_len or 0, model.head_width, model.window_theta)
     return Rotary(model.seq_len or 0, model.head_width, model.rope_theta, model.rope_scaling)
 
 
 def _head(model: spec.Model, hidden: int, vocab: int) -> nn.Module:
     llamas = model.family == "llama"
     norm = llama.norm(hidden, model.norm_eps, model.variant) if llamas else nn.LayerNorm(hidden, eps=model.norm_eps)
-    return gpt.GptHead(hidden, vocab, norm, model.logits_scale)
+    return gpt.GptHead(hidden, vocab, norm, model.logits_scale, model.logits_cap)
 
 
 def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:

@@ -17,12 +17,13 @@ class Rotary(nn.Module):
 
     def __init__(self, seq_len: int, size: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        rates = rotation_rates(size, theta, scaling)
+        rates = rotation_rates(size, theta, scaling, seq_len)
+        factor = 1.0 if scaling is None else scaling.attention
         angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rates)
         self.cos: Tensor
         self.sin: Tensor
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.register_buffer("cos", angles.cos() * factor, persistent=False)
+        self.register_buffer("sin", angles.sin() * factor, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         start = first_row()
@@ -36,18 +37,34 @@ class Rotary(nn.Module):
         return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
 
 
-def rotation_rates(size: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+def rotation_rates(size: int, theta: float, scaling: RopeScaling | None, seq_len: int = 0) -> Tensor:
     """Radians per position of each feature pair, fastest first: theta ** (-2i / size).
 
-    "linear" divides all by `factor`. "llama3" (Llama 3.1) divides those with fewer than `low_freq_factor` turns per
-    original sequence, leaves those with more than `high_freq_factor`, and goes linearly from one to the other between.
+    "linear" divides all by `factor`. "dynamic" has a larger theta for sequences of more than `original_seq_len`.
+    "llama3" (Llama 3.1) divides those with fewer than `low_freq_factor` turns per original sequence, leaves those with
+    more than `high_freq_factor`, and goes linearly from one to the other between. "yarn" (arXiv 2309.00071) goes
+    linearly in i, from the pair of `high_freq_factor` turns to that of `low_freq_factor`, which are whole numbers
+    unless `fractions`.
     """
+    if scaling is not None and scaling.kind == "dynamic":
+        longer = max(1.0, seq_len / scaling.original_seq_len)
+        theta *= (scaling.factor * longer - (scaling.factor - 1)) ** (size / (size - 2))
     rates = 1.0 / theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return rates
     if scaling.kind == "linear":
         return rates / scaling.factor
-    turns = scaling.original_seq_len * rates / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    if scaling.kind == "llama3":
+        keep = (scaling.original_seq_len * rates / (2 * math.pi) - low) / (high - low)
+    else:
+        first, last = (
+            size * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (high, low)
+        )
+        if not scaling.fractions:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, size - 1)
+        keep = 1 - (torch.arange(size // 2, dtype=torch.float32) - first) / (last - first or 0.001)
+    keep = keep.clamp(0.0, 1.0)
     return keep * rates + (1.0 - keep) * rates / scaling.factor

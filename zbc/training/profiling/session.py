@@ -130,7 +130,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
         microbatch_size=job.schedule.microbatch_size,
         optimizer=job.optimizer.name,
         layers={kind: _layer(found, kind, host) for kind in dict.fromkeys(found.order)},
-        order=FAMILY if job.model.builtin else list(found.order),
+        order=FAMILY if {*found.order} == {*FAMILY} else list(found.order),
         tp=job.parallel.tp,
         link=fit(found.link),
         sums=fit(found.sums),
