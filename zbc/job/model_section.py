@@ -118,7 +118,7 @@ class Block(NamedTuple):
     @property
     def name(self) -> str:
         """Of its kind: blocks of one name cost the same."""
-        return f"block{'' if self.window is None else '-window'}{'' if self.turned else '-unturned'}"
+        return f"{'' if self.window is None else 'windowed '}{'' if self.turned else 'unturned '}block"
 
 
 class Model(Section):

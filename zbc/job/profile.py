@@ -281,10 +281,10 @@ def model_of(model: Model) -> dict[str, Any]:
 
 def misfits(profile: Profile, model: Model, *, device: str, microbatch_size: int, tp: int) -> list[str]:
     """In what a profile differs from a job, as lines of text; empty if it fits."""
-    wanted = model_of(model)
+    wanted, known = _rounded(model_of(model)), _rounded(profile.model)
     defaults = {key: info.default for key, info in Model.model_fields.items()}
-    rows = [(f"model.{key}", profile.model.get(key, defaults.get(key)), wanted[key]) for key in wanted]
-    rows += [(f"model.{key}", value, None) for key, value in profile.model.items() if key not in wanted]
+    rows = [(f"model.{key}", known.get(key, defaults.get(key)), wanted[key]) for key in wanted]
+    rows += [(f"model.{key}", value, None) for key, value in known.items() if key not in wanted]
     rows.append(("schedule.microbatch_size", profile.microbatch_size, microbatch_size))
     rows.append(("hardware.device", profile.on.device, device))
     rows.append(("parallel.tp", profile.tp, tp))
