@@ -1,15 +1,24 @@
 """Torch's own runtime, told by an exported CSV to run the same order, finds the same losses and gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.distributed import pipelining
 
+import zbc
 from tests.lowered import lower
 from tests.processes import gloo_ranks, torch_peer
 from tests.runtime.small_plans import make_plan, make_program
 from tests.tiers import few
+from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.schedules import SCHEDULES, Request
 from zbc.errors import ZbcError
 from zbc.interop import torch_csv, torch_lowered
+from zbc.training.building.context import Settings
+from zbc.training.data.data import Batches, build_samples
+from zbc.training.models import model
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 UNORDERED = ("braid-v",)  # a W comes later than those of later microbatches, and torch adds up norms in W, we in B
@@ -75,6 +84,69 @@ def agrees(pool, program, path=None, *, exactly=True):
 @pytest.mark.parametrize("schedule", ["zb-v", "looped-zb"])
 def test_torch_schedule_runs_two_stages_a_rank_on_four_ranks(pool, schedule):
     agrees(pool, make_program(schedule, 4, M))
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-v", "looped-zb"], ("zb-v",)))
+def test_stages_in_fsdp2_get_the_gradients_of_one_process_with_b_and_w_apart(pool, schedule):
+    """Two replicas of two ranks, which share out the weights of each stage."""
+    program = make_program(schedule, 2, 4)
+    plan = make_plan(program, keep=gloo_ranks.without_step)
+    found = gloo_ranks.unpack(pool.run(torch_peer.sharded, plan))
+    settings = Settings.of(plan.manifest)
+    layers = {one.name: one.build(settings.train.seed) for one in model.layers(settings.model, settings.train.seed)}
+    samples = build_samples(settings.data, settings.model, settings.train.seed)
+    batches = Batches(samples, seed=settings.train.seed, microbatches=8, size=plan.manifest.microbatch_size)
+    for mb in range(8):
+        x = batches.inputs(0, mb)
+        for layer in layers.values():
+            x = layer(x)
+        (model.loss(settings.model.loss)(x, batches.targets(0, mb)) / 8).backward()
+    expected = {f"{n}.{local}": p.grad for n, layer in layers.items() for local, p in layer.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert (found[name] - grad).norm() <= 5e-7 * grad.norm(), name
+
+
+JUDGE = getattr(pipelining, "analyze_pipeline_activation_liveness", None)
+
+
+@pytest.mark.repeats
+@pytest.mark.skipif(JUDGE is None, reason="torch looks how long activations live from 2.15 on")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_torch_finds_as_many_activations_alive_on_each_rank_at_once(schedule):
+    """Its slots are those of an activation that lives from F to W; ours with as much left by B as F kept."""
+    program = make_program(schedule, 4, M)
+    try:
+        torch_csv.dumps(program)
+    except ZbcError as error:
+        pytest.skip(error.details[0])
+    held = peaks(program, Costs.uniform(program.placement, left=1.0))
+    assert [alive(program, rank) for rank in range(4)] == [
+        pytest.approx(one.units * program.placement.stages / 4) for one in held
+    ]
+
+
+def alive(program, rank, judge=JUDGE):
+    """How many activations of its stages there are on a rank at once, by torch."""
+    mine = program.placement.stages_of(rank)
+    total = program.placement.stages
+    stages = [
+        SimpleNamespace(
+            stage_index=s,
+            num_stages=total,
+            group_size=4,
+            group_rank=rank,
+            is_first=s == 0,
+            is_last=s == total - 1,
+            has_backward=True,
+            submod=torch.nn.Identity(),
+        )
+        for s in mine
+    ]
+    schedule = zbc.torch_schedule(zbc.Plan("order", program), stages, lambda output, target: output)
+    found = judge(schedule, pp_rank=rank, stage_indices=tuple(mine), granularity="stage_microbatch")
+    return len({*found.slot_by_stage_and_microbatch.values()})
 
 
 @pytest.mark.parametrize(

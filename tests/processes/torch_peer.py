@@ -2,6 +2,8 @@
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -51,6 +53,40 @@ def train(rank: int, plan: StoredPlan, path: str | None) -> tuple[list[float], b
         for local, parameter in module.named_parameters()
     }
     return [loss.item() for loss in losses], pack(grads)
+
+
+def sharded(rank: int, plan: StoredPlan) -> bytes:
+    """The gradients of one step of two replicas of the pipeline, packed: each stage is in FSDP2 over its copies.
+
+    Ranks 2r and 2r + 1 are the copies of rank r of the pipeline.
+    """
+    manifest, settings = plan.manifest, Settings.of(plan.manifest)
+    placement, m, seed = manifest.to_placement(), manifest.microbatches, settings.train.seed
+    mesh = init_device_mesh("cpu", (placement.ranks, 2), mesh_dim_names=("pp", "dp"))
+    by_name = {layer.name: layer for layer in model.layers(settings.model, seed)}
+    stages, parts = [], []
+    for s in placement.stages_of(rank // 2):
+        part = nn.Sequential(*(by_name[name].build(seed) for name in manifest.layers[s]))
+        parts.append((manifest.layers[s], fully_shard(part, mesh=mesh["dp"])))
+        stages.append(PipelineStage(part, s, placement.stages, torch.device("cpu"), group=mesh["pp"].get_group()))
+    schedule = zbc.torch_schedule(zbc.Plan("order", plan.program), stages, model.loss(settings.model.loss))
+    kinds = {action.computation_type.name for action in schedule.pipeline_order_with_comms[rank // 2]}
+    assert {"UNSHARD", "RESHARD"} <= kinds
+    samples = build_samples(settings.data, settings.model, seed)
+    batches = Batches(samples, seed=seed, microbatches=2 * m, size=manifest.microbatch_size)
+    mine = range(rank % 2 * m, rank % 2 * m + m)
+    inputs = (torch.cat([batches.inputs(0, mb) for mb in mine]),) if stages[0].is_first else ()
+    options = {}
+    if any(stage.is_last for stage in stages):
+        options = {"target": torch.cat([batches.targets(0, mb) for mb in mine]), "losses": []}
+    schedule.step(*inputs, **options, return_outputs=False)
+    grads = {
+        f"{names[int(number)]}.{local}": parameter.grad.full_tensor()
+        for names, part in parts
+        for name, parameter in part.named_parameters()
+        for number, _, local in (name.partition("."),)
+    }
+    return pack(grads)
 
 
 def refused(rank: int, plan: StoredPlan, changes: dict[str, object]) -> str:
