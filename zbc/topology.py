@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ class Topology:
     tp: int = 1  # ranks that share the layers of one rank of a pipeline; they run one list of ops
     order: tuple[int, ...] = ()  # seat -> rank of the run; (): as numbered
     replicas: tuple[int, ...] = ()  # ranks of each stage, where stages have one rank or more each; (): elsewhere
+    hosts: tuple[str, ...] = ()  # of each rank of a run, once they are known
 
     @property
     def world(self) -> int:
@@ -94,8 +95,10 @@ class Topology:
     def name(self, rank: int) -> str:
         """A rank of the run for messages: `rank 5`, with replicas `rank 5 [dp 1, pp 1]`, also `[pp 1, tp 0]`.
 
-        With an order `[pp 1]`; of stages with replicas `[stage 0, replica 1]`.
+        With an order `[pp 1]`; of stages with replicas `[stage 0, replica 1]`; on several machines ` on node-2`.
         """
+        if len(set(self.hosts)) > 1 and 0 <= rank < len(self.hosts):
+            return f"{replace(self, hosts=()).name(rank)} on {self.hosts[rank]}"
         plain = self.dp == self.tp == 1 and not self.order and not self.replicas
         if plain or not 0 <= rank < self.world:
             return f"rank {rank}"

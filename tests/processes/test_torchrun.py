@@ -22,11 +22,13 @@ from tests.processes.plans import free_port, metrics, processes, troubled, write
 from tests.refusals import error_of, refused
 from zbc.errors import ZbcError
 from zbc.plan.directory import read_manifest
+from zbc.topology import Topology
 from zbc.trace import recording as trace
 from zbc.training import devices, train
 from zbc.training.launch import launch, peers, torchrun
 from zbc.training.launch.board import Board, Place, plain_name
 from zbc.training.launch.options import RunOptions
+from zbc.training.watchdog import Watchdog
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
 
@@ -105,8 +107,10 @@ def test_two_machines_restart_behind_the_newest_checkpoint_and_save_when_they_ar
                 for machine in machines:
                     machine.send_signal(signal.SIGTERM)
     assert len(ranks) == 4, "\n".join(shown)
-    (place,) = [i for i, line in enumerate(shown) if line.startswith("error[E702] run: rank 0 lost ")]
-    block = shown[place : place + 5]
+    told = ("rank 1 was killed by SIGKILL", "rank 0 lost ")  # torchrun may have asked for its end first
+    begins = tuple(f"error[E702] run: {text}" for text in told)
+    (place,) = [i for i, line in enumerate(shown) if line.startswith(begins)]
+    block = shown[place : place + 6]
     assert any(line.startswith("   while rank 0 ran op ") for line in block), block
     assert any(line.startswith("   rank 1  ") and "not responding (last heard" in line for line in block), block
     for machine in machines:
@@ -185,6 +189,24 @@ def test_a_rank_that_failed_because_another_did_ends_with_the_exit_code_of_that_
     with pytest.raises(SystemExit) as left:
         train._give_up(ZbcError("E702", "run: rank 0 lost rank 1"), context, watchdog)
     assert left.value.code == code
+
+
+def test_a_signal_that_killed_a_rank_elsewhere_is_in_the_headline():
+    store, told = dist.HashStore(), []
+
+    def report(failure):
+        told.append(failure)
+        raise SystemExit
+
+    dog = Watchdog(lambda: Board(store, 0, 2), rank=0, ranks=2, limit=9.0, hung=report, orphaned=report)
+    dog.placed(["node-1", "node-2"], Topology(2, hosts=("node-1", "node-2")).name, report)
+    dog.await_silence = lambda: [1]
+    Board(store, 2, 2).tell("killed/1", "SIGKILL")
+    context = train.RankContext(0, 2, torch.device("cpu"), lambda: store, print, report, report)
+    with pytest.raises(SystemExit):
+        train._give_up(ZbcError("E702", "run: rank 0 on node-1 lost rank 1 on node-2"), context, dog)
+    assert told[0].message == "run: rank 1 on node-2 was killed by SIGKILL" and "dmesg" in told[0].hint
+    assert [*told[0].details] == ["rank 0 on node-1 lost rank 1 on node-2", "rank 1 on node-2  never heard of"]
 
 
 # ---- refused before it starts, in this process ---------------------------------------------------------------

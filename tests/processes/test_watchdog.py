@@ -1,5 +1,8 @@
 """The watchdog reports a run that stands still, once, and no other."""
 
+import os
+import socket
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -11,8 +14,10 @@ from tests.limits import until
 from tests.threads import side_by_side
 from zbc.errors import ZbcError
 from zbc.runtime.core.progress import Progress
-from zbc.training.launch.board import Beat, Board
-from zbc.training.watchdog import Heard, Watchdog, in_time
+from zbc.topology import Topology
+from zbc.training.launch.board import Beat, Board, Heard
+from zbc.training.launch.outages import Outages, Retrying, watch_siblings
+from zbc.training.watchdog import Watchdog, in_time
 
 
 class Ends:
@@ -429,3 +434,109 @@ def test_the_first_reason_to_stop_is_kept():
     board.ask_stop("SIGTERM")
     board.ask_stop("SIGINT")
     assert board.stop_reason() == "SIGTERM"
+
+
+# ---- machines ------------------------------------------------------------------------------------------------
+
+HOSTS = ("node-1", "node-1", "node-2", "node-2")
+
+
+def outages(rank):
+    said = []
+    return Outages(rank, HOSTS, said.append), said
+
+
+def heard_at(*times):
+    return {rank: Heard(beat("F s0 m0"), at) for rank, at in enumerate(times)}
+
+
+def test_an_outage_is_told_once_after_ten_seconds_and_once_when_it_is_over():
+    found, said = outages(0)
+    for now in (105.0, 109.9, 110.1, 120.0):
+        found.look(heard_at(now, now, 100.0, 98.0), 0.0, now)
+    assert said == ["nothing from node-2 for 10 s"]
+    found.look(heard_at(130.0, 130.0, 128.0, 128.0), 0.0, 130.0)
+    assert said[1:] == ["node-2 is heard again, after 28 s"]
+
+
+def test_a_machine_is_heard_while_one_of_its_ranks_is_and_a_process_that_stood_still_has_to_listen_first():
+    found, said = outages(0)
+    found.look(heard_at(130.0, 130.0, 100.0, 129.0), 0.0, 130.0)
+    found.look(heard_at(130.0, 130.0, 100.0, 100.0), 125.0, 130.0)
+    assert said == []
+
+
+def test_a_rank_that_hears_nobody_says_that_its_machine_reaches_nobody_and_nothing_of_others():
+    found, said = outages(2)
+    for now, at in ((115.0, 100.0), (125.0, 124.0)):
+        found.look(heard_at(at, at, at, at), 0.0, now)
+    assert said == [
+        "this machine (node-2) reaches nobody: nothing from the others for 10 s",
+        "this machine (node-2) hears the others again, after 24 s",
+    ]
+    for rank in (1, 3):
+        found, said = outages(rank)
+        found.look(heard_at(100.0, 100.0, 100.0, 100.0), 0.0, 115.0)
+        assert said == [], "one of a machine is enough"
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Rank 0 of four on two machines at 100, where the other machine was heard at 80."""
+    dog, ends = make(ranks=4)
+    dog._awake_since = 0.0
+    dog.watch(Progress())
+    dog.placed(HOSTS, Topology(4, hosts=HOSTS).name, ends.any)
+    dog._progress = in_op("RECV_B s5 m3 <r2", since=89.0, waiting=True)
+    dog._listener.heard, dog._listener.looked = heard_at(100.0, 100.0, 80.0, 80.0), 100.0
+    return dog, ends
+
+
+def test_a_machine_of_which_nothing_is_heard_is_one_line(apart):
+    dog, ends = apart
+    assert dog._report(100.0)
+    rows = ends.errors[0].details
+    assert [row.partition("  ")[0] for row in rows[:3]] == [
+        "rank 0 on node-1",
+        "rank 1 on node-1",
+        "node-2 (ranks 2, 3)",
+    ]
+    assert "  not responding (last heard 20.0 s ago)  " in rows[2]
+    assert rows[2].endswith("   <- the machine that holds the others up")
+    assert not any("rank 2" in row or "rank 3" in row for row in rows)
+
+
+def test_where_the_store_does_not_answer_no_arrow_points_at_others(apart, monkeypatch):
+    dog, ends = apart
+    store = Deaf()
+    dog._board = lambda: Board(store, 0, 4)
+    monkeypatch.setattr("zbc.training.watchdog._CLAIM_S", 0.1)
+    dog._report(100.0)
+    store.freed.set()
+    (error,) = ends.errors
+    assert error.message.endswith(": node-1 reaches nobody") and not any("<- " in row for row in error.details)
+
+
+def test_a_sibling_that_a_signal_kills_is_told_of_and_one_that_ends_is_not():
+    store, host = dist.HashStore(), "here"
+    children = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["sleep", "0"])]
+    processes = [f"{host}:{os.getpid()}", *(f"{host}:{child.pid}" for child in children), "there:1"]
+    board = Board(store, 0, 4)
+    watch_siblings(processes, 0, lambda: Board(store, 0, 4))
+    children[0].kill()
+    until(board.killed)
+    assert board.killed() == {1: "SIGKILL"}
+    for child in children:
+        child.wait()
+    assert board.killed() == {1: "SIGKILL"}
+
+
+def test_connections_of_this_process_try_again_each_second_where_the_kernel_can():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as end:
+        try:
+            end.setsockopt(socket.IPPROTO_TCP, 44, 2000)
+        except OSError:
+            pytest.skip("this kernel has no TCP_RTO_MAX_MS")
+        Retrying(600.0).look()
+        assert end.getsockopt(socket.IPPROTO_TCP, 44) == 1000
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 600_000

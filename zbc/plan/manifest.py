@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -104,6 +104,7 @@ class Manifest(_Strict):
     order: list[Index] = []  # seat -> rank of the run, see zbc/topology.py; else as numbered
     ramp: list[RampPlan] = []  # what a training begins with, before it runs this plan
     sha256: str = ""  # of this manifest without this field
+    _hosts: tuple[str, ...] = ()  # of each rank of a run, as it runs
 
     def digest(self) -> str:
         return digest_of(self._plain())
@@ -130,7 +131,12 @@ class Manifest(_Strict):
         pipes, order = len(self.placement[0]), tuple(self.order)
         counts = tuple(len(set(ranks)) for ranks in self.placement) if pipes > 1 else ()
         replicas = counts if sum(counts) == self.ranks else ()
-        return Topology(self.ranks, self.copies, pipes, node, self.slices, self.microbatches, self.tp, order, replicas)
+        axes = self.ranks, self.copies, pipes, node, self.slices, self.microbatches, self.tp
+        return Topology(*axes, order, replicas, self._hosts)
+
+    def on(self, hosts: Iterable[str]) -> None:
+        """Name ranks by the machines that they run on."""
+        self._hosts = tuple(hosts)
 
     def holders(self, stage: int) -> int:
         """How many ranks of a run hold a stage."""

@@ -50,6 +50,7 @@ from zbc.training.guest import Guest
 from zbc.training.launch.board import Place
 from zbc.training.launch.identity import identity
 from zbc.training.launch.options import RunOptions
+from zbc.training.launch.outages import watch_siblings
 from zbc.training.launch.peers import SHARED, connected
 from zbc.training.launch.reach import Doorstep, check_reach
 from zbc.training.metrics.metrics import RunRecord, RunSettings
@@ -192,6 +193,11 @@ def _meet(run: _Run) -> None:
     run.watchdog.phase("waiting for all ranks to start", waiting=True)
     run.board.agree(identity(manifest, run.total, trace), run.limit, run.name)
     run.processes = run.board.meet("process", run.limit, f"{socket.gethostname()}:{os.getpid()}")
+    hosts = [process.rpartition(":")[0] for process in run.processes]
+    manifest.on(hosts)
+    run.watchdog.placed(hosts, run.name, run.context.emit)
+    if run.context.doorstep is not None:
+        watch_siblings(run.processes, run.rank, run.context.place.board)
     parts = [*read_ramp(run.options.plan, manifest), (run.options.plan, manifest)]
     run.plans = [read_rank(folder, manifest.topology.of(run.rank).pp, its) for folder, its in parts]
 
@@ -473,10 +479,23 @@ def _give_up(error: BaseException, context: RankContext, watchdog: Watchdog | No
         reported = None if watchdog is None else watchdog.await_report()
         context.leave(failure.exit_code if reported is None else reported)
     if isinstance(failure, ZbcError) and failure.code == "E702" and watchdog is not None:
-        gone = watchdog.await_silence()
-        rows, _ = watchdog.rows()
-        failure = _with_details(failure, [rows[rank] for rank in gone])
+        failure = _who_is_gone(failure, context, watchdog)
     context.report(failure)
+
+
+def _who_is_gone(failure: ZbcError, context: RankContext, watchdog: Watchdog) -> ZbcError:
+    """What a lost connection is of: the ranks that are silent, and those that a signal killed."""
+    gone, (rows, _) = watchdog.await_silence(), watchdog.rows()
+    killed = in_time(lambda: context.place.board().killed(), 5.0) or {}
+    shown = watchdog.lines(rows, gone, of=gone)
+    if not killed:
+        return _with_details(failure, shown)
+    texts = [f"{watchdog.name(rank)} was killed by {signal}" for rank, signal in killed.items()]
+    hint = "if nobody killed it, the kernel did for want of memory: see its log (dmesg)"
+    details = [failure.message.removeprefix("run: "), *failure.details, *shown]
+    return ZbcError(
+        "E702", f"run: {', '.join(texts)}", hint=hint if "SIGKILL" in killed.values() else None, details=details
+    )
 
 
 def explain(error: BaseException, rank: int) -> Failure:

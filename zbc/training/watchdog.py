@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from zbc.errors import ZbcError
 from zbc.runtime.core.progress import Progress
 from zbc.training import frames
-from zbc.training.launch.board import Beat, Board, plain_name
+from zbc.training.launch.board import Beat, Board, Heard, plain_name
+from zbc.training.launch.outages import Outages, Retrying
 
 _ENDED = ZbcError("E702", "run: another rank failed").exit_code
 _Result = TypeVar("_Result")
@@ -34,14 +34,6 @@ _LATE = "it did not answer in time"
 _DEAF_S = 10.0  # without a sign of life of itself, after which a rank goes by what it heard of others before
 _HEARD_S = 0.5  # for the others to hear that a phase begins
 _GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end in silence
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """A rank's last sign of life and when (`time.monotonic` here) it first showed."""
-
-    beat: Beat
-    at: float
 
 
 class Listener:
@@ -94,7 +86,11 @@ class Watchdog:
         name: Callable[[int], str] = plain_name,
     ) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, limit
-        self._name = name
+        self.name = name
+        self._hosts: Sequence[str] = ()  # of each rank, where there are several
+        self._outages: Outages | None = None
+        # Only the watchdog is to give up a connection that does not answer.
+        self._retrying = Retrying(600 + 4 * limit)
         self.tick = min(2.0, max(0.2, limit / 10))
         self._silence = max(1.5, 3 * self.tick + 0.5)
         self._board, self._hung, self._orphaned = board, hung, orphaned
@@ -132,6 +128,12 @@ class Watchdog:
         """From here on the rank trains, and all others do too."""
         progress.op, progress.since = "the first step", time.monotonic()
         self._progress, self._patience = progress, self.limit
+
+    def placed(self, hosts: Sequence[str], name: Callable[[int], str], say: Callable[[str], None]) -> None:
+        """From here on it is known which machine each rank is on; `say` shows what there is to say of those."""
+        self.name = name
+        if len(set(hosts)) > 1:
+            self._hosts, self._outages = hosts, Outages(self.rank, hosts, say)
 
     def silent(self) -> list[int]:
         """The other ranks that were heard once and not for some ticks up to the last look; none if nothing is heard."""
@@ -185,6 +187,9 @@ class Watchdog:
             if board is not None and not _told(board, self._beat(count, now)):
                 board = None
             self._heard.set()
+            self._retrying.look()
+            if self._outages is not None and failed_at is None:
+                self._outages.look(self._listener.heard, self._awake_since, now)
             if failed_at is not None or self._listener.failed not in (None, self.rank):
                 if failed_at is None:
                     failed_at = now
@@ -265,12 +270,14 @@ class Watchdog:
             return False
         p, waited = self._progress.seen(now), max(self.limit, _DEAF_S) if self._lost(now) else self._patience
         when = f"at step {p.step + 1}" if p.total else f"while starting ({p.op})"
-        rows = _blamed(rows, culprits) if self.ranks > 1 else rows
+        shown = culprits if claimed else [rank for rank in culprits if rank == self.rank]  # of others it is old
+        rows = self.lines(rows, mute, shown) if self.ranks > 1 else rows
         if claimed is None:
             rows.append("the store of the run does not answer, so this is what was known before")
+            when += f": {self._hosts[self.rank]} reaches nobody" if self._hosts else ""
         elif not culprits:
             rows.append("every rank waits for another: the plan is wrong, or a message was lost; see `zbc check`")
-        rows += self._where(culprits, mute, ask=claimed is True)
+        rows += self._where(shown, mute, ask=claimed is True)
         error = ZbcError("E701", f"run: no progress for {waited:g} s {when}", details=rows)
         self._hung(error)
         return True
@@ -292,9 +299,9 @@ class Watchdog:
         lines = []
         for rank in culprits:
             if rank in found:
-                lines += [f"{self._name(rank)} is here, innermost call last:", *found[rank]]
-            elif ask and rank in self._listener.heard:
-                lines.append(f"{self._name(rank)} cannot say where it is: {_MUTE if rank in mute else _LATE}")
+                lines += [f"{self.name(rank)} is here, innermost call last:", *found[rank]]
+            elif ask and rank in self._listener.heard and len(self._gone(rank, mute)) < 2:
+                lines.append(f"{self.name(rank)} cannot say where it is: {_MUTE if rank in mute else _LATE}")
         return lines
 
     def _stacks(self, ranks: list[int]) -> dict[int, list[str]]:
@@ -314,22 +321,37 @@ class Watchdog:
         rows = [self._row(rank, heard.get(rank), now, width, silent=rank in silent) for rank in range(self.ranks)]
         return rows, culprits
 
+    def _gone(self, rank: int, silent: Collection[int]) -> list[int]:
+        """The ranks on the machine of this one, if all of them are silent."""
+        its = [other for other, host in enumerate(self._hosts) if host == self._hosts[rank]]
+        return its if set(its) <= {*silent} else []
+
+    def lines(
+        self, rows: Sequence[str], mute: Iterable[int], culprits: Sequence[int] = (), of: Iterable[int] | None = None
+    ) -> list[str]:
+        """The rows, or those `of` some ranks, arrows at ranks that hold the others up; a silent machine is one."""
+        found, silent = list[tuple[str, str]](), {*mute}
+        who = "the rank that holds" if len(culprits) == 1 else "one of the ranks that hold"
+        for rank, row in enumerate(rows) if of is None else [(rank, rows[rank]) for rank in of]:
+            its = self._gone(rank, silent)
+            arrow = f"   <- {who} the others up" if rank in culprits else ""
+            if len(its) < 2:
+                found.append((row, arrow))
+            elif rank == its[0]:
+                text = f"{self._hosts[rank]} (ranks {', '.join(map(str, its))})  {row.rpartition('  ')[2]}"
+                found.append((text, arrow and "   <- the machine that holds the others up"))
+        width = max((len(text) for text, _ in found), default=0)
+        return [f"{text:{width}}{arrow}" if arrow else text for text, arrow in found]
+
     def _row(self, rank: int, heard: Heard | None, now: float, width: int, *, silent: bool) -> str:
         if heard is None:
-            return f"{self._name(rank)}  never heard of"
+            return f"{self.name(rank)}  never heard of"
         beat = heard.beat
         place = f"op {beat.index:3d}/{beat.total}" if beat.total else "outside of a step"
         state = f"{'waiting' if beat.waiting else 'running'} {self._idle(heard, now):.1f} s"
         if silent:
             state = f"not responding (last heard {now - heard.at:.1f} s ago)"
-        return f"{self._name(rank)}  {place}  {beat.op:{width}}  {state}"
-
-
-def _blamed(rows: list[str], culprits: list[int]) -> list[str]:
-    """The rows with an arrow at the ranks that hold the others up."""
-    who = "the rank that holds" if len(culprits) == 1 else "one of the ranks that hold"
-    width = max(map(len, rows))
-    return [f"{row:{width}}   <- {who} the others up" if r in culprits else row for r, row in enumerate(rows)]
+        return f"{self.name(rank)}  {place}  {beat.op:{width}}  {state}"
 
 
 def _told(board: Board, beat: Beat) -> bool:

@@ -328,8 +328,8 @@ class Network:
         return group._get_backend(self._device) if hasattr(group, "_get_backend") else group
 
     def _lost_sum(self, ranks: tuple[int, ...], error: BaseException) -> ZbcError:
-        others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
-        text = f"run: rank {self.rank} lost a rank in a sum over all of them (the others are {others})"
+        others, name = ", ".join(str(rank) for rank in ranks if rank != self.rank), self._manifest.topology.name
+        text = f"run: {name(self.rank)} lost a rank in a sum over all of them (the others are {others})"
         return ZbcError("E702", text, details=[_first_line(error)])
 
     def finish_step(self, *, drain: bool = True) -> None:
@@ -393,7 +393,8 @@ class Network:
 
     def _lost(self, message: Letter, peer: int, sending: bool, error: BaseException) -> ZbcError:
         op = f"{message.send} >r{peer}" if sending else f"{message.recv} <r{peer}"
-        return ZbcError("E702", f"run: rank {self.rank} lost rank {peer} at {op}", details=[_first_line(error)])
+        name = self._manifest.topology.name
+        return ZbcError("E702", f"run: {name(self.rank)} lost {name(peer)} at {op}", details=[_first_line(error)])
 
     def _connect(self, device: torch.device) -> None:
         """Use every group once, in an order that all ranks share: that in which they were made, see `rounds`.

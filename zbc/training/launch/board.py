@@ -37,6 +37,14 @@ class Beat:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A rank's last sign of life and when (`time.monotonic` here) it first showed."""
+
+    beat: Beat
+    at: float
+
+
 def plain_name(rank: int) -> str:
     """A rank for messages, where there is one replica of the pipeline."""
     return f"rank {rank}"
@@ -86,6 +94,11 @@ class Board:
         """What these ranks have told so far."""
         told = [rank for rank in ranks if self._store.check([f"stack/{rank}"])]
         return {rank: self._store.get(f"stack/{rank}").decode().split("\n") for rank in told}
+
+    def killed(self) -> dict[int, str]:
+        """The ranks of which another has left word that a signal killed them."""
+        told = [rank for rank in range(self.ranks) if self._store.check([f"killed/{rank}"])]
+        return {rank: self._store.get(f"killed/{rank}").decode() for rank in told}
 
     def ask_stop(self, reason: str) -> None:
         """Leave word why this rank asks the run to stop; the request itself travels with VALIDATE."""
