@@ -52,7 +52,8 @@ def test_a_signal_to_all_processes_of_a_run_ends_it_in_order(command, out, numbe
         os.killpg(run.pid, number)
         shown, said = run.communicate(timeout=60)
     assert (run.returncode, said) == (130, "")
-    assert shown.endswith(f"stopped after step {len(metrics(out))} (asked by {number.name})\n")
+    asked = f"stopped after step {len(metrics(out))} (asked by {number.name})"
+    assert shown.endswith(f"{asked}; resume with --resume {out / 'checkpoints'}\n")
     assert saved(out)
 
 

@@ -101,7 +101,8 @@ def test_a_signal_stops_all_ranks_after_a_step_and_what_they_have_is_saved(tmp_p
     with pytest.raises(KeyboardInterrupt):
         run_here(plan, 2, out, each=lambda line: (lines.append(line), stop(line)), max_restarts=1)
     last = len(metrics(out))
-    assert lines[-1] == f"stopped after step {last} (asked by {signal.Signals(number).name})"
+    asked = f"stopped after step {last} (asked by {signal.Signals(number).name})"
+    assert lines[-1] == f"{asked}; resume with --resume {out / 'checkpoints'}"
     assert sum(line.startswith(f"step {last:7d}/1000000 ") for line in lines) == 1 and 2 <= last < 10**6
     assert disk.newest(out / "checkpoints") == disk.folder_of(out / "checkpoints", last)
 
@@ -131,7 +132,8 @@ def test_a_run_interrupted_from_the_terminal_exits_with_130_and_complete_metrics
                 for pid in (run.pid, *processes(out)):  # as a terminal does: to all of them
                     os.kill(pid, signal.SIGINT)
         assert run.wait(30) == 130, shown
-    assert shown[-1] == f"stopped after step {len(metrics(out))} (asked by SIGINT)"
+    last = f"stopped after step {len(metrics(out))} (asked by SIGINT)"
+    assert shown[-1] == f"{last}; it has no checkpoints to resume with: set checkpoint.every"
 
 
 def test_ranks_do_not_outlive_a_parent_that_is_killed(tmp_path, out):

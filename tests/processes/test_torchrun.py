@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.limits import until
 from tests.processes.leftovers import alive
 from tests.processes.plans import free_port, metrics, processes, troubled, write_plan
 from tests.refusals import error_of, refused
@@ -118,7 +120,7 @@ def test_two_machines_restart_behind_the_newest_checkpoint_and_save_when_they_ar
     assert [line for line in shown if "going on from" in line and "after step 4" in line], "\n".join(shown)
     last = len(metrics(out))
     assert [row["step"] for row in metrics(out)] == list(range(1, last + 1)) and last >= 11
-    assert f"stopped after step {last} (asked by SIGTERM)" in shown
+    assert f"stopped after step {last} (asked by SIGTERM); resume with --resume {out / 'checkpoints'}" in shown
     assert (out / f"checkpoints/step-{last:08d}/.complete").exists()
     assert not [pid for pid in ranks if alive(pid)]
 
@@ -207,6 +209,32 @@ def test_a_signal_that_killed_a_rank_elsewhere_is_in_the_headline():
         train._give_up(ZbcError("E702", "run: rank 0 on node-1 lost rank 1 on node-2"), context, dog)
     assert told[0].message == "run: rank 1 on node-2 was killed by SIGKILL" and "dmesg" in told[0].hint
     assert [*told[0].details] == ["rank 0 on node-1 lost rank 1 on node-2", "rank 1 on node-2  never heard of"]
+
+
+@pytest.mark.parametrize("store_there", [False, True])
+def test_a_run_that_is_asked_to_end_before_its_first_step_says_so_once(tmp_path, store_there):
+    """One of two ranks, which waits for the other; before that, for a store that another process is to host."""
+    plan, port = write_plan(tmp_path, parallel={"pp": 2}), free_port()
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"RANK": "0" if store_there else "1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "zbc", "run", str(plan)]
+    with subprocess.Popen(command, env={**os.environ, **place}, stderr=subprocess.PIPE, text=True) as rank:
+        until(lambda: catches(rank.pid, signal.SIGTERM))
+        if store_there:
+            board = Place(1, 2, "127.0.0.1", port, "zbc//1").board()
+            until(lambda: 0 in board.beats())
+        rank.terminate()
+        _, said = rank.communicate(timeout=60)
+    assert (rank.returncode, said.splitlines()[-1:]) == (130, [ASKED])
+
+
+ASKED = "stopped before the first step (asked by SIGTERM); there is nothing to resume"
+
+
+def catches(pid, number):
+    """Whether a process has a handler for a signal."""
+    mask = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[1]
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 # ---- refused before it starts, in this process ---------------------------------------------------------------

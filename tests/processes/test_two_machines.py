@@ -97,23 +97,54 @@ def test_two_agents_of_one_machine_that_find_each_other(plan, tmp_path):
     trains(plan, tmp_path / "run", (HERE, HERE), [filled, filled])
 
 
-def test_the_slurm_script_starts_one_torchrun_per_node_with_its_number(tmp_path):
-    """An srun that starts its command once per node, and a torchrun that says how it was called."""
-    (script,) = re.findall(r"^```\n(#!/bin/bash\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SCRIPTS = re.findall(r"^```\n(#!/bin/bash\n.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SLURM = {"SLURM_JOB_NODELIST": "some[1-2]", "SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}
+
+
+def submitted(script, folder, tasks):
+    """What a script's tasks say of how they were started, where srun starts one after the other."""
+    loops = "for task in $(seq 0 $((2 * tasks - 1))); do SLURM_PROCID=$task SLURM_NODEID=$((task / tasks))"
     for name, text in {
         "scontrol": 'test "$1 $2 $3" = "show hostnames some[1-2]" && printf "some1\\nsome2\\n"',
-        "srun": 'for node in 0 1; do SLURM_NODEID=$node "$@"; done',
+        "srun": 'while [ "${1#--}" != "$1" ]; do echo "srun $1" >&2; shift; done\n'
+        f'tasks={tasks}; {loops} SLURM_LOCALID=$((task % tasks)) "$@"; done',
         "torchrun": 'echo "torchrun $*"',
+        "python": 'echo "$RANK of $WORLD_SIZE, $LOCAL_RANK of $LOCAL_WORLD_SIZE, $MASTER_ADDR $MASTER_PORT: $*"',
     }.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(script)
-    command = ["bash", "-c", f"PATH={tmp_path}:$PATH exec bash job.sh"]
-    slurm = {"SLURM_JOB_NODELIST": "some[1-2]", "SLURM_NNODES": "2"}
-    with HERE.start(command, tmp_path, **slurm) as process:
-        said, errors = process.communicate(timeout=20)
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    (folder / "job.sh").write_text(script)
+    command = ["bash", "-c", f"PATH={folder}:$PATH exec bash job.sh"]
+    with HERE.start(command, folder, **SLURM) as process:
+        said, told = process.communicate(timeout=20)
+    (cores,) = re.findall(r"^#SBATCH (--cpus-per-task=\d+)$", script, re.MULTILINE)
+    assert f"srun {cores}\n" in told and all(line.startswith("srun --") for line in told.splitlines()), told
+    return said.splitlines()
+
+
+def test_the_slurm_script_starts_one_torchrun_per_node_with_its_number(tmp_path):
     expected = [command.replace("node1", "some1") for command in written("torchrun --nnodes 2 --node-rank")]
-    assert (said.splitlines(), errors) == (expected, ""), "as by hand"
+    assert submitted(SCRIPTS[0], tmp_path, 1) == expected, "as by hand"
+
+
+def test_the_slurm_script_without_torchrun_says_to_each_task_which_rank_it_is(tmp_path):
+    found = submitted(SCRIPTS[1], tmp_path, 4)
+    assert found == [f"{r} of 8, {r % 4} of 4, some1 29500: -m zbc run plan" for r in range(8)] and len(SCRIPTS) == 2
+
+
+def test_the_manifest_for_kubernetes_starts_what_is_started_by_hand_in_each_pod():
+    (text,) = re.findall(r"^```\n(apiVersion.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    found = pytest.importorskip("yaml").safe_load(text)
+    job = found["spec"]["replicatedJobs"][0]
+    pod = job["template"]["spec"]
+    assert pod["parallelism"] == pod["completions"] == 2 and pod["completionMode"] == "Indexed"
+    (container,) = pod["template"]["spec"]["containers"]
+    first = f"{found['metadata']['name']}-{job['name']}-0-0.{found['metadata']['name']}"
+    (line,) = container["args"]
+    by_hand = written("torchrun --nnodes 2 --node-rank")[1].replace(
+        "--node-rank 1", "--node-rank $JOB_COMPLETION_INDEX"
+    )
+    assert line.startswith("exec " + by_hand.replace("node1", first))
 
 
 def test_a_machine_that_cannot_be_reached_is_named_with_its_interface(two, plan):

@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import json
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -120,7 +121,7 @@ class RankContext:
 
 
 def run_rank(context: RankContext) -> str | None:
-    """Train; returns why the run was stopped before its last step, None if it was not.
+    """Train; returns what to say of a run that was stopped before its last step, None if it was not.
 
     What goes wrong ends the process through `context`, never with an exception.
     """
@@ -166,7 +167,8 @@ class _Run:
     start: resume.Start
     log: RunRecord | None = None  # on rank 0
     first = 0  # steps trained before, by the run that this one goes on with
-    stopped: str | None = None  # why it was, before its last step
+    saves: Path | None = None  # where its checkpoints are
+    stopped: str | None = None  # what to say of it, if that was before its last step
 
     def __init__(self, context: RankContext, manifest: Manifest, watchdog: Watchdog) -> None:
         self.context, self.manifest, self.watchdog = context, manifest, watchdog
@@ -279,7 +281,7 @@ def _invite(run: _Run) -> None:
     options = Settings.of(run.manifest).checkpoint
     if options.every:
         place = Path(run.board.meet("run directory", run.limit, "" if log is None else str(log.folder.absolute()))[0])
-        folder = resume.save_folder(run.manifest, place)
+        folder = run.saves = resume.save_folder(run.manifest, place)
         try_out(run.board, folder)
         board = context.place.board()
         run.guests.append(Checkpoints(worker, board, options, folder, str(place), context.emit, run.first))
@@ -329,8 +331,9 @@ def _train(run: _Run) -> None:
             run.show(f"nothing is left to train: the checkpoint has {run.first} steps, the run {run.total}")
     stopped = train_steps(worker, range(run.first, run.total), run.guests, run.step)
     if stopped is not None:
-        run.stopped = run.board.stop_reason() or "another rank"
-        run.show(f"stopped after step {stopped} (asked by {run.stopped})")
+        text = f"stopped after step {stopped} (asked by {run.board.stop_reason() or 'another rank'})"
+        how = "it has no checkpoints to resume with: set checkpoint.every"
+        run.stopped = f"{text}; {how if run.saves is None else f'resume with --resume {shlex.quote(str(run.saves))}'}"
 
 
 def train_steps(worker: Worker, steps: range, guests: Sequence[Guest], run: Step = run_step) -> int | None:
@@ -461,6 +464,8 @@ def _end(run: _Run) -> None:
         run.show(devices.fullest(run.board.meet("memory", run.limit, devices.in_use(device)), run.name))
     run.board.meet("ended", run.limit)
     run.watchdog.nearly_done()
+    if run.stopped is not None:
+        run.show(run.stopped)
     run.worker.close()
     if run.context.transport is None:
         dist.destroy_process_group()

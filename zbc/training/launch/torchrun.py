@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -43,10 +44,13 @@ def run_place(place: Place, manifest: Manifest, options: RunOptions, screen: Scr
     A failure is written to stderr in one piece by the first rank that fails, and ends the processes here: torchrun
     hides exit codes, and an orderly exit could wait for transfers that never end.
     """
-    hosted = open_store(place.host, place.port, host_it=True) if place.hosts_store else None
     patience = max(60.0, 2 * float(manifest.training["train"]["watchdog_s"]))
-    store = place.connect()
-    with joined(store, place.rank, place.ranks, patience) as number:
+    with ExitStack() as stack:
+        early = _end_early if place.local_rank == 0 else lambda name: end(EXIT_INTERRUPTED)
+        with Signals(early, early):
+            hosted = open_store(place.host, place.port, host_it=True) if place.hosts_store else None
+            store = place.connect()
+            number = stack.enter_context(joined(store, place.rank, place.ranks, patience))
         launch = launch_of(store, options.launch, number, restarted=options.restarted)
         options = replace(options, restarted=options.restarted or number > 1, launch=launch)
         place = replace(place, keys=f"{place.keys}/{number}")
@@ -58,13 +62,16 @@ def run_place(place: Place, manifest: Manifest, options: RunOptions, screen: Scr
 
 
 def _run(place: Place, options: RunOptions, screen: Screen) -> str | None:
-    """The rank's part in the run; why it was stopped before its last step, None if it was not."""
+    """The rank's part in the run; what to say of it if it was stopped before its last step, else None."""
     stop = StopFlag()
     device = devices.place(place.local_rank) if options.device == "cuda" else torch.device("cpu")
 
     def asked(name: str) -> None:
         stop.reason = name
         if not stop.training:  # nothing is lost, and the ranks it waits for may never come
+            claimed = in_time(lambda: place.board().claim(), _SAY_S)
+            if claimed or (claimed is None and place.rank == 0):
+                _end_early(name, lambda: place.board().report(EXIT_INTERRUPTED))
             end(EXIT_INTERRUPTED)
 
     def leave(code: int) -> NoReturn:
@@ -95,6 +102,14 @@ def _run(place: Place, options: RunOptions, screen: Screen) -> str | None:
     context = RankContext(place, options, device, show, report, leave, screen.show, stop, _doorstep(place))
     with Signals(asked, lambda name: end(EXIT_INTERRUPTED), repeated=shares_terminal()):
         return run_rank(context)
+
+
+def _end_early(name: str, tell: Callable[[], None] = lambda: None) -> NoReturn:
+    """End this process, and say why: a signal came before the first step."""
+    with suppress(OSError):
+        os.write(2, f"stopped before the first step (asked by {name}); there is nothing to resume\n".encode())
+    in_time(tell, _SAY_S)
+    end(EXIT_INTERRUPTED)
 
 
 def _doorstep(place: Place) -> Doorstep | None:
