@@ -25,7 +25,7 @@ from zbc.ir import Placement
 from zbc.job.links import checked
 from zbc.job.toml import Document
 from zbc.topology import Topology
-from zbc.training.profiling.table import table_of
+from zbc.training.profiling.table import table_of, turns
 
 CASES = Path(__file__).parent.parent / "reference" / "device_order.json"
 
@@ -209,6 +209,26 @@ def test_two_sizes_give_latency_and_speed():
     assert found.gbps == ((0.0, pytest.approx(1.0)), (pytest.approx(1.0), 0.0))
     assert found.us[0][1] == pytest.approx(2.0)
     assert checked(tomli.loads(found.dumps()), Document("", {})).gbps[1][0] == pytest.approx(1.0)
+
+
+def test_pairs_that_share_no_machine_are_measured_at_once_and_first_ranks_speak_for_a_machine():
+    hosts = [f"node-{r // 2}" for r in range(8)]
+    order = turns(hosts, [r - r % 2 for r in range(8)])
+    assert [len(turn) for turn in order] == [4, 2, 2, 2]  # inside of machines; then three turns of two pairs
+    assert sorted(pair for turn in order for pair in turn if hosts[pair[0]] != hosts[pair[1]]) == [
+        *itertools.combinations(range(0, 8, 2), 2)
+    ]
+    for turn in order:
+        busy = [host for a, b in turn for host in {hosts[a], hosts[b]}]
+        assert len(busy) == len(set(busy))
+    assert len(turns([*"abcd"], range(4))) == 3 and len(turns(["a"] * 4, range(4))) == 6
+
+
+def test_ranks_of_two_machines_have_the_link_of_the_first_ones():
+    inside, across = (1e-6 + 256 / 9e9, 1e-6 + (4 << 20) / 9e9), (2e-6 + 256 / 1e9, 2e-6 + (4 << 20) / 1e9)
+    own = [{(0, 1): inside, (0, 2): across}, {(0, 1): inside}, {(2, 3): inside, (0, 2): across}, {(2, 3): inside}]
+    found = table_of(4, own, [*"aabb"], [0, 0, 2, 2])
+    assert [found.gbps[1][other] for other in (0, 2, 3)] == [pytest.approx(speed) for speed in (9.0, 1.0, 1.0)]
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -107,7 +108,9 @@ def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, q
     output = Path("links.toml") if output == Path("profile.json") else output
     if os.environ["RANK"] == "0":
         refuse_unwritable(output)
-    found = tables.measure("cpu" if device is None else device.value, rounds)
+    hidden = quiet or os.environ["RANK"] != "0"
+    bar = functools.partial(progress, "measuring links", quiet=hidden)
+    found = tables.measure("cpu" if device is None else device.value, rounds, bar)
     if found is None:
         return
     write_text(output, found.dumps())

@@ -1,16 +1,19 @@
 """How fast each pair of ranks can talk: the table that hardware.links names.
 
-Run by every rank that torchrun started. Pair after pair sends a small and a large tensor to and fro while the others
-wait; half of the median round trip is what a message takes.
+Run by every rank that torchrun started. Pairs send a small and a large tensor to and fro, those that share no machine
+at once; half of the lower quartile of the round trips is what a message takes: others on a machine only add to it.
+On CPUs the first ranks of two machines speak for all of these.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import combinations
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -18,17 +21,22 @@ import torch.distributed as dist
 from zbc.job.links import LinkTable
 from zbc.runtime.transports.network import bind_loopback
 from zbc.training.devices import settled
+from zbc.training.launch.reach import bind_towards
 
 _SMALL, _LARGE = 256, 4 << 20  # bytes
-_WARM_UP = 2
+_FEWEST, _ENOUGH_S = 3, 3.0  # round trips, and the time after which there are no more
 _FASTEST = 1e5  # GB/s: what no link is
 
+Bar = Callable[[int], AbstractContextManager[Callable[[], None]]]  # of so many turns; what to call after each
 
-def measure(device: str, rounds: int) -> LinkTable | None:
+
+def measure(device: str, rounds: int, bar: Bar) -> LinkTable | None:
     """The table, on rank 0; the other ranks take part."""
     env = os.environ
     if env.get("LOCAL_WORLD_SIZE") == env.get("WORLD_SIZE"):
         bind_loopback()
+    else:
+        bind_towards(env["MASTER_ADDR"])
     where = torch.device("cpu")
     if device == "cuda":
         where = torch.device("cuda", int(env.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -36,25 +44,43 @@ def measure(device: str, rounds: int) -> LinkTable | None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=300))
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
-        mine = dict[tuple[int, int], tuple[float, float]]()
-        for a, b in combinations(range(world), 2):
-            if rank in (a, b):
-                small, large = (
-                    _trip(b if rank == a else a, rank == a, size, where, rounds) for size in (_SMALL, _LARGE)
-                )
-                mine[a, b] = small, large
-            dist.barrier()
-        found = [None] * world
+        hosts, found = [""] * world, [dict[tuple[int, int], tuple[float, float]]()] * world
+        dist.all_gather_object(hosts, f"{socket.gethostname()} {env.get('GROUP_RANK', '')}")
+        stands = [hosts.index(host) if device == "cpu" else r for r, host in enumerate(hosts)]
+        mine, order = dict[tuple[int, int], tuple[float, float]](), turns(hosts, stands)
+        with bar(len(order)) as done:
+            for pairs in order:
+                for a, b in (pair for pair in pairs if rank in pair):
+                    small, large = (
+                        _trip(b if rank == a else a, rank == a, size, where, rounds) for size in (_SMALL, _LARGE)
+                    )
+                    mine[a, b] = small, large
+                dist.barrier()
+                done()
         dist.all_gather_object(found, mine)
-        return table_of(world, found) if rank == 0 else None  # type: ignore[arg-type]
+        return table_of(world, found, hosts, stands) if rank == 0 else None
     finally:
         dist.destroy_process_group()
 
 
+def turns(hosts: Sequence[str], stands: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """The pairs to measure, in turns of those that share no machine; `stands`: who speaks for a rank elsewhere."""
+    found = list[list[tuple[int, int]]]()
+    for a, b in combinations(range(len(hosts)), 2):
+        if hosts[a] == hosts[b] or (stands[a], stands[b]) == (a, b):
+            busy = [{hosts[rank] for pair in turn for rank in pair} for turn in found]
+            free = (i for i, one in enumerate(busy) if one.isdisjoint((hosts[a], hosts[b])))
+            if (at := next(free, len(found))) == len(found):
+                found.append([])
+            found[at].append((a, b))
+    return found
+
+
 def _trip(other: int, first: bool, size: int, where: torch.device, rounds: int) -> float:
-    """Seconds that a message of so many bytes takes, one way."""
+    """Seconds that a message of so many bytes takes, one way: some round trips, `rounds` of them if they are quick."""
     tensor, took = torch.zeros(size // 4, device=where), list[float]()
-    for _ in range(_WARM_UP + rounds):
+    more, end = torch.ones(1, device=where), time.perf_counter() + _ENOUGH_S
+    while more.item():
         began = time.perf_counter()
         if first:
             dist.send(tensor, other)
@@ -64,14 +90,27 @@ def _trip(other: int, first: bool, size: int, where: torch.device, rounds: int) 
             dist.send(tensor, other)
         settled(where)
         took.append((time.perf_counter() - began) / 2)
-    return median(took[_WARM_UP:])
+        if first:
+            late = time.perf_counter() > end and len(took) > _FEWEST
+            more.fill_(0.0 if late or len(took) > rounds + 1 else 1.0)
+            dist.send(more, other)
+        else:
+            dist.recv(more, other)
+    return sorted(took[1:])[len(took[1:]) // 4]  # the first warms up
 
 
-def table_of(world: int, found: list[dict[tuple[int, int], tuple[float, float]]]) -> LinkTable:
+def table_of(
+    world: int,
+    found: Sequence[dict[tuple[int, int], tuple[float, float]]],
+    hosts: Sequence[str] = (),
+    stands: Sequence[int] = (),
+) -> LinkTable:
     """Latency and speed of each pair, from the seconds of a small and of a large message as both its ranks saw them."""
     gbps, us = ([[0.0] * world for _ in range(world)] for _ in range(2))
     for a, b in combinations(range(world), 2):
-        small, large = (max(found[rank][a, b][which] for rank in (a, b)) for which in (0, 1))
+        apart = stands and hosts[a] != hosts[b]
+        c, d = sorted((stands[a], stands[b])) if apart else (a, b)
+        small, large = (max(found[rank][c, d][which] for rank in (c, d)) for which in (0, 1))
         speed = min(_FASTEST, (_LARGE - _SMALL) / max(large - small, 1e-12) / 1e9)
         gbps[a][b] = gbps[b][a] = speed
         us[a][b] = us[b][a] = max(0.0, small - _SMALL / speed / 1e9) * 1e6
