@@ -5,10 +5,13 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import time
 from contextlib import contextmanager, suppress
 
 import pytest
 
+from tests.limits import until
 from tests.processes.plans import free_port, metrics, threads, write_plan
 from tests.processes.two_machines import ROOT, Machine, machines, refusal
 from tests.runtime.small_plans import reference
@@ -163,6 +166,36 @@ def test_a_machine_that_cannot_be_reached_is_named_with_its_interface(two, plan)
     assert "error[E615] run: the machines of this run cannot reach each other" in said
     assert f"rank 0 ({name}, {two[0].interface} {two[0].address}) cannot reach rank 1 ({name}, lo 127.0.0.1)" in said
     assert said.count("error[") == 1 and "Traceback" not in said
+
+
+@pytest.mark.repeats
+def test_a_run_outlives_an_outage_and_says_when_it_began_and_when_it_was_over(two, tmp_path):
+    """Each machine has a name of its own; one end of the cable is down for longer than goes untold."""
+    plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6, "watchdog_s": 60.0}, log={"every": 1})
+    out, port = tmp_path / "run", free_port()
+    start = f"exec torchrun --nnodes 2 --nproc-per-node 1 --master-addr {two[0].address} --master-port {port}"
+    processes = [
+        place.start(
+            ["unshare", "--uts", "bash", "-c", f"hostname n{r}; {start} --node-rank {r} -m zbc run plan --out {out}"],
+            plan.parent,
+        )
+        for r, place in enumerate(two)
+    ]
+    with running(*processes):
+        until(lambda: (out / "metrics.jsonl").exists() and len(metrics(out)) > 3)
+        for state, wait in (("down", 13), ("up", 0)):
+            subprocess.run([*two[1].enter, "ip", "link", "set", two[1].interface, state], check=True)
+            time.sleep(wait)
+        before = len(metrics(out))
+        until(lambda: len(metrics(out)) > before + 3)
+        time.sleep(5)  # for the first sign of life to be heard
+        assert [process.poll() for process in processes] == [None, None]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        here, there = ("".join(process.communicate(timeout=80)) for process in processes)
+    assert "nothing from n1 for 10 s\n" in here and "n1 is heard again, after " in here, here
+    assert "this machine (n1) reaches nobody: nothing from the others for 10 s\n" in there, there
+    assert re.search(r"\(rank (\d) on n\1\)", here)
 
 
 # ---- which interface -----------------------------------------------------------------------------------------

@@ -478,6 +478,15 @@ def test_a_rank_that_hears_nobody_says_that_its_machine_reaches_nobody_and_nothi
         found, said = outages(rank)
         found.look(heard_at(100.0, 100.0, 100.0, 100.0), 0.0, 115.0)
         assert said == [], "one of a machine is enough"
+    found, said = outages(0)
+    found.look(heard_at(100.0, 100.0, 100.0, 100.0), 0.0, 115.0)
+    assert said == ["this machine (node-1) reaches nobody: nothing from the others for 10 s"]
+
+
+def test_of_other_machines_the_first_rank_alone_speaks():
+    found, said = outages(2)
+    found.look(heard_at(100.0, 100.0, 115.0, 115.0), 0.0, 115.0)
+    assert said == []
 
 
 @pytest.fixture
