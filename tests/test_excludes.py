@@ -48,7 +48,7 @@ VALUES = {
     "group": 2,
     "chunks": 2,
     "memory limit": "1x",
-    "selective": "selective+offload",
+    "selective": "selective",
     "offload": {"0": "offload"},
     "open activations": "auto",
     "post-validate": "post-validate",

@@ -204,7 +204,8 @@ def test_a_signal_that_killed_a_rank_elsewhere_is_in_the_headline():
     dog.placed(["node-1", "node-2"], Topology(2, hosts=("node-1", "node-2")).name, report)
     dog.await_silence = lambda: [1]
     Board(store, 2, 2).tell("killed/1", "SIGKILL")
-    context = train.RankContext(0, 2, torch.device("cpu"), lambda: store, print, report, report)
+    place = SimpleNamespace(rank=0, ranks=2, board=lambda: Board(store, 0, 2))
+    context = SimpleNamespace(place=place, report=report, leave=report)
     with pytest.raises(SystemExit):
         train._give_up(ZbcError("E702", "run: rank 0 on node-1 lost rank 1 on node-2"), context, dog)
     assert told[0].message == "run: rank 1 on node-2 was killed by SIGKILL" and "dmesg" in told[0].hint

@@ -133,7 +133,7 @@ def test_queries_of_one_group_share_keys_and_values():
     torch.nn.init.normal_(block.qkv.weight)
     q = block.qkv.weight.data[: 4 * 8].view(4, 8, 32)
     q[:] = q[:1]
-    heads = block._attend(torch.randn(1, 16, 32)).view(16, 4, 8)
+    heads = block._mix(block.qkv(torch.randn(1, 16, 32))).view(16, 4, 8)
     assert torch.equal(heads[:, 0], heads[:, 1]) and torch.equal(heads[:, 2], heads[:, 3])
     assert not torch.allclose(heads[1:, 1], heads[1:, 2])
 

@@ -319,7 +319,7 @@ def block(z: Sizes) -> Footprint:
         result=z.stream * h * z.own,
         keeps_given=not z.cast and z.shared == 1,
         more_f=max(h * n * t + spread, z.scores - n * (q + 4 * f + h) * t - (z.stream * h + z.norm + z.behind) * z.own),
-        more_alone=max((4 if z.gated else 2) * f * n * t, z.scores),
+        more_alone=max((4 if z.gated else 2) * f * n * t, z.scores - h * n * t),
         more_b=max(
             (3 if z.gated else 2) * f * n * t + grad + spread - z.left,
             z.inside_norm,

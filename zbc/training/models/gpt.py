@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -110,23 +111,21 @@ class GptBlock(nn.Module):
         self.enter = self.leave = same
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self._attention(made_again(self._before1, x, inside=(self.norm1,), what=GATHERED))
-        return x + self._mlp(made_again(self._before2, x, inside=(self.norm2,), what=GATHERED)).view(x.shape)
-
-    def _mlp(self, x: Tensor) -> Tensor:
+        # What a norm gives is named nowhere: it is gone once the layer behind it has read it.
+        x = x + self.leave(self.proj(self._mixed(self.qkv(self._before(self.norm1, x)))))
         if self.mlp is not None:
-            return self.mlp(x)  # type: ignore[no-any-return]
-        return self.leave(self.down(made_again(self.gelu, self.up(x))))
+            return x + self.mlp(self._before(self.norm2, x)).view(x.shape)  # type: ignore[no-any-return]
+        return x + self.leave(self.down(made_again(self.gelu, self.up(self._before(self.norm2, x)))))
 
-    def _attention(self, x: Tensor) -> Tensor:
-        return self.leave(self.proj(made_again(self._mix, self.qkv(x))))
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        return made_again(partial(self._normed, norm), x, inside=(norm,), what=GATHERED)
 
-    def _before1(self, x: Tensor) -> Tensor:
-        return self.enter(self.norm1(x))
+    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
+        y: Tensor = norm(x)
+        return y.flatten(0, -2) if norm is self.norm2 and self.mlp is not None else self.enter(y)
 
-    def _before2(self, x: Tensor) -> Tensor:
-        y = self.norm2(x)
-        return y.flatten(0, -2) if self.mlp is not None else self.enter(y)
+    def _mixed(self, x: Tensor) -> Tensor:
+        return made_again(self._mix, x)
 
     def _mix(self, x: Tensor) -> Tensor:
         """Of queries, keys and values what attention makes."""

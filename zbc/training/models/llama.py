@@ -116,8 +116,14 @@ class LlamaBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # What a norm gives is named nowhere: it is gone once the layer behind it has read it.
-        x = self._sum(x, self.behind1(self._attention(_before(self._before1, x, self.norm1))))
-        return self._sum(x, self.behind2(self._mlp(_before(self._before2, x, self.norm2)).view(x.shape)))
+        mixed = self.leave(self.proj(self._mixed(self.qkv(_before(self._before1, x, self.norm1)))))
+        x = self._sum(x, self.behind1(mixed))
+        del mixed
+        if self.mlp is not None:
+            y = self.mlp(_before(self._before2, x, self.norm2)).view(x.shape)
+        else:
+            y = self.leave(self.down(self._inside(self.gate_up(_before(self._before2, x, self.norm2)))))
+        return self._sum(x, self.behind2(y))
 
     # A norm of single operations has several gradients for its input: the view has them added up before they meet that
     # of the stream, as they are where the norm is made again.
@@ -128,14 +134,11 @@ class LlamaBlock(nn.Module):
         y = self.norm2(x.view_as(x))
         return y.flatten(0, -2) if self.mlp is not None else self.enter(y)
 
-    def _attention(self, x: Tensor) -> Tensor:
-        mixed = made_again(self._mix, self.qkv(x), inside=(self.norm_q, self.norm_k))
-        return self.leave(self.proj(mixed))
+    def _mixed(self, x: Tensor) -> Tensor:
+        return made_again(self._mix, x, inside=(self.norm_q, self.norm_k))
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        if self.mlp is not None:
-            return self.mlp(x)  # type: ignore[no-any-return]
-        return self.leave(self.down(made_again(self._gated, self.gate_up(x))))
+    def _inside(self, x: Tensor) -> Tensor:
+        return made_again(self._gated, x)
 
     def _gated(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
