@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 EXIT_BUG = 1
+MISTYPED = frozenset({"E101", "E102", "E103"})  # of a file or value that nothing could take
 RUN_FAILED = 7
 EXIT_INTERRUPTED = 130
 _OPTION = re.compile(r"(?<![\w`-])--(?P<name>set|sweep|schedule|profile|budget) (?P<value>'[^']*'|[^\s,;)`]+)")

@@ -220,3 +220,49 @@ def test_compare_chooses_once_and_sweeps_what_it_is_told(zbc, folder):
     assert "the fastest of 4 ranks; --sweep parallel.pp=1,2,4 plans others" in said.out
     rows = zbc("compare", "zbc.toml", "--schedules", "1f1b", "--sweep", "parallel.pp=1,2", "--json").json()
     assert len(rows["schedules"]) == 2 and "world" not in rows
+
+
+def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
+    """Shards of one replica, tokens of one rank, experts of one: such a shape is weighed as any other."""
+    experts = {"family": "llama", "experts": 4, "expert_hidden": 16}
+    cases = (
+        ('shard = "weights"\nexchange = "one-sided"', "1f1b", {"memory": {"resident": 1}}),
+        ('tp = "auto"\ntp_sequence = true', "1f1b", {"model": {"seq_len": 16}}),
+        ("ep = 4", "1f1b", {"model": experts}),
+        ('shard = "optimizer"', "chimera", {}),
+    )
+    for keys, kind, tables in cases:
+        path = written(
+            tmp_path,
+            parallel=f"world = 8\n{keys}",
+            schedule=f'kind = "{kind}"\nbatch = 32',
+            hardware=HARDWARE,
+            **tables,
+        )
+        rows = {(row.shape.pp, row.shape.dp, row.shape.tp): row for row in load_job(path).weighed}
+        assert not {row.error.code for row in rows.values() if row.error} & {"E110", "E115", "E119"}, keys
+        assert rows[8, 1, 1].sample_ms and rows[4, 2, 1].sample_ms
+    alone = load_job(path, ["parallel.pp=8", "parallel.dp=1", "schedule.microbatches=16"])
+    assert alone.shard == "optimizer", "the two pipes of chimera share it out"
+    other = load_job(path, ["parallel.pp=8", "parallel.dp=1", "schedule.microbatches=16"], "1f1b")
+    assert other.shard == "none" and load_job(path, ["parallel.pp=4", "parallel.dp=2"], "1f1b").shard == "optimizer"
+
+
+def test_experts_are_shared_out_by_as_many_as_divide_the_replicas(tmp_path):
+    experts = {"family": "llama", "experts": 4, "expert_hidden": 16}
+    path = written(tmp_path, parallel="world = 8\nep = 4", schedule='kind = "1f1b"\nbatch = 32', model=experts)
+    assert {(row.shape.dp, row.shape.ep) for row in load_job(path).weighed} == {(8, 4), (4, 4), (2, 2), (1, 1)}
+
+
+def test_a_slip_in_what_some_shapes_leave_out_is_said(tmp_path):
+    path = written(tmp_path, parallel='world = 4\nshard = "optimiser"', schedule='kind = "1f1b"\nbatch = 16')
+    with refused("E103", "parallel.shard"):
+        load_job(path)
+
+
+def test_compare_chooses_the_ranks_that_share_layers_too(zbc, folder):
+    """What is chosen once for all rows is a whole shape, without what it has nobody for."""
+    parallel = 'world = 4\ntp = "auto"\ntp_sequence = true\nshard = "optimizer"'
+    written(folder, parallel=parallel, schedule='kind = "1f1b"\nbatch = 32', hardware=HARDWARE)
+    said = zbc("compare", "zbc.toml", "--schedules", "1f1b,gpipe", "--json").json()
+    assert all(row.get("makespan_ms") for row in said["schedules"]), said

@@ -10,6 +10,7 @@ from tests.refusals import refused
 from tests.threads import side_by_side
 from zbc.compiler.memory import ledger
 from zbc.job import spec
+from zbc.plan import dealing
 from zbc.runtime.core.optimizer import InPlace
 from zbc.runtime.core.validate import CHUNK
 from zbc.runtime.features.pieces import Piece, cut, deal
@@ -27,6 +28,20 @@ def test_pieces_are_dealt_once_and_evenly(sizes, ranks):
     assert sorted(piece for share in shares for piece in share) == sorted(pieces) and len(shares) == ranks
     for share in shares:
         assert sum(piece.size for piece in share) <= sum(sizes) / ranks + max(sizes, default=0)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    counts=st.lists(
+        st.one_of(st.integers(0, 40), st.sampled_from([CHUNK, CHUNK + 3, 5 * CHUNK]), st.integers(0, 9 * CHUNK)),
+        max_size=12,
+    ),
+    ranks=st.integers(1, 7),
+)
+def test_the_most_that_a_rank_gets_is_what_dealing_gives_it(counts, ranks):
+    sizes = [stop - start for count in counts for start, stop in dealing.cut(count)]
+    shares = dealing.deal(sizes, ranks)
+    assert dealing.most(counts, ranks) == (max(sum(sizes[i] for i in one) for one in shares), max(map(len, shares)))
 
 
 def test_large_parameters_are_cut_at_the_marks_of_the_norm():

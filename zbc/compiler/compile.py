@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +35,7 @@ from zbc.compiler.schedules.options import option_problems, undecided
 from zbc.compiler.seating import seated
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import either_way, least_period
-from zbc.errors import Problems, ZbcError
+from zbc.errors import MISTYPED, Problems, ZbcError
 from zbc.ir import Program
 from zbc.job import spec, toml, world
 from zbc.job.cuts import cuts_of
@@ -152,10 +153,19 @@ def load_job(
     document = spec.gathered(path, overrides, schedule, profile, document=document)
     kept = recall.job_of(plans.read_manifest(path)) if again else None
     measured = (None if kept is None or profile is not None else kept.profile, None if kept is None else kept.links)
-    found = world.read(document)
+    found = world.read(document, replicated=_has_replicas(document))
     if isinstance(found, world.World):
         return _fastest(found, measured, sketch=sketch)
     return _finished(found, measured)
+
+
+def _has_replicas(document: toml.Document) -> bool:
+    """Whether the schedule that a document names has replicas of each stage in one pipeline."""
+    section = document.values.get("schedule")
+    kind = section.get("kind") if isinstance(section, dict) else None
+    with suppress(ZbcError):  # a wrong name is said later
+        return isinstance(kind, str) and kind.lower() != AUTO and "copies" in find(kind).traits
+    return False
 
 
 Measured = tuple[Profile | None, LinkTable | None]  # what a plan keeps of the files that its job named
@@ -174,6 +184,8 @@ def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
         try:
             jobs[shape] = _finished(found.of(shape), measured)
         except ZbcError as error:
+            if {each.code for each in error.errors} <= MISTYPED:  # a shape may leave such a key out, and be taken
+                raise
             rows[shape] = replace(rows[shape], error=error)
             continue
         if sketch:

@@ -23,6 +23,9 @@ from zbc.job.toml import Document
 WORLD, BATCH, MICROBATCHES = ("parallel", "world"), ("schedule", "batch"), ("schedule", "microbatches")
 GIVEN = {"pp": ("parallel", "pp"), "dp": ("parallel", "dp")}
 TP, EP = ("parallel", "tp"), ("parallel", "ep")
+# What a shape has nobody for, and what goes with that.
+OF_REPLICAS = (("parallel", "shard"), ("parallel", "exchange"), ("memory", "resident"))
+OF_SHARED_LAYERS = (("parallel", "tp_sequence"),)
 
 
 class Shape(NamedTuple):
@@ -81,10 +84,12 @@ class World:
 
     document: Document
     shapes: tuple[Shape, ...]
+    replicated: bool = False  # whether the schedule itself has replicas of each stage
 
     def of(self, shape: Shape) -> Document:
-        """The job with one of the shapes, whose numbers have the places of what they come from."""
-        found = self.document
+        """The job with one of the shapes, whose numbers have the places of what they come from, without what replicas
+        or the ranks that share a layer are to do where there are none."""
+        found = _applying(self.document, shape.dp, shape.tp, replicated=self.replicated)
         for path, number in zip((*GIVEN.values(), MICROBATCHES), shape[:3], strict=True):
             found = _with(found, path, number)
         for path, number in ((TP, shape.tp), (EP, shape.ep)):
@@ -92,8 +97,9 @@ class World:
         return found
 
 
-def read(document: Document) -> World | Document:
-    """What is open in a job, or the job where nothing is. Raises E116, and E105 for a world without a batch."""
+def read(document: Document, *, replicated: bool = False) -> World | Document:
+    """What is open in a job, or the job where nothing is; `replicated`: see `World`. Raises E116, and E105 for a world
+    without a batch."""
     parallel, schedule = (document.values.get(name) for name in ("parallel", "schedule"))
     if not isinstance(parallel, Mapping) or not isinstance(schedule, Mapping):
         return document
@@ -111,6 +117,8 @@ def read(document: Document) -> World | Document:
     document, samples = _batch(document, batch)
     document, fixed = _fixed(document)
     bare = _without(_without(document, WORLD), BATCH)
+    if world is not None and len(fixed) == 2:  # the command line says what to take of a world
+        bare = _applying(bare, fixed["dp"], parallel.get("tp", 1), replicated=replicated)
     if document.values["parallel"].get("world") is None:
         if samples is None:
             return bare
@@ -119,11 +127,19 @@ def read(document: Document) -> World | Document:
             raise ZbcError("E116", f"config: {shape.why}", where=document.where(BATCH), hint=_NEAREST)
         return _with(bare, MICROBATCHES, shape.microbatches)
     document, count = _count(document)
+    bare = _without(_without(document, WORLD), BATCH)
     some = (shape for tp in _shared(document, count) for shape in _shapes(document, count, fixed, samples, tp))
     shapes = tuple(shape._replace(ep=ep) for shape in some for ep in _experts(document, shape.dp))
-    found = World(_without(_without(document, WORLD), BATCH), shapes)
+    found = World(bare, shapes, replicated)
     only = found.shapes[0]
     return found.of(only) if len(found.shapes) == 1 and only.microbatches else found
+
+
+def _applying(document: Document, dp: int, tp: int, *, replicated: bool) -> Document:
+    """Without what needs replicas of a stage or ranks that share a layer, where there are none."""
+    for path in (*(() if dp > 1 or replicated else OF_REPLICAS), *(() if tp > 1 else OF_SHARED_LAYERS)):
+        document = _without(document, path)
+    return document
 
 
 _NODE = Hardware.model_fields["ranks_per_node"].default
@@ -247,10 +263,11 @@ def _shared(document: Document, world: int) -> list[int]:
 
 
 def _experts(document: Document, dp: int) -> list[int]:
-    """How many replicas may share out experts: as many as is given, or all that divide both, on one node."""
+    """How many replicas may share out experts: of as many as is given, those that divide them; or all that divide
+    both, on one node."""
     asked, model = document.values["parallel"].get("ep", 1), document.values.get("model")
     if asked != "auto":
-        return [asked]
+        return [math.gcd(asked, dp)]
     hardware = document.values.get("hardware")
     node = hardware.get("ranks_per_node") if isinstance(hardware, Mapping) else None
     count = model.get("experts") if isinstance(model, Mapping) else None
@@ -304,7 +321,7 @@ def _with(document: Document, path: tuple[str, str], number: float) -> Document:
 
 def _without(document: Document, path: tuple[str, str]) -> Document:
     name, key = path
-    if key not in document.values[name]:
+    if not document.has(path):
         return document
     table = {other: value for other, value in document.values[name].items() if other != key}
     return replace(document, values={**document.values, name: table})

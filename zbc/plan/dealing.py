@@ -9,6 +9,7 @@ has least. Many pieces come out even; a few large matrices do not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heapreplace
 
 # Elements whose squares are summed in one go, for norms; parts of an optimizer begin and end at these marks.
 CHUNK = 2**20
@@ -23,19 +24,29 @@ def cut(count: int) -> list[tuple[int, int]]:
 def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Which pieces each rank gets, as indices into their `sizes`, in order."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
+    loads = [(0, rank) for rank in range(ranks)]  # a heap
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        rank = loads.index(min(loads))
+        load, rank = loads[0]
         shares[rank].append(index)
-        loads[rank] += sizes[index]
+        heapreplace(loads, (load + sizes[index], rank))
     return [sorted(share) for share in shares]
 
 
 def most(parameters: Iterable[int], ranks: int) -> tuple[int, int]:
     """The most elements, and the most pieces, that a rank gets of parameters of so many elements each."""
-    sizes = [stop - start for count in parameters for start, stop in cut(count)]
-    shares = deal(sizes, ranks)
-    return max(sum(sizes[i] for i in share) for share in shares), max(map(len, shares))
+    counts = list(parameters)
+    whole = sum(count // CHUNK for count in counts)
+    rest = [count % CHUNK for count in counts if count % CHUNK or not count]
+    # Whole pieces come first and go around, so of a large model only what is left over has to be dealt.
+    around, first = divmod(whole, ranks)
+    loads = [(CHUNK * (around + (rank < first)), rank) for rank in range(ranks)]
+    heapify(loads)
+    pieces = [around + (rank < first) for rank in range(ranks)]
+    for size in sorted(rest, reverse=True):
+        load, rank = loads[0]
+        pieces[rank] += 1
+        heapreplace(loads, (load + size, rank))
+    return max(loads)[0], max(pieces)
 
 
 def batches(sizes: Sequence[int]) -> Iterator[range]:

@@ -200,6 +200,13 @@ def shortage(job: Job, placement: Placement, costs: Costs, *, split: bool = True
     return above(job, placement, costs, units, [need * unit for need in _least(placement, counted, split)])
 
 
+def hopeless(job: Job, placement: Placement, costs: Costs) -> bool:
+    """Whether weights, gradients and optimizer state are too large for all ranks together: no partition mends that."""
+    if job.room is None or costs.bytes is None or job.parallel.frees or job.parallel.scatters:
+        return False  # weights and gradients that replicas share out are less than a stage has
+    return sum(_state(costs, placement, rank) for rank in range(placement.ranks)) > placement.ranks * job.room
+
+
 def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], sizes: Sequence[float]) -> float:
     """By what share ranks that hold these activations, in units and in bytes, are above the limits; 0 or less: none is.
 

@@ -14,7 +14,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory import holding
 from zbc.compiler.partition.balance import Loads, Points, Weights, even, moved, of_ranks
 from zbc.compiler.partition.initial import initial, is_open, times, uniform
-from zbc.compiler.partition.limits import shortage, unlimited
+from zbc.compiler.partition.limits import hopeless, shortage, unlimited
 from zbc.compiler.partition.setup import (
     Choice,
     Setup,
@@ -126,6 +126,11 @@ class Case:
         if (own := own_limit(self.card.name, where.ranks, costs)) is not None:
             over = max(over, max(least_of(where, costs)) / own - 1)
         return over if over > TINY else 0.0
+
+    @cached_property
+    def hopeless(self) -> bool:
+        """Whether no partition fits: what stays on the ranks is too large for all of them together."""
+        return hopeless(self.job, self.placement, self.first)
 
     def missing(self, choice: Choice) -> tuple[float, float]:
         """`short` as a score: nothing is known of its step."""

@@ -138,8 +138,10 @@ def _least_memory(best: Best, cases: Sequence[Case]) -> None:
     of it holds, of those made by hand from what is the least too large."""
     for case in cases:
         if case.free and case.card.searched:
-            known = case.below(INF, LEAST) or [*case.starts]
-            choice = _climbed(case, min(known, key=case.missing), case.missing, LEAST)
+            known = [] if case.hopeless else case.below(INF, LEAST) or []
+            choice = min(known or case.starts, key=case.missing)
+            if not case.hopeless:
+                choice = _climbed(case, choice, case.missing, LEAST)
             try:
                 case.setup(choice)
             except ZbcError as error:
@@ -147,9 +149,10 @@ def _least_memory(best: Best, cases: Sequence[Case]) -> None:
             else:
                 best.look(case, choice)
     nearest = best.nearest()
-    if best.ordered is None and nearest is not None and nearest[0].free and not nearest[0].card.searched:
+    if best.ordered is None and nearest is not None:
         case, choice = nearest
-        _climbed(case, choice, lambda one: best.look(case, one, quick=True), min(LEAST, OPS // case.size))
+        if case.free and not (case.card.searched or case.hopeless):
+            _climbed(case, choice, lambda one: best.look(case, one, quick=True), min(LEAST, OPS // case.size))
 
 
 def _improve(best: Best, case: Case, choice: Choice) -> None:

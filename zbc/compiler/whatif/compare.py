@@ -19,7 +19,7 @@ from zbc.compiler.report.report import Report
 from zbc.compiler.schedules import AUTO, LIMITS, find
 from zbc.compiler.whatif.others import BASELINE
 from zbc.compiler.whatif.why import bent_by_memory
-from zbc.errors import Problems, ZbcError
+from zbc.errors import MISTYPED, Problems, ZbcError
 from zbc.job.spec import Job, chooser_of
 from zbc.job.world import Weighed
 from zbc.text import percent, short, size
@@ -27,7 +27,6 @@ from zbc.text import percent, short, size
 Setting = tuple[str, str]  # a key of the job file and the text of its value
 Candidate = tuple[str, tuple[Setting, ...]]  # a schedule with settings
 _VOCABULARY = "parallel.vocabulary"
-MISTYPED = {"E101", "E102", "E103"}  # of what no schedule could take
 WORLD = ("hardware.", "costs.", "model.")
 
 
@@ -228,8 +227,9 @@ class Asked:
             return self, ()
         with suppress(ZbcError):  # the rows will say what is wrong
             found = load_job(self.path, self.overrides, None, self.profile)
-            shape = (f"parallel.pp={found.parallel.pp}", f"parallel.dp={found.parallel.dp}")
             if found.weighed:
+                axes = [axis for axis in ("pp", "dp", "tp", "ep") if axis in found.document.values["parallel"]]
+                shape = [f"parallel.{axis}={getattr(found.parallel, axis)}" for axis in axes]
                 return replace(self, overrides=(*self.overrides, *shape)), found.weighed
         return self, ()
 
