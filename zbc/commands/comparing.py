@@ -181,6 +181,8 @@ def compare(
             else:
                 show(*as_shortlist(rows, changes, more=len(more), everything=named_all))
             show(*frontier.drawn(rows, _without_limit))
+            if (remark := asked.remark()) is not None and not quiet:
+                show("", remark)
             if weighed and not quiet:
                 show("", f"all at {chosen_of(weighed)}; --sweep parallel.pp=1,2,4 plans others")
             if rows[0].report is not None and not quiet:

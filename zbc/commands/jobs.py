@@ -18,6 +18,7 @@ from zbc import excludes
 from zbc.commands.console import labelled, show, show_json, table, write_text
 from zbc.commands.options import AsJson, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 from zbc.errors import ZbcError
+from zbc.job import gpu
 
 if TYPE_CHECKING:
     from zbc.explain import Explanation
@@ -162,7 +163,9 @@ def _complete_code(incomplete: str) -> list[tuple[str, str]]:
 def explain(
     code: Annotated[
         str | None,
-        typer.Argument(metavar="CODE", help='An error code, such as E201, or "limits".', autocompletion=_complete_code),
+        typer.Argument(
+            metavar="CODE", help='An error code, such as E201, "limits" or "gpu".', autocompletion=_complete_code
+        ),
     ] = None,
     word: Annotated[
         str | None, typer.Argument(metavar="WORD", help="Of limits only those about this, such as slices.")
@@ -171,14 +174,17 @@ def explain(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Explain an error code, or list what does not go together.
+    """Explain an error code, list what does not go together, or the GPUs that a job can name.
 
-    Without a code, list them all.
+    Without a code, list all codes.
     """
     from zbc.explain import CATALOGUE, FAMILIES
 
     if code is not None and code.lower() == "limits":
         _limits(word or "", json=json, quiet=quiet)
+        return
+    if code is not None and code.lower() in ("gpu", "gpus", "hardware.gpu"):
+        _gpus(json=json, quiet=quiet)
         return
     if code is None:
         if json:
@@ -209,6 +215,28 @@ def _limits(word: str, *, json: bool, quiet: bool) -> None:
         for one, rows in groupby(found, lambda row: row[0]):
             show(f"{one} does not go with")
             show(*(f"  {other}: {why}" for _, other, why in rows))
+
+
+def _gpus(*, json: bool, quiet: bool) -> None:
+    """What `hardware.gpu` may be, and what it stands for."""
+    if json:
+        known = [{"name": name, **one._asdict(), "planned": _planned(one)} for name, one in gpu.GPUS.items()]
+        show_json({"format": "zbc-gpus", "version": 1, "gpus": known})
+    elif not quiet:
+        heads = ("gpu", "TFLOPS", "GiB", "GB/s", "link", "between nodes")
+        show(table(heads, ((name, *(f"{value:g}" for value in one[:5])) for name, one in gpu.GPUS.items())), "", *_GPUS)
+        show("", *(f"{name}: {one.link}; {one.source}" for name, one in gpu.GPUS.items()))
+
+
+_GPUS = (
+    "Peaks: bfloat16 without sparsity; links in Gbit/s, one way, between nodes per",
+    f"GPU. Planned with {gpu.SUSTAINED}, links too,",
+    "until `zbc profile` measures. Keys beside hardware.gpu count before it.",
+)
+
+
+def _planned(found: gpu.Gpu) -> dict[str, float | str]:
+    return {".".join(map(str, path)): value for path, value in gpu.values(found).items()}
 
 
 def _explained(entries: Mapping[str, Explanation]) -> dict[str, Any]:

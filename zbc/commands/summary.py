@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zbc.commands.console import indented, labelled, table
 from zbc.host.cores import cores
+from zbc.job import gpu
 from zbc.text import GIB, MIB, aligned, percent, short, size, wrap
 
 if TYPE_CHECKING:
@@ -336,7 +337,7 @@ def _costs(compiled: Compiled) -> Iterator[str]:
     if profile is None:
         given = compiled.job.costs
         silent = given.f is not None and given.message is None and compiled.job.parallel.pp > 1
-        first, *rest = _COSTS[compiled.report.costs]
+        first, *rest = _estimated(compiled) if compiled.report.costs == "estimated" else _COSTS[compiled.report.costs]
         yield f"{first}; without costs.message a message costs its ranks nothing" if silent else first
         yield from rest
         return
@@ -357,9 +358,19 @@ def not_to_be_trusted(profile: Profile) -> Iterator[str]:
         yield from wrap(text.split(" "), 65, between=" ")
 
 
+def _estimated(compiled: Compiled) -> Iterator[str]:
+    hardware = compiled.job.hardware
+    if hardware.gpu is None:
+        yield "estimated from [model] and [hardware]; `zbc profile` measures them"
+    else:
+        yield f"estimated from [model] and the data sheet of {hardware.gpu}"
+        yield f"({gpu.SUSTAINED}); `zbc profile` measures them"
+    if (remark := gpu.forgotten(hardware)) is not None:
+        yield remark
+
+
 _COSTS = {
     "given": ("given in [costs]",),
-    "estimated": ("estimated from [model] and [hardware]; `zbc profile` measures them",),
     "assumed equal": (
         "assumed equal for all layers: what they cost is not known before",
         "the model is built: `zbc profile JOB.toml` measures it, and",

@@ -37,7 +37,7 @@ from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import either_way, least_period
 from zbc.errors import MISTYPED, Problems, ZbcError
 from zbc.ir import Program
-from zbc.job import spec, toml, world
+from zbc.job import gpu, spec, toml, world
 from zbc.job.cuts import cuts_of
 from zbc.job.flops import attention_cost
 from zbc.job.flushless import FLUSHLESS
@@ -258,6 +258,8 @@ def _finished(document: toml.Document, measured: Measured) -> Job:
     """The job of a document, or all its problems, those of the schedule too; `measured` where it has no profile."""
     draft = spec.drafted(document)
     draft.profile, draft.links = draft.profile or measured[0], draft.links or measured[1]
+    if draft.profile is not None and draft.profile.link is not None and "hardware" in draft.sections:
+        draft.sections["hardware"] = gpu.measured(draft.sections["hardware"])
     draft.problems += _schedule_problems(draft)
     draft.problems += _set_limit(draft)
     _set_rows(draft)

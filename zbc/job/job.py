@@ -39,6 +39,7 @@ _SINCE: dict[
     "model": ("graph", "groups"),
     "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches"),
     "parallel": ("vocabulary", "vocabulary_sums"),
+    "hardware": ("gpu",),
     "costs": ("s", "t", "i", "e"),
 }
 RESERVE = 0.06  # of the memory of a GPU, unless the job or a profile says otherwise

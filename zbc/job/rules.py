@@ -14,6 +14,7 @@ from zbc.job import (
     cuts,
     extent,
     flushless,
+    gpu,
     learning_rate,
     model_section,
     ramp,
@@ -375,6 +376,16 @@ def _counted_replicas(counts: list[int], pp: int, microbatches: int, key: str, w
         yield ZbcError("E126", text, where=where, hint=f"{more}, or fewer replicas")
 
 
+def _gpu_rules(draft: Draft) -> Iterator[ZbcError]:
+    hardware: Hardware | None = draft.sections.get("hardware")
+    if hardware is None or hardware.gpu is None:
+        return
+    try:
+        gpu.named(hardware.gpu, draft.document.where(gpu.GPU))
+    except ZbcError as error:
+        yield error
+
+
 def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
     hardware: Hardware | None = draft.sections.get("hardware")
     if hardware is None or hardware.memory_gib is None or hardware.reserve_gib is None:
@@ -488,6 +499,7 @@ RULES = (
     _filler_rule,
     _excluded,
     flushless.problems,
+    _gpu_rules,
     _reserve_rule,
     _evaluation_rules,
     _sharding_rules,

@@ -184,6 +184,11 @@ class Partition(Section):
 class Hardware(Section):
     """`[hardware]`: what one rank is, and the links between ranks; used to estimate costs and memory."""
 
+    gpu: str | None = Field(
+        None,
+        description="a GPU by name, such as h100-sxm: its data sheet stands for device, memory_gib, tflops, "
+        "memory_gbps, link_gbps, inter_node_gbps and log.peak_tflops where these are not given",
+    )
     device: Literal["cuda", "cpu"] = "cpu"
     memory_gib: Positive | None = Field(None, description="memory per rank; a plan that needs more is refused")
     reserve_gib: NotNegative | None = Field(

@@ -14,7 +14,7 @@ import tomli
 from pydantic import ValidationError
 
 from zbc.errors import ZbcError
-from zbc.job import links, toml, world
+from zbc.job import gpu, links, toml, world
 from zbc.job import profile as profiles
 from zbc.job.job import Draft as Draft
 from zbc.job.job import Job as Job
@@ -66,7 +66,7 @@ def gathered(
         place: dict[toml.KeyPath, str] = {("costs", "profile"): f"--profile {profile}"}
         named = {"costs": {"profile": str(profile)}}
         document = toml.merge(document, toml.Document(document.source, named, place, {**place}))
-    return document
+    return gpu.filled(document)
 
 
 def drafted(document: toml.Document) -> Draft:

@@ -42,6 +42,12 @@ class Document:
         inside = (place for deeper, place in self.places.items() if path and deeper[: len(path)] == path)
         return next(inside, self.source)
 
+    def level(self, path: KeyPath) -> int:
+        """Which of two answers counts: 2 for one of the command line, 1 for one of the file itself, 0 for one of a file
+        that it extends."""
+        where = self.where(path)
+        return 2 if where.startswith("--") else 1 if where.startswith(f"{self.source}:") else 0
+
     def has(self, path: KeyPath) -> bool:
         node: Any = self.values
         for part in path:

@@ -157,9 +157,12 @@ def unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str | None:
-    """The nearest of `known`, as a hint; capitals are no difference, and "gpu" means "cuda"."""
+    """The nearest of `known`, as a hint; capitals are no difference. Another device is none of `known`, unless torch
+    calls it "cuda"."""
     lower = {name.lower(): name for name in known}
-    if word.lower() in ("gpu", "nvidia") and "cuda" in lower:
+    if word.lower() in ("gpu", "nvidia", "amd", "rocm", "hip") and "cuda" in lower:
         return 'did you mean "cuda"?'
+    if word.lower() in ("tpu", "mps", "xpu", "npu", "hpu"):
+        return None
     close = difflib.get_close_matches(word.lower(), lower, n=1)
     return f'did you mean "{lower[close[0]]}"?' if close else None

@@ -164,21 +164,15 @@ def _shown(document: Document) -> Document:
     return document
 
 
-def _level(document: Document, path: tuple[str, str]) -> int:
-    """Which of two answers counts: that of the command line, then that of the file itself."""
-    where = document.where(path)
-    return 2 if where.startswith("--") else 1 if where.startswith(f"{document.source}:") else 0
-
-
 def _fixed(document: Document) -> tuple[Document, dict[str, int]]:
     """The job without the keys that do not count beside others, and what is given of pp and dp."""
     parallel, fixed = document.values["parallel"], dict[str, int]()
     for key, path in GIVEN.items():
         if key not in parallel:
             continue
-        if "world" not in parallel or _level(document, path) > _level(document, WORLD):
+        if "world" not in parallel or document.level(path) > document.level(WORLD):
             fixed[key] = parallel[key]
-        elif _level(document, path) == _level(document, WORLD):
+        elif document.level(path) == document.level(WORLD):
             text = f"config: parallel.world and parallel.{key} are two answers to one question"
             hint = "drop pp and dp, and the fastest of all are taken; or drop world"
             raise ZbcError("E116", text, where=document.where(WORLD), hint=hint)
@@ -194,17 +188,17 @@ def _batch(document: Document, batch: int | None) -> tuple[Document, int | None]
     parallel, schedule = document.values["parallel"], document.values["schedule"]
     mine = schedule.get("microbatches")
     opened = "world" in parallel and not all(
-        key in parallel and _level(document, path) > _level(document, WORLD) for key, path in GIVEN.items()
+        key in parallel and document.level(path) > document.level(WORLD) for key, path in GIVEN.items()
     )
-    if batch is not None and mine is not None and _level(document, BATCH) == _level(document, MICROBATCHES):
+    if batch is not None and mine is not None and document.level(BATCH) == document.level(MICROBATCHES):
         text = "config: schedule.batch and schedule.microbatches are two answers to one question"
         hint = "drop microbatches: they are batch / (dp x microbatch_size)"
         raise ZbcError("E116", text, where=document.where(BATCH), hint=hint)
-    if batch is not None and (mine is None or _level(document, BATCH) > _level(document, MICROBATCHES)):
+    if batch is not None and (mine is None or document.level(BATCH) > document.level(MICROBATCHES)):
         return _without(document, MICROBATCHES), batch
     if not opened:
         return _without(document, BATCH), None
-    if mine is not None and batch is None and _level(document, MICROBATCHES) < _level(document, WORLD):
+    if mine is not None and batch is None and document.level(MICROBATCHES) < document.level(WORLD):
         samples = mine * schedule.get("microbatch_size", 1) * parallel.get("dp", 1)
         return _without(document, MICROBATCHES), samples  # the batch that the job had
     if mine is None:

@@ -20,6 +20,7 @@ from zbc.compiler.schedules import AUTO, LIMITS, find
 from zbc.compiler.whatif.others import BASELINE
 from zbc.compiler.whatif.why import bent_by_memory
 from zbc.errors import MISTYPED, Problems, ZbcError
+from zbc.job import gpu
 from zbc.job.spec import Job, chooser_of
 from zbc.job.world import Weighed
 from zbc.text import percent, short, size
@@ -245,6 +246,12 @@ class Asked:
                     if where == "ends" or chooser_of(name) != "kind" or shareable(job.under(name))
                 ]
         return list(wanted)
+
+    def remark(self) -> str | None:
+        """What is to be said of all rows: that a device was forgotten."""
+        with suppress(ZbcError):
+            return gpu.forgotten(load_job(self.path, self.overrides, None, self.profile, sketch=True).hardware)
+        return None
 
     def __call__(self, schedule: str, settings: tuple[Setting, ...]) -> ComparedPlan:
         """One job planned, or why it cannot be."""

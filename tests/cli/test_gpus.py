@@ -1,0 +1,76 @@
+"""`hardware.gpu`: a GPU by name stands for what a job of it leaves open."""
+
+import pytest
+
+from tests.jobs import job, write_job
+from tests.refusals import refused
+from zbc.compiler.compile import compile_job, load_job
+from zbc.job import gpu
+
+
+def test_a_gpu_by_name_fills_what_is_open():
+    """The numbers of NVIDIA's data sheets, of which 70% and 85% are planned with."""
+    found = job(hardware={"gpu": "h100-sxm"})
+    hardware = found.hardware
+    assert hardware.device == "cuda" and hardware.memory_gib == 80 and found.log.peak_tflops == 989
+    assert hardware.tflops == pytest.approx(0.7 * 989, abs=0.1) and hardware.memory_gbps == 0.85 * 3350
+    assert hardware.link_gbps == 0.85 * 900 / 2 * 8, "NVLink has 900 GB/s both ways together"
+    assert hardware.inter_node_gbps == 0.85 * 400
+    assert found.where("hardware", "tflops") == found.where("hardware", "gpu"), "what it comes from"
+
+
+def test_keys_beside_a_gpu_count_and_those_of_a_base_file_do_not(tmp_path):
+    write_job(tmp_path, hardware={"tflops": 1.0, "memory_gib": 3.0, "device": "cpu"})
+    over = tmp_path / "over.toml"
+    over.write_text('extends = "zbc.toml"\n[hardware]\ngpu = "a100"\nmemory_gib = 70\n')
+    found = load_job(over).hardware
+    assert (found.device, found.memory_gib, found.tflops) == ("cuda", 70, round(0.7 * 312, 1))
+    found = load_job(over, ["hardware.gpu=H100_PCIe", "hardware.link_gbps=5"]).hardware
+    assert (found.memory_gib, found.tflops, found.link_gbps) == (80, round(0.7 * 756, 1), 5)
+
+
+def test_mfu_is_a_share_of_the_peak_of_every_gpu():
+    assert {job(hardware={"gpu": name}).log.peak_tflops for name in gpu.GPUS} == {989, 756, 2250, 312, 1307, 362, 165}
+    assert {*gpu.SHORT.values()} <= gpu.GPUS.keys() and len(gpu.GPUS) == 9
+
+
+def test_a_plan_keeps_its_gpu_and_can_have_another(folder):
+    compile_job(load_job(write_job(folder, hardware={"gpu": "l40s"})), budget=0.0).write(folder / "p")
+    assert load_job(folder / "p").hardware == load_job(folder / "zbc.toml").hardware
+    assert load_job(folder / "p", ["hardware.gpu=h200"]).hardware.memory_gib == 141
+
+
+@pytest.mark.parametrize(("name", "near"), [("h1000", 'did you mean "h100"?'), ("tpu-v4", "known: h100-sxm")])
+def test_an_unknown_gpu_is_refused_with_those_there_are(name, near):
+    with refused("E103", f"no GPU is known as '{name}'", hint=near):
+        job(hardware={"gpu": name})
+
+
+def test_a_measured_link_counts_before_a_data_sheet(zbc, folder):
+    """Of a profile's link and that of a GPU by name; one that is written counts before both."""
+    hardware = job(hardware={"gpu": "h100"}).hardware
+    assert gpu.measured(hardware).link_gbps is None
+    written = job(hardware={"gpu": "h100", "link_gbps": 7.0}).hardware
+    assert gpu.measured(written).link_gbps == 7.0
+
+
+def test_a_forgotten_device_is_said(zbc, folder):
+    write_job(folder, hardware={"tflops": 400.0})
+    words = "hardware.tflops = 400 is no CPU's: estimated with a CPU's memory bandwidth"
+    assert words in zbc("plan", "zbc.toml", "-o", "p", "--budget", "0").out
+    assert words in zbc("compare", "zbc.toml", "--schedules", "1f1b", "--budget", "0").out
+    for more in ({"device": "cuda"}, {"gpu": "h100"}, {"tflops": 2.0}, {"device": "cpu"}):
+        assert gpu.forgotten(job(hardware={"tflops": 400.0} | more).hardware) is None
+
+
+def test_explain_lists_gpus_with_their_sources(zbc):
+    said = zbc("explain", "gpu")
+    assert "h100-sxm: NVLink 4; NVIDIA H100" in said.out and max(map(len, said.out.split("\n"))) <= 80
+    rows = {row["name"]: row for row in zbc("explain", "gpu", "--json").json()["gpus"]}
+    assert rows["mi300x"]["memory_gib"] == 192 and rows["mi300x"]["planned"]["hardware.tflops"] == round(0.7 * 1307, 1)
+
+
+@pytest.mark.parametrize(("device", "hint"), [("tpu", 'write device = "cuda" or "cpu"'), ("rocm", '"cuda"?')])
+def test_another_device_is_not_taken_for_a_cpu(device, hint):
+    with refused("E103", "hardware.device", hint=hint):
+        job(hardware={"device": device})

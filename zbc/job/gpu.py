@@ -1,0 +1,116 @@
+"""`hardware.gpu`: what the data sheet of a GPU says, in place of the keys that a job leaves open.
+
+No GPU sustains its peaks: of the arithmetic ARITHMETIC is planned with, of memory and links BYTES. These shares are
+those of A100s (the fit of bench/vocabulary.py to published runs has 230 of 312 TFLOPS and 1750 of 2039 GB/s), a little
+less where power limits larger GPUs; `zbc profile` measures in their place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from zbc.errors import ZbcError
+from zbc.job.sections import Hardware
+from zbc.job.toml import Document
+from zbc.job.wording import did_you_mean
+
+GPU = ("hardware", "gpu")
+ARITHMETIC, BYTES = 0.7, 0.85  # of a peak, what is sustained
+SUSTAINED = f"{ARITHMETIC:.0%} of its TFLOPS, {BYTES:.0%} of its GB/s"
+CPU = 20.0  # TFLOPS that a rank on a CPU does not sustain
+
+
+class Gpu(NamedTuple):
+    """Peaks of one GPU, and where they stand."""
+
+    tflops: float  # bfloat16 with float32 sums, no sparsity
+    memory_gib: float  # as nvidia-smi or rocm-smi has it
+    memory_gbps: float
+    link_gbps: float  # Gbit/s from one GPU to another of its node, one way
+    network_gbps: float  # Gbit/s per GPU between nodes, in the vendor's own system; 100 where there is none
+    link: str
+    source: str
+
+
+GPUS = {
+    "h100-sxm": Gpu(989, 80, 3350, 3600, 400, "NVLink 4", "NVIDIA H100 and DGX H100 data sheets, 2023"),
+    "h100-pcie": Gpu(756, 80, 2000, 512, 100, "PCIe 5 x16", "NVIDIA H100 data sheet, 2023"),
+    "h200": Gpu(989, 141, 4800, 3600, 400, "NVLink 4", "NVIDIA H200 and DGX H200 data sheets, 2024"),
+    "b200": Gpu(2250, 180, 8000, 7200, 400, "NVLink 5", "NVIDIA DGX B200 data sheet, 2024"),
+    "a100-80g": Gpu(312, 80, 2039, 2400, 200, "NVLink 3", "NVIDIA A100 80GB SXM and DGX A100 data sheets, 2021"),
+    "a100-40g": Gpu(312, 40, 1555, 2400, 200, "NVLink 3", "NVIDIA A100 40GB SXM and DGX A100 data sheets, 2020"),
+    # Of each pair of GPUs; an all-reduce over all eight has seven such links at a time.
+    "mi300x": Gpu(1307, 192, 5300, 512, 400, "Infinity Fabric, a pair", "AMD Instinct MI300X data sheet, 2023"),
+    "l40s": Gpu(362, 45, 864, 256, 100, "PCIe 4 x16", "NVIDIA L40S data sheet, 2023; 48 GB less ECC"),
+    "rtx4090": Gpu(165, 24, 1008, 256, 100, "PCIe 4 x16", "NVIDIA Ada GPU architecture white paper, 2022"),
+}
+SHORT = {"h100": "h100-sxm", "a100": "a100-80g", "a100-80gb": "a100-80g", "a100-40gb": "a100-40g", "4090": "rtx4090"}
+
+
+def find(name: str) -> Gpu | None:
+    """A GPU by its name, however it is written: `H100_SXM`."""
+    plain = name.lower().replace("_", "-").replace(" ", "-")
+    return GPUS.get(SHORT.get(plain, plain))
+
+
+def named(name: str, where: str | None = None, key: str = "hardware.gpu") -> Gpu:
+    """The same; raises E103 with the nearest name where there is none."""
+    found = find(name)
+    if found is None:
+        known = f"known: {', '.join(GPUS)}"
+        nearest = did_you_mean(name, [*GPUS, *SHORT])
+        hint = f"{nearest} {known}" if nearest else f"{known}; of others write tflops, memory_gib, link_gbps"
+        raise ZbcError("E103", f"config: {key}: no GPU is known as {name!r}", where=where, hint=hint)
+    return found
+
+
+def values(gpu: Gpu) -> dict[tuple[str, str], float | str]:
+    """What a job of such GPUs has where it says nothing else."""
+    return {
+        ("hardware", "device"): "cuda",
+        ("hardware", "memory_gib"): float(gpu.memory_gib),
+        ("hardware", "tflops"): round(ARITHMETIC * gpu.tflops, 1),
+        ("hardware", "memory_gbps"): round(BYTES * gpu.memory_gbps, 1),
+        ("hardware", "link_gbps"): round(BYTES * gpu.link_gbps, 1),
+        ("hardware", "inter_node_gbps"): round(BYTES * gpu.network_gbps, 1),
+        ("log", "peak_tflops"): float(gpu.tflops),
+    }
+
+
+def filled(document: Document) -> Document:
+    """A document with what `hardware.gpu` stands for; those values have its place.
+
+    A key beside it counts before it; one of a file that is extended, or of the file under --set hardware.gpu, does not.
+    Wrong names are for the rules.
+    """
+    hardware = document.values.get("hardware")
+    name = hardware.get("gpu") if isinstance(hardware, dict) else None
+    found = find(name) if isinstance(name, str) else None
+    if found is None:
+        return document
+    level, tables, places = document.level(GPU), dict(document.values), dict(document.places)
+    for (table, key), value in values(found).items():
+        path = table, key
+        there = tables.get(table, {})
+        if not isinstance(there, dict) or (document.has(path) and document.level(path) >= level):
+            continue
+        tables[table] = {**there, key: value}
+        places[path] = document.where(GPU)
+    return replace(document, values=tables, places=places)
+
+
+def measured(hardware: Hardware) -> Hardware:
+    """Without the link of a data sheet, in whose place a profile has measured one."""
+    sheet = None if hardware.gpu is None else find(hardware.gpu)
+    if sheet is None or hardware.link_gbps != values(sheet)["hardware", "link_gbps"]:
+        return hardware
+    return hardware.model_copy(update={"link_gbps": None})
+
+
+def forgotten(hardware: Hardware) -> str | None:
+    """What to say of a job with arithmetic that no CPU has, whose device was left at "cpu"."""
+    if "device" in hardware.model_fields_set or (hardware.tflops or 0.0) <= CPU:
+        return None
+    memory = "" if hardware.memory_gbps else " with a CPU's memory bandwidth"
+    return f"hardware.tflops = {hardware.tflops:g} is no CPU's: estimated{memory}; set hardware.gpu or device"
