@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 from zbc import __version__
 from zbc.commands import (
+    advising,
     checking,
     comparing,
     data,
@@ -38,7 +39,7 @@ from zbc.host.closed_pipe import EXIT_PIPE, open_missing, silence_stdout, to_std
 
 # How `zbc --help` groups the commands.
 GROUPS = {
-    "Plan": ("init", "plan", "compare", "profile"),
+    "Plan": ("init", "advise", "plan", "compare", "profile"),
     "Look": ("visualize", "check", "simulate", "bubbles", "diff", "report"),
     "Train": ("run", "tune", "data"),
     "Exchange": ("export", "import"),
@@ -84,6 +85,7 @@ def zbc(
 
 for _name, _command in (
     ("init", jobs.init),
+    ("advise", advising.advise),
     ("plan", planning.plan),
     ("compare", comparing.compare),
     ("profile", profiling.profile),

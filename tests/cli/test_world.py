@@ -195,7 +195,7 @@ def test_gpus_are_those_that_are_visible(tmp_path, monkeypatch):
 
 def test_other_ranks_of_a_launch_do_not_weigh(tmp_path, monkeypatch):
     path = written(tmp_path, parallel="world = 8", schedule='kind = "1f1b"\nbatch = 32')
-    monkeypatch.setattr(compiling, "_weighed", None)
+    monkeypatch.setattr(compiling, "weighed", None)
     assert load_job(path, sketch=True).log.dir == "runs"
 
 

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from zbc.commands.jobs import template_text
+from zbc.errors import ZbcError
 from zbc.job import hfconfig
 from zbc.job.model_section import Model
 
+_SMALL = 2e9  # parameters that are still tried out on a CPU
 _LONGEST = 2048  # tokens per sequence to begin with; what a model allows at most can be far more than fits
 
 
-def job_text(folder: Path) -> str:
-    """The text of a zbc.toml that starts from the weights of `folder`. Raises E520, E521."""
+def job_text(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) -> str:
+    """The text of a zbc.toml that starts from the weights of `folder`, on so many GPUs or on this machine's CPU.
+
+    A model that no CPU trains asks a terminal for GPUs. Raises E520, E521, and E105 where it cannot ask.
+    """
+    from zbc.commands import advising
+
+    count = advising.parameters_of(folder)
+    if count > _SMALL and gpus is None and gpu is None and sys.stdin.isatty() and sys.stderr.isatty():
+        gpus = typer.prompt(f"{count / 1e9:.3g}B parameters: on how many GPUs", type=int, err=True)
+        gpu = typer.prompt("which (`zbc explain gpu` lists them)", default="h100-sxm", err=True)
+    if count > _SMALL and (gpus is None or gpu is None):
+        text = f"init: a model of {count / 1e9:.3g}B parameters is for GPUs, and --gpus or --gpu is missing"
+        raise ZbcError("E105", text, hint=f"zbc init DIR --from-hf {folder} --gpus 64 --gpu h100-sxm")
+    if gpus is not None or gpu is not None:
+        return advising.best_job(folder, gpus, gpu, quiet=quiet)
     source = folder / hfconfig.CONFIG
     model = hfconfig.model_of(hfconfig.read_config(folder), str(source))
     lines = [
@@ -33,11 +52,15 @@ def job_text(folder: Path) -> str:
     return "\n".join([*lines, "", rest])
 
 
+def model_values(model: Model, longest: int) -> dict[str, Any]:
+    """`[model]` for sequences of `longest` tokens, or as many as the model takes."""
+    values: dict[str, Any] = {"family": model.family, **model.model_dump(mode="json", exclude_defaults=True)}
+    return {**values, "seq_len": min(model.seq_len or longest, longest)}
+
+
 def _model_lines(model: Model, folder: Path) -> Iterator[str]:
-    values: dict[str, Any] = model.model_dump(mode="json", exclude_defaults=True)
-    values = {"family": model.family, **values, "pretrained": str(folder)}
+    values = {**model_values(model, _LONGEST), "pretrained": str(folder)}
     longest = model.seq_len or _LONGEST
-    values["seq_len"] = min(longest, _LONGEST)
     scaling = values.pop("rope_scaling", None)
     for key, value in values.items():
         line = f"{key} = {json.dumps(value, ensure_ascii=False)}"

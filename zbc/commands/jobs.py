@@ -48,20 +48,29 @@ def init(
     from_hf: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Start from a Hugging Face model instead.")
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=100_000, metavar="N", help="With --from-hf: how many GPUs there are.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="And which: h100-sxm (`zbc explain gpu`).")] = None,
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Write a first, commented zbc.toml."""
+    """Write a first, commented zbc.toml.
+
+    Of a Hugging Face model on GPUs it is the first row of `zbc advise`, which takes up to a minute.
+    """
     path = folder / "zbc.toml"
     if os.path.exists(path):
         raise ZbcError("E111", f"init: {path} exists", hint="name another folder, or move the file away")
     if from_hf is None:
+        if gpus is not None or gpu is not None:
+            raise typer.BadParameter("--gpus and --gpu go with --from-hf; templates have GPUs of their own")
         text = template_text(template)
     else:
         from zbc.commands.fromhf import job_text
 
-        text = job_text(from_hf)
+        text = job_text(from_hf, gpus, gpu, quiet=quiet or json)
     write_text(path, text)
     if json:
         show_json({"format": "zbc-init", "version": 1, "job": str(path)})
@@ -119,19 +128,23 @@ def listing(job: Job) -> Iterator[str]:
         for key in section.model_fields:
             written = job.document.has((name, key))
             origin = _origin(job, name, key)
-            line = f"# {key} is not set" if values[key] is None else f"{key} = {_toml(values[key])}"
+            line = f"# {key} is not set" if values[key] is None else f"{key} = {toml_value(values[key])}"
             empty = isinstance(values[key], dict)  # a table that must not be there unless it says something
             if not written and values[key] is not None and (empty or key in others.get(name, ())):
                 line = f"# {line}"
             yield f"{line:<36}  # {origin}"
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     """A plain value as TOML."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(key)} = {_toml(item)}" for key, item in value.items() if item is not None) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items() if item is not None)
+            + "}"
+        )
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     return jsonlib.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML wants it escaped
 
 

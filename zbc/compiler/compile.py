@@ -156,7 +156,7 @@ def load_job(
     found = world.read(document, replicated=_has_replicas(document))
     if isinstance(found, world.World):
         return _fastest(found, measured, sketch=sketch)
-    return _finished(found, measured)
+    return job_of(found, measured)
 
 
 def _has_replicas(document: toml.Document) -> bool:
@@ -169,6 +169,7 @@ def _has_replicas(document: toml.Document) -> bool:
 
 
 Measured = tuple[Profile | None, LinkTable | None]  # what a plan keeps of the files that its job named
+UNMEASURED: Measured = (None, None)
 
 
 def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
@@ -182,7 +183,7 @@ def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
         if shape.why is not None:
             continue
         try:
-            jobs[shape] = _finished(found.of(shape), measured)
+            jobs[shape] = job_of(found.of(shape), measured)
         except ZbcError as error:
             if {each.code for each in error.errors} <= MISTYPED:  # a shape may leave such a key out, and be taken
                 raise
@@ -190,12 +191,12 @@ def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
             continue
         if sketch:
             return jobs[shape]
-        rows[shape] = _weighed(jobs[shape], shape)
+        rows[shape] = weighed(jobs[shape], shape)
     while fits := [row for row in rows.values() if row.error is None and row.sample_ms is not None]:
         best = min(fits, key=lambda row: row.sample_ms or 0.0)
         if not best.at_least:
             return replace(jobs[best.shape], weighed=tuple(rows.values()))
-        rows[best.shape] = _weighed(jobs[best.shape], best.shape, whole=True)
+        rows[best.shape] = weighed(jobs[best.shape], best.shape, whole=True)
     raise _none_fits(found, [*rows.values()])
 
 
@@ -204,8 +205,8 @@ _STANDINS = ("v-auto", "zb-auto")  # what a shape is weighed with where the sche
 _ENOUGH = 3  # times the ranks of a pipeline: microbatches after which a step grows by what its busiest rank has to do
 
 
-def _weighed(job: Job, shape: world.Shape, *, whole: bool = False) -> world.Weighed:
-    """One shape as the best of the schedules it is weighed with."""
+def weighed(job: Job, shape: world.Shape, *, whole: bool = False) -> world.Weighed:
+    """One shape as the best of the schedules it is weighed with, planned with few microbatches unless it is `whole`."""
     names = _STANDINS if (job.schedule.kind or "").lower() == AUTO else (job.schedule.kind,)
     jobs = [job.under(name or "") for name in names]
     rows = [_planned(each, shape, whole=whole) for each in jobs]
@@ -254,8 +255,9 @@ def _none_fits(found: world.World, rows: Sequence[world.Weighed]) -> ZbcError:
     )
 
 
-def _finished(document: toml.Document, measured: Measured) -> Job:
-    """The job of a document, or all its problems, those of the schedule too; `measured` where it has no profile."""
+def job_of(document: toml.Document, measured: Measured = UNMEASURED) -> Job:
+    """The job of a document whose shape is known, or all its problems, those of the schedule too; `measured` where it
+    has no profile."""
     draft = spec.drafted(document)
     draft.profile, draft.links = draft.profile or measured[0], draft.links or measured[1]
     if draft.profile is not None and draft.profile.link is not None and "hardware" in draft.sections:

@@ -145,9 +145,9 @@ _WINDOWED = {
 }  # variants with one sliding window for all layers, and its default
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder. Raises E520."""
-    path = folder / CONFIG
+def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
+    """The config.json of a folder, or what it is called there. Raises E520."""
+    path = folder / name
     hint = "name a folder with config.json and *.safetensors, as transformers' save_pretrained writes it"
     try:
         config = json.loads(path.read_bytes())

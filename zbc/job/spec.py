@@ -57,8 +57,8 @@ def gathered(
     `document` is what stands in it, where it is no file.
     """
     document = toml.load(path) if document is None else document
-    for override in overrides:
-        document = toml.merge(document, _override(override, document.source))
+    for one in overrides:
+        document = toml.merge(document, override(one, document.source))
     if schedule is not None:
         document = _choose(document, schedule)
     if profile is not None:
@@ -149,7 +149,8 @@ def _read_links(result: Draft) -> None:
         )
 
 
-def _override(text: str, source: str) -> toml.Document:
+def override(text: str, source: str) -> toml.Document:
+    """What `--set` says, as a document. Raises E109."""
     key, equals, value = text.partition("=")
     parts = tuple(key.strip().split("."))
     if not equals or len(parts) < 2 or not all(parts):

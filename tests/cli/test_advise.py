@@ -1,0 +1,214 @@
+"""`zbc advise`: what to train a model with on so many GPUs, from a Hugging Face config or a job."""
+
+import json
+import math
+
+import pytest
+
+from tests.jobs import write_job
+from tests.refusals import refused
+from zbc.commands import advising
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.whatif import advise as core
+from zbc.job import toml, world
+
+LLAMA = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12}
+LLAMA |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096}
+LARGE = LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+EXPERTS = {"model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8}
+EXPERTS |= {"num_key_value_heads": 4, "num_experts": 8, "moe_intermediate_size": 256, "head_dim": 64}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Writes the config.json of a model into a folder of its own."""
+
+    def written(config, name="model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        return tmp_path / name
+
+    return written
+
+
+def document_of(folder, *, gpus=8, gpu="a100-40g", batch="64", seq_len=1024, nodes_of=None):
+    return advising._document(folder, gpus, gpu, nodes_of, batch, seq_len, ())
+
+
+def test_weights_and_state_are_those_of_the_model(model):
+    """By hand: two matrices of the vocabulary, and per block queries, keys, values, output, three of the MLP, norms."""
+    state = core.state_of(document_of(model(LLAMA)))
+    block = 2 * 1024 * 1024 + 2 * 1024 * 512 + 3 * 1024 * 2816 + 2 * 1024
+    assert state.parameters == 12 * block + 2 * 32000 * 1024 + 1024
+    assert 16 <= state.bytes / state.parameters <= 19, "weight, gradient, master and two moments"
+    assert state.share == state.bytes / 8
+
+
+def test_what_cannot_fit_is_said_with_gpus_that_would_do(model):
+    found = document_of(model(LARGE), gpu="rtx4090")
+    with refused("E301", "of 8 GPUs", hint="b200 or mi300x") as caught:
+        core.state_of(found)
+    count = int(caught.value.hint.split("what does: ")[1].split(" GPUs")[0])
+    assert core.state_of(document_of(model(LARGE, "more"), gpu="rtx4090", gpus=count)).gpus == count
+    with refused("E301"):
+        core.state_of(document_of(model(LARGE, "less"), gpu="rtx4090", gpus=count - 1))
+
+
+def test_where_activations_leave_no_room_the_least_too_large_shape_is_named(model):
+    """State fits on all GPUs together, but long sequences do not beside it."""
+    found = document_of(model(LARGE), gpu="h100", gpus=18, batch="18", seq_len=32768)
+    with refused("E301", "of all shapes pp", hint="what does: hardware.memory_gib = "):
+        core.advise(found)
+
+
+@pytest.fixture(scope="module")
+def advice(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("advised")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return core.advise(document_of(folder)), folder
+
+
+def test_rows_are_ranked_and_each_uses_all_gpus_and_the_whole_batch(advice):
+    rows = advice[0].rows
+    assert 1 < len(rows) <= core.ROWS
+    assert [row.sample_ms for row in rows] == sorted(row.sample_ms for row in rows)
+    assert all(row.shape.ranks == 8 and row.compiled.sequences == 64 for row in rows)
+    assert all(row.compiled.report.peak_bytes <= row.job.room for row in rows)
+    assert max(sum(other.shape == row.shape for other in rows) for row in rows) <= core.OF_SHAPE
+
+
+def test_no_other_shape_is_faster_under_1f1b(advice):
+    """Against every shape planned by hand."""
+    best, by_hand = advice[0].rows[0].sample_ms, []
+    size = advice[0].rows[0].job.schedule.microbatch_size
+    for tp in (1, 2, 4, 8):
+        for pp in (1, 2, 4, 8):
+            if pp * tp <= 8:
+                text = advising.job_text(advice[0], 1, advice[1]).replace("tp_sequence = true\n", "")
+                path = advice[1] / "other.toml"
+                path.write_text(text[: text.index("\n[partition]")] + text[text.index("\n[schedule]") :])
+                dp = 8 // pp // tp
+                shape = [f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.tp={tp}", 'schedule.kind="1f1b"']
+                shape += [f"schedule.microbatches={64 // dp // size}", "memory.activations=keep"]
+                shape += ["parallel.tp_sequence=true"] if tp > 1 else []
+                shape += ["parallel.shard=none"] if dp == 1 else []
+                made = compile_job(load_job(path, shape), budget=0.0)
+                by_hand.append(made.settled_ms / made.sequences)
+    assert best <= min(by_hand) * (1 + 1e-9) and max(by_hand) > 1.2 * best
+
+
+def test_what_a_gpu_does_adds_up_to_its_time(advice):
+    for row in advice[0].rows:
+        assert math.fsum(core.spent(row).values()) == pytest.approx(8 * row.sample_ms)
+        assert min(core.spent(row).values()) >= 0
+    text = core.decides(advice[0].rows)
+    assert text.startswith(f"{advice[0].rows[0].shape} is ") and "ahead of" in text
+
+
+def test_the_job_of_a_row_plans_to_the_numbers_of_the_row(advice):
+    found, folder = advice
+    for number, row in enumerate(found.rows, 1):
+        path = folder / f"{number}.toml"
+        path.write_text(advising.job_text(found, number, folder))
+        made = compile_job(load_job(path))
+        assert made.settled_ms == row.compiled.settled_ms and made.schedule == row.compiled.schedule
+        assert made.report.peak_bytes == row.compiled.report.peak_bytes
+        assert made.job.hardware.gpu == "a100-40g" and "tflops" not in path.read_text()
+
+
+def test_experts_are_shared_out(model):
+    found = core.advise(document_of(model(EXPERTS), gpus=4, batch="8", seq_len=512))
+    assert {row.shape.tp for row in found.rows} == {1}
+    assert any(row.shape.ep > 1 for row in found.rows)
+
+
+def test_every_shape_is_looked_at_once_with_each_way_to_share_out(model):
+    found = core._shapes(document_of(model(LARGE), gpus=4))
+    shards = [(shape, own.values["parallel"].get("shard")) for shape, own in found]
+    assert {(shape.dp, how) for shape, how in shards} == {(d, s) for d in (2, 4) for s in core.SHARDS} | {(1, None)}
+    assert len(set(shards)) == len(shards)
+
+
+@pytest.mark.parametrize(
+    ("kept", "again", "guess"), [(70, 20, 100), (80, 20, 100), (120, 40, 115), (200, 80, 130), (200, 90, None)]
+)
+def test_what_memory_forces_to_be_recomputed_counts_by_its_share(model, monkeypatch, kept, again, guess):
+    """Of a room of 80 bytes: 100 ms with all kept, 130 with all recomputed."""
+    shape, least = world.Shape(1, 1, 1), []
+
+    def weighed(document, shape):
+        recomputes = document.values["memory"]["activations"] == "recompute"
+        return world.Weighed(shape, "1f1b", 0.0, 130.0 if recomputes else 100.0, again if recomputes else kept)
+
+    monkeypatch.setattr(core, "_weighed", weighed)
+    state = core.State(1, 1.0, 80.0, 1)
+    assert core._guess(toml.Document("x", {}), shape, state, least) == guess
+
+
+def test_batches_are_sequences_or_tokens():
+    assert advising._samples("512", 4096) == 512 and advising._samples("4M", 8192) == 512
+    assert advising._samples("64k", 1024) == 64
+    opened = advising.opened({"model": {"seq_len": 8192}}, toml.Document("x", {}), 48, None).values["schedule"]
+    assert opened["batch"] % 48 == 0 and opened["microbatch_size"] == 1
+    assert advising.opened({"model": {"seq_len": 1024}}, toml.Document("x", {}), 2, 6).values["schedule"] == {
+        "batch": 6,
+        "microbatch_size": 3,
+    }
+
+
+def test_a_job_is_advised_with_its_own_ranks_batch_and_gpus(zbc, folder):
+    write_job(folder, hardware={"gpu": "l40s"}, optimizer={"lr": 0.5})
+    said = zbc("advise", "zbc.toml", "-o", "best.toml", "--json").json()
+    assert said["gpus"] == 4 and said["job"] == "best.toml" and said["rows"][0]["tokens_per_s"] > 0
+    made = load_job(folder / "best.toml")
+    assert made.parallel.ranks == 4 and made.optimizer.lr == 0.5 and made.hardware.gpu == "l40s"
+    assert made.parallel.dp * made.schedule.microbatches * made.schedule.microbatch_size == 16
+
+
+def test_what_is_said_fits_a_terminal_and_names_the_next_command(zbc, folder):
+    write_job(folder)
+    said = zbc("advise", "zbc.toml", "--gpus", "2", "--gpu", "l40s")
+    assert said.code == 0 and max(map(len, said.out.split("\n"))) <= 80, said.out
+    assert "parameters" in said.out.split("\n")[0] and "next       zbc advise zbc.toml --gpus 2 --gpu l40s" in said.out
+    assert not zbc("advise", "zbc.toml", "--gpus", "2", "--gpu", "l40s", "-q").out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("nowhere",), "E520", "nowhere is not there"),
+        (("empty",), "E520", "cannot read empty/config.json"),
+        (("bad.json",), "E520", "bad.json is not JSON"),
+        (("bert.json",), "E521", 'model_type = "bert"'),
+        (("zbc.toml", "--gpu", "h10"), "E103", "no GPU is known as 'h10'"),
+        (("zbc.toml", "--row", "5", "--gpus", "1", "-o", "x.toml"), "E109", "there are"),
+        (("zbc.toml", "-o", "empty"), "E608", "cannot write empty"),
+    ],
+)
+def test_wrong_models_and_options_are_refused(zbc, folder, arguments, code, words):
+    write_job(folder)
+    (folder / "empty").mkdir()
+    (folder / "bad.json").write_text("{")
+    (folder / "bert.json").write_text('{"model_type": "bert"}')
+    said = zbc("advise", *arguments, *(() if "--gpu" in arguments else ("--gpu", "h100")), "--set", "model.layers=4")
+    assert code in said.err and words in said.err, said.err
+
+
+def test_gpus_are_asked_for(zbc, folder):
+    write_job(folder)
+    assert "--gpu missing" in zbc("advise", "zbc.toml").err
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    assert "--gpus and --gpu missing" in zbc("advise", "config.json").err
+
+
+def test_init_of_a_large_model_is_for_gpus_and_of_a_small_one_for_this_machine(zbc, folder, model, monkeypatch):
+    monkeypatch.setattr(advising, "TOKENS", 2**15)
+    said = zbc("init", "a", "--from-hf", str(model(LARGE)))
+    assert said.code == 3 and "E105" in said.err and "--gpus 64 --gpu h100-sxm" in said.err
+    small = model({**LLAMA, "num_hidden_layers": 4}, "small")
+    assert zbc("init", "b", "--from-hf", str(small)).code == 0
+    assert 'device = "cpu"' in (folder / "b" / "zbc.toml").read_text()
+    assert zbc("init", "c", "--from-hf", str(small), "--gpus", "2", "--gpu", "l40s").code == 0
+    made = load_job(folder / "c" / "zbc.toml")
+    assert made.parallel.ranks == 2 and made.hardware.gpu == "l40s"
+    assert zbc("init", "d", "--gpus", "2").code == 2

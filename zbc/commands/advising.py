@@ -1,0 +1,361 @@
+"""`advise`: what to train a model with on so many GPUs."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zbc.commands.console import labelled, progress, refuse_unwritable, show, show_json, table, write_text
+from zbc.commands.fromhf import model_values
+from zbc.commands.jobs import toml_value
+from zbc.commands.options import AsJson, Quiet, Settings, Verbose
+from zbc.errors import ZbcError
+from zbc.job import gpu as gpus_known
+from zbc.job import hfconfig, spec, toml
+from zbc.text import GIB, MIB, aligned, percent, size, wrap
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from zbc.compiler.whatif.advise import Advice, Row, State
+
+TOKENS = 4 * 2**20  # of a step, where nothing is said
+LONGEST = 8192  # tokens of a sequence, where nothing is said and the model takes more
+_KEPT = ("model", "hardware", "optimizer", "train", "data", "checkpoint", "log")  # of a job
+_ORDER = ("model", "parallel", "partition", "schedule", "hardware", "memory", "optimizer", "train", "data")
+
+
+def _count(text: str) -> int:
+    """`512` or `4M` as a number."""
+    number, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in ("k", "m") else (text, "")
+    try:
+        value = float(number) * {"k": 2**10, "m": 2**20, "": 1}[unit]
+    except ValueError:
+        value = -1.0
+    if not 1 <= value < 2**40 or value != int(value):
+        raise typer.BadParameter(f"{text!r} is no number; write 512 or 4M")
+    return int(value)
+
+
+def _samples(text: str, length: Any) -> int:
+    """`512` sequences, or those of `4M` tokens."""
+    if text.isdecimal():
+        return max(1, int(text))
+    return max(1, _count(text) // (length if isinstance(length, int) else LONGEST))
+
+
+def advise(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face config.json or its folder, or a JOB.toml.")
+    ],
+    gpus: Annotated[
+        int | None, typer.Option(min=1, max=100_000, metavar="N", help="How many GPUs; default: the ranks of a job.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which: h100-sxm; `zbc explain gpu` lists them.")
+    ] = None,
+    nodes_of: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs of a node; default 8.")] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="N", help="Sequences of a step: 512; or tokens: 4M, the default.")
+    ] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(parser=_count, metavar="N", help="Tokens of a sequence; default: 8k at most.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="JOB.toml", help="Write the job of a row.")
+    ] = None,
+    row: Annotated[int, typer.Option(min=1, max=5, metavar="N", help="Which row -o writes.")] = 1,
+    settings: Settings = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Find the five best ways to train a model on so many GPUs.
+
+    First whether weights and optimizer state fit at all; then ranks of the pipeline, replicas, ranks that share layers
+    or experts, the schedule, what recomputes, and what replicas share out. -o writes a job, which `zbc plan` plans.
+    """
+    from zbc.compiler.whatif import advise as core
+
+    source = _document(model, gpus, gpu, nodes_of, batch, seq_len, settings or ())
+    if output is not None:
+        refuse_unwritable(output)
+    state = core.state_of(source)
+    if not quiet and not json:
+        show(*_fits(source, state))
+    with progress("planning", 100, quiet=quiet or json) as more:
+        found = core.advise(source, _counter(more))
+    if output is not None and row > len(found.rows):
+        raise ZbcError(
+            "E109", f"advise: there are {len(found.rows)} rows, not {row}", hint="choose one of them: --row 1"
+        )
+    if json:
+        written: dict[str, Any] = {} if output is None else {"job": str(output), "row": row}
+        show_json({**as_json(found), **written})
+    elif not quiet:
+        show("", *of_advice(found, verbose=verbose), "")
+        if output is None:
+            named = shlex.join(
+                ["zbc", "advise", str(model), *_again(gpus, gpu, nodes_of, batch, seq_len, settings or ())]
+            )
+            show(labelled("next", f"{named} -o job.toml", "writes the job of row 1; --row 2 that of another"))
+    if output is not None:
+        write_text(output, job_text(found, row, model))
+        if not quiet and not json:
+            job = shlex.quote(str(output))
+            show(f"wrote {output}, row {row}", labelled("next", f"zbc plan {job}", f"zbc compare {job}"))
+
+
+def best_job(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) -> str:
+    """The job of the first row. Raises as `advise`."""
+    from zbc.compiler.whatif import advise as core
+
+    source = _document(folder, gpus, gpu, None, None, None, ())
+    with progress("planning", 100, quiet=quiet) as more:
+        return job_text(core.advise(source, _counter(more)), 1, folder)
+
+
+def parameters_of(folder: Path) -> int:
+    """Of a Hugging Face model. Raises E520, E521."""
+    from zbc.compiler.whatif.advise import state_of
+
+    return state_of(opened(of_folder(folder), toml.Document(str(folder), {}), 1, None)).parameters
+
+
+def _again(
+    gpus: int | None, gpu: str | None, nodes_of: int | None, batch: str | None, seq_len: int | None, more: Sequence[str]
+) -> Iterator[str]:
+    given = (("--gpus", gpus), ("--gpu", gpu), ("--nodes-of", nodes_of), ("--batch", batch), ("--seq-len", seq_len))
+    for name, value in given:
+        yield from () if value is None else (name, str(value))
+    for one in more:
+        yield from ("--set", one)
+
+
+def _counter(more: Callable[..., None]) -> Callable[[str, float], None]:
+    """What `advise` says of its progress, as one bar: a tenth to estimate, then plans, then whole ones."""
+    from zbc.compiler.whatif.advise import FINISHING, LOOKING, PLANNING
+
+    parts = {LOOKING: (0.0, 0.3), PLANNING: (0.3, 0.4), FINISHING: (0.7, 0.3)}
+    at = 0.0
+
+    def done(text: str, share: float) -> None:
+        nonlocal at
+        start, length = parts[text]
+        now = 100 * (start + length * min(1.0, share))
+        more(max(0.0, now - at))
+        at = max(at, now)
+
+    return done
+
+
+# ---- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def _document(
+    path: Path,
+    gpus: int | None,
+    name: str | None,
+    nodes_of: int | None,
+    batch: str | None,
+    seq_len: int | None,
+    settings: Sequence[str],
+) -> toml.Document:
+    """A job of this model with everything open that `advise` chooses. Raises E1xx and E52x."""
+    if name is not None:
+        gpus_known.named(name, key="--gpu")
+    path = path / "zbc.toml" if not (path / hfconfig.CONFIG).exists() and (path / "zbc.toml").exists() else path
+    if path.suffix == ".toml":
+        given = spec.gathered(path, settings)
+        tables = {key: value for key, value in given.values.items() if key in _KEPT}
+        ranks, samples = _size_of(given)
+        places = given
+    else:
+        tables, ranks, samples = of_folder(path), None, None
+        places = toml.Document(str(path), {})
+    gpus, hardware = gpus or ranks, {**tables.get("hardware", {})}
+    if gpus is None or (name is None and hardware.get("device", "cpu") == "cpu" and "gpu" not in hardware):
+        missing = " and ".join(key for key, there in (("--gpus", gpus), ("--gpu", name)) if there is None)
+        hint = "write --gpus 64 --gpu h100-sxm; `zbc explain gpu` lists those there are"
+        raise ZbcError("E105", f"advise: {missing} missing: how many GPUs there are, and which", hint=hint)
+    if name is not None:
+        hardware = {"gpu": name, **{key: hardware[key] for key in ("ranks_per_node",) if key in hardware}}
+    hardware |= {} if nodes_of is None else {"ranks_per_node": nodes_of}
+    model = {**tables.get("model", {}), **({} if seq_len is None else {"seq_len": seq_len})}
+    samples = samples if batch is None else _samples(batch, model.get("seq_len"))
+    document = opened({**tables, "model": model, "hardware": hardware}, places, gpus, samples)
+    for setting in settings if path.suffix != ".toml" else ():
+        document = toml.merge(document, spec.override(setting, document.source))
+    return document
+
+
+def opened(tables: Mapping[str, Any], places: toml.Document, gpus: int, batch: int | None) -> toml.Document:
+    """A job of these tables on so many GPUs, with steps of `batch` sequences or some TOKENS, and all else left open."""
+    model = tables.get("model", {})
+    length = model.get("seq_len") if isinstance(model.get("seq_len"), int) else LONGEST
+    each = max(1, LONGEST // 2 // (length or 1))
+    batch = batch or max(1, round(TOKENS / (length or 1) / each / gpus)) * gpus * each
+    alone = model.get("experts") or model.get("variant") in ("olmo2", "olmoe")  # layers that no ranks share
+    parallel = {"world": gpus, "tp": 1 if alone else "auto", "tp_sequence": True}
+    parallel |= {"ep": "auto"} if model.get("experts") else {}
+    schedule = {"batch": batch, "microbatch_size": math.gcd(min(each, max(1, batch // gpus)), batch)}
+    values = {"zbc": 1, **tables, "parallel": parallel, "schedule": schedule, "memory": {"activations": "auto"}}
+    return toml.Document(places.source, values, {}, places.places)
+
+
+def _size_of(given: toml.Document) -> tuple[int | None, int | None]:
+    """The ranks and the samples of a step of a job, where it says them in numbers."""
+    parallel, schedule = (given.values.get(name, {}) for name in ("parallel", "schedule"))
+    if not isinstance(parallel, Mapping) or not isinstance(schedule, Mapping):
+        return None, None
+
+    def number(of: Mapping[str, Any], key: str, default: int = 1) -> int:
+        value = of.get(key, default)
+        return value if type(value) is int and value > 0 else default
+
+    ranks = number(parallel, "world", number(parallel, "pp") * number(parallel, "dp") * number(parallel, "tp"))
+    samples = number(schedule, "microbatches") * number(schedule, "microbatch_size") * number(parallel, "dp")
+    return ranks, number(schedule, "batch", samples if "microbatches" in schedule else 0) or None
+
+
+def of_folder(path: Path) -> dict[str, Any]:
+    """The tables for a Hugging Face model. Raises E520, E521."""
+    if not path.exists():
+        hint = "name a JOB.toml or a folder with a config.json: hf download NAME config.json --local-dir DIR"
+        raise ZbcError("E520", f"model: {path} is not there", hint=hint)
+    folder = path.parent if path.name.endswith(".json") else path
+    config = hfconfig.read_config(folder, path.name if path.name.endswith(".json") else hfconfig.CONFIG)
+    model = hfconfig.model_of(config, str(path))
+    values = {**model_values(model, LONGEST), "dtype": "bfloat16", "parameters": "bfloat16"}
+    if any(folder.glob("*.safetensors")):
+        values["pretrained"] = str(folder)
+    optimizer = {"kind": "adamw", "lr": 2e-5 if "pretrained" in values else 3e-4, "clip_grad_norm": 1.0}
+    return {"model": values, "optimizer": optimizer, "train": {"steps": 1000}, "data": {"kind": "text"}}
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def _fits(document: toml.Document, state: State) -> Iterator[RenderableType]:
+    values = document.values
+    each = state.bytes / (state.parameters or 1)
+    named = values["hardware"].get("gpu") or "GPUs"
+    room = "" if state.room is None else f", of {size(state.room)}"
+    text = f"{state.size} parameters, {each:.3g} bytes each: {size(state.bytes)} of weights, gradients and optimizer; "
+    text += f"{size(state.share)} on each of {state.gpus} {named} if all is shared out{room}"
+    lines = wrap(text.split(" "), 68, between=" ")
+    yield labelled("fits", *lines)
+    planned, length = values["schedule"], values["model"].get("seq_len")
+    work = f"{planned['batch']} sequences of {length} tokens, {planned['microbatch_size']} in a microbatch"
+    yield labelled("step", f"{work}; --batch, --seq-len")
+
+
+def of_advice(found: Advice, *, verbose: bool) -> Iterator[RenderableType]:
+    """The table, what decides, and what the columns mean."""
+    from zbc.compiler.whatif.advise import decides
+
+    rows = found.rows
+    axes = [axis for axis in ("pp", "dp", "tp", "ep") if any(getattr(row.shape, axis) > 1 for row in rows)]
+    held = [row.compiled.report.peak_bytes for row in rows]
+    unit, scale = ("GiB", GIB) if max(held) >= GIB else ("MiB", MIB)
+    heads = ["", *axes, "schedule", "shards", "recompute", "tokens/s", "MFU", unit, "idle"]
+    memory = aligned([one / scale for one in held], 3)
+    cells = []
+    for number, (one, most) in enumerate(zip(rows, memory, strict=True), 1):
+        rates = one.compiled.report.rates
+        tokens = "?" if rates.tokens_per_s is None else f"{rates.tokens_per_s:,.0f}"
+        mfu = "?" if rates.mfu is None else percent(rates.mfu)
+        idle = percent(one.compiled.report.idle_rate)
+        shape = [str(getattr(one.shape, axis)) for axis in axes]
+        cells.append([str(number), *shape, one.compiled.schedule, _shard(one), _again_of(one), tokens, mfu, most, idle])
+    yield table(heads, cells, left=len(axes) + 4)
+    yield ""
+    yield labelled("decides", *wrap(decides(rows).split(" "), 68, between=" "))
+    yield ""
+    yield from wrap("; ".join(_LEGEND).split(" "), 78, between=" ")
+    yield f"of {found.shapes} shapes the best {found.planned} were planned; predictions, not measurements"
+    if verbose:
+        for number, one in enumerate(rows, 1):
+            planned, blocks = one.job.schedule, one.job.partition.layers_per_stage
+            work = f"{planned.microbatches} microbatches of {planned.microbatch_size}"
+            yield f"{number}: step {one.compiled.settled_ms:,.0f} ms, {work}, blocks of the stages {blocks}"
+
+
+_LEGEND = [
+    "shards: what replicas share out, optimizer (ZeRO-1) or weights and gradients too (FSDP)",
+    "recompute: stages that run forward twice",
+    "memory: of the fullest GPU",
+    "idle: of the step, mean over GPUs",
+]
+
+
+def _shard(row: Row) -> str:
+    return {"optimizer": "ZeRO-1", "all": "FSDP"}.get(row.job.shard, "-")
+
+
+def _again_of(row: Row) -> str:
+    some, stages = row.recompute
+    return "none" if not some else "all" if some == stages else f"{some} of {stages}"
+
+
+def as_json(found: Advice) -> dict[str, Any]:
+    from zbc.compiler.whatif.advise import decides, spent
+
+    rows = []
+    for one in found.rows:
+        report = one.compiled.report
+        shape = {axis: getattr(one.shape, axis) for axis in ("pp", "dp", "tp", "ep", "microbatches")}
+        some, stages = one.recompute
+        rows.append(
+            {
+                **shape,
+                "schedule": one.compiled.schedule,
+                "shard": one.job.shard,
+                "recompute": some,
+                "stages": stages,
+                "layers_per_stage": one.job.partition.layers_per_stage,
+                "step_ms": one.compiled.settled_ms,
+                **report.rates._asdict(),
+                "peak_bytes": report.peak_bytes,
+                "idle_rate": report.idle_rate,
+                "gpu_ms_per_sample": spent(one),
+            }
+        )
+    state = found.state
+    return {
+        "format": "zbc-advice",
+        "version": 1,
+        "parameters": state.parameters,
+        "state_bytes": state.bytes,
+        "room_bytes": state.room,
+        "gpus": state.gpus,
+        "rows": rows,
+        "decides": decides(found.rows),
+        "shapes": found.shapes,
+        "planned": found.planned,
+    }
+
+
+def job_text(found: Advice, number: int, source: Path) -> str:
+    """The job of a row, which leaves nothing open."""
+    one = found.rows[number - 1]
+    rates, gib = one.compiled.report.rates, one.compiled.report.peak_bytes / GIB
+    took = f"{one.compiled.settled_ms:,.0f} ms a step" + (f", MFU {percent(rates.mfu)}" if rates.mfu else "")
+    lines = [
+        f"# Made by zbc advise from {source}, row {number}: {one.shape}.",
+        f"# Predicted: {took}, {gib:.1f} GiB on the fullest GPU.",
+        "# Without [partition] `zbc plan` chooses the layers of each stage again.",
+        "zbc = 1",
+    ]
+    values = one.document.values
+    for name in (*_ORDER, *(name for name in values if name not in (*_ORDER, "zbc"))):
+        if values.get(name):
+            keys = [*spec.SECTIONS[name].model_fields]
+            table = sorted(values[name].items(), key=lambda entry: keys.index(entry[0]))
+            lines += ["", f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in table)]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,313 @@
+"""What to train a model with on so many GPUs: the best few of pp, dp, tp, ep, schedule, recompute and shards.
+
+1. Whether weights, gradients and optimizer state fit at all, all of them shared out among all GPUs.
+2. Every shape of the world, with each way to share out what replicas have, is planned as 1F1B with few microbatches,
+   twice: all stages keep their activations, or all recompute. Of what memory forces in between, the time is a share.
+3. The SHAPES that come out best are planned with each of KINDS, where recompute and layers are chosen by stage.
+4. The best are planned whole, as the jobs that can be written of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from zbc.compiler.compile import Compiled, compile_job, job_of, weighed
+from zbc.compiler.cost import estimate
+from zbc.compiler.partition.setup import as_ordered
+from zbc.compiler.planner.case import Case
+from zbc.compiler.schedules import find
+from zbc.errors import ZbcError
+from zbc.job import gpu, toml, world
+from zbc.job.job import RESERVE
+from zbc.job.spec import Job
+from zbc.text import GIB, at_least, percent, short, size
+
+BASELINE = "1f1b"
+KINDS = (
+    BASELINE,
+    "interleaved-1f1b",
+    "zb-v",
+)  # that other trainers have, too; `zbc compare` of the job ranks the others
+SHARDS = ("optimizer", "all")  # ZeRO-1; and weights and gradients too, as FSDP
+SHAPES, ROWS, OF_SHAPE = 5, 5, 2  # that are planned; rows, and those of one shape at most
+SPARE = 1.03  # of the room or a guess, what is no difference yet
+
+
+class State(NamedTuple):
+    """What stays on the GPUs, whatever the order."""
+
+    parameters: int
+    bytes: float  # weights, gradients, masters and optimizer state of one whole model
+    room: float | None  # bytes of a GPU, less what is kept free
+    gpus: int
+
+    @property
+    def size(self) -> str:
+        """`70.6B`."""
+        unit, name = next(((u, n) for u, n in ((1e9, "B"), (1e6, "M")) if self.parameters >= u), (1e3, "k"))
+        return f"{self.parameters / unit:.3g}{name}"
+
+    @property
+    def share(self) -> float:
+        """Bytes on each GPU where all of it is shared out."""
+        return self.bytes / self.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One answer: a job with nothing left open, and its plan."""
+
+    document: toml.Document
+    compiled: Compiled
+
+    @property
+    def job(self) -> Job:
+        return self.compiled.job
+
+    @property
+    def sample_ms(self) -> float:
+        return self.compiled.settled_ms / self.compiled.sequences
+
+    @property
+    def shape(self) -> world.Shape:
+        found = self.job.parallel
+        return world.Shape(found.pp, found.dp, self.job.schedule.microbatches, None, found.tp, found.ep)
+
+    @property
+    def recompute(self) -> tuple[int, int]:
+        """How many stages recompute, and how many there are."""
+        stages = self.compiled.program.placement.stages
+        return sum(self.job.memory.recomputes(s) for s in range(stages)), stages
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The best first."""
+
+    rows: tuple[Row, ...]
+    state: State
+    shapes: int  # that were looked at, with what replicas share out
+    planned: int  # of these, with each schedule
+
+
+class _Shape(NamedTuple):
+    """A shape with what its replicas share out, as 1F1B."""
+
+    guess: float  # ms of a sample
+    number: int
+    shape: world.Shape
+    document: toml.Document
+
+
+def state_of(document: toml.Document) -> State:
+    """What a model needs wherever it is cut. Raises E301 where all GPUs together have no room for it, and E1xx."""
+    alone = {("parallel", "world"): 1, ("schedule", "kind"): "1f1b", ("parallel", "tp"): 1, ("parallel", "ep"): 1}
+    alone |= {("schedule", "batch"): document.values["schedule"].get("microbatch_size", 1)}
+    found = world.read(_with(document, alone))
+    assert isinstance(found, toml.Document)
+    job = _job(found)
+    table = estimate.layers(job)
+    case = Case(job, table, find("1f1b"), None)
+    sizes = case.first.bytes or ()
+    held = sum(one.weights + one.gradients + one.masters + one.optimizer for one in sizes)
+    count = int(document.values["parallel"]["world"])
+    state = State(sum(layer.params for layer in table), held, job.room, count)
+    if state.room is not None and state.share > state.room:
+        raise _too_large(job, state)
+    return state
+
+
+def _too_large(job: Job, state: State) -> ZbcError:
+    each = state.bytes / (state.parameters or 1)
+    text = f"does not fit: {state.size} parameters need {size(state.bytes)}, {each:.3g} bytes each, "
+    text += f"for weights, gradients and optimizer: {size(state.share)} on each of {state.gpus} GPUs"
+    room = state.room or 1.0
+    enough = -int(-state.bytes // room)
+    larger = [name for name, one in gpu.GPUS.items() if 0.9 * one.memory_gib * GIB > state.share]
+    hint = f"what does: {enough} GPUs or more, before activations"
+    hint += f"; or --gpu {' or '.join(larger)}" if larger else ""
+    details = [
+        f"= hardware.memory_gib is {short(job.hardware.memory_gib or 0)} less a reserve of {short(job.reserve_gib)}"
+    ]
+    return ZbcError("E301", text, where=job.where("hardware", "memory_gib"), hint=hint, details=details)
+
+
+def advise(document: toml.Document, done: Callable[[str, float], None] = lambda text, share: None) -> Advice:
+    """The best rows for a document with a world and a batch that says nothing of shapes, schedule and shards.
+
+    `done` is called with what is going on and how much of it is done. Raises E1xx, and E301 where nothing fits, with
+    what is the least too large.
+    """
+    state = state_of(document)
+    every = [*_shapes(document)]
+    found, least = list[_Shape](), list[tuple[int, world.Shape, ZbcError]]()
+    for k, (shape, own) in enumerate(every):
+        done(LOOKING, k / len(every))
+        guess = _guess(own, shape, state, least)
+        if guess is not None:
+            found.append(_Shape(guess, k, shape, own))
+    chosen, rows = _best(found), list[tuple[float, int, toml.Document, world.Shape]]()
+    for k, (one, kind) in enumerate((one, kind) for one in chosen for kind in KINDS):
+        done(PLANNING, k / len(chosen) / len(KINDS))
+        if one.shape.pp > 1 or kind == BASELINE:
+            own = _with(one.document, {("schedule", "kind"): kind})
+            row = _weighed(own, one.shape)
+            if row.error is None and row.sample_ms is not None:
+                rows.append((row.sample_ms, k, own, one.shape))
+            _remember(least, row)
+    best = list[Row]()
+    for own in _few(sorted(rows, key=lambda row: row[:2])):
+        done(FINISHING, len(best) / ROWS)
+        best += _whole(own)
+    if not best:
+        raise _nothing_fits(state, document, least)
+    return Advice(tuple(sorted(best, key=lambda row: row.sample_ms)), state, len(every), len(chosen))
+
+
+LOOKING, PLANNING, FINISHING = "looking at shapes", "planning the best shapes", "planning whole steps"
+
+
+def _shapes(document: toml.Document) -> Iterator[tuple[world.Shape, toml.Document]]:
+    """Every shape that can be, with each way to share out what replicas have."""
+    for shard in SHARDS:
+        made = _with(document, {("parallel", "shard"): shard, ("schedule", "kind"): BASELINE})
+        found = world.read(made)
+        if isinstance(found, toml.Document):  # there is but one
+            own, parallel = found, found.values["parallel"]
+            found = world.World(
+                own, (world.Shape(parallel["pp"], parallel["dp"], own.values["schedule"]["microbatches"]),)
+            )
+        for shape in found.shapes:
+            if shape.why is None and (shape.dp > 1 or shard == SHARDS[0]):
+                yield shape, found.of(shape)
+
+
+def _weighed(document: toml.Document, shape: world.Shape) -> world.Weighed:
+    try:
+        return weighed(_job(document), shape)
+    except ZbcError as error:
+        return world.Weighed(shape, error=error)
+
+
+def _guess(
+    document: toml.Document, shape: world.Shape, state: State, least: list[tuple[int, world.Shape, ZbcError]]
+) -> float | None:
+    """ms of a sample as 1F1B, where what does not fit is recomputed; None where that does not fit, either."""
+    whole = {("partition", "mode"): "uniform", ("memory", "activations"): "recompute"}
+    again = _weighed(_with(document, whole), shape)
+    if again.sample_ms is None or again.peak_bytes is None:
+        return again.sample_ms
+    room = state.room or math.inf
+    if again.peak_bytes > SPARE * room:
+        _remember(least, again)
+        return None
+    kept = _weighed(_with(document, {**whole, ("memory", "activations"): "keep"}), shape)
+    if kept.sample_ms is None or kept.peak_bytes is None:
+        return again.sample_ms
+    over = max(0.0, kept.peak_bytes - room) / max(1.0, kept.peak_bytes - again.peak_bytes)
+    return kept.sample_ms + min(1.0, over) * (again.sample_ms - kept.sample_ms)
+
+
+def _remember(least: list[tuple[int, world.Shape, ZbcError]], row: world.Weighed) -> None:
+    """What is too large, by how much it needs."""
+    if row.error is not None and row.peak_bytes is not None:
+        least.append((row.peak_bytes, row.shape, row.error))
+
+
+def _best(found: Sequence[_Shape]) -> list[_Shape]:
+    """The best shapes, each with the first way to share out that is as good as any other."""
+    of = dict[world.Shape, _Shape]()
+    for one in found:
+        if one.shape not in of or one.guess < of[one.shape].guess / SPARE:
+            of[one.shape] = one
+    return sorted(of.values())[:SHAPES]
+
+
+def _few(rows: Sequence[tuple[float, int, toml.Document, world.Shape]]) -> Iterator[toml.Document]:
+    """The first, few of each shape."""
+    of = Counter[world.Shape]()
+    for _, _, document, shape in rows:
+        if of[shape] < OF_SHAPE and of.total() < ROWS:
+            of[shape] += 1
+            yield document
+
+
+def _whole(document: toml.Document) -> Iterator[Row]:
+    """The job with its partition and what recomputes written down, planned as `zbc plan` plans it."""
+    try:
+        job = _job(document)
+        found = compile_job(job, suggest=False, budget=0.0)
+        blocks = [sum(name not in ("embed", "head") for name in names) for names in found.layers]
+        decided = {
+            ("partition", "layers_per_stage"): blocks,
+            ("memory", "activations"): as_ordered(job, found.found).memory.activations,
+        }
+        made = _with(document, decided)
+        yield Row(made, compile_job(_job(made), suggest=False))
+    except ZbcError:
+        return
+
+
+def _nothing_fits(
+    state: State, document: toml.Document, least: Sequence[tuple[int, world.Shape, ZbcError]]
+) -> ZbcError:
+    """The E301 of what is the least too large, which says what would do."""
+    if not least:
+        text = f"does not fit: {size(state.share)} of weights, gradients and optimizer leave no room for activations"
+        return ZbcError("E301", text, hint="use more GPUs, or GPUs with more memory")
+    held, shape, error = min(least, key=lambda one: one[0])
+    text = f"does not fit: of all shapes {shape} needs least, {size(held)} a GPU"
+    enough = at_least(held / GIB / (1 - RESERVE))
+    hint = f"what does: hardware.memory_gib = {enough}, more GPUs (--gpus), or shorter sequences (--seq-len)"
+    return ZbcError("E301", text, where=document.where(("hardware", "memory_gib")), hint=hint, details=error.details)
+
+
+# ---- what decides ----------------------------------------------------------------------------------------------------
+
+
+def spent(row: Row) -> dict[str, float]:
+    """What a GPU does in the step, ms of a sample and GPU, of the mean rank: together the time of a sample."""
+    report, parallel = row.compiled.report, row.job.parallel
+    stages = [s for s in range(row.recompute[1]) if row.job.memory.recomputes(s)]
+    again = row.compiled.costs.total("f", stages) * row.job.schedule.microbatches / parallel.pp
+    sums = report.tp_sums.ms if report.tp_sums is not None else 0.0
+    busy = sum(rank.busy_ms for rank in report.per_rank) / len(report.per_rank)
+    shares = {
+        "computing": busy - again - sums,
+        "exchanges inside of layers": sums,
+        "recompute": again,
+        "waiting": row.compiled.settled_ms - busy,
+    }
+    return {name: ms * parallel.ranks / row.compiled.sequences for name, ms in shares.items()}
+
+
+def decides(rows: Sequence[Row]) -> str:
+    """In what the best row is ahead of the next of another shape, in a line: what makes up at least half a percent."""
+    best = rows[0]
+    other = next((row for row in rows[1:] if row.shape != best.shape), None)
+    if other is None:
+        return f"no other shape than {best.shape} fits"
+    mine, theirs = spent(best), spent(other)
+    whole = sum(mine.values())
+    changes = {name: (theirs[name] - mine[name]) / whole for name in mine}
+    told = [
+        f"{percent(abs(by))} {'less' if by > 0 else 'more'} {name}" for name, by in changes.items() if abs(by) > 0.005
+    ]
+    ahead = f"{best.shape} is {percent(sum(changes.values()))} ahead of {other.shape}"
+    return f"{ahead}: {', '.join(told)}" if told else ahead
+
+
+def _job(document: toml.Document) -> Job:
+    return job_of(gpu.filled(document))
+
+
+def _with(document: toml.Document, changes: Mapping[tuple[str, str], Any]) -> toml.Document:
+    """With other values."""
+    tables = dict(document.values)
+    for (table, key), value in changes.items():
+        tables[table] = {**tables.get(table, {}), key: value}
+    return replace(document, values=tables)
