@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zbc.commands.console import labelled, show, show_json, write_text
+from zbc.commands.console import labelled, progress, show, show_json, write_text
 from zbc.commands.console import refuse_unwritable as refuse_unwritable_file
 from zbc.commands.opening import say_if_compiling
 from zbc.commands.options import (
@@ -55,18 +56,23 @@ def plan(
     from zbc.compiler.compile import compile_job, load_job
     from zbc.compiler.whatif.others import Others, kept, others, speedup
     from zbc.compiler.whatif.sharing import sharing
+    from zbc.host.until import Until
     from zbc.plan.directory import refuse_unwritable
     from zbc.viz.words import title
 
-    loaded = load_job(job, settings or (), schedule, profile)
+    began, until, silent = time.perf_counter(), Until(budget), quiet or json
+    with progress("choosing pp and dp", None, quiet=silent):
+        loaded = load_job(job, settings or (), schedule, profile)
     refuse_unwritable(output)  # before a search that may take long
     if dump_ir is not None:
         refuse_unwritable_file(dump_ir / "00.txt")
-    say_if_compiling(loaded, quiet=quiet or json)
-    compiled = compile_job(loaded, budget=budget)
-    beside = others(compiled) if json or not quiet else Others(None, None)
-    words = sharing(compiled) if json or not quiet else None
-    plain = kept(compiled) if json or not quiet else None
+    say_if_compiling(loaded, quiet=silent)
+    with progress("planning", None, quiet=silent):
+        compiled = compile_job(loaded, budget=budget)
+    with progress("comparing with other schedules", None, quiet=silent):
+        beside = others(compiled, until) if json or not quiet else Others(None, None)
+        words = sharing(compiled, until) if json or not quiet else None
+        plain = kept(compiled, until) if json or not quiet else None
     if dump_ir is not None:
         _dump(compiled, dump_ir)
     manifest = compiled.write(output)
@@ -90,15 +96,16 @@ def plan(
         quicker = beside.faster and again("plan", job, beside.faster.schedule, settings, profile)
         if loaded.weighed:
             show(*of_world(loaded.weighed))
-        show(*summary.of_plan(compiled, beside, words, quicker, verbose=verbose))
+        show(*summary.of_plan(compiled, beside, words, quicker, until, verbose=verbose))
         if plain is not None:
             show(labelled("recompute", *summary.recompute_lines(compiled, plain)))
         if loaded.balances:
             show(labelled("balance", *summary.balance_lines(compiled, _gain(manifest))))
-        took = f"planned in {short(compiled.report.compile_seconds, 2)} s, engine {compiled.report.engine}"
+        took = f"planned in {short(time.perf_counter() - began, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
+        left = ["remarks were left out for lack of time: --budget 60s"] if until.cut else []
         more = [] if verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]
-        show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), run_command(loaded, output), *more))
+        show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), run_command(loaded, output), *more, *left))
 
 
 def _gain(manifest: Manifest) -> dict[str, Any]:

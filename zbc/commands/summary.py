@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zbc.compiler.whatif.others import Other, Others
     from zbc.compiler.whatif.sharing import Sharing
     from zbc.compiler.whatif.why import Path, WhatIf
+    from zbc.host.until import Until
     from zbc.job.profile import Profile
     from zbc.job.sections import Average
     from zbc.job.throughput import Throughput
@@ -38,10 +39,10 @@ PROVEN = (
 
 
 def of_plan(
-    compiled: Compiled, others: Others, words: Sharing | None, quicker: str | None, *, verbose: bool
+    compiled: Compiled, others: Others, words: Sharing | None, quicker: str | None, until: Until, *, verbose: bool
 ) -> Iterator[RenderableType]:
     """The summary of a fresh plan, and what its output layer costs; `quicker` is the command that plans the faster of
-    its `others`."""
+    its `others`. It plans nothing that there is no time for."""
     report = compiled.report
     yield labelled("step", *_headline(compiled, others))
     pays = words is not None and words.pays(compiled.settled_ms)
@@ -68,7 +69,7 @@ def of_plan(
         label = "swaps" if compiled.job.parallel.ep > 1 else "sums"
         yield labelled(label, f"inside of ops: {short(found.ms)} ms on a rank (mean), {hidden}")
     if report.flushless is None:  # what binds a step says nothing of a cycle of them
-        yield from _why(compiled, verbose=verbose)
+        yield from _why(compiled, until, verbose=verbose)
     yield labelled("costs", *_costs(compiled))
     proven = "complete, paired, FIFO per direction, deadlock-free"
     yield labelled("proven", proven, *outlives(report.survives, verbose=verbose))
@@ -223,7 +224,7 @@ def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
         yield f"          {short(other)} ms {'without' if barrier else 'with'} the barrier, {change}"
 
 
-def _why(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
+def _why(compiled: Compiled, until: Until, *, verbose: bool) -> Iterator[RenderableType]:
     """What binds and the critical path; with `verbose` what small changes would give."""
     from zbc.compiler.whatif.why import bent_by_memory, binds, critical_path, what_ifs
 
@@ -231,7 +232,7 @@ def _why(compiled: Compiled, *, verbose: bool) -> Iterator[RenderableType]:
     bent = ["and memory rules out the partition that is most even in time"] if bent_by_memory(compiled) else []
     yield labelled("why", *reasons, *bent, *_path(critical_path(compiled)))
     if verbose:
-        found = list(what_ifs(compiled))
+        found = list(what_ifs(compiled, until))
         if found:
             yield labelled("what if", "per sequence, by the fast search", *_what_ifs(found))
 

@@ -36,6 +36,7 @@ from zbc.compiler.seating import seated
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import either_way, least_period
 from zbc.errors import MISTYPED, Problems, ZbcError
+from zbc.host.until import Until
 from zbc.ir import Program
 from zbc.job import gpu, spec, toml, world
 from zbc.job.cuts import cuts_of
@@ -169,6 +170,7 @@ def _has_replicas(document: toml.Document) -> bool:
 
 
 Measured = tuple[Profile | None, LinkTable | None]  # what a plan keeps of the files that its job named
+ASKING = 10.0  # CPU seconds at least in which other schedules are asked whether they would fit
 UNMEASURED: Measured = (None, None)
 
 
@@ -330,13 +332,14 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
     Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
     `suggest`, which other schedules would).
     """
+    until = Until(budget if budget is None else max(budget, ASKING))
     job = decided(job)
     compiled = _compile(job, budget)
     try:
         check_memory(job, compiled.memory, compiled.costs)
     except ZbcError as error:
         if suggest and not _unknown(job, compiled):
-            raise _with_alternatives(error, compiled, budget) from None
+            raise _with_alternatives(error, compiled, budget, until) from None
         raise
     check_host(job, compiled.program, compiled.costs)
     if job.balances:
@@ -472,9 +475,11 @@ class _Alternative(NamedTuple):
     memory: list[RankMemory]
 
 
-def _with_alternatives(error: ZbcError, compiled: Compiled, budget: float | None) -> ZbcError:
-    """The error with the schedules that would fit, the fastest first, beside what they cost against this one."""
-    found = sorted(_alternatives(compiled.job, compiled.schedule), key=lambda other: other.step_ms)
+def _with_alternatives(error: ZbcError, compiled: Compiled, budget: float | None, until: Until) -> ZbcError:
+    """The error with the schedules that would fit, the fastest first, beside what they cost against this one: of those
+    that there is time to ask."""
+    left = list[str]()
+    found = sorted(_alternatives(compiled.job, compiled.schedule, until, left), key=lambda other: other.step_ms)
     words = [
         f"{o.schedule} ({_need(o, compiled.job, error)}, step {_change(o.step_ms, compiled.step_ms)})" for o in found
     ]
@@ -482,13 +487,16 @@ def _with_alternatives(error: ZbcError, compiled: Compiled, budget: float | None
     details = (
         [lines[0], *(f"  {line}" for line in lines[1:])]
         if lines
-        else ["= no other schedule would fit, by the fast search"]
+        else ["= no other schedule would fit, by the fast search"][: not left]
     )
+    if left:
+        most = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+        details.append(f"= not asked for lack of time (a larger --budget): {most}")
     last = error.errors[-1]
     hint = last.hint
     if hint is not None and hint.startswith(EASIER) and not _fits_by_recompute(compiled.job):
         hint = hint.removeprefix(EASIER)
-    if hint is not None and last.code == "E301":
+    if hint is not None and last.code == "E301" and not until.over(compiled.report.compile_seconds):
         hint = _enough(compiled, hint, budget)
     extended = ZbcError(last.code, last.message, where=last.where, hint=hint, details=[*last.details, *details])
     return extended if len(error.errors) == 1 else Problems([*error.errors[:-1], extended])
@@ -508,11 +516,15 @@ def _change(ms: float, from_ms: float) -> str:
     return f"{100 * (ms / from_ms - 1):+.1f}%" if from_ms > 0 else "+0.0%"
 
 
-def _alternatives(job: Job, failed: str) -> Iterator[_Alternative]:
-    """Every other registered schedule that keeps to the job's limits; predicted, not proven."""
+def _alternatives(job: Job, failed: str, until: Until, left: list[str]) -> Iterator[_Alternative]:
+    """Every other registered schedule that keeps to the job's limits, those without a search first; predicted, not
+    proven. `left` gets those that there is no time for."""
     table = estimate.layers(job)
-    for name, card in SCHEDULES.items():
+    for name, card in sorted(SCHEDULES.items(), key=lambda entry: entry[1].searched):
         if name == failed:
+            continue
+        if until.over():
+            left.append(name)
             continue
         chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
         changes = {"kind": name, "chunks": chunks, "plugin": None, "file": None}

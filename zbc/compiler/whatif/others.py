@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from zbc.compiler.planner.case import Case
 from zbc.compiler.schedules import AUTO, SCHEDULES, ScheduleCard
 from zbc.compiler.steps import settled
 from zbc.errors import ZbcError
+from zbc.host.until import Until
 from zbc.ir import Kind
 from zbc.job.spec import Job
 
@@ -42,8 +44,10 @@ class Others(NamedTuple):
     faster: Other | None
 
 
-def others(compiled: Compiled) -> Others:
-    """1F1B, and the fastest of a few schedules if it is clearly faster, as the fastest search finds them."""
+def others(compiled: Compiled, until: Until | None = None) -> Others:
+    """1F1B, and the fastest of a few schedules if it is clearly faster, as the fastest search finds them: of those that
+    there is time for."""
+    until = until or Until(math.inf)
     job, schedule = compiled.job, compiled.job.schedule
     named = schedule.plugin is None and schedule.file is None
     if named and compiled.schedule == BASELINE:
@@ -53,21 +57,23 @@ def others(compiled: Compiled) -> Others:
     found = [] if base is None else [base]
     ops, mine = 3 * compiled.program.placement.stages * schedule.microbatches, compiled.settled_ms
     if ops <= LARGE and (schedule.kind or "").lower() != AUTO:
-        tried = (name for name in TRIED if name != compiled.schedule)
+        tried = (name for name in TRIED if name != compiled.schedule and not until.over())
         found += [other for name in tried if (other := quick(job, name)) is not None]
     best = min(found, key=lambda other: other.ms, default=None)
-    if best is not None and ops <= SMALL and abs(best.ms / mine - 1) <= NEAR:
+    if best is not None and ops <= SMALL and abs(best.ms / mine - 1) <= NEAR and not until.over():
         best = quick(job, best.schedule, every=True)
     return Others(base, best if best is not None and best.ms < mine * (1 - WORTH) else None)
 
 
-def kept(compiled: Compiled) -> Other | None:
+def kept(compiled: Compiled, until: Until | None = None) -> Other | None:
     """The same without recompute, where that is clearly faster and holds hardly more: B runs a forward again then, and
     what it leaves for a W that comes later is what F kept. None where it is not so, or not known at once."""
     job, schedule = compiled.job, compiled.job.schedule
     apart = {op.stage for ops in compiled.program.ranks for op in ops if op.kind is Kind.B}
     again = {stage.stage for stage in compiled.report.cut.stages if stage.recompute}
     if not apart & again or schedule.plugin is not None or schedule.file is not None:
+        return None
+    if until is not None and until.over(compiled.report.compile_seconds):
         return None
     plain = replace(job, memory=job.memory.model_copy(update={"activations": "keep"}))
     found = quick(plain, compiled.schedule, every=True)

@@ -8,6 +8,7 @@ from zbc.compiler.compile import Compiled
 from zbc.compiler.cost import estimate
 from zbc.compiler.deciding import shareable
 from zbc.compiler.whatif.others import LARGE, WORTH, quick
+from zbc.host.until import Until
 
 HEAVY = 1.0  # blocks, from which on an output layer is worth a thought
 FEW = 500  # F, B and W of a step up to which each partition is tried; of more that took longer than the plan itself
@@ -30,8 +31,9 @@ class Sharing(NamedTuple):
         return self.ms < ms * (1 - WORTH)
 
 
-def sharing(compiled: Compiled) -> Sharing | None:
-    """None where the output layer is light, cannot be shared, or it takes a search to say what that would give."""
+def sharing(compiled: Compiled, until: Until | None = None) -> Sharing | None:
+    """None where the output layer is light, cannot be shared, or it takes a search to say what that would give, or
+    longer than there is time."""
     job, schedule = compiled.job, compiled.job.schedule
     named = schedule.plugin is None and schedule.file is None
     ops = 3 * compiled.program.placement.stages * schedule.microbatches * job.slices
@@ -42,6 +44,8 @@ def sharing(compiled: Compiled) -> Sharing | None:
     mean = sum(layer.f + layer.backward for layer in blocks) / len(blocks) if blocks else 0.0
     head = (table[-1].f + table[-1].backward) / mean if mean else 0.0
     if head < HEAVY:
+        return None
+    if until is not None and until.over(compiled.report.compile_seconds):
         return None
     other = job.with_vocabulary("ends" if job.vocabulary else "shared")
     found = quick(other, compiled.schedule, every=ops <= FEW)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.partition.setup import start_of
 from zbc.compiler.sim.simulate import Timeline
 from zbc.errors import ZbcError
+from zbc.host.until import Until
 from zbc.ir import Kind, Op
 from zbc.job.spec import Job, parse_limit
 
@@ -158,14 +160,18 @@ def _full(compiled: Compiled) -> bool:
     return False
 
 
-def what_ifs(compiled: Compiled) -> Iterator[WhatIf]:
-    """Changed jobs beside the job itself, all planned with the fast tier of the search to compare alike."""
+def what_ifs(compiled: Compiled, until: Until | None = None) -> Iterator[WhatIf]:
+    """Changed jobs beside the job itself, all planned with the fast tier of the search to compare alike, as long as
+    there is time."""
+    until = until or Until(math.inf)
+    if until.over(2 * compiled.report.compile_seconds):  # of the job itself and one other
+        return
     now = _fast(compiled.job)
     if now is None:
         return
     base = now / _sequences(compiled.job)
     for change, job in _changes(compiled):
-        step = _fast(job)
+        step = None if until.over() else _fast(job)
         if step is not None:
             yield WhatIf(change, step, step / _sequences(job) / base)
 
