@@ -29,7 +29,7 @@ def picture() -> str:
 
 def comparison() -> str:
     """The schedules at the published times of the 1.5B model."""
-    return _printed("compare", str(ROOT / "plans" / "paper-1.5b.toml"), "--md").rstrip()
+    return _printed("compare", str(ROOT / "plans" / "paper-1.5b.toml"), "--set", "hardware.memory_gib=80", "--md").rstrip()
 
 
 def fidelity() -> str:

@@ -1,11 +1,15 @@
 """The job file: places of values, inheritance, defaults, every problem at once, what belongs to the plan id."""
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from tests.jobs import job, toml_text, write_job
 from tests.limits import at_most
 from tests.refusals import refused
-from zbc.compiler.compile import compile_job
+from zbc.compiler.compile import compile_job, load_job
 from zbc.errors import Problems, ZbcError
 from zbc.job import spec, toml
 
@@ -363,3 +367,39 @@ def test_a_folder_with_a_job_in_it_is_answered_with_the_job(tmp_path):
     with refused("E101") as caught:
         toml.load(tmp_path)
     assert caught.value.hint == f"it holds a job file: {tmp_path / 'zbc.toml'}"
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(key=st.sampled_from(["lr", "eps", "weight_decay", "betas", "momentum"]), data=st.data())
+def test_no_number_of_an_optimizer_that_is_accepted_is_refused_by_torch(key, data):
+    """Beside bounds, far beyond them and at what floats have no number for."""
+    number = st.one_of(st.sampled_from([0, 1, 1.5, -1, 1e-45, 1e-8, 0.9999, 1e30, 1e308]), st.floats(), st.integers())
+    value = data.draw(st.tuples(number, number).map(list) if key == "betas" else number)
+    kind = "sgd" if key == "momentum" else "adamw"
+    try:
+        asked = spec.Optimizer.model_validate({"kind": kind, key: value})
+    except ValidationError:
+        return
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([0.0, 1e-3])
+    common = {"lr": asked.lr, "weight_decay": asked.weight_decay}
+    if kind == "sgd":
+        torch.optim.SGD([weight], momentum=asked.momentum, **common).step()
+    else:
+        torch.optim.AdamW([weight], betas=asked.betas, eps=asked.eps, **common).step()
+    assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said", "hint"),
+    [
+        ("optimizer.betas", "[0.9]", "expected 2 numbers, found [0.9]", "write betas = [0.9, 0.95]"),
+        ("optimizer.betas", "[0.9, 0.9, 0.9]", "expected 2 numbers", "write betas = [0.9, 0.95]"),
+        ("optimizer.betas", "[1.5, 0.9]", "must be less than 1, found 1.5", ""),
+        ("optimizer.betas", "0.9", "expected a list, found 0.9", ""),
+        ("parallel.node", "[2]", "expected 2 numbers, found [2]", "neighbours of a pipeline"),
+    ],
+)
+def test_a_pair_of_numbers_is_named_as_one(tmp_path, key, value, said, hint):
+    with refused("E103", key, said, hint=hint):
+        load_job(write_job(tmp_path), [f"{key}={value}"])

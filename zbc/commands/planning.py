@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from zbc.plan.directory import Manifest
 
 
+_LONG = 100  # columns of a command that is named
+
+
 def plan(
     job: JobFile,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The plan directory.")] = Path("plan"),
@@ -94,6 +97,8 @@ def plan(
     elif not quiet:
         show(f"{title(compiled.program)}, {compiled.report.ops} ops", "")
         quicker = beside.faster and again("plan", job, beside.faster.schedule, settings, profile)
+        if quicker and len(quicker) > _LONG and beside.faster is not None:
+            quicker = f"plan again with --schedule {beside.faster.schedule}"
         if loaded.weighed:
             show(*of_world(loaded.weighed))
         show(*summary.of_plan(compiled, beside, words, quicker, until, verbose=verbose))

@@ -92,6 +92,8 @@ def profile(
     from zbc.training.profiling.session import effort, measure
 
     refuse_unwritable(output)
+    if together is not None and together > loaded.parallel.ranks:
+        raise typer.BadParameter(f"--together is {together}, and the job has {loaded.parallel.ranks} ranks")
     how = effort(loaded, device=device, threads=threads, together=together, rounds=rounds)
     with progress("profiling", rounds + 1, quiet=quiet) as done:
         found = measure(loaded, how, done)

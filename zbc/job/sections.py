@@ -16,6 +16,7 @@ from zbc.job.section import Amount, Count, Ms, NotNegative, Positive, Rate, Sect
 
 ACTIVATIONS = ("keep", "selective", "recompute", "offload", "selective+offload", "recompute+offload", "auto")
 
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving mean, what stays of it
 PerPart = Ms | list[Ms]  # one number for all ranks, stages or layers, or one each
 AmountPerPart = Amount | list[Amount]
 
@@ -344,11 +345,13 @@ class Optimizer(Section):
     """`[optimizer]`."""
 
     kind: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: NotNegative = 3e-4
-    betas: tuple[NotNegative, NotNegative] = Field((0.9, 0.95), strict=False)
-    eps: Positive = 1e-8
-    weight_decay: NotNegative = Field(0.1, description="adamw: decoupled; adam and sgd: added to the gradient")
-    momentum: NotNegative = Field(0.0, description="sgd")
+    lr: Annotated[NotNegative, Field(le=1e3)] = 3e-4
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), strict=False)
+    eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8  # of float32, whose least normal number is 1e-38
+    weight_decay: Annotated[NotNegative, Field(le=1e3)] = Field(
+        0.1, description="adamw: decoupled; adam and sgd: added to the gradient"
+    )
+    momentum: Decay = Field(0.0, description="sgd")
     clip_grad_norm: Positive | None = Field(None, description="largest norm of all gradients together")
     clip_stage_norm: Positive | None = Field(
         None, description="largest norm of the gradients of a stage, without a flush"

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date, time
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -25,6 +25,15 @@ def convert(
             path = (*path, part)
     dotted = ".".join(str(part) for part in path)
     kind, found = problem["type"], problem["input"]
+    field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
+    if field is not None and (kind == "too_long" or (kind == "missing" and isinstance(problem["loc"][-1], int))):
+        options = [field.annotation, *get_args(field.annotation)]
+        count = next((len(get_args(one)) for one in options if get_origin(one) is tuple), 1)
+        there = document.values[name][str(path[1])]
+        text = f"config: {'.'.join(map(str, path[:2]))}: expected {count} numbers, found {_short(there)}"
+        hint = f"write {path[1]} = {_short([*field.default])}" if field.default else field.description
+        where = document.where(path[:2])
+        return ZbcError("E103", text, where=where, hint=hint), path[:2]
     if kind == "missing":
         key = str(problem["loc"][-1])
         where = document.where(path, key=True)
@@ -65,6 +74,7 @@ _WANTED = {
     "string_type": "expected a string",
     "bool_type": "expected true or false",
     "list_type": "expected a list",
+    "tuple_type": "expected a list",
     "dict_type": "expected a table",
     "model_type": "expected a table",
     "finite_number": "expected a finite number",
