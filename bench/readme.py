@@ -29,7 +29,8 @@ def picture() -> str:
 
 def comparison() -> str:
     """The schedules at the published times of the 1.5B model."""
-    return _printed("compare", str(ROOT / "plans" / "paper-1.5b.toml"), "--set", "hardware.memory_gib=80", "--md").rstrip()
+    job, cards = str(ROOT / "plans" / "paper-1.5b.toml"), ("--set", "hardware.memory_gib=80")
+    return _printed("compare", job, *cards, "--md").rstrip()
 
 
 def fidelity() -> str:
