@@ -212,3 +212,42 @@ def test_init_of_a_large_model_is_for_gpus_and_of_a_small_one_for_this_machine(z
     made = load_job(folder / "c" / "zbc.toml")
     assert made.parallel.ranks == 2 and made.hardware.gpu == "l40s"
     assert zbc("init", "d", "--gpus", "2").code == 2
+
+
+DEEPSEEK = {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128}
+DEEPSEEK |= {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+DEEPSEEK |= {"v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8}
+DEEPSEEK |= {"moe_intermediate_size": 2048, "intermediate_size": 18432, "first_k_dense_replace": 3}
+DEEPSEEK |= {"vocab_size": 129280, "max_position_embeddings": 163840, "num_nextn_predict_layers": 1}
+GPT_OSS = {"model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64}
+GPT_OSS |= {"num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4}
+GPT_OSS |= {"intermediate_size": 2880, "vocab_size": 201088, "max_position_embeddings": 131072, "sliding_window": 128}
+
+
+@pytest.mark.parametrize(("config", "published", "more"), [(DEEPSEEK, 671e9, 32.8e9), (GPT_OSS, 20.9e9, 0.0)])
+def test_a_stand_in_has_the_published_parameters_and_those_it_names(model, config, published, more):
+    """671B and 20.9B by their model cards."""
+    folder = model(config)
+    assert advising.parameters_of(folder) == pytest.approx(published + more, rel=0.01)
+    told = advising.approximated(folder)
+    assert told and (not more or "32.8B parameters too many" in told[1])
+    assert not advising.approximated(model(LLAMA, "exact"))
+
+
+def test_no_job_is_written_of_a_stand_in(zbc, folder, model):
+    small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512, "head_dim": 32}
+    path = str(model(GPT_OSS | small | {"num_local_experts": 4, "intermediate_size": 64, "num_key_value_heads": 2}))
+    asked = ("advise", path, "--gpus", "2", "--gpu", "l40s", "--batch", "4", "--seq-len", "128")
+    said = zbc(*asked)
+    words = "every other block is planned as attention to all"
+    assert said.code == 0 and words in " ".join(said.out.split()) and "-o" not in said.out
+    for refused_too in ((*asked, "-o", "job.toml"), ("init", "a", "--from-hf", path, "--gpus", "2", "--gpu", "l40s")):
+        said = zbc(*refused_too)
+        assert said.code == 6 and "E521" in said.err and "cannot train it: no job is written" in said.err
+    assert not (folder / "job.toml").exists() and not (folder / "a").exists()
+
+
+def test_a_stand_in_without_a_size_is_refused(model):
+    for key in ("kv_lora_rank", "hidden_size"):
+        with refused("E521", "lacks a size of a deepseek_v3"):
+            advising.of_folder(model({k: v for k, v in DEEPSEEK.items() if k != key}, key))

@@ -16,7 +16,7 @@ from zbc.commands.jobs import toml_value
 from zbc.commands.options import AsJson, Quiet, Settings, Verbose
 from zbc.errors import ZbcError
 from zbc.job import gpu as gpus_known
-from zbc.job import hfconfig, spec, toml
+from zbc.job import hfconfig, hfplanned, spec, toml
 from zbc.text import GIB, MIB, aligned, percent, size, wrap
 
 if TYPE_CHECKING:
@@ -84,10 +84,12 @@ def advise(
 
     source = _document(model, gpus, gpu, nodes_of, batch, seq_len, settings or ())
     if output is not None:
+        refuse_stand_in(model)
         refuse_unwritable(output)
+    told = approximated(model)
     state = core.state_of(source)
     if not quiet and not json:
-        show(*_fits(source, state))
+        show(*_fits(source, state), *(labelled("about", *wrap(one.split(" "), 68, between=" ")) for one in told))
     with progress("planning", 100, quiet=quiet or json) as more:
         found = core.advise(source, _counter(more))
     if output is not None and row > len(found.rows):
@@ -96,10 +98,10 @@ def advise(
         )
     if json:
         written: dict[str, Any] = {} if output is None else {"job": str(output), "row": row}
-        show_json({**as_json(found), **written})
+        show_json({**as_json(found), "approximated": told, **written})
     elif not quiet:
-        show("", *of_advice(found, verbose=verbose), "")
-        if output is None:
+        show("", *of_advice(found, verbose=verbose), *([""] if not told else []))
+        if output is None and not told:
             named = shlex.join(
                 ["zbc", "advise", str(model), *_again(gpus, gpu, nodes_of, batch, seq_len, settings or ())]
             )
@@ -115,6 +117,7 @@ def best_job(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) ->
     """The job of the first row. Raises as `advise`."""
     from zbc.compiler.whatif import advise as core
 
+    refuse_stand_in(folder)
     source = _document(folder, gpus, gpu, None, None, None, ())
     with progress("planning", 100, quiet=quiet) as more:
         return job_text(core.advise(source, _counter(more)), 1, folder)
@@ -225,17 +228,34 @@ def _size_of(given: toml.Document) -> tuple[int | None, int | None]:
 
 def of_folder(path: Path) -> dict[str, Any]:
     """The tables for a Hugging Face model. Raises E520, E521."""
+    return _of_config(path)[0]
+
+
+def _of_config(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The same, and in what the model that is planned is another one."""
     if not path.exists():
         hint = "name a JOB.toml or a folder with a config.json: hf download NAME config.json --local-dir DIR"
         raise ZbcError("E520", f"model: {path} is not there", hint=hint)
     folder = path.parent if path.name.endswith(".json") else path
     config = hfconfig.read_config(folder, path.name if path.name.endswith(".json") else hfconfig.CONFIG)
-    model = hfconfig.model_of(config, str(path))
+    model, told = hfplanned.model_of(config, str(path))
     values = {**model_values(model, LONGEST), "dtype": "bfloat16", "parameters": "bfloat16"}
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")) and not told:
         values["pretrained"] = str(folder)
     optimizer = {"kind": "adamw", "lr": 2e-5 if "pretrained" in values else 3e-4, "clip_grad_norm": 1.0}
-    return {"model": values, "optimizer": optimizer, "train": {"steps": 1000}, "data": {"kind": "text"}}
+    return {"model": values, "optimizer": optimizer, "train": {"steps": 1000}, "data": {"kind": "text"}}, told
+
+
+def approximated(path: Path) -> list[str]:
+    """In what the model that is planned is another than that of a path; [] where it is the very model."""
+    return [] if path.suffix == ".toml" or (path / "zbc.toml").exists() else _of_config(path)[1]
+
+
+def refuse_stand_in(path: Path) -> None:
+    """Raise E521 where a job would train another model than that of a path."""
+    if told := approximated(path):
+        text = f"model: zbc plans {path} as another model, and cannot train it: no job is written"
+        raise ZbcError("E521", text, details=told, hint="leave out -o: the table of `zbc advise` is what there is")
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
