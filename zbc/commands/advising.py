@@ -308,7 +308,7 @@ def of_advice(found: Advice, *, verbose: bool) -> Iterator[RenderableType]:
 
 _LEGEND = [
     "shards: what replicas share out, optimizer (ZeRO-1) or weights and gradients too (FSDP)",
-    "recompute: stages that run forward twice",
+    "recompute: stages that run forward twice, or of it what is cheap (selective)",
     "memory: of the fullest GPU",
     "idle: of the step, mean over GPUs",
 ]
@@ -320,6 +320,8 @@ def _shard(row: Row) -> str:
 
 def _again_of(row: Row) -> str:
     some, stages = row.recompute
+    if row.selective:
+        return "selective" if not some else f"{some}, sel. {row.selective}"
     return "none" if not some else "all" if some == stages else f"{some} of {stages}"
 
 
@@ -337,6 +339,7 @@ def as_json(found: Advice) -> dict[str, Any]:
                 "schedule": one.compiled.schedule,
                 "shard": one.job.shard,
                 "recompute": some,
+                "selective": one.selective,
                 "stages": stages,
                 "layers_per_stage": one.job.partition.layers_per_stage,
                 "step_ms": one.compiled.settled_ms,

@@ -2,7 +2,7 @@
 
 1. Whether weights, gradients and optimizer state fit at all, all of them shared out among all GPUs.
 2. Every shape of the world, with each way to share out what replicas have, is planned as 1F1B with few microbatches,
-   twice: all stages keep their activations, or all recompute. Of what memory forces in between, the time is a share.
+   three times: all stages recompute, or what is cheap, or nothing. What memory forces in between counts by its share.
 3. The SHAPES that come out best are planned with each of KINDS, where recompute and layers are chosen by stage.
 4. The best are planned whole, as the jobs that can be written of them.
 """
@@ -33,7 +33,7 @@ KINDS = (
     "zb-v",
 )  # that other trainers have, too; `zbc compare` of the job ranks the others
 SHARDS = ("optimizer", "all")  # ZeRO-1; and weights and gradients too, as FSDP
-SHAPES, ROWS, OF_SHAPE = 5, 5, 2  # that are planned; rows, and those of one shape at most
+SHAPES, ROWS, OF_SHAPE = 4, 5, 2  # that are planned; rows, and those of one shape at most
 SPARE = 1.03  # of the room or a guess, what is no difference yet
 
 
@@ -82,6 +82,11 @@ class Row:
         """How many stages recompute, and how many there are."""
         stages = self.compiled.program.placement.stages
         return sum(self.job.memory.recomputes(s) for s in range(stages)), stages
+
+    @property
+    def selective(self) -> int:
+        """How many stages make again what is cheap alone; their time counts as computing."""
+        return sum(self.job.memory.spares(s) for s in range(self.recompute[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +210,15 @@ def _guess(
     if again.peak_bytes > SPARE * room:
         _remember(least, again)
         return None
-    kept = _weighed(_with(document, {**whole, ("memory", "activations"): "keep"}), shape)
-    if kept.sample_ms is None or kept.peak_bytes is None:
-        return again.sample_ms
-    over = max(0.0, kept.peak_bytes - room) / max(1.0, kept.peak_bytes - again.peak_bytes)
-    return kept.sample_ms + min(1.0, over) * (again.sample_ms - kept.sample_ms)
+    for what in ("selective", "keep"):  # less is recomputed each time, until that is too large
+        less = _weighed(_with(document, {**whole, ("memory", "activations"): what}), shape)
+        if less.sample_ms is None or less.peak_bytes is None or again.sample_ms is None or again.peak_bytes is None:
+            continue
+        if less.peak_bytes > room:
+            over = (less.peak_bytes - room) / max(1.0, less.peak_bytes - again.peak_bytes)
+            return less.sample_ms + min(1.0, over) * (again.sample_ms - less.sample_ms)
+        again = less
+    return again.sample_ms
 
 
 def _remember(least: list[tuple[int, world.Shape, ZbcError]], row: world.Weighed) -> None:
