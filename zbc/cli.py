@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from zbc import __version__
 from zbc.commands import (
-    advising,
+    advice,
     checking,
     comparing,
     data,
@@ -80,12 +80,12 @@ def zbc(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Compile pipeline-parallel training schedules into proven, runnable per-rank plans."""
+    """Compile pipeline-parallel training schedules into proven plans per rank."""
 
 
 for _name, _command in (
     ("init", jobs.init),
-    ("advise", advising.advise),
+    ("advise", advice.advise),
     ("plan", planning.plan),
     ("compare", comparing.compare),
     ("profile", profiling.profile),

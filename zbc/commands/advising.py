@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from zbc.commands.advice import count
 from zbc.commands.console import labelled, progress, refuse_unwritable, show, show_json, table, write_text
 from zbc.commands.fromhf import model_values
 from zbc.commands.jobs import toml_value
-from zbc.commands.options import AsJson, Quiet, Settings, Verbose
 from zbc.errors import ZbcError
 from zbc.job import gpu as gpus_known
 from zbc.job import hfconfig, hfplanned, spec, toml
@@ -30,56 +29,29 @@ _KEPT = ("model", "hardware", "optimizer", "train", "data", "checkpoint", "log")
 _ORDER = ("model", "parallel", "partition", "schedule", "hardware", "memory", "optimizer", "train", "data")
 
 
-def _count(text: str) -> int:
-    """`512` or `4M` as a number."""
-    number, unit = (text[:-1], text[-1].lower()) if text[-1:].lower() in ("k", "m") else (text, "")
-    try:
-        value = float(number) * {"k": 2**10, "m": 2**20, "": 1}[unit]
-    except ValueError:
-        value = -1.0
-    if not 1 <= value < 2**40 or value != int(value):
-        raise typer.BadParameter(f"{text!r} is no number; write 512 or 4M")
-    return int(value)
-
-
 def _samples(text: str, length: Any) -> int:
     """`512` sequences, or those of `4M` tokens."""
     if text.isdecimal():
         return max(1, int(text))
-    return max(1, _count(text) // (length if isinstance(length, int) else LONGEST))
+    return max(1, count(text) // (length if isinstance(length, int) else LONGEST))
 
 
-def advise(
-    model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A Hugging Face config.json or its folder, or a JOB.toml.")
-    ],
-    gpus: Annotated[
-        int | None, typer.Option(min=1, max=100_000, metavar="N", help="How many GPUs; default: the ranks of a job.")
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which: h100-sxm; `zbc explain gpu` lists them.")
-    ] = None,
-    nodes_of: Annotated[int | None, typer.Option(min=1, metavar="N", help="GPUs of a node; default 8.")] = None,
-    batch: Annotated[
-        str | None, typer.Option(metavar="N", help="Sequences of a step: 512; or tokens: 4M, the default.")
-    ] = None,
-    seq_len: Annotated[
-        int | None, typer.Option(parser=_count, metavar="N", help="Tokens of a sequence; default: 8k at most.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="JOB.toml", help="Write the job of a row.")
-    ] = None,
-    row: Annotated[int, typer.Option(min=1, max=5, metavar="N", help="Which row -o writes.")] = 1,
-    settings: Settings = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+def advised(
+    model: Path,
+    gpus: int | None,
+    gpu: str | None,
+    nodes_of: int | None,
+    batch: str | None,
+    seq_len: int | None,
+    settings: Sequence[str],
+    output: Path | None,
+    row: int,
+    *,
+    json: bool,
+    quiet: bool,
+    verbose: bool,
 ) -> None:
-    """Find the five best ways to train a model on so many GPUs.
-
-    First whether weights and optimizer state fit at all; then ranks of the pipeline, replicas, ranks that share layers
-    or experts, the schedule, what recomputes, and what replicas share out. -o writes a job, which `zbc plan` plans.
-    """
+    """`zbc advise`."""
     from zbc.compiler.whatif import advise as core
 
     source = _document(model, gpus, gpu, nodes_of, batch, seq_len, settings or ())
@@ -233,7 +205,7 @@ def of_folder(path: Path) -> dict[str, Any]:
 
 def _of_config(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The same, and in what the model that is planned is another one."""
-    if not path.exists():
+    if not os.path.lexists(path):  # what cannot even be looked at is not there
         hint = "name a JOB.toml or a folder with a config.json: hf download NAME config.json --local-dir DIR"
         raise ZbcError("E520", f"model: {path} is not there", hint=hint)
     folder = path.parent if path.name.endswith(".json") else path

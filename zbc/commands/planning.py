@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from pathlib import Path
@@ -64,7 +65,7 @@ def plan(
     from zbc.viz.words import title
 
     began, until, silent = time.perf_counter(), Until(budget), quiet or json
-    with progress("choosing pp and dp", None, quiet=silent):
+    with progress("choosing pp and dp", None, quiet=silent or not os.path.isfile(job)):
         loaded = load_job(job, settings or (), schedule, profile)
     refuse_unwritable(output)  # before a search that may take long
     if dump_ir is not None:
