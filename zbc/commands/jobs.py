@@ -187,7 +187,7 @@ def explain(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Explain an error code, list what does not go together, or the GPUs that a job can name.
+    """Explain an error code, list limits, or the GPUs that a job can name.
 
     Without a code, list all codes.
     """
