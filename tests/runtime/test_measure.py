@@ -59,6 +59,8 @@ SOME += dealt([case for case in CASES if case != "fp32"], [("zb-v", "keep"), ("1
 @pytest.mark.parametrize(("case", "kind", "activations"), few(SOME, lambda case: case[:2] == ("fp32", "zb-h1")))
 def test_every_category_but_buffers_is_predicted_within_a_percent(tmp_path, case, kind, activations):
     found = both(tmp_path, kind=kind, m=5, memory={"activations": activations}, **CASES[case])
+    if "window" in CASES[case].get("model", {}):  # a mask is made once in a process, and kept: it belongs to no step
+        found = both(tmp_path, kind=kind, m=5, memory={"activations": activations}, **CASES[case])
     for predicted, measured in found:
         for name in ("weights", "gradients", "masters", "optimizer", "activations"):
             assert getattr(predicted, name) == pytest.approx(getattr(measured, name), rel=0.01), name

@@ -187,7 +187,7 @@ def explain(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Explain an error code, list limits, or the GPUs that a job can name.
+    """Explain an error code, list limits, or the GPUs by name.
 
     Without a code, list all codes.
     """
