@@ -124,6 +124,11 @@ class Key(NamedTuple):
     pipe: int = 0
     slice: int = 0
 
+    @property
+    def name(self) -> str:
+        """`s1 m0`, as in the text of an op."""
+        return str(Op(Kind.F, *self)).removeprefix("F ")
+
 
 def parse_line(text: str) -> tuple[Op, int | None]:
     """An op and the peer rank printed after it, if any. Raises E404 for anything else."""

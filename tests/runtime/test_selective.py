@@ -8,6 +8,7 @@ from tests.composed import beside, toml, trained
 from tests.threads import scaled
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
+from zbc.errors import ZbcError
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core import again
 
@@ -112,6 +113,35 @@ def test_marked_modules_of_a_user_run_again_with_the_same_random_numbers(tmp_pat
     assert found[0] == found[1] == found[2]
 
 
+def test_where_no_gradient_goes_what_is_cheap_is_kept(tmp_path, monkeypatch):
+    """A frozen table, and behind it a norm that is frozen, too."""
+    text = USERS.replace("*(Layer(mark) for _ in range(6))", "frozen(Layer(mark)), *(Layer(mark) for _ in range(5))")
+    text = text.replace("[nn.Embedding(256, 32)", "[nn.Embedding(256, 32).requires_grad_(False)")
+    text += "\ndef frozen(layer):\n    layer.norm.requires_grad_(False)\n    return layer\n"
+    (tmp_path / "partly.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = []
+    for activations in ("keep", "selective"):
+        job, _ = beside(schedule__kind="zb-h1")
+        job["model"] = {"family": "partly:layers", "layers": 8, "vocab": 256, "seq_len": 32}
+        job["memory"] = {"activations": activations}
+        found.append(trained(job))
+    assert found[0] == found[1]
+
+
+def test_auto_takes_nothing_that_the_job_excludes(tmp_path):
+    """Neither copies to the host nor selective recompute go with compiled layers."""
+    job, _ = beside("compile", schedule__kind="1f1b", parallel__pp=2, **WIDE)
+    path, job["memory"] = Path(tmp_path) / "zbc.toml", {"activations": "auto"}
+    path.write_text(toml(job))
+    free = compile_job(load_job(path), budget=0.0, suggest=False)
+    most = max(rank.bytes for rank in free.memory)
+    job["hardware"] = {"memory_gib": 0.8 * most / 2**30, "host_gbps": 1000.0}
+    path.write_text(toml(job))
+    made = compile_job(load_job(path), budget=0.0, suggest=False)
+    assert made.found.activations is None and made.found.recompute
+
+
 def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name(tmp_path):
     job, _ = beside(schedule__kind="1f1b", parallel__pp=2, **LLAMA, **WIDE)
     steps = {}
@@ -122,7 +152,7 @@ def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name(tmp_
             path.write_text(toml(job))
             try:
                 made = compile_job(load_job(path), budget=0.0, suggest=False)
-            except Exception:  # it does not fit
+            except ZbcError:  # it does not fit
                 continue
             steps[activations, limit] = made.step_ms
             if activations == "auto" and limit == 0.02:

@@ -175,8 +175,7 @@ def opened(tables: Mapping[str, Any], places: toml.Document, gpus: int, batch: i
     length = model.get("seq_len") if isinstance(model.get("seq_len"), int) else LONGEST
     each = max(1, LONGEST // 2 // (length or 1))
     batch = batch or max(1, round(TOKENS / (length or 1) / each / gpus)) * gpus * each
-    alone = model.get("experts") or model.get("variant") in ("olmo2", "olmoe")  # layers that no ranks share
-    parallel = {"world": gpus, "tp": 1 if alone else "auto", "tp_sequence": True}
+    parallel = {"world": gpus, "tp": "auto", "tp_sequence": True}
     parallel |= {"ep": "auto"} if model.get("experts") else {}
     schedule = {"batch": batch, "microbatch_size": math.gcd(min(each, max(1, batch // gpus)), batch)}
     values = {"zbc": 1, **tables, "parallel": parallel, "schedule": schedule, "memory": {"activations": "auto"}}

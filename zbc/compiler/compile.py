@@ -426,10 +426,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
         check_forward(forward_of(program))
     timeline, memory = found.complete.timeline, found.memory
     layers = tuple(tuple(table[i].name for i in part) for part in found.stages)
-    remembered = as_ordered(job, found).memory
-    again = [s for s in range(len(layers)) if remembered.recomputes(s)]
-    spared = [s for s in range(len(layers)) if remembered.spares(s)]
-    chosen = report.Chosen(layers, again, spared, found.tried, found.all_tried, cuts_of(job))
+    chosen = report.Chosen(layers, as_ordered(job, found).memory, found.tried, found.all_tried, cuts_of(job))
     summary = report.build(program, found.costs, timeline, memory, found.bounds, found.name, chosen)
     barrier, ahead = either_way(found.complete)
     without = None if job.freeze.most else ahead  # frozen layers need the barrier

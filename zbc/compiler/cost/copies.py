@@ -65,9 +65,7 @@ def share_of(costs: Costs, placement: Placement) -> float:
 
 
 def possible(job: Job, *, bytes_known: bool) -> bool:
-    """Whether activations could be copied to the host: the speed is known, and nothing else of the job excludes it."""
-    if job.schedule.slices != 1 or job.parallel.frees:
-        return False
+    """Whether the speed of copies to the host is known."""
     try:
         speed_of(job, bytes_known=bytes_known)
     except ZbcError:

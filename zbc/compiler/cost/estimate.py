@@ -154,7 +154,9 @@ def _part(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: flo
         size, spared = own.size, own.spared
     else:
         size, spared = layer.size.scaled(rows), layer.spared and layer.spared.scaled(rows)
-        size = size if own is None else replace(size, kv=own.size.kv)
+        if own is not None:
+            size = replace(size, kv=own.size.kv)
+            spared = spared and own.spared and replace(spared, kv=own.size.kv, fused=own.spared.fused)
     return replace(layer, **times, size=size, measured=one, spared=spared)
 
 
@@ -247,9 +249,6 @@ def _head(z: Sizes) -> tuple[int, ...]:
     return (*((z.hidden,) if z.gated else (z.hidden, z.hidden)), z.hidden * z.vocab)
 
 
-_SPARED = ("act_b", "more_b", "more_bw")  # of a footprint, what selective recompute changes
-
-
 def _measured(layer: Layer, one: Measurement) -> Layer:
     if layer.apart and one.params > layer.params:  # measured with all experts: a rank has some
         part = layer.params / one.params
@@ -260,8 +259,7 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
         one = replace(one, held=held, step=step, tentative=tentative, params=layer.params, parts=layer.parts)
     size, spared = layer.size if one.size is None else one.size, layer.spared
     if one.size is not None and spared is not None:  # what is estimated to go, of what was measured
-        less = {name: getattr(one.size, name) + getattr(spared, name) - getattr(layer.size, name) for name in _SPARED}
-        spared = replace(one.size, **less)
+        spared = one.size.remade(layer.size.act_b - spared.act_b, spared.more_b - layer.size.more_b)
     parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
     params = one.params or layer.params
     return replace(layer, f=one.f, b=one.b, w=one.w, params=params, parts=parts, size=size, measured=one, spared=spared)

@@ -76,6 +76,12 @@ class Footprint:
             more_bw=self.more_bw if bw is None else bw,
         )
 
+    def remade(self, gone: float, made: float) -> Footprint:
+        """The same where B makes again what is `gone` from what F keeps, and needs so many bytes more for that."""
+        known = {name: getattr(self, name) for name in _OF_BACKWARD}
+        more = {name: value + made for name, value in known.items() if value is not None}
+        return replace(self, act_b=self.act_b - gone, **more)
+
     def scaled(self, rows: float) -> Footprint:
         """That of a share of the tokens; what belongs to parameters stays."""
         return replace(self, **{name: rows * getattr(self, name) for name in _BY_TOKEN})
@@ -92,6 +98,7 @@ class Footprint:
         )
 
 
+_OF_BACKWARD = ("more_b", "more_bw", "first_b", "first_bw", "rise_b", "rise_bw")
 _BY_TOKEN = ("act_b", "act_w", "entry", "result", "more_f", "more_alone", "logits", "loose", "tail", "kv", "fused")
 
 
@@ -242,6 +249,16 @@ class Sizes:
         return self.queries * (1 if self.capped else 2) + self.keys if self.rotary and self.turned else 0
 
     @property
+    def met(self) -> float:
+        """MLPs that a token meets, of those that a rank has."""
+        return (self.top_k or 1) * self.uneven
+
+    @property
+    def logs(self) -> int:
+        """Bytes per token: sums of exp of an attention that computes its scores again by itself."""
+        return 0 if self.capped else 4 * self.heads
+
+    @property
     def scores(self) -> float:
         """Bytes of all that there is of a chunk of capped scores while their attention runs."""
         if not self.capped:
@@ -294,13 +311,11 @@ def embedding(z: Sizes) -> Footprint:
 def block(z: Sizes) -> Footprint:
     """Of a block: attention and MLP, or the experts that a token meets."""
     h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
-    met = (z.top_k or 1) * z.uneven
-    f = met * z.mlp + z.common  # of all MLPs that a token meets
+    f = z.met * z.mlp + z.common  # of all MLPs that a token meets
     grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
     spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a sum
     turned = z.turned_kept
-    log = 0 if z.capped else 4 * z.heads  # sums of exp of an attention that computes scores again by itself
-    routed = 2 * met * h if z.experts else 0
+    routed = 2 * z.met * h if z.experts else 0
     own = h if z.common else 0  # what the expert of all tokens gives, before its gate
     inside = 2 * h + 2 * q + 2 * k + turned + routed + own + (4 if z.gated else 2) * f
     chosen = h + z.choices if z.experts else 0
@@ -313,8 +328,9 @@ def block(z: Sizes) -> Footprint:
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     rise_w, rise_bw = (None, None) if z.experts else _rises(z, grad)
     return Footprint(
-        act_b=(2 * (z.stream * h + z.norm) + z.behind) * z.own + (z.head_norms + inside * n + log + 8 * z.choices) * t,
-        act_w=(2 * h + 2 * met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
+        act_b=(2 * (z.stream * h + z.norm) + z.behind) * z.own
+        + (z.head_norms + inside * n + z.logs + 8 * z.choices) * t,
+        act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
         entry=z.stream * h * z.own,
         result=z.stream * h * z.own,
         keeps_given=not z.cast and z.shared == 1,
@@ -343,38 +359,21 @@ def block(z: Sizes) -> Footprint:
 
 def regathered(z: Sizes) -> Footprint:
     """Of a block whose ranks gather tokens again in B: F keeps neither them nor what the norms before them need."""
-    whole = block(z)
-    gone = 2 * (z.norm * z.own + z.hidden * z.width * z.tokens)
     made = 2 * z.hidden * z.width * z.tokens
-    more_bw, first, rise = (None if b is None else b + made for b in (whole.more_bw, whole.first_bw, whole.rise_bw))
-    assert more_bw is not None
-    return replace(
-        whole, act_b=whole.act_b - gone, more_b=whole.more_b + made, more_bw=more_bw, first_bw=first, rise_bw=rise
-    )
+    return block(z).remade(2 * z.norm * z.own + made, made)
 
 
 def spared(z: Sizes) -> Footprint:
     """Of a block with selective recompute: F keeps what its linear layers give, and B makes again what they take."""
-    whole, h, q, n, t = block(z), z.hidden, z.queries, z.width, z.tokens
-    met = (z.top_k or 1) * z.uneven
-    f = met * z.mlp + z.common
-    log = 0 if z.capped else 4 * z.heads
-    inside = 2 * h + q + z.turned_kept + (2 if z.gated else 1) * f
-    gone = 2 * z.norm * z.own + (z.head_norms + inside * n + log) * t
+    whole, h, n, t, f = block(z), z.hidden, z.width, z.tokens, z.met * z.mlp + z.common
+    inside = 2 * h + z.queries + z.turned_kept + (2 if z.gated else 1) * f
+    gone = 2 * z.norm * z.own + (z.head_norms + inside * n + z.logs) * t
+    whole = replace(whole, fused=-whole.kv)  # slices have those in buffers, beside the output of a linear layer
     if z.experts:  # one of them runs again at a time: rows on their way to and from them are more
-        rows = 3 * met * h * n * t
+        rows = 3 * z.met * h * n * t
         more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
-        return replace(whole, act_b=whole.act_b - gone, fused=-whole.kv, more_b=more_b, more_bw=more_bw)
-    made = ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t
-    return replace(
-        whole,
-        act_b=whole.act_b - gone,
-        fused=-whole.kv,  # slices have keys and values in buffers, beside the output of a linear layer with them in it
-        more_b=whole.more_b + made,
-        more_bw=whole.more_bw + made,
-        first_bw=None if whole.first_bw is None else whole.first_bw + made,
-        rise_bw=None if whole.rise_bw is None else whole.rise_bw + made,
-    )
+        return replace(whole, act_b=whole.act_b - gone, more_b=more_b, more_bw=more_bw)
+    return whole.remade(gone, ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t)
 
 
 def _attended(z: Sizes) -> float:

@@ -18,8 +18,8 @@ from zbc.job.links import LinkTable
 from zbc.job.spec import Hardware, Job
 from zbc.topology import Topology
 
-# Of a transfer, the share in which its ranks do not compute: as published runs on A100s have it, which took 2 to 6%
-# longer with 1F1B than so, and -5 to 5% with three chunks (arXiv 2401.10241, table 4: bench/published.py).
+# Of a transfer, the share in which its ranks do not compute: .5 to 1.2 bring published runs on A100s to within 5%
+# (bench/published.py).
 _MESSAGE_SHARE = {"cuda": 1.0, "cpu": 0.0}
 _DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as bench/vocabulary.py found them
     "cuda": (230.0, 1750.0, 3.0, 200.0, 10.0),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from zbc import excludes
 from zbc.compiler.check.memory import check_host, check_memory, excess
 from zbc.compiler.cost import copies, estimate
 from zbc.compiler.memory.per_rank import peaks
@@ -175,15 +176,20 @@ def activations(job: Job, case: Case) -> Iterator[Memory]:
     where copies have a known speed, copied to the host, with the stages that recompute as well from none to all. First
     are those of each rank whose activations live longest."""
     yield job.memory
-    if AUTO not in job.memory.chosen() or not case.optional or not limited(job):
-        return
+    if AUTO in job.memory.chosen() and case.optional and limited(job):
+        others = (replace(job, memory=memory) for memory in _less(job, case))
+        yield from (one.memory for one in others if not any(excludes.clashes(vars(one), case.card.traits)))
+
+
+def _less(job: Job, case: Case) -> Iterator[Memory]:
+    """Those that hold less, whatever the job excludes."""
     place = places(case.placement)
     counts = sorted({*(count for count in (1, 2) if count <= max(place)), max(place) + 1})
 
     def choice(first: str, rest: str, count: int) -> Memory:
         return job.memory.with_choice([first if before < count else rest for before in place])
 
-    spares = not job.model.compile and any(layer.spared is not None for layer in case.table)
+    spares = any(layer.spared is not None for layer in case.table)
     if spares:
         yield from (choice(SELECTIVE, AUTO, count) for count in counts)
         yield from (choice(RECOMPUTE, SELECTIVE, count) for count in counts[:-1])

@@ -129,8 +129,8 @@ def _fewest(best: Best, case: Case) -> None:
     while few < most:
         middle = (few + most) // 2
         choice = case.even(frozenset(case.optional[:middle]))
-        fits = not case.short(choice) and not best.look(case, choice, quick=True)[0]
-        few, most = (few, middle) if fits else (middle + 1, most)
+        over = INF if case.short(choice) else best.look(case, choice, quick=True)[0]
+        few, most = (middle + 1, most) if over else (few, middle)
 
 
 def _least_memory(best: Best, cases: Sequence[Case]) -> None:

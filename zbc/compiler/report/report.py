@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from zbc.compiler.sim.copies import Copying, copied
 from zbc.compiler.sim.shared import sums_of
 from zbc.compiler.sim.simulate import Timeline, run, steady_state
 from zbc.ir import Kind, Op, Program
+from zbc.job.sections import Memory
 from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 from zbc.ops import TIED
 
@@ -332,8 +333,7 @@ class Chosen(NamedTuple):
     """The cut of a plan, and how it was found: see `CutReport`."""
 
     layers: tuple[tuple[str, ...], ...]  # stage -> layer names
-    recomputed: Collection[int]
-    spared: Collection[int]  # that recompute selectively
+    memory: Memory  # what happens to activations
     tried: int = 1
     all_tried: bool = False
     cuts: Sequence[int] = ()  # of a microbatch into slices
@@ -442,8 +442,8 @@ def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], chos
         w_ms=costs.column("w")[s],
         state_bytes=round(size.weights + size.gradients + size.masters + size.optimizer) if size else 0,
         activation_bytes=round(costs.bytes_of("kept")[s]),
-        recompute=s in chosen.recomputed,
-        selective=s in chosen.spared,
+        recompute=chosen.memory.recomputes(s),
+        selective=chosen.memory.spares(s),
     )
 
 

@@ -112,10 +112,12 @@ def made_again(
     slot = current_slot()
     if slot is None or slot.spares < what or not torch.is_grad_enabled():
         return function(*inputs)
+    parameters = [p for module in inside if module is not None for p in module.parameters()]
+    if not any(tensor.requires_grad for tensor in (*inputs, *parameters)):  # it has no backward
+        return function(*inputs)
     remade = Remade(function, inputs[0].device)
     if draws:
         remade.around.append(_drawing(inputs[0].device))
-    parameters = [p for module in inside if module is not None for p in module.parameters()]
     made: Tensor = _MadeAgain.apply(remade, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     made._remade = remade  # type: ignore[attr-defined]
     return made

@@ -15,7 +15,6 @@ from zbc.runtime.core.route import Left
 from zbc.runtime.core.slot import Slot, between, swap_slot
 from zbc.runtime.core.stage import mismatch
 from zbc.runtime.core.state import Worker
-from zbc.runtime.core.stores import name_of
 from zbc.runtime.core.tape import Inputs
 from zbc.runtime.core.validate import peak_bytes
 
@@ -33,7 +32,7 @@ def forward(worker: Worker, op: Op) -> None:
     finish = gives.finish(worker, number)
     x = takes.take(worker, number) if x is None else x  # last, so that what comes is used at once
     if x.dtype is not stage.takes.dtype or x.shape != stage.takes.shape:
-        raise mismatch(f"the input of F {name_of(key)}", x, stage.takes)
+        raise mismatch(f"the input of F {key.name}", x, stage.takes)
     clock = worker.clock
     began = clock.start()
     y, left = route.keeps.forward(worker, stage, x, number, finish, slot)
@@ -58,7 +57,7 @@ def backward(worker: Worker, op: Op) -> None:
     if takes is not None:
         grad, wanted = takes.take(worker, 0), stage.returned
         if wanted is not None and (grad.dtype is not wanted.dtype or grad.shape != wanted.shape):
-            raise mismatch(f"the gradient for B {name_of(key)}", grad, wanted)
+            raise mismatch(f"the gradient for B {key.name}", grad, wanted)
         grad = grad if stage.goes is None else stage.goes.widened(grad)
         if not stage.passed and not grad.any():  # in one process there is none, and AdamW moves nothing
             left.tape = _NOTHING
@@ -97,7 +96,7 @@ def backward_weight(worker: Worker, op: Op) -> None:
     """W: the weight gradients that B left."""
     slot = worker.slots.pop(op.key, None)
     if slot is None:
-        raise ZbcError("E703", f"run: W {name_of(op.key)}: its B has not run")
+        raise ZbcError("E703", f"run: W {op.key.name}: its B has not run")
     began = worker.clock.start()
     slot.run(between())
     worker.clock.stop(began)

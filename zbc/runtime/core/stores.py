@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from zbc.ir import Key, Kind, Message, Op
+from zbc.ir import Key, Kind, Message
 from zbc.ops import VALUES
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def leftovers(worker: Worker) -> list[str]:
         return worker.phase_run.ending.due(worker, mb)
 
     due = (store for store in STORES[1:] if not any(VALUES[value].stays for value in store.values))
-    found = [store.left.format(name_of(key)) for store in due for key in worker.store(store) if late(key.mb)]
+    found = [store.left.format(key.name) for store in due for key in worker.store(store) if late(key.mb)]
     found += [_left_on(worker, edge) for edge in worker.edges if late(edge.mb)]
     found += [text for feature in worker.features for text in feature.leftovers(worker)]
     found += ["a sum of gradients was started and never used"] * len(worker.summing)
@@ -48,14 +48,9 @@ def _left_on(worker: Worker, edge: Message) -> str:
     """What is said of a value that is left on an edge."""
     placement = worker.placement
     sent = placement.crosses(edge.source, edge.sink, edge.pipe)
-    name = name_of(Key(edge.source if sent or placement.branches else edge.sink, *edge[2:]))
+    name = Key(edge.source if sent or placement.branches else edge.sink, *edge[2:]).name
     name += f" to s{edge.sink}" if placement.branches else ""
     what, reader = ("output", "F") if edge.forward else ("gradient", "B")
     if sent:
         return f"the {'output of F' if edge.forward else 'input gradient of B'} {name} was never sent"
     return f"the {what} handed over for {reader} {name} was never used"
-
-
-def name_of(key: Key) -> str:
-    """`s1 m0`, as in the text of an op."""
-    return str(Op(Kind.F, *key)).removeprefix("F ")

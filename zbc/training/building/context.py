@@ -103,8 +103,8 @@ class Site:
         self.seat, self.mine = self.topology.of(self.rank), self.placement.stages_of(self.plan.rank)
         self.last = any(not self.placement.sinks(s) for s in self.mine)  # whether it has the loss
         self.reads = manifest.vocabulary is not None or bool(set(self.placement.ends) & set(self.mine))  # data
-        sequence = manifest.planning.get("parallel", {}).get("tp_sequence", False)
-        self.shares_sequence = bool(sequence)  # each of the ranks that share layers has its part of the tokens
+        # Whether each of the ranks that share layers has its part of the tokens; or "regather" (job/sections.py).
+        self.shares_sequence: bool | str = manifest.planning.get("parallel", {}).get("tp_sequence", False)
 
     @cached_property
     def work(self) -> Dealer | None:

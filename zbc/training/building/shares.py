@@ -76,7 +76,7 @@ def shared_with(site: Site) -> Shared:
     run, meter = site.topology, Meter() if site.device.type == "cpu" else None  # on a GPU the host does not wait
     sharing, group, swaps = run.sharing(site.rank), None, None
     if run.tp > 1:
-        group = Group(sharing, site.seat.tp, site.transport, site.shares_sequence, meter)
+        group = Group(sharing, site.seat.tp, site.transport, bool(site.shares_sequence), meter)
     for ranks in swapping(site.manifest):
         if site.rank in ranks:
             swaps = Group(ranks, site.seat.dp % site.manifest.ep, site.transport, meter=meter)

@@ -58,8 +58,7 @@ def _spares(site: Site, stage: int) -> int:
     memory = site.settings.memory
     if memory.spares(stage):
         return CHEAP
-    again = site.manifest.planning.get("parallel", {}).get("tp_sequence") == "regather"
-    return GATHERED if again and not memory.recomputes(stage) else 0
+    return GATHERED if site.shares_sequence == "regather" and not memory.recomputes(stage) else 0
 
 
 def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int, ...]:
