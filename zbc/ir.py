@@ -451,6 +451,7 @@ class Program(ProgramTraits):
             "weights for W": self.resident > 0 and self.with_w,
             "waits for averages": self.averages > 1,
             "flushless": self.flushless,
+            "flushless in shares": self.flushless and self.sharded,
         }
         return tuple(name for name in there if there[name])
 

@@ -500,6 +500,7 @@ PATCHES: dict[str, tuple[RowPatch, ...]] = {
         RowPatch(Kind.REDUCE, without="part@UNITS clean"),
         RowPatch(Kind.STEP, "total", "", "total", without="verdict weights shard clean", columns=(("closes", ""),)),
     ),
+    "flushless in shares": (RowPatch(Kind.STEP, "weights", "shard", "weights"),),
 }
 
 

@@ -14,6 +14,7 @@ from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.ir import NEXT, Kind, Op
+from zbc.runtime.core.optimizer import InPlace
 from zbc.runtime.core.stores import leftovers
 from zbc.runtime.features import cycle
 from zbc.runtime.features.versions import TwoVersions
@@ -24,7 +25,7 @@ OPTIMIZERS |= {"momentum": {"kind": "sgd", "lr": 0.05, "momentum": 0.9}}
 OPTIMIZERS |= {"rates": {**ADAMW, "schedule": {"kind": "cosine", "warmup_steps": 4}}}
 OPTIMIZERS |= {"clipped": {**ADAMW, "clip_stage_norm": 0.4}}
 SHAPES = [("1f1b", 2, 3, 1), ("1f1b", 4, 3, 1), ("1f1b", 3, 5, 1), ("1f1b", 1, 2, 1), ("interleaved-1f1b", 2, 4, 2)]
-SHAPES += [("interleaved-1f1b", 3, 6, 2)]
+SHAPES += [("interleaved-1f1b", 3, 6, 2), ("gis", 2, 4, 2), ("gis", 3, 6, 2)]
 SMALL = {**GPT, "layers": 6, "hidden": 16, "vocab": 31}
 
 
@@ -236,7 +237,7 @@ def test_a_step_that_forgets_to_copy_is_noticed(monkeypatch):
 
 def test_an_op_on_weights_that_are_not_here_is_refused():
     with refused("E703"):
-        TwoVersions(_options(), {}).turn_to(2)
+        TwoVersions(InPlace(_options(), {})).turn_to(2)
 
 
 def _options():

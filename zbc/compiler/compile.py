@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from zbc import excludes
 from zbc.compiler import recall
 from zbc.compiler.check import check_graph
 from zbc.compiler.check.asked import missing_problems
@@ -203,13 +204,16 @@ def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
 
 
 _FAST = 1e-3  # seconds of a search: the fast tier, with kernels that are compiled once for all shapes
-_STANDINS = ("v-auto", "zb-auto")  # what a shape is weighed with where the schedule is open
+# What a shape is weighed with where the schedule is open: the first two that go with the job.
+_STANDINS = ("v-auto", "zb-auto", "interleaved-1f1b", "1f1b")
 _ENOUGH = 3  # times the ranks of a pipeline: microbatches after which a step grows by what its busiest rank has to do
 
 
 def weighed(job: Job, shape: world.Shape, *, whole: bool = False) -> world.Weighed:
     """One shape as the best of the schedules it is weighed with, planned with few microbatches unless it is `whole`."""
-    names = _STANDINS if (job.schedule.kind or "").lower() == AUTO else (job.schedule.kind,)
+    names: Sequence[str | None] = (job.schedule.kind,)
+    if (job.schedule.kind or "").lower() == AUTO:
+        names = [name for name in _STANDINS if not any(excludes.clashes(vars(job), find(name).traits))][:2]
     jobs = [job.under(name or "") for name in names]
     rows = [_planned(each, shape, whole=whole) for each in jobs]
     return min(rows, key=lambda row: (row.error is not None, row.sample_ms or 0.0))

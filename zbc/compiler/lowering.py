@@ -62,6 +62,7 @@ class Lowering:
     offload: Offload | None = None  # to keep to a limit by moving activations to the host
     weave: Weave | None = None  # of a vocabulary that all ranks share
     every: int = 0  # microbatches from one step of a stage to its next, where each steps on its own
+    group: int | None = None  # of the schedule, which without a flush is asked for several steps
     freeze: Freeze | None = None  # of weight gradients that are left out; set once an order is found
 
     @classmethod
@@ -72,6 +73,7 @@ class Lowering:
             gather=GatherWeights(resident, with_w=not job.model.builtin, room=job.room) if job.parallel.frees else None,
             weave=Weave(job.vocabulary) if job.vocabulary else None,
             every=job.optimizer.every if job.optimizer.sync == "asynchronous" else 0,
+            group=job.schedule.group,
         )
 
     def passes(self, *, sharded: bool = False) -> list[Pass]:
@@ -100,7 +102,7 @@ class Lowering:
 
     def _first(self) -> list[Pass]:
         if self.sync in FLUSHLESS:
-            return [Flushless(self.every)]
+            return [Flushless(self.every, self.group)]
         return [*_some(self.weave), *_FIRST]
 
     def _last(self, *, sharded: bool) -> list[Pass]:

@@ -350,7 +350,8 @@ def train_steps(worker: Worker, steps: range, guests: Sequence[Guest], run: Step
         feature.begins(worker)
     for step in steps:
         last = step + 1 == steps.stop
-        worker.ends = last or stopping or any(guest.due(step, last=last) for guest in guests)
+        turns = worker.run_of(step + 1) is not worker.run_of(step)
+        worker.ends = last or stopping or turns or any(guest.due(step, last=last) for guest in guests)
         asked = any(guest.asks() for guest in guests)
         result = run(worker, step, stop=True) if asked else run(worker, step)
         tell(result)

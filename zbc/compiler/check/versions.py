@@ -60,7 +60,7 @@ def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
     mine = program.placement.stages_of(rank)
     for step, op in enumerate(program.ranks[rank]):
         wide = op.kind.stage_wide or op.kind.rank_wide or op.kind.unit_wide
-        if (wide and op.kind not in (Kind.STEP, Kind.REDUCE)) or op.kind.is_mark:
+        if (wide and op.kind not in (Kind.STEP, Kind.REDUCE, Kind.GATHER)) or op.kind.is_mark:
             text = f"program: {op} does not go with steps that follow one another without a flush"
             yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
         elif wide and op.stage not in mine:
@@ -73,7 +73,7 @@ def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
 
 def _between(program: Program, rank: int, stage: int, steps: Sequence[int]) -> Iterator[ZbcError]:
     """Where a stage steps on its own, behind every few backwards: that they are equally many."""
-    ops, each = program.ranks[rank], program.microbatches // len(steps)
+    ops, each = program.ranks[rank], program.microbatches // len(steps) * program.slices
     for number, (first, last) in enumerate(pairwise((-1, *steps))):
         found = sum(op.kind.makes_part and op.stage == stage and op.mb < NEXT for op in ops[first + 1 : last])
         if found != each and len(steps) > 1:

@@ -93,7 +93,7 @@ def _stage(
     share = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
     versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
     return StageBytes(
-        weights=versions * weights - low + constant,
+        weights=versions * weights - low + constant + (versions == 2) * sum(z.casts for z in sizes),
         gradients=gradients,
         masters=most * masters,
         optimizer=most * state + _averaging(job, params),

@@ -92,8 +92,8 @@ class Layout:
         self.closed = bool(closing)
         self.ahead = "ahead" in closing
         # What there is of weights that are shared out as a step begins: they are gathered where ops need them, unless
-        # that was done behind the tentative steps of the one before.
-        gathers = program.resident > 0 or (Kind.GATHER in self.kinds and not self.ahead)
+        # that was done behind the steps of the one before.
+        gathers = program.resident > 0 or (Kind.GATHER in self.kinds and not (self.ahead or program.flushless))
         self.begins = "shard" if gathers else "weights"
         # Whether messages are ops: any transfer or step-level op says so.
         self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)

@@ -242,7 +242,8 @@ class _RankLedger:
 
     def _shared_out(self, i: int, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
         """What sums of gradients that are shared out change: they take a message and the rank's part of the result."""
-        now = math.inf if op.kind is Kind.VALIDATE else self.clock.begin[i]  # which waits for all of them
+        waits = op.kind is Kind.VALIDATE or (op.kind is Kind.STEP and self.graph.program.flushless)
+        now = math.inf if waits else self.clock.begin[i]  # for all of them
         over = [size for ms, size in self.scattering if ms <= now]
         if over:
             self.scattering = [one for one in self.scattering if one[0] > now]

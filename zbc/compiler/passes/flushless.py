@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zbc import excludes
+from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.insert_comm import POSTED, InsertComm
+from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
 
-STEADY = ("1f1b", "interleaved-1f1b")  # schedules that are one backward after one forward, step after step
 _BODY = 2  # of the steps that are laid out, the one that is cut out: all around it is as it always will be
 _STEPS = 5
 # Compute ops between a receive and what waits for it, where messages wait for a buffer: the forward and the backward
@@ -22,11 +23,12 @@ _EARLY = 2
 
 @dataclass(frozen=True, slots=True)
 class Flushless:
-    """Make the body of a cycle of a step of 1F1B: where its ranks would drain, they begin the next step.
+    """Make the body of a cycle of a step: where its ranks would drain, they begin the next step.
 
-    A rank that runs w forwards before its first backward does so once; from there on each backward follows a forward,
-    and the last w forwards of a body are of the next step. A `STEP` stands behind the last backward of its stage, or,
-    where stages step on their own, behind every few of them (`every`).
+    The schedule is asked for several steps as one with so many more microbatches, and all that passes put between the
+    ops of microbatches is put there. Then one step is cut out of the middle, where each is as the one before. A `STEP`
+    stands behind the last backward of its stage, or, where stages step on their own, behind every few of them
+    (`every`).
 
         F s0 m0           F s0 m1
         F s0 m1           SEND_F s0 m1 >r1
@@ -38,66 +40,49 @@ class Flushless:
     """
 
     every: int = 0
+    group: int | None = None  # of the schedule
 
     name: ClassVar[str] = "flushless"
 
     def run(self, program: Program, context: Context) -> Program:
         """Raises E210 where a rank would be ahead by more than one step, E118 for other schedules."""
-        _refuse(program, alone=self.every > 0)
-        m, ranks = program.microbatches, []
-        for rank, ops in enumerate(program.ranks):
-            warmup, length = _warmup(program, rank), sum(op.kind is Kind.F for op in ops)
-            if warmup > length:
-                raise _too_far(program, rank, warmup, length, alone=self.every > 0)
-            ranks.append(_laid_out(ops, warmup, m))
-        whole = replace(program, microbatches=m * _STEPS, ranks=tuple(map(tuple, ranks)))
-        inserted = InsertComm(_EARLY if context.costs.rendezvous else POSTED)
-        whole = inserted.run(whole, Context(whole, context.costs))
+        m = program.microbatches
+        whole = self._unrolled(program)
+        early = _EARLY if context.costs.rendezvous else POSTED
+        for each in (InsertComm(early), FuseBackward()):
+            whole = each.run(whole, Context(whole, context.costs))
         cut = [_closed(_cut(ops, m), program, self.every) for ops in whole.ranks]
         made = program.with_ranks(cut, by=InsertComm.name).with_ranks(cut, by=self.name)
         return replace(made, flushless=True)
 
+    def _unrolled(self, program: Program) -> Program:
+        """Some steps in a row."""
+        name, m, p = program.history[0], program.microbatches, program.placement.ranks
+        card = None if program.placement.branches else find(name)
+        if card is None or not card.steady:
+            raise excludes.refused("asynchronous" if self.every else "two versions", "flush", "schedule", name)
+        v, k = program.placement.chunks or 1, program.slices
+        rounds = 1 if v == 1 else self.group or -(-p // k)
+        if m % rounds:
+            text = f"schedule: without a flush {name} needs a multiple of {rounds} microbatches, not {m}"
+            raise ZbcError("E118", text, hint=f"set schedule.microbatches = {m + -m % rounds}")
+        longer = card.make(Request(p, m * _STEPS, v, group=self.group, slices=k))
+        for rank, ops in enumerate(longer.ranks):
+            ahead = next(i for i, op in enumerate(ops) if op.kind is not Kind.F) - 1
+            if ahead > m * k * v:
+                raise self._too_far(program, rank, ahead, rounds)
+        return replace(program, microbatches=longer.microbatches, ranks=longer.ranks)
 
-def _refuse(program: Program, *, alone: bool) -> None:
-    name, placement = program.history[0], program.placement
-    if name not in STEADY:
-        raise excludes.refused("asynchronous" if alone else "two versions", "flush", "schedule", name)
-    if len(set(placement.pipes[0])) == placement.ranks < placement.stages and program.microbatches % placement.ranks:
-        p, m = placement.ranks, program.microbatches
-        text = f"schedule: without a flush {name} needs a multiple of {p} microbatches, not {m}"
-        raise ZbcError("E118", text, hint=f"set schedule.microbatches = {m + -m % p}")
-
-
-def _warmup(program: Program, rank: int) -> int:
-    """Forwards of a rank before its first pair of a forward and a backward, were there enough microbatches."""
-    p, v = program.placement.ranks, program.placement.chunks or 1
-    return p - 1 - rank if v == 1 else 2 * (p - 1 - rank) + (v - 1) * p
-
-
-def _too_far(program: Program, rank: int, warmup: int, length: int, *, alone: bool) -> ZbcError:
-    p, m = program.placement.ranks, program.microbatches
-    per = length // m  # stages of a rank
-    least = -(-warmup // per)
-    least = least if per == 1 else least + -least % p
-    hint = f"set schedule.microbatches = {least} or more"
-    if alone:
-        text = f"schedule: rank {rank} is {warmup} forwards ahead, and a step has {length}: more than one step"
-        return ZbcError("E118", text, hint=hint)
-    text = f"schedule: rank {rank} would run forwards of a step before the STEP of the step two earlier"
-    details = [f"it is {warmup} forwards ahead, and a step has {length}: two versions of the weights are too few"]
-    return ZbcError("E210", text, details=details, hint=hint)
-
-
-def _laid_out(ops: Sequence[Op], warmup: int, m: int) -> list[Op]:
-    """Some steps of a rank in a row, one backward behind one forward from the warm-up on."""
-    forwards, backwards = [op for op in ops if op.kind is Kind.F], [op for op in ops if op.kind is not Kind.F]
-    steps = range(_STEPS)
-    ahead = [op._replace(mb=op.mb + m * step) for step in steps for op in forwards]
-    behind = [op._replace(mb=op.mb + m * step) for step in steps for op in backwards]
-    listed = ahead[:warmup]
-    for forward, backward in zip(ahead[warmup:], behind, strict=False):
-        listed += [forward, backward]
-    return listed + behind[len(ahead) - warmup :]
+    def _too_far(self, program: Program, rank: int, ahead: int, rounds: int) -> ZbcError:
+        each = program.slices * (program.placement.chunks or 1)  # forwards of a rank for a microbatch
+        least, length = -(-ahead // each), program.microbatches * each
+        hint = f"set schedule.microbatches = {least + -least % rounds} or more"
+        if self.every:
+            text = f"schedule: rank {rank} is {ahead} forwards ahead, and a step has {length}: more than one step"
+            return ZbcError("E118", text, hint=hint)
+        text = f"schedule: rank {rank} would run forwards of a step before the STEP of the step two earlier"
+        details = [f"it is {ahead} forwards ahead, and a step has {length}: two versions of the weights are too few"]
+        return ZbcError("E210", text, details=details, hint=hint)
 
 
 def _cut(ops: Sequence[Op], m: int) -> list[Op]:
@@ -117,16 +102,19 @@ def _cut(ops: Sequence[Op], m: int) -> list[Op]:
 
 
 def _closed(ops: Sequence[Op], program: Program, every: int) -> list[Op]:
-    """The body with a STEP, and before it the sum over replicas, behind the last of so many backwards of a stage."""
+    """The body with a STEP, and around it the sum over replicas and what collects their parts, behind the last of so
+    many backwards of a stage."""
     count: dict[int, int] = {}
     behind: dict[int, list[Op]] = {}
     for i, op in enumerate(ops):
         if op.kind.makes_part and op.mb < NEXT:
             made = count[op.stage] = count.get(op.stage, 0) + 1
-            number, left = divmod(made, every or program.microbatches)
+            number, left = divmod(made, (every or program.microbatches) * program.slices)
             if not left:
                 sums = [Op(Kind.REDUCE, op.stage)] if program.shared(Op(Kind.REDUCE, op.stage)) else []
-                behind[_sent(ops, i)] = [*sums, Op(Kind.STEP, op.stage, number - 1)]
+                gather = Op(Kind.GATHER, op.stage)
+                gathers = [gather] if program.sharded and program.shared(gather) else []
+                behind[_sent(ops, i)] = [*sums, Op(Kind.STEP, op.stage, number - 1), *gathers]
     return [one for i, op in enumerate(ops) for one in (op, *behind.get(i, ()))]
 
 

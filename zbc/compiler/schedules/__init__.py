@@ -45,6 +45,7 @@ _ALL = (
     ScheduleCard(
         name="1f1b",
         branches=True,
+        steady=True,
         make=one_f_one_b,
         placement=_linear,
         placement_name="linear",
@@ -61,6 +62,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="interleaved-1f1b",
+        steady=True,
         make=interleaved_1f1b,
         placement=Placement.looped,
         placement_name="looped",
@@ -96,6 +98,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="gis",
+        steady=True,
         make=gis,
         placement=Placement.looped,
         placement_name="looped",

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from zbc.compiler.passes.flushless import STEADY
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
@@ -88,6 +87,7 @@ class ScheduleCard:
     budget: float = 0.0  # seconds of search by default; 0 is the fast tier alone
     whole: bool = False  # it has no order of slices of microbatches
     branches: bool = False  # it has one of graphs of layers
+    steady: bool = False  # one step in the middle of several is as the one before: it has an order without a flush
 
     def allows(self, chunks: int | None) -> bool:
         """Whether a rank can have that many stages; None leaves it to the schedule."""
@@ -113,7 +113,7 @@ class ScheduleCard:
     def traits(self) -> frozenset[str]:
         """What of zbc/excludes.py it has."""
         copies = len(self.placement(2 * self.ranks_in, self.default_chunks).pipes) > 1
-        has = {"whole": self.whole, "chains": not self.branches, "flush": self.name not in STEADY, "copies": copies}
+        has = {"whole": self.whole, "chains": not self.branches, "flush": not self.steady, "copies": copies}
         return frozenset(name for name, there in has.items() if there)
 
     def check_ranks(self, p: int) -> None:

@@ -7,7 +7,7 @@ a low-precision copy of it, or a part of it that other ranks complete is the bus
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -210,14 +210,16 @@ class Masters(InPlace):
 class OptimizerOver:
     """A `StageOptimizer` around another one: as that, but for what its own class says."""
 
-    apart = False
+    def __init__(self, inner: StageOptimizer) -> None:
+        self._inner = inner
+
+    @property
+    def apart(self) -> bool:
+        return self._inner.apart
 
     @property
     def mirrored(self) -> bool:
-        return False
-
-    def __init__(self, inner: StageOptimizer) -> None:
-        self._inner = inner
+        return self._inner.mirrored
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -247,6 +249,18 @@ class OptimizerOver:
 
     def loaded(self) -> None:
         self._inner.loaded()
+
+
+Found = TypeVar("Found")
+
+
+def inside(optimizer: StageOptimizer, kind: type[Found]) -> Found | None:
+    """The one of that type: itself, or one that it is around."""
+    while not isinstance(optimizer, kind):
+        if not isinstance(optimizer, OptimizerOver):
+            return None
+        optimizer = optimizer._inner
+    return optimizer
 
 
 def set_rate(stage: StageOptimizer, rate: float) -> None:

@@ -31,7 +31,8 @@ def read(
     if part is None:
         x = batches.inputs(worker.step, number, group) if group else look_up(worker.step, number)
         return x if worker.on_host else to_device(x, worker.device), 1.0
-    whole = worker.reading.pop((kind, number), None)
+    at = (kind, worker.step, number)
+    whole = worker.reading.pop(at, None)
     if whole is None:
         whole = look_up(worker.step, number)
         if whole.dim() > 1 and whole.shape[1] != part.length:
@@ -39,6 +40,6 @@ def read(
             hint = "samples of one length, for evaluation too: model.seq_len; or schedule.slices = 1"
             raise ZbcError("E505", text, hint=hint)
     if not part.last:
-        worker.reading[kind, number] = whole
+        worker.reading[at] = whole
     share = share_of(whole, part) if kind == "targets" else 1.0
     return to_device(part.of(whole).contiguous(), worker.device), share

@@ -138,6 +138,11 @@ class SplitLinear:
             low.untyped_storage().resize_(low.nbytes)
             low.data.copy_(weight.data)  # `data` leaves no version behind, or autograd would refuse those graphs
 
+    def exchange(self, low: tuple[int, Tensor, Tensor] | None) -> tuple[int, Tensor, Tensor] | None:
+        """Have the cast of another version of the weight instead; the one before."""
+        before, self._low = self._low, low
+        return before
+
     def forget(self) -> None:
         """Drop the cast weight; called after each optimizer step, also for writes that leave no version behind."""
         self._low = None

@@ -160,7 +160,7 @@ class Worker:
     slots: dict[Key, Slot] = field(default_factory=dict)
     away: dict[Key, Left] = field(default_factory=dict)  # from OFFLOAD to RELOAD
     losses: dict[int, Tensor | float] = field(default_factory=dict)
-    reading: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # microbatches of which slices are to come
+    reading: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # of slices to come
     evaluation: PhaseRun | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
     copied: torch.cuda.Event | None = None  # when the state that is copied to the host may change

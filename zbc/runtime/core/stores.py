@@ -40,7 +40,11 @@ def leftovers(worker: Worker) -> list[str]:
     found += [_left_on(worker, edge) for edge in worker.edges if late(edge.mb)]
     found += [text for feature in worker.features for text in feature.leftovers(worker)]
     found += ["a sum of gradients was started and never used"] * len(worker.summing)
-    found += [f"the slices of m{number - worker.phase_run.first} did not all run" for _, number in worker.reading]
+    found += [
+        f"the slices of m{number - worker.phase_run.first} did not all run"
+        for _, step, number in worker.reading
+        if step <= worker.step
+    ]
     return [*found, *(f"the loss of m{mb} was never reported" for mb in worker.losses if late(mb))]
 
 

@@ -26,6 +26,7 @@ from zbc.runtime.core.ending import Ending, close, refuse_left
 from zbc.runtime.core.optimizer import set_rate
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.validate import peak_bytes
+from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.versions import OneVersion, TwoVersions, Unflushed
 from zbc.runtime.transports.transport import Pending
 
@@ -96,13 +97,14 @@ class Cycle(Ending):
         worker.phase_run.script = self.script(step, ends=worker.ends)
         if not self.running:
             for stage in worker.stages:
-                versions_of(worker, stage).begin(step)
+                versions_of(worker, stage).begin(step, worker.transport)
 
     def closes(self, worker: Worker, began: float) -> StepResult | None:
         """Tell the others of the step; returns the one before, which they have told of."""
         first, step, m = worker.phase_run.first, worker.step, self.microbatches
         own = [mb for mb in worker.losses if mb // m == step % 2]
         losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
+        losses = {} if worker.share else losses
         losses |= worker.entries(lambda key: key.mb // m == step % 2)
         peak, busy = peak_bytes(worker.device), worker.clock.read()()
         vector = worker.vector(self.squares, losses, busy, peak)
@@ -147,7 +149,13 @@ def versions_of(worker: Worker, stage: int) -> Unflushed:
 def _of_this(handler: Handler) -> Handler:
     def run(worker: Worker, op: Op) -> None:
         weights = versions_of(worker, op.stage)
+        gathers = worker.features.of(Gathers)
+        if gathers.coming and gathers.arrived(op):  # long before the newest weights are read, as a rule
+            weights.newest()
+            gathers.ready(worker, op)
         weights.before(op, worker.step)
+        if weights.newer:
+            gathers.ready(worker, op)
         handler(worker, op)
         weights.after(op)
 
@@ -170,13 +178,17 @@ def _of_next(handler: Handler) -> Handler:
 def stage_step(worker: Worker, op: Op) -> None:
     """STEP: clip by the stage's own norm, update its weights unless a gradient is not finite, drop the gradients."""
     cycle, stage = cycle_of(worker), versions_of(worker, op.stage)
-    worker.finish_sums()
+    worker.settle(op.stage)
+    stage.newest()  # which is where the last GATHER is to put them
+    worker.features.of(Gathers).ready(worker, op)
     worker.before_update()
     squares = stage.squares()
+    for feature in worker.features:
+        squares = feature.answers(worker, squares)
     if stage in counted(worker):  # of a stage that steps several times the last one counts, or what is not finite
         bad = {name: old for name, old in cycle.squares.items() if not torch.isfinite(old).all()}
         cycle.squares |= squares | bad
-    norm = math.sqrt(math.fsum(number for one in squares.values() for number in one.tolist()))
+    norm = math.sqrt(_over_parts(worker, stage, math.fsum(n for one in squares.values() for n in one.tolist())))
     if math.isfinite(norm):
         set_rate(stage, worker.rate(worker.phases, worker.step))
         scale = None if cycle.limit is None else cycle.limit / (norm + 1e-6)
@@ -184,6 +196,18 @@ def stage_step(worker: Worker, op: Op) -> None:
     else:
         stage.skip()
     stage.drop()
+
+
+def _over_parts(worker: Worker, stage: Unflushed, own: float) -> float:
+    """The sum of a number over the ranks that have other parts of a stage's gradients."""
+    place, topology = worker.topology.of(worker.rank), worker.topology
+    replicas = range(topology.dp) if stage.apart else (place.dp,)
+    ranks = sorted(topology.rank(dp, place.pp, tp) for dp in replicas for tp in range(topology.tp))
+    if len(ranks) == 1:
+        return own
+    total = torch.tensor([own], dtype=torch.float64, device=worker.device)
+    worker.all_reduce(total, tuple(ranks))
+    return total.item()
 
 
 def cycle_of(worker: Worker) -> Cycle:

@@ -11,8 +11,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.ops import experts_of
 from zbc.runtime.core.feature import Context, Feature
+from zbc.runtime.core.optimizer import inside
 from zbc.runtime.features.sharded import Sharded
-from zbc.runtime.features.vocabulary_state import OfRows
 from zbc.runtime.features.windows import WindowCopier
 
 if TYPE_CHECKING:
@@ -74,6 +74,16 @@ class Gathers(Feature):
                 one.finish_gather()
         worker.progress.waiting = False
 
+    def ready(self, worker: Worker, op: Op) -> None:
+        """Block until the weights that an op reads are here."""
+        for owner in (op.owner, experts_of(op.owner)) if self.coming else ():
+            if owner in self.stages:
+                self.finish(worker, self.stages[owner])
+
+    def arrived(self, op: Op) -> bool:
+        """Whether the weights that an op reads are under way and here by now."""
+        return (one := self.stages.get(op.owner)) in self.coming and one is not None and one.arrived
+
     def gathers(self, worker: Worker) -> None:
         for one in self.gathered:
             self.start(worker, one, whole=True)
@@ -117,9 +127,7 @@ def with_weights(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op]
 
     def run(worker: Worker, op: Op) -> None:
         gathers = worker.features.of(Gathers)
-        for owner in (op.owner, experts_of(op.owner)) if gathers.coming else ():
-            if owner in gathers.stages:
-                gathers.finish(worker, gathers.stages[owner])
+        gathers.ready(worker, op)
         if gathers.leaving:
             gathers.leaving = [one for one in gathers.leaving if not one.poll()]
         handler(worker, op)
@@ -131,7 +139,7 @@ GATHERS: dict[Kind, Callable[[Worker, Op], None]] = {Kind.GATHER: gather, Kind.F
 
 
 def build(context: Context) -> Gathers:
-    dealt = {owner: one.dealt if isinstance(one, OfRows) else one for owner, one in context.optimizers.items()}
-    sharded = {owner: one for owner, one in dealt.items() if isinstance(one, Sharded)}
-    barrier = Kind.NORM.value not in context.manifest.capabilities
-    return Gathers(sharded, gathers=barrier, frees=bool(context.manifest.resident))
+    dealt = {owner: inside(one, Sharded) for owner, one in context.optimizers.items()}
+    sharded = {owner: one for owner, one in dealt.items() if one is not None}
+    later = Kind.NORM.value not in context.manifest.capabilities and not context.manifest.flushless
+    return Gathers(sharded, gathers=later, frees=bool(context.manifest.resident))

@@ -67,7 +67,7 @@ class Sharded(OptimizerOver):
     `whole` names parameters that this rank steps all of, and that are summed elsewhere. `lowered` is the type that
     forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only. `frees`: the
     weights go and come back within a step, those that layers read as casts in the type `low`; `scatters`: gradients are
-    summed after each run of backwards.
+    summed after each run of backwards; `cycles`: steps follow one another without a flush.
     """
 
     apart = True
@@ -87,9 +87,12 @@ class Sharded(OptimizerOver):
         frees: bool = False,
         low: torch.dtype | None = None,
         scatters: bool = False,
+        cycles: bool = False,
     ) -> None:
         self._all, self._options = parameters, options
-        self._casts, self._frees, self._ahead = tuple(casts), frees, ahead
+        self._later = not (ahead or cycles)  # what others stepped is here only once the next step has gathered it
+        self._quiet = frees or cycles  # graphs go on after weights were written
+        self._casts, self._frees = tuple(casts), frees
         self._ranks, self._mine = ranks, ranks.index(rank)
         self._among = among if len(among) > len(ranks) else ()
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in whole}
@@ -107,8 +110,7 @@ class Sharded(OptimizerOver):
         super().__init__(build_optimizer(options, working, self._casts, lowered=lowered, ahead=ahead))
         if lowered is not None:  # the masters are made; the pieces are views of weights that are lowered only now
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
-            for piece, parameter in self._own.items():
-                parameter.data = self._place(piece)
+            self.moved()
         first = next(iter(self._own.values()), None) if lowered is None else None
         self._type = torch.float32 if first is None else first.dtype  # of what is stepped
         self._kind, self._low = low, weights_read_low(self._trained, self._casts) if frees and low is not None else {}
@@ -170,13 +172,18 @@ class Sharded(OptimizerOver):
         return found + [Held(name, 0, tuple(p.shape), p) for name, p in rest.items()]
 
     def incomplete(self) -> list[Held]:
-        if not self._ahead:  # the next step gathers them
+        if self._later:
             return []
         return [Held(name, 0, tuple(p.shape), p) for name, p in self._trained.items()]
 
     def loaded(self) -> None:
         self._inner.loaded()
         self.drop()
+
+    def moved(self) -> None:
+        """The weights lie elsewhere: so do the pieces, which are views of them."""
+        for piece, parameter in self._own.items():
+            parameter.data = self._place(piece)
 
     @property
     def mirrored(self) -> bool:
@@ -348,6 +355,11 @@ class Sharded(OptimizerOver):
         parts = torch.empty(rows, size, dtype=torch.uint8, device=first.device)
         self._weights = transport.start_gather(mine, parts, self._ranks), parts, lowers  # what was started holds `mine`
 
+    @property
+    def arrived(self) -> bool:
+        """Whether `finish_gather` would not wait."""
+        return self._weights is None or self._weights[0].ready()
+
     def finish_gather(self) -> None:
         """Wait until they are there, and put them in place."""
         if self._fetch is not None:
@@ -466,8 +478,8 @@ class Sharded(OptimizerOver):
         if piece.name in casts:
             return part_of(casts[piece.name].data, piece, keep_shape=True)
         parameter = self._trained[piece.name]
-        # What is written through `data` leaves no version behind: graphs of this step go on after a GATHER.
-        return part_of(parameter.data if self._frees else parameter.detach(), piece, keep_shape=True)
+        # What is written through `data` leaves no version behind.
+        return part_of(parameter.data if self._quiet else parameter.detach(), piece, keep_shape=True)
 
     def _place(self, piece: Piece) -> Tensor:
         """What this rank steps of a piece."""

@@ -25,13 +25,15 @@ from zbc.runtime.seeding import seed_of
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
 
+_NO_STEP = -1  # of an evaluation
+
 
 @dataclass
 class StageSlice(Stage):
-    """`pasts` is shared by all slices of the stage: by the number of the microbatch."""
+    """`pasts` is shared by all slices of the stage: by step and number of the microbatch."""
 
     whole: Stage | None = None
-    pasts: dict[int, Pasts] = field(default_factory=dict)
+    pasts: dict[tuple[int, int], Pasts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.whole is None or self.part is None:
@@ -57,20 +59,20 @@ class StageSlice(Stage):
         parcel: Parcel | None = None,
     ) -> tuple[Tensor, Tape]:
         y, tape = super().forward(x, step, mb, finish, slot, parcel)
-        return y, _Last(tape, self.pasts, mb) if self._part.number == 0 else tape
+        return y, _Last(tape, self.pasts, (step, mb)) if self._part.number == 0 else tape
 
     def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
         y = super().evaluate(x, finish, *place)
         if self._part.last:
-            self.pasts.pop(_number(place), None)
+            self.pasts.pop((_NO_STEP, _number(place)), None)
         return y
 
     def _run(self, layer: StageLayer, x: Tensor, step: int, mb: int) -> Tensor:
-        with within(Inside(self._part, self.pasts.setdefault(mb, {}), layer.name)):
+        with within(Inside(self._part, self.pasts.setdefault((step, mb), {}), layer.name)):
             return super()._run(layer, x, step, mb)
 
     def _evaluate(self, layer: StageLayer, x: Tensor, *place: object) -> Tensor:
-        with within(Inside(self._part, self.pasts.setdefault(_number(place), {}), layer.name)):
+        with within(Inside(self._part, self.pasts.setdefault((_NO_STEP, _number(place)), {}), layer.name)):
             return super()._evaluate(layer, x, *place, self._part.number)
 
     def _draw(self, step: int, mb: int, layer: StageLayer) -> int:
@@ -87,20 +89,20 @@ def _number(place: tuple[object, ...]) -> int:
 class _Last:
     """The way back of the first slice, which is the last to come: nothing of the microbatch is kept behind it."""
 
-    __slots__ = ("_mb", "_pasts", "_tape")
+    __slots__ = ("_at", "_pasts", "_tape")
 
-    def __init__(self, tape: Tape, pasts: dict[int, Pasts], mb: int) -> None:
-        self._tape, self._pasts, self._mb = tape, pasts, mb
+    def __init__(self, tape: Tape, pasts: dict[tuple[int, int], Pasts], at: tuple[int, int]) -> None:
+        self._tape, self._pasts, self._at = tape, pasts, at
 
     def backward(self, grad: Tensor | None) -> None:
         self._tape.backward(grad)
-        self._pasts.pop(self._mb, None)
+        self._pasts.pop(self._at, None)
 
 
 def in_slices(stage: Stage, parts: list[Part], shapes: list[dict[str, Any]]) -> None:
     """Have a stage run slices; `shapes` are its `takes`, `gives`, `laid`, `came` and `goes` of each."""
     shared = {one.name: getattr(stage, one.name) for one in fields(Stage) if one.init}
-    pasts = dict[int, Pasts]()
+    pasts = dict[tuple[int, int], Pasts]()
     stage.slices = tuple(
         StageSlice(**{**shared, **own, "part": part}, whole=stage, pasts=pasts)
         for part, own in zip(parts, shapes, strict=True)
@@ -115,11 +117,11 @@ class SlicePasts(Feature):
             pasts.clear()
 
     def leftovers(self, worker: Worker) -> list[str]:
-        numbers = sorted({number for pasts in self._of(worker) for number in pasts})
+        numbers = sorted({mb for pasts in self._of(worker) for step, mb in pasts if step <= worker.step})
         return [f"keys and values of microbatch {number} were never freed" for number in numbers]
 
     @staticmethod
-    def _of(worker: Worker) -> list[dict[int, Pasts]]:
+    def _of(worker: Worker) -> list[dict[tuple[int, int], Pasts]]:
         firsts = (one for stage in worker.stages.values() for one in stage.slices[:1])
         return [one.pasts for one in firsts if isinstance(one, StageSlice)]
 

@@ -15,7 +15,7 @@ would be at its backward if all steps until then were like the last one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,27 +23,45 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
-from zbc.job import spec
-from zbc.runtime.core.optimizer import InPlace, OptimizerOver
+from zbc.runtime.core.optimizer import OptimizerOver, StageOptimizer, inside
 from zbc.runtime.core.private import copy_all, go_on, unversioned
+from zbc.runtime.core.split import SplitLinear
+from zbc.runtime.features.sharded import Sharded
+from zbc.runtime.transports.transport import Transport
 
 OLDER = "older"  # what checkpoints have of a parameter beside the optimizer's own state
 
 
 class TwoVersions(OptimizerOver):
-    """A `StageOptimizer` that knows which weights a batch runs on. Between runs of steps the newest are there."""
+    """A `StageOptimizer` that knows which weights a batch runs on. Between runs of steps the newest are there.
 
-    def __init__(self, options: spec.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(InPlace(options, parameters))
-        self._trained = [p for p in parameters.values() if p.requires_grad]
+    `casts` of weights are kept for either version.
+    """
+
+    def __init__(self, inner: StageOptimizer, casts: Iterable[SplitLinear] = ()) -> None:
+        super().__init__(inner)
+        trained = {name: p for name, p in inner.parameters.items() if p.requires_grad}
+        self._names, self._trained = list(trained), list(trained.values())
         self._newer = [p.data for p in self._trained]
         self._older = [p.data.clone() for p in self._trained]
-        self._shows_newer = True
+        self._casts = tuple(casts)
+        self._lows: list[tuple[int, Tensor, Tensor] | None] = [None] * len(self._casts)  # casts of the others
+        self.newer = True  # whether the newer ones are the parameters'
+        self._partial = False  # of the older ones other ranks have parts
         self.steps = 0  # taken so far, skipped ones too
 
-    def begin(self, step: int) -> None:
-        """Steps follow one another from here on, after `step` of them."""
+    def begin(self, step: int, transport: Transport) -> None:
+        """Steps follow one another from here on, after `step` of them; blocks after a checkpoint was read."""
         self.steps = step
+        dealt = inside(self._inner, Sharded) if self._partial else None
+        if dealt is not None:
+            self._show(newer=False)
+            dealt.moved()
+            dealt.start_gather(transport, whole=True)
+            dealt.finish_gather()
+            self._show(newer=True)
+            dealt.moved()
+        self._partial = False
 
     def before(self, op: Op, batch: int) -> None:
         """Have the parameters be what an op of a batch runs on."""
@@ -77,28 +95,40 @@ class TwoVersions(OptimizerOver):
 
     def loaded(self) -> None:
         """The newest weights were overwritten, and with the optimizer's state the older ones, where there were any."""
-        for parameter, newer, older in zip(self._trained, self._newer, self._older, strict=True):
-            older.copy_(_state_of(self.optimizer, parameter).get(OLDER, newer))
+        for older, newer in zip(self._older, self._newer, strict=True):
+            older.copy_(newer)
+        read_older(self._inner, dict(zip(self._names, self._older, strict=True)))
+        self._partial = self.apart
         self._keep()
         self._inner.loaded()
+        self._forget()
 
     def _turn(self) -> None:
         if self._trained:
             copy_all(self._older, self._newer)
         self._older, self._newer = self._newer, self._older
-        self._shows_newer = False
+        self.newer = False
         self._show(newer=True)
+        if (dealt := inside(self._inner, Sharded)) is not None:
+            dealt.moved()
+        self._forget()
         self.steps += 1
 
     def _show(self, *, newer: bool) -> None:
-        if newer == self._shows_newer:
+        if newer == self.newer:
             return
         for parameter, data in zip(self._trained, self._newer if newer else self._older, strict=True):
             parameter.data = data
-        self._shows_newer = newer
+        self._lows = [cast.exchange(low) for cast, low in zip(self._casts, self._lows, strict=True)]
+        self.newer = newer
+
+    def _forget(self) -> None:
+        for cast in self._casts:
+            cast.forget()
+        self._lows = [None] * len(self._casts)
 
     def _keep(self) -> None:
-        keep_older(self.optimizer, self._trained, self._older)
+        keep_older(self._inner, dict(zip(self._names, self._older, strict=True)))
 
 
 class OneVersion(OptimizerOver):
@@ -107,9 +137,13 @@ class OneVersion(OptimizerOver):
     `lookahead`: how many steps forwards look ahead, 0 for none.
     """
 
-    def __init__(self, options: spec.Optimizer, parameters: Mapping[str, nn.Parameter], lookahead: int = 0) -> None:
-        super().__init__(InPlace(options, parameters))
-        self._trained = [p for p in parameters.values() if p.requires_grad]
+    newer = True
+
+    def __init__(self, inner: StageOptimizer, casts: Iterable[SplitLinear] = (), lookahead: int = 0) -> None:
+        super().__init__(inner)
+        self._casts = tuple(casts)
+        trained = {name: p for name, p in inner.parameters.items() if p.requires_grad}
+        self._names, self._trained = list(trained), list(trained.values())
         self._lookahead = lookahead
         looks = self._trained if lookahead else []
         self._before = [p.data.clone() for p in looks]  # the last step
@@ -118,24 +152,31 @@ class OneVersion(OptimizerOver):
         self.steps = 0
         self.stalest = 0  # of all gradients so far, by how many steps the most delayed one came late
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, transport: Transport) -> None:
         """Steps follow one another from here on."""
 
     def before(self, op: Op, batch: int) -> None:
         """Count how late a gradient is; have a forward look ahead."""
         if op.kind is not Kind.F:
-            self.stalest = max(self.stalest, self.steps - self._read.pop(op.key))
+            read = self._read.pop(op.key, self.steps)  # a W comes after its B
+            self.stalest = max(self.stalest, self.steps - read)
             return
         self._read[op.key] = self.steps
         if self._lookahead and self._trained:
             own = [p.data for p in self._trained]
             copy_all(self._aside, own)
             go_on(own, self._before, self._lookahead)
+            self._forget()
 
     def after(self, op: Op) -> None:
         """A forward has looked ahead: back to the weights."""
         if op.kind is Kind.F and self._lookahead and self._trained:
             copy_all([p.data for p in self._trained], self._aside)
+            self._forget()
+
+    def _forget(self) -> None:
+        for cast in self._casts:
+            cast.forget()
 
     def newest(self) -> None:
         """They always are."""
@@ -157,27 +198,42 @@ class OneVersion(OptimizerOver):
     def loaded(self) -> None:
         """The weights were overwritten, and with the optimizer's state those before the last step."""
         for parameter, before in zip(self._trained, self._before, strict=bool(self._before)):
-            before.copy_(_state_of(self.optimizer, parameter).get(OLDER, parameter.data))
+            before.copy_(parameter.data)
+        read_older(self._inner, dict(zip(self._names, self._before, strict=False)))
         self._keep()
         self._inner.loaded()
 
     def _keep(self) -> None:
-        keep_older(self.optimizer, self._trained if self._before else [], self._before)
+        keep_older(self._inner, dict(zip(self._names, self._before, strict=False)))
 
 
-def keep_older(
-    optimizer: torch.optim.Optimizer | None, parameters: Sequence[nn.Parameter], older: Sequence[Tensor]
-) -> None:
-    """Leave older weights where checkpoints look. Adam takes a state that is not empty for its own, so not before it
-    has made that: until then they are those that there are."""
-    for parameter, before in zip(parameters, older, strict=True):
-        state = _state_of(optimizer, parameter)
-        if state or isinstance(optimizer, torch.optim.SGD):
+def keep_older(inner: StageOptimizer, older: Mapping[str, Tensor]) -> None:
+    """Leave older weights, by name, where checkpoints look. Adam takes a state that is not empty for its own, so not
+    before it has made that: until then they are those that there are."""
+    for stepped, before in _parts(inner, older):
+        state = _state_of(inner, stepped)
+        if state or isinstance(inner.optimizer, torch.optim.SGD):
             state[OLDER] = before
 
 
-def _state_of(optimizer: torch.optim.Optimizer | None, parameter: nn.Parameter) -> dict[str, Any]:
-    state: dict[str, Any] = {} if optimizer is None else optimizer.state[parameter]
+def read_older(inner: StageOptimizer, older: Mapping[str, Tensor]) -> None:
+    """Overwrite older weights, or this rank's parts of them, with what a checkpoint left there."""
+    for stepped, before in _parts(inner, older):
+        if OLDER in (state := _state_of(inner, stepped)):
+            before.copy_(state[OLDER])
+
+
+def _parts(inner: StageOptimizer, older: Mapping[str, Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """What is stepped here, and what there is of that in older weights."""
+    for one in inner.held():
+        if (whole := older.get(one.name)) is not None:
+            size = one.tensor.numel()
+            part = whole if size == whole.numel() else whole.view(-1)[one.start : one.start + size]
+            yield one.tensor, part.view(one.tensor.shape)
+
+
+def _state_of(inner: StageOptimizer, parameter: nn.Parameter) -> dict[str, Any]:
+    state: dict[str, Any] = {} if inner.optimizer is None else inner.optimizer.state[parameter]
     return state
 
 

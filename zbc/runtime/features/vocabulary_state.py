@@ -27,7 +27,6 @@ from zbc.runtime.core.optimizer import Held, OptimizerOver, StageOptimizer
 from zbc.runtime.core.route import Source
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.core.validate import chunks
-from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.slicing import Part
 from zbc.runtime.features.vocabulary import Embedding, Output, Told
 from zbc.runtime.features.words import Own, combine
@@ -211,13 +210,6 @@ class OfRows(OptimizerOver):
         super().__init__(inner)
         self._shapes = shapes
         self._starts = {name: first * shape[1] for name, shape in shapes.items()}
-
-        self.apart = inner.apart
-
-    @property
-    def dealt(self) -> Sharded | None:
-        """What sums this rank's part of the gradients, where replicas share them out."""
-        return self._inner if isinstance(self._inner, Sharded) else None
 
     def squares(self) -> dict[str, Tensor]:
         """Those of rows stand where they would in all of the parameter. Where a chunk of that lies on two ranks each

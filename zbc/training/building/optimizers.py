@@ -66,7 +66,7 @@ def _optimizer_of(
     ahead = options.sync == "post-validate"
     own = site.topology.ranks((seat.pp,), seat.tp) if manifest.resident else ranks
     if manifest.sharded and len(own) > 1:
-        return Sharded(
+        found: StageOptimizer = Sharded(
             options,
             parameters,
             stage.casts,
@@ -79,12 +79,16 @@ def _optimizer_of(
             frees=bool(manifest.resident),
             low=torch.bfloat16 if settings.model.builtin and settings.model.dtype == "bfloat16" else None,
             scatters=manifest.scatters,
+            cycles=manifest.flushless,
         )
-    if manifest.flushless and options.sync == "asynchronous":
-        return OneVersion(options, parameters, late if options.lookahead else 0)
-    if manifest.flushless:
-        return TwoVersions(options, parameters)
-    return build_optimizer(options, parameters, stage.casts, lowered=lowered, ahead=ahead)
+    else:
+        found = build_optimizer(options, parameters, stage.casts, lowered=lowered, ahead=ahead)
+    if not manifest.flushless:
+        return found
+    alone = options.sync == "asynchronous"
+    return (
+        OneVersion(found, stage.casts, late if options.lookahead else 0) if alone else TwoVersions(found, stage.casts)
+    )
 
 
 def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Collection[str]) -> Averages | None:

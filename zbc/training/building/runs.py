@@ -29,9 +29,10 @@ def phase_run(site: Site, plan: RankPlan) -> PhaseRun:
     routed = experts_of_all_blocks(manifest.planning)
     layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, apart, unequal is not None, routed)
     handlers = dict(HANDLERS)
+    readers = _RUNS_LAYERS | _RUNS_WORDS | ({Kind.W} if manifest.with_w else set())
     for wanted, kinds, around in (
         (unequal is not None, _RUNS_LAYERS, in_rows),
-        (manifest.sharded, _RUNS_LAYERS | _RUNS_WORDS | ({Kind.W} if manifest.with_w else set()), with_weights),
+        (manifest.sharded and not manifest.flushless, readers, with_weights),
     ):
         handlers |= {kind: around(handlers[kind]) for kind in kinds} if wanted else {}
     texts = tuple(map(placement.text, plan.ops))

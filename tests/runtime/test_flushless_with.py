@@ -1,0 +1,124 @@
+"""Steps without a flush through other features: trained as they are alone, and as one process a step late."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.composed import TOLERANCE, apart, beside, settings, toml, trained
+from tests.runtime.small_plans import hold, parameters, reference
+from tests.runtime.test_checkpoints import at, tensors
+from tests.runtime.test_flushless import SMALL, plan_of
+from tests.threads import losses_of, run_threads
+from tests.tiers import few
+from zbc.compiler.compile import compile_job, load_job
+from zbc.ir import Kind
+from zbc.plan.directory import StoredPlan
+from zbc.runtime.features.tensor_parallel import SharedLayers
+from zbc.runtime.features.versions import TwoVersions
+
+KINDS = ["1f1b", "interleaved-1f1b", "gis"]
+WITH = [["slices"], ["tp"], ["tp_sequence"], ["sharded optimizer"], ["slices", "tp", "sharded optimizer"]]
+CASES = [(traits, kind) for traits in WITH for kind in KINDS]
+
+
+@pytest.mark.parametrize(("traits", "kind"), few(CASES, [CASES[0], CASES[4], CASES[-1]]), ids=str)
+def test_it_trains_as_without_what_must_not_change_it(traits, kind):
+    both, plain = beside("two versions", *traits, schedule__kind=kind)
+    both["parallel"]["pp"] = plain["parallel"]["pp"] = 2
+    assert apart(trained(both), trained(plain)) <= TOLERANCE
+
+
+def planned(folder, tables):
+    path = Path(folder) / "zbc.toml"
+    path.write_text(toml(tables))
+    compile_job(load_job(path), budget=0.0, suggest=False).write(Path(folder) / "plan")
+    return StoredPlan.read(Path(folder) / "plan")
+
+
+@pytest.mark.parametrize("parameters", ["float32", "bfloat16"])
+def test_in_bfloat16_two_versions_have_the_bits_of_one_process_a_step_late(parameters):
+    plan = plan_of("interleaved-1f1b", 2, 4, 2, model={**SMALL, "dtype": "bfloat16", "parameters": parameters})
+    hold(run_threads(plan, 6), reference(plan, 6, delayed=True))
+
+
+def test_a_cast_of_the_other_version_is_noticed(monkeypatch):
+    plan = plan_of("1f1b", 3, 4, model={**SMALL, "dtype": "bfloat16"})
+    monkeypatch.setattr("zbc.runtime.core.split.SplitLinear.exchange", lambda cast, low: None)
+    wanted, found = reference(plan, 6, delayed=True).weights, parameters(run_threads(plan, 6))
+    assert any(not p.detach().equal(wanted[name]) for name, p in found.items())
+
+
+def test_a_growing_batch_drains_where_it_grows(tmp_path):
+    losses = []
+    for p in (1, 2):
+        (tmp_path / f"{p}").mkdir()
+        tables = settings("two versions")
+        tables["parallel"]["pp"], tables["train"]["steps"] = p, 5
+        tables["schedule"]["ramp"] = [{"microbatches": 4, "steps": 2}]
+        losses.append(losses_of(run_threads(planned(tmp_path / f"{p}", tables), 5)))
+    assert losses[0] == losses[1]
+
+
+def test_a_run_in_shares_goes_on_with_the_same_bits(tmp_path):
+    """The older weights, of which each rank wrote a part, are whole again on all of them."""
+    tables = settings("two versions", "sharded optimizer", "slices")
+    tables["parallel"]["pp"], tables["checkpoint"] = 2, {"every": 3, "asynchronous": False, "keep": 9}
+    plan = planned(tmp_path, tables)
+    whole = run_threads(plan, 6, folder=tmp_path / "a")
+    rest = run_threads(plan, 6, folder=tmp_path / "b", resume=at(tmp_path / "a", 3))
+    assert losses_of(rest) == losses_of(whole)[3:]
+    kept = tensors(at(tmp_path / "a", 3))
+    older = [name for name in kept if name.endswith(".older")]
+    assert older
+    assert all(
+        kept[name].shape == kept["model." + name.removeprefix("optim.").removesuffix(".older")].shape for name in older
+    )
+    tables["parallel"] = {"pp": 4}
+    tables["schedule"] |= {"slices": 1, "microbatches": 8}
+    (tmp_path / "other").mkdir()
+    other = run_threads(planned(tmp_path / "other", tables), 6, folder=tmp_path / "c", resume=at(tmp_path / "a", 3))
+    assert losses_of(other) == pytest.approx(losses_of(whole)[3:], rel=1e-5)
+
+
+def test_ranks_that_share_layers_skip_a_step_together(tmp_path):
+    tables = settings("two versions", "tp")
+    tables["parallel"]["pp"] = 2
+    plan = planned(tmp_path, tables)
+
+    def poisoned(worker):
+        ending = worker.phase_run.ending
+        plain = ending.handlers[Kind.STEP]
+
+        def poison(one, op):
+            if one.step == 1 and one.rank == 1:  # the second rank of the first stage
+                cut = one.features.of(SharedLayers).cuts
+                next(p for name, p in one.stages[0].parameters.items() if name in cut).grad.fill_(math.nan)
+            plain(one, op)
+
+        ending.handlers = {**ending.handlers, Kind.STEP: poison}
+        from zbc.runtime.core.execute import run_step
+
+        return lambda one, number, *, stop=False: run_step(one, number, stop=stop)
+
+    workers = run_threads(plan, 3, step=poisoned)
+    states = [next(iter(worker.optimizers.values())).optimizer.state for worker in workers]
+    assert [{int(one["step"]) for one in state.values()} for state in states] == [{2}, {2}, {3}, {3}]
+    assert all(
+        torch.isfinite(p).all() for worker in workers for p in worker.stages[worker.plan.rank].parameters.values()
+    )
+
+
+def test_both_versions_are_whole_after_every_step(tmp_path):
+    """Replicas that step parts have equal weights, the older ones too."""
+    tables = settings("two versions", "sharded optimizer")
+    tables["parallel"]["pp"] = 2
+    workers = run_threads(planned(tmp_path, tables), 3)
+    for one, other in pairwise(sorted(workers, key=lambda worker: worker.plan.rank)):
+        if one.plan.rank == other.plan.rank:
+            mine, theirs = one.optimizers[one.plan.rank], other.optimizers[one.plan.rank]
+            assert isinstance(mine, TwoVersions)
+            pairs = [*zip(mine._older + mine._newer, theirs._older + theirs._newer, strict=True)]
+            assert all(torch.equal(a, b) for a, b in pairs)
