@@ -55,7 +55,8 @@ def build(plan: StoredPlan, rank: int, folder: Path, *, recompute: bool) -> Call
     batches = Batches(samples, seed=seed, microbatches=m, size=manifest.microbatch_size)
     first, last = 0 in modules, placement.stages - 1 in modules
     parameters = [p for part in modules.values() for p in part.parameters()]
-    optimizer, largest = torch_optimizer(settings.optimizer, parameters), settings.optimizer.clip_grad_norm
+    named = {name: p for s, part in modules.items() for name, p in part.named_parameters(prefix=f"{s}")}
+    optimizer, largest = torch_optimizer(settings.optimizer, named), settings.optimizer.clip_grad_norm
 
     def run(step: int) -> None:
         inputs = (torch.cat([batches.inputs(step, mb) for mb in range(m)]),) if first else ()

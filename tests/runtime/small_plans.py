@@ -185,7 +185,7 @@ def reference(
     }
     criterion = model.loss(settings.model.loss)
     masters = _masters(weights) if settings.model.parameters == "bfloat16" else weights
-    optimizer = _optimizer(settings.optimizer, [p for p in masters.values() if p.requires_grad])
+    optimizer = _optimizer(settings.optimizer, {name: p for name, p in masters.items() if p.requires_grad})
     low = settings.model.dtype == "bfloat16"
     result = Reference([], [], {}, {})
     before = [p.data.clone() for p in weights.values()]
@@ -281,9 +281,33 @@ def _squares(grad: torch.Tensor) -> float:
     return (torch.view_as_real(grad) if grad.is_complex() else grad).double().square().sum().item()
 
 
-def _optimizer(options: spec.Optimizer, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
+class _Both:
+    """torch's Muon for the matrices of blocks, its AdamW for the rest."""
+
+    def __init__(self, options: spec.Optimizer, named: dict[str, torch.nn.Parameter]) -> None:
+        inside = {n: p for n, p in named.items() if n.startswith("layers.") and p.dim() == 2}
+        scale = {"rms": "match_rms_adamw", "original": "original"}[options.scale]
+        how = {"momentum": options.momentum, "weight_decay": options.weight_decay, "adjust_lr_fn": scale}
+        self._muon = torch.optim.Muon(inside.values(), lr=options.lr, **how)
+        rest = [p for n, p in named.items() if n not in inside]
+        plain = options.model_copy(update={"kind": "adamw", "lr": options.lr})
+        self._adamw = _optimizer(plain, dict(enumerate(rest)))
+        self._own = 1.0 if options.adamw_lr is None else options.adamw_lr / options.lr
+        self.param_groups = self._muon.param_groups
+
+    def step(self) -> None:
+        for group in self._adamw.param_groups:
+            group["lr"] = self._own * self._muon.param_groups[0]["lr"]
+        self._muon.step()
+        self._adamw.step()
+
+
+def _optimizer(options: spec.Optimizer, named: dict[Any, torch.nn.Parameter]) -> Any:
+    parameters = [*named.values()]
     if not parameters:
         return None
+    if options.kind == "muon":
+        return _Both(options, named)
     if options.kind == "adam":
         decay = options.weight_decay
         return torch.optim.Adam(parameters, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=decay)

@@ -76,7 +76,7 @@ def train_alone(plan, steps, documents=None):
     for layer in models.layers(settings.model, settings.train.seed):
         layers[layer.name] = layer.build(settings.train.seed)
     parameters = {f"{name}.{local}": p for name, layer in layers.items() for local, p in layer.named_parameters()}
-    optimizer = torch_optimizer(spec.Optimizer.model_validate(SGD), parameters.values())
+    optimizer = torch_optimizer(spec.Optimizer.model_validate(SGD), parameters)
     losses, norms = [], []
     for step in range(steps):
         work = dealer.step(step)

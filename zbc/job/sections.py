@@ -341,17 +341,37 @@ class Memory(Section):
         return {self.activations} if isinstance(self.activations, str) else set(self.activations.values())
 
 
+class OptimizerGroup(Section):
+    """`[[optimizer.groups]]`: parameters that are stepped in another way."""
+
+    names: list[str] = Field(min_length=1, description="of parameters, with *: layers.0.*, *.bias")
+    rate: NotNegative = Field(1.0, description="times the learning rate")
+    weight_decay: Annotated[NotNegative, Field(le=1e3)] | None = Field(None, description="default: the optimizer's")
+    muon: bool = Field(True, description="kind muon: false has AdamW step their matrices")
+
+
 class Optimizer(Section):
     """`[optimizer]`."""
 
-    kind: Literal["adamw", "adam", "sgd"] = "adamw"
+    kind: Literal["adamw", "adam", "sgd", "muon"] = Field(
+        "adamw", description="muon: for the matrices of blocks; adamw for vectors, embedding and head"
+    )
     lr: Annotated[NotNegative, Field(le=1e3)] = 3e-4
+    adamw_lr: Annotated[NotNegative, Field(le=1e3)] | None = Field(
+        None, description="muon: of what adamw steps; default: lr"
+    )
+    scale: Literal["rms", "original"] = Field(
+        "rms", description="muon: of a step, by shape. rms: as large as adamw's; original: sqrt(max(1, rows / columns))"
+    )
     betas: tuple[Decay, Decay] = Field((0.9, 0.95), strict=False)
     eps: Annotated[float, Field(ge=1e-30, le=1)] = 1e-8  # of float32, whose least normal number is 1e-38
     weight_decay: Annotated[NotNegative, Field(le=1e3)] = Field(
         0.1, description="adamw: decoupled; adam and sgd: added to the gradient"
     )
-    momentum: Decay = Field(0.0, description="sgd")
+    momentum: Decay = Field(
+        default_factory=lambda told: 0.95 if told.get("kind") == "muon" else 0.0,
+        description="sgd, and muon, whose default is 0.95",
+    )
     clip_grad_norm: Positive | None = Field(None, description="largest norm of all gradients together")
     clip_stage_norm: Positive | None = Field(
         None, description="largest norm of the gradients of a stage, without a flush"
@@ -370,6 +390,7 @@ class Optimizer(Section):
         learning_rate.RateSchedule(), description="the learning rate over the steps"
     )
     zero1: bool = Field(False, description="replicas of a stage share the optimizer's state and work")
+    groups: list[OptimizerGroup] = Field([], description="of parameters that are stepped in another way, by name")
 
     @property
     def name(self) -> str:

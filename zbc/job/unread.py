@@ -34,16 +34,24 @@ IDLE = (
         ("betas", "eps"),
         "kind",
         lambda kind: kind == "sgd",
-        "is for adam and adamw, optimizer.kind is {!r}",
+        "is for adam, adamw and muon, optimizer.kind is {!r}",
         'drop it, or use kind = "adamw"',
     ),
     Unread(
         "optimizer",
         ("momentum",),
         "kind",
-        lambda kind: kind != "sgd",
-        "is for sgd, optimizer.kind is {!r}",
+        lambda kind: kind not in ("sgd", "muon"),
+        "is for sgd and muon, optimizer.kind is {!r}",
         'drop it (betas are what adam has instead), or use kind = "sgd"',
+    ),
+    Unread(
+        "optimizer",
+        ("adamw_lr", "scale"),
+        "kind",
+        lambda kind: kind != "muon",
+        "is for muon, optimizer.kind is {!r}",
+        'drop it, or use kind = "muon"',
     ),
     Unread(
         "train",
@@ -96,5 +104,5 @@ def problems(sections: Mapping[str, Any], document: Document) -> Iterator[ZbcErr
 
 def asks(section: Section, key: str) -> bool:
     """Whether a table has `key` with another value than it has by itself."""
-    plain = type(section).model_fields[key].get_default(call_default_factory=True)
+    plain = type(section).model_fields[key].get_default(call_default_factory=True, validated_data={})
     return key in section.model_fields_set and getattr(section, key) != plain

@@ -8,6 +8,7 @@ has least. Many pieces come out even; a few large matrices do not.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heapreplace
 
@@ -32,9 +33,16 @@ def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def most(parameters: Iterable[int], ranks: int) -> tuple[int, int]:
-    """The most elements, and the most pieces, that a rank gets of parameters of so many elements each."""
+def most(parameters: Iterable[int], ranks: int, uncut: Iterable[int] = ()) -> tuple[int, int]:
+    """The most elements, and the most pieces, that a rank gets of parameters of so many elements each; those of them
+    that are `uncut` stay whole."""
     counts = list(parameters)
+    alone = Counter(uncut) & Counter(counts)
+    if alone:
+        others = (Counter(counts) - alone).elements()
+        sizes = [*alone.elements(), *(stop - start for count in others for start, stop in cut(count))]
+        shares = deal(sizes, ranks)
+        return max(sum(sizes[i] for i in share) for share in shares), max(map(len, shares))
     whole = sum(count // CHUNK for count in counts)
     rest = [count % CHUNK for count in counts if count % CHUNK or not count]
     # Whole pieces come first and go around, so of a large model only what is left over has to be dealt.

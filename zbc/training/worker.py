@@ -55,7 +55,7 @@ def build_worker(
     stages = build_stages(site, share_out(site, shared, tables))
     refuse(site, stages)
     tied = tied_weights(site)
-    optimizers = optimizers_of(site, stages, tied, apart=shared.swaps is not None)
+    optimizers = optimizers_of(site, stages, tied, shared, apart=shared.swaps is not None)
     words = None if tables is None else vocabulary_of(site, tables)
     optimizers |= {} if words is None else {WORDS: words.optimizer}
     context = Context(site.parts, stages, optimizers, site.rank, device, shared, tied)

@@ -15,7 +15,7 @@ from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
 from zbc.job.graph import names
 from zbc.job.model_section import AROUND, GEMMA, HEAD_NORMS
-from zbc.job.spec import GivenCosts, Job, LayerCost, Model, Optimizer
+from zbc.job.spec import GivenCosts, Job, LayerCost, Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class Layer:
     tied: int = 0  # of them, those of the weight that embedding and head share
     apart: tuple[int, ...] = ()  # of them, those of experts by parameter, where replicas share these out
     parts: tuple[int, ...] = ()  # them by parameter; () where only their sum is known
+    matrices: tuple[tuple[int, int], ...] = ()  # shapes of those that Muon steps
     measured: Measurement | None = None  # by a profile
     cheap: float = 0.0  # of F, the share that selective recompute runs again
     spared: Footprint | None = None  # its size then; None where that changes nothing
@@ -177,17 +178,21 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
         for kind in dict.fromkeys(kinds)
     }
     embed, head, *each = (
-        Layer(name, *times_of(machine, done), params, size, parts=parts)
-        for name, (done, size), params, parts in (
-            ("embed", first, sum(tables), tables),
-            ("head", last, sum(ends), ends),
-            *(("block", (work.block(z), weighed(z)), sum(z.parameters), z.parameters) for z in blocks.values()),
+        Layer(name, *times_of(machine, done), sum(parts), size, parts=parts)
+        for name, (done, size), parts in (
+            ("embed", first, tables),
+            ("head", last, ends),
+            *(("block", (work.block(z), weighed(z)), z.parameters) for z in blocks.values()),
         )
     )
     apart = sizes.apart if job.parallel.ep > 1 else ()
     known = {
         kind: replace(
-            one, cheap=machine.ms(work.cheap(z)) / one.f if one.f else 0.0, spared=footprint.spared(z), apart=apart
+            one,
+            cheap=machine.ms(work.cheap(z)) / one.f if one.f else 0.0,
+            spared=footprint.spared(z),
+            apart=apart,
+            matrices=tuple((shape[0], shape[1]) for shape in z.shapes if len(shape) == 2),
         )
         for (kind, z), one in zip(blocks.items(), each, strict=True)
     }
@@ -311,20 +316,6 @@ def given_optimizer(costs: GivenCosts, table: Sequence[Layer]) -> list[float]:
         result.append(0.0 if outside else _pick(costs.optimizer, block))
         block += not outside
     return result
-
-
-def optimizer_bytes(options: Optimizer, parameters: str) -> tuple[float, float]:
-    """Bytes that STEP and TENTATIVE move per parameter, in float32.
-
-    STEP reads gradient, weight and state (two numbers for Adam, one for momentum) and writes weight and state; where
-    forward reads a copy of the weights, that is written too. TENTATIVE does the same on fresh copies.
-    """
-    state = 4.0 * (bool(options.momentum) if options.kind == "sgd" else 2)
-    step = 4 + 2 * (4 + state)
-    publish = 6.0 if parameters == "bfloat16" else 8.0
-    ahead = options.sync == "post-validate"
-    plain = step + publish if parameters == "bfloat16" and not ahead else step
-    return plain, step + publish + 2 * (4 + state)
 
 
 def boundary_bytes(model: Model, size: int, shared: int = 1) -> float:

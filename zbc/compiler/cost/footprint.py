@@ -25,6 +25,7 @@ other while activations go: its `rise` is followed from weight to weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -180,32 +181,37 @@ class Sizes:
         return self.qkv_bias * (self.queries + 2 * self.keys), self.proj_bias * self.hidden
 
     @property
-    def parameters(self) -> tuple[int, ...]:
-        """Elements of each parameter of a block."""
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of each parameter of a block."""
         h, q, k = self.hidden, self.queries, self.keys
         if self.gated:
-            each = (q, k) if self.qk_whole else (q // self.heads,) * 2 if self.qk_norm else ()
-            before, behind = ((count,) if count else () for count in self._biases)
-            after = (h,) if self.around else ()
-            return h, h * (q + 2 * k), *before, *each, q * h, *behind, *after, h, *self._mlps, *after
-        return h, h, h * (q + 2 * k), q + 2 * k, q * h, h, h, h, *self._mlps
+            each = ((q,), (k,)) if self.qk_whole else ((q // self.heads,),) * 2 if self.qk_norm else ()
+            before, behind = (((count,),) if count else () for count in self._biases)
+            after = ((h,),) if self.around else ()
+            return (h,), (q + 2 * k, h), *before, *each, (h, q), *behind, *after, (h,), *self._mlps, *after
+        return (h,), (h,), (q + 2 * k, h), (q + 2 * k,), (h, q), (h,), (h,), (h,), *self._mlps
+
+    @property
+    def parameters(self) -> tuple[int, ...]:
+        """Elements of each parameter of a block."""
+        return tuple(map(math.prod, self.shapes))
 
     @property
     def apart(self) -> tuple[int, ...]:
         """Elements of each parameter of a block's experts that this rank has."""
-        return self._mlp(self.mlp) * self.experts
+        return tuple(map(math.prod, self._mlp(self.mlp))) * self.experts
 
-    def _mlp(self, width: int) -> tuple[int, ...]:
+    def _mlp(self, width: int) -> tuple[tuple[int, ...], ...]:
         h = self.hidden
-        return (h * 2 * width, width * h) if self.gated else (h * width, width, width * h, h)
+        return ((2 * width, h), (h, width)) if self.gated else ((width, h), (width,), (h, width), (h,))
 
     @property
-    def _mlps(self) -> tuple[int, ...]:
+    def _mlps(self) -> tuple[tuple[int, ...], ...]:
         """The same of the MLP, or of the router, the experts and the one that all tokens meet."""
         if not self.experts:
             return self._mlp(self.mlp)
-        common = (*self._mlp(self.common), self.hidden) if self.common else ()
-        return (self.hidden * self.choices, *(self._mlp(self.mlp) * self.experts), *common)
+        common = (*self._mlp(self.common), (1, self.hidden)) if self.common else ()
+        return ((self.choices, self.hidden), *(self._mlp(self.mlp) * self.experts), *common)
 
     @property
     def norm(self) -> int:

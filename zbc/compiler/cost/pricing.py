@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import pairwise
 from operator import add, mul, sub
 
-from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, vocabulary
+from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, stepping, vocabulary
 from zbc.compiler.cost.cost import BY_SLICE, Column, Costs, Links, PerStage, Size, links_of
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES
-from zbc.compiler.cost.machine import Kernel, Machine
+from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.stage_bytes import StageBytes, boundaries
 from zbc.errors import ZbcError
 from zbc.ir import Placement
@@ -326,10 +326,9 @@ def _with_optimizer(
     elif given or not job.model.builtin:
         return costs.with_ms(hop=(hop,))
     else:
-        moved = estimate.optimizer_bytes(job.optimizer, job.model.parameters)
-        machine = Machine.of(job)
-        counts = [sum(table[i].params for i in part) for part in stages]
-        step, tentative = (tuple(machine.ms([Kernel(0, each * count, 0)]) for count in counts) for each in moved)
+        layers = [[table[i] for i in part] for part in stages]
+        each = [stepping.ms_of(job, some, sum(one.params for one in some)) for some in layers]
+        step, tentative = (tuple(ms) for ms in zip(*each, strict=True))
     if job.shard != "none":
         shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
         plain, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from zbc.compiler.cost import estimate
+from zbc.compiler.cost import estimate, stepping
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES, NO_MORE, NO_RISE, Footprint, More, Rise, more, rise
 from zbc.ir import Placement
@@ -105,8 +106,8 @@ def _stage(
         early=min(gradients, sum(z.came_b for z in sizes)),
         lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
         largest=largest,
-        step=_temporaries(job, sizes),
-        tentative=4.0 * (1 + _state(job)) * shares.copied if ahead else 0.0,
+        step=_temporaries(job, sizes, stepping.matrices(job.optimizer, [table[i] for i in part])),
+        tentative=4.0 * (1 + stepping.numbers(job.optimizer)) * shares.copied if ahead else 0.0,
         logits=0.0 if again else sum(z.logits for z in sizes),
         behind=behind[s],
         share=share,
@@ -153,11 +154,6 @@ def _averaging(job: Job, params: int) -> float:
     return GRAD_BYTES * params * ((2 * asked.share if asked.delay else 0.0) + (1.0 if asked.smooth else 0.0))
 
 
-def _state(job: Job) -> int:
-    """Numbers that the optimizer keeps of each parameter."""
-    return bool(job.optimizer.momentum) if job.optimizer.kind == "sgd" else 2
-
-
 def _counted(placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> tuple[int, int]:
     """Parameters that a rank holds for stage s, and how many of them all of its holders step."""
     params, tied = sum(table[i].params for i in part), sum(table[i].tied for i in part)
@@ -197,13 +193,14 @@ def dealt(
             if apart
             else [count for i in part for count in table[i].parts]
         )
+    matrices = [math.prod(shape) for shape in stepping.matrices(job.optimizer, [table[i] for i in part])]
     while sum(counts) > params - whole and table[-1].tied in counts:
         counts.remove(table[-1].tied)
     known = sum(counts) == params - whole
     if job.shard == "none" or ranks == 1:
         copied = dealing.batch([whole, *counts] if known else [params])
         return Dealt(ranks, 1.0, copied, params - whole + (len(counts) if known else 0), 0.0)
-    alone, pieces = dealing.most(counts, ranks) if known else ((params - whole) / ranks, 0)
+    alone, pieces = dealing.most(counts, ranks, matrices) if known else ((params - whole) / ranks, 0)
     share = (alone + whole) / params if params else 1 / ranks
     return Dealt(ranks, share, max(whole, min(alone + whole, dealing.BATCH)), ranks * (alone + pieces), alone, whole)
 
@@ -222,7 +219,7 @@ def of_experts(
     return tuple(found)
 
 
-def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:
+def _temporaries(job: Job, sizes: Sequence[Footprint], matrices: Sequence[tuple[int, int]]) -> float:
     """Bytes that the optimizer needs for a while as it steps the parameters of some layers.
 
     On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none. Adam
@@ -230,14 +227,15 @@ def _temporaries(job: Job, sizes: Sequence[Footprint]) -> float:
     their gradients (AdamW does not) one more.
     """
     options = job.optimizer
+    muon = max((stepping.needs((rows * job.parallel.tp, columns)) for rows, columns in matrices), default=0.0)
     if job.hardware.device == "cuda":
-        return 0.0
+        return muon
     if options.kind == "sgd":
         return GRAD_BYTES * max((z.largest for z in sizes), default=0.0) if options.weight_decay else 0.0
     decayed = options.kind == "adam" and options.weight_decay > 0
     most = max(((z.pair or 2 * z.largest) + decayed * z.largest for z in sizes), default=0.0)
     across = (before.ends[1] + (2 + decayed) * z.ends[0] for before, z in pairwise(sizes))
-    return GRAD_BYTES * max(most, *across, 0.0)
+    return max(muon, GRAD_BYTES * max(most, *across, 0.0))
 
 
 def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
@@ -250,13 +248,13 @@ def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, 
     """Bytes of weights, gradients, masters and optimizer state of `params` parameters of these layers."""
     options, low = job.optimizer, job.model.parameters == "bfloat16"
     ahead = options.sync == "post-validate"
-    per = 4 * _state(job)
+    per = stepping.state_bytes(options, layers, params)
     held = [one.held for layer in layers if (one := layer.measured) is not None and one.held is not None]
     if len(held) < len(layers):
         master = 4 if low or ahead else 0
-        return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), float(per * params)
+        return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), per
     part = params / (sum(layer.params for layer in layers) or 1)
     weights, gradients = part * sum(z.weights for z in held), part * sum(z.gradients for z in held)
     same = job.profile is not None and job.profile.optimizer == options.name
-    state = part * sum(z.optimizer for z in held) if same else per / GRAD_BYTES * gradients
+    state = part * sum(z.optimizer for z in held) if same else per * gradients / (GRAD_BYTES * params or 1)
     return weights, gradients, gradients if low or ahead else 0.0, state

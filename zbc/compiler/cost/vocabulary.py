@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zbc.compiler.cost import estimate, work
+from zbc.compiler.cost import estimate, stepping, work
 from zbc.compiler.cost.cost import ShareBytes
 from zbc.compiler.cost.footprint import GRAD_BYTES, Sizes
 from zbc.compiler.cost.machine import Machine
@@ -148,7 +148,7 @@ def share_bytes(job: Job) -> ShareBytes | None:
     if sizes is None or not job.vocabulary:
         return None
     count, low = parameters(job), job.model.parameters == "bfloat16"
-    state = bool(job.optimizer.momentum) if job.optimizer.kind == "sgd" else 2
+    state = stepping.numbers(job.optimizer)
     tokens, mine = sizes.tokens, _share_of(sizes, job.parallel.pp)
     out, stream = float(sizes.width * sizes.hidden * tokens), float(sizes.stream * sizes.hidden * tokens)
     wide = float(GRAD_BYTES * sizes.hidden * tokens)

@@ -7,6 +7,7 @@ a low-precision copy of it, or a part of it that other ranks complete is the bus
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -14,11 +15,14 @@ from torch import Tensor, nn
 
 from zbc.job import spec
 from zbc.plan import dealing
+from zbc.runtime.core.muon import Whole, grouped, muon
 from zbc.runtime.core.precision import lower_precision
 from zbc.runtime.core.private import scale_all
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.validate import squares_of
 from zbc.runtime.transports.transport import Transport
+
+NO_WHOLES: Mapping[str, Whole] = {}
 
 
 class Held(NamedTuple):
@@ -83,10 +87,14 @@ class InPlace:
     apart = mirrored = False
 
     def __init__(
-        self, options: spec.Optimizer, parameters: Mapping[str, nn.Parameter], casts: Iterable[SplitLinear] = ()
+        self,
+        options: spec.Optimizer,
+        parameters: Mapping[str, nn.Parameter],
+        casts: Iterable[SplitLinear] = (),
+        wholes: Mapping[str, Whole] = NO_WHOLES,
     ) -> None:
         self.parameters = parameters
-        self.optimizer = torch_optimizer(options, parameters.values())
+        self.optimizer = torch_optimizer(options, parameters, wholes)
         self._casts = tuple(casts)
 
     def squares(self) -> dict[str, Tensor]:
@@ -128,6 +136,7 @@ class Masters(InPlace):
         options: spec.Optimizer,
         parameters: Mapping[str, nn.Parameter],
         casts: Iterable[SplitLinear] = (),
+        wholes: Mapping[str, Whole] = NO_WHOLES,
         *,
         lowered: torch.dtype | None,
     ) -> None:
@@ -136,7 +145,7 @@ class Masters(InPlace):
         wide = {name: lowered is not None and p.is_floating_point() for name, p in trained.items()}  # not complex ones
         kinds = {name: torch.float32 if wide[name] else p.dtype for name, p in trained.items()}
         self.masters = {name: nn.Parameter(p.detach().to(kinds[name], copy=True)) for name, p in trained.items()}
-        self.optimizer = torch_optimizer(options, self.masters.values())
+        self.optimizer = torch_optimizer(options, self.masters, wholes)
         self._casts = tuple(casts)
         self._pairs = [(p, self.masters[name]) for name, p in trained.items()]
         lower_precision(parameters.values(), lowered)
@@ -266,24 +275,26 @@ def inside(optimizer: StageOptimizer, kind: type[Found]) -> Found | None:
 def set_rate(stage: StageOptimizer, rate: float) -> None:
     """The learning rate of the steps from here on."""
     for group in () if stage.optimizer is None else stage.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("times", 1.0)
 
 
 def build_optimizer(
     options: spec.Optimizer,
     parameters: Mapping[str, nn.Parameter],
     casts: Iterable[SplitLinear] = (),
+    wholes: Mapping[str, Whole] = NO_WHOLES,
     *,
     lowered: torch.dtype | None,
     ahead: bool = False,
 ) -> StageOptimizer:
     """The optimizer that a job asks for, over the parameters of one stage.
 
-    `lowered` is the type that forward reads, if it is not the parameters' own; `ahead`: steps may be tentative.
+    `lowered` is the type that forward reads, if it is not the parameters' own; `ahead`: steps may be tentative;
+    `wholes`: of the parameters that other ranks have other parts of.
     """
     if lowered is None and not ahead:
-        return InPlace(options, parameters, casts)
-    return Masters(options, parameters, casts, lowered=lowered)
+        return InPlace(options, parameters, casts, wholes)
+    return Masters(options, parameters, casts, wholes, lowered=lowered)
 
 
 def _scale(parameters: Iterable[nn.Parameter], scale: float | None) -> None:
@@ -297,11 +308,12 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def kept_by(options: spec.Optimizer) -> dict[str, bool]:
-    """What the optimizer keeps for a parameter, by name, and whether it has the parameter's shape or is one number."""
-    tried = nn.Parameter(torch.zeros(2))
-    tried.grad = torch.zeros(2)
-    optimizer = torch_optimizer(options, [tried])
+def kept_by(options: spec.Optimizer, *, matrix: bool = False) -> dict[str, bool]:
+    """What the optimizer keeps for a parameter, by name, and whether it has the parameter's shape or is one number;
+    `matrix`: of one that Muon steps."""
+    tried = nn.Parameter(torch.zeros((2, 2) if matrix else 2))
+    tried.grad = torch.zeros_like(tried)
+    optimizer = torch_optimizer(options.model_copy(update={"groups": []}), {"": tried})
     if optimizer is None:
         return {}
     optimizer.step()
@@ -309,17 +321,21 @@ def kept_by(options: spec.Optimizer) -> dict[str, bool]:
     return {key: found[key].shape == tried.shape for key in sorted(found) if isinstance(found[key], Tensor)}
 
 
-def torch_optimizer(options: spec.Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """`torch.optim` AdamW, Adam or SGD over the parameters that train; None if none does.
+def torch_optimizer(
+    options: spec.Optimizer, named: Mapping[str, nn.Parameter], wholes: Mapping[str, Whole] = NO_WHOLES
+) -> torch.optim.Optimizer | None:
+    """`torch.optim` AdamW, Adam or SGD, or Muon, over the parameters that train; None if none does.
 
     On cuda the fused kernels: one launch for all parameters instead of several per parameter.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    trained = {name: p for name, p in named.items() if p.requires_grad}
     if not trained:
         return None
-    fused = True if all(p.is_cuda for p in trained) else None
+    fused = True if all(p.is_cuda for p in trained.values()) else None
     decay = options.weight_decay
+    groups: Any = grouped(options, trained) if options.groups else list(trained.values())
     if options.kind == "sgd":
-        return torch.optim.SGD(trained, lr=options.lr, momentum=options.momentum, weight_decay=decay, fused=fused)
-    kind = torch.optim.AdamW if options.kind == "adamw" else torch.optim.Adam
-    return kind(trained, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=decay, fused=fused)
+        return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, weight_decay=decay, fused=fused)
+    kind = torch.optim.Adam if options.kind == "adam" else torch.optim.AdamW
+    made = partial(kind, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=decay, fused=fused)
+    return muon(options, trained, made, wholes) if options.kind == "muon" else made(groups)

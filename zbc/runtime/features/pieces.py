@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,12 +27,13 @@ class Piece(NamedTuple):
         return f"{self.name}[{self.start}:{self.stop}]"
 
 
-def cut(parameters: Mapping[str, nn.Parameter]) -> list[Piece]:
-    """The pieces of all parameters, in order. One that is not contiguous in memory stays whole."""
+def cut(parameters: Mapping[str, nn.Parameter], whole: Collection[str] = ()) -> list[Piece]:
+    """The pieces of all parameters, in order. Those that are `whole`, or not contiguous in memory, have one."""
     pieces = []
     for name, parameter in parameters.items():
         count = parameter.numel()
-        places = dealing.cut(count) if parameter.is_contiguous() else [(0, count)]
+        cuts = parameter.is_contiguous() and name not in whole
+        places = dealing.cut(count) if cuts else [(0, count)]
         pieces += [Piece(name, start, stop) for start, stop in places]
     return pieces
 

@@ -35,7 +35,8 @@ from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core.bucket import flags, gradient_type
-from zbc.runtime.core.optimizer import Held, Masters, OptimizerOver, build_optimizer, kept_by
+from zbc.runtime.core.muon import Whole, is_matrix
+from zbc.runtime.core.optimizer import NO_WHOLES, Held, Masters, OptimizerOver, build_optimizer, kept_by
 from zbc.runtime.core.precision import lower_precision
 from zbc.runtime.core.private import add_all, copy_all
 from zbc.runtime.core.split import SplitLinear
@@ -77,6 +78,7 @@ class Sharded(OptimizerOver):
         options: spec.Optimizer,
         parameters: Mapping[str, nn.Parameter],
         casts: Iterable[SplitLinear] = (),
+        wholes: Mapping[str, Whole] = NO_WHOLES,
         *,
         ranks: tuple[int, ...],
         rank: int,
@@ -101,13 +103,14 @@ class Sharded(OptimizerOver):
             found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind, _ in types))
             text = f"run: optimizer.zero1 needs parameters of one type in a stage, found {found}"
             raise ZbcError("E110", text, hint="set optimizer.zero1 = false")
-        self._shares = deal(cut(self._trained), len(ranks))
+        self._matrices = {name for name, p in self._trained.items() if is_matrix(options, name, p)}
+        self._shares = deal(cut(self._trained, self._matrices), len(ranks))
         self._length = max(sum(piece.size for piece in share) for share in self._shares)
         self._width = self._length + max(map(len, self._shares))  # and whether each piece has a gradient
         self._own = {piece: nn.Parameter(self._place(piece)) for piece in self._shares[self._mine]}
         self._whole = {name: parameters[name] for name in sorted(whole)}
         working = {str(piece): p for piece, p in self._own.items()} | self._whole
-        super().__init__(build_optimizer(options, working, self._casts, lowered=lowered, ahead=ahead))
+        super().__init__(build_optimizer(options, working, self._casts, wholes, lowered=lowered, ahead=ahead))
         if lowered is not None:  # the masters are made; the pieces are views of weights that are lowered only now
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             self.moved()
@@ -197,7 +200,7 @@ class Sharded(OptimizerOver):
 
     def collect(self, name: str, transport: Transport) -> tuple[Tensor, dict[str, Tensor]]:
         """All of a parameter that is dealt, and what the optimizer keeps for it; all with a copy call this, blocks."""
-        kept, shape = kept_by(self._options), self._trained[name].shape
+        kept, shape = kept_by(self._options, matrix=name in self._matrices), self._trained[name].shape
         wide = [key for key in kept if kept[key]]
         single = [key for key in kept if not kept[key]]
         shares = [[piece for piece in share if piece.name == name] for share in self._shares]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from zbc.ops import TIED, experts_of
 from zbc.plan.directory import meeting
 from zbc.plan.lateness import lateness
 from zbc.runtime.core.bucket import Bucket, GradientSum, absent
+from zbc.runtime.core.muon import Whole
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
@@ -21,7 +23,7 @@ from zbc.runtime.features.averaging import Averages, Averaging
 from zbc.runtime.features.expert_parallel import split
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.sharded import Sharded
-from zbc.runtime.features.tensor_parallel import SharedLayers
+from zbc.runtime.features.tensor_parallel import Shared, SharedLayers
 from zbc.runtime.features.ties import Ties
 from zbc.runtime.features.versions import OneVersion, TwoVersions
 from zbc.training.building.context import Site, section
@@ -43,20 +45,31 @@ def tied_weights(site: Site) -> dict[str, tuple[int, ...]]:
 
 
 def optimizers_of(
-    site: Site, stages: Mapping[int, Stage], tied: Collection[str], *, apart: bool
+    site: Site, stages: Mapping[int, Stage], tied: Collection[str], shared: Shared, *, apart: bool
 ) -> dict[int, StageOptimizer]:
     """By owner: stages, and the experts of each where they are shared out (`apart`)."""
     late = lateness(site.plan.ops) if site.manifest.flushless else {}
+    wholes = {
+        name: Whole(partial(cut.collect, group=group), cut.of)
+        for name, cut in shared.cuts.items()
+        if (group := shared.group) is not None
+    }
     found = dict[int, StageOptimizer]()
     for s in site.mine:
         of = split(stages[s].parameters, experts_in(stages[s])) if apart else (stages[s].parameters,)
         for owner, own in zip((s, experts_of(s)), of, strict=False):
-            found[owner] = _optimizer_of(site, stages[s], tied, late.get(s, 0), owner, own)
+            found[owner] = _optimizer_of(site, stages[s], tied, late.get(s, 0), owner, own, wholes)
     return found
 
 
 def _optimizer_of(
-    site: Site, stage: Stage, tied: Collection[str], late: int, owner: int, parameters: Mapping[str, nn.Parameter]
+    site: Site,
+    stage: Stage,
+    tied: Collection[str],
+    late: int,
+    owner: int,
+    parameters: Mapping[str, nn.Parameter],
+    wholes: Mapping[str, Whole],
 ) -> StageOptimizer:
     """`late`: by how many steps of the stage its gradients come late, where it steps on its own; `parameters`: of the
     stage's those of `owner`, the stage or its experts."""
@@ -70,6 +83,7 @@ def _optimizer_of(
             options,
             parameters,
             stage.casts,
+            wholes,
             ranks=own,
             rank=site.rank,
             among=ranks,
@@ -82,7 +96,7 @@ def _optimizer_of(
             cycles=manifest.flushless,
         )
     else:
-        found = build_optimizer(options, parameters, stage.casts, lowered=lowered, ahead=ahead)
+        found = build_optimizer(options, parameters, stage.casts, wholes, lowered=lowered, ahead=ahead)
     if not manifest.flushless:
         return found
     alone = options.sync == "asynchronous"

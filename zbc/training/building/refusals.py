@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 from zbc import excludes
-from zbc.errors import raise_all
+from zbc.errors import ZbcError, raise_all
 from zbc.ir import COPY, Kind
 from zbc.plan.directory import FROZEN
 from zbc.runtime.core.stage import Stage
@@ -33,7 +34,18 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
             try_packed(site, stages.values())
         if site.some_targets is not None:
             try_padding(name, loss, site.shapes.output, site.some_targets)
+    _refuse_groups(site)
     _refuse_pairs(site)
+
+
+def _refuse_groups(site: Site) -> None:
+    """Raise E110 for names of [[optimizer.groups]] that no parameter of the model has."""
+    for group in site.settings.optimizer.groups:
+        for name in group.names:
+            if not any(fnmatchcase(known, name) for known in site.shapes.parameters):
+                text = f"run: no parameter of the model is called {name}, which optimizer.groups names"
+                near = ", ".join(site.shapes.parameters[:4])
+                raise ZbcError("E110", text, hint=f"they are called as in {near}; * stands for any letters")
 
 
 def _refuse_pairs(site: Site) -> None:

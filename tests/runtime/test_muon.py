@@ -1,0 +1,185 @@
+"""Muon: torch's numbers for whole matrices, one process's training however it is cut up, and groups by name."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.composed import apart, settings, trained
+from tests.jobs import job
+from tests.refusals import refused
+from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, parameters, reference
+from tests.runtime.test_checkpoints import at
+from tests.runtime.test_flushless_with import planned
+from tests.threads import losses_of, run_threads, scaled
+from tests.tiers import few
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.memory.per_rank import peaks
+from zbc.job import spec
+from zbc.plan import dealing
+from zbc.runtime.core.muon import orthogonal
+from zbc.runtime.core.optimizer import torch_optimizer
+from zbc.runtime.features.sharded import Sharded
+
+MUON = {"kind": "muon", "lr": 0.01, "adamw_lr": 0.003}
+ROUNDED = 5e-4  # sums in another order, rounded to bfloat16 by Newton-Schulz
+
+
+@pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16)], ids=str)
+@pytest.mark.parametrize("scale", ["rms", "original"])
+def test_a_step_has_the_bits_of_torchs_own(shape, scale):
+    torch.manual_seed(1)
+    mine = torch.nn.Parameter(torch.randn(shape))
+    theirs = torch.nn.Parameter(mine.detach().clone())
+    options = spec.Optimizer(kind="muon", lr=0.02, scale=scale, weight_decay=0.1)
+    ours = torch_optimizer(options, {"layers.0.weight": mine})
+    how = {"rms": "match_rms_adamw", "original": "original"}[scale]
+    other = torch.optim.Muon([theirs], lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn=how)
+    for _ in range(3):
+        mine.grad = torch.randn(shape)
+        theirs.grad = mine.grad.clone()
+        ours.step()
+        other.step()
+    assert mine.detach().equal(theirs)
+
+
+def test_singular_values_come_near_one():
+    torch.manual_seed(2)
+    values = torch.linalg.svdvals(orthogonal(torch.randn(48, 32)).float())
+    assert 0.5 < values.min() <= values.max() < 1.3
+
+
+SCHEDULES = [("1f1b", 3, 4, 1), ("zb-h1", 2, 4, 1), ("zb-v", 2, 4, 2), ("interleaved-1f1b", 2, 4, 2)]
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), few(SCHEDULES, [SCHEDULES[0], SCHEDULES[2]]))
+@pytest.mark.parametrize("sync", ["before-step", "post-validate"])
+def test_any_schedule_has_the_bits_of_one_process(schedule, p, m, v, sync):
+    plan = make_plan(make_program(schedule, p, m, v, sync=sync), model=LLAMA, optimizer={**MUON, "sync": sync})
+    hold(run_threads(plan, 4), reference(plan, 4))
+
+
+@pytest.mark.parametrize("model", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}], ids=str)
+def test_in_bfloat16_it_has_the_bits_of_one_process(model):
+    plan = make_plan(make_program("1f1b", 2, 4), model={**GPT, **model}, optimizer=MUON)
+    hold(run_threads(plan, 4), reference(plan, 4))
+
+
+def test_two_versions_have_the_bits_of_one_process_a_step_late():
+    plan = make_plan(
+        make_program("1f1b", 3, 4, sync="two-versions"), model=GPT, optimizer={**MUON, "sync": "two-versions"}
+    )
+    hold(run_threads(plan, 6), reference(plan, 6, delayed=True))
+
+
+def tables(*traits, **more):
+    found = settings(*traits)
+    found["optimizer"] = {**MUON, **{k: v for k, v in found["optimizer"].items() if k == "sync"}}
+    found["parallel"]["pp"], found["model"]["layers"] = 2, 4
+    for key, value in more.items():
+        section, _, name = key.partition("__")
+        found.setdefault(section, {})[name] = value
+    return found
+
+
+CUT = [("tp",), ("tp_sequence",), ("slices",), ("shared vocabulary",), ("one-sided",)]
+CUT += [(f"sharded {what}",) for what in ("optimizer", "weights", "gradients", "all")]
+CUT += [("tp", "sharded optimizer", "post-validate"), ("tp", "sharded all", "slices")]
+
+
+@pytest.mark.parametrize("traits", few([*map(list, CUT)], 1), ids=" x ".join)
+def test_however_it_is_cut_up_it_trains_alike(traits):
+    assert apart(trained(tables(*traits)), trained(tables(schedule__microbatches=8))) <= ROUNDED
+
+
+@pytest.mark.parametrize("traits", few([["tp"], ["sharded optimizer", "tp"]], 1), ids=" x ".join)
+def test_parts_of_a_matrix_that_are_made_orthogonal_alone_are_noticed(traits, monkeypatch):
+    wanted = trained(tables(*traits))
+    monkeypatch.setattr("zbc.training.building.optimizers.Whole", lambda collect, of: None)
+    assert apart(trained(tables(*traits)), wanted) > 4 * ROUNDED
+
+
+def test_each_matrix_is_stepped_by_one_replica(tmp_path):
+    workers = run_threads(planned(tmp_path, tables("sharded optimizer")), 1)
+    for worker in workers:
+        found = worker.optimizers[worker.plan.rank]
+        assert isinstance(found, Sharded)
+        stepped = Counter(piece.name for piece in found._own)
+        matrices = {n for n, p in found.parameters.items() if p.dim() == 2 and n.startswith("layers.")}
+        assert all(stepped[name] <= 1 for name in matrices)
+        assert all(
+            p.shape == found.parameters[piece.name].shape for piece, p in found._own.items() if piece.name in matrices
+        )
+    owners = [{piece.name for piece in w.optimizers[0]._own} for w in workers if w.plan.rank == 0]
+    assert not owners[0] & owners[1]
+
+
+def test_it_goes_on_from_its_checkpoints_in_another_shape(tmp_path):
+    checkpoint = {"checkpoint__every": 2, "checkpoint__asynchronous": False, "checkpoint__keep": 9}
+    (tmp_path / "one").mkdir()
+    whole = run_threads(planned(tmp_path, tables("sharded optimizer", "tp", **checkpoint)), 4, folder=tmp_path / "a")
+    other = planned(tmp_path / "one", tables(schedule__microbatches=8, schedule__kind="zb-v", **checkpoint))
+    rest = run_threads(other, 4, folder=tmp_path / "b", resume=at(tmp_path / "a", 2))
+    assert losses_of(rest) == pytest.approx(losses_of(whole)[2:], rel=ROUNDED)
+
+
+@pytest.mark.parametrize("traits", few([[], ["sharded optimizer"], ["tp"]], 1), ids=" x ".join)
+def test_a_plan_knows_what_ranks_hold_of_it(tmp_path, traits):
+    wide = {f"model__{key}": value for key, value in {"hidden": 128, "seq_len": 64}.items()}
+    path = tmp_path / "zbc.toml"
+    from tests.composed import toml
+
+    path.write_text(toml(tables(*traits, **wide)))
+    made = compile_job(load_job(path), budget=0.0, suggest=False)
+    made.write(tmp_path / "plan")
+    from zbc.plan.directory import StoredPlan
+
+    held = max(scale.held.peak for scale in scaled(StoredPlan.read(tmp_path / "plan"))[1])
+    assert max(rank.bytes for rank in peaks(made.program, made.costs)) == pytest.approx(held, rel=0.03)
+
+
+def test_no_rank_is_dealt_much_more_than_others():
+    """Of llama-8b's blocks, over eight replicas."""
+    block = [6144 * 4096, 4096 * 4096, 2 * 14336 * 4096, 14336 * 4096]
+    counts = [count for _ in range(8) for count in (*block, 4096, 4096)]
+    most, _ = dealing.most(counts, 8, block * 8)
+    assert most * 8 / sum(counts) <= 1.2
+    pieces = dealing.deal(counts, 8)
+    assert most == max(sum(counts[i] for i in share) for share in pieces)
+
+
+# ---- groups by name ----------------------------------------------------------------------------------------------
+
+
+def test_a_group_has_a_rate_and_a_decay_of_its_own():
+    groups = [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}, {"names": ["layers.0.*"], "rate": 0.5}]
+    options = spec.Optimizer.model_validate({"lr": 0.1, "weight_decay": 0.2, "groups": groups})
+    named = {
+        name: torch.nn.Parameter(torch.ones(3)) for name in ("layers.0.a.bias", "layers.0.a.weight", "head.weight")
+    }
+    made = torch_optimizer(options, named)
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in made.param_groups for p in group["params"]}
+    assert [found[id(p)] for p in named.values()] == [(0.1, 0.0), (0.05, 0.2), (0.1, 0.2)]
+
+
+def test_groups_train_alike_in_shares(tmp_path):
+    groups = [{"names": ["*.bias", "*norm*"], "weight_decay": 0.0}, {"names": ["layers.0.*"], "rate": 0.25}]
+    plain = tables(optimizer__kind="adamw", optimizer__groups=groups, schedule__microbatches=8)
+    del plain["optimizer"]["adamw_lr"]
+    cut = tables("sharded all", "tp", optimizer__kind="adamw", optimizer__groups=groups)
+    del cut["optimizer"]["adamw_lr"]
+    other = {**plain, "optimizer": {k: v for k, v in plain["optimizer"].items() if k != "groups"}}
+    assert apart(trained(cut), trained(plain)) <= 2e-5
+    assert apart(trained(other), trained(plain)) > 1e-4
+
+
+def test_a_group_of_nothing_is_refused(tmp_path):
+    plan = planned(tmp_path, tables(optimizer__groups=[{"names": ["layers.*.biass"]}]))
+    with refused("E110", match="biass"):
+        run_threads(plan, 1)
+
+
+def test_what_is_for_muon_alone_is_refused():
+    with refused("E110"):
+        job(optimizer={"adamw_lr": 0.1})
+    assert parameters is not None

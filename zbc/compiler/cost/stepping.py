@@ -1,0 +1,85 @@
+"""What optimizer steps keep, move and compute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from zbc.compiler.cost.machine import Kernel, Machine
+from zbc.job.sections import Optimizer
+from zbc.job.spec import Job
+
+if TYPE_CHECKING:
+    from zbc.compiler.cost.estimate import Layer
+
+WIDE = 4  # bytes of a number that is kept
+ROUNDS = 5  # of Newton-Schulz, in zbc/runtime/core/muon.py
+
+
+def numbers(options: Optimizer, *, matrix: bool = False) -> int:
+    """What is kept of an element: of one in a `matrix` that Muon steps, or of any other."""
+    if options.kind == "sgd":
+        return bool(options.momentum)
+    return 1 if matrix and options.kind == "muon" else 2
+
+
+def matrices(options: Optimizer, layers: Iterable[Layer]) -> list[tuple[int, int]]:
+    """The shapes of what Muon steps."""
+    return [shape for layer in layers for shape in layer.matrices] if options.kind == "muon" else []
+
+
+def elements(options: Optimizer, layers: Iterable[Layer]) -> int:
+    """How many of the parameters are in those."""
+    return sum(map(math.prod, matrices(options, layers)))
+
+
+def state_bytes(options: Optimizer, layers: Sequence[Layer], params: int) -> float:
+    """Of `params` parameters of these layers."""
+    inside = min(params, elements(options, layers))
+    return float(WIDE * (numbers(options) * (params - inside) + numbers(options, matrix=True) * inside))
+
+
+def moved(options: Optimizer, parameters: str, *, matrix: bool = False) -> tuple[float, float]:
+    """Bytes that STEP and TENTATIVE move per parameter, in float32.
+
+    STEP reads gradient, weight and state (two numbers for Adam, one for momentum) and writes weight and state; where
+    forward reads a copy of the weights, that is written too. TENTATIVE does the same on fresh copies.
+    """
+    state = WIDE * numbers(options, matrix=matrix)
+    step = 4 + 2 * (4 + state)
+    publish = 6.0 if parameters == "bfloat16" else 8.0
+    ahead = options.sync == "post-validate"
+    plain = step + publish if parameters == "bfloat16" and not ahead else step
+    return plain, step + publish + 2 * (4 + state)
+
+
+def kernels(shape: tuple[int, int]) -> list[Kernel]:
+    """Of a matrix that Newton-Schulz makes orthogonal in bfloat16: three products a round."""
+    short, long = sorted(shape)
+    gram, whole = 2 * short**2, 2 * short * long
+    return [
+        Kernel(2.0 * short**2 * long, whole + gram, ROUNDS),
+        Kernel(2.0 * short**3, 3 * gram, ROUNDS),
+        Kernel(2.0 * short**2 * long, gram + 3 * whole, ROUNDS),
+    ]
+
+
+def ms_of(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float]:
+    """ms of STEP and of TENTATIVE of `params` parameters of these layers, all on one rank."""
+    options, machine = job.optimizer, Machine.of(job)
+    found = matrices(options, layers)
+    inside = min(params, sum(map(math.prod, found)))
+    plain, of_matrices = (moved(options, job.model.parameters, matrix=matrix) for matrix in (False, True))
+    # Each of the ranks that share a layer makes the whole matrix orthogonal.
+    more = sum(machine.ms(kernels((rows * job.parallel.tp, columns))) for rows, columns in found)
+    ends = zip(plain, of_matrices, strict=True)
+    step, tentative = (machine.ms([Kernel(0, a * (params - inside) + b * inside, 0)]) + more for a, b in ends)
+    return step, tentative
+
+
+def needs(shape: tuple[int, int]) -> float:
+    """Bytes that the step of a matrix needs for a while: what moves it, in float32, and that in bfloat16 two times
+    beside its squares."""
+    short, long = sorted(shape)
+    return WIDE * short * long + 2.0 * (2 * short * long + 2 * short**2)

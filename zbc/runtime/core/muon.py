@@ -1,0 +1,144 @@
+"""Muon: momentum of a matrix made nearly orthogonal, as a step (K. Jordan et al. 2024); AdamW for all else.
+
+    M = mu M + (1 - mu) G                      a rank's part of a matrix keeps its part of M
+    O = orthogonal((1 - mu) G + mu M)          of the whole matrix: ranks that share it collect it
+    P = P (1 - lr decay) - lr scale(shape) O   each its part
+
+The same numbers as `torch.optim.Muon`, which knows whole matrices only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbc.job import spec
+from zbc.job.sections import OptimizerGroup
+
+OUTER = ("embed.", "head.")  # of built-in models: whose matrices are tables of words, which AdamW steps
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+ROUNDS = 5
+
+
+class Whole(NamedTuple):
+    """A matrix of which each of several ranks has a part: the whole of a tensor like it, which blocks, and a part."""
+
+    collect: Callable[[Tensor], Tensor]
+    of: Callable[[Tensor], Tensor]
+
+
+def of_groups(options: spec.Optimizer, name: str) -> OptimizerGroup | None:
+    """What [[optimizer.groups]] says of a parameter, or a piece of one: the first that names it."""
+    name = name.partition("[")[0]
+    return next((one for one in options.groups if any(fnmatchcase(name, known) for known in one.names)), None)
+
+
+def is_matrix(options: spec.Optimizer, name: str, parameter: Tensor) -> bool:
+    """Whether Muon steps it."""
+    if options.kind != "muon" or parameter.dim() != 2 or name.startswith(OUTER):
+        return False
+    group = of_groups(options, name)
+    return group is None or group.muon
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """The matrix with all singular values near 1, by Newton-Schulz in bfloat16; rows and columns stay."""
+    a, b, c = COEFFICIENTS
+    x = matrix.bfloat16()
+    wide = x if x.shape[0] <= x.shape[1] else x.T
+    wide = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(ROUNDS):
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide if x.shape[0] <= x.shape[1] else wide.T
+
+
+def scale_of(shape: Sequence[int], how: Literal["rms", "original"]) -> float:
+    """What a step of a matrix of this shape is multiplied by: "rms" makes it as large as AdamW's (2502.16982)."""
+    rows, columns = shape
+    return 0.2 * math.sqrt(max(rows, columns)) if how == "rms" else math.sqrt(max(1.0, rows / columns))
+
+
+class Muon(torch.optim.Optimizer):
+    """`wholes`: of the parameters of which this rank has a part."""
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], options: spec.Optimizer, wholes: Mapping[nn.Parameter, Whole]
+    ) -> None:
+        super().__init__(groups, {"momentum": options.momentum})
+        self._scale, self._wholes = options.scale, wholes
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, decay, mu = group["lr"], group["weight_decay"], group["momentum"]
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state, whole = self.state[parameter], self._wholes.get(parameter)
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+                moved = state["momentum_buffer"].lerp_(parameter.grad, 1 - mu)
+                moved = parameter.grad.lerp(moved, mu)
+                moved = moved if whole is None else whole.collect(moved)
+                scale, moved = scale_of(moved.shape, self._scale), orthogonal(moved)
+                parameter.mul_(1 - lr * decay)
+                parameter.add_(moved if whole is None else whole.of(moved), alpha=-lr * scale)
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers with parameters of their own, as one."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts = list(parts)
+        super().__init__([group for one in parts for group in one.param_groups], {})
+        self._link()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one in self._parts:
+            one.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._link()
+
+    def _link(self) -> None:
+        """Groups and state are shared."""
+        groups = iter(self.param_groups)
+        for one in self._parts:
+            one.param_groups = [next(groups) for _ in one.param_groups]
+            one.state = self.state
+
+
+def muon(
+    options: spec.Optimizer,
+    named: Mapping[str, nn.Parameter],
+    adamw: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    wholes: Mapping[str, Whole],
+) -> torch.optim.Optimizer:
+    """Muon for the matrices among the parameters, and `adamw` for the rest."""
+    matrices = {name: p for name, p in named.items() if is_matrix(options, name, p)}
+    rest = {name: p for name, p in named.items() if name not in matrices}
+    of = {p: wholes[known] for name, p in matrices.items() if (known := name.partition("[")[0]) in wholes}
+    found: list[torch.optim.Optimizer] = [Muon(grouped(options, matrices), options, of)] if matrices else []
+    if rest:
+        own = 1.0 if options.adamw_lr is None or not options.lr else options.adamw_lr / options.lr
+        found.append(adamw(grouped(options, rest, times=own)))
+    return found[0] if len(found) == 1 else Together(found)
+
+
+def grouped(options: spec.Optimizer, named: Mapping[str, nn.Parameter], times: float = 1.0) -> list[dict[str, Any]]:
+    """The groups of parameters that are stepped alike; `times` is what the rate of a step is multiplied by."""
+    found = dict[tuple[float, float], list[nn.Parameter]]()
+    for name, parameter in named.items():
+        group = of_groups(options, name)
+        decay = options.weight_decay if group is None or group.weight_decay is None else group.weight_decay
+        rate = 1.0 if group is None else group.rate
+        found.setdefault((times * rate, decay), []).append(parameter)
+    return [
+        {"params": some, "lr": options.lr * rate, "weight_decay": decay, "times": rate}
+        for (rate, decay), some in found.items()
+    ]
