@@ -92,7 +92,7 @@ FACTORY = {"family": "a.b:c"}
         ({"partition": {"mode": "auto", "layout": "E|t*8|L"}}, "E110", "partition.mode", "partition.layout are two"),
         ({"optimizer": {"kind": "sgd", "betas": [0.5, 0.9]}}, "E110", "optimizer.betas", "is for adam, adamw and muon"),
         ({"optimizer": {"kind": "sgd", "eps": 1e-3}}, "E110", "optimizer.eps", "is for adam, adamw and muon"),
-        ({"optimizer": {"momentum": 0.9}}, "E110", "optimizer.momentum", "is for sgd and muon, optimizer.kind is 'adamw'"),
+        ({"optimizer": {"momentum": 0.9}}, "E110", "optimizer.momentum", "sgd and muon, optimizer.kind is 'adamw'"),
         ({"optimizer": {"schedule": {"by": "samples"}}}, "E110", "optimizer.schedule.by", "does nothing"),
         ({"train": {"nonfinite": "stop", "skip_limit": 3}}, "E110", "train.skip_limit", "none is"),
         ({"train": {"nonfinite": "stop", "skip_total": 3}}, "E110", "train.skip_total", "none is"),

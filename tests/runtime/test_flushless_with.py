@@ -28,6 +28,7 @@ CASES = [(traits, kind) for traits in WITH for kind in KINDS]
 def test_it_trains_as_without_what_must_not_change_it(traits, kind):
     both, plain = beside("two versions", *traits, schedule__kind=kind)
     both["parallel"]["pp"] = plain["parallel"]["pp"] = 2
+    both["model"]["layers"] = plain["model"]["layers"] = 4
     assert apart(trained(both), trained(plain)) <= TOLERANCE
 
 

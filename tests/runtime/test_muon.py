@@ -8,7 +8,7 @@ import torch
 from tests.composed import apart, settings, trained
 from tests.jobs import job
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, parameters, reference
+from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, reference
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_flushless_with import planned
 from tests.threads import losses_of, run_threads, scaled
@@ -182,4 +182,3 @@ def test_a_group_of_nothing_is_refused(tmp_path):
 def test_what_is_for_muon_alone_is_refused():
     with refused("E110"):
         job(optimizer={"adamw_lr": 0.1})
-    assert parameters is not None

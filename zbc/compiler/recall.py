@@ -55,7 +55,8 @@ def document_of(folder: Path) -> toml.Document:
 
 def _said(values: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
     """What differs from what a section says by itself: rules ask what the job itself has said."""
-    plain = {key: info.get_default(call_default_factory=True, validated_data={}) for key, info in section.model_fields.items()}
+    fields = section.model_fields.items()
+    plain = {key: info.get_default(call_default_factory=True, validated_data={}) for key, info in fields}
     as_json = json.loads(json.dumps(plain, default=_dumped))
     return {key: value for key, value in values.items() if value is not None and value != as_json.get(key)}
 

@@ -24,6 +24,9 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
         if asks(optimizer, key):
             text = f'config: optimizer.{key} goes with sync = "asynchronous", sync is "{sync}"'
             yield ZbcError("E118", text, where=where(("optimizer", key)), hint="drop it")
+    if sync != "two-versions" and optimizer.feedback:
+        text = f'config: optimizer.feedback goes with sync = "two-versions", sync is "{sync}"'
+        yield ZbcError("E118", text, where=where(("optimizer", "feedback")), hint="drop it")
     if sync not in FLUSHLESS:
         return
     if optimizer.clip_grad_norm is not None:

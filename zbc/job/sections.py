@@ -386,6 +386,9 @@ class Optimizer(Section):
     lookahead: bool = Field(
         False, description="asynchronous: forwards run on weights as they are expected to be at their backward"
     )
+    feedback: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.0, description="two-versions: how much of what an update was off by the next one makes good"
+    )
     schedule: learning_rate.RateSchedule = Field(
         learning_rate.RateSchedule(), description="the learning rate over the steps"
     )

@@ -106,7 +106,8 @@ def _stage(
         early=min(gradients, sum(z.came_b for z in sizes)),
         lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
         largest=largest,
-        step=_temporaries(job, sizes, stepping.matrices(job.optimizer, [table[i] for i in part])),
+        step=_temporaries(job, sizes, stepping.matrices(job.optimizer, [table[i] for i in part]))
+        + GRAD_BYTES * most * params * bool(job.optimizer.feedback),
         tentative=4.0 * (1 + stepping.numbers(job.optimizer)) * shares.copied if ahead else 0.0,
         logits=0.0 if again else sum(z.logits for z in sizes),
         behind=behind[s],

@@ -21,6 +21,7 @@ from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.averaging import Averages, Averaging
 from zbc.runtime.features.expert_parallel import split
+from zbc.runtime.features.feedback import Feedback
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.tensor_parallel import Shared, SharedLayers
@@ -99,10 +100,9 @@ def _optimizer_of(
         found = build_optimizer(options, parameters, stage.casts, wholes, lowered=lowered, ahead=ahead)
     if not manifest.flushless:
         return found
-    alone = options.sync == "asynchronous"
-    return (
-        OneVersion(found, stage.casts, late if options.lookahead else 0) if alone else TwoVersions(found, stage.casts)
-    )
+    if options.sync == "asynchronous":
+        return OneVersion(found, stage.casts, late if options.lookahead else 0)
+    return TwoVersions(Feedback(found, options.feedback) if options.feedback else found, stage.casts)
 
 
 def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Collection[str]) -> Averages | None:

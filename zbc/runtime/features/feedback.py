@@ -1,0 +1,41 @@
+"""Error feedback for gradients that come a step late (after arXiv 2606.30634).
+
+Each step is taken by the update that belonged to the one before, u(t - 1) in place of u(t). What that was off by is
+known a step later, and the next update makes it good:
+
+    W(t + 1) = W(t) + u(t - 1) + c (u(t - 1) - u(t - 2))
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, inside
+
+FED = "fed"  # what checkpoints have of a parameter: its last update
+
+
+class Feedback(OptimizerOver):
+    """A `StageOptimizer` whose steps make good, by a `share`, what the last one was off by."""
+
+    def __init__(self, inner: StageOptimizer, share: float) -> None:
+        super().__init__(inner)
+        self._share = share
+
+    @torch.no_grad()
+    def step(self, scale: float | None) -> None:
+        stepped = [one.tensor for one in self._inner.held() if one.tensor.requires_grad]
+        then = [one.data.clone() for one in stepped]
+        self._inner.step(scale)
+        if self.optimizer is None:
+            return
+        for one, before in zip(stepped, then, strict=True):
+            state = self.optimizer.state[one]
+            if not state and not isinstance(self.optimizer, torch.optim.SGD):
+                continue  # Adam takes a state that is not empty for its own
+            moved = torch.sub(one.data, before, out=before)
+            if FED in state:
+                one.data.add_(moved - state[FED], alpha=self._share)
+            state[FED] = moved
+        if (masters := inside(self._inner, Masters)) is not None:
+            masters.publish()
