@@ -67,6 +67,10 @@ def _open(value: str | Mapping[str, str]) -> bool:
     return not _moves(value) and "auto" in ([value] if isinstance(value, str) else value.values())
 
 
+def _listed(value: object) -> bool:
+    return isinstance(value, list)
+
+
 def _given(value: object) -> bool:
     return True  # a value of None is no trait
 
@@ -108,6 +112,10 @@ TRAITS = {
     "memory limit": Trait("schedule.memory_limit", _given),
     "offload": Trait("memory.activations", _moves, "memory.activations with offload"),
     "selective": Trait("memory.activations", _spares, "memory.activations with selective"),
+    "slow ranks": Trait("hardware.slow", _given),
+    "rates by rank": Trait("hardware.tflops", _listed, "hardware.tflops by rank"),
+    "bandwidths by rank": Trait("hardware.memory_gbps", _listed, "hardware.memory_gbps by rank"),
+    "memory by rank": Trait("hardware.memory_gib", _listed, "hardware.memory_gib by rank"),
     "open activations": Trait("memory.activations", _open, 'memory.activations = "auto"'),
     "post-validate": _value("optimizer.sync", "post-validate"),
     "two versions": _value("optimizer.sync", "two-versions"),
@@ -131,6 +139,7 @@ SEVERAL = {
     "tied": ("tied embeddings", "ties"),
     "flushless": tuple(FLUSHLESS.values()),
     "barrier-free": ("post-validate", "two versions", "asynchronous"),
+    "unlike ranks": ("slow ranks", "rates by rank", "bandwidths by rank"),
     "frees": ("sharded weights", "sharded all"),
     "scatters": ("sharded gradients", "sharded all"),
     "shards more": ("sharded weights", "sharded gradients", "sharded all"),
@@ -298,6 +307,10 @@ ROWS = (
     ),
     Excludes("expert bias", "E110", {"post-validate|flushless": UNWRITTEN}, at_other=True),
     Excludes("experts", "E110", {"compile": ("how many rows an expert gets is another number each time", DROP)}),
+    Excludes("unlike ranks", "E110", {"copies": UNWRITTEN}),
+    Excludes("unlike ranks", "E110", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
+    Excludes("unlike ranks", "E110", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
+    Excludes("memory by rank", "E110", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
     Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )
 

@@ -255,6 +255,7 @@ def _findings(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
         f"rank {one.rank}: its ops take {one.ratio:.2f} times what was predicted, the others' {one.others:.2f}"
         for one in made.slow_ranks
     ]
+    lines += [f"a plan around it: --set 'hardware.slow=[{', '.join(map(short, made.slow))}]'"] * bool(made.slow)
     lines += [
         f"rank {one.sender} to rank {one.receiver}: {short(one.ms, 3)} ms a transfer, usually {short(one.others, 3)}"
         for one in made.slow_links

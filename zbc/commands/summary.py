@@ -440,7 +440,7 @@ def _limits(compiled: Compiled) -> Iterator[str]:
     told = [] if most.activation_units is None else [f"{short(most.activation_units)} units"]
     told += [] if most.activation_bytes is None else [f"{size(most.activation_bytes)} of activations"]
     if most.device_bytes is not None and job.reserve_gib:
-        there, free = short(job.hardware.memory_gib or 0.0), short(job.reserve_gib)
+        there, free = short(job.hardware.least_gib or 0.0), short(job.reserve_gib)
         told.append(f"{short(most.device_bytes / GIB)} of {there} GiB, reserve {free}")
     elif most.device_bytes is not None:
         told.append(f"{size(most.device_bytes)} of everything")

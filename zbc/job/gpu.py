@@ -110,7 +110,8 @@ def measured(hardware: Hardware) -> Hardware:
 
 def forgotten(hardware: Hardware) -> str | None:
     """What to say of a job with arithmetic that no CPU has, whose device was left at "cpu"."""
-    if "device" in hardware.model_fields_set or (hardware.tflops or 0.0) <= CPU:
+    tflops = hardware.fastest.tflops
+    if "device" in hardware.model_fields_set or not isinstance(tflops, float) or tflops <= CPU:
         return None
     memory = "" if hardware.memory_gbps else " with a CPU's memory bandwidth"
-    return f"hardware.tflops = {hardware.tflops:g} is no CPU's: estimated{memory}; set hardware.gpu or device"
+    return f"hardware.tflops = {tflops:g} is no CPU's: estimated{memory}; set hardware.gpu or device"

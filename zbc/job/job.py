@@ -135,13 +135,22 @@ class Job:
     @property
     def reserve_gib(self) -> float:
         """What is kept free of hardware.memory_gib on each rank."""
-        return self._reserve(self.hardware.memory_gib or 0.0)
+        return self._reserve(self.hardware.least_gib or 0.0)
 
     @property
     def room(self) -> float | None:
-        """Bytes that all a rank holds may take; None for no limit."""
+        """Bytes that all a rank holds may take, on the rank that has least; None for no limit."""
+        rooms = self.rooms
+        return None if rooms is None else min(rooms)
+
+    @property
+    def rooms(self) -> tuple[float, ...] | None:
+        """The same of each rank of the pipeline."""
         memory = self.hardware.memory_gib
-        return None if memory is None else (memory - self._reserve(memory)) * GIB
+        if memory is None:
+            return None
+        each = memory if isinstance(memory, list) else [memory] * self.parallel.pp
+        return tuple((one - self._reserve(one)) * GIB for one in each)
 
     def memory_for(self, held: float) -> float:
         """The least hardware.memory_gib in which a rank can hold so many bytes."""

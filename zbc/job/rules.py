@@ -26,6 +26,7 @@ from zbc.job.model_section import Model
 from zbc.job.section import FACTORY
 from zbc.job.sections import (
     ACTIVATIONS,
+    BY_RANK,
     SECTIONS,
     Data,
     Filler,
@@ -388,12 +389,25 @@ def _gpu_rules(draft: Draft) -> Iterator[ZbcError]:
 
 def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
     hardware: Hardware | None = draft.sections.get("hardware")
-    if hardware is None or hardware.memory_gib is None or hardware.reserve_gib is None:
+    if hardware is None or (least := hardware.least_gib) is None or hardware.reserve_gib is None:
         return
-    if hardware.reserve_gib >= hardware.memory_gib:
+    if hardware.reserve_gib >= least:
         text = f"config: hardware.reserve_gib = {hardware.reserve_gib:g} leaves nothing of memory_gib"
-        hint = f"memory_gib is {hardware.memory_gib:g}; keep less of it free"
+        hint = f"memory_gib is {least:g}; keep less of it free"
         yield ZbcError("E110", text, where=draft.document.where(("hardware", "reserve_gib")), hint=hint)
+
+
+def _rank_rules(draft: Draft) -> Iterator[ZbcError]:
+    """E110 for lists of [hardware] that have not an entry for each rank of the pipeline."""
+    hardware, parallel = draft.sections.get("hardware"), draft.sections.get("parallel")
+    if hardware is None or parallel is None:
+        return
+    for key in (*BY_RANK, "slow"):
+        found = getattr(hardware, key)
+        if isinstance(found, list) and len(found) != parallel.pp:
+            text = f"config: hardware.{key} has {len(found)} numbers, parallel.pp is {parallel.pp}"
+            where = draft.document.where(("hardware", key))
+            yield ZbcError("E110", text, where=where, hint="give one for each rank of the pipeline, or one for all")
 
 
 def _activation_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -501,6 +515,7 @@ RULES = (
     flushless.problems,
     _gpu_rules,
     _reserve_rule,
+    _rank_rules,
     _evaluation_rules,
     _sharding_rules,
     balance.problems,

@@ -191,14 +191,23 @@ class Hardware(Section):
         "memory_gbps, link_gbps, inter_node_gbps and log.peak_tflops where these are not given",
     )
     device: Literal["cuda", "cpu"] = "cpu"
-    memory_gib: Positive | None = Field(None, description="memory per rank; a plan that needs more is refused")
+    memory_gib: Positive | list[Positive] | None = Field(
+        None, description="memory per rank, or of each rank of the pipeline; a plan that needs more is refused"
+    )
     reserve_gib: NotNegative | None = Field(
         None,
         description="of memory_gib, kept free on each rank for what no plan predicts: the context of CUDA, workspaces, "
         "communicators; default 6% on cuda, or what the profile found if that is more; 0 on cpu",
     )
-    tflops: Rate | None = Field(None, description="sustained per rank; default 230 on cuda, 0.1 on cpu")
-    memory_gbps: Rate | None = Field(None, description="GB/s to memory; default 1750 on cuda, 20 on cpu")
+    tflops: Rate | list[Rate] | None = Field(
+        None, description="sustained per rank, or of each rank of the pipeline; default 230 on cuda, 0.1 on cpu"
+    )
+    memory_gbps: Rate | list[Rate] | None = Field(
+        None, description="GB/s to memory, or of each rank of the pipeline; default 1750 on cuda, 20 on cpu"
+    )
+    slow: list[Annotated[float, Field(ge=0.01, le=100)]] | None = Field(
+        None, description="times as long as predicted that ops take, of each rank of the pipeline; see zbc report"
+    )
     kernel_us: Us | None = Field(None, description="least time of a kernel; default 3, on cpu 5")
     link_gbps: Rate | None = Field(
         None, description="Gbit/s between two ranks of a node; default 200 on cuda, 20 on cpu"
@@ -227,6 +236,31 @@ class Hardware(Section):
     host_gib: Positive | None = Field(
         None, description="pinned memory of the host per rank; a plan that needs more is refused"
     )
+
+
+    def of(self, rank: int) -> Hardware:
+        """Of one rank of the pipeline."""
+        lists = {key: found[rank] for key in BY_RANK if isinstance(found := getattr(self, key), list)}
+        return self.model_copy(update={**lists, "slow": None})
+
+    @property
+    def unequal(self) -> bool:
+        """Whether ranks are said to be unlike."""
+        return any(isinstance(getattr(self, key), list) for key in (*BY_RANK, "slow"))
+
+    @property
+    def fastest(self) -> Hardware:
+        """The best of all ranks, in each."""
+        lists = {key: max(found) for key in BY_RANK if isinstance(found := getattr(self, key), list)}
+        return self.model_copy(update={**lists, "slow": None})
+
+    @property
+    def least_gib(self) -> float | None:
+        """The memory of the rank that has least."""
+        return min(self.memory_gib) if isinstance(self.memory_gib, list) else self.memory_gib
+
+
+BY_RANK = ("memory_gib", "tflops", "memory_gbps")  # may be lists
 
 
 class LayerCost(Section):

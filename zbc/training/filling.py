@@ -43,4 +43,5 @@ def _room(worker: Worker) -> int | None:
     rows = manifest.predicted.get("per_rank", [])
     if memory is None or not rows:
         return None
+    memory = memory[worker.plan.rank] if isinstance(memory, list) else memory
     return max(0, int(memory * GIB - rows[worker.plan.rank]["peak_bytes"]))

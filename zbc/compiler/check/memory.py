@@ -42,8 +42,8 @@ def check_host(job: Job, program: Program, costs: Costs) -> None:
 def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:
     """By what share of a limit the rank that is furthest above it exceeds it; 0 or less where all fit."""
     found = [-1.0]
-    if job.room is not None and costs.bytes is not None:
-        found.append(max(rank.bytes for rank in memory) / job.room - 1)
+    if job.rooms is not None and costs.bytes is not None:
+        found.append(max(rank.bytes / room for rank, room in zip(memory, job.rooms, strict=True)) - 1)
     limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
     if limit is not None and limit[1] == "x":
         found.append(max(rank.units for rank in memory) / (limit[0] * job.parallel.pp) - 1)
@@ -53,12 +53,12 @@ def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:
 
 
 def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:
-    limit, room = job.hardware.memory_gib, job.room
-    if limit is None or room is None or costs.bytes is None:
+    rooms = job.rooms
+    if rooms is None or costs.bytes is None:
         return
-    rank = max(range(len(memory)), key=lambda r: memory[r].bytes)
-    worst = memory[rank]
-    if worst.bytes <= room:
+    rank = max(range(len(memory)), key=lambda r: memory[r].bytes / rooms[r])
+    worst, limit = memory[rank], job.hardware.of(rank).least_gib or 0.0
+    if worst.bytes <= rooms[rank]:
         return
     there = "" if limit >= 1 else f" ({size(limit * GIB)})"
     there += f" less a reserve of {short(job.reserve_gib)}" if job.reserve_gib else ""

@@ -13,6 +13,7 @@ from zbc.compiler.cost import footprint, profiled, work
 from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
+from zbc.ir import Placement
 from zbc.job.graph import names
 from zbc.job.model_section import AROUND, GEMMA, HEAD_NORMS
 from zbc.job.spec import GivenCosts, Job, LayerCost, Model
@@ -118,6 +119,30 @@ def _shares(parts: Sequence[float], whole: Sequence[float]) -> tuple[float, floa
 def times_of(machine: Machine, done: work.Work) -> tuple[float, float, float]:
     """ms of F, B and W."""
     return machine.ms(done.f), machine.ms(done.b), machine.ms(done.w)
+
+
+def slowness(job: Job) -> list[float]:
+    """Of each rank of the pipeline, times as long as its ops take on the fastest."""
+    given, count = job.hardware, job.parallel.pp
+    slow = given.slow or [1.0] * count
+    sizes = sizes_of(job)
+    if not given.unequal or (sizes is None and not isinstance(given.tflops, list)):
+        return slow
+    if sizes is None:
+        assert isinstance(given.tflops, list)
+        return [k * max(given.tflops) / one for k, one in zip(slow, given.tflops, strict=True)]
+    done = work.block(sizes)
+    each = [sum(times_of(Machine.of(job, given.of(rank)), done)) for rank in range(count)]
+    best = sum(times_of(Machine.of(job), done))
+    return [k * ms / best for k, ms in zip(slow, each, strict=True)]
+
+
+def slow_of(job: Job, placement: Placement) -> list[float]:
+    """The same of the rank of each stage; 1 where times were given for stages or ranks, which know it."""
+    if not job.hardware.unequal or (job.costs.f is not None and job.costs.per != "layer"):
+        return [1.0] * placement.stages
+    each = slowness(job)
+    return [each[placement.rank_of(stage)] for stage in range(placement.stages)]
 
 
 def shares_of_words(machine: Machine, words: work.Work, whole: work.Work) -> tuple[float, float, float]:

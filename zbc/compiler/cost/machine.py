@@ -46,6 +46,10 @@ class Link(NamedTuple):
         return self.latency + size / self.speed
 
 
+def _rate(given: float | list[float] | None, default: float) -> float:
+    return given if isinstance(given, float | int) else default
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """How fast one rank and its links are."""
@@ -61,9 +65,10 @@ class Machine:
     message_share: float = 0.0  # of a transfer, in which its ranks do not compute
 
     @classmethod
-    def of(cls, job: Job) -> Machine:
-        """Where `[hardware]` says nothing of links, a profile may have measured them."""
-        given: Hardware = job.hardware
+    def of(cls, job: Job, hardware: Hardware | None = None) -> Machine:
+        """Of the fastest rank, or with such `hardware`. Where it says nothing of links, a profile may have measured
+        them."""
+        given = job.hardware.fastest if hardware is None else hardware
         tflops, memory, kernel, link, latency = _DEFAULTS[given.device]
         if job.profile is not None and job.profile.link is not None:
             link, latency = 8 * job.profile.link.gbps, job.profile.link.latency_us
@@ -73,8 +78,8 @@ class Machine:
             near.speed if given.inter_node_gbps is None else given.inter_node_gbps * 1e6 / 8,
         )
         return cls(
-            (given.tflops or tflops) * 1e9,
-            (given.memory_gbps or memory) * 1e6,
+            _rate(given.tflops, tflops) * 1e9,
+            _rate(given.memory_gbps, memory) * 1e6,
             (kernel if given.kernel_us is None else given.kernel_us) / 1e3,
             near,
             far,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import add, mul, sub
@@ -97,7 +97,8 @@ def _with_words(costs: Costs, jobs: Sequence[Job], rows: Sequence[float], placem
     columns: dict[str, Column] = {}
     for name in found[0]:
         entry = tuple(one[name] for one in found)
-        columns[name] = (entry if len(jobs) > 1 else entry[0],) * placement.ranks
+        of = [tuple(slow * ms for ms in entry) for slow in estimate.slowness(job)]
+        columns[name] = tuple(one if len(jobs) > 1 else one[0] for one in of)
     columns["reduce v"] = (vocabulary.pool_ms(job),)
     shares = [vocabulary.share_bytes(one) for one in jobs] if costs.bytes is not None else []
     return replace(costs.with_ms(**columns), shares=tuple(one for one in shares if one is not None))
@@ -208,13 +209,20 @@ def _times(
     again = _recomputed(job, placement)
     more = tuple(ms if s in again else 0.0 for s, ms in enumerate(more))
     b = tuple(map(add, b, more))
+    slow = estimate.slow_of(job, placement)
     if job.profile is None:
-        return _with_shared_layers({"f": f, "b": b, "w": w}, job, placement, stages, table)
+        times = {"f": f, "b": b, "w": w}
+        return _with_shared_layers(_slowed(times, slow), job, placement, stages, table)
     fused = tuple(sum(one.bw for i in part if (one := table[i].measured)) for part in stages)
     host = profiled.host_ms(job.profile.host, placement)
     f, b, w, bw = (tuple(map(add, ms, host[key])) for key, ms in (("F", f), ("B", b), ("W", w), ("B", fused)))
     times = {"f": f, "b": b, "w": w, "bw": tuple(map(add, bw, more))}
-    return _with_shared_layers(times, job, placement, stages, table)
+    return _with_shared_layers(_slowed(times, slow), job, placement, stages, table)
+
+
+def _slowed(times: Mapping[str, PerStage], slow: Sequence[float]) -> dict[str, Column]:
+    """The same on ranks that take so many times as long for their stages."""
+    return {name: tuple(map(mul, each, slow)) for name, each in times.items()}
 
 
 def _cheap(part: Sequence[int], table: Sequence[Layer]) -> float:
@@ -317,7 +325,7 @@ def _with_optimizer(
 
     Op times that are given without `costs.optimizer` mean an optimizer that takes no time.
     """
-    given = job.costs.f is not None
+    given, slow = job.costs.f is not None, estimate.slow_of(job, placement)
     hop = (job.costs.comm or 0.0) if given else Machine.of(job).link(range(placement.ranks)).latency
     if job.costs.optimizer is not None:
         step = tentative = _given_optimizer(job, placement, stages, table)
@@ -328,7 +336,7 @@ def _with_optimizer(
     else:
         layers = [[table[i] for i in part] for part in stages]
         each = [stepping.ms_of(job, some, sum(one.params for one in some)) for some in layers]
-        step, tentative = (tuple(ms) for ms in zip(*each, strict=True))
+        step, tentative = (tuple(map(mul, ms, slow)) for ms in zip(*each, strict=True))
     if job.shard != "none":
         shares = [stage_bytes.dealt(job, placement, s, part, table).most for s, part in enumerate(stages)]
         plain, tentative = (tuple(map(mul, each, shares)) for each in (step, tentative))

@@ -35,7 +35,7 @@ def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
     if job.partition.layers_per_stage is not None:
         runs = _listed(job, groups, job.partition.layers_per_stage)
     else:
-        ms = times(job, table, ranks)[0] if is_open(job) else [1.0] * len(table)
+        ms = times(job, table, [1.0])[0] if is_open(job) else [1.0] * len(table)
         runs = even([[ms[i] for i in layers] for layers in groups.values()], ranks)
     counts = [count for run in runs for count in run]
     stages = tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(counts)]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
-from zbc.compiler.cost.estimate import Layer
+from zbc.compiler.cost.estimate import Layer, slow_of
 from zbc.compiler.partition import megatron_layout
 from zbc.compiler.partition.balance import even
 from zbc.errors import ZbcError
@@ -37,7 +37,7 @@ def initial(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
         raise ZbcError("E130", text, where=job.where("model", "layers"), hint=hint)
     if not is_open(job):
         return uniform(table, stages)
-    points = even(times(job, table, stages), placement)
+    points = even(times(job, table, slow_of(job, placement)), placement)
     return tuple(tuple(range(a, b)) for a, b in pairwise(points))
 
 
@@ -55,10 +55,10 @@ def is_open(job: Job) -> bool:
 
 
 def times(
-    job: Job, table: Sequence[Layer], stages: int, recompute: Collection[int] = (), *, split: bool = True
+    job: Job, table: Sequence[Layer], slow: Sequence[float], recompute: Collection[int] = (), *, split: bool = True
 ) -> list[list[float]]:
     """[stage][layer] ms of F and backward, in two ops or (`split` false) in one; with F twice in the stages that
-    recompute because the job says so, and in those of `recompute`."""
+    recompute because the job says so, and in those of `recompute`. `slow`: times as long as each stage takes."""
 
     def once(layer: Layer) -> float:
         return layer.f + (layer.b + layer.w if split else layer.backward)
@@ -66,9 +66,11 @@ def times(
     kept, spared = [once(layer) for layer in table], [once(layer.selective) for layer in table]
     twice = [ms + layer.again for ms, layer in zip(kept, table, strict=True)]
     memory = job.memory
-    return [
-        twice if s in recompute or memory.recomputes(s) else spared if memory.spares(s) else kept for s in range(stages)
+    found = [
+        twice if s in recompute or memory.recomputes(s) else spared if memory.spares(s) else kept
+        for s in range(len(slow))
     ]
+    return [[k * ms for ms in one] if k != 1.0 else one for k, one in zip(slow, found, strict=True)]
 
 
 def _blocks(table: Sequence[Layer]) -> list[int]:

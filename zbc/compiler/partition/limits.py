@@ -74,8 +74,8 @@ def room_of(job: Job, placement: Placement, costs: Costs, *, own: float | None =
     counted, unit = _counted(costs, p)
     if asked is not None and asked[1] == "bytes":
         sizes = (asked[0],) * p
-    if job.room is not None:
-        left = tuple(max(0.0, job.room - _fixed(costs, placement, rank)) for rank in range(p))
+    if job.rooms is not None:
+        left = tuple(max(0.0, room - _fixed(costs, placement, rank)) for rank, room in enumerate(job.rooms))
         sizes = left if sizes is None else tuple(map(min, sizes, left))
     if sizes is None:
         return Limit(costs, units)
@@ -155,8 +155,8 @@ def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[
         if max(least) > asked[0] + 1e-9 * unit:
             raise _too_small(job, [need / unit for need in least], asked[0] / unit, unit)
         sizes = (asked[0],) * p
-    if job.room is not None:
-        left = [job.room - _fixed(costs, placement, rank) for rank in range(p)]
+    if job.rooms is not None:
+        left = [room - _fixed(costs, placement, rank) for rank, room in enumerate(job.rooms)]
         room = tuple(map(max, left, least))
         sizes = room if sizes is None else tuple(map(min, sizes, room))
     return units, sizes
@@ -202,9 +202,9 @@ def shortage(job: Job, placement: Placement, costs: Costs, *, split: bool = True
 
 def hopeless(job: Job, placement: Placement, costs: Costs) -> bool:
     """Whether weights, gradients and optimizer state are too large for all ranks together: no partition mends that."""
-    if job.room is None or costs.bytes is None or job.parallel.frees or job.parallel.scatters:
+    if job.rooms is None or costs.bytes is None or job.parallel.frees or job.parallel.scatters:
         return False  # weights and gradients that replicas share out are less than a stage has
-    return sum(_state(costs, placement, rank) for rank in range(placement.ranks)) > placement.ranks * job.room
+    return sum(_state(costs, placement, rank) for rank in range(placement.ranks)) > sum(job.rooms)
 
 
 def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], sizes: Sequence[float]) -> float:
@@ -219,9 +219,9 @@ def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], 
     if costs.bytes is not None:
         if asked is not None and asked[1] == "bytes":
             found.append(max(sizes) / asked[0] - 1)
-        if job.room is not None:
-            whole = max(_state(costs, placement, rank) + size for rank, size in enumerate(sizes))
-            found.append(whole / job.room - 1)
+        if job.rooms is not None:
+            whole = (_state(costs, placement, rank) + size for rank, size in enumerate(sizes))
+            found.append(max(size / room for size, room in zip(whole, job.rooms, strict=True)) - 1)
     return max(found)
 
 

@@ -95,7 +95,7 @@ class Case:
     def times(self, recompute: frozenset[int], *, split: bool | None = None) -> list[list[float]]:
         """[stage][layer] ms, with the stages that the job itself has recompute, the backward as the schedule has it."""
         split = self.card.splits_backward if split is None else split
-        return times(self.job, self.table, self.stages, recompute, split=split)
+        return times(self.job, self.table, estimate.slow_of(self.job, self.placement), recompute, split=split)
 
     def even(self, recompute: frozenset[int]) -> Choice:
         """The partition that is most even in time if these stages recompute."""

@@ -118,6 +118,7 @@ class RunReport:
     replan: Replan | None
     copies: tuple[CopiesCompared, ...] = ()  # of the median step, where activations go to the host
     slices: tuple[SliceCompared, ...] = ()  # where microbatches are cut
+    slow: tuple[float, ...] = ()  # where a rank is, what hardware.slow is to be for a plan around it
 
     def __str__(self) -> str:
         """The main numbers, a line each; `zbc report RUN` prints all of them."""
@@ -209,7 +210,18 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
         replan=new,
         copies=tuple(_copies(middle, timeline)),
         slices=tuple(slices.compared(steps, costs)),
+        slow=_slow(manifest, tuple(deviations.slow_ranks(ops))),
     )
+
+
+def _slow(manifest: Manifest, found: Sequence[deviations.SlowRank]) -> tuple[float, ...]:
+    """Of each rank of the pipeline, the slowest in any replica beside the others; () where none is slow."""
+    run = manifest.topology
+    each = [1.0] * run.pp
+    for one in found:
+        place = run.of(one.rank).pp
+        each[place] = max(each[place], round(one.ratio / one.others, 2))
+    return tuple(each) if found and len(manifest.placement[0]) == 1 else ()
 
 
 def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Quantity]]:

@@ -136,7 +136,7 @@ def _too_large(job: Job, state: State) -> ZbcError:
     hint = f"what does: {enough} GPUs or more, before activations"
     hint += f"; or --gpu {' or '.join(larger)}" if larger else ""
     details = [
-        f"= hardware.memory_gib is {short(job.hardware.memory_gib or 0)} less a reserve of {short(job.reserve_gib)}"
+        f"= hardware.memory_gib is {short(job.hardware.least_gib or 0)} less a reserve of {short(job.reserve_gib)}"
     ]
     return ZbcError("E301", text, where=job.where("hardware", "memory_gib"), hint=hint, details=details)
 

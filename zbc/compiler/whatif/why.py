@@ -186,8 +186,9 @@ def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
         text = f"{1.1 * limit[0]:.6f}x" if limit[1] == "x" else f"{1.1 * limit[0] / 1024:.3f} KiB"
         roomier = schedule.model_copy(update={"memory_limit": text})
         yield "10% more memory for activations", replace(job, schedule=roomier)
-    elif job.hardware.memory_gib is not None:
-        device = job.hardware.model_copy(update={"memory_gib": 1.1 * job.hardware.memory_gib})
+    elif (memory := job.hardware.memory_gib) is not None:
+        more_gib = [1.1 * one for one in memory] if isinstance(memory, list) else 1.1 * memory
+        device = job.hardware.model_copy(update={"memory_gib": more_gib})
         yield "10% more memory of the device", replace(job, hardware=device)
     moved = _moved(compiled)
     if moved is not None and (job.costs.f is None or job.costs.per == "layer"):

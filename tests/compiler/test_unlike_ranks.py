@@ -1,0 +1,89 @@
+"""Ranks that are unlike: what their ops cost, which layers they get, and what they may hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.jobs import job
+from tests.refusals import refused
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import estimate
+
+EVEN = {"mode": "uniform"}
+
+
+def planned(**changes):
+    return compile_job(job(**{"layers": 12, "pp": 4, "m": 8, "kind": "1f1b", **changes}), budget=0.0, suggest=False)
+
+
+def blocks(made):
+    return [sum(name.startswith("layers.") for name in part) for part in made.layers]
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "interleaved-1f1b", "zb-v"])
+def test_a_rank_that_is_slow_gets_fewer_layers(kind):
+    slow = {"hardware": {"slow": [1, 1, 2, 1]}}
+    made, even = planned(kind=kind, **slow), planned(kind=kind, partition=EVEN, **slow)
+    count, before = blocks(made), blocks(planned(kind=kind))
+    mine = [s for s, rank in enumerate(made.program.placement.pipes[0]) if rank == 2]
+    assert sum(count[s] for s in mine) < sum(before[s] for s in mine)
+    assert made.settled_ms < even.settled_ms
+
+
+def test_ops_of_a_rank_take_as_much_longer_and_nothing_else():
+    plain, slow = planned(partition=EVEN), planned(partition=EVEN, hardware={"slow": [1, 1.5, 1, 1]})
+    for name in ("f", "b", "w", "step"):
+        one, other = plain.costs.column(name), slow.costs.column(name)
+        assert other == pytest.approx([ms * (1.5 if s == 1 else 1) for s, ms in enumerate(one)])
+    assert slow.costs.links == plain.costs.links
+
+
+def test_rates_by_rank_are_the_machines_they_stand_for():
+    """A rank of half the arithmetic and half the bandwidth is one whose ops take twice as long but for their starts."""
+    rates = {"tflops": [1.0, 0.5, 1.0, 1.0], "memory_gbps": [20.0, 10.0, 20.0, 20.0], "kernel_us": 0.0}
+    asked = job(layers=12, pp=4, kind="1f1b", hardware=rates)
+    assert estimate.slowness(asked) == pytest.approx([1, 2, 1, 1])
+    alike = {"tflops": 1.0, "memory_gbps": 20.0, "kernel_us": 0.0}
+    one = compile_job(replace(asked), budget=0.0, suggest=False)
+    other = planned(hardware={**alike, "slow": [1, 2, 1, 1]}, m=asked.schedule.microbatches)
+    assert one.settled_ms == pytest.approx(other.settled_ms)
+    assert one.layers == other.layers
+
+
+def test_each_rank_is_held_to_its_own_memory():
+    each = [rank.bytes / 2**30 for rank in planned(partition=EVEN).memory]
+    enough = [1.01 * one for one in each]
+    assert planned(partition=EVEN, hardware={"memory_gib": enough}).memory
+    less = [*enough[:2], 0.9 * each[2], enough[3]]
+    with refused("E301", "rank 2"):
+        planned(partition=EVEN, hardware={"memory_gib": less})
+
+
+def test_layers_move_off_a_rank_with_little_memory():
+    held = [rank.bytes / 2**30 for rank in planned().memory]
+    made = planned(hardware={"memory_gib": [2 * held[0], 0.75 * held[1], 2 * held[0], 2 * held[0]]})
+    assert blocks(made)[1] < blocks(planned())[1]
+
+
+def test_given_times_of_ranks_know_them_already():
+    given = {"f": [1.0, 2.0, 1.0, 1.0], "b": 1.0, "w": 1.0}
+    made = planned(costs=given, hardware={"slow": [3, 1, 1, 1]})
+    assert made.costs.column("f") == (1.0, 2.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hardware": {"slow": [1, 1]}}, "has 2 numbers"),
+        ({"hardware": {"tflops": [1.0, 1.0]}}, "has 2 numbers"),
+        ({"hardware": {"slow": [1, 1, 1, 1]}, "kind": "chimera"}, "several copies"),
+        (
+            {"hardware": {"slow": [1, 1, 1, 1]}, "parallel": {"replicas": [1, 1, 1, 1]}, "kind": "replicated-1f1b"},
+            "step in",
+        ),
+    ],
+    ids=str,
+)
+def test_what_lists_do_not_go_with_is_refused(changes, said):
+    with refused("E110", said):
+        planned(**changes)
