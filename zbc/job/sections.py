@@ -237,7 +237,6 @@ class Hardware(Section):
         None, description="pinned memory of the host per rank; a plan that needs more is refused"
     )
 
-
     def of(self, rank: int) -> Hardware:
         """Of one rank of the pipeline."""
         lists = {key: found[rank] for key in BY_RANK if isinstance(found := getattr(self, key), list)}
