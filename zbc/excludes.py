@@ -168,9 +168,8 @@ ROWS = (
         "E118",
         {
             "tied": "stages step at other times",
-            "shards more|replicas|shared vocabulary|offload|freeze": UNWRITTEN,
+            "shards more|replicas|shared vocabulary|offload|freeze|overlap": UNWRITTEN,
             "file|plugin": "orders from elsewhere are of one step, from its first forward to its last backward",
-            "overlap": "schedules with groups of a forward and a backward need a flush",
             "balance": "steps of other numbers of microbatches do not follow one another without a flush",
             "filler": "there is little to fill",
             "flush": ("in a steady state there is no bubble that it could fill", "use 1f1b, interleaved-1f1b or gis"),

@@ -62,7 +62,8 @@ class Lowering:
     offload: Offload | None = None  # to keep to a limit by moving activations to the host
     weave: Weave | None = None  # of a vocabulary that all ranks share
     every: int = 0  # microbatches from one step of a stage to its next, where each steps on its own
-    group: int | None = None  # of the schedule, which without a flush is asked for several steps
+    group: int | None = None  # of the schedule, which without a flush is asked for several steps, and
+    early: int | None = None  # its early forwards
     freeze: Freeze | None = None  # of weight gradients that are left out; set once an order is found
 
     @classmethod
@@ -74,6 +75,7 @@ class Lowering:
             weave=Weave(job.vocabulary) if job.vocabulary else None,
             every=job.optimizer.every if job.optimizer.sync == "asynchronous" else 0,
             group=job.schedule.group,
+            early=job.schedule.early,
         )
 
     def passes(self, *, sharded: bool = False) -> list[Pass]:
@@ -102,7 +104,7 @@ class Lowering:
 
     def _first(self) -> list[Pass]:
         if self.sync in FLUSHLESS:
-            return [Flushless(self.every, self.group)]
+            return [Flushless(self.every, self.group, self.early)]
         return [*_some(self.weave), *_FIRST]
 
     def _last(self, *, sharded: bool) -> list[Pass]:

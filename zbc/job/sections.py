@@ -151,7 +151,9 @@ class Schedule(Section):
         None, description="microbatches per round (interleaved-1f1b) or unit (waves); default one per rank"
     )
     early: Annotated[int, Field(ge=0, le=2)] | None = Field(
-        None, description="waves: forwards of the next unit that run before the last backwards of this one"
+        None,
+        description="waves: forwards of the next unit before the last backwards of this one; interleaved-1f1b: "
+        "more forwards in the warm-up",
     )
     slices: Count | Literal["auto"] = Field(
         1, description='parts along the sequence that each microbatch is cut into; "auto": the fastest number'
@@ -160,7 +162,9 @@ class Schedule(Section):
         "balanced", description='where slices end: "balanced" (equal time), "even" (equal length), or their lengths'
     )
     overlap: bool | None = Field(
-        None, description="dualpipe: pairs of F and backward are groups; default: if costs.overlap is not 0"
+        None,
+        description="dualpipe, and interleaved-1f1b with early: pairs of F and backward are groups; default: if "
+        "costs.overlap is not 0",
     )
     memory_limit: str | None = Field(
         None, description='activations per rank: "1.0x" of the peak of 1F1B, or "40 GiB"; never exceeded'

@@ -40,7 +40,8 @@ class Flushless:
     """
 
     every: int = 0
-    group: int | None = None  # of the schedule
+    group: int | None = None  # of the schedule, and
+    early: int | None = None  # its early forwards
 
     name: ClassVar[str] = "flushless"
 
@@ -66,7 +67,7 @@ class Flushless:
         if m % rounds:
             text = f"schedule: without a flush {name} needs a multiple of {rounds} microbatches, not {m}"
             raise ZbcError("E118", text, hint=f"set schedule.microbatches = {m + -m % rounds}")
-        longer = card.make(Request(p, m * _STEPS, v, group=self.group, slices=k))
+        longer = card.make(Request(p, m * _STEPS, v, group=self.group, early=self.early, slices=k))
         for rank, ops in enumerate(longer.ranks):
             ahead = next(i for i, op in enumerate(ops) if op.kind is not Kind.F) - 1
             if ahead > m * k * v:

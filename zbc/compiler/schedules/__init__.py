@@ -77,7 +77,7 @@ _ALL = (
         sliced="(p + (p+k-2)/v)/k",
         aliases=("ScheduleInterleaved1F1B", "1f1b-i", "interleaved"),
         needs="closed forms hold when p divides m; any m runs; a group below p: less memory, more bubble",
-        options=("group",),
+        options=("group", "early", "overlap"),
     ),
     ScheduleCard(
         name="breadth-first",

@@ -18,6 +18,9 @@ rank, which has to stand among its first w(p-1) + k. So d(r) = min(2(p-1-r), 2g-
 
     g < p: warm-up (v-1)g + min(2(p-1-r), 2g-1)      activations held g (v+1)/v, from 2(p-1) >= 2g-1 on
 
+With `early` microbatches more in the warm-up (Kimi K2, arXiv 2507.20534) a backward never waits for the forward before
+it: the two can be a group, whose exchanges hide behind each other's work (`overlap`). That holds early / v more.
+
 The generalized interleaved schedule (`gis`, arXiv 2503.01328) splits the backward, W right after its B, and so needs
 half the distance in the warm-up:
 
@@ -48,13 +51,15 @@ def interleaved_1f1b(request: Request) -> Program:
     group = request.group or -(-p // k)
     sizes = [k * size for size in round_sizes(group, m)]
     reach = 2 * (p - 1) if k * group >= p else 2 * min(sizes) - 1
-    ranks = []
+    ranks, early = [], request.early or 0
+    hides = request.overlap and early > 0 and k * group >= p  # in shorter rounds a backward feeds the forward beside it
+    mark = [Op(Kind.OVERLAP, 0)] if hides else []
     for r in range(p):
         forwards, backwards = _walk(Kind.F, r, p, v, sizes, k), _walk(Kind.BW, r, p, v, sizes, k)
-        warmup = min(min(2 * (p - 1 - r), reach) + (v - 1) * max(sizes) + k - 1, len(forwards))
+        warmup = min(min(2 * (p - 1 - r), reach) + (v - 1) * max(sizes) + k - 1 + early, len(forwards))
         ops = forwards[:warmup]
         for step, forward in enumerate(forwards[warmup:]):
-            ops += [forward, backwards[step]]
+            ops += [*mark, forward, backwards[step]]
         ops += backwards[len(forwards) - warmup :]
         ranks.append(tuple(ops))
     return Program(Placement.looped(p, v), m, tuple(ranks), history=("interleaved-1f1b",), slices=k)

@@ -31,8 +31,8 @@ class Request:
     m: int
     v: int = 1
     group: int | None = None  # microbatches per round of interleaved schedules, or per unit of waves
-    early: int | None = None  # waves: forwards of the next unit that run early, 0 to 2
-    overlap: bool = False  # dualpipe: a forward and a backward are one group
+    early: int | None = None  # forwards that run early, 0 to 2: of the next unit, in waves; of the warm-up
+    overlap: bool = False  # dualpipe, and interleaved ones with early forwards: a forward and a backward are one group
     costs: Costs | None = None
     memory_limit: float | tuple[float, ...] | None = None
     objective: str = "makespan"
