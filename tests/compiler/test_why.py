@@ -49,6 +49,8 @@ def test_what_binds_is_told_from_the_bound_and_the_memory():
     assert binds(compiled(kind="zb-h2", m=16, schedule={"objective": "span"}, costs=costs)).startswith("the work of")
     assert binds(compiled(kind="zb-h2", m=16, costs=costs)).startswith("the lower bound")
     assert binds(compiled(kind="1f1b")).startswith("the order of ops")
+    assert binds(compiled(kind="interleaved-1f1b", schedule={"group": 1})).startswith("schedule.group = 1: rounds")
+    assert not binds(compiled(kind="interleaved-1f1b")).startswith("schedule.group")
     assert binds(compiled(kind="1f1b", schedule={"memory_limit": "1.0x"})).startswith("the memory limit")
     assert binds(compiled(kind="v-auto", schedule={"memory_limit": "0.8x"})).startswith("the memory limit")
     assert binds(compiled(kind="1f1b", schedule={"memory_limit": "1.3x"})).startswith("the order of ops")

@@ -14,7 +14,7 @@ from zbc.compiler.partition.setup import start_of
 from zbc.compiler.sim.simulate import Timeline
 from zbc.errors import ZbcError
 from zbc.host.until import Until
-from zbc.ir import Kind, Op
+from zbc.ir import Kind, Op, Placement
 from zbc.job.spec import Job, parse_limit
 
 SAME = 1e-9
@@ -122,6 +122,9 @@ def binds(compiled: Compiled) -> str:
         return "the work of the busiest rank: only a better partition, more ranks or faster ops shorten the step"
     if compiled.step_ms <= bound * (1 + SAME):
         return "the lower bound of this placement: another placement, more memory or more microbatches may shorten it"
+    group, p, where = job.schedule.group, job.parallel.pp, compiled.program.placement
+    if group is not None and group * job.slices < p and where == Placement.looped(p, where.chunks or 1):
+        return f"schedule.group = {group}: rounds of fewer microbatches than the {p} ranks leave them waiting; drop it"
     if _full(compiled):
         return "the memory limit: a rank has no room for one more F"
     return "the order of ops: neither the busiest rank nor a bound is reached"
