@@ -59,6 +59,7 @@ VALUES = {
     "two versions": "two-versions",
     "asynchronous": "asynchronous",
     "zero1": True,
+    "moving average": 0.99,
     "freeze": 0.5,
     "balance": "length",
     "evaluation": 10,

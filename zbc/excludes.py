@@ -120,6 +120,7 @@ TRAITS = {
     "post-validate": _value("optimizer.sync", "post-validate"),
     "two versions": _value("optimizer.sync", "two-versions"),
     "asynchronous": _value("optimizer.sync", "asynchronous"),
+    "moving average": Trait("optimizer.ema", _given),
     "zero1": Trait("optimizer.zero1", bool),
     "freeze": Trait("freeze.most", bool),
     "balance": _value("data.balance", "length"),
@@ -310,6 +311,7 @@ ROWS = (
     Excludes("unlike ranks", "E110", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
     Excludes("unlike ranks", "E110", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
     Excludes("memory by rank", "E110", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
+    Excludes("moving average", "E110", {"post-validate": UNWRITTEN}),
     Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )
 

@@ -426,6 +426,9 @@ class Optimizer(Section):
     feedback: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="two-versions: how much of what an update was off by the next one makes good"
     )
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="a moving average of the weights, which evaluations use: how much of it stays in each step"
+    )
     schedule: learning_rate.RateSchedule = Field(
         learning_rate.RateSchedule(), description="the learning rate over the steps"
     )

@@ -161,8 +161,9 @@ def evaluating(worker: Worker) -> Iterator[None]:
     ]
     before = [module.training for module in modules]
     for feature in worker.features:
-        feature.gathers(worker)
         feature.evaluates(worker)
+    for feature in worker.features:
+        feature.gathers(worker)
     try:
         for module in modules:
             module.training = False

@@ -19,7 +19,7 @@ ROUNDS = 5  # of Newton-Schulz, in zbc/runtime/core/muon.py
 
 def numbers(options: Optimizer, *, matrix: bool = False) -> int:
     """What is kept of an element: of one in a `matrix` that Muon steps, or of any other."""
-    fed = bool(options.feedback)
+    fed = bool(options.feedback) + (options.ema is not None)
     if options.kind == "sgd":
         return fed + bool(options.momentum)
     return fed + (1 if matrix and options.kind == "muon" else 2)
@@ -48,7 +48,9 @@ def moved(options: Optimizer, parameters: str, *, matrix: bool = False) -> tuple
     forward reads a copy of the weights, that is written too. TENTATIVE does the same on fresh copies.
     """
     state = WIDE * numbers(options, matrix=matrix)
-    step = 4 + 2 * (4 + state) + 28 * bool(options.feedback)  # which copies weights, and reads both again
+    step = (
+        4 + 2 * (4 + state) + 28 * bool(options.feedback) + 12 * (options.ema is not None)
+    )  # which copies weights, and reads both again
     publish = 6.0 if parameters == "bfloat16" else 8.0
     ahead = options.sync == "post-validate"
     plain = step + publish if parameters == "bfloat16" and not ahead else step

@@ -221,6 +221,7 @@ class OptimizerOver:
 
     def __init__(self, inner: StageOptimizer) -> None:
         self._inner = inner
+        self.also = list[str]()  # what others keep of a parameter, in the state of its optimizer
 
     @property
     def apart(self) -> bool:
@@ -270,6 +271,13 @@ def inside(optimizer: StageOptimizer, kind: type[Found]) -> Found | None:
             return None
         optimizer = optimizer._inner
     return optimizer
+
+
+def also_kept(optimizer: StageOptimizer, key: str) -> None:
+    """An optimizer around this one leaves something of each parameter's shape in its state: checkpoints know of it."""
+    while isinstance(optimizer, OptimizerOver):
+        optimizer.also.append(key)
+        optimizer = optimizer._inner
 
 
 def set_rate(stage: StageOptimizer, rate: float) -> None:

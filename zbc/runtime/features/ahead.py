@@ -28,7 +28,7 @@ from zbc.plan.directory import judges
 from zbc.runtime.core.answers import squares
 from zbc.runtime.core.clock import Busy
 from zbc.runtime.core.ending import Ending, close
-from zbc.runtime.core.optimizer import Masters, set_rate
+from zbc.runtime.core.optimizer import Masters, inside, set_rate
 from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.remembered import Kept, Place, present, put_back
 from zbc.runtime.core.state import PhaseRun, Script, Worker
@@ -200,8 +200,8 @@ def _settle(worker: Worker, pending: TentativeStep) -> bool:
             masters.commit(scale)
         masters.publish()
         optimizer.drop()
-        if isinstance(optimizer, Sharded):  # all its copies are here, in this order, as they all know the verdict
-            worker.features.of(Gathers).start(worker, optimizer)
+        if (sharded := inside(optimizer, Sharded)) is not None:  # all its copies are here, in this order
+            worker.features.of(Gathers).start(worker, sharded)
     worker.features.of(Gathers).finish(worker)
     pending.final = pending.redone = True
     return False
@@ -232,8 +232,8 @@ def _ahead(worker: Worker, op: Op) -> Ahead:
 def masters_of(worker: Worker, op: Op) -> Masters:
     """The optimizer of a stage's masters, or of the pieces of them that are this rank's."""
     optimizer = worker.optimizers[op.stage]
-    masters = optimizer.masters if isinstance(optimizer, Sharded) else optimizer
-    if not isinstance(masters, Masters):
+    masters = inside(optimizer, Masters)
+    if masters is None:
         raise _not_ahead(str(op))
     return masters
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, inside
+from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, also_kept, inside
 
 FED = "fed"  # what checkpoints have of a parameter: its last update
 
@@ -20,6 +20,7 @@ class Feedback(OptimizerOver):
 
     def __init__(self, inner: StageOptimizer, share: float) -> None:
         super().__init__(inner)
+        also_kept(inner, FED)
         self._share = share
 
     @torch.no_grad()

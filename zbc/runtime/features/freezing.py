@@ -24,7 +24,7 @@ from zbc.errors import ZbcError
 from zbc.ir import WHOLE, Key, Op
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.feature import Feature
-from zbc.runtime.core.optimizer import StageOptimizer
+from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.route import KEEPS, Finish, Keeps, Left
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
@@ -136,6 +136,6 @@ class Resting(Feature):
 
 def _gradients(optimizer: StageOptimizer) -> Iterator[tuple[str, Tensor]]:
     """What this rank steps with, and of which parameter it is."""
-    if isinstance(optimizer, Sharded):
-        return optimizer.gradients()
+    if (sharded := inside(optimizer, Sharded)) is not None:
+        return sharded.gradients()
     return ((name, p.grad) for name, p in optimizer.parameters.items() if p.grad is not None)

@@ -36,7 +36,7 @@ from zbc.job import spec
 from zbc.plan import dealing
 from zbc.runtime.core.bucket import flags, gradient_type
 from zbc.runtime.core.muon import Whole, is_matrix
-from zbc.runtime.core.optimizer import NO_WHOLES, Held, Masters, OptimizerOver, build_optimizer, kept_by
+from zbc.runtime.core.optimizer import NO_WHOLES, Held, OptimizerOver, build_optimizer, kept_by
 from zbc.runtime.core.precision import lower_precision
 from zbc.runtime.core.private import add_all, copy_all
 from zbc.runtime.core.split import SplitLinear
@@ -151,11 +151,6 @@ class Sharded(OptimizerOver):
         every.index_copy_(0, constant(where, torch.int64, sums.device), sums)
         return found | dict(zip(counts, torch.split(every, list(counts.values())), strict=True))
 
-    @property
-    def masters(self) -> Masters | None:
-        """Those of its pieces, if the weights that forward reads are copies."""
-        return self._inner if isinstance(self._inner, Masters) else None
-
     def drop(self) -> None:
         self._inner.drop()
         for parameter in self.parameters.values():
@@ -201,7 +196,7 @@ class Sharded(OptimizerOver):
     def collect(self, name: str, transport: Transport) -> tuple[Tensor, dict[str, Tensor]]:
         """All of a parameter that is dealt, and what the optimizer keeps for it; all with a copy call this, blocks."""
         kept, shape = kept_by(self._options, matrix=name in self._matrices), self._trained[name].shape
-        wide = [key for key in kept if kept[key]]
+        wide = [key for key in kept if kept[key]] + self.also
         single = [key for key in kept if not kept[key]]
         shares = [[piece for piece in share if piece.name == name] for share in self._shares]
         most = max(sum(piece.size for piece in share) for share in shares)

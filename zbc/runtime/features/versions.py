@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Op
-from zbc.runtime.core.optimizer import OptimizerOver, StageOptimizer, inside
+from zbc.runtime.core.optimizer import OptimizerOver, StageOptimizer, also_kept, inside
 from zbc.runtime.core.private import copy_all, go_on, unversioned
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.features.sharded import Sharded
@@ -40,6 +40,7 @@ class TwoVersions(OptimizerOver):
 
     def __init__(self, inner: StageOptimizer, casts: Iterable[SplitLinear] = ()) -> None:
         super().__init__(inner)
+        also_kept(inner, OLDER)
         trained = {name: p for name, p in inner.parameters.items() if p.requires_grad}
         self._names, self._trained = list(trained), list(trained.values())
         self._newer = [p.data for p in self._trained]

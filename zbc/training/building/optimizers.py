@@ -23,6 +23,7 @@ from zbc.runtime.features.averaging import Averages, Averaging
 from zbc.runtime.features.expert_parallel import split
 from zbc.runtime.features.feedback import Feedback
 from zbc.runtime.features.gathers import Gathers
+from zbc.runtime.features.moving import with_mean
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.tensor_parallel import Shared, SharedLayers
 from zbc.runtime.features.ties import Ties
@@ -98,6 +99,7 @@ def _optimizer_of(
         )
     else:
         found = build_optimizer(options, parameters, stage.casts, wholes, lowered=lowered, ahead=ahead)
+    found = with_mean(options, found)
     if not manifest.flushless:
         return found
     if options.sync == "asynchronous":

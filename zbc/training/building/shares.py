@@ -14,6 +14,7 @@ from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features import tensor_parallel
+from zbc.runtime.features.moving import with_mean
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.tensor_parallel import Group, Meter, Shared
 from zbc.runtime.features.vocabulary import Embedding, Output
@@ -57,7 +58,7 @@ def vocabulary_of(site: Site, tables: Tables) -> Vocabulary:
     return Vocabulary(
         output,
         Embedding(embedding, low, settings.model.padding_token),
-        OfRows(optimizer, low, tables.shapes),
+        OfRows(with_mean(settings.optimizer, optimizer), low, tables.shapes),
         ranks=ranks,
         bounds=tuple((words.rows[part], words.rows[part + 1]) for part in (run.of(rank).pp for rank in ranks)),
         replicas=replicas,

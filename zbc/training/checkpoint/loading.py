@@ -13,6 +13,7 @@ from zbc.errors import ZbcError
 from zbc.runtime.core.optimizer import Held, StageOptimizer, inside
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.feedback import FED, Feedback
+from zbc.runtime.features.moving import MEAN, Mean
 from zbc.runtime.features.tensor_parallel import Cut, SharedLayers
 from zbc.runtime.features.versions import OLDER, OneVersion, TwoVersions
 from zbc.training.checkpoint import folder as disk
@@ -122,6 +123,7 @@ def _restore_weights(optimizer: StageOptimizer, reader: Reader, cuts: Mapping[st
 def _state_keys(reader: Reader, optimizer: StageOptimizer) -> Mapping[str, list[str]]:
     """What the checkpoint has of an optimizer, by parameter; what only some keep of it if this one does."""
     kept = {OLDER: isinstance(optimizer, TwoVersions | OneVersion), FED: inside(optimizer, Feedback) is not None}
+    kept[MEAN] = inside(optimizer, Mean) is not None
     found: dict[str, list[str]] = {}
     for name in reader.tensors:
         if name.startswith(OPTIM):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
 from zbc.plan.directory import meeting
-from zbc.runtime.core.optimizer import StageOptimizer
+from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.stage import StageLayer
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.pieces import Piece, deal
@@ -54,9 +54,9 @@ def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
     usual = meeting(worker.plan.manifest, Op(Kind.REDUCE, owner), rank=worker.rank)
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
     shares, cuts, ties = _shares(optimizer, usual), worker.features.of(SharedLayers).cuts, worker.features.of(Ties)
-    if isinstance(optimizer, Sharded):
-        for name in sorted(cuts.keys() & optimizer.dealt):
-            yield from _collected(worker, owner, name, *optimizer.collect(name, worker.transport))
+    if (sharded := inside(optimizer, Sharded)) is not None:
+        for name in sorted(cuts.keys() & sharded.dealt):
+            yield from _collected(worker, owner, name, *sharded.collect(name, worker.transport))
     for held in optimizer.held():
         if not held.tensor.numel():  # there is nothing to keep of it
             continue
@@ -83,7 +83,7 @@ def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
 
 def _mirrors(worker: Worker, stage: int, optimizer: StageOptimizer) -> tuple[int, ...]:
     """The ranks with the same parts of a stage as this one: itself, and in other pipes those of the same replica."""
-    if not (isinstance(optimizer, Sharded) and optimizer.mirrored):
+    if not optimizer.mirrored:
         return (worker.rank,)
     seats = sorted(set(worker.placement.holders(stage)))
     return tuple(worker.topology.rank(worker.replica, seat, worker.share) for seat in seats)

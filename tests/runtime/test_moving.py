@@ -1,0 +1,108 @@
+"""A moving average of the weights: evaluated, saved, however the weights are cut up; the training stays what it is."""
+
+import pytest
+import torch
+
+from tests.composed import settings
+from tests.jobs import job
+from tests.refusals import refused
+from tests.runtime.test_checkpoints import at, tensors
+from tests.runtime.test_flushless_with import planned
+from tests.threads import losses_of, run_threads
+from tests.tiers import few
+
+DECAY = 0.5
+
+
+def tables(*traits, ema=DECAY, **more):
+    found = settings(*traits)
+    found["optimizer"]["ema"] = ema
+    found["parallel"]["pp"], found["model"]["layers"] = 2, 4
+    found["train"] |= {"steps": 4, "eval_every": 2, "eval_batches": 1}
+    found["data"]["validation"] = 0.2
+    for key, value in more.items():
+        section, _, name = key.partition("__")
+        found.setdefault(section, {})[name] = value
+    if ema is None:
+        del found["optimizer"]["ema"]
+    return found
+
+
+def ran(place, asked, **options):
+    place.mkdir(exist_ok=True)
+    workers = run_threads(planned(place, asked), asked["train"]["steps"], **options)
+    return losses_of(workers), [one.loss for one in workers[0].evaluation.results], workers
+
+
+def test_a_training_stays_what_it_is_and_evaluations_use_the_average(tmp_path):
+    """By hand: the weights of an evaluation are those of a run that loads the average."""
+    checkpoint = {"checkpoint__every": 2, "checkpoint__asynchronous": False, "checkpoint__keep": 9}
+    losses, found, _ = ran(tmp_path / "mean", tables(**checkpoint), folder=tmp_path / "a")
+    plain, own, _ = ran(tmp_path / "plain", tables(ema=None, **checkpoint), folder=tmp_path / "b")
+    assert losses == plain
+    assert all(abs(a - b) > 1e-5 for a, b in zip(found, own, strict=True))
+    kept, before = tensors(at(tmp_path / "a", 2)), tensors(at(tmp_path / "b", 2))
+    names = [name.removeprefix("model.") for name in kept if name.startswith("model.")]
+    assert all(kept[f"model.{name}"].equal(before[f"model.{name}"]) for name in names)
+    one = tables(ema=None, **{**checkpoint, "checkpoint__every": 1})
+    ran(tmp_path / "each", one, folder=tmp_path / "c")
+    mean = None  # the average of the weights before the first step and behind each
+    from tests.runtime.small_plans import make_worker
+
+    start = make_worker(planned(tmp_path / "each", {**one, "parallel": {"pp": 1}}))
+    begun = {name: p.detach().clone() for name, p in start.stages[0].parameters.items()}
+    for name in names:
+        mean = begun[name]
+        for step in (1, 2):
+            mean = mean.lerp(tensors(at(tmp_path / "c", step))[f"model.{name}"], 1 - DECAY)
+        torch.testing.assert_close(kept[f"optim.{name}.ema"], mean, rtol=1e-6, atol=1e-7)
+
+
+CUT = [["tp"], ["slices"], ["sharded optimizer"], ["sharded all"], ["shared vocabulary"], ["one-sided"]]
+CUT += [["tp", "sharded optimizer"], ["tp", "sharded weights", "slices"]]
+
+
+@pytest.mark.parametrize("traits", few(CUT, [CUT[-1]]), ids=" x ".join)
+def test_however_weights_are_cut_up_evaluations_find_the_same(tmp_path, traits):
+    losses, found, _ = ran(tmp_path / "cut", tables(*traits))
+    plain, wanted, _ = ran(tmp_path / "plain", tables(schedule__microbatches=8))
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model", few([{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}], 1), ids=str
+)
+def test_in_bfloat16_what_masters_average_is_evaluated(tmp_path, model):
+    more = {f"model__{key}": value for key, value in model.items()}
+    losses, found, _ = ran(tmp_path / "mean", tables("sharded optimizer", **more))
+    plain, own, _ = ran(tmp_path / "plain", tables("sharded optimizer", ema=None, **more))
+    assert losses == plain
+    assert found != own
+
+
+def test_without_a_flush_both_versions_come_back_after_an_evaluation(tmp_path):
+    losses, found, _ = ran(tmp_path / "mean", tables("two versions", "sharded optimizer"))
+    plain, own, _ = ran(tmp_path / "plain", tables("two versions", "sharded optimizer", ema=None))
+    assert losses == plain
+    assert found != own
+
+
+@pytest.mark.parametrize("traits", [["tp", "sharded optimizer"], ["two versions", "tp", "sharded optimizer"]], ids=str)
+def test_a_run_goes_on_with_the_same_bits(tmp_path, traits):
+    asked = tables(*traits, checkpoint__every=2, checkpoint__asynchronous=False, checkpoint__keep=9)
+    losses, found, _ = ran(tmp_path / "one", asked, folder=tmp_path / "a")
+    rest, again, _ = ran(tmp_path / "one", asked, folder=tmp_path / "b", resume=at(tmp_path / "a", 2))
+    assert (rest, again) == (losses[2:], found[1:])
+    kept = tensors(at(tmp_path / "b", 4))
+    shapes = {name.removeprefix("model."): value.shape for name, value in kept.items() if name.startswith("model.")}
+    means = {name: value for name, value in kept.items() if name.endswith(".ema")}
+    assert len(means) == len(shapes)
+    assert all(value.shape == shapes[name[len("optim.") : -len(".ema")]] for name, value in means.items())
+    same = tensors(at(tmp_path / "a", 4))
+    assert all(value.equal(same[name]) for name, value in kept.items())
+
+
+def test_it_does_not_go_with_steps_that_are_made_again():
+    with refused("E110"):
+        job(optimizer={"ema": 0.9, "sync": "post-validate"})

@@ -1,0 +1,86 @@
+"""A moving average of the weights: of what each rank steps, in checkpoints, and what evaluations use."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from zbc.job import spec
+from zbc.runtime.core.feature import Context, Feature
+from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, also_kept, inside
+from zbc.runtime.features.gathers import Gathers
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+MEAN = "ema"  # what checkpoints have of a parameter: its average
+
+
+class Mean(OptimizerOver):
+    """A `StageOptimizer` that keeps the average of what it steps: `decay` of it stays in each step."""
+
+    def __init__(self, inner: StageOptimizer, decay: float) -> None:
+        super().__init__(inner)
+        also_kept(inner, MEAN)
+        self._decay = decay
+
+    @torch.no_grad()
+    def step(self, scale: float | None) -> None:
+        optimizer, stepped = self.optimizer, [one.tensor for one in self._inner.held() if one.tensor.requires_grad]
+        first = [] if optimizer is None else [one for one in stepped if MEAN not in optimizer.state.get(one, {})]
+        begun = [(one, one.data.clone()) for one in first]  # the average begins with the weights before the first step
+        self._inner.step(scale)
+        if optimizer is None:
+            return
+        for one, before in begun:
+            if optimizer.state[one] or isinstance(optimizer, torch.optim.SGD):  # Adam takes any state for its own
+                optimizer.state[one][MEAN] = before
+        for one in stepped:
+            if (mean := optimizer.state.get(one, {}).get(MEAN)) is not None:
+                mean.lerp_(one.data, 1 - self._decay)
+
+    def swap(self) -> None:
+        """Have the average in place of the weights, or the other way round."""
+        state = {} if self.optimizer is None else self.optimizer.state
+        for one in self._inner.held():
+            if (mean := state.get(one.tensor, {}).get(MEAN)) is not None:
+                before = one.tensor.data.clone()
+                one.tensor.data.copy_(mean)
+                mean.copy_(before)
+        if (masters := inside(self._inner, Masters)) is not None:
+            masters.publish()
+
+
+def with_mean(options: spec.Optimizer, inner: StageOptimizer) -> StageOptimizer:
+    """The same with an average of what it steps, where a job asks for one."""
+    return inner if options.ema is None else Mean(inner, options.ema)
+
+
+class Moving(Feature):
+    """Of all owners of a rank."""
+
+    def __init__(self, means: list[Mean]) -> None:
+        self._means = means
+
+    def evaluates(self, worker: Worker) -> None:
+        """The average takes the place of the weights, also of those that other ranks step parts of."""
+        if not self._means:
+            return
+        for one in self._means:
+            one.swap()
+        gathers = worker.features.of(Gathers)
+        for dealt in gathers.stages.values():
+            if dealt not in gathers.gathered:  # which are collected anyway, as something between steps needs them
+                gathers.start(worker, dealt, whole=True)
+                gathers.finish(worker)
+        for stage in worker.stages.values():
+            for cast in stage.casts:
+                cast.forget()
+
+    trains = evaluates
+
+
+def build(context: Context) -> Moving:
+    found = (inside(one, Mean) for one in context.optimizers.values())
+    return Moving([one for one in found if one is not None])
