@@ -77,6 +77,14 @@ def held(plan: StoredPlan) -> float:
     return max(scale.held.peak for scale in scaled(plan)[1])
 
 
+@pytest.mark.parametrize("traits", few([["tp", "sharded all"], ["slices"], ["tp_sequence"]], 1), ids=" x ".join)
+def test_a_gpt_with_fewer_heads_of_keys_trains_however_it_is_cut_up(traits):
+    both, plain = beside(*traits, schedule__kind="zb-v", model__kv_heads=2, model__layers=4, parallel__pp=2)
+    assert apart(trained(both), trained(plain)) <= TOLERANCE
+    plain["model"].pop("kv_heads")
+    assert apart(trained(both), trained(plain)) > 10 * TOLERANCE
+
+
 def test_what_trains_here_is_not_in_the_table():
     left = {frozenset(pair[:2]) for pair in excludes.PAIRS}
     assert not {frozenset(filter(None, (one, other))) for one, other, _ in WORDS + COPIES + MOVED} & left

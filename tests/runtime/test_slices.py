@@ -64,8 +64,9 @@ def check_gradients(plan, tolerance=1e-6):
 # ---- one layer -----------------------------------------------------------------------------------------------
 
 BLOCKS = {
-    "gpt": lambda: GptBlock(32, 4, ffn=64, layers=2, eps=1e-5, tanh=False, rotary=None),
-    "rotary": lambda: GptBlock(32, 4, ffn=64, layers=2, eps=1e-5, tanh=True, rotary=Rotary(24, 8)),
+    "gpt": lambda: GptBlock(32, 4, 4, ffn=64, layers=2, eps=1e-5, tanh=False, rotary=None),
+    "fewer keys": lambda: GptBlock(32, 4, 2, ffn=64, layers=2, eps=1e-5, tanh=False, rotary=None),
+    "rotary": lambda: GptBlock(32, 4, 4, ffn=64, layers=2, eps=1e-5, tanh=True, rotary=Rotary(24, 8)),
     "llama": lambda: LlamaBlock(32, heads=4, kv_heads=2, size=8, ffn=48, layers=2, eps=1e-6, rotary=Rotary(24, 8)),
     "capped": lambda: limited(cap=0.5),
     "window": lambda: limited(window=5),

@@ -433,6 +433,9 @@ def config_of(model: Model) -> dict[str, Any]:
     if model.rotary:
         text = "run: a gpt with rotary positions has no counterpart in Hugging Face's GPT-2"
         raise ZbcError("E524", text, hint='learned positions, or family = "llama"')
+    if model.kv_heads not in (None, model.heads):
+        text = "run: a gpt with fewer heads of keys and values has no counterpart in Hugging Face's GPT-2"
+        raise ZbcError("E524", text, hint='drop model.kv_heads, or family = "llama"')
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

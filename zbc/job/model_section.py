@@ -22,7 +22,7 @@ _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _SCALES = ("embedding_scale", "attention_scale", "residual_scale", "logits_scale")
 _LIMITS = ("window", "whole_every", "window_theta", "unturned_every", "scores_cap", "logits_cap")
 OWN = (*_SCALES, *_LIMITS)  # what no variant of a llama but a few has
-_ONLY_LLAMA = ("kv_heads", "head_size", "variant", "attention_bias", "padding_token", *OWN)
+_ONLY_LLAMA = ("head_size", "variant", "attention_bias", "padding_token", *OWN)
 _ONLY_GPT = ("positions", "activation")
 _EXPERTS = (
     "experts",
@@ -39,6 +39,7 @@ _ONLY_BUILTIN = (
     "pretrained",
     "hidden",
     "heads",
+    "kv_heads",
     "ffn_hidden",
     *_EXPERTS,
     "norm_eps",
@@ -130,7 +131,7 @@ class Model(Section):
     layers: Count = Field(description="blocks of a family (embedding and head are extra), or layers of the factory")
     hidden: Width | None = Field(None, description="width of the residual stream")
     heads: Width | None = Field(None, description="attention heads")
-    kv_heads: Width | None = Field(None, description="llama: heads of keys and values; default heads")
+    kv_heads: Width | None = Field(None, description="heads of keys and values; default heads")
     head_size: Width | None = Field(None, description="llama: width of a head; default hidden / heads")
     variant: Variant = Field(
         "llama", description="llama: whose blocks these are; the differences are in docs/models.md"

@@ -85,9 +85,12 @@ class Loads:
             if state in barren or most * self.ranks - sum(loads) < self.rest[start] - SAME:
                 return True
             sums, holders, last = self.sums[stage], self.holders[stage], n - (stages - stage - 1)
-            top = start
-            while top < last and all(loads[r] + k * (sums[top + 1] - sums[start]) < most for r, k in holders):
-                top += 1
+            top = last
+            for r, k in holders:  # a loop of its own for each: this is where all time goes
+                load, end, first = loads[r], start, sums[start]
+                while end < top and load + k * (sums[end + 1] - first) < most:
+                    end += 1
+                top = end
             for end in range(top, (last if stage == stages - 1 else start + 1) - 1, -1):
                 points[stage + 1] = end
                 kept = [loads[r] for r, _ in holders]  # exact, where a subtraction would not be

@@ -15,6 +15,7 @@ worse than one of them that fits.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -25,7 +26,7 @@ from zbc.compiler.schedules.looped import gis, interleaved_1f1b
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.schedules.vshape import zb_v as zb_v_by_hand
 from zbc.compiler.search.cyclic import FEW_OPS
-from zbc.compiler.search.engine import Engine, available
+from zbc.compiler.search.engine import Engine, available, compiles_first
 from zbc.compiler.search.feasible import check_feasible, least_of, one_by_one
 from zbc.compiler.search.ladder import Question, climb
 from zbc.compiler.search.portfolio import Effort
@@ -124,13 +125,27 @@ def _at_most(name: str, request: Request) -> Request:
     return replace(request, memory_limit=tuple(min(units, limit) for limit in given) if given else float(units))
 
 
+class _Plain:
+    """CPU seconds of searches by plain Python in this process. Loading compiled kernels takes longer than the fast tier
+    of one search, unless it is a large one, and less than many."""
+
+    spent = 0.0
+
+    def done(self) -> bool:
+        """Whether they have taken as long as loading would, where there is something to load."""
+        return self.spent > LOADING and not compiles_first()
+
+
+_PLAIN = _Plain()
+LOADING = 1.5  # CPU seconds
+
+
 def _found(name: str, placement: Placement, request: Request, *, split: bool = True) -> Program:
     costs = request.costs or even_slices(placement, request.slices)
     costs = costs if split else costs.joined()
     problem = Problem.make(placement, costs, request.m, request.limits())
     check_feasible(name, placement, costs, request.limits())
-    # Loading compiled code takes longer than the fast tier of one search, unless it is a large one.
-    engine = Engine(available() and (request.budget > 0 or request.compiled or problem.size > FEW_OPS))
+    engine = Engine(available() and (request.budget > 0 or request.compiled or problem.size > FEW_OPS or _PLAIN.done()))
     question = Question(
         problem,
         request.objective,
@@ -140,7 +155,9 @@ def _found(name: str, placement: Placement, request: Request, *, split: bool = T
         bound=lambda limits: bounds(placement, costs, request.m, limits).of(request.objective),
     )
     rungs = None if request.rungs is None else Effort.seconds(request.rungs, engine).visits
+    began = time.process_time()
     best = climb(question, rungs=rungs, beat=request.beat)
+    _PLAIN.spent += 0.0 if engine.compiled else time.process_time() - began
     if best is None:  # one_by_one always fits
         raise ZbcError("E303", f"schedule: {name} found no order")
     program = problem.program(best.order, name)

@@ -86,6 +86,7 @@ class GptBlock(nn.Module):
         self,
         hidden: int,
         heads: int,
+        kv_heads: int,
         *,
         ffn: int,
         layers: int,
@@ -97,9 +98,9 @@ class GptBlock(nn.Module):
         """`ffn`: width inside the MLP; `layers`: of the model, for the initial weights; `tanh`: GELU as in GPT-2;
         `experts`: in place of the MLP."""
         super().__init__()
-        self.heads = heads
+        self.heads, self.kv_heads, self.size = heads, kv_heads, hidden // heads
         self.norm1 = nn.LayerNorm(hidden, eps=eps)
-        self.qkv = linear(hidden, 3 * hidden)
+        self.qkv = linear(hidden, (heads + 2 * kv_heads) * self.size)  # rows: all queries, keys, values
         self.proj = linear(hidden, hidden, layers)
         self.norm2 = nn.LayerNorm(hidden, eps=eps)
         self.mlp = experts
@@ -130,7 +131,8 @@ class GptBlock(nn.Module):
     def _mix(self, x: Tensor) -> Tensor:
         """Of queries, keys and values what attention makes."""
         batch, length, _ = x.shape
-        q, k, v = x.view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        each = x.view(batch, length, -1, self.size).transpose(1, 2)
+        q, k, v = torch.split(each, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         return attention(q, k, v).transpose(1, 2).reshape(batch, length, -1)

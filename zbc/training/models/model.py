@@ -145,6 +145,7 @@ def _gpt_block(model: spec.Model, _: Block) -> nn.Module:
     return gpt.GptBlock(
         hidden,
         heads,
+        model.kv_heads or heads,
         ffn=model.mlp_width,
         layers=model.layers,
         eps=model.norm_eps,

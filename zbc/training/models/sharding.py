@@ -96,14 +96,12 @@ def _head(layer: GptHead, group: Group, joined: bool) -> dict[str, Cut]:
 
 def _block(layer: GptBlock | LlamaBlock, group: Group) -> dict[str, Cut]:
     """Rows of qkv are all queries, keys, values; of gate_up the gate, then up. Heads go to ranks whole."""
+    parts = [heads * layer.size for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
     if isinstance(layer, GptBlock):
-        hidden = layer.proj.in_features
-        parts, widths = [hidden] * 3, ("up", [layer.up.out_features])
-        layer.heads //= group.size
+        widths = ("up", [layer.up.out_features])
     else:
-        parts = [heads * layer.size for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
         widths = ("gate_up", [layer.gate_up.out_features // 2] * 2)
-        layer.heads, layer.kv_heads = layer.heads // group.size, layer.kv_heads // group.size
+    layer.heads, layer.kv_heads = layer.heads // group.size, layer.kv_heads // group.size
     name, mlp = widths
     found = dict(_columns(layer, "qkv", parts, group)) | dict(_columns(layer, name, mlp, group))
     for rows in ("proj", "down"):
