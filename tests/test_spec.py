@@ -168,7 +168,7 @@ SCALED = {"kind": "llama3", "factor": 8.0}
 @pytest.mark.parametrize(
     ("model", "code", "text"),
     [
-        ({"kv_heads": 2}, "E110", "model.kv_heads is not for family gpt"),
+        ({"head_size": 8}, "E110", "model.head_size is not for family gpt"),
         ({"family": "llama", "positions": "learned"}, "E110", "model.positions is not for family llama"),
         ({"family": "a:b", "rope_theta": 1.0}, "E110", "model.rope_theta is not for family a:b"),
         ({**LLAMA, "kv_heads": 3}, "E110", "model.kv_heads = 3 does not divide model.heads = 4"),

@@ -319,7 +319,7 @@ def test_a_model_that_is_there_is_not_overwritten(tmp_path):
         hfexport.check_target(tmp_path, model)
 
 
-@pytest.mark.parametrize("change", [{"family": "a:b"}, {"positions": "rotary"}])
+@pytest.mark.parametrize("change", [{"family": "a:b"}, {"positions": "rotary"}, {"kv_heads": 1}])
 def test_what_transformers_has_no_class_for_is_refused_before_training(tmp_path, change):
     model = hfconfig.model_of({"model_type": "gpt2", **GPT2}, "config.json").model_copy(update=change)
     with pytest.raises(ZbcError) as caught:
