@@ -6,6 +6,7 @@ import pytest
 
 from tests.jobs import job
 from tests.refusals import refused
+from tests.runtime.small_plans import LLAMA, make_plan, make_program, make_worker
 from zbc.compiler import recall
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost import estimate, pricing
@@ -490,3 +491,19 @@ def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():
     assert shared.optimizer == pytest.approx((2 * shared.weights - 8 * 32 - 2 * size) / 2 + 2 * size, rel=0.01)
     single = bytes_of(Placement.linear(1), model=tied, parallel={"pp": 1}).bytes[0]
     assert bytes_of(Placement.linear(1), parallel={"pp": 1}).bytes[0].weights - single.weights == size
+
+
+def test_linear_layers_in_fp8_take_half_of_what_arithmetic_takes_and_runs_refuse_it():
+    """Of a GPU that moves bytes for nothing, a block each on four ranks: attention and the head stay what they are."""
+    model = {"family": "llama", "hidden": 512, "heads": 8, "seq_len": 512, "dtype": "bfloat16"}
+    free = {"device": "cuda", "tflops": 1.0, "memory_gbps": 1e6, "kernel_us": 0.0}
+    plain, fp8 = (costs(job(layers=4, model={**model, "matmul": how}, hardware=free)) for how in ("dtype", "fp8"))
+    half = plain.column("w")[1] / 2
+    assert fp8.column("w")[1] == pytest.approx(half, rel=1e-2)
+    for name in ("f", "b", "w"):
+        saved = [a - b for a, b in zip(plain.column(name), fp8.column(name), strict=True)]
+        assert saved == pytest.approx([half] * 4, rel=1e-2)
+    with refused("E110", "goes with bfloat16"):
+        job(model={"matmul": "fp8"})
+    with refused("E110", "for plans alone"):
+        make_worker(make_plan(make_program("1f1b", 2, 2), model={**LLAMA, "dtype": "bfloat16", "matmul": "fp8"}))

@@ -43,6 +43,7 @@ _ONLY_BUILTIN = (
     "ffn_hidden",
     *_EXPERTS,
     "norm_eps",
+    "matmul",
     "rope_theta",
     "rope_scaling",
     *_ONLY_LLAMA,
@@ -186,6 +187,9 @@ class Model(Section):
         "float32",
         description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",
     )
+    matmul: Literal["dtype", "fp8"] = Field(
+        "dtype", description="what the linear layers of blocks multiply in; fp8, beside bfloat16, is for plans alone"
+    )
     compile: bool = Field(
         False, description="torch.compile for the blocks of a family, or all layers of a factory; tried out first"
     )
@@ -304,6 +308,9 @@ def _precision(model: Model, document: Document) -> Iterator[ZbcError]:
         text = f'config: model.parameters = "bfloat16" computes in bfloat16, model.dtype is "{model.dtype}"'
         where = document.where(("model", "parameters"))
         yield ZbcError("E110", text, where=where, hint='set model.dtype = "bfloat16"')
+    if model.matmul == "fp8" and model.dtype != "bfloat16":
+        text = f'config: model.matmul = "fp8" goes with bfloat16, model.dtype is "{model.dtype}"'
+        yield ZbcError("E110", text, where=document.where(("model", "matmul")), hint='set model.dtype = "bfloat16"')
 
 
 def _experts(model: Model, document: Document) -> Iterator[ZbcError]:

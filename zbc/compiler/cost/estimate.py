@@ -236,6 +236,7 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         return None
     tp = job.parallel.tp  # each of these ranks has a part of every matrix, and of the words
     return Sizes(
+        fp8=model.matmul == "fp8",
         hidden=model.hidden,
         heads=max(1, (model.heads or 1) // tp),
         queries=(model.heads or 1) * model.head_width // tp,

@@ -143,6 +143,7 @@ class Sizes:
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
     tp: int = 1  # ranks that each have a part of the layer
     shared: int = 1  # ranks that each have their part of the tokens outside of the linear layers
+    fp8: bool = False  # linear layers of blocks multiply in it
 
     @property
     def tokens(self) -> int:

@@ -46,8 +46,13 @@ def keys_seen(length: int, tile: int) -> float:
     return (tile * tile * whole * (whole + 1) // 2 + rest * length) / length
 
 
-def product(rows: float, k: int, n: int, width: int, matrices: int = 1) -> Kernel:
-    """`rows` times a k x n matrix, of `matrices` that are all needed by some rows; `width` bytes per number."""
+def product(rows: float, k: int, n: int, width: int, matrices: int = 1, *, fp8: bool = False) -> Kernel:
+    """`rows` times a k x n matrix, of `matrices` that are all needed by some rows; `width` bytes per number.
+
+    In `fp8` it has twice the rate, and what goes in is read once more to be scaled and cast.
+    """
+    if fp8:
+        return Kernel(rows * k * n, rows * (k * (width + 2) + n * width) + matrices * k * n)
     return Kernel(2 * rows * k * n, width * (rows * (k + n) + matrices * k * n))
 
 
@@ -83,7 +88,7 @@ def block(z: Sizes) -> Work:
     linear += [(h, up, each, z.experts or 1), (f, h, each, z.experts or 1)]
     linear += [(h, z.choices, 1, 1)] if z.experts else []
     linear += [(h, 2 * z.common if z.gated else z.common, 1, 1), (z.common, h, 1, 1), (h, 1, 1, 1)] if z.common else []
-    products = tuple(product(z.tokens * rows, k, n, z.width, count) for k, n, rows, count in linear)
+    products = tuple(product(z.tokens * rows, k, n, z.width, count, fp8=z.fp8) for k, n, rows, count in linear)
     device = "cuda" if z.cuda else "cpu"
     seen = keys_seen(z.seq_len, CHUNK if z.capped or z.window else TILE[device])
     seen = min(z.past + seen, z.window + CHUNK / 2) if z.window else z.past + seen
