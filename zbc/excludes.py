@@ -300,7 +300,7 @@ ROWS = (
         "ep",
         "E118",
         {
-            "shards more|average|replicas|flushless|post-validate|freeze|copies": UNWRITTEN,
+            "average|replicas|flushless|post-validate|freeze|copies": UNWRITTEN,
             "balance": "replicas of unequal work would wait for each other in every block",
         },
         at_other=True,

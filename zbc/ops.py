@@ -491,7 +491,7 @@ PATCHES: dict[str, tuple[RowPatch, ...]] = {
         RowPatch(Kind.STEP, "shard", "", "shard", without="weights"),
     ),
     # W needs the weights, too: of layers that keep a graph of their own.
-    "weights for W": (RowPatch(Kind.W, "weights"),),
+    "weights for W": (RowPatch(Kind.W, "weights weights@EXPERTS"),),
     # Replicas average their weights and a step waits for that.
     "waits for averages": (RowPatch(Kind.AVERAGE, columns=(("blocks", True),)),),
     # Steps follow one another without a flush: there is no verdict, a stage steps once its gradients are summed. What

@@ -323,9 +323,11 @@ def _wide_ops(g: Graph) -> Iterator[Op]:
     program = g.program
     renews = program.sharded and not program.resident
     yield from (Op(kind, 0) for kind in Kind if kind.rank_wide)
-    for owner in (TIED, WORDS, *(map(experts_of, range(program.placement.stages)) if program.ep else ())):
+    for owner in (TIED, WORDS):
         yield from (Op(kind, owner) for kind in Kind if kind.stage_wide and g.layout.owns(kind, owner))
     kinds = [kind for kind in Kind if kind.stage_wide and (kind not in COUNTED or (kind is Kind.GATHER and renews))]
+    for owner in map(experts_of, range(program.placement.stages if program.ep else 0)):
+        yield from (Op(kind, owner) for kind in kinds if g.layout.owns(kind, owner))
     for stage in range(program.placement.stages):
         yield from (Op(kind, stage) for kind in kinds)
 

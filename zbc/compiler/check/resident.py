@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from zbc.compiler.graph import Graph
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.ops import COUNTED, Scope
+from zbc.ops import COUNTED, TIED, WORDS, Scope, experts_of, owner_text
 
 
 def resident_problems(g: Graph) -> list[ZbcError]:
@@ -21,22 +21,24 @@ def _resident(g: Graph) -> Iterator[ZbcError]:
     needs = {kind for kind, row in g.layout.rows.items() if any(ref.what == "weights" for ref in row.reads)}
     lost = {i for i, _ in g.lost}
     for rank in range(len(program.ranks)):
-        there: dict[int, bool] = {}  # stages whose weights are there, and whether an op has used them
+        there: dict[int, bool] = {}  # stages and experts whose weights are there, and whether an op has used them
         for i in g.mine(rank):
             op = g.ops[i]
-            of_stage = op.kind.row.scope in (Scope.UNIT, Scope.STAGE) and op.stage >= 0
-            if i in lost or not of_stage or not g.layout.shares[op.stage]:
+            if i in lost or op.kind.row.scope not in (Scope.UNIT, Scope.STAGE):
                 continue
-            wrong = _wrong(op, there, needs, program.resident)
-            if wrong is not None:
-                text, hint = wrong
-                yield ZbcError("E208", f"program: {text}", where=g.where(i), hint=hint)
-            if op.kind is Kind.GATHER:
-                there[op.stage] = False
-            elif op.kind is Kind.FREE:
-                there.pop(op.stage, None)
-            elif op.kind in needs and op.stage in there:
-                there[op.stage] = True
+            for owner in (op.stage, experts_of(op.stage)) if op.kind.row.scope is Scope.UNIT else (op.stage,):
+                if owner in (WORDS, TIED) or not g.layout.shares.get(owner):
+                    continue
+                wrong = _wrong(op, owner, there, needs, program.resident)
+                if wrong is not None:
+                    text, hint = wrong
+                    yield ZbcError("E208", f"program: {text}", where=g.where(i), hint=hint)
+                if op.kind is Kind.GATHER:
+                    there[owner] = False
+                elif op.kind is Kind.FREE:
+                    there.pop(owner, None)
+                elif op.kind in needs and owner in there:
+                    there[owner] = True
 
 
 def number_problems(g: Graph) -> Iterator[ZbcError]:
@@ -66,18 +68,19 @@ def scatter_problems(g: Graph) -> Iterator[ZbcError]:
                 yield ZbcError("E206", text, where=g.where(i), hint="put it before, or drop it")
 
 
-def _wrong(op: Op, there: dict[int, bool], needs: set[Kind], room: int) -> tuple[str, str] | None:
-    """What is wrong with an op, given the stages whose weights are there, and what to do."""
-    stage, here = op.stage, op.stage in there
+def _wrong(op: Op, owner: int, there: dict[int, bool], needs: set[Kind], room: int) -> tuple[str, str] | None:
+    """What is wrong with an op of an owner, given those whose weights are there, and what to do."""
+    stage, here, full = owner_text(owner), owner in there, [one for one in there if one >= 0]
     if op.kind is Kind.GATHER and here:
         return f"{op} gathers weights that are there", "drop it, or free them before"
-    if op.kind is Kind.GATHER and len(there) >= room:
-        others = ", ".join(f"s{s}" for s in sorted(there))
+    if op.kind is Kind.GATHER and owner >= 0 and len(full) >= room:
+        others = ", ".join(f"s{s}" for s in sorted(full))
         return f"{op} finds no room: {others} fill the {room} that memory.resident allows", "put a FREE before it"
-    if op.kind is Kind.FREE and here and not there[stage]:
+    if op.kind is Kind.FREE and here and not there[owner]:
         return f"{op} frees weights that nothing has used", "drop it and its GATHER"
     if op.kind is Kind.STEP and here:
-        return f"{op} leaves gathered weights of before the step behind", f"put FREE s{stage} before it"
+        return f"{op} leaves gathered weights of before the step behind", f"put FREE {stage} before it"
     if op.kind in needs and not here:
-        return f"{op} needs the weights of stage {stage}, which are not there", f"put a GATHER s{stage} before it"
+        whose = f"stage {owner}" if owner >= 0 else f"the experts of stage {experts_of(owner)}"
+        return f"{op} needs the weights of {whose}, which are not there", f"put a GATHER {stage} before it"
     return None

@@ -93,7 +93,7 @@ class Costs:
     bytes: tuple[StageBytes, ...] | None = None
     source: str = "given"
     tied: float = 0.0  # bytes of the gradient of a weight that two stages share
-    experts: tuple[StageBytes, ...] = ()  # what sums of a stage's experts take, where replicas share these out
+    experts: tuple[StageBytes, ...] = ()  # memory of a stage's experts, where replicas share these out
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and copies of each, on one node
     overlap: float = 0.0  # of the shorter op of a group, the share that hides behind the longer one
     slices: int = 1  # of a microbatch; where there are several, an entry of F, B, W and their values has one for each
@@ -320,8 +320,15 @@ class Costs:
         return NO_BYTES if self.bytes is None else self.bytes[owner]
 
     def bytes_on(self, stages: Iterable[int]) -> list[StageBytes]:
-        """That of whole stages on one rank, and of its share of words; nothing where sizes are not known."""
-        return [] if self.bytes is None else [*(self.bytes[s] for s in stages), *(one.state for one in self.shares[:1])]
+        """That of whole stages on one rank, of their experts that it has, and of its share of words; nothing where
+        sizes are not known."""
+        shares = [one.state for one in self.shares[:1]]
+        return [] if self.bytes is None else [*(size for s in stages for size in self.bytes_of_stage(s)), *shares]
+
+    def bytes_of_stage(self, stage: int) -> list[StageBytes]:
+        """That of a stage, and of its experts where replicas share these out; nothing where sizes are not known."""
+        owners = (stage, experts_of(stage)) if self.experts else (stage,)
+        return [] if self.bytes is None else [*map(self.bytes_owned, owners)]
 
     def share_of(self, value: str, part: int = 0) -> float:
         """Bytes of a value of the words that all ranks share, for a slice; 0 where sizes are not known."""

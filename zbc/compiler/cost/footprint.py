@@ -323,7 +323,8 @@ def block(z: Sizes) -> Footprint:
     spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a sum
     turned = z.turned_kept
     routed = 2 * z.met * h if z.experts else 0
-    own = h if z.common else 0  # what the expert of all tokens gives, before its gate
+    # What the expert of all tokens gives, before its gate; where it is cast that and its gate have inputs of their own.
+    own = h * (3 if z.cast else 1) if z.common else 0
     inside = 2 * h + 2 * q + 2 * k + turned + routed + own + (4 if z.gated else 2) * f
     chosen = h + z.choices if z.experts else 0
 
@@ -333,15 +334,22 @@ def block(z: Sizes) -> Footprint:
         return max(down, up - (f + h) * n * t), max(most, z.inside_norm, _attended(z))
 
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
-    rise_w, rise_bw = (None, None) if z.experts else _rises(z, grad)
+    act_b = (2 * (z.stream * h + z.norm) + z.behind) * z.own
+    act_b += (z.head_norms + inside * n + z.logs + 8 * z.choices) * t
+    rise_w, rise_bw = (None, _rise_of_experts(z, act_b)) if z.experts else _rises(z, grad)
+    if z.experts:  # one of them runs at a time, between rows of all
+        more_bw, first_bw = (max(2 * z.met * h * n * t, one - _others(z)) for one in (more_bw, first_bw))
     return Footprint(
-        act_b=(2 * (z.stream * h + z.norm) + z.behind) * z.own
-        + (z.head_norms + inside * n + z.logs + 8 * z.choices) * t,
+        act_b=act_b,
         act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
         entry=z.stream * h * z.own,
         result=z.stream * h * z.own,
         keeps_given=not z.cast and z.shared == 1,
-        more_f=max(h * n * t + spread, z.scores - n * (q + 4 * f + h) * t - (z.stream * h + z.norm + z.behind) * z.own),
+        more_f=max(
+            h * n * t + spread,
+            z.met * h * n * t if z.experts else 0,
+            z.scores - n * (q + 4 * f + h) * t - (z.stream * h + z.norm + z.behind) * z.own,
+        ),
         more_alone=max((4 if z.gated else 2) * f * n * t, z.scores - h * n * t),
         more_b=max(
             (3 if z.gated else 2) * f * n * t + grad + spread - z.left,
@@ -381,6 +389,27 @@ def spared(z: Sizes) -> Footprint:
         more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
         return replace(whole, act_b=whole.act_b - gone, more_b=more_b, more_bw=more_bw)
     return whole.remade(gone, ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t)
+
+
+def _others(z: Sizes) -> float:
+    """Of what the backward of all MLPs that tokens meet would need at once, what it needs of the others as one runs."""
+    wide = z.met * z.mlp
+    return (3 if z.gated else 2) * (wide + z.common - max(wide / z.experts, z.common)) * z.width * z.tokens
+
+
+def _rise_of_experts(z: Sizes, kept: float) -> float:
+    """`rise_bw` of a block of experts that keeps so much: its gradients come expert after expert, while what each kept
+    goes. Before them comes the expert of all tokens, behind them attention."""
+    h, rows, inside = z.hidden, z.met * z.hidden * z.width * z.tokens, (4 if z.gated else 2) * z.width * z.tokens
+    common = GRAD_BYTES * sum(map(math.prod, z._mlp(z.common))) if z.common else 0
+    own = GRAD_BYTES * sum(z.apart)
+    gone = inside * z.common
+    return max(
+        common + (3 if z.gated else 2) * z.common * z.width * z.tokens,
+        common + 2 * rows - gone,  # gradients of what experts gave, in two orders
+        common + own + rows - gone - inside * z.met * z.mlp,  # and of their rows, where what they gave has gone
+        GRAD_BYTES * (z.matrices + z.vectors) - kept + 2 * h * z.stream * z.own,
+    )
 
 
 def _attended(z: Sizes) -> float:

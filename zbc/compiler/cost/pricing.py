@@ -379,9 +379,9 @@ def _with_sums(
     costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> Costs:
     """The same with the time of sums over copies: given, or estimated from the link where bytes are known."""
-    halves = 2 if job.shard == "none" else 1
+    parallel, halves = job.parallel, 2 if job.shard == "none" else 1
     reduce, gather, average = [], [], []
-    share = 0.0 if job.parallel.average is None else job.parallel.average.share
+    share = 0.0 if parallel.average is None else parallel.average.share
     for s, part in enumerate(stages):
         holders = placement.holders(s)
         own = sum(sum(table[i].apart) for i in part)
@@ -389,9 +389,9 @@ def _with_sums(
         if job.shard != "none":
             shares = stage_bytes.dealt(job, placement, s, part, table)
             count = shares.ranks * shares.row
-        alone = job.parallel.frees and len(set(holders)) > 1  # shards of one holder's replicas, sums over all
+        alone = parallel.frees and len(set(holders)) > 1  # shards of one holder's replicas, sums over all
         reduce.append(_sum(job, GRAD_BYTES * count, holders, 2 if alone else halves))
-        params = sum(table[i].params for i in part)
+        params = sum(table[i].params for i in part) - own
         lowered = stage_bytes.lowered(job, part, table) / params if params else 0.0
         weight = 2 if job.model.parameters == "bfloat16" else 4 - 2 * lowered
         gather.append(_sum(job, weight * count, holders[:1] if alone else holders, 1) if halves == 1 else 0.0)
@@ -408,12 +408,12 @@ def _with_sums(
         columns |= {"average": tuple(average), "average v": (share * words,), "average t": (share * once,)}
     else:
         columns["reduce"] = tuple(reduce)
-    if job.parallel.ep > 1:
-        experts = stage_bytes.of_experts(job, placement, stages, table)
-        costs = replace(costs, experts=experts)
-        of = [(one, placement.holders(s)) for s, one in enumerate(experts)]
+    if parallel.ep > 1:
+        costs = replace(costs, experts=stage_bytes.of_experts(job, placement, stages, table))
+        copies, of = parallel.dp // parallel.ep, [(one, placement.holders(s)) for s, one in enumerate(costs.experts)]
         columns["reduce e"] = tuple(_apart(job, one.summed, ranks, halves) for one, ranks in of)
-        columns["gather e"] = tuple(_apart(job, one.gathered, ranks, 1) if halves == 1 else 0.0 for one, ranks in of)
+        brought = [one.gathered * copies / (copies + 1) for one, _ in of]  # a row of each, of which one is its own
+        columns["gather e"] = tuple(_apart(job, size, ranks, 1) for size, (_, ranks) in zip(brought, of, strict=True))
     return replace(costs, tied=float(tied)).with_ms(**columns, **{"reduce t": (tie,)})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -77,44 +77,78 @@ def _stage(
     """Stage s of the layers `part`, with boundary tensors of `behind[s]` bytes after each stage."""
     sizes = [table[i].size for i in part]
     largest = max((z.largest for z in sizes), default=0.0)
-    constant = sum(z.casts + z.tables for z in sizes)
     params, _ = _counted(placement, s, part, table)
-    weights, gradients, masters, state = _parameters(job, [table[i] for i in part], params)
-    shares, apart = dealt(job, placement, s, part, table), sum(sum(table[i].apart) for i in part)
-    most = shares.most
-    if apart:
-        own = dealt(job, placement, s, part, table, experts=True)
-        most = (shares.most * (params - apart) + own.most * apart) / params
-    each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
-    kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
-    again = job.memory.recomputes(s)
-    low = GRAD_BYTES * lowered(job, part, table) if shares.ranks > 1 else 0.0  # weights that are here as casts alone
-    message = _message(job, part, table, shares) if low else weights / params * shares.row if params else 0.0
-    sums, sent = each * shares.summed, not job.parallel.one_sided
+    again, own = job.memory.recomputes(s), _owned(job, placement, s, part, table)
     share = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
-    versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
-    return StageBytes(
-        weights=versions * weights - low + constant + (versions == 2) * sum(z.casts for z in sizes),
-        gradients=gradients,
-        masters=most * masters,
-        optimizer=most * state + _averaging(job, params),
+    return replace(
+        own,
+        weights=own.weights + sum(z.tables for z in sizes),
         boundary=max(behind[at] for at in (s, *placement.sources(s))),
         more=more(sizes, recompute=again, first=not placement.sources(s)),
         first=more([z.first for z in sizes], recompute=again, first=not placement.sources(s)),
         rise=rise(sizes, recompute=again, first=False),
         coming=rise(sizes, recompute=again, first=True),
-        early=min(gradients, sum(z.came_b for z in sizes)),
+        early=min(own.gradients, sum(z.came_b for z in sizes)),
         lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
         largest=largest,
-        step=_temporaries(job, sizes, stepping.matrices(job.optimizer, [table[i] for i in part]))
-        + GRAD_BYTES * most * params * bool(job.optimizer.feedback),
-        tentative=4.0 * (1 + stepping.numbers(job.optimizer)) * shares.copied if ahead else 0.0,
+        step=own.step + _temporaries(job, sizes, stepping.matrices(job.optimizer, owned_by(part, table, False))),
         logits=0.0 if again else sum(z.logits for z in sizes),
         behind=behind[s],
         share=share,
         sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
-        freed=weights * (1 - shares.whole / params) - low + sum(z.casts for z in sizes) if params else 0.0,
-        casts=sum(z.casts for z in sizes),
+    )
+
+
+def of_experts(
+    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
+) -> tuple[StageBytes, ...]:
+    """What a rank holds of each stage's experts, where replicas share these out."""
+    found = [_owned(job, placement, s, part, table, experts=True) for s, part in enumerate(stages)]
+    largest = [max((max(table[i].apart, default=0) for i in part), default=0) for part in stages]
+    matrices = [stepping.matrices(job.optimizer, owned_by(part, table, True)) for part in stages]
+    work = [_temporaries(job, [Footprint(largest=count)], of) for count, of in zip(largest, matrices, strict=True)]
+    return tuple(replace(one, step=one.step + size) for one, size in zip(found, work, strict=True))
+
+
+def owned_by(part: Sequence[int], table: Sequence[Layer], experts: bool) -> list[Layer]:
+    """The layers of a stage, with the matrices of experts that replicas share out alone, or without these."""
+    found = list[Layer]()
+    for layer in (table[i] for i in part):
+        apart, own = Counter(layer.apart), list[tuple[int, int]]()
+        for shape in layer.matrices if layer.apart or not experts else ():
+            is_apart = apart[math.prod(shape)] > 0
+            apart[math.prod(shape)] -= is_apart
+            own += [shape] if is_apart is experts else []
+        found.append(replace(layer, matrices=tuple(own)))
+    return found
+
+
+def _owned(
+    job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], *, experts: bool = False
+) -> StageBytes:
+    """What there is of a stage's parameters, without the experts that replicas share out, or of those."""
+    apart = sum(sum(table[i].apart) for i in part)
+    params = apart if experts else _counted(placement, s, part, table)[0] - apart
+    weights, gradients, masters, state = _parameters(job, owned_by(part, table, experts), params)
+    shares = dealt(job, placement, s, part, table, experts=experts)
+    each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
+    kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
+    casts, lows = _casts([table[i] for i in part], experts), lowered(job, part, table, experts=experts)
+    low = GRAD_BYTES * lows if shares.ranks > 1 else 0.0  # weights that are here as casts alone
+    message = _message(job, part, table, shares, experts) if low else weights / params * shares.row if params else 0.0
+    sums, sent = each * shares.summed, not job.parallel.one_sided
+    versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
+    stays = experts and shares.ranks == 1  # nobody else has it
+    return StageBytes(
+        weights=versions * weights - low + casts + (versions == 2) * casts,
+        gradients=gradients,
+        masters=shares.most * masters,
+        optimizer=shares.most * state + _averaging(job, params),
+        boundary=0.0,
+        step=GRAD_BYTES * shares.most * params * bool(job.optimizer.feedback),
+        tentative=4.0 * (1 + stepping.numbers(job.optimizer)) * shares.copied if ahead else 0.0,
+        freed=0.0 if stays or not params else weights * (1 - shares.whole / params) - low + casts,
+        casts=0.0 if stays else casts,
         own=weights / params * shares.row if params else 0.0,
         window=0.0 if sent else message + sums,
         summed=sums if sent else 0.0,
@@ -123,23 +157,47 @@ def _stage(
     )
 
 
-def lowered(job: Job, part: Sequence[int], table: Sequence[Layer]) -> float:
-    """Of a stage's weights that come and go, the elements that layers read as bfloat16 casts alone: they come so."""
+def lowered(job: Job, part: Sequence[int], table: Sequence[Layer], *, experts: bool = False) -> float:
+    """Of weights that come and go, of a stage or of its `experts`, the elements that layers read as bfloat16 casts
+    alone: they come so."""
     model = job.model
     if not (job.parallel.frees and model.builtin and model.dtype == "bfloat16" and model.parameters == "float32"):
         return 0.0
-    return sum(table[i].size.casts for i in part if not table[i].tied) / _LOW
+    return _casts([table[i] for i in part if not table[i].tied], experts) / _LOW
 
 
-def _message(job: Job, part: Sequence[int], table: Sequence[Layer], shares: Dealt) -> float:
-    """Bytes that each rank sends of such a stage: as much as the one with most, of either type."""
-    kinds = list[tuple[int, bool]]()  # pieces of parameters, and whether they come as casts; the largest are matrices
+class _Parameter(NamedTuple):
+    """Of a layer: elements, whether there is a cast of it, whether it is of an expert that replicas share out."""
+
+    size: int
+    low: bool
+    apart: bool
+
+
+def _parameters_of(layer: Layer, left: float) -> Iterator[_Parameter]:
+    """Of those that have casts, which are matrices and so the largest, there are `left` elements."""
+    experts = Counter(layer.apart)
+    for size in sorted(layer.parts, reverse=True):
+        low, apart = 0 < size <= left, experts[size] > 0
+        left -= size * low
+        experts[size] -= apart
+        yield _Parameter(size, low, apart)
+
+
+def _casts(layers: Sequence[Layer], experts: bool) -> float:
+    """Bytes of the casts of layers' weights, without experts that replicas share out, or of those."""
+    own = [one for layer in layers if layer.apart for one in _parameters_of(layer, layer.size.casts / _LOW)]
+    apart = float(_LOW * sum(one.size for one in own if one.low and one.apart))
+    return apart if experts else sum(layer.size.casts for layer in layers) - apart
+
+
+def _message(job: Job, part: Sequence[int], table: Sequence[Layer], shares: Dealt, experts: bool) -> float:
+    """Bytes that each rank sends of such weights: as much as the one with most, of either type."""
+    kinds = list[tuple[int, bool]]()  # pieces of parameters, and whether they come as casts
     for i in part:
-        left = lowered(job, [i], table)
-        for count in sorted(table[i].parts, reverse=True):
-            low = 0 < count <= left
-            left -= count if low else 0
-            kinds += [(stop - start, low) for start, stop in dealing.cut(count)]
+        left = sum(lowered(job, [i], table, experts=of) for of in (False, True))
+        own = [one for one in _parameters_of(table[i], left) if one.apart is experts]
+        kinds += [(stop - start, one.low) for one in own for start, stop in dealing.cut(one.size)]
     if not kinds:
         return (GRAD_BYTES + _LOW) / 2 * shares.row
     dealt = dealing.deal([size for size, _ in kinds], shares.ranks)
@@ -186,15 +244,15 @@ def dealt(
     params, whole = _counted(placement, s, part, table)
     apart = Counter(count for i in part for count in table[i].apart)
     if experts:
-        ranks, params, whole, counts = ranks // job.parallel.ep, apart.total(), 0, [*apart.elements()]
+        ranks, params, whole, counts = ranks // job.parallel.ep, sum(apart.elements()), 0, [*apart.elements()]
     else:
-        params -= apart.total()
+        params -= sum(apart.elements())
         counts = (
             [*(Counter(count for i in part for count in table[i].parts) - apart).elements()]
             if apart
             else [count for i in part for count in table[i].parts]
         )
-    matrices = [math.prod(shape) for shape in stepping.matrices(job.optimizer, [table[i] for i in part])]
+    matrices = [math.prod(shape) for shape in stepping.matrices(job.optimizer, owned_by(part, table, experts))]
     while sum(counts) > params - whole and table[-1].tied in counts:
         counts.remove(table[-1].tied)
     known = sum(counts) == params - whole
@@ -204,20 +262,6 @@ def dealt(
     alone, pieces = dealing.most(counts, ranks, matrices) if known else ((params - whole) / ranks, 0)
     share = (alone + whole) / params if params else 1 / ranks
     return Dealt(ranks, share, max(whole, min(alone + whole, dealing.BATCH)), ranks * (alone + pieces), alone, whole)
-
-
-def of_experts(
-    job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
-) -> tuple[StageBytes, ...]:
-    """Of the experts of each stage that a rank has, what their sums and gathers take."""
-    found, weight = list[StageBytes](), 2 if job.model.parameters == "bfloat16" else 4
-    for s, part in enumerate(stages):
-        shares = dealt(job, placement, s, part, table, experts=True)
-        gradients = float(GRAD_BYTES * sum(sum(table[i].apart) for i in part))
-        gathered = weight * shares.row * (shares.ranks + 1)
-        summed = GRAD_BYTES * shares.summed if shares.row else gradients
-        found.append(replace(NO_BYTES, gradients=gradients, summed=summed, gathered=gathered))
-    return tuple(found)
 
 
 def _temporaries(job: Job, sizes: Sequence[Footprint], matrices: Sequence[tuple[int, int]]) -> float:

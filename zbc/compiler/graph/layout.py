@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from zbc.ir import Kind, Op, Program
 from zbc.ops import (
+    COUNTED,
     EXPERTS,
     ROWS,
     TIED,
@@ -295,7 +296,7 @@ class Layout:
             return self.program.tied and kind in (Kind.REDUCE, Kind.AVERAGE)
         if owner <= EXPERTS:
             there = self.program.ep > 0 and experts_of(owner) < self.stages
-            met = kind is Kind.REDUCE or (kind is Kind.GATHER and self.program.sharded)
+            met = kind is Kind.REDUCE or (kind in COUNTED and self.program.sharded)
             return there and (kind in (Kind.STEP, Kind.TENTATIVE, Kind.COMMIT) or (met and self.shares[owner]))
         if not self.program.vocabulary or kind in (Kind.FREE, Kind.SCATTER):
             return False

@@ -34,7 +34,7 @@ from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
-from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope
+from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope, experts_of
 
 HELD = ("activations", "kv")  # categories of what is held of microbatches between F and W
 WIDE = 2**20  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
@@ -228,9 +228,9 @@ class _RankLedger:
             begin, end = (effect.begin_first, effect.end_first) if first else (effect.begin, effect.end)
             if first or more:
                 end = (*end, Delta("gradients", 0.0, more))
-            if op[1] in self.coming and op[0] in self.readers:
-                casts = Delta("weights", 0.0, self._casts(op))  # made while the messages are still there
-                begin = (*([casts] if casts.bytes else []), Delta("messages", 0.0, -self.coming.pop(op[1])), *begin)
+            if self.coming and op[0] in self.readers:
+                for owner in (op[1], experts_of(op[1])):
+                    begin = self._came(owner, begin) if owner in self.coming else begin
             elif op[0] is Kind.GATHER or op[0] is Kind.FREE:
                 begin, end = self._weights(op, begin, end)
             if shared:
@@ -279,13 +279,18 @@ class _RankLedger:
         if op.kind is Kind.FREE:
             return (Delta("messages", 0.0, -self.coming.pop(op.stage, 0.0)),), (Delta("weights", 0.0, -freed),)
         self.coming[op.stage] = size.gathered
-        return (Delta("weights", 0.0, freed - self._casts(op)), Delta("messages", 0.0, size.gathered)), ()
+        return (Delta("weights", 0.0, freed - self._casts(op.stage)), Delta("messages", 0.0, size.gathered)), ()
 
-    def _casts(self, op: Op) -> float:
-        """Bytes of the casts of a stage's weights, where these come and go and the casts only once they are there."""
+    def _came(self, owner: int, begin: _Deltas) -> _Deltas:
+        """What changes as an op first reads what a GATHER brings: casts are made while the messages are still there."""
+        casts = Delta("weights", 0.0, self._casts(owner))
+        return (*([casts] if casts.bytes else []), Delta("messages", 0.0, -self.coming.pop(owner)), *begin)
+
+    def _casts(self, owner: int) -> float:
+        """Bytes of the casts of an owner's weights, where these come and go and the casts only once they are there."""
         program = self.graph.program
         known = program.resident > 0 and not program.one_sided
-        return self.costs.bytes_owned(op.stage).casts if known else 0.0
+        return self.costs.bytes_owned(owner).casts if known else 0.0
 
     def _effect(self, op: Op) -> _Effect:
         row = self.rows[op.kind]
@@ -415,7 +420,7 @@ class Gradients:
 
     def __init__(self, ops: Sequence[Op], costs: Costs) -> None:
         self._costs = costs
-        self._there: dict[int, float] = {}  # bytes by stage
+        self._there: dict[int, float] = {}  # bytes by owner
         self._whole: set[int] = set()  # stages that have all
         self._lent = 0.0  # what the last stage has made of the first one's
         self.bytes = 0.0
@@ -447,6 +452,10 @@ class Gradients:
             self._whole.add(stage)
             self._lent = 0.0 if 0 in self._whole else lent + size.lent
         self.bytes += self._there[stage] - before + self._lent - lent
+        if whole and self._costs.experts:
+            own, experts = self._costs.experts[stage].gradients, experts_of(stage)
+            self.bytes += own - self._there.get(experts, 0.0)
+            self._there[experts] = own
 
 
 def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:

@@ -10,10 +10,11 @@ from typing import ClassVar, NamedTuple
 
 from zbc.compiler.graph.layout import rows_of
 from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.passes.with_experts import with_experts
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program, groups
-from zbc.ops import WORDS, Rows, experts_of
+from zbc.ops import WORDS, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class GatherWeights:
     def _placed(self, program: Program, room: int) -> Program:
         marked = replace(program, resident=room, with_w=self.with_w)
         rows = rows_of(marked)
-        ranks = [[*_words(marked), *_place(ops, list(_uses(ops, marked, rows)), room)] for ops in program.ranks]
+        placed = (_place(ops, list(_uses(ops, marked, rows)), room) for ops in program.ranks)
+        ranks = [[*_words(marked), *with_experts(ops, marked, Kind.GATHER, Kind.FREE)] for ops in placed]
         return marked.with_ranks(ranks, by=self.name)
 
     def _auto(self, program: Program, context: Context, most: int) -> int:
@@ -99,7 +101,7 @@ class RenewWeights:
             if len(program.placement.pipes) > 1:
                 ranks.append([*mine, *ops])
             else:
-                ranks.append([*_words(program), *_with_experts(_ahead(mine, ops), program)])
+                ranks.append([*_words(program), *with_experts(_ahead(mine, ops), program, Kind.GATHER)])
         return program.with_ranks(ranks, by=self.name)
 
 
@@ -107,15 +109,6 @@ def _words(program: Program) -> list[Op]:
     """The GATHER of a rank's words, where its replicas step parts of them."""
     gather = Op(Kind.GATHER, WORDS)
     return [gather] if program.vocabulary and program.shared(gather) else []
-
-
-def _with_experts(ops: Sequence[Op], program: Program) -> list[Op]:
-    """Behind the GATHER of a stage that of its experts, where several replicas have the same."""
-    listed: list[Op] = []
-    for op in ops:
-        own = Op(Kind.GATHER, experts_of(op.stage)) if op.kind is Kind.GATHER and program.ep else None
-        listed += [op, *([own] if own is not None and program.shared(own) else [])]
-    return listed
 
 
 def _ahead(gathers: Sequence[Op], ops: Sequence[Op]) -> list[Op]:

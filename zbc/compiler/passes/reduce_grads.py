@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
+from zbc.compiler.passes.with_experts import with_experts
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Program, groups
 from zbc.ops import COUNTED, TIED, WORDS, experts_of
@@ -50,7 +51,7 @@ class ReduceGrads:
             for rank, ops in enumerate(program.ranks)
         ]
         if program.scatters:
-            ranks = [_scattered(ops, program) for ops in ranks]
+            ranks = [with_experts(_scattered(ops, program), program, Kind.SCATTER) for ops in ranks]
         return program.with_ranks(ranks, by=self.name)
 
 

@@ -432,7 +432,7 @@ def _cut(program: Program, costs: Costs, timeline: Timeline, chosen: Chosen) -> 
 
 
 def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], chosen: Chosen) -> StageReport:
-    size = costs.bytes[s] if costs.bytes else None
+    sizes = costs.bytes_of_stage(s)
     return StageReport(
         stage=s,
         ranks=program.placement.holders(s),
@@ -440,7 +440,7 @@ def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], chos
         f_ms=costs.column("f")[s],
         b_ms=costs.column("b")[s],
         w_ms=costs.column("w")[s],
-        state_bytes=round(size.weights + size.gradients + size.masters + size.optimizer) if size else 0,
+        state_bytes=round(sum(one.weights + one.gradients + one.masters + one.optimizer for one in sizes)),
         activation_bytes=round(costs.bytes_of("kept")[s]),
         recompute=chosen.memory.recomputes(s),
         selective=chosen.memory.spares(s),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op
-from zbc.ops import experts_of
+from zbc.ops import WORDS, experts_of
 from zbc.runtime.core.feature import Context, Feature
 from zbc.runtime.core.optimizer import inside
 from zbc.runtime.features.sharded import Sharded
@@ -27,7 +27,7 @@ class Gathers(Feature):
     def __init__(self, stages: dict[int, Sharded], *, gathers: bool, frees: bool) -> None:
         self.stages = stages
         self.gathered = [one for _, one in sorted(stages.items())] if gathers else []
-        self.freed = [one for owner, one in sorted(stages.items()) if owner >= 0] if gathers and frees else []
+        self.freed = [one for owner, one in sorted(stages.items()) if owner != WORDS] if gathers and frees else []
         self.coming: list[Sharded] = []
         self.leaving: list[Sharded] = []  # sums of gradients under way
 
@@ -96,7 +96,8 @@ class Gathers(Feature):
 
     def takes_away(self, stage: int, tensor: Tensor) -> bool:
         """Whether the bytes of a tensor go with the weights of a stage."""
-        return stage in self.stages and self.stages[stage].takes_away(tensor)
+        own = (self.stages.get(owner) for owner in (stage, experts_of(stage)))
+        return any(one is not None and one.takes_away(tensor) for one in own)
 
     def of(self, op: Op) -> Sharded:
         if op.stage not in self.stages:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from zbc.plan.lateness import lateness
 from zbc.runtime.core.bucket import Bucket, GradientSum, absent
 from zbc.runtime.core.muon import Whole
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
+from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.averaging import Averages, Averaging
@@ -59,32 +60,33 @@ def optimizers_of(
     found = dict[int, StageOptimizer]()
     for s in site.mine:
         of = split(stages[s].parameters, experts_in(stages[s])) if apart else (stages[s].parameters,)
+        experts = {id(parameter) for own in of[1:] for parameter in own.values()}
         for owner, own in zip((s, experts_of(s)), of, strict=False):
-            found[owner] = _optimizer_of(site, stages[s], tied, late.get(s, 0), owner, own, wholes)
+            casts = [one for one in stages[s].casts if (id(one.module.weight) in experts) == (owner != s)]
+            found[owner] = _optimizer_of(site, own, casts, tied, late.get(s, 0), owner, wholes)
     return found
 
 
 def _optimizer_of(
     site: Site,
-    stage: Stage,
+    parameters: Mapping[str, nn.Parameter],
+    casts: Sequence[SplitLinear],
     tied: Collection[str],
     late: int,
     owner: int,
-    parameters: Mapping[str, nn.Parameter],
     wholes: Mapping[str, Whole],
 ) -> StageOptimizer:
-    """`late`: by how many steps of the stage its gradients come late, where it steps on its own; `parameters`: of the
-    stage's those of `owner`, the stage or its experts."""
+    """Of the `parameters` of `owner`, a stage or its experts, of which there are `casts`; `late`: by how many steps of
+    the stage its gradients come late, where it steps on its own."""
     manifest, seat, settings = site.manifest, site.seat, site.settings
-    ranks = meeting(manifest, Op(Kind.REDUCE, owner), seat.tp, rank=site.rank)
+    ranks, own = (meeting(manifest, Op(kind, owner), seat.tp, rank=site.rank) for kind in (Kind.REDUCE, Kind.GATHER))
     options, lowered = settings.optimizer, settings.lowered
     ahead = options.sync == "post-validate"
-    own = site.topology.ranks((seat.pp,), seat.tp) if manifest.resident else ranks
     if manifest.sharded and len(own) > 1:
         found: StageOptimizer = Sharded(
             options,
             parameters,
-            stage.casts,
+            casts,
             wholes,
             ranks=own,
             rank=site.rank,
@@ -98,13 +100,13 @@ def _optimizer_of(
             cycles=manifest.flushless,
         )
     else:
-        found = build_optimizer(options, parameters, stage.casts, wholes, lowered=lowered, ahead=ahead)
+        found = build_optimizer(options, parameters, casts, wholes, lowered=lowered, ahead=ahead)
     found = with_mean(options, found)
     if not manifest.flushless:
         return found
     if options.sync == "asynchronous":
-        return OneVersion(found, stage.casts, late if options.lookahead else 0)
-    return TwoVersions(Feedback(found, options.feedback) if options.feedback else found, stage.casts)
+        return OneVersion(found, casts, late if options.lookahead else 0)
+    return TwoVersions(Feedback(found, options.feedback) if options.feedback else found, casts)
 
 
 def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Collection[str]) -> Averages | None:

@@ -48,6 +48,13 @@ class Expert(nn.Module):
         return self.activation(gate) * up  # type: ignore[no-any-return]
 
 
+def _lowered(rows: Tensor) -> Tensor:
+    """Rows in the type in which experts read them, in which they go to other ranks and are kept."""
+    kind = rows.device.type
+    lower = torch.is_autocast_enabled(kind) and rows.dtype is torch.float32
+    return rows.to(torch.get_autocast_dtype(kind)) if lower else rows
+
+
 class Experts(nn.Module):
     """(.., H) -> (.., H)."""
 
@@ -87,7 +94,7 @@ class Experts(nn.Module):
         logits = self.router(flat)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         likely = logits.softmax(-1)
-        chosen = (likely if self.bias is None else likely + self.bias).topk(self.top_k, -1).indices
+        chosen = self._chosen(likely)
         weights = likely.gather(-1, chosen)
         if self.normed:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -95,14 +102,18 @@ class Experts(nn.Module):
         counts = torch.bincount(chosen.flatten(), minlength=self.count)
         if self.place is not None:
             tell_load(self.place, counts)
-        rows = self._run(flat.index_select(0, order // self.top_k), counts)
-        found = rows.index_select(0, order.argsort()).view(*chosen.shape, -1)
+        found = self._run(_lowered(flat.index_select(0, order // self.top_k)), counts)
+        found = found.index_select(0, order.argsort()).view(*chosen.shape, -1)
         y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)
         if self.shared is not None and self.shared_gate is not None:
             y = y + self.shared_gate(flat).sigmoid() * self.shared(flat)
         y = y.view(x.shape)
         adds = self.training and (self.balance or self.z)
         return add_loss(y, self._added(logits, likely, counts)) if adds else y
+
+    def _chosen(self, likely: Tensor) -> Tensor:
+        """(N, top_k): the experts that each token meets, those it wants most first."""
+        return (likely if self.bias is None else likely + self.bias).topk(self.top_k, -1).indices
 
     def share_out(self, group: Group) -> None:
         """Keep this rank's experts."""
