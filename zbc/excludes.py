@@ -300,7 +300,7 @@ ROWS = (
         "ep",
         "E118",
         {
-            "average|replicas|flushless|post-validate|freeze|copies": UNWRITTEN,
+            "replicas|flushless": UNWRITTEN,
             "balance": "replicas of unequal work would wait for each other in every block",
         },
         at_other=True,

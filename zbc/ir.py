@@ -502,20 +502,20 @@ class Program(ProgramTraits):
     def holders(self, op: Op) -> int:
         """How many ranks meet in a collective: over all replicas of the pipeline, but for one of units."""
         if op.kind is Kind.AVERAGE:
-            return self.dp if self.averages else 1
-        alone = op.kind.unit_wide or (self.averages and not op.kind.is_barrier)
-        copies = self.dp // self.ep if op.stage <= EXPERTS else self.dp
-        return (1 if alone else copies) * (1 if self.apart(op) else len(self.members(op)))
+            return self.dp // (self.ep or 1) if self.averages else 1
+        replicas = 1 if op.kind.unit_wide else self.dp if op.kind.is_barrier else self.together
+        copies = replicas // self.ep if op.stage <= EXPERTS else replicas
+        return copies * (1 if self.apart(op) else len(self.members(op)))
+
+    @property
+    def together(self) -> int:
+        """Neighbouring replicas that have gradients and weights in common: where they average weights one, or those
+        that share out experts."""
+        return (self.ep or 1) if self.averages else self.dp
 
     def apart(self, op: Op) -> bool:
-        """Whether a rank meets its own replicas alone in a collective: over its words or experts, or weights that it
-        frees."""
-        return (
-            op.stage == WORDS
-            or op.stage <= EXPERTS
-            or op.kind is Kind.AVERAGE
-            or (op.kind is Kind.GATHER and self.resident > 0)
-        )
+        """Whether a rank meets its own replicas alone in a collective: over its words, or weights that it frees."""
+        return op.stage == WORDS or op.kind is Kind.AVERAGE or (op.kind is Kind.GATHER and self.resident > 0)
 
     def shared(self, op: Op) -> bool:
         """Whether a collective has anybody to meet."""

@@ -10,24 +10,29 @@ from tests.jobs import job
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_experts import tables
 from tests.runtime.weighed import most_held
-from tests.threads import run_threads
+from tests.threads import each_parameter, run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.errors import ZbcError
 from zbc.ops import EXPERTS
 from zbc.plan.directory import StoredPlan
+from zbc.training.building import runs
 from zbc.training.models.experts import Experts
 
 
-def plan(folder, way, **parallel):
+def compiled(folder, way, **parallel):
     """Of eight microbatches a step, over all replicas."""
     found = tables(way)
     found["parallel"] |= parallel
     found["schedule"]["microbatches"] = 8 // found["parallel"].get("dp", 1)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "zbc.toml").write_text(toml(found))
-    compile_job(load_job(folder / "zbc.toml"), budget=0.0, suggest=False).write(folder / "plan")
+    return compile_job(load_job(folder / "zbc.toml"), budget=0.0, suggest=False)
+
+
+def plan(folder, way, **parallel):
+    compiled(folder, way, **parallel).write(folder / "plan")
     return StoredPlan.read(folder / "plan")
 
 
@@ -48,6 +53,11 @@ WAYS = [
     ({"schedule": {"kind": "zb-h1"}}, {"dp": 2, "ep": 2, "shard": "optimizer", "vocabulary": "shared"}),
     ({"schedule": {"kind": "dualpipe-v", "overlap": True}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "1f1b"}}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "dualpipe"}}, {"dp": 2, "ep": 2}),
+    ({"schedule": {"kind": "dualpipe"}}, {"dp": 2, "ep": 2, "shard": "all"}),
+    ({"schedule": {"kind": "chimera"}}, {"dp": 4, "ep": 2, "shard": "all"}),
+    ({"schedule": {"kind": "chimera"}}, {"dp": 2, "ep": 2, "shard": "optimizer"}),
+    ({"schedule": {"kind": "bitpipe"}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "zb-v"}, "model": {"dtype": "bfloat16", "parameters": "bfloat16"}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "vocabulary": "shared"}),
@@ -76,6 +86,49 @@ def test_experts_on_several_replicas_train_as_in_one_process(tmp_path, way, para
     assert apart(found, numbers(run_threads(single, 3))) <= (0.02 if low else TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("kind", "shard"), few([("1f1b", "optimizer"), ("zb-v", "none"), ("interleaved-1f1b", "none")], 1)
+)
+def test_experts_on_several_replicas_step_without_a_barrier_to_the_bit(tmp_path, kind, shard):
+    found = []
+    for sync in ("post-validate", "before-step"):
+        way = {"schedule": {"kind": kind}, "optimizer": {"sync": sync, "clip_grad_norm": 0.5}}
+        workers = run_threads(plan(tmp_path / sync, way, dp=4, ep=2, shard=shard), 3)
+        weights = {(worker.rank, name): p for worker, name, p in each_parameter(workers)}
+        found.append((numbers(workers), weights))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(weight, found[1][1][key]) for key, weight in found[0][1].items())
+
+
+EVEN = {"f": 1.0, "b": 1.0, "w": 1.0}  # so that swaps change no order
+
+
+def test_replicas_that_share_out_experts_freeze_alike(tmp_path, monkeypatch):
+    way = {"schedule": {"kind": "zb-v"}, "freeze": {"most": 0.5}, "costs": EVEN}
+    found = numbers(run_threads(plan(tmp_path / "some", way, dp=2, ep=2), 3))
+    every = runs.turns_of
+
+    def alike(ops, stage, manifest, after):
+        return every(ops, stage, manifest.model_copy(update={"ep": 2}), after)
+
+    made = plan(tmp_path / "all", way, dp=2)
+    assert made.program.freezes
+    assert apart(found, numbers(run_threads(made, 3))) > 0.01
+    monkeypatch.setattr(runs, "turns_of", alike)
+    assert apart(found, numbers(run_threads(made, 3))) <= TOLERANCE
+
+
+@pytest.mark.parametrize("asked", few([{"every": 2}, {"every": 1, "delay": 0}], 1), ids=str)
+def test_replicas_that_share_out_experts_average_weights_as_one_replica(tmp_path, asked):
+    way, average = {"schedule": {"kind": "1f1b"}}, {"share": 1.0} | asked
+    some = run_threads(plan(tmp_path / "some", way, dp=4, ep=2, average=average), 3)
+    whole = run_threads(plan(tmp_path / "all", way, dp=2, average=average), 3)
+    assert apart(numbers(some), numbers(whole)) <= TOLERANCE
+    mine = {(worker.replica // 2, name): p for worker, name, p in each_parameter(some)}
+    for worker, name, weight in each_parameter(whole):
+        torch.testing.assert_close(mine[worker.replica, name], weight, rtol=0, atol=1e-4)
+
+
 def test_a_rank_has_and_steps_its_own_experts(tmp_path):
     made = plan(tmp_path, {"schedule": {"kind": "1f1b"}}, dp=4, ep=2)
     workers = run_threads(made, 1)
@@ -90,12 +143,19 @@ def test_a_rank_has_and_steps_its_own_experts(tmp_path):
         assert torch.equal(parameter, same[1].stages[0].parameters[name]), name
 
 
-@pytest.mark.parametrize(
-    "other", few([{"dp": 4, "ep": 2, "shard": "optimizer"}, {"dp": 1, "pp": 4}, {"dp": 4, "ep": 4}], 1), ids=str
-)
-def test_a_run_goes_on_with_other_shares_of_experts(tmp_path, other):
+WHOLE = {"every": 1, "share": 1.0, "delay": 0}
+RESUMED = [
+    ({"dp": 4, "ep": 2, "shard": "optimizer"}, {"dp": 4, "ep": 2, "shard": "all"}),
+    ({"dp": 4, "ep": 2, "shard": "all"}, {"dp": 1, "pp": 4}),
+    ({"dp": 4, "ep": 2, "shard": "optimizer"}, {"dp": 4, "ep": 4}),
+    ({"dp": 4, "ep": 2, "average": WHOLE}, {"dp": 2, "average": WHOLE}),
+]
+
+
+@pytest.mark.parametrize(("some", "other"), few(RESUMED, 1), ids=str)
+def test_a_run_goes_on_with_other_shares_of_experts(tmp_path, some, other):
     keeps = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 4, "seed": 3}}
-    one = plan(tmp_path / "one", {"schedule": {"kind": "1f1b"}, **keeps}, dp=4, ep=2, shard="optimizer")
+    one = plan(tmp_path / "one", {"schedule": {"kind": "1f1b"}, **keeps}, **some)
     whole = numbers(run_threads(one, 4, folder=tmp_path / "run"))
     two = plan(tmp_path / "two", {"schedule": {"kind": "1f1b"}, **keeps}, **other)
     resumed = numbers(run_threads(two, 4, folder=tmp_path / "after", resume=at(tmp_path / "run", 2)))
@@ -120,12 +180,10 @@ def test_a_plan_knows_what_a_rank_with_some_of_the_experts_holds(tmp_path, monke
     monkeypatch.setattr(Experts, "_chosen", even)
     wide = {"hidden": 128, "seq_len": 96, "expert_hidden": 192, "shared_hidden": 64, "experts": 8, "dtype": dtype}
     way = {"schedule": {"kind": kind}, "model": wide}
-    made = plan(tmp_path / "some", way, dp=4, ep=2, shard=shard)
-    plan(tmp_path / "all", way, dp=4, shard=shard)
-    jobs = [load_job(tmp_path / name / "zbc.toml") for name in ("some", "all")]
-    some, whole = (compile_job(one, budget=0.0, suggest=False) for one in jobs)
+    some, whole = (compiled(tmp_path, way, dp=4, ep=ep, shard=shard) for ep in (2, 1))
     predicted, more = ([rank.bytes for rank in peaks(one.program, one.costs)] for one in (some, whole))
-    assert most_held(made, predicted, rel=0.02)[1] == pytest.approx(predicted, rel=0.02)
+    some.write(tmp_path / "plan")
+    assert most_held(StoredPlan.read(tmp_path / "plan"), predicted, rel=0.02)[1] == pytest.approx(predicted, rel=0.02)
     assert max(predicted) < 0.95 * max(more)
 
 
@@ -148,7 +206,7 @@ REFUSED = [
     ({"model": {"experts": None}}, {"dp": 2, "ep": 2}, "model.experts is not set"),
     ({}, {"dp": 3, "ep": 3}, "does not divide model.experts = 4"),
     ({}, {"dp": 3, "ep": 2}, "does not divide parallel.dp = 3"),
-    ({"schedule": {"kind": "chimera"}}, {"dp": 2, "ep": 2}, "several copies"),
+    ({}, {"dp": 2, "ep": 2, "average": {"every": 1}}, "of which ep = 2 makes one"),
 ]
 
 

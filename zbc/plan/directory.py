@@ -25,7 +25,7 @@ from typing import Any
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.ir import TRAITS, Kind, Op, Program
-from zbc.ops import EXPERTS, TIED
+from zbc.ops import EXPERTS
 from zbc.plan.manifest import FORMAT as FORMAT
 from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
@@ -89,13 +89,28 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
 def meeting(manifest: Manifest, op: Op, tp: int = 0, *, rank: int = 0) -> tuple[int, ...]:
     """The ranks of a run, over all replicas of the pipeline, that take part in a collective of one share; of that in
     which `rank` of the run is, where each rank of a pipeline meets its replicas alone, or each replica sums its own."""
-    program, run = program_of(manifest, ((),) * manifest.ranks), manifest.topology
-    seat = run.of(rank)
+    program = program_of(manifest, ((),) * manifest.ranks)
+    run, seat, together = manifest.topology, manifest.topology.of(rank), program.together
     found = run.ranks((seat.pp,) if program.apart(op) else program.members(op), tp)
-    if op.stage <= EXPERTS:
-        return tuple(one for one in found if run.of(one).dp % program.ep == seat.dp % program.ep)
-    alone = program.averages and op.stage == TIED  # replicas that average sum no gradients
-    return tuple(one for one in found if run.of(one).dp == seat.dp) if alone else found
+    if op.kind is Kind.AVERAGE:
+        return _alike(manifest, found, rank)
+    found = tuple(one for one in found if run.of(one).dp // together == seat.dp // together)
+    return _alike(manifest, found, rank) if op.stage <= EXPERTS else found
+
+
+def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:
+    """The ranks of a run that have the same weights of an owner as `rank`, as soon as those that are averaged are made
+    alike."""
+    program = program_of(manifest, ((),) * manifest.ranks)
+    run, op = manifest.topology, Op(Kind.REDUCE, owner)
+    found = run.ranks((run.of(rank).pp,) if program.apart(op) else program.members(op))
+    return _alike(manifest, found, rank) if owner <= EXPERTS else found
+
+
+def _alike(manifest: Manifest, ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Of these those whose replicas have the same experts as that of `rank`."""
+    run, ep = manifest.topology, manifest.ep or 1
+    return tuple(one for one in ranks if run.of(one).dp % ep == run.of(rank).dp % ep)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------

@@ -389,9 +389,9 @@ def _averaged(g: Graph) -> Iterator[ZbcError]:
     for i, op in enumerate(g.ops) if g.program.averages else ():
         if g.rank(i) != rank:
             rank, began = g.rank(i), {}
-        of = g.program.tying if op.stage == TIED else (op.owner,)
+        of = g.program.tying if op.stage == TIED else (g.program.home(op.owner),)
         if op.kind.computes or op.kind is Kind.STEP:
-            began.setdefault(op.owner, i)
+            began.setdefault(g.program.home(op.owner), i)
         elif op.kind is Kind.AVERAGE and not began.keys().isdisjoint(of):
             first = min(began[one] for one in of if one in began)
             text = f"program: {op} comes after {g.ops[first]}, whose weights it changes"

@@ -27,7 +27,7 @@ def _resident(g: Graph) -> Iterator[ZbcError]:
             if i in lost or op.kind.row.scope not in (Scope.UNIT, Scope.STAGE):
                 continue
             for owner in (op.stage, experts_of(op.stage)) if op.kind.row.scope is Scope.UNIT else (op.stage,):
-                if owner in (WORDS, TIED) or not g.layout.shares.get(owner):
+                if owner in (WORDS, TIED) or not g.layout.deals.get(owner):
                     continue
                 wrong = _wrong(op, owner, there, needs, program.resident)
                 if wrong is not None:

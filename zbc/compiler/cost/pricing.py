@@ -402,30 +402,40 @@ def _with_sums(
     columns: dict[str, Column] = {"gather": tuple(gather)}
     if job.vocabulary:
         columns["gather v"] = (vocabulary.renewal_ms(job),)
-    if share:  # replicas that average weights sum no gradients
+    columns["reduce"] = tuple(reduce)
+    if share:  # replicas that average weights sum no gradients, but those that share out experts
         words = vocabulary.pool_ms(job) if job.vocabulary else 0.0
         once = _sum(job, tied, placement.holders(placement.ends[0]), 2) if tied else 0.0
         columns |= {"average": tuple(average), "average v": (share * words,), "average t": (share * once,)}
-    else:
-        columns["reduce"] = tuple(reduce)
+        among = _parts(parallel.ep) / _parts(parallel.dp)
+        columns["reduce"] = tuple(among * ms for ms in reduce)
     if parallel.ep > 1:
         costs = replace(costs, experts=stage_bytes.of_experts(job, placement, stages, table))
-        copies, of = parallel.dp // parallel.ep, [(one, placement.holders(s)) for s, one in enumerate(costs.experts)]
-        columns["reduce e"] = tuple(_apart(job, one.summed, ranks, halves) for one, ranks in of)
-        brought = [one.gathered * copies / (copies + 1) for one, _ in of]  # a row of each, of which one is its own
-        columns["gather e"] = tuple(_apart(job, size, ranks, 1) for size, (_, ranks) in zip(brought, of, strict=True))
+        of = [(one, placement.holders(s)) for s, one in enumerate(costs.experts)]
+        summed = tuple(_apart(job, one.summed, ranks, halves) for one, ranks in of)
+        columns |= {"reduce e": summed, "average e": tuple(share * ms for ms in summed)}
+        of = [(one, ranks[:1] if parallel.frees else ranks) for one, ranks in of]
+        rows = [parallel.dp * len(set(ranks)) // parallel.ep for _, ranks in of]  # beside which each has its own
+        columns["gather e"] = tuple(
+            _apart(job, one.gathered * n / (n + 1), ranks, 1) for n, (one, ranks) in zip(rows, of, strict=True)
+        )
     return replace(costs, tied=float(tied)).with_ms(**columns, **{"reduce t": (tie,)})
 
 
 def _apart(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
     """ms of a sum, or of half of one, over the replicas that have the same experts: every so many of all."""
-    copies = job.parallel.dp // job.parallel.ep
-    if copies == 1 or not size:
+    every, ep = job.parallel.dp * len(set(holders)), job.parallel.ep
+    if every == ep or not size:
         return 0.0
     if job.costs.reduce is not None:
         return job.costs.reduce * halves / 2
-    every = Machine.of(job).sum_ms(size, holders, halves=halves)  # as fast as over all of them, in fewer parts
-    return every * (1 - 1 / copies) / (1 - 1 / job.parallel.dp)
+    # As fast as over all of them, in fewer parts.
+    return Machine.of(job).sum_ms(size, holders, halves=halves) * _parts(every / ep) / _parts(every)
+
+
+def _parts(ranks: float) -> float:
+    """Of a vector that so many ranks sum, the share that each sends, once and once more."""
+    return 1 - 1 / ranks
 
 
 def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:

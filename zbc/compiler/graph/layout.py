@@ -98,13 +98,19 @@ class Layout:
         self.begins = "shard" if gathers else "weights"
         # Whether messages are ops: any transfer or step-level op says so.
         self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)
-        replicas = 1 if program.averages else program.dp  # that have gradients and weights in common
+        replicas = program.together
         # Whether other ranks hold the same of an owner. The sum of tied weights may have one rank alone.
         self.shares = {stage: replicas * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
         self.shares[WORDS] = program.vocabulary > 0 and replicas > 1
-        experts = replicas // program.ep if program.ep else 1
-        self.shares |= {experts_of(stage): experts > 1 for stage in range(self.stages)}
+        experts = {experts_of(stage): Op(Kind.REDUCE, experts_of(stage)) for stage in range(self.stages)}
+        self.shares |= {owner: program.ep > 0 and program.shared(op) for owner, op in experts.items()}
         self.shares[TIED] = program.tied and (replicas > 1 or len(self.holding(TIED)) > 1 or self._reduces(TIED))
+        # Whether these each step a part of it, where weights are shared out.
+        self.deals = self.shares | {
+            owner: there and program.shared(Op(Kind.GATHER, owner))
+            for owner, there in self.shares.items()
+            if owner in experts
+        }
         self.sources: list[list[int]] = [[] for _ in range(self.stages)]  # stage -> the edges that lead to it
         self.sinks: list[list[int]] = [[] for _ in range(self.stages)]
         for edge, (a, b) in enumerate(self.edges):
@@ -195,7 +201,7 @@ class Layout:
     def tracks(self, what: str, owner: int) -> bool:
         """Whether a value exists in this program. What does not exist was there before, stays, and is not asked for."""
         if what == "weights":
-            return self.program.sharded and self.shares[owner]
+            return self.program.sharded and self.deals[owner]
         if what == "clean":
             return self.ahead
         if what == "total":
@@ -212,7 +218,7 @@ class Layout:
             if message is not None:
                 self.fresh += range(self.nodes + message, self.nodes + message + width)
             else:
-                there = key.what == self.begins and (self.program.resident > 0 or self.shares[key.place])
+                there = key.what == self.begins and (self.program.resident > 0 or self.deals[key.place])
                 self.fresh += [0 if there else EMPTY] * width
             self.cells += self.fresh[base:]
         return base
@@ -253,7 +259,7 @@ class Layout:
             return "E202"
         if kind is Kind.FREE and not self.program.resident:
             return "E202"
-        if kind is Kind.SCATTER and not (self.program.scatters and self.shares[stage]):
+        if kind is Kind.SCATTER and not (self.program.scatters and self.deals[stage]):
             return "E202"
         if kind in VOCABULARY and not self._has(kind):
             return "E202"
@@ -296,8 +302,8 @@ class Layout:
             return self.program.tied and kind in (Kind.REDUCE, Kind.AVERAGE)
         if owner <= EXPERTS:
             there = self.program.ep > 0 and experts_of(owner) < self.stages
-            met = kind is Kind.REDUCE or (kind in COUNTED and self.program.sharded)
-            return there and (kind in (Kind.STEP, Kind.TENTATIVE, Kind.COMMIT) or (met and self.shares[owner]))
+            met = self.shares[owner] if kind is Kind.REDUCE else kind in COUNTED and self.tracks("weights", owner)
+            return there and (kind in (Kind.STEP, Kind.TENTATIVE, Kind.COMMIT, Kind.AVERAGE) or met)
         if not self.program.vocabulary or kind in (Kind.FREE, Kind.SCATTER):
             return False
         if kind is Kind.GATHER and not self.program.sharded:

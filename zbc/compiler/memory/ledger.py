@@ -224,7 +224,7 @@ class _RankLedger:
                 elif effect.begin:
                     yield Entry(i, effect.begin, ())
                 continue
-            first, more = gradients.after(op, taken=shared and graph.layout.shares[op[1]])
+            first, more = gradients.after(op, taken=shared and graph.layout.deals[op[1]])
             begin, end = (effect.begin_first, effect.end_first) if first else (effect.begin, effect.end)
             if first or more:
                 end = (*end, Delta("gradients", 0.0, more))
@@ -266,13 +266,13 @@ class _RankLedger:
     def _shared(self, op: Op) -> bool:
         """Whether a REDUCE or SCATTER leaves the rank its part of the gradients, in place of all of them."""
         program, layout = self.graph.program, self.graph.layout
-        return program.sharded and not layout.ahead and layout.shares[op.stage] and self.costs.bytes is not None
+        return program.sharded and not layout.ahead and layout.deals[op.stage] and self.costs.bytes is not None
 
     def _weights(self, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
         """What a GATHER before the ops that need it, or a FREE, changes. Those that come behind the tentative steps of
         ranks are over with them."""
         costs, layout = self.costs, self.graph.layout
-        if costs.bytes is None or layout.ahead or not layout.shares[op.stage]:
+        if costs.bytes is None or layout.ahead or not layout.deals[op.stage]:
             return begin, end
         size = costs.bytes_owned(op.stage)
         freed = size.freed if layout.program.resident else 0.0
@@ -425,7 +425,7 @@ class Gradients:
         self._lent = 0.0  # what the last stage has made of the first one's
         self.bytes = 0.0
         for op in ops:
-            if op.kind is Kind.COMMIT:
+            if op.kind is Kind.COMMIT and op.stage >= 0:
                 self._have(op.stage, whole=True)
 
     def after(self, op: Op, *, taken: bool = False) -> tuple[bool, float]:

@@ -99,7 +99,7 @@ class RenewWeights:
         for rank, ops in enumerate(program.ranks):
             mine = [op for op in gathers if rank in program.members(op)]
             if len(program.placement.pipes) > 1:
-                ranks.append([*mine, *ops])
+                ranks.append([*with_experts(mine, program, Kind.GATHER), *ops])
             else:
                 ranks.append([*_words(program), *with_experts(_ahead(mine, ops), program, Kind.GATHER)])
         return program.with_ranks(ranks, by=self.name)

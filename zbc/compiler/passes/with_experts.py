@@ -15,5 +15,6 @@ def with_experts(ops: Sequence[Op], program: Program, *kinds: Kind) -> list[Op]:
     listed: list[Op] = []
     for op in ops:
         own = op._replace(stage=experts_of(op.stage))
-        listed += [op, own] if op.kind in kinds and op.stage >= 0 and program.shared(own) else [op]
+        deals = op.kind in kinds and op.stage >= 0 and program.shared(Op(Kind.GATHER, own.stage))
+        listed += [op, own] if deals else [op]
     return listed

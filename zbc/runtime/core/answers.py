@@ -20,16 +20,13 @@ def counted(worker: Worker) -> list[StageOptimizer]:
     each counts its part, and where replicas do not sum gradients each counts its own.
     """
     rank, placement = worker.plan.rank, worker.placement
-    if worker.layout.apart > 1:
-        return list(worker.optimizers.values())
-    ep = worker.plan.manifest.ep  # so many replicas have all experts together
-    return [
-        optimizer
-        for s, optimizer in worker.optimizers.items()
-        if (optimizer.apart and not optimizer.mirrored)
-        or (s <= EXPERTS and worker.replica < ep)
-        or ((worker.replica == 0 or optimizer.apart) and (s == WORDS or (s >= 0 and placement.rank_of(s) == rank)))
-    ]
+    ep, found = worker.plan.manifest.ep, list[StageOptimizer]()  # so many replicas have all experts together
+    for owner, optimizer in worker.optimizers.items():
+        stage, first = (experts_of(owner), ep) if owner <= EXPERTS else (owner, 1)
+        alone = owner == WORDS or placement.rank_of(stage) == rank
+        if (optimizer.apart and not optimizer.mirrored) or (alone and (optimizer.apart or worker.within < first)):
+            found.append(optimizer)
+    return found
 
 
 def primary(worker: Worker) -> dict[str, nn.Parameter]:

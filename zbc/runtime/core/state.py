@@ -305,8 +305,13 @@ class Worker:
 
     @property
     def apart(self) -> int:
-        """The replica, where each answers for itself; else 0."""
-        return self.replica if self.layout.apart > 1 else 0
+        """Its place among the replicas that each answer for themselves, or groups of these; else 0."""
+        return self.replica * self.layout.apart // self.topology.dp
+
+    @property
+    def within(self) -> int:
+        """Its place among the replicas that sum gradients together."""
+        return self.replica % (self.topology.dp // self.layout.apart)
 
     def seat(self, part: int) -> int:
         """The rank of the run that is rank `part` of the pipeline, in this replica and with this share of layers."""

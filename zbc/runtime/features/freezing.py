@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import WHOLE, Key, Op
+from zbc.ops import experts_of
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.feature import Feature
 from zbc.runtime.core.optimizer import StageOptimizer, inside
@@ -40,12 +41,16 @@ class Turns:
     """The turns of one stage in the steps of one plan.
 
     `frozen` is how many of its `layers` each microbatch of a replica freezes; layers are named by their place in the
-    stage. The first `after` steps freeze none.
+    stage. The first `after` steps freeze none. So many neighbouring replicas freeze alike as are `together`: what one
+    of them leaves out of experts that they share out is of the rows of all.
     """
 
-    def __init__(self, frozen: Sequence[int], layers: Sequence[int], *, replicas: int, after: int, seed: int) -> None:
-        self._frozen, self._layers, self._after = frozen, layers, after
-        self._before = [0, *accumulate(list(frozen) * replicas)]  # by number of a microbatch of all replicas
+    def __init__(
+        self, frozen: Sequence[int], layers: Sequence[int], *, replicas: int, after: int, seed: int, together: int = 1
+    ) -> None:
+        self._frozen, self._layers, self._after, self._together = frozen, layers, after, together
+        # By number of a microbatch of all replicas, of those that freeze alike of the first.
+        self._before = [0, *accumulate(list(frozen) * (replicas // together))]
         self._first = seed % len(layers)
         self.microbatches = len(frozen) * replicas
 
@@ -54,7 +59,8 @@ class Turns:
 
     def resting(self, step: int, number: int) -> frozenset[int]:
         """The layers that are frozen in microbatch `number` of a step."""
-        count = self._frozen[number % len(self._frozen)]
+        replica, mb = divmod(number, len(self._frozen))
+        count, number = self._frozen[mb], replica // self._together * len(self._frozen) + mb
         if step < self._after or not count:
             return frozenset()
         start, ring = self._start(step) + self._before[number], self._layers
@@ -67,7 +73,7 @@ class Turns:
         start, size = self._start(step), len(self._layers)
         rounds, more = divmod(self._before[-1], size)
         rests = {layer: rounds + ((place - start) % size < more) for place, layer in enumerate(self._layers)}
-        return {layer: self.microbatches - count for layer, count in rests.items()}
+        return {layer: self.microbatches - self._together * count for layer, count in rests.items()}
 
 
 def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) -> Turns | None:
@@ -78,7 +84,8 @@ def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) ->
     if not any(frozen):
         return None
     seed = seed_of(stage.seed, "freeze", stage.index)
-    return Turns(frozen, layers, replicas=manifest.copies, after=after, seed=seed)
+    together = manifest.ep or 1
+    return Turns(frozen, layers, replicas=manifest.copies, after=after, seed=seed, together=together)
 
 
 def scale(stage: Stage, optimizer: StageOptimizer, turns: Turns, step: int) -> None:
@@ -131,7 +138,9 @@ class Resting(Feature):
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         for stage, turns in self.of(worker.phase_run).items():
-            scale(worker.stages[stage], worker.optimizers[stage], turns, worker.step)
+            for owner in (stage, experts_of(stage)):
+                if owner in worker.optimizers:
+                    scale(worker.stages[stage], worker.optimizers[owner], turns, worker.step)
 
 
 def _gradients(optimizer: StageOptimizer) -> Iterator[tuple[str, Tensor]]:

@@ -18,8 +18,7 @@ class Ties(Feature):
         self.homes = homes
 
     def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
-        first = worker.layout.apart > 1 or worker.replica == 0
-        own = {s for s in worker.stages if first and worker.placement.rank_of(s) == worker.plan.rank}
+        own = {s for s in worker.stages if worker.within == 0 and worker.placement.rank_of(s) == worker.plan.rank}
         return {name: one for name, one in found.items() if name not in self.homes or self.homes[name][0] in own}
 
     def ranks(self, worker: Worker, name: str) -> tuple[int, ...]:

@@ -113,15 +113,16 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     run = manifest.topology
     sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
     sums += [Op(Kind.REDUCE, TIED)] if manifest.tied else []
-    first = [run.rank(dp, 0) for dp in range(run.dp)]  # of each replica, where these sum on their own
-    groups = {meeting(manifest, op, tp, rank=rank) for op in sums for tp in range(run.tp) for rank in first}
+    sums += [Op(Kind.AVERAGE, 0)] if manifest.averages else []
+    each = [rank for rank in range(run.world) if manifest.averages or run.of(rank).pp == 0]  # replicas sum on their own
+    groups = {meeting(manifest, op, tp, rank=rank) for op in sums for tp in range(run.tp) for rank in each}
     groups |= {run.sharing(rank) for rank in range(0, run.world, run.tp)}
     if Kind.NORM.value in manifest.capabilities:
         groups.add(judges(manifest))
     if manifest.resident:  # replicas of one rank share out its weights
         groups |= {run.ranks((rank,), tp) for rank in range(run.pp) for tp in range(run.tp)}
     if manifest.ep:  # experts are held by every so many replicas of a rank
-        of = [Op(Kind.REDUCE, experts_of(stage)) for stage in range(manifest.stages)]
+        of = [Op(kind, experts_of(s)) for kind in (Kind.REDUCE, Kind.GATHER) for s in range(manifest.stages)]
         groups |= {meeting(manifest, op, rank=rank) for op in of for rank in range(run.world)}
     groups |= set(pipelines(manifest))
     return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)

@@ -46,8 +46,8 @@ def counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:
 
     def groups(step: int) -> list[list[int]]:
         run = worker.run_of(step)
-        of = [worker.replica] if worker.layout.apart > 1 else range(worker.topology.dp)
-        replicas = [numbers(step, r) for r in of]
+        together = worker.topology.dp // worker.layout.apart
+        replicas = [numbers(step, worker.apart * together + k) for k in range(together)]
         every = run.ending.every or run.count
         if parts:
             return [[number for one in replicas for number in one]]

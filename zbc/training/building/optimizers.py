@@ -119,7 +119,8 @@ def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Coll
     given = site.manifest.planning.get("parallel", {}).get("average")
     if given is None:
         raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
-    asked, ranks = section(spec.Average, given), site.topology.ranks((site.seat.pp,), site.seat.tp)
+    asked = section(spec.Average, given)
+    ranks = meeting(site.manifest, Op(Kind.AVERAGE, 0), site.seat.tp, rank=site.rank)
     owned = {owner: dict(one.parameters) for owner, one in optimizers.items()}
     shared = {name: mine.pop(name) for mine in owned.values() for name in tied if name in mine}
     owned |= {TIED: shared} if shared else {}

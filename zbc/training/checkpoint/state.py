@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
-from zbc.plan.directory import meeting
+from zbc.plan.directory import holding
 from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.stage import StageLayer
 from zbc.runtime.core.state import Worker
@@ -51,7 +50,7 @@ def entries(worker: Worker) -> list[HeldPart]:
 def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
     """Parameters and what the optimizer keeps for them; the ranks with the same, `usual`, share out who writes what."""
     optimizer = worker.optimizers[owner]
-    usual = meeting(worker.plan.manifest, Op(Kind.REDUCE, owner), rank=worker.rank)
+    usual = holding(worker.plan.manifest, owner, worker.rank)
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
     shares, cuts, ties = _shares(optimizer, usual), worker.features.of(SharedLayers).cuts, worker.features.of(Ties)
     if (sharded := inside(optimizer, Sharded)) is not None:
@@ -129,7 +128,7 @@ def _shares(optimizer: StageOptimizer, holders: tuple[int, ...]) -> dict[str, in
 def _others(worker: Worker, stage: int) -> Iterator[HeldPart]:
     """Buffers, and what features keep. Those that forwards change are of a stage with one copy, any others are alike on
     all that hold one."""
-    holders = meeting(worker.plan.manifest, Op(Kind.REDUCE, stage))
+    holders = holding(worker.plan.manifest, stage, worker.rank)
     layers = () if worker.share else worker.stages[stage].layers
     places = [place for layer in layers for place in state_buffers(layer)]
     buffers = [(BUFFER + name, module._buffers.get(key)) for name, module, key in places]
