@@ -292,7 +292,7 @@ ROWS = (
     Excludes(
         "tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}
     ),
-    Excludes("tp", "E119", {"experts": (UNWRITTEN, "set tp = 1")}),
+    Excludes("tp_sequence", "E119", {"experts": (UNWRITTEN, "leave tp_sequence out")}),
     Excludes(
         "tp", "E119", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}
     ),

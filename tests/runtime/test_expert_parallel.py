@@ -17,6 +17,7 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.errors import ZbcError
 from zbc.ops import EXPERTS
 from zbc.plan.directory import StoredPlan
+from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.training.building import runs
 from zbc.training.models.experts import Experts
 
@@ -53,6 +54,12 @@ WAYS = [
     ({"schedule": {"kind": "zb-h1"}}, {"dp": 2, "ep": 2, "shard": "optimizer", "vocabulary": "shared"}),
     ({"schedule": {"kind": "dualpipe-v", "overlap": True}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "1f1b"}}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
+    ({"schedule": {"kind": "1f1b"}}, {"tp": 2}),
+    ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
+    ({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 4, "ep": 2, "tp": 2, "shard": "all"}),
+    ({"schedule": {"kind": "1f1b"}, "model": {"family": "gpt", "experts": 8}}, {"dp": 2, "ep": 2, "tp": 2}),
+    ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "selective"}}, {"dp": 2, "ep": 2, "tp": 2}),
     ({"schedule": {"kind": "dualpipe"}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "dualpipe"}}, {"dp": 2, "ep": 2, "shard": "all"}),
     ({"schedule": {"kind": "chimera"}}, {"dp": 4, "ep": 2, "shard": "all"}),
@@ -129,6 +136,23 @@ def test_replicas_that_share_out_experts_average_weights_as_one_replica(tmp_path
         torch.testing.assert_close(mine[worker.replica, name], weight, rtol=0, atol=1e-4)
 
 
+def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_once(tmp_path):
+    way = {"schedule": {"kind": "1f1b"}, "model": {"balance_loss": 0.0, "balance_rate": 0.05}}
+    some = run_threads(plan(tmp_path / "some", way, dp=2, ep=2, tp=2), 3)
+    whole = run_threads(plan(tmp_path / "one", {"model": way["model"]}, pp=1), 3)
+    assert apart(numbers(some), numbers(whole)) <= TOLERANCE
+    for one, other in zip(some[-1].results, whole[-1].results, strict=True):
+        assert one.routed == other.routed and one.added == pytest.approx(other.added, rel=1e-5)
+    held = dict[tuple[int, str], torch.Tensor]()
+    for worker, name, weight in each_parameter(some):
+        if name not in worker.features.of(SharedLayers).cuts:
+            assert torch.equal(held.setdefault((worker.replica, name), weight), weight), name
+    assert {name.split(".", 2)[2] for _, name in held if "mlp" in name} == {
+        "mlp.router.weight",
+        "mlp.shared_gate.weight",
+    }
+
+
 def test_a_rank_has_and_steps_its_own_experts(tmp_path):
     made = plan(tmp_path, {"schedule": {"kind": "1f1b"}}, dp=4, ep=2)
     workers = run_threads(made, 1)
@@ -149,6 +173,8 @@ RESUMED = [
     ({"dp": 4, "ep": 2, "shard": "all"}, {"dp": 1, "pp": 4}),
     ({"dp": 4, "ep": 2, "shard": "optimizer"}, {"dp": 4, "ep": 4}),
     ({"dp": 4, "ep": 2, "average": WHOLE}, {"dp": 2, "average": WHOLE}),
+    ({"dp": 2, "ep": 2, "tp": 2}, {"dp": 4, "ep": 2, "shard": "all"}),
+    ({"dp": 4, "ep": 2, "shard": "all"}, {"dp": 2, "ep": 2, "tp": 2}),
 ]
 
 
@@ -206,6 +232,8 @@ REFUSED = [
     ({"model": {"experts": None}}, {"dp": 2, "ep": 2}, "model.experts is not set"),
     ({}, {"dp": 3, "ep": 3}, "does not divide model.experts = 4"),
     ({}, {"dp": 3, "ep": 2}, "does not divide parallel.dp = 3"),
+    ({}, {"tp": 2, "tp_sequence": True}, "do not go together yet"),
+    ({"model": {"expert_hidden": 49}}, {"tp": 2}, "does not divide model.expert_hidden = 49"),
     ({}, {"dp": 2, "ep": 2, "average": {"every": 1}}, "of which ep = 2 makes one"),
 ]
 

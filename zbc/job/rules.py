@@ -254,8 +254,11 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
         return
     tp, where = parallel.tp, draft.document.where(("parallel", "tp"))
     model: Model | None = draft.sections.get("model")
-    if model is not None and model.builtin and not model.experts:
-        counts = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.mlp_width}
+    if model is not None and model.builtin:
+        widths: dict[str, int | None] = {"ffn": model.mlp_width}
+        if model.experts:
+            widths = {"expert_hidden": model.expert_width, "shared_hidden": model.shared_hidden}
+        counts = {"heads": model.heads, "kv_heads": model.kv_heads, **widths}
         for key, count in counts.items():
             if count is not None and count % tp:
                 most = math.gcd(*(one for one in counts.values() if one is not None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -253,36 +254,50 @@ def _with_shared_layers(
 
     Costs that are given without `costs.tp` mean sums that take no time.
     """
-    parallel, given = job.parallel, job.costs.tp if job.costs.ep is None else job.costs.ep
-    if parallel.tp == parallel.ep == 1 or (job.costs.f is not None and not given):
+    parallel, costs = job.parallel, job.costs
+    shares, swaps = parallel.tp > 1, parallel.ep > 1
+    given = [costs.tp] * shares + [costs.tp if costs.ep is None and not shares else costs.ep] * swaps
+    if not given or (costs.f is not None and not any(given)):
         return times
-    measured = job.profile
-    if measured is not None and measured.on.source == "trace" and given is None:  # its ops had their sums
+    traced = job.profile is not None and job.profile.on.source == "trace"  # its ops had what ranks do together
+    ways = list[tuple[PerStage, PerStage]]()
+    for ms, swapped in zip(given, [False] * shares + [True] * swaps, strict=True):
+        if ms is not None:
+            ways.append(((ms,) * len(stages), (ms,) * len(stages)))
+        elif not traced and costs.f is None:
+            ways.append((_swaps(job, stages, len(table)),) * 2 if swapped else _shared_sums(job, stages, table))
+    if not ways:
         return times
-    if given is not None:
-        forward = backward = (given,) * len(stages)
-    elif parallel.ep > 1:
-        forward = backward = _swaps(job, stages, len(table))
-    else:
-        z = estimate.sizes_of(job)
-        size = 0.0 if z is None else float(z.tokens * z.hidden * z.width)
-        sums, last = None if measured is None else measured.sums, len(table) - 1
-        if not job.parallel.tp_sequence:
-            one = Machine.of(job).shared_ms(size) if sums is None else sums.ms(size)
-            first, ends = (1.0, 0.0), (0.0, 1.0)  # of the embedding, and of the head, in F and in B
-        else:  # a half where tokens come together, a half where they are shared out again
-            one = 2 * Machine.of(job).shared_ms(size, halves=1) if sums is None else sums.ms(size)
-            first = ends = (0.5, 0.5)
-        forward, backward = (
-            tuple(one * sum(first[way] if i == 0 else ends[way] if i == last else 2 for i in part) for part in stages)
-            for way in (0, 1)
-        )
+    forward, backward = (tuple(math.fsum(ms) for ms in zip(*each, strict=True)) for each in zip(*ways, strict=True))
     again = _repeated(job, placement)
     backward = tuple(ms + again[s] * forward[s] for s, ms in enumerate(backward))
-    costs = Costs(times, {}, ()).with_ms(f_sums=forward, b_sums=backward)
-    plain = costs.each(lambda bw: bw, "bw")
-    costs = costs.with_ms(f=costs.each(add, "f", "f_sums"), b=costs.each(add, "b", "b_sums"))
-    return dict(_fused(costs, plain, again).ms)
+    found = Costs(times, {}, ()).with_ms(f_sums=forward, b_sums=backward)
+    plain = found.each(lambda bw: bw, "bw")
+    found = found.with_ms(f=found.each(add, "f", "f_sums"), b=found.each(add, "b", "b_sums"))
+    return dict(_fused(found, plain, again).ms)
+
+
+def _shared_sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
+    """ms of the sums of tensor-parallel ranks in the F and in the B of each stage. Before the weights of experts is one
+    more, of a few numbers per token."""
+    z, last = estimate.sizes_of(job), len(table) - 1
+    size = 0.0 if z is None else float(z.tokens * z.hidden * z.width)
+    sums = None if job.profile is None else job.profile.sums
+    if not job.parallel.tp_sequence:
+        one = Machine.of(job).shared_ms(size) if sums is None else sums.ms(size)
+        first, ends = (1.0, 0.0), (0.0, 1.0)  # of the embedding, and of the head, in F and in B
+    else:  # a half where tokens come together, a half where they are shared out again
+        one = 2 * Machine.of(job).shared_ms(size, halves=1) if sums is None else sums.ms(size)
+        first = ends = (0.5, 0.5)
+    routed = 4.0 * z.tokens * (z.top_k + bool(z.common)) if z is not None and z.experts else 0.0
+    weights = 0.0 if not routed else Machine.of(job).shared_ms(routed) if sums is None else sums.ms(routed)
+    forward, backward = (
+        tuple(one * sum(first[way] if i == 0 else ends[way] if i == last else 2 for i in part) for part in stages)
+        for way in (0, 1)
+    )
+    return forward, tuple(
+        ms + weights * sum(0 < i < last for i in part) for ms, part in zip(backward, stages, strict=True)
+    )
 
 
 def _swaps(job: Job, stages: Sequence[Sequence[int]], layers: int) -> PerStage:

@@ -50,13 +50,16 @@ class Added(Feature):
         self._loads.clear()
 
     def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
-        """Behind the losses; what is told goes. None where no layer adds."""
+        """Behind the losses; what is told goes. None where no layer adds. Ranks that share layers have the same."""
         values, found = [self._found.pop(key) for key in list(self._found) if which(key)], dict[int, Tensor | float]()
-        at = worker.layout.microbatches
+        at, loads = worker.layout.microbatches, [key for key in list(self._loads) if which(key)]
+        told = [load for key in loads for load in self._loads.pop(key)]
+        if worker.share:
+            return found
         if values:
             device = values[-1].device
             found[at] = torch.stack([value.to(device) for value in values]).sum()
-        for place, counts in [load for key in list(self._loads) if which(key) for load in self._loads.pop(key)]:
+        for place, counts in told:
             before = found.get(at + 1 + place)
             found[at + 1 + place] = counts if before is None else before + counts
         return found

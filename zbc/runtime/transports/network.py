@@ -123,7 +123,7 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
         groups |= {run.ranks((rank,), tp) for rank in range(run.pp) for tp in range(run.tp)}
     if manifest.ep:  # experts are held by every so many replicas of a rank
         of = [Op(kind, experts_of(s)) for kind in (Kind.REDUCE, Kind.GATHER) for s in range(manifest.stages)]
-        groups |= {meeting(manifest, op, rank=rank) for op in of for rank in range(run.world)}
+        groups |= {meeting(manifest, op, run.of(rank).tp, rank=rank) for op in of for rank in range(run.world)}
     groups |= set(pipelines(manifest))
     return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
 
@@ -132,7 +132,8 @@ def swapping(manifest: Manifest) -> list[tuple[int, ...]]:
     """The ranks of the run that share out the experts of their blocks, in the order in which they make groups."""
     run, ep = manifest.topology, manifest.ep
     blocks = [range(first, first + ep) for first in range(0, run.dp, ep)] if ep else []
-    return [tuple(sorted(run.rank(dp, part) for dp in block)) for block in blocks for part in range(run.pp)]
+    seats = [(part, tp) for part in range(run.pp) for tp in range(run.tp)]
+    return [tuple(sorted(run.rank(dp, *seat) for dp in block)) for block in blocks for seat in seats]
 
 
 def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:

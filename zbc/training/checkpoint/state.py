@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
+from zbc.ops import EXPERTS, experts_of
 from zbc.plan.directory import holding
 from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.stage import StageLayer
@@ -102,8 +103,10 @@ def _collected(
     """
     shared = worker.features.of(SharedLayers)
     group, cut = shared.group, shared.cuts[parameter]
-    owner = worker.placement.rank_of(worker.features.of(Ties).homes.get(parameter, (stage,))[0])
-    if group is None or worker.replica or owner != worker.plan.rank:
+    home = experts_of(stage) if stage <= EXPERTS else stage
+    owner = worker.placement.rank_of(worker.features.of(Ties).homes.get(parameter, (home,))[0])
+    first = worker.plan.manifest.ep if stage <= EXPERTS else 1  # so many replicas have all experts together
+    if group is None or worker.replica >= first or owner != worker.plan.rank:
         return
     seat = group.ranks[0]
     own = [(MODEL + parameter, part), *((f"{OPTIM}{parameter}.{key}", state[key]) for key in sorted(state))]

@@ -7,6 +7,9 @@
 Rows are sorted by expert, run, and put back; a token adds up what its experts give in the order in which it chose them.
 An expert whom no token chose runs on no rows, so that all have gradients in every microbatch.
 
+Ranks that share layers have a part of the width of each expert, and the router whole: what experts give and the
+gradients of the weights they are given with are sums.
+
 With a `rate` a bias, which STEP moves (features/routing.py), is added to the probabilities as experts are chosen.
 `balance` c adds c E sum(f P) to the loss, of each block: f the share of all choices that an expert got, P its mean
 probability (arXiv 2101.03961, section 2.2); `z` c adds c mean(logsumexp(logits)^2) (arXiv 2202.08906).
@@ -23,7 +26,7 @@ from zbc.runtime.core.again import made_again
 from zbc.runtime.features.added import add_loss, tell_load
 from zbc.runtime.features.expert_parallel import Swaps
 from zbc.runtime.features.tensor_parallel import Group
-from zbc.training.models.gpt import linear
+from zbc.training.models.gpt import linear, same
 
 
 class Expert(nn.Module):
@@ -84,6 +87,7 @@ class Experts(nn.Module):
         self.shared = made(shared) if shared else None
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
         self.swaps: Swaps | None = None  # where replicas share the experts out
+        self.enter = self.leave = same  # where ranks have parts of each
         self.place: int | None = None  # of its first expert among those of all blocks
         self.rate = rate
         self.bias: Tensor | None
@@ -102,12 +106,13 @@ class Experts(nn.Module):
         counts = torch.bincount(chosen.flatten(), minlength=self.count)
         if self.place is not None:
             tell_load(self.place, counts)
-        found = self._run(_lowered(flat.index_select(0, order // self.top_k)), counts)
+        given, weights = self.enter(flat), self.enter(weights)
+        found = self._run(_lowered(given.index_select(0, order // self.top_k)), counts)
         found = found.index_select(0, order.argsort()).view(*chosen.shape, -1)
         y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)
         if self.shared is not None and self.shared_gate is not None:
-            y = y + self.shared_gate(flat).sigmoid() * self.shared(flat)
-        y = y.view(x.shape)
+            y = y + self.enter(self.shared_gate(flat).sigmoid()) * self.shared(given)
+        y = self.leave(y).view(x.shape)
         adds = self.training and (self.balance or self.z)
         return add_loss(y, self._added(logits, likely, counts)) if adds else y
 

@@ -2,6 +2,7 @@
 
     embed    rows of the token table by words                           leave behind the look-up
     blocks   heads of attention, columns of the MLP                      enter behind each norm, leave behind proj, down
+    experts  columns of each, as of the MLP                              enter with weights, leave behind their sum
     head     rows of the projection by words                             enter behind the norm
 
 Norms, learned positions and biases behind a sum are whole: the first rank alone adds the biases of proj and down, and
@@ -22,6 +23,7 @@ from torch import nn
 from zbc.errors import ZbcError
 from zbc.job import userobject
 from zbc.runtime.features.tensor_parallel import Cut, Group, look_up
+from zbc.training.models.experts import Expert, Experts
 from zbc.training.models.gpt import Embed, GptBlock, GptHead
 from zbc.training.models.llama import LlamaBlock
 
@@ -40,7 +42,7 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
     """
     if isinstance(layer, Embed | GptBlock | LlamaBlock | GptHead):
         found = _built_in(layer, group, joined)
-        whole = {name for name, _ in layer.named_parameters()} - found.keys() - _ADDED
+        whole = {name for name, _ in layer.named_parameters() if not name.endswith(_ADDED)} - found.keys()
         return Shares(found, frozenset(name for name in whole if group.sequence or name.startswith(_OF_HEADS)))
     if callable(getattr(layer, "shard", None)):
         return Shares(_by_its_user(name, layer, group))
@@ -49,7 +51,7 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
 
 
 _OF_HEADS = ("norm_q.", "norm_k.")
-_ADDED = {"proj.bias", "down.bias"}  # behind a sum: the first rank's alone
+_ADDED = ("proj.bias", "down.bias")  # behind a sum: the first rank's alone
 
 
 def _built_in(layer: Embed | GptBlock | LlamaBlock | GptHead, group: Group, joined: bool) -> dict[str, Cut]:
@@ -97,17 +99,24 @@ def _head(layer: GptHead, group: Group, joined: bool) -> dict[str, Cut]:
 def _block(layer: GptBlock | LlamaBlock, group: Group) -> dict[str, Cut]:
     """Rows of qkv are all queries, keys, values; of gate_up the gate, then up. Heads go to ranks whole."""
     parts = [heads * layer.size for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
-    if isinstance(layer, GptBlock):
-        widths = ("up", [layer.up.out_features])
-    else:
-        widths = ("gate_up", [layer.gate_up.out_features // 2] * 2)
     layer.heads, layer.kv_heads = layer.heads // group.size, layer.kv_heads // group.size
-    name, mlp = widths
-    found = dict(_columns(layer, "qkv", parts, group)) | dict(_columns(layer, name, mlp, group))
-    for rows in ("proj", "down"):
-        found |= _rows(layer, rows, group)
+    found = dict(_columns(layer, "qkv", parts, group)) | _rows(layer, "proj", group)
+    found |= _experts(layer.mlp, group) if isinstance(layer.mlp, Experts) else _mlp(layer, group)
     layer.enter, layer.leave = group.enter, group.leave
     return found
+
+
+def _experts(layer: Experts, group: Group) -> dict[str, Cut]:
+    layer.enter, layer.leave = group.enter, group.leave
+    one_by_one = {path: module for path, module in layer.named_modules() if isinstance(module, Expert)}
+    return {f"mlp.{path}.{n}": cut for path, one in one_by_one.items() for n, cut in _mlp(one, group).items()}
+
+
+def _mlp(layer: nn.Module, group: Group) -> dict[str, Cut]:
+    gated = hasattr(layer, "gate_up")
+    name = "gate_up" if gated else "up"
+    width = _linear(layer, "down").in_features
+    return dict(_columns(layer, name, [width] * (2 if gated else 1), group)) | _rows(layer, "down", group)
 
 
 def _columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
