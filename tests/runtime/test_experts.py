@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,21 @@ def test_added_losses_are_those_of_their_papers():
     chosen = functional.one_hot(likely.topk(2).indices, 4).sum(1).float()
     wanted = 0.5 * 4 * (chosen.mean(0) / 2 * likely.mean(0)).sum() + 0.25 * logits.logsumexp(-1).square().mean()
     torch.testing.assert_close(adding.total, (wanted * 0.125).detach())
+
+
+@pytest.mark.parametrize("shared", [{}, {"dp": 2, "ep": 2}], ids=str)
+def test_a_forward_that_runs_again_goes_by_the_experts_it_chose(monkeypatch, shared):
+    """Each time it is asked a router chooses otherwise, as one that breaks ties by chance."""
+    plain, counts = Experts._chosen, dict[tuple[int, int], int]()
+
+    def wavering(self, likely):
+        count = counts[id(self), threading.get_ident()] = counts.get((id(self), threading.get_ident()), 0) + 1
+        return (plain(self, likely) + count) % self.count
+
+    monkeypatch.setattr(Experts, "_chosen", wavering)
+    way = {"schedule": {"kind": "1f1b", "microbatches": 8 // shared.get("dp", 1)}, "parallel": {"pp": 2} | shared}
+    again = trained(tables(way | {"memory": {"activations": "recompute"}}))
+    assert apart(again, trained(tables(way))) <= TOLERANCE
 
 
 WAYS = [

@@ -342,7 +342,7 @@ def block(z: Sizes) -> Footprint:
     return Footprint(
         act_b=act_b,
         act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
-        entry=z.stream * h * z.own,
+        entry=z.stream * h * z.own + 8 * z.top_k * t,  # and the experts that were chosen
         result=z.stream * h * z.own,
         keeps_given=not z.cast and z.shared == 1,
         more_f=max(

@@ -4,15 +4,20 @@ In a pipeline several microbatches are between F and B at once, and with recompu
 never writes into a tensor that another microbatch may still need: a copy takes the buffer's place. What backward saved
 stays as it was, a second forward starts from what the first one found, and each microbatch changes the buffers once, in
 the order of the forwards. A buffer may also come to be in the first forward only: until then it is absent.
+
+What a forward *decides*, such as the experts that tokens meet, the second one takes over: a tie that it broke otherwise
+would give the gradients of another model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
 from torch import Tensor, nn
+
+from zbc.runtime.core.current import Current
 
 Place = tuple[nn.Module, str]  # a module and the name of one of its buffers
 Kept = Tensor | Literal["absent"] | None
@@ -65,6 +70,37 @@ def left_alone(buffers: Sequence[Place]) -> Iterator[None]:
         yield
     finally:
         put_back(buffers, before)
+
+
+class Decisions:
+    """What the forward of a layer decided for one microbatch, in order."""
+
+    __slots__ = ("_made", "_next")
+
+    def __init__(self) -> None:
+        self._made, self._next = list[Tensor](), 0
+
+    def take(self, make: Callable[[], Tensor]) -> Tensor:
+        if self._next == len(self._made):
+            self._made.append(make())
+        self._next += 1
+        return self._made[self._next - 1]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """The forward runs in here, for the first time or again."""
+        self._next = 0
+        with _decisions.using(self):
+            yield
+
+
+_decisions = Current[Decisions]()
+
+
+def decided(make: Callable[[], Tensor]) -> Tensor:
+    """What `make` returns, without a gradient; in a forward that runs again for its backward, what it did before."""
+    decisions = _decisions.value
+    return make() if decisions is None else decisions.take(make)
 
 
 def _copies(values: Sequence[Kept]) -> list[Kept]:

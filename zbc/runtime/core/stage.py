@@ -15,7 +15,7 @@ from zbc.errors import ZbcError
 from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.core.alone import Alone
 from zbc.runtime.core.bundle import Packing
-from zbc.runtime.core.remembered import Kept, Place, as_before, renew
+from zbc.runtime.core.remembered import Decisions, Kept, Place, as_before, renew
 from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tape import Inputs, RecordedGraph, Tape, input_of
@@ -288,11 +288,16 @@ class Stage:
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
         layers, last, asleep = self.layers, len(self.layers) - 1, self.asleep
         found: dict[int, list[Kept]] = {}  # layer -> its buffers before its forward
-        adding = current_adding()
+        adding, decisions = current_adding(), [Decisions() for _ in layers]
 
         def run(index: int, x: Tensor) -> Tensor:
             rests = self.resting(asleep & {index}) if asleep else nullcontext()
-            with self.autocast, rests, adding_to(adding):  # in backward as well, when it runs again
+            with (
+                self.autocast,
+                rests,
+                adding_to(adding),
+                decisions[index].again(),
+            ):  # in backward as well, when it runs again
                 try:
                     y = self._run(layers[index], x, step, mb)
                 except IN_A_RANK as error:

@@ -5,6 +5,7 @@
     shared      an MLP that all tokens meet; what it gives is weighted by a sigmoid of its own gate
 
 Rows are sorted by expert, run, and put back; a token adds up what its experts give in the order in which it chose them.
+A forward that runs again for its backward goes by what the first one chose.
 An expert whom no token chose runs on no rows, so that all have gradients in every microbatch.
 
 Ranks that share layers have a part of the width of each expert, and the router whole: what experts give and the
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.runtime.core.again import made_again
+from zbc.runtime.core.remembered import decided
 from zbc.runtime.features.added import add_loss, tell_load
 from zbc.runtime.features.expert_parallel import Swaps
 from zbc.runtime.features.tensor_parallel import Group
@@ -98,7 +100,7 @@ class Experts(nn.Module):
         logits = self.router(flat)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         likely = logits.softmax(-1)
-        chosen = self._chosen(likely)
+        chosen = decided(lambda: self._chosen(likely.detach()))
         weights = likely.gather(-1, chosen)
         if self.normed:
             weights = weights / weights.sum(-1, keepdim=True)
