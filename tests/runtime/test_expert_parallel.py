@@ -57,6 +57,10 @@ WAYS = [
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
     ({"schedule": {"kind": "1f1b"}}, {"tp": 2}),
     ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
+    (
+        {"schedule": {"kind": "1f1b"}, "model": {"first_dense": 1, "ffn_hidden": 40, "router": "sigmoid"}},
+        {"dp": 2, "ep": 2},
+    ),
     ({"schedule": {"kind": "interleaved-1f1b"}}, {"dp": 4, "ep": 2, "tp": 2, "shard": "all"}),
     ({"schedule": {"kind": "1f1b"}, "model": {"family": "gpt", "experts": 8}}, {"dp": 2, "ep": 2, "tp": 2}),
     ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "selective"}}, {"dp": 2, "ep": 2, "tp": 2}),
@@ -232,6 +236,7 @@ REFUSED = [
     ({"model": {"experts": None}}, {"dp": 2, "ep": 2}, "model.experts is not set"),
     ({}, {"dp": 3, "ep": 3}, "does not divide model.experts = 4"),
     ({}, {"dp": 3, "ep": 2}, "does not divide parallel.dp = 3"),
+    ({"model": {"first_dense": 4}}, {"dp": 2, "ep": 2}, "leaves no block of 4 with experts"),
     ({}, {"tp": 2, "tp_sequence": True}, "do not go together yet"),
     ({"model": {"expert_hidden": 49}}, {"tp": 2}, "does not divide model.expert_hidden = 49"),
     ({}, {"dp": 2, "ep": 2, "average": {"every": 1}}, "of which ep = 2 makes one"),

@@ -23,7 +23,7 @@ from zbc.job.profile import LayerBytes
 from zbc.job.spec import Model
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.added import Adding, adding_to
-from zbc.training.models.experts import Experts
+from zbc.training.models.experts import Experts, softmax
 from zbc.training.models.model import layers
 
 MODEL = {
@@ -46,7 +46,7 @@ def of_one_token(layer, x):
     """What the page says, of one token after the other."""
     found = []
     for token in x:
-        likely = (token @ layer.router.weight.t()).softmax(-1)
+        likely = layer.scores(token @ layer.router.weight.t())
         weights, chosen = likely.topk(layer.top_k)
         weights = weights / weights.sum() if layer.normed else weights
         y = sum(w * layer.experts[str(int(e))](token[None])[0] for w, e in zip(weights, chosen, strict=True))
@@ -57,10 +57,13 @@ def of_one_token(layer, x):
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize(("normed", "shared"), [(True, 0), (False, 24)])
-def test_a_token_gets_what_its_experts_give(gated, normed, shared):
+@pytest.mark.parametrize(
+    ("normed", "shared", "scores"), [(True, 0, softmax), (False, 24, softmax), (True, 24, torch.sigmoid)]
+)
+def test_a_token_gets_what_its_experts_give(gated, normed, shared, scores):
     torch.manual_seed(0)
-    layer = Experts(16, 20, 6, 3, layers=2, activation=nn.SiLU(), gated=gated, normed=normed, shared=shared).double()
+    how = {"gated": gated, "normed": normed, "shared": shared, "scores": scores}
+    layer = Experts(16, 20, 6, 3, layers=2, activation=nn.SiLU(), **how).double()
     for parameter in layer.parameters():
         parameter.data = torch.randn_like(parameter) / 3
     x = torch.randn(2, 7, 16, dtype=torch.float64)
@@ -96,14 +99,16 @@ def test_an_expert_that_nobody_chose_has_a_gradient_of_zero():
     assert all(not layer.experts[e].down.weight.grad.any() for e in "123")
 
 
-def test_added_losses_are_those_of_their_papers():
+@pytest.mark.parametrize("scores", [softmax, torch.sigmoid])
+def test_added_losses_are_those_of_their_papers(scores):
     torch.manual_seed(1)
-    layer, adding = Experts(8, 8, 4, 2, layers=1, activation=nn.SiLU(), balance=0.5, z=0.25), Adding(0.125)
+    how = {"balance": 0.5, "z": 0.25, "scores": scores}
+    layer, adding = Experts(8, 8, 4, 2, layers=1, activation=nn.SiLU(), **how), Adding(0.125)
     x = torch.randn(10, 8)
     with adding_to(adding):
         layer(x)
     logits = x @ layer.router.weight.t()
-    likely = logits.softmax(-1)
+    likely = scores(logits) / scores(logits).sum(-1, keepdim=True)
     chosen = functional.one_hot(likely.topk(2).indices, 4).sum(1).float()
     wanted = 0.5 * 4 * (chosen.mean(0) / 2 * likely.mean(0)).sum() + 0.25 * logits.logsumexp(-1).square().mean()
     torch.testing.assert_close(adding.total, (wanted * 0.125).detach())
@@ -129,6 +134,7 @@ WAYS = [
     {"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}},
     {"schedule": {"kind": "interleaved-1f1b"}},
     {"schedule": {"kind": "chimera"}},
+    {"schedule": {"kind": "zb-h1"}, "model": {"router": "sigmoid", "first_dense": 1, "ffn_hidden": 40}},
     {"schedule": {"kind": "zb-v"}, "parallel": {"vocabulary": "shared"}},
     {"schedule": {"kind": "zb-v", "slices": 2}, "model": {"balance_loss": 0.0, "router_z_loss": 0.0}},
     {"schedule": {"kind": "1f1b", "microbatches": 4}, "parallel": {"dp": 2, "shard": "all"}},

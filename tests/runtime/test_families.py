@@ -35,6 +35,7 @@ EXPERTS = [
     {"family": "llama", "experts": 4, "variant": "qwen3_moe", "kv_heads": 2, "head_size": 24, "expert_hidden": 48},
     {"family": "llama", "experts": 4, "variant": "olmoe", "kv_heads": 2, "expert_hidden": 48},
     {"experts": 4, "top_k": 1, "shared_hidden": 32},
+    {"family": "llama", "layers": 3, "experts": 4, "expert_hidden": 40, "ffn_hidden": 96, "first_dense": 1},
 ]
 
 

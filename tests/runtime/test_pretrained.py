@@ -80,11 +80,26 @@ MODELS = {
         "Qwen2Moe", **MET, num_key_value_heads=4, moe_intermediate_size=24, shared_expert_intermediate_size=20
     ),
     "qwen3_moe": model_for("Qwen3Moe", **MET, head_dim=8, moe_intermediate_size=24, norm_topk_prob=True),
+    "qwen3_moe-dense": model_for(
+        "Qwen3Moe", **MET, head_dim=8, moe_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[0]
+    ),
     "olmoe": model_for("Olmoe", **MET, num_key_value_heads=2, pad_token_id=None),
     "padded": model_for("Llama", pad_token_id=7),
 }
 NEW = ("gemma2", "gemma3_text", "smollm3")
-VARIANTS = ("llama-biased", "mistral", "qwen2", "qwen3-biased", "gemma", *NEW, "phi3", "olmo2", "granite", *MOE)
+VARIANTS = (
+    "llama-biased",
+    "mistral",
+    "qwen2",
+    "qwen3-biased",
+    "gemma",
+    *NEW,
+    "phi3",
+    "olmo2",
+    "granite",
+    *MOE,
+    "qwen3_moe-dense",
+)
 
 
 @pytest.fixture(scope="module")

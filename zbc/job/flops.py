@@ -37,6 +37,7 @@ def _per_token(model: Model) -> tuple[int, float]:
         common = model.shared_hidden or 0
         mlp = each * (model.met * model.expert_width + common) + h * (model.experts + bool(common))
     matrices = h * (2 * q + 2 * model.kv_width) + mlp
+    more = (each * model.mlp_width - mlp) * model.first_dense  # of blocks without experts
     s = model.seq_len or 1
     seen = ((2 * w * s - w * w) / (s * s) for w in (min(model.block(i).window or s, s) for i in range(model.layers)))
-    return model.layers * matrices + h * (model.vocab or 0), q * sum(seen)
+    return model.layers * matrices + more + h * (model.vocab or 0), q * sum(seen)

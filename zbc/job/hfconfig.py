@@ -37,8 +37,8 @@ _FIXED: dict[str, dict[str, Any]] = {  # key -> the only value that zbc computes
     "olmo2": {"hidden_act": "silu"},
     "granite": {"hidden_act": "silu", "mlp_bias": False},
     "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0},
-    "qwen2_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": [], "qkv_bias": True},
-    "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen2_moe": {"hidden_act": "silu", "decoder_sparse_step": 1, "qkv_bias": True},
+    "qwen3_moe": {"hidden_act": "silu", "decoder_sparse_step": 1},
     "olmoe": {"hidden_act": "silu", "clip_qkv": None},
     "smollm3": {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False},
     **{kind: {**dict.fromkeys(_GATES, "gelu_pytorch_tanh"), "use_bidirectional_attention": False} for kind in GEMMA},
@@ -233,7 +233,7 @@ def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "norm_eps": config.get("rms_norm_eps", default.eps),
         **_rope(config, source),
         "tie_embeddings": config.get("tie_word_embeddings", default.tied),
-        **(_experts(config, default) if default.experts is not None else {}),
+        **(_experts(config, default, source) if default.experts is not None else {}),
         **_own(config, default),
     }
 
@@ -289,11 +289,14 @@ def _every(alike: list[bool]) -> int | None:
     return every
 
 
-def _experts(config: Mapping[str, Any], default: _Variant) -> dict[str, Any]:
+def _experts(config: Mapping[str, Any], default: _Variant, source: str) -> dict[str, Any]:
     assert default.experts is not None
     count, met, width, normed = default.experts
-    fixed = config["model_type"] == "mixtral"
-    return {
+    fixed, dense = config["model_type"] == "mixtral", config.get("mlp_only_layers") or []
+    if dense != [*range(len(dense))]:
+        raise _refused(source, "mlp_only_layers", dense, "zbc has blocks without experts at the beginning alone")
+    own = {"first_dense": len(dense), "ffn_hidden": config.get("intermediate_size", default.ffn)} if dense else {}
+    return own | {
         "experts": config.get(default.count, config.get("num_local_experts", config.get("num_experts", count))),
         "top_k": config.get("num_experts_per_tok", met),
         "expert_hidden": config.get(default.width, width),
@@ -385,7 +388,7 @@ def _nearest(kind: str) -> str:
 # ---- a job beside a folder -----------------------------------------------------------------------------------
 
 _COMPARED = ("family", "layers", "hidden", "heads", "head_width", "kv_width", "vocab", "norm_eps")
-_OF_EXPERTS = ("experts", "met", "expert_width", "shared_hidden", "norm_top_k")
+_OF_EXPERTS = ("experts", "met", "expert_width", "shared_hidden", "norm_top_k", "router", "first_dense")
 
 
 def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
@@ -500,7 +503,7 @@ def _llama_config(model: Model) -> dict[str, Any]:
         "vocab_size": model.vocab,
         "max_position_embeddings": scaling.original_seq_len if scaling and scaling.kind == "dynamic" else model.seq_len,
         "hidden_size": model.hidden,
-        "intermediate_size": model.expert_width if model.experts else model.mlp_width,
+        "intermediate_size": model.expert_width if model.experts and not model.first_dense else model.mlp_width,
         "num_hidden_layers": model.layers,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads or model.heads,
@@ -572,6 +575,10 @@ def _experts_config(model: Model) -> dict[str, Any]:
         wrong = f"a {model.variant} {'with' if model.shared_hidden else 'without'} an expert that all tokens meet"
     elif model.variant == "mixtral" and not model.norm_top_k:
         wrong = "a mixtral whose weights of experts do not add up to 1"
+    elif model.router != "softmax":
+        wrong = f"a {model.variant} with a {model.router} router"
+    elif model.first_dense and not model.variant.startswith("qwen"):
+        wrong = f"a {model.variant} with blocks without experts"
     if wrong is not None:
         text = f"run: {wrong} has no counterpart in transformers"
         hint = 'use variant = "mixtral", "qwen2_moe" (which has shared_hidden), "qwen3_moe" or "olmoe"'
@@ -585,5 +592,5 @@ def _experts_config(model: Model) -> dict[str, Any]:
     if model.variant != "mixtral":
         found |= {"norm_topk_prob": model.norm_top_k}
     if model.variant.startswith("qwen"):
-        found |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        found |= {"decoder_sparse_step": 1, "mlp_only_layers": [*range(model.first_dense)]}
     return found | ({"shared_expert_intermediate_size": model.shared_hidden} if known.shared else {})

@@ -30,6 +30,8 @@ _EXPERTS = (
     "expert_hidden",
     "shared_hidden",
     "norm_top_k",
+    "router",
+    "first_dense",
     "balance_loss",
     "balance_rate",
     "router_z_loss",
@@ -59,6 +61,8 @@ _PLAIN = (
     "variant",
     "attention_bias",
     "norm_top_k",
+    "router",
+    "first_dense",
     "balance_loss",
     "balance_rate",
     "router_z_loss",
@@ -116,11 +120,13 @@ class Block(NamedTuple):
 
     window: int | None = None  # tokens that one sees; None: all before it
     turned: bool = True  # it has rotary positions
+    dense: bool = False  # it has an MLP in a model with experts
 
     @property
     def name(self) -> str:
         """Of its kind: blocks of one name cost the same."""
-        return f"{'' if self.window is None else 'windowed '}{'' if self.turned else 'unturned '}block"
+        words = {"windowed ": self.window is not None, "unturned ": not self.turned, "dense ": self.dense}
+        return "".join(word for word, so in words.items() if so) + "block"
 
 
 class Model(Section):
@@ -162,6 +168,12 @@ class Model(Section):
     expert_hidden: Width | None = Field(None, description="width inside an expert; default ffn_hidden")
     shared_hidden: Width | None = Field(None, description="width inside the expert that all tokens meet; default none")
     norm_top_k: bool = Field(True, description="whether the weights of a token's experts add up to 1")
+    router: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="what makes the scores of experts, by which they are chosen and weighed"
+    )
+    first_dense: Annotated[int, Field(ge=0)] = Field(
+        0, description="blocks at the beginning that have an MLP of ffn_hidden in place of experts"
+    )
     balance_loss: NonNegative = Field(
         0.0, description="coefficient of the loss that evens the experts' loads, of each block"
     )
@@ -226,7 +238,7 @@ class Model(Section):
         """What is its own of a block, of a family."""
         windowed = self.window is not None and (self.whole_every is None or (layer + 1) % self.whole_every > 0)
         turned = self.unturned_every is None or (layer + 1) % self.unturned_every > 0
-        return Block(self.window if windowed else None, turned)
+        return Block(self.window if windowed else None, turned, self.experts is not None and layer < self.first_dense)
 
     @property
     def qkv_bias(self) -> bool:
@@ -324,7 +336,11 @@ def _experts(model: Model, document: Document) -> Iterator[ZbcError]:
         text = f"config: model.top_k = {model.top_k} is more than model.experts = {model.experts}"
         where = document.where(("model", "top_k"))
         yield ZbcError("E110", text, where=where, hint=f"use top_k = {model.experts} or less")
-    if model.experts and model.expert_hidden and model.ffn_hidden:
+    if model.experts and model.first_dense >= model.layers:
+        text = f"config: model.first_dense = {model.first_dense} leaves no block of {model.layers} with experts"
+        where = document.where(("model", "first_dense"))
+        yield ZbcError("E110", text, where=where, hint="use a smaller number, or drop model.experts")
+    if model.experts and model.expert_hidden and model.ffn_hidden and not model.first_dense:
         text = "config: model.ffn_hidden is the width of MLPs, and of experts model.expert_hidden is"
         where = document.where(("model", "ffn_hidden"))
         yield ZbcError("E110", text, where=where, hint="keep one of them")

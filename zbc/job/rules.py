@@ -257,7 +257,8 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
     if model is not None and model.builtin:
         widths: dict[str, int | None] = {"ffn": model.mlp_width}
         if model.experts:
-            widths = {"expert_hidden": model.expert_width, "shared_hidden": model.shared_hidden}
+            of = {"expert_hidden": model.expert_width, "shared_hidden": model.shared_hidden}
+            widths = of | (widths if model.first_dense else {})
         counts = {"heads": model.heads, "kv_heads": model.kv_heads, **widths}
         for key, count in counts.items():
             if count is not None and count % tp:

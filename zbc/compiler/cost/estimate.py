@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zbc.compiler.cost import footprint, profiled, work
 from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes
@@ -198,8 +199,14 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
         first, last = (work.places(sizes), footprint.places(sizes)), (work.last_norm(sizes), footprint.last_norm(sizes))
         tables, ends = tables[1:], ends[:-1]
     kinds = [model.block(i) for i in range(model.layers)]
+    dense: dict[str, Any] = {
+        "mlp": model.mlp_width // job.parallel.tp,
+        **dict.fromkeys(("experts", "choices", "top_k", "common"), 0),
+    }
     blocks = {
-        kind: replace(sizes, window=kind.window or 0, turned=sizes.rotary and kind.turned)
+        kind: replace(
+            sizes, window=kind.window or 0, turned=sizes.rotary and kind.turned, **(dense if kind.dense else {})
+        )
         for kind in dict.fromkeys(kinds)
     }
     embed, head, *each = (
@@ -210,13 +217,12 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
             *(("block", (work.block(z), weighed(z)), z.parameters) for z in blocks.values()),
         )
     )
-    apart = sizes.apart if job.parallel.ep > 1 else ()
     known = {
         kind: replace(
             one,
             cheap=machine.ms(work.cheap(z)) / one.f if one.f else 0.0,
             spared=footprint.spared(z),
-            apart=apart,
+            apart=z.apart if job.parallel.ep > 1 else (),
             matrices=tuple((shape[0], shape[1]) for shape in z.shapes if len(shape) == 2),
         )
         for (kind, z), one in zip(blocks.items(), each, strict=True)

@@ -258,7 +258,7 @@ class Sizes:
     @property
     def met(self) -> float:
         """MLPs that a token meets, of those that a rank has."""
-        return (self.top_k or 1) * self.uneven
+        return (self.top_k or 1) * (self.uneven if self.experts else 1.0)
 
     @property
     def logs(self) -> int:

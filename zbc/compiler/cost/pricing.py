@@ -182,7 +182,7 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
     sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
     size, together = max(1, size // parallel.tp), parallel.one_sided
-    swapped = [4 * one for one in _swapped(job, stages, len(table))] if parallel.ep > 1 else []  # in F and B, and back
+    swapped = [4 * one for one in _swapped(job, stages, table)] if parallel.ep > 1 else []  # in F and B, and back
     node = nodes.choose(
         placement,
         parallel.dp,
@@ -265,7 +265,7 @@ def _with_shared_layers(
         if ms is not None:
             ways.append(((ms,) * len(stages), (ms,) * len(stages)))
         elif not traced and costs.f is None:
-            ways.append((_swaps(job, stages, len(table)),) * 2 if swapped else _shared_sums(job, stages, table))
+            ways.append((_swaps(job, stages, table),) * 2 if swapped else _shared_sums(job, stages, table))
     if not ways:
         return times
     forward, backward = (tuple(math.fsum(ms) for ms in zip(*each, strict=True)) for each in zip(*ways, strict=True))
@@ -296,24 +296,25 @@ def _shared_sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Laye
         for way in (0, 1)
     )
     return forward, tuple(
-        ms + weights * sum(0 < i < last for i in part) for ms, part in zip(backward, stages, strict=True)
+        ms + weights * sum(job.model.first_dense < i < last for i in part)
+        for ms, part in zip(backward, stages, strict=True)
     )
 
 
-def _swaps(job: Job, stages: Sequence[Sequence[int]], layers: int) -> PerStage:
+def _swaps(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> PerStage:
     """ms of the swaps of an F: of every block two, of a row for each choice of a token, behind one of their numbers."""
-    machine, ep, blocks = Machine.of(job), job.parallel.ep, [sum(0 < i < layers - 1 for i in part) for part in stages]
-    rows = _swapped(job, stages, layers)
+    machine, ep, blocks = Machine.of(job), job.parallel.ep, [sum(bool(table[i].apart) for i in part) for part in stages]
+    rows = _swapped(job, stages, table)
     each = [machine.swap_ms(one / count, ep) if count else 0.0 for one, count in zip(rows, blocks, strict=True)]
     counts = machine.swap_ms(0.0, ep)
     return tuple(count * (2 * ms + counts) for count, ms in zip(blocks, each, strict=True))
 
 
-def _swapped(job: Job, stages: Sequence[Sequence[int]], layers: int) -> list[float]:
+def _swapped(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
     """Bytes of the rows that the blocks of each stage share out in an F."""
     z = estimate.sizes_of(job)
     one = 0.0 if z is None else float(z.top_k * z.uneven * z.tokens * z.hidden * z.width)
-    return [one * sum(0 < i < layers - 1 for i in part) for part in stages]
+    return [one * sum(bool(table[i].apart) for i in part) for part in stages]
 
 
 def _repeated(job: Job, placement: Placement) -> PerStage:

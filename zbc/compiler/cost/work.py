@@ -82,7 +82,7 @@ def places(z: Sizes) -> Work:
 def block(z: Sizes) -> Work:
     """Of a block: attention and MLP, or the experts that a token meets."""
     # (inputs, outputs, rows per token, matrices) of every linear layer
-    h, f, each = z.hidden, z.mlp, (z.top_k or 1) * z.uneven
+    h, f, each = z.hidden, z.mlp, z.met
     up = 2 * f if z.gated else f
     linear: list[tuple[int, int, float, int]] = [(h, z.queries + 2 * z.keys, 1, 1), (z.queries, h, 1, 1)]
     linear += [(h, up, each, z.experts or 1), (f, h, each, z.experts or 1)]
@@ -116,7 +116,7 @@ def cheap(z: Sizes) -> tuple[Kernel, ...]:
 
 def _plain_forward(z: Sizes) -> float:
     """Bytes per token of two norms, two residual sums, rotary positions, the MLP's activation and the routing."""
-    n, each = z.width, (z.top_k or 1) * z.uneven
+    n, each = z.width, z.met
     sums = 2 * (2 * z.stream + n) * z.hidden
     turned = 2 * n * (2 * z.queries + z.keys) if z.rotary and z.turned else 0
     activation = (5 if z.gated else 2) * n * (z.mlp * each + z.common)
@@ -130,7 +130,7 @@ def _routed(z: Sizes) -> float:
 
 def _plain_backward(z: Sizes) -> float:
     """The same of their gradients, with those of biases and of q, k and v, which become one tensor again."""
-    n, r, each = z.width, z.stream, (z.top_k or 1) * z.uneven
+    n, r, each = z.width, z.stream, z.met
     sums = 2 * (3 * r + (r + n if z.cast else 0)) * z.hidden
     turned = 2 * n * (2 * z.queries + z.keys) if z.rotary and z.turned else 0
     activation = (8 if z.gated else 3) * n * (z.mlp * each + z.common)

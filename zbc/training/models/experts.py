@@ -1,6 +1,7 @@
 """Experts in place of a block's MLP: each token meets the `top_k` of them that its router chooses, and none is dropped.
 
-    router      (N, H) -> (N, E), float32 from there on: softmax, the top_k largest, which add up to 1 with `normed`
+    router      (N, H) -> (N, E), float32 from there on: scores by softmax or sigmoid, of which the top_k largest weigh
+                experts; they add up to 1 with `normed`
     experts.e   an MLP of the family, for the rows of the tokens that chose it, in the order of the tokens
     shared      an MLP that all tokens meet; what it gives is weighted by a sigmoid of its own gate
 
@@ -11,14 +12,16 @@ An expert whom no token chose runs on no rows, so that all have gradients in eve
 Ranks that share layers have a part of the width of each expert, and the router whole: what experts give and the
 gradients of the weights they are given with are sums.
 
-With a `rate` a bias, which STEP moves (features/routing.py), is added to the probabilities as experts are chosen.
+With a `rate` a bias, which STEP moves (features/routing.py), is added to the scores as experts are chosen.
 `balance` c adds c E sum(f P) to the loss, of each block: f the share of all choices that an expert got, P its mean
-probability (arXiv 2101.03961, section 2.2); `z` c adds c mean(logsumexp(logits)^2) (arXiv 2202.08906).
+share of a token's scores (arXiv 2101.03961, section 2.2; 2412.19437, section 2.1.2); `z` c adds c
+mean(logsumexp(logits)^2) (arXiv 2202.08906).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +56,10 @@ class Expert(nn.Module):
         return self.activation(gate) * up  # type: ignore[no-any-return]
 
 
+def softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)
+
+
 def _lowered(rows: Tensor) -> Tensor:
     """Rows in the type in which experts read them, in which they go to other ranks and are kept."""
     kind = rows.device.type
@@ -75,14 +82,16 @@ class Experts(nn.Module):
         gated: bool = True,
         shared: int = 0,
         normed: bool = True,
+        scores: Callable[[Tensor], Tensor] = softmax,
         balance: float = 0.0,
         z: float = 0.0,
         rate: float = 0.0,
     ) -> None:
-        """`count` experts of `width`; `shared`: width of the one that all tokens meet, 0 for none; `rate`: by which a
-        step moves the bias of an expert, 0 for none."""
+        """`count` experts of `width`; `shared`: width of the one that all tokens meet, 0 for none; `scores`: what makes
+        them of logits; `rate`: by which a step moves the bias of an expert, 0 for none."""
         super().__init__()
         self.count, self.top_k, self.normed, self.balance, self.z = count, top_k, normed, balance, z
+        self.scores = scores
         made = functools.partial(Expert, hidden, layers=layers, gated=gated, activation=activation)
         self.router = linear(hidden, count, bias=False)
         self.experts = nn.ModuleDict({str(e): made(width) for e in range(count)})
@@ -99,7 +108,7 @@ class Experts(nn.Module):
         flat = x if x.dim() == 2 else x.flatten(0, -2)
         logits = self.router(flat)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
-        likely = logits.softmax(-1)
+        likely = self.scores(logits)
         chosen = decided(lambda: self._chosen(likely.detach()))
         weights = likely.gather(-1, chosen)
         if self.normed:
@@ -138,5 +147,6 @@ class Experts(nn.Module):
 
     def _added(self, logits: Tensor, likely: Tensor, counts: Tensor) -> Tensor:
         share = counts.to(likely.dtype) / (self.top_k * len(likely))
-        found = self.balance * self.count * (share * likely.mean(0)).sum()
+        each = likely if self.scores is softmax else likely / likely.sum(-1, keepdim=True)
+        found = self.balance * self.count * (share * each.mean(0)).sum()
         return found + self.z * logits.logsumexp(-1).square().mean() if self.z else found

@@ -30,7 +30,7 @@ from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features.slicing import Limits
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.models import gpt, llama
-from zbc.training.models.experts import Experts
+from zbc.training.models.experts import Experts, softmax
 from zbc.training.models.rotary import Rotary
 from zbc.training.probing.refusals import refuse_untrainable
 
@@ -138,7 +138,7 @@ def _family(model: spec.Model) -> list[LayerPlan]:
     ]
 
 
-def _gpt_block(model: spec.Model, _: Block) -> nn.Module:
+def _gpt_block(model: spec.Model, kind: Block) -> nn.Module:
     hidden, heads = model.hidden or 0, model.heads or 0
     rotary = _rotary(model) if model.rotary else None
     tanh = model.activation == "gelu_tanh"
@@ -151,7 +151,7 @@ def _gpt_block(model: spec.Model, _: Block) -> nn.Module:
         eps=model.norm_eps,
         tanh=tanh,
         rotary=rotary,
-        experts=_experts(model),
+        experts=_experts(model, kind),
     )
 
 
@@ -169,15 +169,15 @@ def _llama_block(model: spec.Model, kind: Block) -> nn.Module:
         variant=model.variant,
         qkv_bias=model.qkv_bias,
         bias=model.attention_bias,
-        experts=_experts(model),
+        experts=_experts(model, kind),
         scores=model.attention_scale,
         residual=model.residual_scale,
         limits=Limits(kind.window, model.scores_cap),
     )
 
 
-def _experts(model: spec.Model) -> Experts | None:
-    if not model.experts:
+def _experts(model: spec.Model, kind: Block) -> Experts | None:
+    if not model.experts or kind.dense:
         return None
     gated = model.family == "llama"
     return Experts(
@@ -190,6 +190,7 @@ def _experts(model: spec.Model) -> Experts | None:
         activation=llama.gate(model.variant) if gated else gpt.gelu(tanh=model.activation == "gelu_tanh"),
         shared=model.shared_hidden or 0,
         normed=model.norm_top_k,
+        scores=torch.sigmoid if model.router == "sigmoid" else softmax,
         balance=model.balance_loss,
         z=model.router_z_loss,
         rate=model.balance_rate,
