@@ -56,7 +56,6 @@ def advised(
 
     source = _document(model, gpus, gpu, nodes_of, batch, seq_len, settings or ())
     if output is not None:
-        refuse_stand_in(model)
         refuse_unwritable(output)
     told = approximated(model)
     state = core.state_of(source)
@@ -73,7 +72,7 @@ def advised(
         show_json({**as_json(found), "approximated": told, **written})
     elif not quiet:
         show("", *of_advice(found, verbose=verbose), *([""] if not told else []))
-        if output is None and not told:
+        if output is None:
             named = shlex.join(
                 ["zbc", "advise", str(model), *_again(gpus, gpu, nodes_of, batch, seq_len, settings or ())]
             )
@@ -89,7 +88,6 @@ def best_job(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) ->
     """The job of the first row. Raises as `advise`."""
     from zbc.compiler.whatif import advise as core
 
-    refuse_stand_in(folder)
     source = _document(folder, gpus, gpu, None, None, None, ())
     with progress("planning", 100, quiet=quiet) as more:
         return job_text(core.advise(source, _counter(more)), 1, folder)
@@ -222,11 +220,9 @@ def approximated(path: Path) -> list[str]:
     return [] if path.suffix == ".toml" or (path / "zbc.toml").exists() else _of_config(path)[1]
 
 
-def refuse_stand_in(path: Path) -> None:
-    """Raise E521 where a job would train another model than that of a path."""
-    if told := approximated(path):
-        text = f"model: zbc plans {path} as another model, and cannot train it: no job is written"
-        raise ZbcError("E521", text, details=told, hint="leave out -o: the table of `zbc advise` is what there is")
+def told_of(told: Sequence[str]) -> list[str]:
+    """Comments of a job that plans another model than the one it is made from."""
+    return [f"# {line}" for one in told for line in wrap(one.split(" "), 110, between=" ")]
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
@@ -344,6 +340,7 @@ def job_text(found: Advice, number: int, source: Path) -> str:
         f"# Made by zbc advise from {source}, row {number}: {one.shape}.",
         f"# Predicted: {took}, {gib:.1f} GiB on the fullest GPU.",
         "# Without [partition] `zbc plan` chooses the layers of each stage again.",
+        *told_of(approximated(source)),
         "zbc = 1",
     ]
     values = one.document.values

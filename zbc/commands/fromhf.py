@@ -12,7 +12,7 @@ import typer
 
 from zbc.commands.jobs import template_text
 from zbc.errors import ZbcError
-from zbc.job import hfconfig
+from zbc.job import hfconfig, hfplanned
 from zbc.job.model_section import Model
 
 _SMALL = 2e9  # parameters that are still tried out on a CPU
@@ -36,14 +36,20 @@ def job_text(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) ->
     if gpus is not None or gpu is not None:
         return advising.best_job(folder, gpus, gpu, quiet=quiet)
     source = folder / hfconfig.CONFIG
-    model = hfconfig.model_of(hfconfig.read_config(folder), str(source))
+    model, told = hfplanned.model_of(hfconfig.read_config(folder), str(source))
     lines = [
-        f"# Made from {source}; the weights are read when the plan runs.",
-        "#   zbc plan zbc.toml  &&  zbc run plan --local 2 --save-hf trained",
+        *(
+            [f"# Made from {source}, to plan with: a run refuses it.", *advising.told_of(told)]
+            if told
+            else [
+                f"# Made from {source}; the weights are read when the plan runs.",
+                "#   zbc plan zbc.toml  &&  zbc run plan --local 2 --save-hf trained",
+            ]
+        ),
         "zbc = 1                       # version of this file",
         "",
         "[model]                       # what is split into stages",
-        *_model_lines(model, folder),
+        *_model_lines(model, None if told else folder),
     ]
     pp = 2 if model.layers >= 4 else 1
     rest = template_text("from-hf").replace("FOLDER", str(folder))
@@ -58,8 +64,8 @@ def model_values(model: Model, longest: int) -> dict[str, Any]:
     return {**values, "seq_len": min(model.seq_len or longest, longest)}
 
 
-def _model_lines(model: Model, folder: Path) -> Iterator[str]:
-    values = {**model_values(model, _LONGEST), "pretrained": str(folder)}
+def _model_lines(model: Model, folder: Path | None) -> Iterator[str]:
+    values = model_values(model, _LONGEST) | ({} if folder is None else {"pretrained": str(folder)})
     longest = model.seq_len or _LONGEST
     scaling = values.pop("rope_scaling", None)
     for key, value in values.items():

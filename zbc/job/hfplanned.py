@@ -1,6 +1,7 @@
 """Hugging Face models that zbc plans but does not train yet, as the nearest model that it has.
 
-`[model]` of these is a stand-in: about as many weights and operations, of which the differences are told.
+`[model]` of these is a stand-in: about as many weights and operations, of which the differences are told. Its key
+`stands_for` names the model, and keeps a run from training another one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def model_of(config: Mapping[str, Any], source: str) -> tuple[Model, list[str]]:
         return hfconfig.model_of(config, source), []
     try:
         values, told = stand_in(config)
-        return Model.model_validate({"family": "llama", "variant": "qwen3_moe", **values}), told
+        named = {"family": "llama", "variant": "qwen3_moe", "stands_for": str(config["model_type"])}
+        return Model.model_validate({**named, **values}), told
     except (KeyError, TypeError, ZeroDivisionError, ValidationError) as error:
         text = f"model: {source} lacks a size of a {config['model_type']}, or has one that is no number"
         hint = "compare it with the config.json of the original model"
@@ -47,7 +49,7 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """DeepSeek-V2 and V3: latent attention, experts beside a shared one, and dense blocks first."""
+    """DeepSeek-V2 and V3: latent attention, and experts beside a shared one without a gate."""
     h, heads, rope = config["hidden_size"], config["num_attention_heads"], config["qk_rope_head_dim"]
     key, value, latent = config["qk_nope_head_dim"], config["v_head_dim"], config["kv_lora_rank"]
     query = heads * (key + rope)
@@ -65,35 +67,32 @@ def _deepseek(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "expert_hidden": width,
         "shared_hidden": config["n_shared_experts"] * width if config.get("n_shared_experts") else None,
         "variant": "qwen2_moe" if config.get("n_shared_experts") else "qwen3_moe",
+        "norm_top_k": bool(config.get("norm_topk_prob", config["model_type"] == "deepseek_v3")),
+        "router": config.get("scoring_func") or ("sigmoid" if config["model_type"] == "deepseek_v3" else "softmax"),
+        **({"first_dense": dense, "ffn_hidden": config["intermediate_size"]} if dense else {}),
     }
     less = 1 - 2 * size / (key + rope + value)
     told = [
         f"latent attention (MLA) is planned as {heads} heads of {size} that share {groups} keys and values: as many "
         f"weights, {abs(less):.0%} {'less' if less > 0 else 'more'} work on scores"
     ]
-    if dense:
-        more = (
-            dense * 3 * h * (values["experts"] * width + (values["shared_hidden"] or 0) - config["intermediate_size"])
-        )
-        told.append(
-            f"the first {dense} blocks are dense, and planned with experts: {more / 1e9:.3g}B parameters too many"
-        )
     if config.get("num_nextn_predict_layers"):
         told.append("blocks that predict further tokens (MTP) are left out")
     return values, told
 
 
 def _gpt_oss(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """gpt-oss: attention with sinks, and a window in every other block."""
+    """gpt-oss: attention with sinks, and experts with biases."""
     values = {
         **_common(config),
         "kv_heads": config["num_key_value_heads"],
         "head_size": config["head_dim"],
         "experts": config["num_local_experts"],
         "expert_hidden": config["intermediate_size"],
+        "attention_bias": bool(config.get("attention_bias", True)),
+        **({"window": config["sliding_window"], "whole_every": 2} if config.get("sliding_window") else {}),
     }
-    window = f"attention to the last {config['sliding_window']} tokens in" if config.get("sliding_window") else "of"
-    return values, [f"{window} every other block is planned as attention to all; sinks and biases are left out"]
+    return values, ["sinks of attention, and the biases of experts and routers are left out"]
 
 
 _STAND_INS: dict[str, Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]] = {

@@ -39,6 +39,7 @@ _EXPERTS = (
 )
 _ONLY_BUILTIN = (
     "pretrained",
+    "stands_for",
     "hidden",
     "heads",
     "kv_heads",
@@ -208,6 +209,9 @@ class Model(Section):
     tie_embeddings: bool = Field(False, description="one matrix for embedding and head")
     pretrained: str | None = Field(
         None, description="a Hugging Face folder to take the weights from: GPT-2, Llama or one of its variants"
+    )
+    stands_for: str | None = Field(
+        None, description="the model whose sizes these are, about: layers of it are missing, so it is planned, not run"
     )
     loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory")

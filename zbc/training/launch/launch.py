@@ -119,6 +119,9 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
     """Raise what shows before a rank is started: a plan that cannot be run, or something asked for that cannot be."""
     sections_of(manifest)
     sinks.check(manifest.training["log"])
+    if (stands_for := manifest.planning["model"].get("stands_for")) is not None:
+        text = f"run: the plan is of a model that stands for {stands_for}, whose layers zbc does not have: see [model]"
+        raise ZbcError("E521", text, hint="drop model.stands_for and plan again, to train the model that the job has")
     if options.save_hf is not None:
         from zbc.training.building.context import Settings
         from zbc.training.models.hfexport import check_target
