@@ -13,6 +13,7 @@ import pytest
 from tests.processes.plans import compiled, metrics, run_here, write_plan
 from tests.refusals import error_of, refused
 from tests.test_linefile import no_file_beyond
+from zbc.compiler.recorded.log import read
 from zbc.errors import ZbcError
 from zbc.plan.directory import read_manifest
 from zbc.plan.phases import Phases
@@ -95,6 +96,27 @@ def test_numbers_that_json_has_not_are_null(open_log, tmp_path):
     row = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert row["loss"] is None and row["grad_norm"] is None and row["skipped"] is True
     assert "loss nan" in line and "SKIPPED" in line
+
+
+def test_rows_of_experts_are_written_with_a_line_and_reported_over_their_mean(tmp_path):
+    plan = read_manifest(write_plan(tmp_path, log={"every": 2}))
+    model = plan.planning["model"] | {"experts": 4, "imbalance": 1.2}
+    manifest = plan.model_copy(update={"planning": {**plan.planning, "model": model}, "ep": 2})
+    options, rows = RunOptions(tmp_path, out=tmp_path / "run"), (30.0, 10.0, 20.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    with RunRecord(manifest, RunSettings(options, 3, ["here:1"] * 4, Phases.of(manifest))) as log:
+        for step in range(3):
+            log.record(result(step, routed=(*rows, *((10.0 + step, 10.0 - step) * 2))))
+    told = [row.get("expert_rows") for row in metrics(tmp_path / "run")]
+    blocks = [[30, 10, 20, 0], [0, 0, 0, 0]]
+    assert told == [[*blocks, [10 + step, 10 - step] * 2] for step in range(3)]  # the first, every second, the last
+    loads = read(tmp_path / "run").loads()
+    assert loads.blocks == {
+        0: pytest.approx([2, 2 / 3, 4 / 3, 0]),
+        2: pytest.approx([1.1, 0.9] * 2),
+    }  # a block without experts: none
+    assert loads.ranks == pytest.approx([7 / 6, 5 / 6]) and loads.imbalance == pytest.approx(7 / 6)
+    assert (loads.planned, loads.steps, loads.busiest) == (1.2, 3, pytest.approx(1.55))
+    assert loads.as_json()["experts"]["busiest"] == loads.busiest
 
 
 def test_without_a_sequence_length_samples_are_counted(open_log, tmp_path):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from zbc.compiler.recorded.blame import Shares
     from zbc.compiler.recorded.deviations import Outlier, Stall
-    from zbc.compiler.recorded.log import RunLog
+    from zbc.compiler.recorded.log import Loads, RunLog
     from zbc.compiler.recorded.report import Quantity, RunReport
 
 _RATES = {
@@ -62,12 +62,14 @@ def report(
             show(*_unrecorded(found, verbose=verbose))
         return
     made = build(trace.read(run, phase))
-    command, hidden = replan_command(run, made.phase), log.hidden_of(run)
+    command, hidden, loads = replan_command(run, made.phase), log.hidden_of(run), log.loads_of(run)
     if json:
-        show_json({**made.as_json(), **log.as_numbers(hidden), "replan_command": command})
+        told = {} if loads is None else loads.as_json()
+        show_json({**made.as_json(), **log.as_numbers(hidden), **told, "replan_command": command})
     if json or quiet:
         return
     show(*_summary(run, made, trace.phases(run), hidden, verbose=verbose))
+    show(*_experts(loads, verbose=verbose))
     show("", *_causes(made, verbose=verbose))
     show("", *_findings(made, verbose=verbose))
     show(*_slices(made))
@@ -103,6 +105,7 @@ def _unrecorded(run: RunLog, *, verbose: bool) -> Iterator[RenderableType]:
             *([("bubble of the step", *_rates(run.bubble()))] if verbose else []),
         ],
     )
+    yield from _experts(run.loads(), verbose=verbose)
     yield ""
     rows = [
         (str(rank), "-" if meant is None else fixed(meant), fixed(ms), size(peak))
@@ -182,6 +185,23 @@ def _summary(
 
 def _hidden(found: Mapping[str, Quantity]) -> list[tuple[str, ...]]:
     return [("sums and swaps inside of ops hidden", *_rates(one)) for one in found.values()]
+
+
+def _experts(loads: Loads | None, *, verbose: bool) -> Iterator[RenderableType]:
+    """Rows of experts, and of ranks that share them out, over the mean of their block."""
+    if loads is None:
+        return
+    yield ""
+    yield labelled("experts", f"rows over the mean of their block, of {loads.steps} steps in metrics.jsonl")
+    rows = [("busiest expert of a block", "-", f"{loads.busiest:.2f}")]
+    if len(loads.ranks) > 1:
+        rows.append(("busiest rank of a block", f"{loads.planned:.2f}", f"{loads.imbalance:.2f}"))
+        rows += [(f"ep {place}, of all blocks", "-", f"{load:.2f}") for place, load in enumerate(loads.ranks)]
+    yield table(("", "model.imbalance", "measured"), rows)
+    if verbose:
+        ends = [(block, sorted(range(len(each)), key=each.__getitem__), each) for block, each in loads.blocks.items()]
+        cells = [[str(b), *(f"{each[i]:.2f} by e{i}" for i in (by[-1], by[0]))] for b, by, each in ends]
+        yield table(("block", "most", "least"), cells)
 
 
 def _times(one: Quantity) -> list[str]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from zbc.compiler.recorded.report import Quantity, quartiles
 from zbc.errors import ZbcError
@@ -15,6 +15,24 @@ from zbc.job.throughput import Throughput, balance, idle_rate
 from zbc.topology import Topology
 
 RUN, METRICS = "run.json", "metrics.jsonl"
+
+
+class Loads(NamedTuple):
+    """Rows of experts over the mean of their block: 1 where loads are even."""
+
+    blocks: dict[int, list[float]]  # by block that has experts, of each
+    ranks: list[float]  # of those that share out experts, in turn: of theirs together, mean over blocks
+    imbalance: float  # of the rank with most in a block, mean over blocks
+    planned: float  # the same as `model.imbalance` has it
+    steps: int  # in which rows were written down
+
+    @property
+    def busiest(self) -> float:
+        """Of the expert with most in a block, mean over blocks."""
+        return sum(map(max, self.blocks.values())) / len(self.blocks)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"experts": {**self._asdict(), "busiest": self.busiest}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +83,22 @@ class RunLog:
         predicted = (self.about.get("predicted", {}).get("tp_sums") or {}).get("hidden")
         return {"sums_hidden": Quantity(predicted, middle, low, high)}
 
+    def loads(self) -> Loads | None:
+        """Of experts; None in a model without, or where no step says."""
+        told, ep = [row["expert_rows"] for row in self.steps if row.get("expert_rows")], int(self.about.get("ep", 1))
+        blocks = dict[int, list[float]]()
+        for block, each in enumerate(zip(*told, strict=True)):
+            rows = [sum(one) for one in zip(*each, strict=True)]
+            if sum(rows):
+                blocks[block] = [len(rows) * one / sum(rows) for one in rows]
+        if not blocks:
+            return None
+        size = len(next(iter(blocks.values()))) // ep
+        ranks = [[sum(one[at : at + size]) / size for at in range(0, ep * size, size)] for one in blocks.values()]
+        mean = [sum(column) / len(ranks) for column in zip(*ranks, strict=True)]
+        planned = float(self.about.get("imbalance", 1.0))
+        return Loads(blocks, mean, sum(map(max, ranks)) / len(ranks), planned, len(told))
+
     def rates(self) -> dict[str, Quantity]:
         """What is known of samples and tokens per second, and of MFU, by its key."""
         found = {}
@@ -104,7 +138,9 @@ class RunLog:
         numbers = as_numbers(quantities)
         busy = [{"rank": r, "predicted": meant, "measured": ms} for r, (meant, ms) in enumerate(self.busy())]
         about = {"plan": self.about.get("plan"), "schedule": self.about.get("schedule")}
-        return {"recorded": False, **about, "steps": len(self.steps), **numbers, "busy": busy, "peak": self.peak()}
+        found = {"recorded": False, **about, "steps": len(self.steps), **numbers, "busy": busy, "peak": self.peak()}
+        loads = self.loads()
+        return found if loads is None else found | loads.as_json()
 
 
 def hidden_of(folder: Path) -> dict[str, Quantity]:
@@ -113,6 +149,14 @@ def hidden_of(folder: Path) -> dict[str, Quantity]:
         return read(folder).hidden()
     except ZbcError:
         return {}
+
+
+def loads_of(folder: Path) -> Loads | None:
+    """`RunLog.loads` of such a run."""
+    try:
+        return read(folder).loads()
+    except ZbcError:
+        return None
 
 
 def as_numbers(quantities: Mapping[str, Quantity]) -> dict[str, Any]:

@@ -117,11 +117,14 @@ class RunRecord:
     def record(self, result: StepResult) -> str | None:
         """Write a step down; its line for the console, if it is a step to show."""
         numbers = self._numbers(result)
-        self._write(numbers)
         step = numbers["step"]
         shown = (
             step in (self._first + 1, self._steps) or step % self._log["every"] == 0 or result.stop or result.skipped
         )
+        if shown and (count := self._experts):  # all of them in each step would be most of the file
+            rows = [*map(int, result.routed)]
+            numbers["expert_rows"] = [rows[at : at + count] for at in range(0, len(rows), count)]
+        self._write(numbers)
         return self._line(numbers) if shown else None
 
     def record_evaluation(self, result: EvaluationResult) -> str:
@@ -178,10 +181,15 @@ class RunRecord:
             "peak_bytes": list(result.peak_bytes),
         }
 
+    @property
+    def _experts(self) -> int:
+        """Of a block whose rows are counted."""
+        return (self._model.experts or 0) if self._model.builtin else 0
+
     def _loads(self, routed: Sequence[float]) -> dict[str, float]:
         """The load of the busiest expert over the mean one of its block: mean over the blocks, and the worst."""
-        count = self._model.experts
-        if not routed or not count or not self._model.builtin:
+        count = self._experts
+        if not routed or not count:
             return {}
         blocks = [routed[at : at + count] for at in range(0, len(routed), count)]
         over = [max(one) * count / sum(one) for one in blocks if sum(one)]
@@ -250,7 +258,7 @@ class RunRecord:
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "training": m.training,
             "predicted": {**m.predicted, **headline(m)},
-        }
+        } | ({"ep": m.ep or 1, "imbalance": self._model.imbalance} if self._experts else {})
 
 
 def _count(number: int, one: str, many: str | None = None) -> str:
