@@ -9,9 +9,10 @@
     zbc.attention(q, k, v), zbc.positions(x)       in layers of yours that run in slices of a sequence
     zbc.add_loss(x, value), zbc.loss_scale()       in layers of yours that have losses of their own
     zbc.selective(module)                          in layers of yours that recompute selectively
+    zbc.experts(group), zbc.decided(make)          in layers of yours with experts that replicas share out
 
-But for the last five, they mirror the commands. All are imported when first used, so that `import zbc` costs nothing.
-None but those five and `zbc.torch_schedule` needs torch. docs/python.md has examples.
+But for the last seven, they mirror the commands. All are imported when first used, so that `import zbc` costs nothing.
+None but those seven and `zbc.torch_schedule` needs torch. docs/python.md has examples.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
     from zbc.errors import ZbcError as ZbcError
     from zbc.pipelining import torch_schedule as torch_schedule
     from zbc.runtime.core.again import selective as selective
+    from zbc.runtime.core.remembered import decided as decided
     from zbc.runtime.features.added import add_loss as add_loss
     from zbc.runtime.features.added import loss_scale as loss_scale
+    from zbc.runtime.features.expert_parallel import experts as experts
     from zbc.runtime.features.slicing import attention as attention
     from zbc.runtime.features.slicing import positions as positions
 
@@ -43,6 +46,8 @@ __all__ = [
     "add_loss",
     "attention",
     "compare",
+    "decided",
+    "experts",
     "graph",
     "load",
     "loss_scale",
@@ -57,6 +62,8 @@ _HOMES = {
     "torch_schedule": "zbc.pipelining",
     "add_loss": "zbc.runtime.features.added",
     "attention": "zbc.runtime.features.slicing",
+    "decided": "zbc.runtime.core.remembered",
+    "experts": "zbc.runtime.features.expert_parallel",
     "loss_scale": "zbc.runtime.features.added",
     "positions": "zbc.runtime.features.slicing",
     "selective": "zbc.runtime.core.again",

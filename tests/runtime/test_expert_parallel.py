@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.composed import GPT, TOLERANCE, apart, toml
 from tests.jobs import job
+from tests.refusals import refused
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_experts import tables
 from tests.runtime.weighed import most_held
@@ -41,6 +46,7 @@ def numbers(workers):
     return [(result.loss, result.grad_norm) for result in workers[-1].results]
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "experts.md"
 WAYS = [
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 2}),
@@ -155,6 +161,48 @@ def test_ranks_that_share_layers_have_the_same_bits_of_all_else_and_tell_loads_o
         "mlp.router.weight",
         "mlp.shared_gate.weight",
     }
+
+
+def of_the_page(folder, way, **parallel):
+    """A plan for the layers of docs/experts.md."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    (folder / "moe_of_the_page.py").write_text(code)
+    found = tables(way)
+    found["model"] = {"family": "moe_of_the_page:layers", "layers": 3, "loss": "mse"}
+    found["model"] |= {"args": {"width": 8, "count": 4, "blocks": 3}}
+    found["data"] = {"kind": "tests.processes.user_layers:Vectors"}
+    found["parallel"] |= parallel
+    found["schedule"]["microbatches"] = 8 // parallel.get("dp", 1)
+    (folder / "zbc.toml").write_text(toml(found))
+    compile_job(load_job(folder / "zbc.toml"), budget=0.0, suggest=False).write(folder / "plan")
+    return StoredPlan.read(folder / "plan")
+
+
+OF_THE_PAGE = [
+    ({"schedule": {"kind": "1f1b"}}, {"dp": 2, "ep": 2}),
+    ({"schedule": {"kind": "zb-h1"}, "memory": {"activations": "recompute"}}, {"dp": 4, "ep": 2, "shard": "all"}),
+]
+
+
+@pytest.mark.parametrize(("way", "parallel"), few(OF_THE_PAGE, 1), ids=str)
+def test_experts_of_a_layer_of_a_user_train_as_in_one_process(tmp_path, monkeypatch, way, parallel):
+    monkeypatch.syspath_prepend(tmp_path)
+    workers = run_threads(of_the_page(tmp_path, way, **parallel), 3)
+    single = run_threads(of_the_page(tmp_path, {}, pp=1), 3)
+    assert apart(numbers(workers), numbers(single)) <= TOLERANCE
+    own = {
+        name for worker in workers for s, one in worker.optimizers.items() if s <= EXPERTS for name in one.parameters
+    }
+    assert len(own) == 3 * 4 * 2 and all(".experts." in name for name in own)
+
+
+def test_a_layer_that_shares_out_nothing_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    made = of_the_page(tmp_path, {"schedule": {"kind": "1f1b"}}, dp=2, ep=2)
+    module = importlib.import_module("moe_of_the_page")
+    monkeypatch.setattr(module.Mixture, "share_experts", lambda self, group: "expert")
+    with refused("E119", "share_experts of layers.0 returns 'expert'"):
+        run_threads(made, 1)
 
 
 def test_a_rank_has_and_steps_its_own_experts(tmp_path):

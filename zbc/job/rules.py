@@ -469,9 +469,9 @@ def _expert_rules(draft: Draft) -> Iterator[ZbcError]:
     if parallel is None or model is None or parallel.ep == 1:
         return
     where, hint, text = draft.document.where(("parallel", "ep")), "drop ep", ""
-    if not model.builtin or not model.experts:
+    if model.builtin and not model.experts:
         text = "shares out the experts of a block, and model.experts is not set"
-    elif model.experts % parallel.ep:
+    elif model.experts and model.experts % parallel.ep:
         text, hint = f"does not divide model.experts = {model.experts}", "use a divisor of both, or 1"
     elif parallel.dp % parallel.ep:
         text, hint = f"does not divide parallel.dp = {parallel.dp}", f"set dp = {parallel.ep} or a multiple of it"

@@ -10,25 +10,39 @@ share layers are (tensor_parallel.py): by weight gradients of the same op, or by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from zbc.errors import ZbcError
+from zbc.job import userobject
 from zbc.runtime.core.slot import current_slot
 from zbc.runtime.features.tensor_parallel import Group
 
 
 class Swaps(NamedTuple):
-    """What this rank does with others of `group` in the experts of a block, of which each has `each`."""
+    """What this rank does with others of `group` in the experts of a block; None: it has all of them."""
 
-    group: Group
-    each: int
+    group: Group | None = None
+
+    def own(self, experts: nn.ModuleDict) -> nn.ModuleDict:
+        """Of all experts of a block this rank's, under the names that they have there."""
+        if self.group is None:
+            return experts
+        each = len(experts) // self.group.size
+        first = each * self.group.place
+        return nn.ModuleDict(dict(islice(experts.items(), first, first + each)))
 
     def run(self, rows: Tensor, counts: Tensor, experts: Iterable[nn.Module]) -> Tensor:
-        """What all experts make of `rows` (N, H), which lie expert after expert, `counts` (E) of each."""
-        size, each = self.group.size, self.each
+        """What all experts make of `rows` (N, H), which lie expert after expert, `counts` (E) of each; `experts` are
+        this rank's. All ranks of the group call this together."""
+        if self.group is None:
+            parts = torch.split(rows, counts.tolist())
+            return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+        size, each = self.group.size, len(counts) // self.group.size
         got = torch.empty_like(counts)
         self.group.swap(counts, (each,) * size, got, (each,) * size)
         come = got.view(size, each)  # by the rank that they come from
@@ -60,6 +74,29 @@ class _Swap(torch.autograd.Function):
 def _swapped(rows: Tensor, out: list[int], into: list[int], group: Group) -> Tensor:
     found: Tensor = _Swap.apply(rows, out, into, group)  # type: ignore[no-untyped-call]
     return found
+
+
+def experts(group: Group | None = None) -> Swaps:
+    """In a layer of yours with experts: `own(modules)` are those that this rank keeps, and `run(rows, counts, modules)`
+    what all experts make of rows of tokens, wherever these experts are. `group`: the replicas that share them out, as
+    the layer's method `share_experts(group)` is given it (docs/experts.md); without one all are here."""
+    return Swaps(group)
+
+
+def share(name: str, layer: nn.Module, group: Group) -> Iterator[str]:
+    """Have the modules of a layer keep this rank's experts; what the names of these parameters begin with. Raises E119
+    where a user's module names none, or cannot share them."""
+    for path, module in [*layer.named_modules()]:
+        told = getattr(module, "share_experts", None)
+        if callable(told):
+            where = f"{name}.{path}" if path else name
+            local = userobject.call(lambda told=told: told(group), {}, where, "model layer")
+            if not any(key.startswith(f"{local}.") for key, _ in module.named_parameters()):
+                text = f"model: share_experts of {where} returns {local!r}, under which it has no parameters"
+                raise ZbcError(
+                    "E119", text, hint='return the name of what holds this rank\'s experts, such as "experts"'
+                )
+            yield f"{where}.{local}"
 
 
 def split(parameters: Mapping[str, nn.Parameter], experts: Iterable[str]) -> tuple[dict[str, nn.Parameter], ...]:

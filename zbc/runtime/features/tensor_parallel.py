@@ -138,13 +138,15 @@ class Group(NamedTuple):
 
 @dataclass
 class Shared:
-    """The ranks of `group` share the layers of this one, those of `swaps` its experts. `cuts`: the parameters of which
-    each of a group has a part; `partial`: those that are whole here, of whose gradients each has a part."""
+    """The ranks of `group` share the layers of this one, those of `swaps` its experts, whose parameters have names that
+    begin with one of `experts`. `cuts`: the parameters of which each of a group has a part; `partial`: those that are
+    whole here, of whose gradients each has a part."""
 
     group: Group | None
     swaps: Group | None
     cuts: dict[str, Cut] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
+    experts: list[str] = field(default_factory=list)
 
 
 class SharedLayers(Feature):

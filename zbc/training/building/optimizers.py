@@ -30,7 +30,6 @@ from zbc.runtime.features.tensor_parallel import Shared, SharedLayers
 from zbc.runtime.features.ties import Ties
 from zbc.runtime.features.versions import OneVersion, TwoVersions
 from zbc.training.building.context import Site, section
-from zbc.training.building.shares import experts_in
 from zbc.training.probing.shapes import Shapes
 
 
@@ -59,7 +58,7 @@ def optimizers_of(
     }
     found = dict[int, StageOptimizer]()
     for s in site.mine:
-        of = split(stages[s].parameters, experts_in(stages[s])) if apart else (stages[s].parameters,)
+        of = split(stages[s].parameters, shared.experts) if apart else (stages[s].parameters,)
         experts = {id(parameter) for own in of[1:] for parameter in own.values()}
         for owner, own in zip((s, experts_of(s)), of, strict=False):
             casts = [one for one in stages[s].casts if (id(one.module.weight) in experts) == (owner != s)]

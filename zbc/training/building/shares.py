@@ -11,9 +11,8 @@ from torch import nn
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
-from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tensors import Loss
-from zbc.runtime.features import tensor_parallel
+from zbc.runtime.features import expert_parallel, tensor_parallel
 from zbc.runtime.features.moving import with_mean
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.tensor_parallel import Group, Meter, Shared
@@ -22,7 +21,6 @@ from zbc.runtime.features.vocabulary_state import OfRows, Vocabulary
 from zbc.runtime.transports.network import swapping
 from zbc.training.building.context import Site
 from zbc.training.models import model, sharding
-from zbc.training.models.experts import Experts
 from zbc.training.models.shared_words import LOGITS, Tables
 
 
@@ -95,17 +93,10 @@ def share_out(site: Site, shared: Shared, tables: Tables | None) -> Callable[[st
             found = sharding.shard(name, layer, shared.group, joined=joined)
             shared.cuts.update({f"{name}.{local}": cut for local, cut in found.cuts.items()})
             shared.partial.update(f"{name}.{local}" for local in found.partial)
-        for module in layer.modules() if shared.swaps is not None else ():
-            if isinstance(module, Experts) and shared.swaps is not None:
-                module.share_out(shared.swaps)
+        if shared.swaps is not None:
+            shared.experts.extend(expert_parallel.share(name, layer, shared.swaps))
 
     return share
-
-
-def experts_in(stage: Stage) -> list[str]:
-    """What the names of the parameters of a stage's experts begin with."""
-    layers = ((layer.name, layer.module.named_modules()) for layer in stage.layers)
-    return [f"{name}.{path}.experts" for name, inside in layers for path, one in inside if isinstance(one, Experts)]
 
 
 def _by_words(chosen: spec.Model) -> bool:

@@ -97,7 +97,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleDict({str(e): made(width) for e in range(count)})
         self.shared = made(shared) if shared else None
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
-        self.swaps: Swaps | None = None  # where replicas share the experts out
+        self.swaps = Swaps()
         self.enter = self.leave = same  # where ranks have parts of each
         self.place: int | None = None  # of its first expert among those of all blocks
         self.rate = rate
@@ -118,7 +118,8 @@ class Experts(nn.Module):
         if self.place is not None:
             tell_load(self.place, counts)
         given, weights = self.enter(flat), self.enter(weights)
-        found = self._run(_lowered(given.index_select(0, order // self.top_k)), counts)
+        rows = _lowered(given.index_select(0, order // self.top_k))
+        found = self.swaps.run(rows, counts, self.experts.values())
         found = found.index_select(0, order.argsort()).view(*chosen.shape, -1)
         y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)
         if self.shared is not None and self.shared_gate is not None:
@@ -131,19 +132,11 @@ class Experts(nn.Module):
         """(N, top_k): the experts that each token meets, those it wants most first."""
         return (likely if self.bias is None else likely + self.bias).topk(self.top_k, -1).indices
 
-    def share_out(self, group: Group) -> None:
-        """Keep this rank's experts."""
-        each = self.count // group.size
-        mine = range(group.place * each, (group.place + 1) * each)
-        self.experts = nn.ModuleDict({str(e): self.experts[str(e)] for e in mine})
-        self.swaps = Swaps(group, each)
-
-    def _run(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """What experts make of their rows; `counts` of them, expert after expert."""
-        if self.swaps is not None:
-            return self.swaps.run(rows, counts, self.experts.values())
-        parts = torch.split(rows, counts.tolist())
-        return torch.cat([expert(part) for expert, part in zip(self.experts.values(), parts, strict=True)])
+    def share_experts(self, group: Group) -> str:
+        """Keep this rank's, of replicas that share them out."""
+        self.swaps = Swaps(group)
+        self.experts = self.swaps.own(self.experts)
+        return "experts"
 
     def _added(self, logits: Tensor, likely: Tensor, counts: Tensor) -> Tensor:
         share = counts.to(likely.dtype) / (self.top_k * len(likely))
