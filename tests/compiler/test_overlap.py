@@ -208,7 +208,7 @@ def test_a_job_gets_groups_where_overlapping_pays_and_where_it_asks_for_them():
     assert made({"overlap": True}, {}) == (True, pytest.approx(27.0))
     assert made({}, {"overlap": 1.0}) == (True, pytest.approx(22.0))
     assert made({"overlap": False}, {"overlap": 1.0}) == (False, pytest.approx(25.5))
-    with pytest.raises(ZbcError, match=r"schedule\.overlap is for dualpipe, dualpipe-v"):
+    with pytest.raises(ZbcError, match=r"schedule\.overlap is for interleaved-1f1b, dualpipe, dualpipe-v"):
         job(kind="zb-v", schedule={"overlap": True})
 
 
