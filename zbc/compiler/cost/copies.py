@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from zbc.compiler.cost.cost import Costs
+from zbc.compiler.cost.cost import Costs, Size
 from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.errors import ZbcError
 from zbc.ir import Placement
@@ -60,8 +59,9 @@ def alone(job: Job) -> float:
 def share_of(costs: Costs, placement: Placement) -> float:
     """A copy of a rank's share of a microbatch one way, over its F + B + W; of the ranks with most of each."""
     ranks = [placement.stages_of(r) for r in range(placement.ranks)]
-    work = max(sum(costs.total(name, mine) for name in ("f", "b", "w")) for mine in ranks)
-    return max(costs.total("out", mine) for mine in ranks) / (work or 1.0)
+    times = {name: costs.column(name) for name in ("f", "b", "w", "out")}
+    work = max(sum(times[name][s] for name in ("f", "b", "w") for s in mine) for mine in ranks)
+    return max(sum(times["out"][s] for s in mine) for mine in ranks) / (work or 1.0)
 
 
 def possible(job: Job, *, bytes_known: bool) -> bool:
@@ -73,12 +73,9 @@ def possible(job: Job, *, bytes_known: bool) -> bool:
     return True
 
 
-def movable(kept: Sequence[tuple[float, float]], bytes: Sequence[StageBytes] | None) -> list[tuple[float, float]]:
-    """Units and bytes that can move of what each stage keeps: all but its result, which stays until it was sent."""
-    if bytes is None:
-        return list(kept)
-    found = []
-    for (units, size), stage in zip(kept, bytes, strict=True):
-        left = max(0.0, size - stage.sent)
-        found.append((units * left / (size or 1.0), left))
-    return found
+def movable(kept: Size, stage: StageBytes | None) -> Size:
+    """What can move of what a stage keeps: all but its result, which stays until it was sent."""
+    if stage is None:
+        return kept
+    left = max(0.0, kept.bytes - stage.sent)
+    return Size(kept.units * left / (kept.bytes or 1.0), left)

@@ -135,16 +135,17 @@ class Costs:
         }
         return replace(self, size={**self.size, **counted})
 
-    def counted(self, units: Callable[[int, Size], float]) -> Costs:
-        """The same with so many units for what a value of a stage takes; its bytes stay."""
+    def counted(self, units: Callable[[int, Size], float], of: str = "") -> Costs:
+        """The same with so many units for what a value of a stage takes, all values or one; its bytes stay."""
 
         def again(stage: int, entry: Size | tuple[Size, ...]) -> Size | tuple[Size, ...]:
             if isinstance(entry, Size):
                 return Size(units(stage, entry), entry.bytes)
             return tuple(Size(units(stage, one), one.bytes) for one in entry)
 
-        size = {name: tuple(again(s, entry) for s, entry in enumerate(sizes)) for name, sizes in self.size.items()}
-        return replace(self, size=size)
+        some = {of: self.size[of]} if of else self.size
+        size = {name: tuple(again(s, entry) for s, entry in enumerate(sizes)) for name, sizes in some.items()}
+        return replace(self, size={**self.size, **size})
 
     def cut(self, rows: Sequence[float], **shares: Sequence[float]) -> Costs:
         """The same of microbatches in slices: `rows` is the share of its tokens that each has, `shares` those of the
@@ -367,10 +368,18 @@ class Costs:
         made, freed = _MAKES.get(op.kind), _FREES.get(op.kind)
         return self._size(made, op) if made else _NOTHING, self._size(freed, op) if freed else _NOTHING
 
+    def largest(self, value: str, stage: int) -> Size:
+        """Of a value of a stage that of the slice which has most."""
+        entry = self._entry(value, stage)
+        return entry if isinstance(entry, Size) else max(entry, key=lambda size: size.bytes)
+
     def _size(self, value: str, op: Op) -> Size:
-        """Without a size of its own, all of what F keeps can move to the host."""
-        entry = self.size["kept" if value == "host" and value not in self.size else value][op.stage]
+        entry = self._entry(value, op.stage)
         return entry if isinstance(entry, Size) else entry[op.slice]
+
+    def _entry(self, value: str, stage: int) -> Size | tuple[Size, ...]:
+        """Without a size of its own, all of what F keeps can move to the host."""
+        return self.size["kept" if value == "host" and value not in self.size else value][stage]
 
     def more_bytes(self, op: Op, *, first: bool = False) -> float:
         """What a compute op needs while it runs beyond the larger of what is held before and after it.

@@ -38,7 +38,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     job = _seated(job, placement, stages, table)
     whole, cuts = _build(job, placement, stages, table), cuts_of(job)
     if not cuts:
-        return _with_messages(_with_words(whole, [job], [1.0], placement), job, placement)
+        return _with_messages(_with_words(_with_copies(whole, job), [job], [1.0], placement), job, placement)
     rows, shares = share(cuts, 1.0, 0.0), shares_of(job, cuts)
     parts, tables, jobs = list[Costs](), list[Sequence[Layer]](), list[Job]()
     for j, (begin, end) in enumerate(pairwise(cuts)):
@@ -58,10 +58,10 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     found = _with_words(replace(found, links=longest.links, occupies=longest.occupies), jobs, rows, placement)
     found = _with_messages(found, job, placement)
     if whole.bytes is None:
-        return found
+        return _with_copies(found, job)
     kv = [[sum((one[i].size.kv for i in part), 0.0) for part in stages] for one in tables]
     fused = [[sum((one[i].size.fused for i in part), 0.0) for part in stages] for one in tables]
-    return _weighed(found, whole, parts, kv, fused, _recomputed(job, placement))
+    return _with_copies(_weighed(found, whole, parts, kv, fused, _recomputed(job, placement)), job)
 
 
 def _with_messages(costs: Costs, job: Job, placement: Placement) -> Costs:
@@ -155,21 +155,27 @@ def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tabl
     costs = costs.over(job.hardware.transfer or ("eager" if given else "rendezvous"))
     if job.profile is not None:
         costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks),))
-    costs = _with_copies(costs, job)
     costs = _with_optimizer(costs, job, placement, stages, table)
     return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node)
 
 
 def _with_copies(costs: Costs, job: Job) -> Costs:
-    """The same with copies to the host of the stages whose activations may move."""
-    moves = [job.memory.offloads(s) for s in range(costs.stages)]
-    if not any(moves):
+    """The same with copies to the host of the stages whose activations may move, slice by slice."""
+    if not any(job.memory.offloads(s) for s in range(costs.stages)):
         return costs
     speed = copies.speed_of(job, bytes_known=costs.bytes is not None)
-    found = copies.movable(list(zip(costs.units("kept"), costs.bytes_of("kept"), strict=True)), costs.bytes)
-    away = tuple(Size(*one) if may else Size(0.0) for one, may in zip(found, moves, strict=True))
-    timed = costs.with_ms(out=tuple(speed.out(*one) for one in away), back=tuple(speed.back(*one) for one in away))
-    return replace(timed, size={**costs.size, "host": away}, shared=job.hardware.host_shared, alone=copies.alone(job))
+    host, out, back = list[Size | tuple[Size, ...]](), *(list[float | tuple[float, ...]]() for _ in range(2))
+    for s, entry in enumerate(costs.size["kept"]):
+        whole, may = isinstance(entry, Size), job.memory.offloads(s)
+        kept = (entry,) if isinstance(entry, Size) else entry
+        away = tuple(copies.movable(one, costs.bytes_at(s, j)) if may else Size(0.0) for j, one in enumerate(kept))
+        there, again = (tuple(ms(*one) for one in away) for ms in (speed.out, speed.back))
+        host.append(away[0] if whole else away)
+        out.append(there[0] if whole else there)
+        back.append(again[0] if whole else again)
+    timed = costs.with_ms(out=tuple(out), back=tuple(back))
+    size = {**costs.size, "host": tuple(host)}
+    return replace(timed, size=size, shared=job.hardware.host_shared, alone=copies.alone(job))
 
 
 def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Job:

@@ -1,4 +1,5 @@
-"""What copies of activations take of the host: slabs, each the size of what one stage moves of one microbatch.
+"""What copies of activations take of the host: slabs, each the size of what one stage moves of one microbatch,
+or of the largest of its slices.
 
 A slab is taken by an OFFLOAD and free again after the backward that needed what came back, so that it follows from the
 order alone how many there are at a time. A run makes those of a stage for its first parcel; on a GPU that is before the
@@ -31,8 +32,7 @@ def slabs(program: Program, rank: int) -> dict[int, int]:
 
 def host_bytes(program: Program, rank: int, costs: Costs) -> float:
     """Bytes of a rank's slabs; 0 where sizes are not known."""
-    sizes = costs.bytes_of("host" if "host" in costs.size else "kept")
-    return sum(count * sizes[stage] for stage, count in slabs(program, rank).items())
+    return sum(count * costs.largest("host", stage).bytes for stage, count in slabs(program, rank).items())
 
 
 def predicted(program: Program, costs: Costs) -> dict[str, Any]:

@@ -83,11 +83,8 @@ def room_of(job: Job, placement: Placement, costs: Costs, *, own: float | None =
     room = tuple(size / unit for size in sizes)
     if units is None or _same(costs, counted):
         return Limit(counted, room if units is None else tuple(map(min, units, room)), rates)
-    both = {
-        name: tuple(max(a, b) for a, b in zip(costs.units(name), counted.units(name), strict=True))
-        for name in costs.size
-    }
-    return Limit(costs.with_units(**both), tuple(map(min, units, room)), rates)
+    both = costs.counted(lambda stage, size: max(size.units, size.bytes / unit))
+    return Limit(both, tuple(map(min, units, room)), rates)
 
 
 def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:

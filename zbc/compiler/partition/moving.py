@@ -107,11 +107,12 @@ def places(placement: Placement) -> list[int]:
 def _thin(setup: Setup, units: tuple[float, ...]) -> Setup | None:
     """The same as if much of what may move were never there; None where one microbatch is too much even so."""
     placement, costs = setup.placement, setup.limit.costs
-    kept = list[float]()
-    for stage, (unit, place) in enumerate(zip(costs.units("kept"), places(placement), strict=True)):
-        away = AWAY[min(place, len(AWAY) - 1)] if setup.job.memory.offloads(stage) else 0.0
-        kept.append(unit * (1 - away))
-    thin, room = costs.with_units(kept=tuple(kept)), tuple(unit - ON_THE_WAY for unit in units)
+    here = [
+        1 - AWAY[min(place, len(AWAY) - 1)] if setup.job.memory.offloads(stage) else 1.0
+        for stage, place in enumerate(places(placement))
+    ]
+    thin = costs.counted(lambda stage, size: size.units * here[stage], "kept")
+    room = tuple(unit - ON_THE_WAY for unit in units)
     if any(need > there for need, there in zip(least_of(placement, thin), room, strict=True)):
         return None
     return replace(setup, limit=replace(setup.limit, costs=thin, units=room))

@@ -227,19 +227,28 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, past: Past, start: int, stop: int, limits: Limits) -> Tensor:
-        kept = past.write(start, stop, k, v)
-        leaves = [t.detach().requires_grad_() for t in (_alone(q), *kept)]
         with torch.enable_grad():
-            mixed = _causal(leaves[0], leaves[1], leaves[2], limits)
-        ctx.past, ctx.rows, ctx.leaves, ctx.edge = past, (start, stop), leaves, get_gradient_edge(mixed)
+            anchor = torch.zeros((), requires_grad=True)
+            q, k, v = _Enter.apply(anchor, _alone(q), *past.write(start, stop, k, v))  # type: ignore[no-untyped-call]
+            mixed = _causal(q, k, v, limits)
+        ctx.past, ctx.rows = past, (start, stop)
+        ctx.entries, ctx.edge = [get_gradient_edge(t) for t in (q, k, v)], get_gradient_edge(mixed)
         return mixed.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        leaves, edge = ctx.leaves, ctx.edge
-        ctx.leaves = ctx.edge = None
-        dq, dk, dv = torch.autograd.grad([edge], leaves, [grads[0]])
+        entries, edge = ctx.entries, ctx.edge
+        ctx.entries = ctx.edge = None
+        dq, dk, dv = torch.autograd.grad([edge], entries, [grads[0]])
         return dq, *ctx.past.add(*ctx.rows, dk, dv), None, None, None, None
+
+
+class _Enter(torch.autograd.Function):
+    """Queries, keys and values as what no leaf holds, so that queries can move; gradients end here."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q.detach(), k.detach(), v.detach()
 
 
 def _alone(q: Tensor) -> Tensor:
