@@ -18,10 +18,12 @@ from zbc.ops import EXPERTS, OWNERS, TIED, VALUES, WORDS, Ref, experts_of
 
 @dataclass(frozen=True, slots=True)
 class ShareBytes:
-    """Bytes of a rank's share of words: what stays, and its values (see `zbc.ops.VALUES`) for a unit."""
+    """Bytes of a rank's share of words: what stays, its values (see `zbc.ops.VALUES`) for a unit, and what its ops need
+    beyond what is there before them, by their columns."""
 
     state: StageBytes
     values: Mapping[str, float]
+    needs: Mapping[str, float]
 
     @property
     def working(self) -> float:
@@ -334,6 +336,10 @@ class Costs:
     def share_of(self, value: str, part: int = 0) -> float:
         """Bytes of a value of the words that all ranks share, for a slice; 0 where sizes are not known."""
         return self.shares[part if len(self.shares) > 1 else 0].values.get(value, 0.0) if self.shares else 0.0
+
+    def share_need(self, op: Op) -> float:
+        """What an op of those words needs while it runs beyond what is there before it."""
+        return self.shares[op.slice if len(self.shares) > 1 else 0].needs[op.kind.row.cost] if self.shares else 0.0
 
     def over(self, transfer: str) -> Costs:
         """The same where messages wait for a buffer ("rendezvous"), or do not ("eager")."""

@@ -8,7 +8,7 @@ Of h features, N tokens and V words on p ranks, per microbatch (or slice) and ra
     SPREAD    N h numbers to all ranks; TAKE the same, from the first stage
     GIVE      N h numbers from all ranks to one; SUM the same in float32
     MEET      three float32 numbers per token from each rank to all, and with 1 sum what SUM does otherwise
-    logits    4 N V/p bytes from S to T, float32 whatever the model's type
+    logits    4 N V/p bytes from S to T, float32 whatever the model's type; with 1 sum 8 N h more until all have met
 
 Final norm and learned positions stay on the last and the first stage. After arXiv 2411.05288.
 """
@@ -27,6 +27,7 @@ from zbc.job.profile import WordTimes
 from zbc.job.spec import Job, LayerCost
 
 STATISTICS = 12  # bytes per token that ranks tell each other: maximum, sum of exp and the target's logit
+OWN, FOUND = 13, 8  # of S until T: the target's row, whether it is a rank's own, its weight; of what all have told
 Times = tuple[float, float, float]  # ms of F, B and W
 
 
@@ -151,20 +152,31 @@ def share_bytes(job: Job) -> ShareBytes | None:
     state = stepping.numbers(job.optimizer)
     tokens, mine = sizes.tokens, _share_of(sizes, job.parallel.pp)
     out, stream = float(sizes.width * sizes.hidden * tokens), float(sizes.stream * sizes.hidden * tokens)
-    wide = float(GRAD_BYTES * sizes.hidden * tokens)
+    wide, logits = float(GRAD_BYTES * sizes.hidden * tokens), 4.0 * mine.vocab * tokens
     values = {
         "top": out,
         "hidden": out,
-        "logits": 4.0 * mine.vocab * tokens,
-        "sums": STATISTICS * tokens + (wide if job.vocabulary == 1 else 0.0),
-        "stats": float(STATISTICS * tokens),
+        "logits": logits + (STATISTICS + OWN) * tokens,
+        "sums": 2 * wide if job.vocabulary == 1 else 0.0,
+        "stats": float((job.parallel.pp * STATISTICS + FOUND) * tokens),
         "dtop": wide,
-        "turn": out,
+        "turn": wide,
         "words": stream,
         "input": stream,
         "bottom": stream,
         "dinput": stream,
     }
+    copies = (sizes.width * mine.vocab * tokens + out) * (sizes.width < GRAD_BYTES)  # of logits, of the gradient
+    grown = (sizes.width + GRAD_BYTES) * float(mine.vocab * sizes.hidden) * (sizes.width < GRAD_BYTES)
+    needs = {
+        "s": values["logits"] + values["sums"] + copies,
+        "t": copies + max(grown, wide * (job.vocabulary == 2)),
+        "i": stream,
+        "e": wide * (1 + (stream < wide)),
+    }
     stepped = count / job.parallel.dp if job.shard != "none" else count
-    weights, masters = (2.0 if low else 4.0) * count, 4.0 * stepped if low else 0.0
-    return ShareBytes(StageBytes(weights, float(GRAD_BYTES * count), masters, 4.0 * state * stepped, 0.0), values)
+    masters = 4.0 * stepped if low else 0.0
+    weights = (2.0 if low else 4.0) * count + 2.0 * mine.vocab * sizes.hidden * sizes.cast  # of the output layer
+    return ShareBytes(
+        StageBytes(weights, float(GRAD_BYTES * count), masters, 4.0 * state * stepped, 0.0), values, needs
+    )

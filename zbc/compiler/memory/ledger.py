@@ -5,7 +5,7 @@ activations (F) changes what is there as it begins: what it takes from an edge b
 result is there before it ends. All other ops change it as they end; what one takes and gives in one category counts as
 the difference (B turns `kept` into `left`). What an op of another lane writes is there when its rank comes to it (the
 buffer of a RECV), and what it frees is there until its event is over (the tensor of a SEND: until the receiver has
-posted a buffer and the transfer is over).
+posted a buffer and the transfer is over; what a collective of words takes from a rank: until all have come to it).
 
     activations   kept, left: in units and bytes
     transit       act and grad on the edges: tensors (as units) and bytes
@@ -189,8 +189,8 @@ class _Effect(NamedTuple):
     end: tuple[Delta, ...]
     begin_first: tuple[Delta, ...]  # where they make the first gradients
     end_first: tuple[Delta, ...]
-    size: float = 0.0  # of a SEND: bytes of what leaves, and the ms it takes; None where nothing does
-    link: float | None = None
+    size: float = 0.0  # bytes of what leaves: of a SEND, and of a collective whose result is not here
+    link: float | None = None  # of a SEND, the ms it takes; None where nothing leaves
 
 
 class _RankLedger:
@@ -218,6 +218,8 @@ class _RankLedger:
         for i in graph.mine(self.rank):
             op = graph.ops[i]
             effect = effects.get((key_of(op), op[3])) or self._effect(op)
+            if effect.lane is Lane.COLLECTIVE and effect.size:  # what others take is there until they have
+                heappush(leaving, (self.clock.over(i), i, effect.size))
             if effect.lane is Lane.LINK:
                 if effect.link is not None:
                     self._send(i, effect)
@@ -297,7 +299,8 @@ class _RankLedger:
         if row.lane is Lane.LINK:
             found = self._transfer(op)
         else:
-            found = _Effect(row.lane, *self._deltas(op, row, first=False), *self._deltas(op, row, first=True))
+            both = (*self._deltas(op, row, first=False), *self._deltas(op, row, first=True))
+            found = _Effect(row.lane, *both, size=self._given(op, row))
         self.effects[key_of(op), op.pipe] = found
         return found
 
@@ -313,7 +316,9 @@ class _RankLedger:
             if kv.units or kv.bytes:
                 deltas.append(Delta("kv", *kv))
         if self.costs.shares and (words := self._words(op, row)):
+            given = self._given(op, row)
             deltas.append(Delta("vocabulary", 0.0, words))
+            deltas += [Delta("transit", 1.0, given)] if given else []
         if row.lane is Lane.COLLECTIVE and row.scope is Scope.EVERY:  # its buffer is there once it is started
             return tuple(deltas), ()
         if row.lane is Lane.OUT or row.lane is Lane.BACK:  # what a copy writes is there from its beginning
@@ -330,22 +335,25 @@ class _RankLedger:
             return 0.0  # see `_shared_out`
         if not op.kind.computes:
             return _own(op, self.costs, self.mine)
+        if op.kind.row.scope is Scope.EVERY:
+            return self.costs.share_need(op)
         change = self.activations.of(op)
         if change is not None and change.begins:
             return self.costs.more_bytes(op, first=first)
         return self.costs.rise_bytes(op, first=first)
 
     def _words(self, op: Op, row: Row) -> float:
-        """Bytes that an op makes, less those it frees, of the words that all ranks share.
-
-        What a collective frees is counted until its rank comes to it, not until it is over.
-        """
+        """Bytes that an op makes, less those it frees, of the words that all ranks share."""
         layout, sizes = self.graph.layout, 0.0
         for refs, sign in ((row.writes, 1), (row.frees, -1)):
             for ref in refs:
                 if VALUES[ref.what].scope == "share" and layout.is_at(ref.at, self.rank, op.stage, row):
                     sizes += sign * self.costs.share_of(ref.what, op.slice)
         return sizes
+
+    def _given(self, op: Op, row: Row) -> float:
+        """Of what a collective frees of these, what its result does not take the room of: others take it."""
+        return max(0.0, -self._words(op, row)) if row.lane is Lane.COLLECTIVE and row.scope is Scope.EVERY else 0.0
 
     # ---- what travels ------------------------------------------------------------------------------------------
 

@@ -85,11 +85,12 @@ def meet(worker: Worker, op: Op) -> None:
     shared, unit = shared_of(worker, op)
     told = _take(shared.told, unit, op, "its S has not run")
     mine = told.mine.contiguous()
-    meeting = Meeting(told, mine.new_empty(len(shared.ranks), *mine.shape), shared.outputs[op.slice])
+    parts = mine.new_empty(len(shared.ranks), *mine.shape)
+    meeting = Meeting(told, parts, shared.outputs[op.slice], worker.rank == shared.last)
     then = None if told.spread is None else Then(meeting.make, shared.last)
     meeting.pending = worker.transport.start_gather(mine.view(-1), meeting.parts.flatten(1), shared.ranks, then)
     shared.met[unit] = meeting
-    if then is not None and worker.rank == shared.last:
+    if then is not None and meeting.here:
         shared.coming[Met(Kind.MEET, *unit)] = meeting
 
 

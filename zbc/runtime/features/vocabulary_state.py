@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from zbc.errors import ZbcError
-from zbc.ir import Kind, Op
+from zbc.ir import Key, Kind, Op
 from zbc.ops import At
 from zbc.plan.dealing import CHUNK
 from zbc.runtime.core.feature import Feature
 from zbc.runtime.core.optimizer import Held, OptimizerOver, StageOptimizer
-from zbc.runtime.core.route import Source
+from zbc.runtime.core.private import users
+from zbc.runtime.core.route import Finish, Keeps, Left, Source
+from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.core.validate import chunks
 from zbc.runtime.features.slicing import Part
@@ -33,7 +35,8 @@ from zbc.runtime.features.words import Own, combine
 from zbc.runtime.transports.transport import Pending, Transport
 
 if TYPE_CHECKING:
-    from zbc.runtime.core.state import Worker
+    from zbc.runtime.core.stage import Stage
+    from zbc.runtime.core.state import PhaseRun, Worker
 
 Unit = tuple[int, int]  # microbatch, slice
 
@@ -66,16 +69,18 @@ class Bringing:
     spec: TensorSpec
 
     def result(self) -> Tensor:
-        return self.tensor.view(self.spec.shape).to(self.spec.dtype)
+        return self.tensor.view(self.spec.shape).to(self.spec.dtype).detach()  # a view would hold it
 
 
 @dataclass
 class Meeting:
-    """A MEET: what all ranks told, (ranks, 3, N), and with 1 sum what is added up behind that. Also a `Coming`."""
+    """A MEET: what all ranks told, (ranks, 3, N), and with 1 sum what is added up behind that, which is kept where it
+    is wanted `here`. Also a `Coming`."""
 
     told: Told
     parts: Tensor
     spec: TensorSpec  # of the gradient that comes of it
+    here: bool
     pending: Pending = field(init=False)
     made: Tensor | None = None
     _found: tuple[Tensor, Tensor] | None = None
@@ -88,8 +93,9 @@ class Meeting:
 
     def make(self) -> Tensor:
         """This rank's part of the gradient."""
-        self.made = self.told.part(self.known()[0])
-        return self.made
+        made = self.told.part(self.known()[0])
+        self.made = made if self.here else None
+        return made
 
     def result(self) -> Tensor:
         if self.made is None:
@@ -129,11 +135,14 @@ class Vocabulary(Feature):
 
     def start(self, kind: Kind, unit: Unit, pending: Pending, tensor: Tensor, spec: TensorSpec, *, here: bool) -> None:
         """Note a collective: whose result is wanted `here`, or by others only."""
-        self.sent = [one for one in self.sent if not one[0].ready()]
+        self.forget()
         if here:
             self.coming[Met(kind, *unit)] = Bringing(pending, tensor, spec)
         else:
             self.sent.append((pending, tensor))
+
+    def keeps(self, run: PhaseRun, stage: Stage, key: Key) -> Keeps | None:
+        return None if key.stage else LOOKED
 
     def source(self, op: Op) -> Source:
         kind = Kind.GIVE if op.kind.takes is At.SOURCES else Kind.MEET if self.sums == 1 else Kind.SUM
@@ -143,8 +152,13 @@ class Vocabulary(Feature):
         """All ranks together are behind the last stage, and before the first."""
         return len(worker.placement.pipes[0]) if op.kind.gives is At.SINKS else -1
 
+    def forget(self) -> None:
+        """Let go of what others have."""
+        self.sent = [one for one in self.sent if not one[0].ready()]
+
     def arrive(self, worker: Worker, met: Met) -> Tensor:
         """What a collective brings here; blocks. Raises E703 if it was not started."""
+        self.forget()
         coming = self.coming.pop(met, None)
         if coming is None:
             raise ZbcError("E703", f"run: {met} has not been started, and its result is needed", hint="plan again")
@@ -197,6 +211,21 @@ class Meets:
 
     def take(self, worker: Worker, number: int) -> Tensor:
         return worker.features.of(Vocabulary).arrive(worker, Met(self.kind, self.mb, self.slice))
+
+
+class Looked(Keeps):
+    """The graph, without what was looked up where that needs no more of it than a gradient."""
+
+    def forward(
+        self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
+    ) -> tuple[Tensor, Left | None]:
+        found = super().forward(worker, stage, x, number, finish, slot)
+        if users(x.untyped_storage()) == 2:
+            x.data = x.new_empty(1).expand_as(x)
+        return found
+
+
+LOOKED = Looked()
 
 
 # ---- its weights ---------------------------------------------------------------------------------------------

@@ -188,8 +188,7 @@ class Hub:
         if following:
             made = [then.make() for then in following]
             _combine([Offer("reduce", one, one, root=following[0].root) for one in made], meeting.ranks)
-            # Who started it holds this meeting, and `then` holds that one: nothing would be free before a collection.
-            meeting.offers = {r: offer._replace(then=None) for r, offer in meeting.offers.items()}
+        meeting.offers.clear()  # whoever still waits for a meeting that is over holds nothing of it
         meeting.over = True
         for r in meeting.ranks:
             self._wake[r].notify()
@@ -267,14 +266,15 @@ def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
             for other in offers[1:]:
                 offer.target.add_(other.source[index])
         return
-    total = offers[0].source.clone()
+    total = offers[0].target  # source and target are one; without a temporary, too
     for offer in offers[1:]:
         total += offer.source
-    for index, offer in enumerate(offers):
-        if what == "reduce" and ranks[index] != root:
-            offer.target.fill_(torch.nan)  # as lenient networks may: it is nobody's
-        else:
+    for rank, offer in zip(ranks, offers, strict=True):
+        if what == "sum" or rank == root:
             offer.target.copy_(total)
+    for rank, offer in zip(ranks, offers, strict=True):
+        if what == "reduce" and rank != root:
+            offer.target.fill_(torch.nan)  # as lenient networks may: it is nobody's
 
 
 @dataclass(frozen=True)
