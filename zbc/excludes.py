@@ -248,7 +248,7 @@ ROWS = (
     Excludes(
         "shared vocabulary",
         "E110",
-        {"post-validate|tp|replicas|freeze|file|capped logits": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
+        {"post-validate|replicas|freeze|file|capped logits": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
     ),
     Excludes(
         "shared vocabulary",

@@ -137,9 +137,9 @@ def plan_of(ranks: Sequence[str], placement: Placement, m: int, **options: Any) 
 
 
 def make_worker(plan: StoredPlan, rank: int = 0, hub: Hub | None = None) -> Worker:
-    hub = hub or Hub(plan.manifest.topology.world, tp=plan.manifest.tp)
-    ramp = [RankPlan(rank, one.program.ranks[rank], one.manifest) for one in plan.ramp]
-    return build_worker(RankPlan(rank, plan.program.ranks[rank], plan.manifest), hub.end(rank), CPU, ramp)
+    hub, part = hub or Hub(plan.manifest.topology.world, tp=plan.manifest.tp), plan.manifest.topology.of(rank).pp
+    ramp = [RankPlan(part, one.program.ranks[part], one.manifest) for one in plan.ramp]
+    return build_worker(RankPlan(part, plan.program.ranks[part], plan.manifest), hub.end(rank), CPU, ramp)
 
 
 @dataclass

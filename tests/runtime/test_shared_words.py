@@ -216,8 +216,8 @@ def test_a_wrong_forward_program_is_refused(fault):
 def test_evaluation_is_that_of_one_process():
     same = {"train": {"eval_every": 2}, "data": {"kind": "synthetic", "validation": 0.00001}}
     one = run_threads(make_plan(make_program("1f1b", 1, 3), **same), 4)
-    for schedule, sums, slices in (("zb-v", 1, 1), ("1f1b", 2, 2)):
-        workers = run_threads(plan_of(schedule, 2, 3, sums, slices=slices, **same), 4)
+    for schedule, sums, slices, tp in (("zb-v", 1, 1, 1), ("1f1b", 2, 2, 1), ("1f1b", 1, 1, 2)):
+        workers = run_threads(plan_of(schedule, 2, 3, sums, slices=slices, how={"tp": tp}, **same), 4)
         losses, wanted = ([e.loss for e in ranks[0].evaluation.results] for ranks in (workers, one))
         assert len(losses) == 2 and losses == pytest.approx(wanted, rel=1e-6)
 
@@ -235,13 +235,15 @@ PLANS = {
     "dealt": lambda model: plan_of(
         "1f1b", 2, 3, 1, how={"copies": 2, "sharded": True}, model=model, **{**OPTIONS, "optimizer": ZERO1}
     ),
+    "tensor parallel": lambda model: plan_of("zb-h1", 2, 3, 1, how={"tp": 2}, model=model, **OPTIONS),
 }
 TURNS = [("ends", "two ranks"), ("two ranks", "ends"), ("two ranks", "four ranks"), ("slices", "four ranks")]
 TURNS += [("replicas", "dealt"), ("dealt", "replicas")]
+TURNS += [("tensor parallel", "two ranks"), ("four ranks", "tensor parallel"), ("tensor parallel", "ends")]
 
 
 @pytest.mark.parametrize("model", [GPT, TIED], ids=["apart", "tied"])
-@pytest.mark.parametrize(("before", "after"), few(TURNS, [*TURNS[:2], TURNS[-1]]))
+@pytest.mark.parametrize(("before", "after"), few(TURNS, [*TURNS[:2], *TURNS[5:8]]))
 def test_a_run_goes_on_with_the_vocabulary_elsewhere(tmp_path, before, after, model):
     copies = 2 if {before, after} == {"replicas", "dealt"} else 1
     whole = run_threads(make_plan(make_program("1f1b", 1, 3 * copies), model=model, **OPTIONS), 4)
@@ -291,16 +293,17 @@ def test_replicas_write_each_row_once_and_are_compared(tmp_path):
         run_threads(plan, 2, setup=spoil, folder=tmp_path / "spoiled")
 
 
-def test_whole_tables_are_put_together_for_others():
+@pytest.mark.parametrize("tp", [1, 2])
+def test_whole_tables_are_put_together_for_others(tp):
     """For export: the rows of all ranks, however many each has."""
-    plan = plan_of("zb-v", 4, 3, 1, words=(0, 5, 6, 50, 61))
-    hub = Hub(4)
-    workers = [make_worker(plan, rank, hub) for rank in range(4)]
+    plan = plan_of("zb-v", 4, 3, 1, words=(0, 5, 7, 50, 61), how={"tp": tp})
+    hub = Hub(4 * tp, tp=tp)
+    workers = [make_worker(plan, rank, hub) for rank in range(4 * tp)]
 
     def run(rank):
         return workers[rank].features.find(Vocabulary).whole("head.logits.weight", workers[rank].transport)
 
-    found = side_by_side(4, run)
+    found = side_by_side(4 * tp, run)
     one = parameters([make_worker(make_plan(make_program("1f1b", 1, 3)))])["head.logits.weight"]
     assert all(torch.equal(table, one) for table in found)
 

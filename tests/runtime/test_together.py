@@ -31,7 +31,10 @@ LIMITS = {
     "zb-auto": "0.7x",
 }
 WORDS = [(f"shared vocabulary x {more}offload", *how) for more in ("", "slices x ") for how in LIMITS.items()]
-TRAINED = [*SLICED, *WORDS]
+PARALLEL = [(f"shared vocabulary x {more}", "1f1b", "1.3x") for more in ("tp", "tp_sequence", "slices x tp")]
+PARALLEL += [("shared vocabulary x tp x offload", "zb-v", "0.5x"), ("slices x tp x offload", "1f1b", "0.4x")]
+PARALLEL += [("shared vocabulary x tp x slices x offload", *how) for how in (("zb-v", "0.5x"), ("v-auto", "0.4x"))]
+TRAINED = [*SLICED, *WORDS, *PARALLEL]
 
 
 @pytest.fixture
@@ -48,9 +51,12 @@ def moved(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("traits", "kind", "limit"), few(TRAINED, [*SLICED[:2], WORDS[0], WORDS[7]]))
+@pytest.mark.parametrize(
+    ("traits", "kind", "limit"), few(TRAINED, [*SLICED[:2], WORDS[0], WORDS[7], PARALLEL[1], PARALLEL[-2]])
+)
 def test_they_train_as_one_process_without_them(moved, traits, kind, limit):
-    both, plain = beside(*traits.split(" x "), schedule__kind=kind, schedule__memory_limit=limit)
+    both, plain = beside(*traits.split(" x "), schedule__kind=kind)
+    both["schedule"]["memory_limit"] = limit
     assert apart(trained(both), trained(plain)) <= NEAR
     assert "offload" not in traits or sum(moved) > 0
 
@@ -78,9 +84,10 @@ OPEN += [{"model__tie_embeddings": True}]
 WITH_WORDS = [f"shared vocabulary{more}" for more in ("", " x offload", " x slices", " x slices x offload")]
 WEIGHED += [(words, kind, {}) for words in WITH_WORDS for kind in ("1f1b", "zb-v", "interleaved-1f1b")]
 WEIGHED += [(WITH_WORDS[-1], "1f1b", changes) for changes in OPEN]
+WEIGHED += [(f"{words} x tp", "1f1b", {"model__hidden": 256}) for words in WITH_WORDS]
 
 
-@pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, [WEIGHED[0], WEIGHED[5], WEIGHED[8], WEIGHED[-5]]))
+@pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, [WEIGHED[n] for n in (0, 5, 8, 14, -1)]))
 def test_a_plan_knows_what_ranks_hold(tmp_path, traits, kind, changes):
     """Once in three runs, of the fullest rank within 2%: a late message stays longer."""
     both, _ = beside(*traits.split(" x "), schedule__kind=kind, parallel__pp=2, **(WIDE | changes))
@@ -91,15 +98,16 @@ def test_a_plan_knows_what_ranks_hold(tmp_path, traits, kind, changes):
     nearest = [0.0] * len(predicted)
     for _ in range(3):
         scales = scaled(plan)[1]
+        part = plan.manifest.topology.of
         for rank, size in enumerate(predicted):
-            held = max(scale.held.peak for scale in scales[rank :: len(predicted)])
+            held = max(scale.held.peak for i, scale in enumerate(scales) if part(i).pp == rank)
             nearest[rank] = min(held, nearest[rank], key=lambda found, size=size: abs(found - size))
         if nearest == pytest.approx(predicted, rel=0.01):
             break
     assert nearest == pytest.approx(predicted, rel=0.03)
     assert max(nearest) == pytest.approx(max(predicted), rel=0.02)
     slabs = [host_bytes(made.program, rank, made.costs) for rank in range(len(predicted))]
-    assert [scale.held.host for scale in scales[: len(slabs)]] == pytest.approx(slabs, rel=0.02)
+    assert [scale.held.host for scale in scales[:: plan.manifest.tp]] == pytest.approx(slabs, rel=0.02)
     assert any(slabs) == ("offload" in traits)
 
 

@@ -308,9 +308,11 @@ def unshareable(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         found = f"model.loss is {model.loss!r}" if model.builtin else f"model.family is {model.family!r}"
         text = f"config: only the output layer of a built-in model with cross_entropy can be shared, {found}"
         yield text, f"set {ends}"
-    elif model is not None and model.vocab is not None and model.vocab < parallel.pp:
-        text = f"config: a vocabulary of {model.vocab} words leaves some of {parallel.pp} ranks without any"
-        yield text, f"set parallel.pp = {model.vocab} or less, or {ends}"
+    elif model is not None and model.vocab is not None and model.vocab < parallel.pp * parallel.tp:
+        text = (
+            f"config: a vocabulary of {model.vocab} words leaves some of {parallel.pp * parallel.tp} ranks without any"
+        )
+        yield text, f"set parallel.pp = {max(1, model.vocab // parallel.tp)} or less, or {ends}"
 
 
 def _order_rule(draft: Draft) -> Iterator[ZbcError]:

@@ -25,7 +25,7 @@ from typing import Any
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.ir import TRAITS, Kind, Op, Program
-from zbc.ops import EXPERTS
+from zbc.ops import EXPERTS, WORDS
 from zbc.plan.manifest import FORMAT as FORMAT
 from zbc.plan.manifest import FROZEN as FROZEN
 from zbc.plan.manifest import MANIFEST as MANIFEST
@@ -103,7 +103,8 @@ def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:
     alike."""
     program = program_of(manifest, ((),) * manifest.ranks)
     run, op = manifest.topology, Op(Kind.REDUCE, owner)
-    found = run.ranks((run.of(rank).pp,) if program.apart(op) else program.members(op))
+    share = run.of(rank).tp if owner == WORDS else 0  # what else ranks share of layers is put together, or the first's
+    found = run.ranks((run.of(rank).pp,) if program.apart(op) else program.members(op), share)
     return _alike(manifest, found, rank) if owner <= EXPERTS else found
 
 

@@ -56,7 +56,7 @@ def build_worker(
     refuse(site, stages)
     tied = tied_weights(site)
     optimizers = optimizers_of(site, stages, tied, shared, apart=shared.swaps is not None)
-    words = None if tables is None else vocabulary_of(site, tables)
+    words = None if tables is None else vocabulary_of(site, tables, shared.group)
     optimizers |= {} if words is None else {WORDS: words.optimizer}
     context = Context(site.parts, stages, optimizers, site.rank, device, shared, tied)
     resting = Resting((part, turns_in(site, part, stages)) for part in site.parts)

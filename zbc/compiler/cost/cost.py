@@ -338,7 +338,7 @@ class Costs:
         return self.shares[part if len(self.shares) > 1 else 0].values.get(value, 0.0) if self.shares else 0.0
 
     def share_need(self, op: Op) -> float:
-        """What an op of those words needs while it runs beyond what is there before it."""
+        """What an op of those words, or an F that begins with them, needs beyond what is there before it."""
         return self.shares[op.slice if len(self.shares) > 1 else 0].needs[op.kind.row.cost] if self.shares else 0.0
 
     def over(self, transfer: str) -> Costs:

@@ -1,6 +1,7 @@
 """An output layer and an embedding that all ranks share by words: what a rank's share takes, in time and memory.
 
-Of h features, N tokens and V words on p ranks, per microbatch (or slice) and rank:
+Of h features, N tokens and V words on p ranks, per microbatch (or slice) and rank; tensor-parallel ranks have each
+their part of the V/p words of their rank of the pipeline, and tell each other three numbers per token inside of S:
 
     S         2 N h V/p operations for the logits, and as many for the input's gradient with 1 sum
     T         2 N h V/p for the rows' gradient, and those of the input's gradient with 2 sums
@@ -39,7 +40,7 @@ def columns(job: Job, rows: float = 1.0) -> dict[str, float]:
     for name in found:
         if (ms := getattr(given, name)) is not None:
             found[name] = ms * rows
-    return found | _collectives(job)
+    return found | {"s": found["s"] + _together(job)} | _collectives(job)
 
 
 def _computed(job: Job, rows: float) -> dict[str, float]:
@@ -52,9 +53,21 @@ def _computed(job: Job, rows: float) -> dict[str, float]:
 
 def _measured(job: Job, words: WordTimes, rows: float) -> dict[str, float]:
     """What they were measured to take; products with another number of words in proportion."""
-    share = -(-(job.model.vocab or 0) // job.parallel.pp) / words.rows
+    share = -(-(job.model.vocab or 0) // (job.parallel.pp * job.parallel.tp)) / words.rows
     s, t = words.s[job.vocabulary - 1] * share, words.t[job.vocabulary - 1] * share
     return {"s": s * rows, "t": t * rows, "i": words.i * rows, "e": words.e * rows}
+
+
+def _together(job: Job) -> float:
+    """ms in which ranks that share layers tell each other, inside of S, what each finds of its words.
+
+    Costs that are given in numbers mean sums of such ranks that take no time, as inside of blocks.
+    """
+    sizes, measured, tp = estimate.sizes_of(job), job.profile and job.profile.sums, job.parallel.tp
+    if tp == 1 or sizes is None or job.costs.f is not None:
+        return 0.0
+    told = float(STATISTICS * sizes.tokens)
+    return measured.ms(told) if measured else Machine.of(job).shared_ms(tp * told, halves=1)
 
 
 def _output(job: Job, rows: float) -> Times:
@@ -173,6 +186,7 @@ def share_bytes(job: Job) -> ShareBytes | None:
         "t": copies + max(grown, wide * (job.vocabulary == 2)),
         "i": stream,
         "e": wide * (1 + (stream < wide)),
+        "f": stream * (not sizes.rotary or sizes.tp > 1),  # what was looked up, which goes when F is over
     }
     stepped = count / job.parallel.dp if job.shard != "none" else count
     masters = 4.0 * stepped if low else 0.0

@@ -339,7 +339,8 @@ class _RankLedger:
             return self.costs.share_need(op)
         change = self.activations.of(op)
         if change is not None and change.begins:
-            return self.costs.more_bytes(op, first=first)
+            looked = 0.0 if self.graph.program.placement.sources(op.stage) else self.costs.share_need(op)
+            return self.costs.more_bytes(op, first=first) + looked
         return self.costs.rise_bytes(op, first=first)
 
     def _words(self, op: Op, row: Row) -> float:

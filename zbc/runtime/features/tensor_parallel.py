@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zbc.ir import Kind, Op
+from zbc.ops import WORDS
 from zbc.runtime.core.feature import Answer, Context, Feature
 from zbc.runtime.core.slot import Slot, current_slot
 from zbc.runtime.features import words
@@ -166,7 +167,10 @@ class SharedLayers(Feature):
 
     def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
         """What is no part of anything counts on the first of the ranks that share layers."""
-        return {name: one for name, one in found.items() if name in self.cuts} if worker.share else found
+        rows = worker.optimizers[WORDS].parameters if WORDS in worker.optimizers else {}
+        return (
+            {name: one for name, one in found.items() if name in self.cuts or name in rows} if worker.share else found
+        )
 
     def reduces(self, worker: Worker, op: Op) -> None:
         self.complete(worker, op.stage)

@@ -46,6 +46,7 @@ class Told:
     step: float
     spread: Tensor | None = None
     row: Tensor | None = None
+    said: Tensor | None = None  # for MEET in place of `mine`: of all ranks that share layers
 
     @property
     def factor(self) -> Tensor:

@@ -14,7 +14,7 @@ from zbc.runtime.core.reading import read
 from zbc.runtime.core.state import Worker
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.vocabulary_state import Meeting, Met, Unit, Vocabulary
-from zbc.runtime.features.words import IGNORED
+from zbc.runtime.features.words import IGNORED, as_one
 from zbc.runtime.transports.transport import Then
 
 _Where = TypeVar("_Where", Message, Unit)
@@ -65,7 +65,8 @@ def spread(worker: Worker, op: Op) -> None:
 
 
 def tell(worker: Worker, op: Op) -> None:
-    """S: this rank's words of the output layer; with 1 sum its terms of the input gradient, too."""
+    """S: this rank's words of the output layer; with 1 sum its terms of the input gradient, too. Ranks that share its
+    layers have words of their own, and tell others what they find together."""
     shared, unit = shared_of(worker, op)
     part, training = shared.slice_of(op), worker.phase_run.trains
     targets, share = read(worker, worker.source, "targets", worker.number(op.mb), part)
@@ -75,7 +76,9 @@ def tell(worker: Worker, op: Op) -> None:
     weight = worker.phase_run.weigh(worker, worker.number(op.mb), targets, share) / counting
     step = worker.phase_run.portion
     early = training and shared.sums == 1
-    shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=training)
+    told = shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=training)
+    if shared.group is not None:
+        told.said = as_one(shared.group.collect(told.mine))
     worker.clock.stop(began)
 
 
@@ -84,7 +87,7 @@ def meet(worker: Worker, op: Op) -> None:
     output on its rank, whose B waits. T waits."""
     shared, unit = shared_of(worker, op)
     told = _take(shared.told, unit, op, "its S has not run")
-    mine = told.mine.contiguous()
+    mine = (told.mine if told.said is None else told.said).contiguous()
     parts = mine.new_empty(len(shared.ranks), *mine.shape)
     meeting = Meeting(told, parts, shared.outputs[op.slice], worker.rank == shared.last)
     then = None if told.spread is None else Then(meeting.make, shared.last)

@@ -30,6 +30,7 @@ from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.core.validate import chunks
 from zbc.runtime.features.slicing import Part
+from zbc.runtime.features.tensor_parallel import Group
 from zbc.runtime.features.vocabulary import Embedding, Output, Told
 from zbc.runtime.features.words import Own, combine
 from zbc.runtime.transports.transport import Pending, Transport
@@ -105,14 +106,15 @@ class Meeting:
 
 @dataclass
 class Vocabulary(Feature):
-    """One rank's share. `ranks` are those of its pipeline, as ranks of the run, ascending, `bounds` the words of each;
-    `replicas` are the ranks of the run with the same words."""
+    """One rank's share. `ranks` are those of its pipeline, as ranks of the run, ascending, `bounds[0]` the words of
+    each; `replicas` are the ranks of the run with the same words. Of ranks that share layers, `group`, the one at
+    `place` has `bounds[place]`."""
 
     output: Output
     embedding: Embedding
     optimizer: OfRows
     ranks: tuple[int, ...]
-    bounds: tuple[tuple[int, int], ...]
+    bounds: Sequence[Sequence[tuple[int, int]]]
     replicas: tuple[int, ...]
     first: int  # of them the one with the first stage
     last: int  # and with the last
@@ -121,6 +123,7 @@ class Vocabulary(Feature):
     slices: Sequence[Part]  # none: microbatches are whole
     inputs: Sequence[TensorSpec]  # of the first stage, by slice
     outputs: Sequence[TensorSpec]  # of the last
+    group: Group | None
 
     looked: dict[Unit, Own] = field(default_factory=dict)
     given: dict[Unit, Tensor] = field(default_factory=dict)
@@ -176,12 +179,13 @@ class Vocabulary(Feature):
     def whole(self, name: str, transport: Transport) -> Tensor:
         """All rows of a table, which all ranks of the pipeline call for together; blocks."""
         mine = self.optimizer.parameters[name].detach()
-        most, width = max(high - low for low, high in self.bounds), mine.shape[1]
+        words = sorted((own, part, i) for part, each in enumerate(self.bounds) for i, own in enumerate(each))
+        most, width = max(high - low for (low, high), *_ in words), mine.shape[1]
         parts = mine.new_empty(len(self.ranks), most, width)
         padded = functional.pad(mine, (0, 0, 0, most - len(mine)))
         transport.start_gather(padded.view(-1), parts.flatten(1), self.ranks).wait()
-        order = sorted(range(len(self.ranks)), key=self.bounds.__getitem__)
-        return torch.cat([parts[i, : self.bounds[i][1] - self.bounds[i][0]] for i in order])
+        every = parts[None] if self.group is None else self.group.collect(parts)
+        return torch.cat([every[part, i, : high - low] for (low, high), part, i in words])
 
     def leftovers(self, worker: Worker) -> list[str]:
         """What a finished step should have used up and did not."""

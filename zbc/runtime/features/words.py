@@ -52,6 +52,12 @@ def combine(told: Tensor) -> tuple[Tensor, Tensor]:
     return top + total.log(), target
 
 
+def as_one(told: Tensor) -> Tensor:
+    """(3, N) that stands for what several ranks tell, (ranks, 3, N)."""
+    log, logit = combine(told)
+    return torch.stack([log, torch.ones_like(log), logit])
+
+
 def wide(logits: Tensor) -> Tensor:
     """At least float32: statistics of many words are wrong in less."""
     return logits.float() if logits.dtype in LOW else logits

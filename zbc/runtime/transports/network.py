@@ -137,11 +137,13 @@ def swapping(manifest: Manifest) -> list[tuple[int, ...]]:
 
 
 def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:
-    """The ranks of the run that are one replica of the pipeline, where those share the vocabulary; else nothing."""
+    """The ranks of the run that are one replica of the pipeline, where those share the vocabulary; else nothing. With
+    ranks that share layers one share of each."""
     if manifest.vocabulary is None:
         return []
     run = manifest.topology
-    return [tuple(sorted(run.rank(dp, part) for part in range(run.pp))) for dp in range(run.dp)]
+    each = itertools.product(range(run.dp), range(run.tp))
+    return [tuple(sorted(run.rank(dp, part, tp) for part in range(run.pp))) for dp, tp in each]
 
 
 class Network:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features import expert_parallel, tensor_parallel
 from zbc.runtime.features.moving import with_mean
 from zbc.runtime.features.sharded import Sharded
-from zbc.runtime.features.tensor_parallel import Group, Meter, Shared
+from zbc.runtime.features.tensor_parallel import Group, Meter, Shared, bounds
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.vocabulary_state import OfRows, Vocabulary
 from zbc.runtime.transports.network import swapping
@@ -30,14 +31,21 @@ def tables_of(site: Site) -> Tables | None:
     words = site.manifest.vocabulary
     if words is None:
         return None
-    chosen, rows, rank = site.settings.model, words.rows, site.plan.rank
-    if not chosen.builtin or chosen.loss != "cross_entropy" or site.topology.tp > 1 or rows[-1] != chosen.vocab:
+    chosen = site.settings.model
+    if not chosen.builtin or chosen.loss != "cross_entropy" or words.rows[-1] != chosen.vocab:
         text = "run: the plan shares a vocabulary over its ranks, which this model or its other axes do not allow"
         raise ZbcError("E406", text, hint='plan again, or with parallel.vocabulary = "ends"')
-    return Tables(rows[rank], rows[rank + 1], tied=chosen.tie_embeddings)
+    return Tables(*words_of(site, site.seat.tp)[site.plan.rank], tied=chosen.tie_embeddings)
 
 
-def vocabulary_of(site: Site, tables: Tables) -> Vocabulary:
+def words_of(site: Site, tp: int) -> list[tuple[int, int]]:
+    """From where to where the words of each rank of the pipeline go that one of those which share its layers has."""
+    rows = site.manifest.vocabulary.rows if site.manifest.vocabulary is not None else []
+    parts = [(low, *bounds(high - low, tp, site.topology.tp)) for low, high in pairwise(rows)]
+    return [(low + start, low + stop) for low, start, stop in parts]
+
+
+def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary:
     """This rank's words."""
     settings, run, placement = site.settings, site.topology, site.placement
     words, low, lowered = site.manifest.vocabulary, tables.low, settings.lowered
@@ -45,20 +53,20 @@ def vocabulary_of(site: Site, tables: Tables) -> Vocabulary:
     parameters = tables.parameters(site.layers, settings.train.seed, site.device)
     embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
     output = Output(head, low, torch.bfloat16 if settings.model.dtype == "bfloat16" else None)
-    replicas = run.ranks([site.plan.rank])
+    replicas = run.ranks([site.plan.rank], site.seat.tp)
     optimizer: StageOptimizer = (
         Sharded(settings.optimizer, parameters, (output.cast,), ranks=replicas, rank=site.rank, lowered=lowered)
         if site.manifest.sharded and len(replicas) > 1
         else build_optimizer(settings.optimizer, parameters, (output.cast,), lowered=lowered)
     )
-    seat = partial(run.rank, site.seat.dp)
+    seat = partial(run.rank, site.seat.dp, tp=site.seat.tp)
     ranks = tuple(sorted(map(seat, range(run.pp))))
     return Vocabulary(
         output,
         Embedding(embedding, low, settings.model.padding_token),
         OfRows(with_mean(settings.optimizer, optimizer), low, tables.shapes),
         ranks=ranks,
-        bounds=tuple((words.rows[part], words.rows[part + 1]) for part in (run.of(rank).pp for rank in ranks)),
+        bounds=[[words_of(site, tp)[run.of(rank).pp] for rank in ranks] for tp in range(run.tp)],
         replicas=replicas,
         first=seat(placement.rank_of(0)),
         last=seat(placement.rank_of(placement.ends[-1])),
@@ -67,6 +75,7 @@ def vocabulary_of(site: Site, tables: Tables) -> Vocabulary:
         slices=site.slices,
         inputs=[one.inputs[0] for one in site.by_slice],
         outputs=[one.output for one in site.by_slice],
+        group=group,
     )
 
 

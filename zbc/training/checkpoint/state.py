@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.ops import EXPERTS, experts_of
+from zbc.ops import EXPERTS, WORDS, experts_of
 from zbc.plan.directory import holding
 from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.stage import StageLayer
@@ -51,6 +51,7 @@ def entries(worker: Worker) -> list[HeldPart]:
 def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
     """Parameters and what the optimizer keeps for them; the ranks with the same, `usual`, share out who writes what."""
     optimizer = worker.optimizers[owner]
+    apart = owner == WORDS  # of which ranks that share layers have rows of their own
     usual = holding(worker.plan.manifest, owner, worker.rank)
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
     shares, cuts, ties = _shares(optimizer, usual), worker.features.of(SharedLayers).cuts, worker.features.of(Ties)
@@ -62,7 +63,9 @@ def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
             continue
         if held.name in cuts and held.shared:
             yield from _collected(worker, owner, held.name, held.tensor.data, state.get(held.tensor, {}))
-        if held.name in cuts or worker.share:  # what each holds whole, the first of those that share layers has
+        if held.name in cuts or (
+            worker.share and not apart
+        ):  # what each holds whole, the first of those that share layers has
             continue
         tied = held.name in ties.homes
         holders = ties.ranks(worker, held.name) if tied else usual

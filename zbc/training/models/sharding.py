@@ -75,6 +75,10 @@ def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
 
 
 def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
+    layer.place = group.place if group.sequence else 0
+    if layer.tokens is None:  # all ranks share its words: see shared_words.py
+        layer.look_up = group.leave
+        return {}
     words = layer.tokens.num_embeddings
     first, stop = group.bounds(words)
     cut = _keep(layer.tokens, "weight", 0, [words], group)
@@ -82,15 +86,16 @@ def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
     padding = layer.tokens.padding_idx
     layer.tokens.padding_idx = None if padding is None or not first <= padding < stop else padding - first
     layer.look_up = look_up(group, layer.tokens, first, stop - first)
-    layer.place = group.place if group.sequence else 0
     return {"tokens.weight": cut}
 
 
 def _head(layer: GptHead, group: Group, joined: bool) -> dict[str, Cut]:
+    layer.enter = group.enter
+    if not isinstance(layer.logits, nn.Linear):  # likewise
+        return {}
     words = layer.logits.out_features
     cut = _keep(layer.logits, "weight", 0, [words], group)
     layer.logits.out_features = layer.logits.weight.shape[0]
-    layer.enter = group.enter
     if joined:
         layer.join = lambda x: group.join(x, words)
     return {"logits.weight": cut}

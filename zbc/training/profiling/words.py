@@ -20,11 +20,12 @@ WARM_UP = 2
 
 
 def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
-    """ms of S, T, I and E of a microbatch with ceil(vocab / pp) words; None where the job leaves them at the ends."""
+    """ms of S, T, I and E of a microbatch with ceil(vocab / (pp tp)) words; None where they are at the ends."""
     job, model = rig.job, rig.job.model
     if job.parallel.vocabulary == "ends" or not (model.builtin and model.vocab and model.hidden and model.seq_len):
         return None
-    rows, tokens = -(-model.vocab // job.parallel.pp), job.schedule.microbatch_size * model.seq_len
+    ranks = job.parallel.pp * job.parallel.tp
+    rows, tokens = -(-model.vocab // ranks), job.schedule.microbatch_size * model.seq_len
     generator = torch.Generator(device).manual_seed(job.train.seed)
     kind = torch.bfloat16 if model.parameters == "bfloat16" else torch.float32
     low = torch.bfloat16 if model.dtype == "bfloat16" else None
