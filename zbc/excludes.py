@@ -255,7 +255,6 @@ ROWS = (
         "E120",
         {"copies": (UNWRITTEN, 'set parallel.vocabulary = "ends", or use kind = "zb-v", "zb-auto" or "1f1b"')},
     ),
-    Excludes("sliced", "E110", {"tp_sequence": UNWRITTEN}, at_other=True),
     Excludes(
         "sliced",
         "E110",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.composed import Tables, apart, beside, toml, trained
+from tests.refusals import refused
 from tests.threads import scaled
 from tests.tiers import few
 from zbc import excludes
@@ -34,6 +35,7 @@ WORDS = [(f"shared vocabulary x {more}offload", *how) for more in ("", "slices x
 PARALLEL = [(f"shared vocabulary x {more}", "1f1b", "1.3x") for more in ("tp", "tp_sequence", "slices x tp")]
 PARALLEL += [("shared vocabulary x tp x offload", "zb-v", "0.5x"), ("slices x tp x offload", "1f1b", "0.4x")]
 PARALLEL += [("shared vocabulary x tp x slices x offload", *how) for how in (("zb-v", "0.5x"), ("v-auto", "0.4x"))]
+PARALLEL += [("slices x tp_sequence", "zb-v", "1x"), ("slices x tp_sequence x offload", "1f1b", "0.4x")]
 TRAINED = [*SLICED, *WORDS, *PARALLEL]
 
 
@@ -52,7 +54,7 @@ def moved(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("traits", "kind", "limit"), few(TRAINED, [*SLICED[:2], WORDS[0], WORDS[7], PARALLEL[1], PARALLEL[-2]])
+    ("traits", "kind", "limit"), few(TRAINED, [*SLICED[:2], WORDS[0], WORDS[7], PARALLEL[1], PARALLEL[5], PARALLEL[-2]])
 )
 def test_they_train_as_one_process_without_them(moved, traits, kind, limit):
     both, plain = beside(*traits.split(" x "), schedule__kind=kind)
@@ -84,6 +86,7 @@ OPEN += [{"model__tie_embeddings": True}]
 WITH_WORDS = [f"shared vocabulary{more}" for more in ("", " x offload", " x slices", " x slices x offload")]
 WEIGHED += [(words, kind, {}) for words in WITH_WORDS for kind in ("1f1b", "zb-v", "interleaved-1f1b")]
 WEIGHED += [(WITH_WORDS[-1], "1f1b", changes) for changes in OPEN]
+WEIGHED += [(f"slices x {more}tp_sequence", "1f1b", {"model__hidden": 256}) for more in ("", "offload x ")]
 WEIGHED += [(f"{words} x tp", "1f1b", {"model__hidden": 256}) for words in WITH_WORDS]
 
 
@@ -124,6 +127,14 @@ def test_copies_of_a_slice_take_its_share_of_those_of_its_microbatch(tmp_path):
         kv = made.costs.bytes_of("kv")[stage]  # which stay, for all slices
         moves = whole.costs.bytes_of("host")[stage]
         assert sum(each) == pytest.approx(whole.costs.of("out", stage) * (moves - kv) / moves, rel=0.02)
+
+
+def test_slices_are_shared_out_evenly_where_ranks_share_tokens(tmp_path):
+    both, _ = beside("slices", "tp_sequence", schedule__slices=3)
+    assert planned(both, tmp_path)[1].manifest.cuts == [0, 12, 22, 32]
+    both["schedule"]["cuts"] = [11, 11, 10]
+    with refused("E103", match="no multiples of 2", hint="set schedule.cuts = ["):
+        planned(both, tmp_path)
 
 
 def test_auto_moves_activations_of_slices_where_memory_is_short(tmp_path):

@@ -18,7 +18,7 @@ from zbc.compiler.partition.replicas import Problem, joined, plans
 from zbc.compiler.schedules import AUTO, find
 from zbc.compiler.schedules.replicated import NAME
 from zbc.errors import ZbcError
-from zbc.job.cuts import MULTIPLE
+from zbc.job.cuts import multiple_of
 from zbc.job.rules import fewest_microbatches, unshareable
 from zbc.job.spec import Job
 
@@ -77,7 +77,7 @@ def shareable(job: Job) -> bool:
 def _counts(job: Job) -> Iterator[int]:
     """1, 2, 4, ..: each further slice shortens the bubble, and adds what its kernels and messages take to get going."""
     length, count = job.model.seq_len or 1, 1
-    while count <= min(MOST, length // MULTIPLE[job.hardware.device] or 1):
+    while count <= min(MOST, length // multiple_of(job.hardware, job.parallel) or 1):
         yield count
         count *= 2
 

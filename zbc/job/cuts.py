@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from math import sqrt
+from math import lcm, sqrt
 
 from zbc.errors import ZbcError
 from zbc.job.job import Draft, Job
 from zbc.job.model_section import Model
-from zbc.job.sections import Hardware, Schedule
+from zbc.job.sections import Hardware, Parallel, Schedule
 from zbc.job.slice_times import SliceTimes
 
 MULTIPLE = {"cuda": 128, "cpu": 1}  # of tokens: tiles of the kernels
@@ -28,7 +28,7 @@ def cuts_of(job: Job) -> Cuts:
     count, length = job.slices, job.model.seq_len
     if count == 1 or length is None:
         return ()
-    asked, multiple = job.schedule.cuts, MULTIPLE[job.hardware.device]
+    asked, multiple = job.schedule.cuts, multiple_of(job.hardware, job.parallel)
     if isinstance(asked, list):
         return tuple(sum(asked[:j]) for j in range(count + 1))
     times = SliceTimes.of(job.profile)
@@ -36,6 +36,11 @@ def cuts_of(job: Job) -> Cuts:
         return from_measured(length, count, times.all, multiple)
     linear, attend = (1.0, 0.0) if asked == "even" else flops(job.model)
     return balanced(length, count, linear, attend, multiple)
+
+
+def multiple_of(hardware: Hardware, parallel: Parallel | None) -> int:
+    """Tokens of which slices are multiples: tiles of the kernels, and equal parts for the ranks that share tokens."""
+    return lcm(MULTIPLE[hardware.device], parallel.shared if parallel is not None else 1)
 
 
 def shares_of(job: Job, cuts: Cuts) -> dict[str, list[float]]:
@@ -135,7 +140,8 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
     elif schedule.slices == "auto":
         yield from _lengths_of_auto(draft, schedule)
     else:
-        yield from _misplaced(draft, schedule, schedule.slices, model.seq_len, MULTIPLE[hardware.device])
+        multiple = multiple_of(hardware, draft.sections.get("parallel"))
+        yield from _misplaced(draft, schedule, schedule.slices, model.seq_len, multiple)
 
 
 def _lengths_of_auto(draft: Draft, schedule: Schedule) -> Iterator[ZbcError]:
@@ -162,7 +168,8 @@ def _misplaced(draft: Draft, schedule: Schedule, count: int, length: int, multip
     elif sum(cuts) != length or any(part % multiple for part in cuts[:-1]):
         text = f"config: schedule.cuts are lengths that add up to {sum(cuts)}, model.seq_len is {length}"
         if sum(cuts) == length:
-            text = f"config: schedule.cuts has lengths that are no multiples of {multiple}, the tile of a GPU's kernels"
+            text = f"config: schedule.cuts has lengths that are no multiples of {multiple}, as tiles of a GPU's kernels"
+            text += " and ranks that share tokens need them"
         near = _nearest(cuts, length, multiple)
         yield ZbcError("E103", text, where=where, hint=f'set schedule.cuts = {near}, or "balanced"')
 
