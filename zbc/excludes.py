@@ -248,7 +248,7 @@ ROWS = (
     Excludes(
         "shared vocabulary",
         "E110",
-        {"post-validate|replicas|freeze|file|capped logits": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
+        {"post-validate|replicas|freeze|file": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
     ),
     Excludes(
         "shared vocabulary",
@@ -281,7 +281,6 @@ ROWS = (
         },
     ),
     Excludes("selective", "E110", {"compile": ("a compiled layer is one piece", "drop one of them")}),
-    Excludes("offload", "E515", {"compile": (UNWRITTEN, "drop one of them; recompute goes with compiled layers")}),
     Excludes(
         "shards more",
         "E118",
@@ -360,7 +359,7 @@ def clashes(sections: Sections, more: Collection[str] = ()) -> Iterator[Exclusio
 
 
 def problems(sections: Sections, where: Where) -> Iterator[ZbcError]:
-    """An error for each pair of settings: E110, E118, E119, E120 or E515."""
+    """An error for each pair of settings: E110, E118, E119 or E120."""
     return (pair.error(where) for pair in clashes(sections))
 
 
@@ -375,11 +374,11 @@ def refused(one: str, other: str, of: str, schedule: str = "") -> ZbcError:
 
 
 def of_plan(there: Collection[str]) -> Iterator[ZbcError]:
-    """What a runtime says of a plan with these traits, which zbc does not make: E406, E515."""
+    """What a runtime says of a plan with these traits, which zbc does not make: E406."""
     for pair in PAIRS:
         if pair.one in there and pair.other in there:
             text = f"run: the plan has {TRAITS[pair.one].label} and {TRAITS[pair.other].label}, which {pair.reason}"
-            yield ZbcError("E515" if pair.code == "E515" else "E406", text, hint="plan again without one of them")
+            yield ZbcError("E406", text, hint="plan again without one of them")
 
 
 def table(word: str = "") -> Iterator[tuple[str, str, str]]:

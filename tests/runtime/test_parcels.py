@@ -248,11 +248,6 @@ def test_a_parcel_goes_with_its_graph(monkeypatch):
         gc.enable()
 
 
-def test_compiled_layers_are_refused():
-    with refused("E515"):
-        alone(ROUND, model={**GPT, "compile": True})
-
-
 USERS = ["residual", "twice", "frozen", "several", "scales", "checkpointed", "masks"]
 
 

@@ -65,6 +65,8 @@ WAYS += [("interleaved-1f1b", 2, 4, 1, {}), ("1f1b", 2, 2, 1, {"how": {"copies":
 WAYS += [("zb-v", 2, 3, 2, {"how": {"copies": 2}, "model": TIED}), ("1f1b", 8, 3, 1, {})]
 WAYS += [("zb-h1", 8, 9, 2, {"model": TIED})]
 
+WAYS += [("zb-h1", 2, 3, sums, {"model": {**LLAMA, "logits_cap": 0.3}}) for sums in (1, 2)]
+
 
 @pytest.mark.parametrize(("schedule", "p", "m", "sums", "options"), few(WAYS, WAYS[1:7] + WAYS[9:10]))
 @pytest.mark.parametrize("default", few(TIGHT, [torch.float64]), indirect=True)

@@ -9,7 +9,8 @@ their part of the V/p words of their rank of the pipeline, and tell each other t
     SPREAD    N h numbers to all ranks; TAKE the same, from the first stage
     GIVE      N h numbers from all ranks to one; SUM the same in float32
     MEET      three float32 numbers per token from each rank to all, and with 1 sum what SUM does otherwise
-    logits    4 N V/p bytes from S to T, float32 whatever the model's type; with 1 sum 8 N h more until all have met
+    logits    4 N V/p bytes from S to T, float32 whatever the model's type, twice where they are capped; with 1
+              sum 8 N h more until all have met
 
 Final norm and learned positions stay on the last and the first stage. After arXiv 2411.05288.
 """
@@ -165,7 +166,7 @@ def share_bytes(job: Job) -> ShareBytes | None:
     state = stepping.numbers(job.optimizer)
     tokens, mine = sizes.tokens, _share_of(sizes, job.parallel.pp)
     out, stream = float(sizes.width * sizes.hidden * tokens), float(sizes.stream * sizes.hidden * tokens)
-    wide, logits = float(GRAD_BYTES * sizes.hidden * tokens), 4.0 * mine.vocab * tokens
+    wide, logits = float(GRAD_BYTES * sizes.hidden * tokens), 4.0 * mine.vocab * tokens * (1 + sizes.logits_cap)
     values = {
         "top": out,
         "hidden": out,
@@ -179,11 +180,12 @@ def share_bytes(job: Job) -> ShareBytes | None:
         "bottom": stream,
         "dinput": stream,
     }
-    copies = (sizes.width * mine.vocab * tokens + out) * (sizes.width < GRAD_BYTES)  # of logits, of the gradient
-    grown = (sizes.width + GRAD_BYTES) * float(mine.vocab * sizes.hidden) * (sizes.width < GRAD_BYTES)
+    low, words = sizes.width < GRAD_BYTES, float(mine.vocab * sizes.hidden)
+    narrow = (sizes.width * mine.vocab * tokens + out) * low  # copies of logits, and of the gradient
+    grown = (sizes.width + GRAD_BYTES) * words * low
     needs = {
-        "s": values["logits"] + values["sums"] + copies,
-        "t": copies + max(grown, wide * (job.vocabulary == 2)),
+        "s": values["logits"] + values["sums"] + narrow + logits / 2 * sizes.logits_cap,
+        "t": narrow + max(grown, wide * (job.vocabulary == 2)),
         "i": stream,
         "e": wide * (1 + (stream < wide)),
         "f": stream * (not sizes.rotary or sizes.tp > 1),  # what was looked up, which goes when F is over

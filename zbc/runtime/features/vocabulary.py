@@ -33,8 +33,9 @@ from zbc.runtime.features.words import IGNORED, Own
 
 @dataclass
 class Told:
-    """What S leaves of N tokens: for T `hidden` (N, H), `soft` (N, rows); for MEET `mine` (3, N); with 1 sum `spread`
-    and `row`, both (N, H), the terms of the gradient of `hidden`. `weight` (N): of each token in the loss of its
+    """What S leaves of N tokens: for T `hidden` (N, H), `soft` (N, rows) and, of capped logits, their `slope` by those
+    before, (N, rows); for MEET `mine` (3, N); with 1 sum `spread` and `row`, both (N, H), the terms of the gradient of
+    `hidden`. `weight` (N): of each token in the loss of its
     microbatch, which has the share `step` in that of a step.
     """
 
@@ -46,6 +47,7 @@ class Told:
     step: float
     spread: Tensor | None = None
     row: Tensor | None = None
+    slope: Tensor | None = None
     said: Tensor | None = None  # for MEET in place of `mine`: of all ranks that share layers
 
     @property
@@ -73,13 +75,16 @@ class Told:
 class Output:
     """This rank's rows of the output layer, `weight` (rows, H), the words from `first` on.
 
-    `dtype`: what products are in under autocast, if that is another type than the weight's.
+    `dtype`: what products are in under autocast, if that is another type than the weight's; `cap`: logits x become
+    cap tanh(x / cap).
     """
 
-    def __init__(self, weight: nn.Parameter, first: int, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, weight: nn.Parameter, first: int, dtype: torch.dtype | None = None, cap: float | None = None
+    ) -> None:
         layer = nn.Linear(1, 1, bias=False, device="meta")  # draws nothing: ranks as threads share the generator
         layer.weight = weight
-        self.weight, self.first, self._dtype = weight, first, dtype
+        self.weight, self.first, self._dtype, self._cap = weight, first, dtype, cap
         self.cast = SplitLinear(layer)  # keeps the cast of the weight for all microbatches
 
     def _multiplier(self) -> Tensor:
@@ -96,12 +101,21 @@ class Output:
         by = self._multiplier()
         flat, wanted = hidden.detach().reshape(-1, hidden.shape[-1]).to(by.dtype), targets.reshape(-1)
         target = words.own(wanted, self.first, by.shape[0])
-        mine, soft = words.tell(words.wide(flat.mm(by.t())), target, over=True)
+        logits, slope = words.wide(flat.mm(by.t())), None
+        if self._cap is not None:
+            turned = logits.div_(self._cap).tanh_()
+            slope, logits = 1 - turned * turned, turned.mul_(self._cap)
+        mine, soft = words.tell(logits, target, over=True)
         weights = weight.to(soft.dtype) * (wanted != IGNORED)  # where none counts that is no number, as a mean is
-        told = Told(flat, soft if keep else soft.new_empty(0), target, mine, weights, step)
+        told = Told(
+            flat, soft if keep else soft.new_empty(0), target, mine, weights, step, slope=slope if keep else None
+        )
         if early:
-            told.spread = words.wide(soft.to(by.dtype).mm(by))
-            told.row = words.wide(by[target.row]).mul_(target.mine[:, None])
+            own = (
+                target.mine[:, None] if slope is None else target.mine[:, None] * slope.gather(-1, target.row[:, None])
+            )
+            told.spread = words.wide((soft if slope is None else soft * slope).to(by.dtype).mm(by))
+            told.row = words.wide(by[target.row]).mul_(own)
         return told
 
     def learn(self, told: Told, log: Tensor, *, part: bool) -> Tensor | None:
@@ -111,6 +125,8 @@ class Output:
         """
         d = told.soft.mul_(told.scale(log)[:, None])
         d[torch.arange(len(d), device=d.device), told.target.row] -= told.target.mine.to(d.dtype)
+        if told.slope is not None:
+            d, told.slope = d.mul_(told.slope), None
         d = d.mul_(told.factor[:, None]).to(told.hidden.dtype)
         add_product(self.weight, d, told.hidden)
         told.soft = told.hidden = d.new_empty(0)

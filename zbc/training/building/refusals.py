@@ -17,7 +17,7 @@ from zbc.training.probing.mixing import refuse_others, try_layers, try_loss, try
 
 
 def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
-    """Raise E110, E406, E512, E513 or E515 for what the plan asks for and this rank cannot."""
+    """Raise E110, E406, E512 or E513 for what the plan asks for and this rank cannot."""
     settings, data = site.settings, site.settings.data.kind
     name, loss, users = settings.model.loss, model.loss(settings.model.loss), not settings.model.builtin
     if site.slices:
@@ -52,7 +52,7 @@ def _refuse_groups(site: Site) -> None:
 
 
 def _refuse_pairs(site: Site) -> None:
-    """Raise E406 or E515 for a plan of features that do not go together, which was not made by this zbc."""
+    """Raise E406 for a plan of features that do not go together, which was not made by this zbc."""
     kinds, manifest = {op.kind for part in site.parts for op in part.ops}, site.manifest
     has = {
         "freeze": FROZEN in manifest.capabilities,

@@ -52,7 +52,8 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
     assert words is not None
     parameters = tables.parameters(site.layers, settings.train.seed, site.device)
     embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
-    output = Output(head, low, torch.bfloat16 if settings.model.dtype == "bfloat16" else None)
+    cap = settings.model.logits_cap
+    output = Output(head, low, torch.bfloat16 if settings.model.dtype == "bfloat16" else None, cap)
     replicas = run.ranks([site.plan.rank], site.seat.tp)
     optimizer: StageOptimizer = (
         Sharded(settings.optimizer, parameters, (output.cast,), ranks=replicas, rank=site.rank, lowered=lowered)

@@ -71,6 +71,7 @@ def without_words(layer: nn.Module) -> Tensor | None:
     if isinstance(layer, GptHead):
         table = layer.logits.weight
         layer.register_module("logits", nn.Identity())
+        layer.cap = None  # of logits, which are elsewhere
         return table
     return None
 

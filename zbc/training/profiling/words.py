@@ -33,7 +33,7 @@ def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=kind)
 
-    output = Output(nn.Parameter(drawn(rows, model.hidden) * 0.02), 0, low)
+    output = Output(nn.Parameter(drawn(rows, model.hidden) * 0.02), 0, low, model.logits_cap)
     embedding = Embedding(nn.Parameter(drawn(rows, model.hidden)), 0)
     words = torch.randint(0, model.vocab, (tokens,), generator=generator, device=device)
     hidden, weight = drawn(tokens, model.hidden), torch.tensor(1.0 / tokens, device=device)
