@@ -248,7 +248,7 @@ ROWS = (
     Excludes(
         "shared vocabulary",
         "E110",
-        {"post-validate|replicas|freeze|file": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
+        {"post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
     ),
     Excludes(
         "shared vocabulary",

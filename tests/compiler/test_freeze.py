@@ -136,7 +136,6 @@ REFUSED = [
     ({"schedule": {"slices": 2}}, "slices"),
     ({"optimizer": {"sync": "post-validate"}}, "post-validate"),
     ({"memory": {"activations": "offload"}}, "offload"),
-    ({"parallel": {"vocabulary": "shared"}}, "vocabulary"),
     ({"kind": "chimera"}, "several copies of a stage"),
     ({"kind": "dualpipe-v", "schedule": {"overlap": True}}, "overlap"),
     ({"kind": "dualpipe-v", "costs": {"f": 1.0, "b": 1.0, "w": 1.0, "overlap": 0.5}}, "groups of ops"),
@@ -155,9 +154,9 @@ def test_after_without_most_is_refused():
         job(freeze={"after": 3})
 
 
-def test_a_shared_vocabulary_is_not_chosen_beside_it():
-    chosen = compile_job(job(freeze={"most": 0.5}, parallel={"vocabulary": "auto"})).job
-    assert chosen.parallel.vocabulary == "ends"
+def test_layers_freeze_beside_words_that_all_ranks_share():
+    ops = [op for _, _, op in compile_job(job(freeze={"most": 0.5}, parallel={"vocabulary": "shared"})).program]
+    assert {Kind.S, Kind.T} <= {op.kind for op in ops} and any(op.share < WHOLE for op in ops)
 
 
 def test_without_ortools_it_says_what_to_install(monkeypatch):

@@ -163,7 +163,7 @@ def reference(
 
     `delayed`: the gradients of a step are those of the weights before the last step.
 
-    `frozen` names the layers that a microbatch does not train; gradients are means over the other microbatches.
+    `frozen` names the layers, or modules inside, that a microbatch does not train; gradients are means over the other microbatches.
     """
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     most, size, seed = manifest.topology.batch, manifest.microbatch_size, settings.train.seed
@@ -178,6 +178,7 @@ def reference(
         inner, _, leaf = path.rpartition(".")
         setattr(modules[f"layers.{one}"].get_submodule(inner), leaf, modules[f"layers.{other}"].get_parameter(target))
     named = {f"{name}.{local}": p for name, module in layers for local, p in module.named_parameters()}
+    modules |= {f"{name}.{path}": inner for name, module in layers for path, inner in module.named_modules() if path}
     weights = {
         name: p
         for name, p in named.items()

@@ -8,6 +8,7 @@ from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program,
 from tests.runtime.test_freed_weights import freeing, weights
 from tests.runtime.test_gradients import VECTORS, user
 from tests.runtime.test_tensor_parallel import numbers, plan_of
+from tests.runtime.woven import shared_program
 from tests.threads import losses_of, run_threads, watch
 from tests.tiers import few
 from zbc.ir import WHOLE, Kind
@@ -76,6 +77,19 @@ def test_training_is_that_of_one_process_with_the_same_layers_frozen(schedule, p
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_recompute_dropout_and_other_models(schedule, how):
     check(frozen_plan(schedule, **how))
+
+
+REST = {"embed": "embed.positions", "head": "head.norm"}  # without the words
+
+
+@pytest.mark.parametrize(("schedule", "sums", "how"), [("zb-h1", 1, {}), ("zb-v", 2, {}), ("1f1b", 1, {"copies": 2})])
+def test_words_that_all_ranks_share_are_trained_in_every_microbatch(schedule, sums, how):
+    program = shared_out(shared_program(schedule, 2, 4, sums, **how), mixed)
+    plan = make_plan(program, optimizer={**SGD, "clip_grad_norm": 0.3}, seed=SEED)
+    frozen = walked(plan)
+    assert any(REST.keys() & frozen(0, mb) for mb in range(4))
+    wanted = reference(plan, 3, lambda step, mb: {REST.get(name, name) for name in frozen(step, mb)})
+    hold(run_threads(plan, 3), wanted, tolerance=1e-6)
 
 
 CASES = {

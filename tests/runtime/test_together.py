@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.composed import TOLERANCE, Tables, apart, beside, toml, trained
+from tests.composed import TOLERANCE, Tables, apart, beside, settings, toml, trained
 from tests.refusals import refused
 from tests.threads import scaled
 from tests.tiers import few
@@ -15,6 +15,7 @@ from zbc import excludes
 from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.compiler.memory.host import host_bytes
 from zbc.compiler.memory.per_rank import peaks
+from zbc.interop import torch_csv
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features import parcels
@@ -144,6 +145,18 @@ def test_auto_moves_activations_of_slices_where_memory_is_short(tmp_path):
     both["hardware"] |= {"host_gbps": 1000.0, "tflops": 0.1}
     made, _ = planned(both, tmp_path)
     assert made.program.slices == 2 and any(op.kind is Kind.OFFLOAD for op in made.program.ranks[0])
+
+
+@pytest.mark.parametrize("kind", few(["1f1b", "interleaved-1f1b", "zb-v"], 1))
+def test_an_order_from_a_file_makes_room_for_words_that_all_ranks_share(tmp_path, kind):
+    plain = settings()
+    plain["schedule"]["kind"] = kind
+    made, _ = planned(plain, tmp_path)
+    (tmp_path / "order.csv").write_text(torch_csv.dumps(made.program))
+    both = settings("shared vocabulary")
+    both["schedule"] |= {"file": str(tmp_path / "order.csv")}
+    del both["schedule"]["kind"]
+    assert apart(trained(both), trained(settings())) <= NEAR
 
 
 @pytest.mark.repeats
