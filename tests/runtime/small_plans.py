@@ -163,7 +163,8 @@ def reference(
 
     `delayed`: the gradients of a step are those of the weights before the last step.
 
-    `frozen` names the layers, or modules inside, that a microbatch does not train; gradients are means over the other microbatches.
+    `frozen` names the layers, or modules inside, that a microbatch does not train; gradients are means over the other
+    microbatches.
     """
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     most, size, seed = manifest.topology.batch, manifest.microbatch_size, settings.train.seed
