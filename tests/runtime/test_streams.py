@@ -75,8 +75,9 @@ class Watched(StreamHub):
         return super().join(rank, offer, ranks)
 
     def _end(self, meeting):
+        offers = [*meeting.offers.values()]  # which are gone when it is over
         super()._end(meeting)
-        for offer in meeting.offers.values():
+        for offer in offers:
             self._look("offer", *self.offers[id(offer.target)])
         meeting.by = current(), current().done
 

@@ -344,7 +344,6 @@ def test_layers_that_cannot_be_shared_are_refused():
         ({"model": "llama", "tp": 4, "model_more": {"kv_heads": 2}}, "E119", "model.kv_heads = 2"),
         ({"tp": 1, "more": {"tp_sequence": True}}, "E119", "parallel.tp is 1"),
         ({"more": {"tp_sequence": True}, "model_more": {"seq_len": 9}}, "E119", "does not divide model.seq_len = 9"),
-        ({"more": {"tp_sequence": True}, "slices": 2}, "E110", "schedule.slices and parallel.tp_sequence"),
     ],
 )
 def test_jobs_that_cannot_be_are_refused_when_read(change, code, said, tmp_path):
