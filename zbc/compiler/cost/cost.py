@@ -28,7 +28,7 @@ class ShareBytes:
     @property
     def working(self) -> float:
         """What a rank may have of units at a time: one with its logits, and two that are looked up."""
-        return self.values["logits"] + 2 * self.values["hidden"] + 2 * self.values["words"]
+        return sum(self.values[name] for name in ("logits", "sums", "hidden", "hidden", "words", "words"))
 
 
 PerStage = tuple[float, ...]

@@ -168,9 +168,8 @@ class SharedLayers(Feature):
     def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
         """What is no part of anything counts on the first of the ranks that share layers."""
         rows = worker.optimizers[WORDS].parameters if WORDS in worker.optimizers else {}
-        return (
-            {name: one for name, one in found.items() if name in self.cuts or name in rows} if worker.share else found
-        )
+        own = {*self.cuts, *rows}
+        return {name: one for name, one in found.items() if name in own} if worker.share else found
 
     def reduces(self, worker: Worker, op: Op) -> None:
         self.complete(worker, op.stage)
