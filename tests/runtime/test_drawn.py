@@ -6,7 +6,7 @@ from tests.drawn import drawn, outcome
 from tests.tiers import few
 
 # What says no: the table, a limit of memory, a rule of one key with another.
-CODES = ("E110", "E115", "E118", "E119", "E120", "E125", "E302", "E303", "E515")
+CODES = ("E110", "E115", "E118", "E119", "E120", "E125", "E302", "E303")
 
 
 @pytest.mark.parametrize("seed", few(range(150), 4))
