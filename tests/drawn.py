@@ -58,7 +58,8 @@ def drawn(seed: int) -> Drawn:
     """Two to five features with a schedule, which the table may refuse, on two ranks of a pipeline."""
     rng = random.Random(seed)
     known = [trait for trait in (*SETTINGS, *MORE) if trait not in LEFT_OUT]
-    traits, kind = tuple(rng.sample(list(dict.fromkeys(known)), rng.randint(2, 5))), rng.choice(KINDS)
+    sampled, kind = rng.sample(list(dict.fromkeys(known)), rng.randint(2, 5)), rng.choice(KINDS)
+    traits = tuple(t for i, t in enumerate(sampled) if not any(_keys(t) & _keys(other) for other in sampled[:i]))
     changes = [trait for trait in traits if trait in CHANGES or (trait in MORE and MORE[trait][1])]
     both, plain = (_tables(some) for some in (traits, changes))
     if both["schedule"]["kind"] == "1f1b":
@@ -72,6 +73,13 @@ def drawn(seed: int) -> Drawn:
             tables["schedule"]["ramp"] = [{"microbatches": count, "steps": 1}]
     near = max((NEAR.get(trait, TOLERANCE) for trait in traits), default=TOLERANCE)
     return Drawn(traits, kind, both, plain, 3 * near)
+
+
+def _keys(trait: str) -> set[str]:
+    """What it says of optimizer.sync or the activations, of which a job has one: the first that was drawn counts."""
+    said = {key for key, _ in SETTINGS.get(trait, ())}
+    said |= {f"{table}.{key}" for table, values in MORE.get(trait, ({}, False))[0].items() for key in values}
+    return said & {"optimizer.sync", "memory.activations", "schedule.kind"}
 
 
 def _tables(traits: Any) -> Tables:
