@@ -73,7 +73,7 @@ def settings(*traits: str) -> Tables:
     return tables
 
 
-def trained(tables: Tables, *, budget: float = 0.0) -> list[tuple[float, float]]:
+def trained(tables: Tables, *, budget: float = 0.0, steps: int = STEPS) -> list[tuple[float, float]]:
     """(loss, norm) of each step."""
     from tests.threads import run_threads
 
@@ -81,7 +81,7 @@ def trained(tables: Tables, *, budget: float = 0.0) -> list[tuple[float, float]]
         path = Path(folder) / "zbc.toml"
         path.write_text(toml(tables))
         compile_job(load_job(path), budget=budget, suggest=False).write(Path(folder) / "plan")
-        workers = run_threads(StoredPlan.read(Path(folder) / "plan"), STEPS)
+        workers = run_threads(StoredPlan.read(Path(folder) / "plan"), steps)
         return [(result.loss, result.grad_norm) for result in workers[0].results]
 
 

@@ -169,7 +169,7 @@ ROWS = (
         "E118",
         {
             "tied": "stages step at other times",
-            "shards more|replicas|shared vocabulary|offload|freeze|overlap": UNWRITTEN,
+            "shared vocabulary|offload|freeze|overlap": UNWRITTEN,
             "file|plugin": "orders from elsewhere are of one step, from its first forward to its last backward",
             "balance": "steps of other numbers of microbatches do not follow one another without a flush",
             "filler": "there is little to fill",
@@ -177,13 +177,21 @@ ROWS = (
             "trace": ("steps are recorded that begin where the one before ended", "leave out --trace"),
         },
     ),
-    Excludes("asynchronous", "E118", {"dp": ("replicas would wait for each other", "set dp = 1")}, at_other=True),
+    Excludes("two versions", "E118", {"shards more|replicas": UNWRITTEN}),
+    Excludes(
+        "asynchronous",
+        "E118",
+        {"dp|shards more|replicas|ep": ("replicas would wait for each other", "set dp = 1, and no shard")},
+        at_other=True,
+    ),
     Excludes("asynchronous", "E118", {"sliced": "slices of a microbatch would run on weights of several steps"}),
     Excludes(
         "average",
         "E118",
         {
-            "sharded|replicas|barrier-free|ramp|freeze": UNWRITTEN,
+            "barrier-free|freeze": UNWRITTEN,
+            "sharded": "replicas with weights of their own have nothing to share out",
+            "replicas": "copies of a stage sum their gradients",
             "world": "it compares ranks by their samples alone",
             "bfloat16 weights": "a rotating share of bfloat16 weights would lose what is added to it",
             "zero1": "replicas with weights of their own have nothing to share out",
@@ -298,7 +306,7 @@ ROWS = (
         "ep",
         "E118",
         {
-            "replicas|flushless": UNWRITTEN,
+            "replicas|two versions": UNWRITTEN,
             "balance": "replicas of unequal work would wait for each other in every block",
         },
         at_other=True,

@@ -85,6 +85,17 @@ def test_a_gpt_with_fewer_heads_of_keys_trains_however_it_is_cut_up(traits):
     assert apart(trained(both), trained(plain)) > 10 * TOLERANCE
 
 
+def test_replicas_average_alike_while_the_batch_grows():
+    """All of the weights in each step, since shares of them follow the stages."""
+    found = []
+    for p in (1, 2):
+        tables, _ = beside("average", parallel__pp=p, model__layers=4, train__steps=4)
+        tables["parallel"]["average"] = {"every": 1, "share": 1.0}
+        tables["schedule"]["ramp"] = [{"microbatches": 2, "steps": 2}]
+        found.append(trained(tables, steps=4))
+    assert apart(*found) <= TOLERANCE
+
+
 def test_what_trains_here_is_not_in_the_table():
     left = {frozenset(pair[:2]) for pair in excludes.PAIRS}
     assert not {frozenset(filter(None, (one, other))) for one, other, _ in WORDS + COPIES + MOVED} & left
