@@ -150,6 +150,20 @@ def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, coun
         assert worker.plan.manifest.microbatches == counts[worker.replica]
 
 
+def test_ranks_that_share_layers_train_unequal_counts_as_one_process(dealt):
+    dealt((5, 3))
+    plan = shared(unequal(), 2)
+    losses, norms, _ = train_alone(plan, STEPS)
+    found = [(one.loss, one.grad_norm) for one in run_threads(plan, STEPS)[0].results]
+    assert found == [pytest.approx(pair, rel=1e-6) for pair in zip(losses, norms, strict=True)]
+
+
+def shared(plan, tp):
+    """A plan whose layers so many ranks share."""
+    program, manifest = replace(plan.program, tp=tp), plan.manifest.model_copy(update={"tp": tp})
+    return StoredPlan(manifest, program, tuple(shared(one, tp) for one in plan.ramp))
+
+
 @pytest.mark.parametrize("resident", few([1, 2], (1,)))
 @pytest.mark.parametrize("counts", [(5, 3), (1, 3)])
 def test_weights_come_and_go_with_unequal_counts(counts, resident, dealt):
