@@ -225,7 +225,7 @@ ROWS = (
             "ramp": "balanced steps choose their own number of microbatches",
             "sliced": "slices are cut at the same places of all microbatches",
             "file": "a file is an order for one number of microbatches",
-            "post-validate|vocabulary": UNWRITTEN,
+            "vocabulary": UNWRITTEN,
             "compile": "attention depends on the lengths",
             "evaluation": "samples of evaluation are not packed",
             "trace": ("one plan is recorded for all replicas of a step", "leave out --trace"),

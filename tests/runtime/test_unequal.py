@@ -47,14 +47,15 @@ def unequal(
     one_sided=False,
     model=GPT,
     data=DATA,
+    sync="before-step",
     **how,
 ):
     """The plan of `mean` microbatches with those of all other numbers."""
 
     def one(m):
-        program = make_program(schedule, p, m, copies=copies, sharded=zero1)
+        program = make_program(schedule, p, m, copies=copies, sharded=zero1, sync=sync)
         program = replace(freeing(schedule, p, m, resident, 2), one_sided=one_sided) if resident else program
-        return make_plan(program, model=model, data=data, optimizer={**SGD, "zero1": zero1}, size=rows, **how)
+        return make_plan(program, model=model, data=data, optimizer={**SGD, "zero1": zero1, "sync": sync}, size=rows, **how)
 
     plans = {m: one(m) for m in range(1, most + 1)}
     assert not [*order_problems([plan.program for plan in plans.values()])]
@@ -148,6 +149,17 @@ def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, coun
     dealt(counts)
     for worker in as_one_process(unequal(schedule, zero1=zero1)):
         assert worker.plan.manifest.microbatches == counts[worker.replica]
+
+
+@pytest.mark.parametrize("counts", [(5, 3), (1, 3)])
+def test_steps_that_are_made_again_have_their_own_counts(counts, dealt):
+    """All are clipped, so that each runs its first forwards twice."""
+    dealt(counts)
+    workers = run_threads(unequal(sync="post-validate"), STEPS)
+    losses, norms, _ = train_alone(unequal(), STEPS)
+    found = [(one.loss, one.grad_norm) for one in workers[0].results]
+    assert found == [pytest.approx(pair, rel=1e-6) for pair in zip(losses, norms, strict=True)]
+    assert all(norm > SGD["clip_grad_norm"] for norm in norms)
 
 
 def test_ranks_that_share_layers_train_unequal_counts_as_one_process(dealt):
