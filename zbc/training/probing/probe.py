@@ -36,8 +36,8 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        usual = {argument.name: argument.default_value for argument in func._schema.arguments}
+        given = {**usual, **dict(zip(usual, args, strict=False)), **kwargs}
         self.elsewhere |= given.get("generator") is not None
         # Attention draws for its dropout only, and says so if it has none.
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags and bool(given.get("dropout_p", True))
