@@ -27,6 +27,7 @@ VALUES = {
     "tp": 2,
     "tp_sequence": True,
     "dp": 2,
+    "cp": 2,
     "ep": 2,
     "world": 8,
     "replicas": "auto",

@@ -154,7 +154,8 @@ def test_the_runtime_stays_as_large_as_it_is():
     assert lines <= LINES_OF_RUNTIME
 
 
-LINES_OF_RUNTIME = 24_848  # experts 530, Muon and averages 330, no flush 125, vocabulary with others 95, families 110
+# Experts 530, context 250, Muon and averages 330, no flush 125, vocabulary with others 95, families 110
+LINES_OF_RUNTIME = 25_044
 
 
 SOURCE = Path(zbc.__file__).parent

@@ -60,7 +60,7 @@ def run_threads(
     `step(worker)`. The first rank that fails stops the others at their next transfer, and its exception is raised here.
     """
     manifest = plan.manifest
-    hub = hub or Hub(manifest.topology.world, tp=manifest.tp)
+    hub = hub or Hub(manifest.topology.world, inside=manifest.topology.inside)
     workers, looks = list[Worker](), dict[int | None, Shapes]()
     for rank in range(manifest.topology.world):
         part = manifest.topology.of(rank).pp

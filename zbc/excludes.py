@@ -88,6 +88,7 @@ TRAITS = {
     "graph": Trait("model.graph", bool),
     "tp": Trait("parallel.tp", _not(1)),
     "tp_sequence": Trait("parallel.tp_sequence", bool),
+    "cp": Trait("parallel.cp", _not(1)),
     "dp": Trait("parallel.dp", _not(1)),
     "ep": Trait("parallel.ep", _not(1)),
     "world": Trait("parallel.world", _given),
@@ -181,7 +182,10 @@ ROWS = (
     Excludes(
         "asynchronous",
         "E118",
-        {"dp|shards more|replicas|ep": ("replicas would wait for each other", "set dp = 1, and no shard")},
+        {
+            "dp|shards more|replicas|ep": ("replicas would wait for each other", "set dp = 1, and no shard"),
+            "cp": ("ranks with parts of a gradient would wait for each other", "set cp = 1"),
+        },
         at_other=True,
     ),
     Excludes("asynchronous", "E118", {"sliced": "slices of a microbatch would run on weights of several steps"}),
@@ -189,7 +193,7 @@ ROWS = (
         "average",
         "E118",
         {
-            "barrier-free|freeze": UNWRITTEN,
+            "barrier-free|freeze|cp": UNWRITTEN,
             "sharded": "replicas with weights of their own have nothing to share out",
             "replicas": "copies of a stage sum their gradients",
             "world": "it compares ranks by their samples alone",
@@ -225,7 +229,7 @@ ROWS = (
             "ramp": "balanced steps choose their own number of microbatches",
             "sliced": "slices are cut at the same places of all microbatches",
             "file": "a file is an order for one number of microbatches",
-            "vocabulary": UNWRITTEN,
+            "vocabulary|cp": UNWRITTEN,
             "compile": "attention depends on the lengths",
             "evaluation": "samples of evaluation are not packed",
             "trace": ("one plan is recorded for all replicas of a step", "leave out --trace"),
@@ -297,6 +301,9 @@ ROWS = (
     Excludes("one-sided", "E118", {"copies": (UNWRITTEN, 'use "collective", or a schedule of one pipe')}),
     Excludes(
         "tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}
+    ),
+    Excludes(
+        "cp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set cp = 1")}
     ),
     Excludes("tp_sequence", "E119", {"experts": (UNWRITTEN, "leave tp_sequence out")}),
     Excludes(

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from zbc.errors import ZbcError
 from zbc.ops import EXPERTS, NUMBERED, OWNERS, TIED, WORDS, At, Scope, experts_of, owner_text
 from zbc.ops import Kind as Kind
-from zbc.topology import Topology
+from zbc.topology import Topology, inner_of
 
 Edge = tuple[int, int]  # (source stage, sink stage)
 
@@ -373,6 +373,7 @@ class ProgramTraits:
     """What of a program its ops alone do not say: the one list of it, which plans keep and layouts depend on."""
 
     dp: int = 1  # replicas of the pipeline; each runs these ops, and collectives meet over all of them
+    cp: int = 1  # ranks of a run that share the tokens of each rank's microbatches, and run its ops
     tp: int = 1  # ranks of a run that share the layers of each rank, and run its ops
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, that share a node
     order: tuple[int, ...] = ()  # which rank of the run takes each seat of its topology; (): as numbered
@@ -431,10 +432,15 @@ class Program(ProgramTraits):
             self.node,
             self.slices,
             self.microbatches,
-            self.tp,
+            inner_of(self),
             self.order,
             where.replicas,
         )
+
+    @property
+    def copies(self) -> int:
+        """The ranks of a run that hold the same part of each rank's layers."""
+        return self.dp * self.cp
 
     @property
     def size(self) -> int:
@@ -503,15 +509,15 @@ class Program(ProgramTraits):
         """How many ranks meet in a collective: over all replicas of the pipeline, but for one of units."""
         if op.kind is Kind.AVERAGE:
             return self.dp // (self.ep or 1) if self.averages else 1
-        replicas = 1 if op.kind.unit_wide else self.dp if op.kind.is_barrier else self.together
+        replicas = 1 if op.kind.unit_wide else self.copies if op.kind.is_barrier else self.together
         copies = replicas // self.ep if op.stage <= EXPERTS else replicas
         return copies * (1 if self.apart(op) else len(self.members(op)))
 
     @property
     def together(self) -> int:
-        """Neighbouring replicas that have gradients and weights in common: where they average weights one, or those
+        """Neighbouring copies that have gradients and weights in common: where replicas average weights one, or those
         that share out experts."""
-        return (self.ep or 1) if self.averages else self.dp
+        return (self.ep or 1) if self.averages else self.copies
 
     def apart(self, op: Op) -> bool:
         """Whether a rank meets its own replicas alone in a collective: over its words, or weights that it frees."""

@@ -6,25 +6,44 @@ replicas each, has those of one replica next to each other:
     pp 4, dp 2, node (4, 1)     rank 0..3 are replica 0, rank 4..7 replica 1
     pp 4, dp 2, node (2, 2)     rank 0 1 | 2 3 are replica 0 | 1, pipeline ranks 0 1; rank 4 5 | 6 7 the same of 2 3
 
-Tensor-parallel ranks are innermost: with tp 2 each rank above is two neighbours, 2r and 2r + 1, that share its layers.
-With an `order` these are seats, and `order[seat]` is the rank of the run that takes it.
+The axes of INNER are inside of each rank above, the last one innermost: with tp 2 it is two neighbours, 2r and 2r + 1,
+that share its layers, with cp 2 and tp 2 four, of which 4r and 4r + 2 have the same part of them. With an `order` the
+ranks above are seats, and `order[seat]` is the one of the run that takes it.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, product
+from typing import Any, NamedTuple
+
+
+class Axis(NamedTuple):
+    """Ranks that run one list of ops beside each other."""
+
+    name: str
+    parts: bool  # whether each has a part of the layers; else all of them, for some of the tokens
+
+
+INNER = (Axis("cp", parts=False), Axis("tp", parts=True))
+At = tuple[int, ...]  # where a rank is along the axes of INNER; (): first along all
+ONE = (1,) * len(INNER)
+
+
+def inner_of(traits: Any) -> At:
+    """How many ranks something with a field for each axis of INNER has along them."""
+    return tuple(getattr(traits, axis.name) for axis in INNER)
 
 
 class Place(NamedTuple):
-    """A rank of the run by the axes: its replica of the pipeline, its rank there, its share of that one's layers."""
+    """A rank of the run by the axes: its replica of the pipeline, its rank there, where it is along those of INNER."""
 
     dp: int
     pp: int
-    tp: int = 0
+    at: At
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +56,7 @@ class Topology:
     node: tuple[int, int] | None = None  # what shares a node; None: replicas follow one another
     slices: int = 1  # of a microbatch
     microbatches: int = 1  # of a step, in each replica
-    tp: int = 1  # ranks that share the layers of one rank of a pipeline; they run one list of ops
+    inner: At = ONE  # ranks along each axis of INNER
     order: tuple[int, ...] = ()  # seat -> rank of the run; (): as numbered
     replicas: tuple[int, ...] = ()  # ranks of each stage, where stages have one rank or more each; (): elsewhere
     hosts: tuple[str, ...] = ()  # of each rank of a run, once they are known
@@ -45,7 +64,12 @@ class Topology:
     @property
     def world(self) -> int:
         """The ranks of a run."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.width
+
+    @property
+    def width(self) -> int:
+        """The ranks of a run that are one rank of a pipeline."""
+        return math.prod(self.inner)
 
     @property
     def batch(self) -> int:
@@ -53,44 +77,106 @@ class Topology:
         return self.microbatches * self.dp
 
     @property
+    def copies(self) -> int:
+        """The ranks of a run that are one rank of the pipeline and have the same part of its layers."""
+        return self.dp * self.width // self.parts
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts layers are cut."""
+        return math.prod(count for count, axis in zip(self.inner, INNER, strict=True) if axis.parts)
+
+    @property
     def alone(self) -> bool:
         """Whether a stage is held once."""
-        return self.dp == self.pipes == 1
+        return self.copies == self.pipes == 1
 
-    def rank(self, dp: int, pp: int, tp: int = 0) -> int:
-        """The rank of the run that is rank `pp` of replica `dp`, and has share `tp` of its layers."""
+    def along(self, name: str) -> int:
+        """How many ranks there are along an axis of INNER."""
+        return self.inner[_NUMBER[name]]
+
+    @property
+    def every(self) -> Iterator[At]:
+        """Each place along the axes of INNER, in the order of ranks."""
+        return product(*map(range, self.inner))
+
+    def part(self, at: At) -> int:
+        """The number of the part of layers that ranks at this place have."""
+        found = 0
+        for count, where, axis in zip(self.inner, at or (0,) * len(INNER), INNER, strict=True):
+            found = found * count + where if axis.parts else found
+        return found
+
+    def copy(self, rank: int) -> int:
+        """The number of a rank among `copies`: first come those of all replicas that are first along INNER."""
+        place, found = self.of(rank), 0
+        for count, where, axis in zip(self.inner, place.at, INNER, strict=True):
+            found = found if axis.parts else found * count + where
+        return found * self.dp + place.dp
+
+    def rank(self, dp: int, pp: int, at: At = ()) -> int:
+        """The rank of the run that is rank `pp` of replica `dp`, at this place along the axes of INNER."""
+        return self._seat(dp, pp) * self.width + self._inside(at)
+
+    def _seat(self, dp: int, pp: int) -> int:
         along, across = self.node or (self.pp, 1)
         block = dp // across * (self.pp // along) + pp // along
         seat = block * along * across + dp % across * along + pp % along
-        return (self.order[seat] if self.order else seat) * self.tp + tp
+        return self.order[seat] if self.order else seat
 
-    def ranks(self, of: Iterable[int], tp: int = 0) -> tuple[int, ...]:
-        """The ranks of the run that are these ranks of the pipeline, in any replica, of one share; ascending."""
-        mine = {*of}
-        return tuple(sorted(self.rank(dp, pp, tp) for dp in range(self.dp) for pp in mine))
+    def _inside(self, at: At) -> int:
+        found = 0
+        for count, where in zip(self.inner, at, strict=True) if at else ():
+            found = found * count + where
+        return found
 
-    def sharing(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the run that share the layers of one of them, ascending."""
-        first = rank - rank % self.tp
-        return tuple(range(first, first + self.tp))
+    def ranks(self, of: Iterable[int], at: At = ()) -> tuple[int, ...]:
+        """The ranks of the run that are these ranks of the pipeline, in any replica, with the part of layers that those
+        at this place have; ascending."""
+        seats, part = {self._seat(dp, pp) * self.width for pp in {*of} for dp in range(self.dp)}, self.part(at)
+        alike = [self._inside(one) for one in self.every if self.part(one) == part]
+        return tuple(sorted(seat + one for seat in seats for one in alike))
+
+    def held(self, pp: int) -> tuple[int, ...]:
+        """The ranks of the run that are one of a pipeline, in any replica; ascending."""
+        return tuple(sorted(self.rank(dp, pp, at) for dp in range(self.dp) for at in self.every))
+
+    def beside(self, name: str, rank: int) -> tuple[int, ...]:
+        """The ranks of the run that are where one of them is but along an axis of INNER, ascending."""
+        count, step = self.along(name), math.prod(self.inner[_NUMBER[name] + 1 :])
+        first = rank - rank // step % count * step
+        return tuple(range(first, first + count * step, step))
+
+    def circles(self, name: str) -> set[tuple[int, ...]]:
+        """All that are beside each other along an axis of INNER; none along one of a single rank."""
+        return {self.beside(name, rank) for rank in range(self.world)} if self.along(name) > 1 else set()
+
+    @property
+    def inside(self) -> set[tuple[int, ...]]:
+        """The ranks of the run that meet inside of ops."""
+        return {ranks for axis in INNER for ranks in self.circles(axis.name)}
 
     def of(self, rank: int) -> Place:
         """Where a rank of the run is."""
         along, across = self.node or (self.pp, 1)
-        seat, share = divmod(rank, self.tp)
-        seat = self.order.index(seat) if self.order else seat
+        at = list[int]()
+        for count in reversed(self.inner):
+            rank, where = divmod(rank, count)
+            at.insert(0, where)
+        seat = self.order.index(rank) if self.order else rank
         block, inside = divmod(seat, along * across)
         replicas, ranks = divmod(block, self.pp // along)
         replica, part = divmod(inside, along)
-        return Place(replicas * across + replica, ranks * along + part, share)
+        return Place(replicas * across + replica, ranks * along + part, tuple(at))
 
     @property
     def axes(self) -> str:
         """` (2 pp x 2 dp)`, behind a number of ranks; nothing where that says it."""
-        if self.dp == self.tp == 1:
+        if self.dp == self.width == 1:
             return ""
-        counts = [(self.pp, "pp"), *([(self.dp, "dp")] * (self.dp > 1)), *([(self.tp, "tp")] * (self.tp > 1))]
-        return f" ({' x '.join(f'{count} {axis}' for count, axis in counts)})"
+        counts = [(self.dp, "dp"), *zip(self.inner, (axis.name for axis in INNER), strict=True)]
+        more = "".join(f" x {count} {axis}" for count, axis in counts if count > 1)
+        return f" ({self.pp} pp{more})"
 
     def name(self, rank: int) -> str:
         """A rank of the run for messages: `rank 5`, with replicas `rank 5 [dp 1, pp 1]`, also `[pp 1, tp 0]`.
@@ -99,7 +185,7 @@ class Topology:
         """
         if len(set(self.hosts)) > 1 and 0 <= rank < len(self.hosts):
             return f"{replace(self, hosts=()).name(rank)} on {self.hosts[rank]}"
-        plain = self.dp == self.tp == 1 and not self.order and not self.replicas
+        plain = self.dp == self.width == 1 and not self.order and not self.replicas
         if plain or not 0 <= rank < self.world:
             return f"rank {rank}"
         place, where = self.of(rank), ""
@@ -107,5 +193,10 @@ class Topology:
             ends = [*accumulate(self.replicas)]
             stage = bisect_right(ends, place.pp)
             where = f"stage {stage}, replica {place.pp - ends[stage] + self.replicas[stage]}"
-        axes = [f"dp {place.dp}"] * (self.dp > 1) + [where or f"pp {place.pp}"] + [f"tp {place.tp}"] * (self.tp > 1)
+        axes = [f"dp {place.dp}"] * (self.dp > 1) + [where or f"pp {place.pp}"]
+        inside = zip(INNER, self.inner, place.at, strict=True)
+        axes += [f"{axis.name} {at}" for axis, count, at in inside if count > 1]
         return f"rank {rank} [{', '.join(axes)}]"
+
+
+_NUMBER = {axis.name: number for number, axis in enumerate(INNER)}

@@ -48,6 +48,24 @@ def test_ranks_that_share_layers_are_chosen_too(tmp_path):
     assert {row.shape.tp for row in fixed.weighed} == {2} and fixed.parallel.tp == 2
 
 
+def test_ranks_that_share_tokens_are_chosen_where_that_is_asked_for(tmp_path):
+    """Those whose chunks divide a sequence of 16 tokens and fit on a node; E301 names them."""
+    path = written(tmp_path, parallel="world = 8", schedule='kind = "1f1b"\nbatch = 16', hardware=HARDWARE)
+    assert {row.shape.cp for row in load_job(path).weighed} == {1}
+    found = load_job(path, ['parallel.cp="auto"', "parallel.tp=2"])
+    assert {row.shape.cp for row in found.weighed} == {1, 2} and found.parallel.ranks == 8
+    assert all(row.shape.ranks == 8 for row in found.weighed) and type(found.parallel.cp) is int
+    assert {row.shape.cp for row in load_job(path, ["parallel.cp=4"]).weighed} == {4}
+    for settings, said in (
+        (["parallel.cp=3"], "parallel.cp = 3 does not divide parallel.world = 8"),
+        (["parallel.cp=2", "parallel.tp=8"], "parallel.cp x parallel.tp = 16 does not divide"),
+        (["parallel.cp=2", "parallel.pp=8"], r"pp = 8 does not divide parallel.world = 8 / cp = 4"),
+        (['parallel.cp="auto"', "parallel.pp=2", "parallel.dp=4", "schedule.microbatches=4"], "world is missing"),
+    ):
+        with refused("E116", match=said):
+            load_job(path, settings)
+
+
 def test_replicas_that_share_out_experts_are_chosen_too(tmp_path):
     """Those that divide dp and the experts and fit on a node."""
     model = {"family": "llama", "experts": 12, "expert_hidden": 16}

@@ -376,6 +376,38 @@ def test_parts_of_layers_take_their_part_of_time_and_memory():
     assert more == ([pytest.approx(ms) for ms in (5, 4, 4, 4)], [pytest.approx(ms) for ms in (4, 4, 4, 5)])
 
 
+def test_ranks_that_share_tokens_take_their_part_and_gather_keys_and_values():
+    """Of linear layers and attention half each; weights stay whole, and keys and values of all tokens are kept."""
+    wide = {"family": "llama", "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 2, "vocab": 4096, "seq_len": 2048}
+    fast = {"link_gbps": 1e6, "link_us": 0.0, "kernel_us": 0.0}
+    whole, half = (costs(job(model=wide, parallel={"cp": cp}, hardware=fast)) for cp in (1, 2))
+    for stage in range(4):
+        for column in "fbw":
+            assert half.of(column, stage) == pytest.approx(whole.of(column, stage) / 2, rel=0.02)
+        assert half.bytes[stage].optimizer == whole.bytes[stage].optimizer
+        assert half.bytes[stage].boundary == whole.bytes[stage].boundary / 2
+        assert 0.45 < half.bytes_of("kept")[stage] / whole.bytes_of("kept")[stage] < 0.55
+    size, gbps = 2 * 2 * 2048 * 128 * 4, 8.0  # keys and values of 2 sequences, of all tokens
+    near = {**fast, "link_gbps": gbps, "link_us": 100.0}
+    slow = costs(job(model=wide, parallel={"cp": 2}, hardware=near))
+    each = 0.1 + size / 2 / (gbps * 1e6 / 8)
+    for column in "fb":
+        assert [slow.of(column, s) - half.of(column, s) for s in range(4)] == [pytest.approx(2 * each, rel=1e-3)] * 4
+    assert slow.of("w") == half.of("w")
+
+
+def test_gathers_add_to_sums_and_run_again_with_what_is_made_again():
+    given = {"f": 8.0, "b": 6.0, "w": 2.0, "cp": 1.0, "tp": 0.5}
+    both = costs(job(parallel={"tp": 2, "cp": 2}, costs=given))
+    assert [both.of(column) for column in ("f", "b", "w", "bw")] == [9.5, 7.5, 2.0, 8.0]
+    again = costs(job(parallel={"cp": 2}, costs=given, memory={"activations": "recompute"}))
+    assert [again.of(column) for column in ("f", "b", "bw")] == [9.0, 6 + 8 + 2.0, 8 + 1 + 6 + 2]
+    spared = costs(job(parallel={"cp": 2}, costs=given, memory={"activations": "selective"}))
+    plain = costs(job(costs=given, memory={"activations": "selective"}))
+    assert spared.of("b") == pytest.approx(plain.of("b") + 2.0, rel=0.02), "one more gather, and the sum"
+    assert costs(job(costs=given)).of("f") == 8.0
+
+
 def test_stages_recompute_one_by_one():
     plain, some = costs(job()), costs(job(memory={"activations": {"1": "recompute", "2": "keep"}}))
     for s in range(4):

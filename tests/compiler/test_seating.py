@@ -71,17 +71,30 @@ def test_seats_and_ranks_are_each_others_inverse():
     turned = Topology(4, 2, order=(6, 2, 0, 4, 5, 1, 7, 3))
     assert [turned.rank(0, pp) for pp in range(4)] == [6, 2, 0, 4]
     assert [turned.rank(*turned.of(rank)) for rank in range(8)] == list(range(8))
-    assert turned.of(2) == (0, 1, 0) and turned.of(5) == (1, 0, 0), "of seats, not of ranks"
+    assert turned.of(2) == (0, 1, (0, 0)) and turned.of(5) == (1, 0, (0, 0)), "of seats, not of ranks"
     assert turned.name(2) == "rank 2 [dp 0, pp 1]"
 
 
 def test_ranks_that_share_layers_are_neighbours():
-    shared = Topology(4, 2, node=(2, 2), tp=3)
+    shared = Topology(4, 2, node=(2, 2), inner=(1, 3))
     assert [shared.rank(*shared.of(rank)) for rank in range(shared.world)] == list(range(24))
-    assert {shared.sharing(rank) for rank in (9, 10, 11)} == {(9, 10, 11)}
+    assert {shared.beside("tp", rank) for rank in (9, 10, 11)} == {(9, 10, 11)}
     assert {shared.of(rank)[:2] for rank in (9, 10, 11)} == {(1, 1)}
-    assert shared.ranks([1], tp=2) == (5, 11) and shared.name(10) == "rank 10 [dp 1, pp 1, tp 1]"
-    assert Topology(2, tp=2).axes == " (2 pp x 2 tp)" and Topology(2, tp=2).name(3) == "rank 3 [pp 1, tp 1]"
+    assert shared.ranks([1], (0, 2)) == (5, 11) and shared.name(10) == "rank 10 [dp 1, pp 1, tp 1]"
+    two = Topology(2, inner=(1, 2))
+    assert two.axes == " (2 pp x 2 tp)" and two.name(3) == "rank 3 [pp 1, tp 1]"
+
+
+def test_ranks_that_share_tokens_are_around_those_that_share_layers():
+    both = Topology(2, 2, inner=(2, 2))
+    assert [both.rank(*both.of(rank)) for rank in range(both.world)] == list(range(16))
+    assert both.axes == " (2 pp x 2 dp x 2 cp x 2 tp)" and both.name(7) == "rank 7 [dp 0, pp 1, cp 1, tp 1]"
+    assert both.beside("tp", 7) == (6, 7) and both.beside("cp", 7) == (5, 7)
+    assert both.ranks([1], (0, 1)) == both.ranks([1], (1, 1)) == (5, 7, 13, 15), "who has the same part of layers"
+    assert [both.copy(rank) for rank in (4, 5, 6, 7, 12, 14)] == [0, 0, 2, 2, 1, 3] and both.copies == 4
+    assert both.inside == {(i, i + 1) for i in range(0, 16, 2)} | {
+        (i + j, i + j + 2) for i in (0, 4, 8, 12) for j in (0, 1)
+    }
 
 
 # ---- jobs with a table ------------------------------------------------------------------------------------------
@@ -119,7 +132,7 @@ def test_ranks_that_share_layers_are_seated_together(tmp_path):
     assert found.program.topology.order == (0, 2, 3, 1)
     machine = Machine.of(found.job)
     assert machine.link((0, 1)).speed == 9e6 and machine.link((0, 3)).speed == 1e6
-    assert machine.shared_ms(1e6) == pytest.approx(1 / 20), "the slowest of the groups"
+    assert machine.shared_ms("tp", 1e6) == pytest.approx(1 / 20), "the slowest of the groups"
     copies = load_job(path, ["parallel.pp=2", "parallel.dp=2", "parallel.order=[0,2,1,3]"])
     assert Machine.of(copies).sum_ms(1e6, [0]) == pytest.approx(1.0), "0-1: the second ranks meet on a slow link"
     with pytest.raises(ZbcError, match="each of the groups of 2 ranks 0 to 3 once"):

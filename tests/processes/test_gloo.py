@@ -95,6 +95,30 @@ def test_ranks_that_share_layers_find_the_numbers_of_one_process(pool, kind, pp,
     assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(train, plan, 3)], "bit by bit"
 
 
+SPREADING = [
+    ("1f1b", 1, {"cp": 4}, {}),
+    ("zb-v", 2, {"cp": 2}, {}),
+    ("zb-h1", 2, {"cp": 2}, {"slices": 2}),
+    ("interleaved-1f1b", 2, {"cp": 2, "shard": "all"}, {}),
+    ("zb-h1", 1, {"cp": 2, "dp": 2}, {"memory": {"activations": "selective"}}),
+    ("zb-h1", 1, {"cp": 2, "tp": 2}, {}),
+    ("braid-v", 2, {"cp": 2}, {"m": 6}),
+]
+
+
+@pytest.mark.parametrize(("kind", "pp", "more", "how"), few(SPREADING, SPREADING[1:3]))
+def test_ranks_that_share_tokens_find_the_numbers_of_one_process(pool, kind, pp, more, how, tmp_path):
+    model = {"model_more": {"layers": 4}}
+    plan = test_tensor_parallel.plan_of(tmp_path / "cp", kind, pp=pp, more=more, **model, **how)
+    m = how.get("m", 4) * more.get("dp", 1)
+    (alone,) = run_threads(test_tensor_parallel.plan_of(tmp_path / "one", pp=1, **{**model, **how, "m": m}), 3)
+    found = pool.run(train, plan, 3)
+    for losses, norms, *_ in found:
+        assert losses == pytest.approx(losses_of([alone]), rel=1e-6)
+        assert norms == pytest.approx(norms_of([alone]), rel=1e-5)
+    assert [losses for losses, *_ in found] == [losses for losses, *_ in pool.run(train, plan, 3)], "bit by bit"
+
+
 def test_groups_in_turns_have_the_bits_of_one_process_per_rank(pool, tmp_path):
     """Over gloo as over a hub, where the same plan runs one op after the other."""
     how = {"model_more": {"layers": 4}, "m": 6, "schedule_more": {"overlap": True}}

@@ -137,7 +137,8 @@ def plan_of(ranks: Sequence[str], placement: Placement, m: int, **options: Any) 
 
 
 def make_worker(plan: StoredPlan, rank: int = 0, hub: Hub | None = None) -> Worker:
-    hub, part = hub or Hub(plan.manifest.topology.world, tp=plan.manifest.tp), plan.manifest.topology.of(rank).pp
+    topology = plan.manifest.topology
+    hub, part = hub or Hub(topology.world, inside=topology.inside), topology.of(rank).pp
     ramp = [RankPlan(part, one.program.ranks[part], one.manifest) for one in plan.ramp]
     return build_worker(RankPlan(part, plan.program.ranks[part], plan.manifest), hub.end(rank), CPU, ramp)
 

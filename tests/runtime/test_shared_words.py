@@ -299,7 +299,7 @@ def test_replicas_write_each_row_once_and_are_compared(tmp_path):
 def test_whole_tables_are_put_together_for_others(tp):
     """For export: the rows of all ranks, however many each has."""
     plan = plan_of("zb-v", 4, 3, 1, words=(0, 5, 7, 50, 61), how={"tp": tp})
-    hub = Hub(4 * tp, tp=tp)
+    hub = Hub(4 * tp, inside=plan.manifest.topology.inside)
     workers = [make_worker(plan, rank, hub) for rank in range(4 * tp)]
 
     def run(rank):

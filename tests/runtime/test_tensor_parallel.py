@@ -214,7 +214,7 @@ def test_float64_is_exact_to_its_own_rounding():
         x = layer(x)
     expected = functional.cross_entropy(x.flatten(0, -2), targets.flatten())
     expected.backward()
-    hub = Hub(2, tp=2)
+    hub = Hub(2, inside=[(0, 1)])
 
     def rank(number):
         group = Group((0, 1), number, HubTransport(hub, number))
@@ -327,7 +327,7 @@ def test_a_layer_of_a_user_says_how_it_is_shared():
 
 
 def test_layers_that_cannot_be_shared_are_refused():
-    group = Group((0, 1), 0, HubTransport(Hub(2, tp=2), 0))
+    group = Group((0, 1), 0, HubTransport(Hub(2, inside=[(0, 1)]), 0))
     with refused("E119", match=r"layers\.0 \(Linear\) cannot be shared by 2", hint="shard(group)"):
         sharding.shard("layers.0", torch.nn.Linear(2, 2), group, joined=False)
     wrong = torch.nn.Linear(2, 2)

@@ -190,7 +190,7 @@ def _size_of(given: toml.Document) -> tuple[int | None, int | None]:
         value = of.get(key, default)
         return value if type(value) is int and value > 0 else default
 
-    ranks = number(parallel, "world", number(parallel, "pp") * number(parallel, "dp") * number(parallel, "tp"))
+    ranks = number(parallel, "world", math.prod(number(parallel, axis) for axis in ("pp", "dp", "cp", "tp")))
     samples = number(schedule, "microbatches") * number(schedule, "microbatch_size") * number(parallel, "dp")
     return ranks, number(schedule, "batch", samples if "microbatches" in schedule else 0) or None
 
@@ -247,7 +247,7 @@ def of_advice(found: Advice, *, verbose: bool) -> Iterator[RenderableType]:
     from zbc.compiler.whatif.advise import decides
 
     rows = found.rows
-    axes = [axis for axis in ("pp", "dp", "tp", "ep") if any(getattr(row.shape, axis) > 1 for row in rows)]
+    axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if any(getattr(row.shape, axis) > 1 for row in rows)]
     held = [row.compiled.report.peak_bytes for row in rows]
     unit, scale = ("GiB", GIB) if max(held) >= GIB else ("MiB", MIB)
     heads = ["", *axes, "schedule", "shards", "recompute", "tokens/s", "MFU", unit, "idle"]
@@ -298,7 +298,7 @@ def as_json(found: Advice) -> dict[str, Any]:
     rows = []
     for one in found.rows:
         report = one.compiled.report
-        shape = {axis: getattr(one.shape, axis) for axis in ("pp", "dp", "tp", "ep", "microbatches")}
+        shape = {axis: getattr(one.shape, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "microbatches")}
         some, stages = one.recompute
         rows.append(
             {

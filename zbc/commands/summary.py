@@ -66,7 +66,8 @@ def of_plan(
     if report.tp_sums is not None:
         found = report.tp_sums
         hidden = f"{percent(found.hidden)} of it hidden behind other work"
-        label = "swaps" if compiled.job.parallel.ep > 1 else "sums"
+        parallel = compiled.job.parallel
+        label = "swaps" if parallel.ep > 1 else "gathers" if parallel.cp > parallel.tp == 1 else "sums"
         yield labelled(label, f"inside of ops: {short(found.ms)} ms on a rank (mean), {hidden}")
     if report.flushless is None:  # what binds a step says nothing of a cycle of them
         yield from _why(compiled, until, verbose=verbose)
@@ -265,7 +266,7 @@ def _order(compiled: Compiled) -> Iterator[str]:
     for dp, part in enumerate(parts):
         name = f"replica {dp}: " if topology.dp > 1 else "ranks "
         yield from wrap([f"{name}{part[0]}", *map(str, part[1:])], _TEXT, between=" ")
-    slowest = max(weight(ms, part)[0] for part in parts)
+    slowest = max(weight(ms, [rank // topology.width for rank in part])[0] for part in parts)
     plain = max(weight(ms, range(dp * topology.pp, (dp + 1) * topology.pp))[0] for dp in range(topology.dp))
     yield f"slowest neighbours {short(slowest)} ms a tensor, as numbered {short(plain)}"
 
@@ -279,6 +280,7 @@ def _sums(compiled: Compiled) -> Iterator[str]:
     kinds = Counter(one.op.kind.value for one in timeline.sums)
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     over = f" over {program.dp} replicas" if program.dp > 1 else ""
+    over += f" of {program.cp} ranks" if over and program.cp > 1 else f" over {program.cp} ranks" * (program.cp > 1)
     gathered = compiled.report.gathered
     if gathered is not None:
         each = f"{gathered.count} gather{'s' * (gathered.count > 1)} of weights on a rank, {short(gathered.ms)} ms"

@@ -33,7 +33,7 @@ def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
     times = iter(aligned([row.sample_ms or 0.0 for row in planned], 3))
     known = all(row.peak_bytes is not None for row in planned)
     held = iter(aligned([(row.peak_bytes or 0) / GIB for row in planned], 3) if known else [""] * len(planned))
-    axes = [axis for axis in ("tp", "ep") if any(getattr(row.shape, axis) > 1 for row in weighed)]
+    axes = [axis for axis in ("cp", "tp", "ep") if any(getattr(row.shape, axis) > 1 for row in weighed)]
     rows = []
     for row in weighed:
         pp, dp, microbatches, *_ = row.shape

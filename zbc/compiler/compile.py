@@ -579,4 +579,6 @@ def _boundary(job: Job) -> plans.Boundary | None:
     if not model.builtin or model.seq_len is None or model.hidden is None:
         return None
     longest = max((b - a for a, b in pairwise(cuts_of(job))), default=model.seq_len)
-    return plans.Boundary(shape=[job.schedule.microbatch_size, longest, model.hidden], dtype=model.parameters)
+    return plans.Boundary(
+        shape=[job.schedule.microbatch_size, longest // job.parallel.cp, model.hidden], dtype=model.parameters
+    )

@@ -85,7 +85,7 @@ def _counts(job: Job) -> Iterator[int]:
 def replicas(job: Job, table: Sequence[estimate.Layer]) -> list[tuple[int, ...]]:
     """Ranks of each stage: the best by the closed form (partition/replicas.py) first, then equally many for each."""
     machine, pp, m = Machine.of(job), job.parallel.pp, job.schedule.microbatches
-    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.shared)
+    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.sent)
     before = [0.0, *((known or layer.size.result) for layer in table[:-1])]
     grads = [float(GRAD_BYTES * layer.params) for layer in table]
     times = [layer.f for layer in table], [layer.backward for layer in table]

@@ -87,7 +87,7 @@ def stages_of(manifest: Manifest, table: Sequence[Layer]) -> list[tuple[int, ...
 
 def boundary_sizes(job: Job, manifest: Manifest, table: Sequence[Layer]) -> list[float]:
     """Bytes of the tensor after each stage but the last; 0 where nobody knows."""
-    known = estimate.boundary_bytes(job.model, manifest.microbatch_size, job.parallel.shared)
+    known = estimate.boundary_bytes(job.model, manifest.microbatch_size, job.parallel.sent)
     return [known or table[part[-1]].size.result for part in stages_of(manifest, table)[:-1]]
 
 

@@ -42,12 +42,12 @@ def seated(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> t
 def transfers(job: Job) -> list[list[float]]:
     """ms of the tensor between two stages, from any rank of a pipeline to any other; where ranks share layers, each
     sends its own to its counterpart."""
-    size = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.shared) or _NOMINAL
+    size = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.sent) or _NOMINAL
     machine, world = Machine.of(job), range(job.parallel.pp * job.parallel.dp)
-    count = job.parallel.tp
+    count = job.parallel.width
     return [
         [
-            0.0 if a == b else max(machine.between(a * count + tp, b * count + tp).ms(size) for tp in range(count))
+            0.0 if a == b else max(machine.between(a * count + at, b * count + at).ms(size) for at in range(count))
             for b in world
         ]
         for a in world

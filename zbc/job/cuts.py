@@ -40,7 +40,9 @@ def cuts_of(job: Job) -> Cuts:
 
 def multiple_of(hardware: Hardware, parallel: Parallel | None) -> int:
     """Tokens of which slices are multiples: tiles of the kernels, and equal parts for the ranks that share tokens."""
-    return lcm(MULTIPLE[hardware.device], parallel.shared if parallel is not None else 1)
+    if parallel is None:
+        return MULTIPLE[hardware.device]
+    return lcm(MULTIPLE[hardware.device], parallel.sent, 2 * parallel.cp if parallel.cp > 1 else 1)
 
 
 def shares_of(job: Job, cuts: Cuts) -> dict[str, list[float]]:
@@ -124,7 +126,8 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
     schedule: Schedule | None = draft.sections.get("schedule")
     model: Model | None = draft.sections.get("model")
     hardware: Hardware | None = draft.sections.get("hardware")
-    if schedule is None or model is None or hardware is None:
+    parallel: Parallel | None = draft.sections.get("parallel")
+    if schedule is None or model is None or hardware is None or parallel is None:
         return
     where = draft.document.where(("schedule", "slices"))
     if schedule.slices == 1:

@@ -38,9 +38,9 @@ _SINCE: dict[
 ] = {  # keys that a plan names only where they are set: without them it is what it was before there were any
     "model": ("graph", "groups"),
     "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches"),
-    "parallel": ("vocabulary", "vocabulary_sums"),
+    "parallel": ("cp", "vocabulary", "vocabulary_sums"),
     "hardware": ("gpu",),
-    "costs": ("s", "t", "i", "e"),
+    "costs": ("cp", "s", "t", "i", "e"),
 }
 RESERVE = 0.06  # of the memory of a GPU, unless the job or a profile says otherwise
 

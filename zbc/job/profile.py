@@ -21,6 +21,7 @@ from zbc.errors import ZbcError
 from zbc.job.model_section import Model
 from zbc.job.section import Count, Ms, NotNegative, Rate, Section, Us
 from zbc.job.wording import sentence
+from zbc.topology import INNER, At
 
 FORMAT, VERSION = "zbc-profile", 1
 WIDE = 0.10  # quartiles this far apart, as a share of the median, are not to be trusted
@@ -215,6 +216,7 @@ class Profile(Section):
     on: Origin
     model: dict[str, Any]
     microbatch_size: Count
+    cp: Count = Field(1, description="ranks that share the tokens; times and bytes are of those that one has")
     tp: Count = Field(1, description="ranks that share each layer; times and bytes are of the part that one has")
     optimizer: str = Field("", description="the kind of the optimizer that `step` and bytes are of")
     layers: dict[str, LayerProfile]
@@ -234,7 +236,7 @@ class Profile(Section):
         for layer in found["layers"].values():
             if not layer["slices"]:  # as they were before there were any
                 del layer["slices"]
-        for name, there in (("words", self.words), ("sums", self.sums), ("tp", self.tp > 1)):
+        for name, there in (("words", self.words), ("sums", self.sums), ("cp", self.cp > 1), ("tp", self.tp > 1)):
             if not there:
                 del found[name]
         if self.copies is not None:
@@ -279,15 +281,15 @@ def model_of(model: Model) -> dict[str, Any]:
     return found
 
 
-def misfits(profile: Profile, model: Model, *, device: str, microbatch_size: int, tp: int) -> list[str]:
-    """In what a profile differs from a job, as lines of text; empty if it fits."""
+def misfits(profile: Profile, model: Model, *, device: str, microbatch_size: int, inner: At) -> list[str]:
+    """In what a profile differs from a job, as lines of text; empty if it fits; `inner`: ranks along INNER."""
     wanted, known = _rounded(model_of(model)), _rounded(profile.model)
     defaults = {key: info.default for key, info in Model.model_fields.items()}
     rows = [(f"model.{key}", known.get(key, defaults.get(key)), wanted[key]) for key in wanted]
     rows += [(f"model.{key}", value, None) for key, value in known.items() if key not in wanted]
     rows.append(("schedule.microbatch_size", profile.microbatch_size, microbatch_size))
     rows.append(("hardware.device", profile.on.device, device))
-    rows.append(("parallel.tp", profile.tp, tp))
+    rows += [(f"parallel.{axis.name}", getattr(profile, axis.name), n) for axis, n in zip(INNER, inner, strict=True)]
     lines = [f"{key}: {_word(a)} in the profile, {_word(b)} in the job" for key, a, b in rows if a != b]
     return lines or _incomplete(profile, model)
 

@@ -243,7 +243,7 @@ def _node_rule(draft: Draft) -> Iterator[ZbcError]:
     if parallel.pp % parts or parallel.dp % copies:
         text = f"config: parallel.node = [{parts}, {copies}] does not divide pp = {parallel.pp} and dp = {parallel.dp}"
         yield ZbcError("E110", text, where=where, hint="leave it out, and the least traffic between nodes decides")
-    elif hardware is not None and (seats := parts * copies * parallel.tp) != hardware.ranks_per_node:
+    elif hardware is not None and (seats := parts * copies * parallel.width) != hardware.ranks_per_node:
         text = f"config: parallel.node has {seats} ranks, hardware.ranks_per_node is {hardware.ranks_per_node}"
         yield ZbcError("E110", text, where=where, hint=f"set hardware.ranks_per_node = {seats}")
 
@@ -269,6 +269,22 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
                 break
 
 
+def _context_rules(draft: Draft) -> Iterator[ZbcError]:
+    """What tokens cannot be shared out: each rank gets two chunks of all, as long as each other."""
+    parallel: Parallel | None = draft.sections.get("parallel")
+    model: Model | None = draft.sections.get("model")
+    if parallel is None or model is None or parallel.cp == 1:
+        return
+    where, each = draft.document.where(("parallel", "cp")), 2 * parallel.cp
+    if not model.builtin:
+        text = f"config: parallel.cp is for the built-in models, whose attention is causal, not for {model.family!r}"
+        yield ZbcError("E119", text, where=where, hint="set cp = 1")
+    elif model.seq_len is not None and model.seq_len % each:
+        text = f"config: 2 parallel.cp = {each} chunks of each sequence do not divide model.seq_len = {model.seq_len}"
+        near = model.seq_len // each * each or each
+        yield ZbcError("E119", text, where=where, hint=f"set seq_len = {near}, or another cp")
+
+
 def _sequence_rules(draft: Draft) -> Iterator[ZbcError]:
     """What ranks that share tokens do not go with."""
     parallel: Parallel | None = draft.sections.get("parallel")
@@ -283,9 +299,10 @@ def _sequence_rules(draft: Draft) -> Iterator[ZbcError]:
     if model is not None and not model.builtin:
         text = f"config: parallel.tp_sequence is for the built-in models, model.family is {model.family!r}"
         yield ZbcError("E119", text, where=where, hint="leave tp_sequence out")
-    elif model is not None and model.seq_len is not None and model.seq_len % parallel.tp:
-        text = f"config: parallel.tp = {parallel.tp} does not divide model.seq_len = {model.seq_len}"
-        near = model.seq_len // parallel.tp * parallel.tp or parallel.tp
+    elif model is not None and model.seq_len is not None and model.seq_len % parallel.width:
+        named, ranks = "tp" if parallel.cp == 1 else "cp x parallel.tp", parallel.width
+        text = f"config: parallel.{named} = {ranks} does not divide model.seq_len = {model.seq_len}"
+        near = model.seq_len // ranks * ranks or ranks
         yield ZbcError("E119", text, where=where, hint=f"set seq_len = {near}, or leave tp_sequence out")
 
 
@@ -321,7 +338,7 @@ def _order_rule(draft: Draft) -> Iterator[ZbcError]:
         return
     world = parallel.pp * parallel.dp
     if sorted(parallel.order) != list(range(world)):
-        what = "ranks" if parallel.tp == 1 else f"groups of {parallel.tp} ranks"
+        what = "ranks" if parallel.width == 1 else f"groups of {parallel.width} ranks"
         text = f"config: parallel.order does not name each of the {what} 0 to {world - 1} once"
         hint = f"write {list(range(world))} in the order of the pipeline" if world <= 16 else "leave it out"
         yield ZbcError("E110", text, where=draft.document.where(("parallel", "order")), hint=hint)
@@ -516,6 +533,7 @@ RULES = (
     _ramp_rules,
     _node_rule,
     _tensor_parallel_rules,
+    _context_rules,
     _sequence_rules,
     _vocabulary_rules,
     _order_rule,

@@ -53,6 +53,11 @@ class Parallel(Section):
     tp: Count = Field(
         1, description='ranks that share each layer of a built-in model (tensor parallel); with world also "auto"'
     )
+    cp: Count = Field(
+        1,
+        description="ranks that share the tokens of each microbatch of a built-in model (context parallel); with world "
+        'also "auto"',
+    )
     ep: Count = Field(
         1, description='neighbouring replicas that share out the experts of each block; with world also "auto"'
     )
@@ -102,7 +107,17 @@ class Parallel(Section):
     @property
     def ranks(self) -> int:
         """The ranks of a run."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.width
+
+    @property
+    def width(self) -> int:
+        """The ranks of a run that are one rank of a pipeline."""
+        return self.cp * self.tp
+
+    @property
+    def copies(self) -> int:
+        """The ranks of a run that have the same part of a stage, in one pipe."""
+        return self.dp * self.cp
 
     @property
     def regathers(self) -> bool:
@@ -128,6 +143,11 @@ class Parallel(Section):
     def shared(self) -> int:
         """How many ranks share the tokens of what goes from stage to stage."""
         return self.tp if self.tp_sequence else 1
+
+    @property
+    def sent(self) -> int:
+        """How many ranks each send their tokens of what goes from stage to stage."""
+        return self.shared * self.cp
 
 
 class Schedule(Section):
@@ -295,6 +315,9 @@ class GivenCosts(Section):
         description="one all-reduce of a stage's gradients; default: from the link, where sizes are known",
     )
     tp: Ms | None = Field(None, description="parallel.tp: the sums inside one stage's F; its B has as many")
+    cp: Ms | None = Field(
+        None, description="parallel.cp: the gathers inside one stage's F; the sums of its B take as long"
+    )
     ep: Ms | None = Field(None, description="parallel.ep: the swaps inside one stage's F; its B has as many")
     s: Ms | None = Field(
         None, description="parallel.vocabulary: logits of one rank's words; default 0 where f is given"

@@ -35,6 +35,7 @@ from zbc.job.sections import Optimizer as Optimizer
 from zbc.job.sections import Train as Train
 from zbc.job.sections import parse_limit as parse_limit
 from zbc.job.wording import convert, unknown
+from zbc.topology import inner_of
 
 VERSION = 1
 
@@ -108,9 +109,8 @@ def _read_profile(result: Draft) -> None:
     except ZbcError as error:
         result.problems.append(error)
         return
-    wrong = profiles.misfits(
-        found, model, device=hardware.device, microbatch_size=schedule.microbatch_size, tp=parallel.tp
-    )
+    size, inner = schedule.microbatch_size, inner_of(parallel)
+    wrong = profiles.misfits(found, model, device=hardware.device, microbatch_size=size, inner=inner)
     if wrong:
         text = f"profile: {path.name} was made for something else"
         hint = "profile this job: `zbc profile JOB.toml -o FILE`"

@@ -1,8 +1,8 @@
 """A job that says how many ranks there are, and how large a batch: which pp, dp and microbatches it can mean.
 
-`parallel.world` stands for every pp x dp x tp = world, with the tp that is given, or where that is "auto" every one
-that fits on a node; with parallel.ep = "auto" also for every one of those. `schedule.batch` stands for batch / (dp x
-microbatch_size) microbatches.
+`parallel.world` stands for every pp x dp x cp x tp = world, with the cp and tp that are given, or where one is "auto"
+every one that fits on a node; with parallel.ep = "auto" also for every one of those. `schedule.batch` stands for
+batch / (dp x microbatch_size) microbatches.
 Where a key and what it stands for are both given, the one from the command line counts, then the one of the file that
 extends the other; of one file E116.
 """
@@ -22,7 +22,7 @@ from zbc.job.toml import Document
 
 WORLD, BATCH, MICROBATCHES = ("parallel", "world"), ("schedule", "batch"), ("schedule", "microbatches")
 GIVEN = {"pp": ("parallel", "pp"), "dp": ("parallel", "dp")}
-TP, EP = ("parallel", "tp"), ("parallel", "ep")
+TP, EP, CP = ("parallel", "tp"), ("parallel", "ep"), ("parallel", "cp")
 # What a shape has nobody for, and what goes with that.
 OF_REPLICAS = (("parallel", "shard"), ("parallel", "exchange"), ("memory", "resident"))
 OF_SHARED_LAYERS = (("parallel", "tp_sequence"),)
@@ -38,14 +38,21 @@ class Shape(NamedTuple):
     why: str | None = None
     tp: int = 1
     ep: int = 1
+    cp: int = 1
 
     def __str__(self) -> str:
-        more = [f", {axis} {count}" for axis, count in (("ep", self.ep), ("tp", self.tp)) if count > 1]
+        axes = ("ep", self.ep), ("cp", self.cp), ("tp", self.tp)
+        more = [f", {axis} {count}" for axis, count in axes if count > 1]
         return f"pp {self.pp}, dp {self.dp}{''.join(more)}"
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.copies * self.tp
+
+    @property
+    def copies(self) -> int:
+        """The ranks with the same part of a stage."""
+        return self.dp * self.cp
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +68,14 @@ class Weighed:
     error: ZbcError | None = None
 
     def as_json(self) -> dict[str, Any]:
-        pp, dp, microbatches, why, tp, ep = self.shape
+        pp, dp, microbatches, why, tp, ep, cp = self.shape
         reason = why if self.error is None else f"[{self.error.code}] {self.error.message}"
         return {
             "pp": pp,
             "dp": dp,
             "tp": tp,
             "ep": ep,
+            "cp": cp,
             "microbatches": microbatches or None,
             "schedule": self.schedule,
             "step_ms": self.step_ms,
@@ -89,10 +97,10 @@ class World:
     def of(self, shape: Shape) -> Document:
         """The job with one of the shapes, whose numbers have the places of what they come from, without what replicas
         or the ranks that share a layer are to do where there are none."""
-        found = _applying(self.document, shape.dp, shape.tp, replicated=self.replicated)
+        found = _applying(self.document, shape.copies, shape.tp, replicated=self.replicated)
         for path, number in zip((*GIVEN.values(), MICROBATCHES), shape[:3], strict=True):
             found = _with(found, path, number)
-        for path, number in ((TP, shape.tp), (EP, shape.ep)):
+        for path, number in ((TP, shape.tp), (EP, shape.ep), (CP, shape.cp)):
             found = _with(found, path, number) if number > 1 or found.has(path) else found
         return found
 
@@ -108,7 +116,7 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
     if whole and not {"pp", "world"} & parallel.keys():
         document = _with(document, GIVEN["pp"], sum(counts or ()))
         parallel = document.values["parallel"]
-    for key, path in (("tp", TP), ("ep", EP)):
+    for key, path in (("tp", TP), ("ep", EP), ("cp", CP)):
         if parallel.get(key) == "auto" and (world is None or not GIVEN.keys() - parallel.keys()):
             text = f'config: parallel.{key} = "auto" is chosen together with pp and dp, and parallel.world is missing'
             raise ZbcError("E116", text, where=document.where(path), hint=f"set parallel.world, or {key} = 1")
@@ -118,7 +126,8 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
     document, fixed = _fixed(document)
     bare = _without(_without(document, WORLD), BATCH)
     if world is not None and len(fixed) == 2:  # the command line says what to take of a world
-        bare = _applying(bare, fixed["dp"], parallel.get("tp", 1), replicated=replicated)
+        copies = fixed["dp"] * parallel.get("cp", 1)
+        bare = _applying(bare, copies, parallel.get("tp", 1), replicated=replicated)
     if document.values["parallel"].get("world") is None:
         if samples is None:
             return bare
@@ -128,16 +137,17 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
         return _with(bare, MICROBATCHES, shape.microbatches)
     document, count = _count(document)
     bare = _without(_without(document, WORLD), BATCH)
-    some = (shape for tp in _shared(document, count) for shape in _shapes(document, count, fixed, samples, tp))
+    inner = ((cp, tp) for tp in _shared(document, count) for cp in _contexts(document, count, tp))
+    some = (shape for cp, tp in inner for shape in _shapes(document, count, fixed, samples, cp, tp))
     shapes = tuple(shape._replace(ep=ep) for shape in some for ep in _experts(document, shape.dp))
     found = World(bare, shapes, replicated)
     only = found.shapes[0]
     return found.of(only) if len(found.shapes) == 1 and only.microbatches else found
 
 
-def _applying(document: Document, dp: int, tp: int, *, replicated: bool) -> Document:
+def _applying(document: Document, copies: int, tp: int, *, replicated: bool) -> Document:
     """Without what needs replicas of a stage or ranks that share a layer, where there are none."""
-    for path in (*(() if dp > 1 or replicated else OF_REPLICAS), *(() if tp > 1 else OF_SHARED_LAYERS)):
+    for path in (*(() if copies > 1 or replicated else OF_REPLICAS), *(() if tp > 1 else OF_SHARED_LAYERS)):
         document = _without(document, path)
     return document
 
@@ -150,7 +160,7 @@ def _sound(parallel: Mapping[str, Any], schedule: Mapping[str, Any]) -> bool:
     """Whether the numbers are numbers; where they are not, their tables say so."""
     numbers = [parallel.get("pp", 1), parallel.get("dp", 1), schedule.get("microbatches", 1)]
     numbers += [schedule.get("microbatch_size", 1), schedule.get("batch", 1)]
-    numbers += [one for one in (parallel.get(key, 1) for key in ("world", "tp", "ep")) if one != "auto"]
+    numbers += [one for one in (parallel.get(key, 1) for key in ("world", "tp", "ep", "cp")) if one != "auto"]
     return all(type(number) is int and number > 0 for number in numbers)
 
 
@@ -256,6 +266,25 @@ def _shared(document: Document, world: int) -> list[int]:
     return [tp for tp in range(1, most + 1) if most % tp == 0]
 
 
+def _contexts(document: Document, world: int, tp: int) -> list[int]:
+    """How many ranks may share tokens, beside `tp` that share layers: as many as is given, or all whose chunks divide a
+    sequence, on one node."""
+    asked, model = document.values["parallel"].get("cp", 1), document.values.get("model")
+    if asked != "auto":
+        if world % (asked * tp):
+            ranks = f"parallel.cp = {asked}" if tp == 1 else f"parallel.cp x parallel.tp = {asked * tp}"
+            text = f"config: {ranks} does not divide parallel.world = {world}"
+            near = max(d for d in range(1, asked + 1) if world % (d * tp) == 0)
+            raise ZbcError("E116", text, where=document.where(CP), hint=f"set cp = {near}, or another world")
+        return [asked]
+    hardware = document.values.get("hardware")
+    node = hardware.get("ranks_per_node") if isinstance(hardware, Mapping) else None
+    length = model.get("seq_len") if isinstance(model, Mapping) else None
+    room = math.gcd(world, node if type(node) is int and node > 0 else _NODE or world) // tp
+    chunks = length if type(length) is int and length > 0 else 2
+    return [cp for cp in range(1, room + 1) if room % cp == 0 and (cp == 1 or chunks % (2 * cp) == 0)]
+
+
 def _experts(document: Document, dp: int) -> list[int]:
     """How many replicas may share out experts: of as many as is given, those that divide them; or all that divide
     both, on one node."""
@@ -270,14 +299,17 @@ def _experts(document: Document, dp: int) -> list[int]:
     return [ep for ep in range(1, min(most, room) + 1) if most % ep == 0]
 
 
-def _shapes(document: Document, ranks: int, fixed: Mapping[str, int], batch: int | None, tp: int) -> list[Shape]:
-    """Every pp x dp x tp = ranks with what is given of them, short pipelines first."""
-    world = ranks // tp
+def _shapes(
+    document: Document, ranks: int, fixed: Mapping[str, int], batch: int | None, cp: int, tp: int
+) -> list[Shape]:
+    """Every pp x dp x cp x tp = ranks with what is given of them, short pipelines first."""
+    world, inner = ranks // (cp * tp), {"cp": cp, "tp": tp}
     for key, number in fixed.items():
         if world % number:
-            if document.values["parallel"].get("tp") == "auto" and tp > 1:
+            if any(document.values["parallel"].get(axis) == "auto" and count > 1 for axis, count in inner.items()):
                 return []
-            share = f"{ranks}" if tp == 1 else f"{ranks} / tp = {world}"
+            axes = "".join(f" / {axis}" for axis, count in inner.items() if count > 1)
+            share = f"{ranks}{axes} = {world}" if axes else f"{ranks}"
             text = f"config: parallel.{key} = {number} does not divide parallel.world = {share}"
             near = max(d for d in range(1, number) if world % d == 0)
             raise ZbcError("E116", text, where=document.where(GIVEN[key]), hint=f"set {key} = {near}, or another world")
@@ -285,7 +317,7 @@ def _shapes(document: Document, ranks: int, fixed: Mapping[str, int], batch: int
     every = sorted({*small, *(world // d for d in small)})
     pairs = [(pp, world // pp) for pp in every]
     pairs = [one for one in pairs if fixed.get("pp", one[0]) == one[0] and fixed.get("dp", one[1]) == one[1]]
-    return [_shape(document, pp, dp, batch)._replace(tp=tp) for pp, dp in pairs]
+    return [_shape(document, pp, dp, batch)._replace(tp=tp, cp=cp) for pp, dp in pairs]
 
 
 def _shape(document: Document, pp: int, dp: int, batch: int | None) -> Shape:

@@ -67,8 +67,7 @@ class StoredPlan:
 
 def judges(manifest: Manifest) -> tuple[int, ...]:
     """The last ranks of all replicas: without a barrier, they add up what their replicas have collected."""
-    run = manifest.topology
-    return tuple(sorted(rank for tp in range(run.tp) for rank in run.ranks([manifest.ranks - 1], tp)))
+    return manifest.topology.held(manifest.ranks - 1)
 
 
 def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
@@ -86,12 +85,12 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
     return Program(m.to_placement(), run.microbatches, ranks, history, run.slices, **m.traits)
 
 
-def meeting(manifest: Manifest, op: Op, tp: int = 0, *, rank: int = 0) -> tuple[int, ...]:
-    """The ranks of a run, over all replicas of the pipeline, that take part in a collective of one share; of that in
-    which `rank` of the run is, where each rank of a pipeline meets its replicas alone, or each replica sums its own."""
+def meeting(manifest: Manifest, op: Op, rank: int) -> tuple[int, ...]:
+    """The ranks of a run, over all copies of the pipeline, that `rank` of it meets in a collective: those with the same
+    part of layers, and where replicas each sum their own of these those of its replica."""
     program = program_of(manifest, ((),) * manifest.ranks)
     run, seat, together = manifest.topology, manifest.topology.of(rank), program.together
-    found = run.ranks((seat.pp,) if program.apart(op) else program.members(op), tp)
+    found = run.ranks((seat.pp,) if program.apart(op) else program.members(op), seat.at)
     if op.kind is Kind.AVERAGE:
         return _alike(manifest, found, rank)
     found = tuple(one for one in found if run.of(one).dp // together == seat.dp // together)
@@ -102,9 +101,9 @@ def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:
     """The ranks of a run that have the same weights of an owner as `rank`, as soon as those that are averaged are made
     alike."""
     program = program_of(manifest, ((),) * manifest.ranks)
-    run, op = manifest.topology, Op(Kind.REDUCE, owner)
-    share = run.of(rank).tp if owner == WORDS else 0  # what else ranks share of layers is put together, or the first's
-    found = run.ranks((run.of(rank).pp,) if program.apart(op) else program.members(op), share)
+    run, seat, op = manifest.topology, manifest.topology.of(rank), Op(Kind.REDUCE, owner)
+    at = seat.at if owner == WORDS else ()  # what else ranks share of layers is put together, or the first's
+    found = run.ranks((seat.pp,) if program.apart(op) else program.members(op), at)
     return _alike(manifest, found, rank) if owner <= EXPERTS else found
 
 

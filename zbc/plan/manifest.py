@@ -11,13 +11,15 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from zbc.ir import TRAITS, Op, Placement
-from zbc.topology import Topology
+from zbc.topology import Topology, inner_of
 
 FORMAT = "zbc-plan"
 VERSION = 1
 MANIFEST = "plan.json"
 # Fields that stand in a manifest only where they say something.
-OPTIONAL = frozenset({"averages", "balance", "cuts", "edges", "ep", "flushless", "one_sided", "scatters", "vocabulary"})
+OPTIONAL = frozenset(
+    {"averages", "balance", "cp", "cuts", "edges", "ep", "flushless", "one_sided", "scatters", "vocabulary"}
+)
 SLICES = "slices"  # capability: ops of slices of a microbatch, which attend to the slices before them
 STEPS = "steps"  # capability: ops of the next step
 FROZEN = "frozen"  # capability: ops in which some layers get no weight gradients
@@ -77,6 +79,7 @@ class Manifest(_Strict):
     microbatch_size: Count
     slices: Count
     copies: Count = 1  # data-parallel replicas of the pipeline; `ranks` are those of one
+    cp: Count = 1  # ranks that share the tokens of a rank's microbatches, and run its ops
     tp: Count = 1  # ranks that share the layers of a rank of the pipeline, and run its ops
     tied: bool = False  # stages share a weight
     ties: list[Index] = []  # those stages; none: the first and the last
@@ -114,7 +117,8 @@ class Manifest(_Strict):
 
     def _plain(self) -> dict[str, Any]:
         """All but the sha256, as it is written."""
-        return self.model_dump(mode="json", exclude={"sha256", *(name for name in OPTIONAL if not getattr(self, name))})
+        plain = {name for name in OPTIONAL if getattr(self, name) == type(self).model_fields[name].default}
+        return self.model_dump(mode="json", exclude={"sha256", *plain})
 
     @property
     def traits(self) -> dict[str, Any]:
@@ -131,7 +135,7 @@ class Manifest(_Strict):
         pipes, order = len(self.placement[0]), tuple(self.order)
         counts = tuple(len(set(ranks)) for ranks in self.placement) if pipes > 1 else ()
         replicas = counts if sum(counts) == self.ranks else ()
-        axes = self.ranks, self.copies, pipes, node, self.slices, self.microbatches, self.tp
+        axes = self.ranks, self.copies, pipes, node, self.slices, self.microbatches, inner_of(self)
         return Topology(*axes, order, replicas, self._hosts)
 
     def on(self, hosts: Iterable[str]) -> None:
@@ -140,7 +144,7 @@ class Manifest(_Strict):
 
     def holders(self, stage: int) -> int:
         """How many ranks of a run hold a stage."""
-        return self.copies * len(set(self.placement[stage]))
+        return self.topology.copies * len(set(self.placement[stage]))
 
     def host(self, rank: int) -> dict[str, Any]:
         """What a rank of the pipeline takes of the host's memory for activations: `bytes` and `slabs`; {}: nothing."""

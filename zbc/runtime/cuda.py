@@ -8,7 +8,7 @@ chains.py and features/windows.py (a stream beside), seeding.py and core/validat
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -216,8 +216,8 @@ class StreamHub(Hub):
     here.
     """
 
-    def __init__(self, ranks: int, *, tp: int = 1) -> None:
-        super().__init__(ranks, tp=tp)
+    def __init__(self, ranks: int, *, inside: Iterable[tuple[int, ...]] = ()) -> None:
+        super().__init__(ranks, inside=inside)
         self._made: dict[tuple[int, Letter], torch.cuda.Event] = {}  # (to, message) -> when its tensor is there
 
     def put(self, source: int, message: Letter, tensor: Tensor, peer: int) -> None:

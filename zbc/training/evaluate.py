@@ -63,7 +63,9 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
             raise ZbcError("E504", text, where=place(settings.data, settings.model, kept=True), hint=hint)
         # A seed of its own, so that few batches are a fair sample of all, and the same ones every time.
         seed = seed_of(train.seed, "evaluation")
-        batches = Batches(kept, seed=seed, microbatches=per_step, size=size, lowered=settings.lowered)
+        batches = Batches(
+            kept, seed=seed, microbatches=per_step, size=size, lowered=settings.lowered, tokens=site.tokens
+        )
         total = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
     shared = worker.features.find(Vocabulary) is not None
     forwards = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
@@ -146,7 +148,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
 
 def _agreed_count(worker: Worker, run: EvaluationRun) -> int:
     """The rank with the first stage, which reads the data, says how many microbatches count."""
-    first = worker.replica == worker.share == 0 and worker.placement.rank_of(0) == worker.plan.rank
+    first = worker.copy == worker.share == 0 and worker.placement.rank_of(0) == worker.plan.rank
     count = torch.tensor([run.total if first else 0], dtype=torch.float64, device=worker.device)
     worker.all_reduce(count, worker.everyone)
     return int(count.item())

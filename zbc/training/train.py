@@ -226,7 +226,7 @@ def _build(run: _Run) -> None:
         worker = run.worker = build_worker(plan, run.transport, context.device, ramp, tell=watchdog.phase, looks=looks)
     watchdog.phase("waiting for all ranks to build their stages", waiting=True)
     run.board.meet("built", run.limit)
-    for text in worker.warnings if worker.replica == worker.share == 0 else ():
+    for text in worker.warnings if worker.copy == worker.share == 0 else ():
         context.emit(text)
     if context.device.type == "cuda":
         watchdog.phase("using every kernel and group once", waiting=True)
@@ -441,7 +441,7 @@ def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
     vocabulary that all share from those that would have it else."""
     found = primary(worker)
     shared = worker.features.find(Vocabulary)
-    if shared is not None and worker.replica == 0:
+    if shared is not None and worker.copy == 0:
         for name in sorted(shared.optimizer.parameters):
             table = shared.whole(name, worker.transport)
             if worker.rank == (shared.first if name == TIED else shared.last):

@@ -230,7 +230,7 @@ def _signal(worker: Worker) -> None:
 def _transfer(worker: Worker) -> None:
     """One message of every direction, at its size."""
     out, back = _messages(worker, sends=True), _messages(worker, sends=False)
-    pairs = of_replica(worker.plan.manifest, worker.replica, directions(worker.placement))
+    pairs = of_replica(worker.plan.manifest, worker.replica, directions(worker.placement), worker.at)
     for source, target in (pair for some in rounds(pairs) for pair in some):
         if source == worker.rank and target in out:
             message, tensor = out[target]

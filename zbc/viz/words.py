@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Program, chain
 from zbc.text import percent, short
+from zbc.topology import INNER
 
 
 def title(program: Program) -> str:
@@ -18,7 +19,8 @@ def title(program: Program) -> str:
     name = program.history[0] if program.history else "program"
     slices = f" in {program.slices} slices" if program.slices > 1 else ""
     replicas = f", {program.dp} replicas" if program.dp > 1 else ""
-    shares = f", tp {program.tp}" if program.tp > 1 else ""
+    inner = zip(INNER, program.topology.inner, strict=True)
+    shares = "".join(f", {axis.name} {count}" for axis, count in inner if count > 1)
     return f"{name}: " + ", ".join(_count(number, noun) for number, noun in counts) + slices + replicas + shares
 
 

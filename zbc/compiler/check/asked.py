@@ -45,9 +45,10 @@ def missing_problems(job: Job, program: Program) -> Iterator[ZbcError]:
     """
     kinds, parallel, sync = {op.kind for ops in program.ranks for op in ops}, job.parallel, job.optimizer.sync
     words = {Kind.S, Kind.T, Kind.I, Kind.E}
-    several, averages = parallel.dp > 1, parallel.average is not None
+    several, averages = parallel.copies > 1, parallel.average is not None
     asked = {
         "schedule.slices": (job.slices > 1, program.slices == job.slices),
+        "parallel.cp": (parallel.cp > 1, program.cp == parallel.cp),
         "parallel.tp": (parallel.tp > 1, program.tp == parallel.tp),
         "parallel.dp": (several and not averages, kinds >= {Kind.REDUCE}),
         "parallel.average": (several and averages, kinds >= {Kind.AVERAGE}),

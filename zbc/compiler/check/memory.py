@@ -75,6 +75,9 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
     where = job.where("hardware", "memory_gib")
     easier = EASIER if job.memory.chosen() == {"keep"} else ""
     easier += "parallel.ep, " if job.model.experts and job.parallel.dp > job.parallel.ep else ""
+    stays, chunks = worst.bytes - worst.activations - worst.buffers, 4 * job.parallel.cp
+    if stays <= rooms[rank] and job.model.builtin and (job.model.seq_len or 1) % chunks == 0:
+        easier += f"parallel.cp = {2 * job.parallel.cp}, "
     hint = f"{easier}more ranks, a smaller microbatch_size, or memory_gib = {at_least(job.memory_for(worst.bytes))}"
     yield ZbcError("E301", text, where=where, details=parts, hint=hint)
 

@@ -273,6 +273,7 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         past=past,
         tp=tp,
         shared=job.parallel.shared,
+        cp=job.parallel.cp,
     )
 
 

@@ -83,6 +83,12 @@ class Footprint:
         more = {name: value + made for name, value in known.items() if value is not None}
         return replace(self, act_b=self.act_b - gone, **more)
 
+    def at_least(self, b: float, bw: float) -> Footprint:
+        """The same with a backward that needs so many bytes."""
+        known = {name: getattr(self, name) for name in _OF_BACKWARD}
+        least = {name: bw if name.endswith("bw") else b for name in known}
+        return replace(self, **{name: max(value, least[name]) for name, value in known.items() if value is not None})
+
     def scaled(self, rows: float) -> Footprint:
         """That of a share of the tokens; what belongs to parameters stays."""
         return replace(self, **{name: rows * getattr(self, name) for name in _BY_TOKEN})
@@ -144,10 +150,12 @@ class Sizes:
     tp: int = 1  # ranks that each have a part of the layer
     shared: int = 1  # ranks that each have their part of the tokens outside of the linear layers
     fp8: bool = False  # linear layers of blocks multiply in it
+    cp: int = 1  # ranks that each have their part of the tokens everywhere, and all keys and values
 
     @property
     def tokens(self) -> int:
-        return self.sequences * self.seq_len
+        """Those of a rank."""
+        return self.sequences * self.seq_len // self.cp
 
     @property
     def own(self) -> float:
@@ -256,6 +264,14 @@ class Sizes:
         return self.queries * (1 if self.capped else 2) + self.keys if self.rotary and self.turned else 0
 
     @property
+    def mixed(self) -> int:
+        """Numbers per token that attention keeps: queries, keys and values, and what it gives. Of several ranks each
+        has the keys and values of all, and the outputs for two chunks of queries as well as one of both."""
+        if self.cp > 1:
+            return self.queries * (2 if self.capped else 3) + 2 * self.keys * self.cp
+        return 2 * self.queries + 2 * self.keys + self.turned_kept
+
+    @property
     def met(self) -> float:
         """MLPs that a token meets, of those that a rank has."""
         return (self.top_k or 1) * (self.uneven if self.experts else 1.0)
@@ -270,8 +286,9 @@ class Sizes:
         """Bytes of all that there is of a chunk of capped scores while their attention runs."""
         if not self.capped:
             return 0.0
-        whole = self.seq_len // CHUNK * CHUNK
-        chunks = ((min(CHUNK, whole), self.past + whole), (self.seq_len - whole, self.past + self.seq_len))
+        rows = self.seq_len if self.cp == 1 else self.seq_len // (2 * self.cp)  # of queries at a time
+        whole, before = rows // CHUNK * CHUNK, self.past + self.seq_len - rows
+        chunks = ((min(CHUNK, whole), before + whole), (rows - whole, before + rows))
         most = max(rows * min(keys, self.window + rows if self.window else keys) for rows, keys in chunks)
         return 5 * 4 * self.heads * most * self.sequences
 
@@ -289,7 +306,8 @@ def _weight_grad(elements: float, width: int, *, first: bool) -> float:
 def embedding(z: Sizes) -> Footprint:
     """Of the embedding of a sequence's tokens, and of their positions where these are learned."""
     rows = z.stream * z.hidden * z.tokens
-    places = 0 if z.rotary else z.stream * z.hidden * z.seq_len / z.shared  # a row per position, for all sequences
+    # A row per position, for all sequences.
+    places = 0 if z.rotary else z.stream * z.hidden * z.seq_len / (z.shared * z.cp)
     scaled = rows * z.scaled  # before or behind that
     more = scaled if z.rotary else rows + places
     table, fresh = (_weight_grad(z.vocab * z.hidden, z.stream, first=first) for first in (False, True))
@@ -310,7 +328,7 @@ def embedding(z: Sizes) -> Footprint:
         came_w=came,
         rise_w=fresh + came - places,  # the gradient of the positions comes first, and what it is made from goes
         rise_bw=max(fresh + came + scaled, 2 * places),
-        tables=8 * z.seq_len,
+        tables=8 * z.seq_len / z.cp,
         largest=max(z.vocab, 0 if z.rotary else z.seq_len) * z.hidden,
     )
 
@@ -321,11 +339,10 @@ def block(z: Sizes) -> Footprint:
     f = z.met * z.mlp + z.common  # of all MLPs that a token meets
     grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
     spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a sum
-    turned = z.turned_kept
     routed = 2 * z.met * h if z.experts else 0
     # What the expert of all tokens gives, before its gate; where it is cast that and its gate have inputs of their own.
     own = h * (3 if z.cast else 1) if z.common else 0
-    inside = 2 * h + 2 * q + 2 * k + turned + routed + own + (4 if z.gated else 2) * f
+    inside = 2 * h + z.mixed + routed + own + (4 if z.gated else 2) * f
     chosen = h + z.choices if z.experts else 0
 
     def weights(first: bool) -> tuple[float, float]:
@@ -334,6 +351,7 @@ def block(z: Sizes) -> Footprint:
         return max(down, up - (f + h) * n * t), max(most, z.inside_norm, _attended(z))
 
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
+    gathers = n * (2 * k * z.cp + 4 * k - 2 * q - (4 if z.gated else 2) * f) * t if z.cp > 1 else 0.0
     act_b = (2 * (z.stream * h + z.norm) + z.behind) * z.own
     act_b += (z.head_norms + inside * n + z.logs + 8 * z.choices) * t
     rise_w, rise_bw = (None, _rise_of_experts(z, act_b)) if z.experts else _rises(z, grad)
@@ -347,6 +365,7 @@ def block(z: Sizes) -> Footprint:
         keeps_given=not z.cast and z.shared == 1,
         more_f=max(
             h * n * t + spread,
+            gathers,
             z.met * h * n * t if z.experts else 0,
             z.scores - n * (q + 4 * f + h) * t - (z.stream * h + z.norm + z.behind) * z.own,
         ),
@@ -355,6 +374,7 @@ def block(z: Sizes) -> Footprint:
             (3 if z.gated else 2) * f * n * t + grad + spread - z.left,
             z.inside_norm,
             z.scores + n * (q + k - f) * t - z.norm * z.own - 2 * z.left,
+            n * (2 * k * z.cp + 3 * k - q - (f if z.gated else 0)) * t if z.cp > 1 else 0.0,
         ),
         more_w=more_w,
         more_bw=more_bw + spread,
@@ -365,10 +385,11 @@ def block(z: Sizes) -> Footprint:
         rise_w=rise_w,
         rise_bw=rise_bw,
         casts=z.matrices * n if z.cast else 0,
-        tables=4 * z.seq_len * (q // z.heads) if z.rotary else 0,
+        tables=4 * z.seq_len / z.cp * (q // z.heads) if z.rotary else 0,
         largest=h * max(q + 2 * k, 2 * z.mlp if z.gated else z.mlp),
-        kv=2 * k * n * t,
-        fused=(q + k) * n * t if z.rotary and not (z.qk_norm and n == 4) else 0,  # norms in float32 keep it as well
+        kv=2 * k * n * t * z.cp,
+        # Norms in float32 keep it as well.
+        fused=(q + k) * n * t if z.rotary and z.cp == 1 and not (z.qk_norm and n == 4) else 0,
     )
 
 
@@ -381,14 +402,20 @@ def regathered(z: Sizes) -> Footprint:
 def spared(z: Sizes) -> Footprint:
     """Of a block with selective recompute: F keeps what its linear layers give, and B makes again what they take."""
     whole, h, n, t, f = block(z), z.hidden, z.width, z.tokens, z.met * z.mlp + z.common
-    inside = 2 * h + z.queries + z.turned_kept + (2 if z.gated else 1) * f
+    inside = 2 * h + z.mixed - z.queries - 2 * z.keys + (2 if z.gated else 1) * f
     gone = 2 * z.norm * z.own + (z.head_norms + inside * n + z.logs) * t
     whole = replace(whole, fused=-whole.kv)  # slices have those in buffers, beside the output of a linear layer
     if z.experts:  # one of them runs again at a time: rows on their way to and from them are more
         rows = 3 * z.met * h * n * t
         more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
         return replace(whole, act_b=whole.act_b - gone, more_b=more_b, more_bw=more_bw)
-    return whole.remade(gone, ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t)
+    found = whole.remade(gone, ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t)
+    if z.cp == 1:
+        return found
+    # While gradients of keys and values are on their way, those of all tokens are there twice, and of the MLP what its
+    # weight gradients need, which are computed meanwhile.
+    meanwhile = (f + h + 3 * z.queries + (4 * z.cp + 2) * z.keys) * n * t
+    return found.at_least(meanwhile, meanwhile + _weight_grad(h * z.mlp, n, first=False))
 
 
 def _others(z: Sizes) -> float:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from zbc.job.links import LinkTable
 from zbc.job.spec import Hardware, Job
-from zbc.topology import Topology
+from zbc.topology import Topology, inner_of
 
 # Of a transfer, the share in which its ranks do not compute: .5 to 1.2 bring published runs on A100s to within 5%
 # (bench/published.py).
@@ -88,7 +88,7 @@ class Machine:
                 job.parallel.pp,
                 job.parallel.dp,
                 node=job.parallel.node,
-                tp=job.parallel.tp,
+                inner=inner_of(job.parallel),
                 order=tuple(job.parallel.order or ()),
             ),
             job.links,
@@ -104,23 +104,22 @@ class Machine:
 
     def link(self, ranks: Sequence[int]) -> Link:
         """The slowest link among these ranks of a pipeline, in whichever replica of it they are farthest apart."""
-        seats = itertools.product(range(self.topology.dp), range(self.topology.tp))
+        seats = itertools.product(range(self.topology.dp), self.topology.every)
         return self._slowest(
-            (self.topology.rank(dp, a, tp), self.topology.rank(dp, b, tp))
-            for dp, tp in seats
+            (self.topology.rank(dp, a, at), self.topology.rank(dp, b, at))
+            for dp, at in seats
             for a, b in combinations(ranks, 2)
         )
 
-    def shared_ms(self, size: float, *, halves: int = 2) -> float:
-        """ms of a sum of `size` bytes over the ranks that share layers; they are neighbours. 0 for one rank.
+    def shared_ms(self, axis: str, size: float, *, halves: int = 2) -> float:
+        """ms of a sum of `size` bytes over the ranks along an axis inside of a pipeline's ranks; 0 for one rank.
 
         Its halves are as in `sum_ms`.
         """
-        count = self.topology.tp
+        count = self.topology.along(axis)
         if count == 1:
             return 0.0
-        groups = (self.topology.sharing(first) for first in range(0, self.topology.world, count))
-        latency, speed = self._slowest(pair for ranks in groups for pair in _ring(ranks))
+        latency, speed = self._slowest(pair for ranks in self.topology.circles(axis) for pair in _ring(ranks))
         return latency + halves * (count - 1) / count * size / speed
 
     def swap_ms(self, size: float, ep: int) -> float:
@@ -150,8 +149,8 @@ class Machine:
         One half sums each rank's share of the bytes, the other collects the shares: (n-1)/n of the bytes each. A ring
         is as fast as its slowest link.
         """
-        rings = [self.topology.ranks(holders, tp) for tp in range(self.topology.tp)]
-        count = len(rings[0])
+        rings = {self.topology.ranks(holders, at) for at in self.topology.every}
+        count = self.topology.copies * len({*holders})
         if count == 1:
             return 0.0
         latency, speed = self._slowest(pair for ranks in rings for pair in _ring(ranks))

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import add, mul, sub
+from typing import NamedTuple
 
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, stepping, vocabulary
 from zbc.compiler.cost.cost import BY_SLICE, Column, Costs, Links, PerStage, Size, links_of
@@ -17,7 +18,7 @@ from zbc.compiler.cost.stage_bytes import StageBytes, boundaries
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.job.cuts import cuts_of, share, shares_of
-from zbc.job.spec import Job
+from zbc.job.spec import Job, Memory
 
 
 def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
@@ -50,7 +51,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     found = whole.cut(rows, **shares)
     if "f_sums" in found.ms:  # a slice's own W hides its sums
         alone = found.each(lambda b, sums, w: b - sums + w, "b", "b_sums", "w")
-        found = _fused(found, alone, _repeated(job, placement))
+        found = _fused(found, alone, _repeated(job, placement, exchanges(job, stages, table)))
     if job.costs.f is None or job.costs.per == "layer":
         names = [name for name in BY_SLICE if name in whole.ms]
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
@@ -154,7 +155,7 @@ def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tabl
     costs = Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
     costs = costs.over(job.hardware.transfer or ("eager" if given else "rendezvous"))
     if job.profile is not None:
-        costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.dp * placement.ranks),))
+        costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.copies * placement.ranks),))
     costs = _with_optimizer(costs, job, placement, stages, table)
     return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node)
 
@@ -187,7 +188,7 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
         return replace(job, parallel=parallel.model_copy(update={"node": (parallel.pp, 1)}))
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
     sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
-    size, together = max(1, size // parallel.tp), parallel.one_sided
+    size, together = max(1, size // parallel.width), parallel.one_sided
     swapped = [4 * one for one in _swapped(job, stages, table)] if parallel.ep > 1 else []  # in F and B, and back
     node = nodes.choose(
         placement,
@@ -251,31 +252,17 @@ def _with_shared_layers(
     stages: Sequence[Sequence[int]],
     table: Sequence[Layer],
 ) -> dict[str, Column]:
-    """The same with what ranks do together inside of ops. Replicas that share out experts swap rows twice in the F of a
-    block, to the experts and back, and twice in its B.
+    """The same with what ranks do together inside of ops: see `exchanges`.
 
-    Of tensor-parallel ranks sums: two in the F of a block and two in its B, one behind the look-up of the embedding,
-    one before the head. In a BW those of B hide behind its W, those of an F that runs again are over
-    by then. Measured times are of parts without sums.
-
-    Costs that are given without `costs.tp` mean sums that take no time.
+    In a BW what B waits for hides behind its W, but not that of an F that runs again, which is over by then. Measured
+    times are of parts without exchanges; op times that are given mean exchanges that take no time, if these are not.
     """
-    parallel, costs = job.parallel, job.costs
-    shares, swaps = parallel.tp > 1, parallel.ep > 1
-    given = [costs.tp] * shares + [costs.tp if costs.ep is None and not shares else costs.ep] * swaps
-    if not given or (costs.f is not None and not any(given)):
+    exchanged = exchanges(job, stages, table)
+    if not exchanged:
         return times
-    traced = job.profile is not None and job.profile.on.source == "trace"  # its ops had what ranks do together
-    ways = list[tuple[PerStage, PerStage]]()
-    for ms, swapped in zip(given, [False] * shares + [True] * swaps, strict=True):
-        if ms is not None:
-            ways.append(((ms,) * len(stages), (ms,) * len(stages)))
-        elif not traced and costs.f is None:
-            ways.append((_swaps(job, stages, table),) * 2 if swapped else _shared_sums(job, stages, table))
-    if not ways:
-        return times
-    forward, backward = (tuple(math.fsum(ms) for ms in zip(*each, strict=True)) for each in zip(*ways, strict=True))
-    again = _repeated(job, placement)
+    forward = tuple(math.fsum(one.forward[s] for one in exchanged) for s in range(len(stages)))
+    backward = tuple(math.fsum(one.backward[s] for one in exchanged) for s in range(len(stages)))
+    again = _repeated(job, placement, exchanged)
     backward = tuple(ms + again[s] * forward[s] for s, ms in enumerate(backward))
     found = Costs(times, {}, ()).with_ms(f_sums=forward, b_sums=backward)
     plain = found.each(lambda bw: bw, "bw")
@@ -283,20 +270,48 @@ def _with_shared_layers(
     return dict(_fused(found, plain, again).ms)
 
 
-def _shared_sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
-    """ms of the sums of tensor-parallel ranks in the F and in the B of each stage. Before the weights of experts is one
-    more, of a few numbers per token."""
-    z, last = estimate.sizes_of(job), len(table) - 1
+class Exchange(NamedTuple):
+    """What ranks along an axis do together inside the ops of each stage: ms in its F, and in its B; the share of the
+    first that selective recompute does again."""
+
+    forward: PerStage
+    backward: PerStage
+    spared: float
+    regathered: float  # the same where tokens that were gathered for a layer are gathered again
+
+
+def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[Exchange]:
+    """Of each axis along which there are some that take time; given ones, or by links."""
+    parallel, measured, given = job.parallel, job.profile, job.costs
+    timed = given.f is None and not (measured is not None and measured.on.source == "trace")  # its ops have them
+    half = 0.5 if parallel.tp_sequence else 0.0
+    axes = [
+        (parallel.tp, given.tp, _sums, half, half * parallel.regathers),
+        (parallel.cp, given.cp, _gathers, 1.0, 0.0),
+        (parallel.ep, given.tp if given.ep is None and parallel.tp == 1 else given.ep, _swaps, 0.0, 0.0),
+    ]
+    found = list[Exchange]()
+    for count, ms, by_links, spared, regathered in axes:
+        if count > 1 and (ms or (ms is None and timed)):
+            both = ((ms,) * len(stages),) * 2 if ms else by_links(job, stages, table)
+            found.append(Exchange(*both, spared, regathered))
+    return found
+
+
+def _sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
+    """ms of the sums of tensor-parallel ranks in F and in B: two in a block, one behind the look-up of the embedding,
+    one before the head. Before the weights of experts is one more, of a few numbers per token."""
+    z, measured, last = estimate.sizes_of(job), job.profile, len(table) - 1
     size = 0.0 if z is None else float(z.tokens * z.hidden * z.width)
-    sums = None if job.profile is None else job.profile.sums
+    sums = None if measured is None else measured.sums
     if not job.parallel.tp_sequence:
-        one = Machine.of(job).shared_ms(size) if sums is None else sums.ms(size)
+        one = Machine.of(job).shared_ms("tp", size) if sums is None else sums.ms(size)
         first, ends = (1.0, 0.0), (0.0, 1.0)  # of the embedding, and of the head, in F and in B
     else:  # a half where tokens come together, a half where they are shared out again
-        one = 2 * Machine.of(job).shared_ms(size, halves=1) if sums is None else sums.ms(size)
+        one = 2 * Machine.of(job).shared_ms("tp", size, halves=1) if sums is None else sums.ms(size)
         first = ends = (0.5, 0.5)
     routed = 4.0 * z.tokens * (z.top_k + bool(z.common)) if z is not None and z.experts else 0.0
-    weights = 0.0 if not routed else Machine.of(job).shared_ms(routed) if sums is None else sums.ms(routed)
+    weights = 0.0 if not routed else Machine.of(job).shared_ms("tp", routed) if sums is None else sums.ms(routed)
     forward, backward = (
         tuple(one * sum(first[way] if i == 0 else ends[way] if i == last else 2 for i in part) for part in stages)
         for way in (0, 1)
@@ -307,13 +322,25 @@ def _shared_sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Laye
     )
 
 
-def _swaps(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> PerStage:
-    """ms of the swaps of an F: of every block two, of a row for each choice of a token, behind one of their numbers."""
+def _gathers(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
+    """ms of what context-parallel ranks do in F and in B: of each block they gather keys and values, and sum their
+    gradients for the ranks that have the tokens."""
+    z = estimate.sizes_of(job)
+    size = 0.0 if z is None else 2.0 * z.keys * z.tokens * z.cp * z.width
+    one = Machine.of(job).shared_ms("cp", size, halves=1)
+    found = tuple(one * sum(0 < i < len(table) - 1 for i in part) for part in stages)
+    return found, found
+
+
+def _swaps(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
+    """ms of the swaps of replicas that share out experts, in F and in B: of every block two, to the experts and back,
+    of a row for each choice of a token, behind one of their numbers."""
     machine, ep, blocks = Machine.of(job), job.parallel.ep, [sum(bool(table[i].apart) for i in part) for part in stages]
     rows = _swapped(job, stages, table)
     each = [machine.swap_ms(one / count, ep) if count else 0.0 for one, count in zip(rows, blocks, strict=True)]
     counts = machine.swap_ms(0.0, ep)
-    return tuple(count * (2 * ms + counts) for count, ms in zip(blocks, each, strict=True))
+    found = tuple(count * (2 * ms + counts) for count, ms in zip(blocks, each, strict=True))
+    return found, found
 
 
 def _swapped(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
@@ -323,13 +350,18 @@ def _swapped(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) 
     return [one * sum(bool(table[i].apart) for i in part) for part in stages]
 
 
-def _repeated(job: Job, placement: Placement) -> PerStage:
-    """Of the sums of an F, the share that its backward does again: all of them with recompute; with selective recompute
-    those in which tokens that ranks share come together, as where they are gathered again."""
-    memory, half, all_of = job.memory, 0.5 if job.parallel.tp_sequence else 0.0, job.parallel.regathers
-    return tuple(
-        1.0 if memory.recomputes(s) else half if all_of or memory.spares(s) else 0.0 for s in range(placement.stages)
-    )
+def _repeated(job: Job, placement: Placement, found: Sequence[Exchange]) -> PerStage:
+    """Of the exchanges of an F, the share that its backward does again: all of them with recompute, else those of what
+    it makes again."""
+    return tuple(_again(job.memory, s, found) for s in range(placement.stages))
+
+
+def _again(memory: Memory, stage: int, found: Sequence[Exchange]) -> float:
+    if memory.recomputes(stage):
+        return 1.0
+    spares = memory.spares(stage)
+    again = sum(one.forward[stage] * (one.spared if spares else one.regathered) for one in found)
+    return again / (sum(one.forward[stage] for one in found) or 1.0)
 
 
 def _fused(costs: Costs, plain: Column, again: PerStage) -> Costs:
@@ -437,7 +469,7 @@ def _with_sums(
         summed = tuple(_apart(job, one.summed, ranks, halves) for one, ranks in of)
         columns |= {"reduce e": summed, "average e": tuple(share * ms for ms in summed)}
         of = [(one, ranks[:1] if parallel.frees else ranks) for one, ranks in of]
-        rows = [parallel.dp * len(set(ranks)) // parallel.ep for _, ranks in of]  # beside which each has its own
+        rows = [parallel.copies * len(set(ranks)) // parallel.ep for _, ranks in of]  # beside which each has its own
         columns["gather e"] = tuple(
             _apart(job, one.gathered * n / (n + 1), ranks, 1) for n, (one, ranks) in zip(rows, of, strict=True)
         )
@@ -446,7 +478,7 @@ def _with_sums(
 
 def _apart(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
     """ms of a sum, or of half of one, over the replicas that have the same experts: every so many of all."""
-    every, ep = job.parallel.dp * len(set(holders)), job.parallel.ep
+    every, ep = job.parallel.copies * len(set(holders)), job.parallel.ep
     if every == ep or not size:
         return 0.0
     if job.costs.reduce is not None:
@@ -463,7 +495,7 @@ def _parts(ranks: float) -> float:
 def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
     """ms of a sum over these ranks of all replicas of the pipeline, or of half of one."""
     if job.costs.reduce is not None:
-        return job.costs.reduce * halves / 2 if job.parallel.dp * len(set(holders)) > 1 else 0.0
+        return job.costs.reduce * halves / 2 if job.parallel.copies * len(set(holders)) > 1 else 0.0
     return Machine.of(job).sum_ms(size, holders, halves=halves) if size else 0.0
 
 

@@ -240,7 +240,7 @@ def dealt(
 
     Of a stage without the `experts` that replicas share out, or of those.
     """
-    ranks = job.parallel.dp * (1 if job.parallel.frees else len(set(placement.holders(s))))
+    ranks = job.parallel.copies * (1 if job.parallel.frees else len(set(placement.holders(s))))
     params, whole = _counted(placement, s, part, table)
     apart = Counter(count for i in part for count in table[i].apart)
     if experts:
@@ -285,7 +285,7 @@ def _temporaries(job: Job, sizes: Sequence[Footprint], matrices: Sequence[tuple[
 
 def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
     """Bytes of the tensor after each stage but the last: as a profile saw it, or as it is known of a family."""
-    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.shared)
+    known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.sent)
     return [known or table[part[-1]].size.result for part in stages[:-1]]
 
 

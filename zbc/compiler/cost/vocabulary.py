@@ -68,7 +68,7 @@ def _together(job: Job) -> float:
     if tp == 1 or sizes is None or job.costs.f is not None:
         return 0.0
     told = float(STATISTICS * sizes.tokens)
-    return measured.ms(told) if measured else Machine.of(job).shared_ms(tp * told, halves=1)
+    return measured.ms(told) if measured else Machine.of(job).shared_ms("tp", tp * told, halves=1)
 
 
 def _output(job: Job, rows: float) -> Times:
@@ -139,7 +139,7 @@ def parameters(job: Job) -> int:
 
 def pool_ms(job: Job) -> float:
     """ms of the sum of a rank's rows over all replicas."""
-    if job.parallel.dp == 1:
+    if job.parallel.copies == 1:
         return 0.0
     halves = 2 if job.shard == "none" else 1
     if job.costs.reduce is not None:
@@ -149,7 +149,7 @@ def pool_ms(job: Job) -> float:
 
 def renewal_ms(job: Job) -> float:
     """ms of collecting a rank's rows behind their step, where replicas each stepped a part of them."""
-    if job.parallel.dp == 1 or job.shard == "none":
+    if job.parallel.copies == 1 or job.shard == "none":
         return 0.0
     if job.costs.reduce is not None:
         return job.costs.reduce / 2
@@ -190,7 +190,7 @@ def share_bytes(job: Job) -> ShareBytes | None:
         "e": wide * (1 + (stream < wide)),
         "f": stream * (not sizes.rotary or sizes.tp > 1),  # what was looked up, which goes when F is over
     }
-    stepped = count / job.parallel.dp if job.shard != "none" else count
+    stepped = count / job.parallel.copies if job.shard != "none" else count
     masters = 4.0 * stepped if low else 0.0
     weights = (2.0 if low else 4.0) * count + 2.0 * mine.vocab * sizes.hidden * sizes.cast  # of the output layer
     return ShareBytes(

@@ -95,7 +95,7 @@ def block(z: Sizes) -> Work:
     square = z.queries * seen * z.tokens / ATTENTION[device]
     # Of capped scores, float32: bytes of what goes over them, and how many kernels that is.
     scores = 4 * z.heads * seen * z.tokens if z.capped else 0
-    heads = z.width * ((z.queries + z.keys) * z.tokens + z.keys * z.sequences * z.past)
+    heads = z.width * (z.queries * z.tokens + z.keys * z.sequences * (z.seq_len + z.past))
     turns = 14 if z.rotary and z.turned else 0
     plain = Kernel(0, _plain_forward(z) * z.tokens, _norms(z) * _norm_count(z) + (4 if z.gated else 3) + turns)
     back = Kernel(0, _plain_backward(z) * z.tokens, _norms(z) * _norm_count(z) + (6 if z.gated else 8) + turns)

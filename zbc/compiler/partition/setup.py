@@ -28,7 +28,7 @@ from zbc.errors import ZbcError, raise_all
 from zbc.ir import Placement, Program
 from zbc.job.sections import Memory
 from zbc.job.spec import Job
-from zbc.topology import Topology
+from zbc.topology import Topology, inner_of
 
 STEP = 0.25  # activation units: the least by which an order is made for less
 WORTH = 0.002  # of a step, that logits of a second unit have to save
@@ -366,6 +366,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
     return replace(
         program,
         dp=job.parallel.dp,
+        cp=job.parallel.cp,
         tp=job.parallel.tp,
         node=None if costs.node is None or costs.node[0] == program.placement.ranks else costs.node,
         order=tuple(job.parallel.order or ()),
@@ -405,18 +406,19 @@ def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) ->
     if len(placement.pipes) > 1:
         raise_all(excludes.of_schedule(vars(job), job.document.where, name, {"copies"}))
     parallel, size = job.parallel, job.hardware.ranks_per_node
-    if parallel.shard != "none" and parallel.dp == 1 and (len(placement.pipes) == 1 or parallel.frees):
+    if parallel.shard != "none" and parallel.copies == 1 and (len(placement.pipes) == 1 or parallel.frees):
         text = f'config: parallel.shard = "{job.shard}" has nobody to share with: parallel.dp is 1'
         hint = "set parallel.dp to 2 or more, or drop parallel.shard"
         raise ZbcError("E115", text, where=job.where("parallel", "shard"), hint=hint)
     if not parallel.one_sided:
         return
-    run = Topology(parallel.pp, parallel.dp, parallel.tp, node=costs.node, order=tuple(parallel.order or ()))
+    order = tuple(parallel.order or ())
+    run = Topology(parallel.pp, parallel.dp, node=costs.node, inner=inner_of(parallel), order=order)
     for rank in range(placement.ranks):
         hosts = {one // size for one in run.ranks((rank,))}
         if len(hosts) > 1:
             text = f'config: parallel.exchange = "one-sided", and the replicas of rank {rank} are on {len(hosts)} nodes'
-            hint = f'use "collective", or a node for {parallel.dp} replicas: hardware.ranks_per_node is {size}'
+            hint = f'use "collective", or a node for {parallel.copies} replicas: hardware.ranks_per_node is {size}'
             raise ZbcError("E118", text, where=job.where("parallel", "exchange"), hint=hint)
 
 

@@ -86,6 +86,7 @@ def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, b
         model=model_of(job.model),
         microbatch_size=manifest.microbatch_size,
         optimizer=job.optimizer.name,
+        cp=job.parallel.cp,
         tp=job.parallel.tp,
         layers=layers,
         order=FAMILY if {*work.kinds} == {*FAMILY} else work.kinds,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zbc.compiler.recorded.report import Quantity, quartiles
 from zbc.errors import ZbcError
 from zbc.job.throughput import Throughput, balance, idle_rate
-from zbc.topology import Topology
+from zbc.topology import INNER, Topology
 
 RUN, METRICS = "run.json", "metrics.jsonl"
 
@@ -116,9 +116,9 @@ class RunLog:
         """Per rank, ms of compute in a step: predicted and the median of the measured."""
         rows = self.about.get("predicted", {}).get("per_rank", [])
         columns = list(zip(*(row["busy_ms"] for row in self.counted), strict=True))
-        node, tp = self.about.get("node"), self.about.get("tp", 1)
+        node, inner = self.about.get("node"), tuple(self.about.get(axis.name, 1) for axis in INNER)
         order = tuple(self.about.get("order", ()))
-        topology = Topology(len(rows), len(columns), node=tuple(node) if node else None, tp=tp, order=order)
+        topology = Topology(len(rows), len(columns), node=tuple(node) if node else None, inner=inner, order=order)
         meant = [rows[topology.of(rank).pp]["busy_ms"] if rows else None for rank in range(len(columns))]
         return [(one, quartiles(column)[1]) for one, column in zip(meant, columns, strict=True)]
 

@@ -15,6 +15,7 @@ from zbc.ir import Op, Program
 from zbc.job.profile import Profile, misfits
 from zbc.job.spec import GivenCosts, Job
 from zbc.plan.directory import Manifest
+from zbc.topology import inner_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ def with_profile(manifest: Manifest, profile: Profile) -> Job:
 def refuse_misfit(manifest: Manifest, profile: Profile, name: str) -> None:
     """Raise E142 for a profile of something else than a plan is of."""
     job = recall.job_of(manifest)
-    size, tp = manifest.microbatch_size, job.parallel.tp
-    wrong = misfits(profile, job.model, device=job.hardware.device, microbatch_size=size, tp=tp)
+    size, inner = manifest.microbatch_size, inner_of(job.parallel)
+    wrong = misfits(profile, job.model, device=job.hardware.device, microbatch_size=size, inner=inner)
     if wrong:
         text = f"profile: {name} was made for something else than the run"
         raise ZbcError("E142", text, hint="leave --base out, or name a profile of this job", details=wrong)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zbc import ir
 from zbc.ir import Op, Program
+from zbc.topology import At
 from zbc.trace.recording import Cause, Recorded, Trace
 
 _MOST_STEPS = 32
@@ -110,8 +111,8 @@ class RecordedStep:
     def messages(self) -> Iterator[Arrival]:
         """Every tensor between two ranks."""
         placement, of = self.program.placement, self.program.topology.of
-        copy = [(place.dp, place.tp) for place in map(of, range(len(self.ranks)))]
-        made: dict[tuple[tuple[int, int], ir.Message], tuple[Op, int, int]] = {}  # by whom, the rank, which of its ops
+        copy = [(place.dp, place.at) for place in map(of, range(len(self.ranks)))]
+        made: dict[tuple[tuple[int, At], ir.Message], tuple[Op, int, int]] = {}  # by whom, the rank, which of its ops
         for rank in range(len(self.ranks)):
             for index, op in self.compute(rank):
                 for sink in placement.beside(op.stage, op.kind.gives):

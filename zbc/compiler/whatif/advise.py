@@ -1,4 +1,4 @@
-"""What to train a model with on so many GPUs: the best few of pp, dp, tp, ep, schedule, recompute and shards.
+"""What to train a model with on so many GPUs: the best few of pp, dp, cp, tp, ep, schedule, recompute and shards.
 
 1. Whether weights, gradients and optimizer state fit at all, all of them shared out among all GPUs.
 2. Every shape of the world, with each way to share out what replicas have, is planned as 1F1B with few microbatches,
@@ -75,7 +75,7 @@ class Row:
     @property
     def shape(self) -> world.Shape:
         found = self.job.parallel
-        return world.Shape(found.pp, found.dp, self.job.schedule.microbatches, None, found.tp, found.ep)
+        return world.Shape(found.pp, found.dp, self.job.schedule.microbatches, None, found.tp, found.ep, found.cp)
 
     @property
     def recompute(self) -> tuple[int, int]:
@@ -110,7 +110,8 @@ class _Shape(NamedTuple):
 
 def state_of(document: toml.Document) -> State:
     """What a model needs wherever it is cut. Raises E301 where all GPUs together have no room for it, and E1xx."""
-    alone = {("parallel", "world"): 1, ("schedule", "kind"): "1f1b", ("parallel", "tp"): 1, ("parallel", "ep"): 1}
+    alone = {("parallel", "world"): 1, ("schedule", "kind"): "1f1b"}
+    alone |= {("parallel", axis): 1 for axis in ("tp", "ep", "cp")}
     alone |= {("schedule", "batch"): document.values["schedule"].get("microbatch_size", 1)}
     found = world.read(_with(document, alone))
     assert isinstance(found, toml.Document)
@@ -187,7 +188,7 @@ def _shapes(document: toml.Document) -> Iterator[tuple[world.Shape, toml.Documen
                 own, (world.Shape(parallel["pp"], parallel["dp"], own.values["schedule"]["microbatches"]),)
             )
         for shape in found.shapes:
-            if shape.why is None and (shape.dp > 1 or shard == SHARDS[0]):
+            if shape.why is None and (shape.copies > 1 or shard == SHARDS[0]):
                 yield shape, found.of(shape)
 
 

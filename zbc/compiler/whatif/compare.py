@@ -229,7 +229,7 @@ class Asked:
         with suppress(ZbcError):  # the rows will say what is wrong
             found = load_job(self.path, self.overrides, None, self.profile)
             if found.weighed:
-                axes = [axis for axis in ("pp", "dp", "tp", "ep") if axis in found.document.values["parallel"]]
+                axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if axis in found.document.values["parallel"]]
                 shape = [f"parallel.{axis}={getattr(found.parallel, axis)}" for axis in axes]
                 return replace(self, overrides=(*self.overrides, *shape)), found.weighed
         return self, ()

@@ -32,9 +32,9 @@ def counted(worker: Worker) -> list[StageOptimizer]:
 def primary(worker: Worker) -> dict[str, nn.Parameter]:
     """The weights that are written down from this rank: each of the model's on one rank, in the first pipeline."""
     rank, placement = worker.plan.rank, worker.placement
-    mine = [s for s in worker.stages if worker.replica == 0 and placement.rank_of(s) == rank]
+    mine = [s for s in worker.stages if worker.copy == 0 and placement.rank_of(s) == rank]
     ep = worker.plan.manifest.ep  # so many replicas have all experts together
-    mine += [experts_of(s) for s in worker.stages if worker.replica < ep and placement.rank_of(s) == rank]
+    mine += [experts_of(s) for s in worker.stages if worker.copy < ep and placement.rank_of(s) == rank]
     found = {name: p for s in mine for name, p in worker.optimizers[s].parameters.items()}
     for feature in worker.features:
         found = feature.answers(worker, found)

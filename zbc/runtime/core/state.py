@@ -54,6 +54,14 @@ class BatchSource(Protocol):
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor: ...
     def targets(self, step: int, mb: int) -> Tensor: ...
     def digest(self) -> int: ...  # of a few samples
+    def whole(self, step: int, mb: int) -> Tensor:
+        """The targets of all ranks that share its tokens."""
+        return self.targets(step, mb)
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Of these, this rank's."""
+        return whole
+
     def weight(self, step: int, mb: int) -> float | None:
         """By the targets that count; None: as all others, or as their dealer says."""
         return None
@@ -119,7 +127,8 @@ class PhaseRun:
     @functools.cached_property
     def portion(self) -> float:
         """`share` as a number; losses that come as parts of the step's are taken as they are."""
-        of = 1 if self.layout.weighted else self.ending.every or self.layout.microbatches // self.layout.apart
+        layout = self.layout
+        of = 1 if layout.weighted else self.ending.every or layout.microbatches // layout.apart * layout.tell
         return 1.0 / of
 
     def weigh(self, worker: Worker, number: int, target: Tensor, share: float) -> float:
@@ -176,8 +185,9 @@ class Worker:
         self.everyone = tuple(range(manifest.topology.world))
         self.rank = self.transport.rank  # of the run
         self.topology = manifest.topology
-        _, _, self.share = place = self.topology.of(self.rank)
-        self.replica = place.dp
+        self.replica, _, self.at = self.topology.of(self.rank)
+        self.share = self.topology.part(self.at)  # of the layers
+        self.copy = self.topology.copy(self.rank)  # among those with the same share
         self.clock = clock_for(self.device, self.progress)
         self.on_host = self.device.type == "cpu"
         self.meets = any(feature.meets for feature in self.features)
@@ -310,12 +320,13 @@ class Worker:
 
     @property
     def within(self) -> int:
-        """Its place among the replicas that sum gradients together."""
-        return self.replica % (self.topology.dp // self.layout.apart)
+        """Its place among the copies that sum gradients together."""
+        return self.copy % (self.topology.copies // self.layout.apart)
 
     def seat(self, part: int) -> int:
-        """The rank of the run that is rank `part` of the pipeline, in this replica and with this share of layers."""
-        return self.topology.rank(self.replica, part, self.share)
+        """The rank of the run that is rank `part` of the pipeline, in this replica and with this share of layers and
+        tokens."""
+        return self.topology.rank(self.replica, part, self.at)
 
     def prepare(self, run: PhaseRun) -> None:
         """Look up where the ops of a phase find their things."""

@@ -47,6 +47,7 @@ class VectorLayout:
     apart: int = 1  # replicas that do not sum their gradients
     weighted: bool = False  # losses come as parts of the step's, not as those of equal microbatches
     routed: int = 0  # experts of all blocks
+    tell: int = 1  # ranks that each have a mean over their own tokens for the loss of a microbatch
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
@@ -114,7 +115,7 @@ class VectorLayout:
         norm = math.sqrt(math.fsum(own))
         return StepResult(
             skipped=not math.isfinite(norm),
-            loss=loss if self.weighted else loss / self.microbatches,
+            loss=loss if self.weighted else loss / (self.microbatches * self.tell),
             grad_norm=norm,
             stop=values[flag] > 0,
             busy_seconds=tuple(values[flag + 1 : flag + 1 + self.ranks]),

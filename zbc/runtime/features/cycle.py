@@ -200,13 +200,12 @@ def stage_step(worker: Worker, op: Op) -> None:
 
 def _over_parts(worker: Worker, stage: Unflushed, own: float) -> float:
     """The sum of a number over the ranks that have other parts of a stage's gradients."""
-    place, topology = worker.topology.of(worker.rank), worker.topology
-    replicas = range(topology.dp) if stage.apart else (place.dp,)
-    ranks = sorted(topology.rank(dp, place.pp, tp) for dp in replicas for tp in range(topology.tp))
+    run, rank = worker.topology, worker.rank
+    ranks = run.held(run.of(rank).pp) if stage.apart else run.beside("tp", rank)
     if len(ranks) == 1:
         return own
     total = torch.tensor([own], dtype=torch.float64, device=worker.device)
-    worker.all_reduce(total, tuple(ranks))
+    worker.all_reduce(total, ranks)
     return total.item()
 
 

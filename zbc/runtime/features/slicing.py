@@ -12,6 +12,7 @@ root, and what splits the backward of linear layers does so unchanged. The graph
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -115,15 +116,15 @@ class Inside:
         self.part, self.pasts = part, pasts
         self._layer, self._calls = layer, 0
 
-    def past(self) -> Past | None:
-        """That of the next attention of the layer: in every slice they come in the same order."""
+    def past(self, ranks: int = 1) -> Past | None:
+        """That of the next attention of the layer: in every slice they come in the same order. `ranks` share tokens."""
         if self.pasts is None:
             return None
         key = self._layer, self._calls
         self._calls += 1
         found = self.pasts.get(key)
         if found is None:
-            found = self.pasts[key] = Past(self.part.length)
+            found = self.pasts[key] = Past(ranks * self.part.length)
         return found
 
 
@@ -203,34 +204,40 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap
     In a slice of a microbatch its tokens attend to those of the slices before, too; where rows hold several samples,
     to those of their own. Else it is torch's scaled_dot_product_attention where that knows how.
     """
-    rows, limits = rows_now(), Limits(window, cap)
-    if rows is not None:
-        return each_alone(lambda q, k, v: _causal(q, k, v, limits), q, k, v, rows)
+    rows, mix = rows_now(), functools.partial(causal, limits=Limits(window, cap))
+    return attend(q, k, v, mix) if rows is None else each_alone(mix, q, k, v, rows)
+
+
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mix: Mix, ranks: int = 1) -> Tensor:
+    """What `mix` makes of queries, and of keys and values up to the end of what runs: in a slice those before, too.
+    `ranks` share the queries, and each has all the keys and values."""
     inside = now()
-    past = None if inside is None else inside.past()
+    past = None if inside is None else inside.past(ranks)
     if inside is None or past is None:
-        return _causal(q, k, v, limits)
+        return mix(q, k, v)
     kind = q.device.type
     if torch.is_autocast_enabled(kind):  # as torch's own would, once for all slices
         low = torch.get_autocast_dtype(kind)
         q, k, v = (t.to(low) if t.dtype is torch.float32 else t for t in (q, k, v))
-    part = inside.part
+    start, stop = ranks * inside.part.start, ranks * inside.part.stop
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        mixed: Tensor = _Attend.apply(q, k, v, past, part.start, part.stop, limits)  # type: ignore[no-untyped-call]
+        mixed: Tensor = _Attend.apply(q, k, v, past, start, stop, mix)  # type: ignore[no-untyped-call]
         return mixed
-    keys, values = past.write(part.start, part.stop, k.detach(), v.detach())
-    return _causal(q, keys, values, limits)
+    return mix(q, *past.write(start, stop, k.detach(), v.detach()))
 
 
 class _Attend(torch.autograd.Function):
     """Attention of a slice as a small graph of its own, on views of the buffers: nothing is copied or runs twice."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, past: Past, start: int, stop: int, limits: Limits) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, past: Past, start: int, stop: int, mix: Mix) -> Tensor:
         with torch.enable_grad():
             anchor = torch.zeros((), requires_grad=True)
             q, k, v = _Enter.apply(anchor, _alone(q), *past.write(start, stop, k, v))  # type: ignore[no-untyped-call]
-            mixed = _causal(q, k, v, limits)
+            mixed = mix(q, k, v)
         ctx.past, ctx.rows = past, (start, stop)
         ctx.entries, ctx.edge = [get_gradient_edge(t) for t in (q, k, v)], get_gradient_edge(mixed)
         return mixed.detach()
@@ -256,7 +263,7 @@ def _alone(q: Tensor) -> Tensor:
     return q.detach() if q.untyped_storage().nbytes() == q.numel() * q.element_size() else q.detach().clone()
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:
     """Attention of the last rows to all rows up to their own."""
     rows, length, grouped = q.shape[-2], k.shape[-2], k.shape[-3] < q.shape[-3]
     if limits.cap is not None or (limits.window or length) < length:

@@ -140,11 +140,12 @@ class Group(NamedTuple):
 @dataclass
 class Shared:
     """The ranks of `group` share the layers of this one, those of `swaps` its experts, whose parameters have names that
-    begin with one of `experts`. `cuts`: the parameters of which each of a group has a part; `partial`: those that are
-    whole here, of whose gradients each has a part."""
+    begin with one of `experts`, those of `tokens` the tokens of its microbatches. `cuts`: the parameters of which each
+    of a group has a part; `partial`: those that are whole here, of whose gradients each has a part."""
 
     group: Group | None
     swaps: Group | None
+    tokens: Group | None
     cuts: dict[str, Cut] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
     experts: list[str] = field(default_factory=list)
@@ -158,7 +159,7 @@ class SharedLayers(Feature):
     def __init__(self, context: Context) -> None:
         shared = context.shared
         self.group, self.cuts = shared.group, shared.cuts
-        self._inside = shared.swaps if self.group is None else self.group
+        self._inside = self.group or shared.swaps or shared.tokens  # with one meter
         self.meets = self._inside is not None
         found = {s: stage.parameters.items() for s, stage in context.stages.items()}
         self._parameters = {s: [p for name, p in all_ if name in shared.partial] for s, all_ in found.items()}

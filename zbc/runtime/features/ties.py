@@ -24,7 +24,7 @@ class Ties(Feature):
     def ranks(self, worker: Worker, name: str) -> tuple[int, ...]:
         """Those of the run that hold a shared weight."""
         ranks = {rank for stage in self.homes[name] for rank in worker.placement.holders(stage)}
-        return worker.topology.ranks(sorted(ranks), worker.share)
+        return worker.topology.ranks(sorted(ranks), worker.at)
 
 
 def build(context: Context) -> Ties:

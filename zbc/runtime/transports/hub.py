@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -46,8 +46,8 @@ class Round:
 class Hub:
     """The meeting point. `end(rank)` is the transport of a rank; `leave(rank)` says that its thread has ended."""
 
-    def __init__(self, ranks: int, *, prompt: bool = False, tp: int = 1) -> None:
-        """`tp`: so many neighbours share layers, and meet inside of ops."""
+    def __init__(self, ranks: int, *, prompt: bool = False, inside: Iterable[tuple[int, ...]] = ()) -> None:
+        """`inside`: ranks that meet inside of ops."""
         self._lock = threading.Lock()
         self._buffers: dict[tuple[int, Letter], Tensor] | None = {} if prompt else None
         self._wake = [threading.Condition(self._lock) for _ in range(ranks)]
@@ -60,7 +60,7 @@ class Hub:
         self._left: set[int] = set()
         self._failure: tuple[int, str] | None = None
         self.ranks = ranks
-        self._inside = {tuple(range(first, first + tp)) for first in range(0, ranks, tp)} if tp > 1 else set()
+        self._inside = {*inside}
 
     def end(self, rank: int) -> HubTransport:
         return HubTransport(self, rank)

@@ -40,6 +40,7 @@ from zbc.runtime.transports.background import Background
 from zbc.runtime.transports.chains import Chain, Chains, StreamChains, ThreadChains, Threaded
 from zbc.runtime.transports.sends import EventSends, Sends, ThreadSends
 from zbc.runtime.transports.transport import Again, Letter, Pending, Ranks, Shared, Signal, Then
+from zbc.topology import At
 
 _MAX_TAG = 2**31
 
@@ -89,11 +90,11 @@ def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def of_replica(
-    manifest: Manifest, replica: int, pairs: Iterable[tuple[int, int]], tp: int = 0
+    manifest: Manifest, replica: int, pairs: Iterable[tuple[int, int]], at: At = ()
 ) -> list[tuple[int, int]]:
-    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas, with one share of the layers."""
+    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas, at one place along its inner axes."""
     rank = manifest.topology.rank
-    return [(rank(replica, a, tp), rank(replica, b, tp)) for a, b in pairs]
+    return [(rank(replica, a, at), rank(replica, b, at)) for a, b in pairs]
 
 
 def signalled(manifest: Manifest) -> list[tuple[int, int]]:
@@ -108,22 +109,24 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
 
     The holders of each stage that has more than one, over all replicas, and those of a weight that the first and
     the last stage share; the replicas of a rank that share out its weights; without a barrier also the last ranks of
-    all replicas, which make the verdict; and the ranks that share layers, which sum inside of ops.
+    all replicas, which make the verdict; and the ranks that meet inside of ops.
     """
     run = manifest.topology
     sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
     sums += [Op(Kind.REDUCE, TIED)] if manifest.tied else []
     sums += [Op(Kind.AVERAGE, 0)] if manifest.averages else []
     each = [rank for rank in range(run.world) if manifest.averages or run.of(rank).pp == 0]  # replicas sum on their own
-    groups = {meeting(manifest, op, tp, rank=rank) for op in sums for tp in range(run.tp) for rank in each}
-    groups |= {run.sharing(rank) for rank in range(0, run.world, run.tp)}
+    groups = {meeting(manifest, op, rank) for op in sums for rank in each}
+    groups |= run.inside
     if Kind.NORM.value in manifest.capabilities:
         groups.add(judges(manifest))
     if manifest.resident:  # replicas of one rank share out its weights
-        groups |= {run.ranks((rank,), tp) for rank in range(run.pp) for tp in range(run.tp)}
+        groups |= {run.ranks((rank,), at) for rank in range(run.pp) for at in run.every}
     if manifest.ep:  # experts are held by every so many replicas of a rank
         of = [Op(kind, experts_of(s)) for kind in (Kind.REDUCE, Kind.GATHER) for s in range(manifest.stages)]
-        groups |= {meeting(manifest, op, run.of(rank).tp, rank=rank) for op in of for rank in range(run.world)}
+        groups |= {meeting(manifest, op, rank) for op in of for rank in range(run.world)}
+    if manifest.flushless:  # a stage's norm, of all parts of it
+        groups |= {run.held(rank) for rank in range(run.pp)}
     groups |= set(pipelines(manifest))
     return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
 
@@ -132,8 +135,8 @@ def swapping(manifest: Manifest) -> list[tuple[int, ...]]:
     """The ranks of the run that share out the experts of their blocks, in the order in which they make groups."""
     run, ep = manifest.topology, manifest.ep
     blocks = [range(first, first + ep) for first in range(0, run.dp, ep)] if ep else []
-    seats = [(part, tp) for part in range(run.pp) for tp in range(run.tp)]
-    return [tuple(sorted(run.rank(dp, *seat) for dp in block)) for block in blocks for seat in seats]
+    seats = itertools.product(blocks, range(run.pp), run.every)
+    return [tuple(sorted(run.rank(dp, part, at) for dp in block)) for block, part, at in seats]
 
 
 def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:
@@ -142,8 +145,8 @@ def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:
     if manifest.vocabulary is None:
         return []
     run = manifest.topology
-    each = itertools.product(range(run.dp), range(run.tp))
-    return [tuple(sorted(run.rank(dp, part, tp) for part in range(run.pp))) for dp, tp in each]
+    places = itertools.product(range(run.dp), run.every)
+    return [tuple(sorted(run.rank(dp, part, at) for part in range(run.pp))) for dp, at in places]
 
 
 class Network:
@@ -158,9 +161,9 @@ class Network:
         self._signals: dict[Ranks, Any] = {}
         swift = _swift if self._nccl else None
         run = manifest.topology
-        for replica, tp in itertools.product(range(run.dp), range(run.tp)):
+        for replica, at in itertools.product(range(run.dp), run.every):
             for pairs, groups in ((directions(placement), self._pairs), (signalled(manifest), self._signals)):
-                ways = itertools.chain.from_iterable(rounds(of_replica(manifest, replica, pairs, tp)))
+                ways = itertools.chain.from_iterable(rounds(of_replica(manifest, replica, pairs, at)))
                 groups |= self._groups(ways, timeout, swift)
         self._circles: dict[Ranks, Any] = {tuple(range(run.world)): dist.group.WORLD}
         self._circles |= self._groups(gatherings(manifest), timeout)

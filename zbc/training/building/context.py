@@ -18,9 +18,10 @@ from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.bundle import Ways
 from zbc.runtime.core.tensors import TensorSpec
+from zbc.runtime.features.context_parallel import rows_of
 from zbc.runtime.features.slicing import Inside, Part, within
 from zbc.runtime.transports.transport import Transport
-from zbc.training.data.data import KINDS, Samples, build_samples, input_spec, place
+from zbc.training.data.data import KINDS, Samples, Tokens, build_samples, input_spec, place
 from zbc.training.data.unequal import Dealer, Padded, build_documents, shape_of
 from zbc.training.models import model, pretrained
 from zbc.training.models.shared_words import table_sizes, trunk
@@ -144,7 +145,19 @@ class Site:
         if manifest.slices > 1 and not cuts:
             text = f"run: the plan cuts microbatches into {manifest.slices} slices, and does not say where"
             raise ZbcError("E406", text, hint="give model.seq_len, and plan again")
+        cuts = [cut // self.ranks for cut in cuts]
         return [Part(index, start, stop, cuts[-1]) for index, (start, stop) in enumerate(pairwise(cuts))]
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks share the tokens of a microbatch."""
+        return self.topology.along("cp")
+
+    @cached_property
+    def tokens(self) -> Tokens | None:
+        """Those of each sequence that this rank has, where ranks share them."""
+        cuts, length = self.manifest.cuts, self.settings.model.seq_len or 0
+        return None if self.ranks == 1 else Tokens(rows_of(cuts or [0, length], self.seat.at[0], self.ranks), length)
 
     @cached_property
     def by_slice(self) -> list[Shapes]:
@@ -173,6 +186,8 @@ class Site:
         def first(layer: str) -> TensorSpec:
             size, group = self.manifest.microbatch_size, group_of(settings.model, layer)
             found = input_spec(settings.data, settings.model, samples, size, group)
+            if self.ranks > 1:
+                found = found._replace(shape=(size, found.shape[1] // self.ranks, *found.shape[2:]))
             if shared:  # the first layer begins with what all ranks looked up
                 shape = *found.shape, settings.model.hidden or 0
                 found = TensorSpec(shape, lowered or torch.get_default_dtype())
@@ -184,7 +199,7 @@ class Site:
         autocast = self.device if settings.model.dtype == "bfloat16" else None
         found = derive(plans, first, self.manifest, autocast=autocast, lowered=lowered, rows=rows, flow=shared)
         if self.shares_sequence:
-            found = found.of_tokens(self.topology.tp)
+            found = found.of_tokens(self.topology.along("tp"))
         if not shared:
             return found
         sizes = dict(zip(found.parameters, found.sizes, strict=True)) | table_sizes(settings.model)

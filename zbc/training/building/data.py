@@ -29,6 +29,7 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
         phases=phases,
         lowered=settings.lowered,
         where=settings.where,
+        tokens=site.tokens,
     )
     if settings.data.kind not in KINDS:
         return batches
@@ -56,7 +57,7 @@ def counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:
     def own(step: int, number: int) -> bool:
         return number in numbers(step, worker.replica)
 
-    return Counted(source, counts, groups, own, parts=parts)
+    return Counted(source, counts, groups, own, parts=parts, tell=worker.layout.tell)
 
 
 def wants(plan: RankPlan, rank: int) -> list[Want]:

@@ -77,8 +77,8 @@ def _optimizer_of(
 ) -> StageOptimizer:
     """Of the `parameters` of `owner`, a stage or its experts, of which there are `casts`; `late`: by how many steps of
     the stage its gradients come late, where it steps on its own."""
-    manifest, seat, settings = site.manifest, site.seat, site.settings
-    ranks, own = (meeting(manifest, Op(kind, owner), seat.tp, rank=site.rank) for kind in (Kind.REDUCE, Kind.GATHER))
+    manifest, settings = site.manifest, site.settings
+    ranks, own = (meeting(manifest, Op(kind, owner), site.rank) for kind in (Kind.REDUCE, Kind.GATHER))
     options, lowered = settings.optimizer, settings.lowered
     ahead = options.sync == "post-validate"
     if manifest.sharded and len(own) > 1:
@@ -118,8 +118,7 @@ def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Coll
     given = site.manifest.planning.get("parallel", {}).get("average")
     if given is None:
         raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
-    asked = section(spec.Average, given)
-    ranks = meeting(site.manifest, Op(Kind.AVERAGE, 0), site.seat.tp, rank=site.rank)
+    asked, ranks = section(spec.Average, given), meeting(site.manifest, Op(Kind.AVERAGE, 0), site.rank)
     owned = {owner: dict(one.parameters) for owner, one in optimizers.items()}
     shared = {name: mine.pop(name) for mine in owned.values() for name in tied if name in mine}
     owned |= {TIED: shared} if shared else {}
@@ -131,7 +130,7 @@ def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Coll
 def sums_of(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
     """What each REDUCE of the plan sums; `shapes` of all parameters of the model."""
     sizes = dict(zip(shapes.parameters, shapes.sizes, strict=True))
-    manifest, found, tp = worker.plan.manifest, dict[Op, GradientSum](), worker.share
+    manifest, found = worker.plan.manifest, dict[Op, GradientSum]()
     tied = worker.features.of(Ties).homes
     for op in dict.fromkeys(op for run in worker.phase_runs for op in run.plan.ops if op.kind.sums):
         if op.stage == TIED:
@@ -141,13 +140,13 @@ def sums_of(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
                 for n in sorted(tied)
                 if n in shapes.gradients  # else it is frozen, on every rank
             ]
-            found[op] = Bucket(summed, meeting(manifest, op, tp, rank=worker.rank))
+            found[op] = Bucket(summed, meeting(manifest, op, worker.rank))
             continue
         if op.stage in (dealt := worker.features.of(Gathers).stages):
             found[op] = dealt[op.stage]
             continue
         own = [p for name, p in worker.optimizers[op.stage].parameters.items() if name not in tied]
-        found[op] = Bucket(own, meeting(manifest, op, tp, rank=worker.rank))
+        found[op] = Bucket(own, meeting(manifest, op, worker.rank))
     return found
 
 

@@ -24,7 +24,7 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
         if site.samples is not None and data not in KINDS:
             some = range(min(len(site.samples), 8))
             for what, found in (("inputs", site.samples.inputs(some)), ("targets", site.samples.targets(some))):
-                refuse_others(data, what, found, site.slices[-1].length)
+                refuse_others(data, what, found, site.ranks * site.slices[-1].length)
         if users:
             try_layers(site, stages.values())
         if site.some_targets is not None:

@@ -27,7 +27,9 @@ def phase_run(site: Site, plan: RankPlan) -> PhaseRun:
     batch = run.batch if unequal is None else run.dp * unequal.most
     apart = run.dp // (manifest.ep or 1) if manifest.averages else 1
     routed = experts_of_all_blocks(manifest.planning)
-    layout = VectorLayout(shapes.parameters, batch, run.world, shapes.sizes, apart, unequal is not None, routed)
+    layout = VectorLayout(
+        shapes.parameters, batch, run.world, shapes.sizes, apart, unequal is not None, routed, site.ranks
+    )
     handlers = dict(HANDLERS)
     readers = _RUNS_LAYERS | _RUNS_WORDS | ({Kind.W} if manifest.with_w else set())
     for wanted, kinds, around in (

@@ -14,12 +14,14 @@ from zbc.job import spec
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features import expert_parallel, tensor_parallel
+from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.moving import with_mean
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.tensor_parallel import Group, Meter, Shared, bounds
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.vocabulary_state import OfRows, Vocabulary
 from zbc.runtime.transports.network import swapping
+from zbc.topology import INNER
 from zbc.training.building.context import Site
 from zbc.training.models import model, sharding
 from zbc.training.models.shared_words import LOGITS, Tables
@@ -35,13 +37,13 @@ def tables_of(site: Site) -> Tables | None:
     if not chosen.builtin or chosen.loss != "cross_entropy" or words.rows[-1] != chosen.vocab:
         text = "run: the plan shares a vocabulary over its ranks, which this model or its other axes do not allow"
         raise ZbcError("E406", text, hint='plan again, or with parallel.vocabulary = "ends"')
-    return Tables(*words_of(site, site.seat.tp)[site.plan.rank], tied=chosen.tie_embeddings)
+    return Tables(*words_of(site, site.topology.part(site.seat.at))[site.plan.rank], tied=chosen.tie_embeddings)
 
 
-def words_of(site: Site, tp: int) -> list[tuple[int, int]]:
+def words_of(site: Site, part: int) -> list[tuple[int, int]]:
     """From where to where the words of each rank of the pipeline go that one of those which share its layers has."""
     rows = site.manifest.vocabulary.rows if site.manifest.vocabulary is not None else []
-    parts = [(low, *bounds(high - low, tp, site.topology.tp)) for low, high in pairwise(rows)]
+    parts = [(low, *bounds(high - low, part, site.topology.parts)) for low, high in pairwise(rows)]
     return [(low + start, low + stop) for low, start, stop in parts]
 
 
@@ -54,20 +56,20 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
     embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
     cap = settings.model.logits_cap
     output = Output(head, low, torch.bfloat16 if settings.model.dtype == "bfloat16" else None, cap)
-    replicas = run.ranks([site.plan.rank], site.seat.tp)
+    replicas = run.ranks([site.plan.rank], site.seat.at)
     optimizer: StageOptimizer = (
         Sharded(settings.optimizer, parameters, (output.cast,), ranks=replicas, rank=site.rank, lowered=lowered)
         if site.manifest.sharded and len(replicas) > 1
         else build_optimizer(settings.optimizer, parameters, (output.cast,), lowered=lowered)
     )
-    seat = partial(run.rank, site.seat.dp, tp=site.seat.tp)
+    seat = partial(run.rank, site.seat.dp, at=site.seat.at)
     ranks = tuple(sorted(map(seat, range(run.pp))))
     return Vocabulary(
         output,
         Embedding(embedding, low, settings.model.padding_token),
         OfRows(with_mean(settings.optimizer, optimizer), low, tables.shapes),
         ranks=ranks,
-        bounds=[[words_of(site, tp)[run.of(rank).pp] for rank in ranks] for tp in range(run.tp)],
+        bounds=[[words_of(site, part)[run.of(rank).pp] for rank in ranks] for part in range(run.parts)],
         replicas=replicas,
         first=seat(placement.rank_of(0)),
         last=seat(placement.rank_of(placement.ends[-1])),
@@ -81,15 +83,17 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
 
 
 def shared_with(site: Site) -> Shared:
-    """Who shares layers with this rank, and who the experts of its blocks."""
-    run, meter = site.topology, Meter() if site.device.type == "cpu" else None  # on a GPU the host does not wait
-    sharing, group, swaps = run.sharing(site.rank), None, None
-    if run.tp > 1:
-        group = Group(sharing, site.seat.tp, site.transport, bool(site.shares_sequence), meter)
+    """Who shares layers with this rank, who the experts of its blocks, and who its tokens."""
+    meter, swaps = Meter() if site.device.type == "cpu" else None, None  # on a GPU the host does not wait
+    inner = dict[str, Group | None]()
+    for axis in INNER:
+        ranks = site.topology.beside(axis.name, site.rank)
+        one = Group(ranks, ranks.index(site.rank), site.transport, axis.parts and bool(site.shares_sequence), meter)
+        inner[axis.name] = one if one.size > 1 else None
     for ranks in swapping(site.manifest):
         if site.rank in ranks:
             swaps = Group(ranks, site.seat.dp % site.manifest.ep, site.transport, meter=meter)
-    return Shared(group, swaps)
+    return Shared(inner["tp"], swaps, inner["cp"])
 
 
 def share_out(site: Site, shared: Shared, tables: Tables | None) -> Callable[[str, nn.Module], None]:
@@ -103,6 +107,8 @@ def share_out(site: Site, shared: Shared, tables: Tables | None) -> Callable[[st
             found = sharding.shard(name, layer, shared.group, joined=joined)
             shared.cuts.update({f"{name}.{local}": cut for local, cut in found.cuts.items()})
             shared.partial.update(f"{name}.{local}" for local in found.partial)
+        if shared.tokens is not None and site.tokens is not None:
+            sharding.spread(layer, Spread(shared.tokens), site.tokens.rows)
         if shared.swaps is not None:
             shared.experts.extend(expert_parallel.share(name, layer, shared.swaps))
 

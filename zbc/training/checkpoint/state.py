@@ -89,7 +89,7 @@ def _mirrors(worker: Worker, stage: int, optimizer: StageOptimizer) -> tuple[int
     if not optimizer.mirrored:
         return (worker.rank,)
     seats = sorted(set(worker.placement.holders(stage)))
-    return tuple(worker.topology.rank(worker.replica, seat, worker.share) for seat in seats)
+    return tuple(map(worker.seat, seats))
 
 
 def _check_tensor(name: str, key: str, value: object) -> None:
@@ -109,7 +109,7 @@ def _collected(
     home = experts_of(stage) if stage <= EXPERTS else stage
     owner = worker.placement.rank_of(worker.features.of(Ties).homes.get(parameter, (home,))[0])
     first = worker.plan.manifest.ep if stage <= EXPERTS else 1  # so many replicas have all experts together
-    if group is None or worker.replica >= first or owner != worker.plan.rank:
+    if group is None or worker.copy >= first or owner != worker.plan.rank:
         return
     seat = group.ranks[0]
     own = [(MODEL + parameter, part), *((f"{OPTIM}{parameter}.{key}", state[key]) for key in sorted(state))]

@@ -77,8 +77,8 @@ def no_mean(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> str |
     )
 
 
-class Counted:
-    """A `BatchSource` that weighs its microbatches; `groups` are those of a step that one mean is over."""
+class Counted(BatchSource):
+    """Weighs its microbatches; `groups` are those of a step that one mean is over."""
 
     def __init__(
         self,
@@ -88,10 +88,12 @@ class Counted:
         own: Callable[[int, int], bool],
         *,
         parts: bool = False,
+        tell: int = 1,
     ) -> None:
         """`own`: whether this rank's replica asks for a microbatch of a step. `parts`: weights are shares of the whole,
-        instead of 1 on the mean."""
+        instead of 1 on the mean. `tell`: ranks that share the tokens of a microbatch."""
         self._source, self._count, self._groups, self._own, self._parts = source, count, groups, own, parts
+        self._tell = tell
         self._weights: dict[int, dict[int, float]] = {}
         self._targets: dict[tuple[int, int], Tensor] = {}
 
@@ -130,12 +132,15 @@ class Counted:
             found = self._weights[step] = {}
             for group in self._groups(step):
                 counts = [self._look(step, mb) for mb in group]
-                total, size = sum(counts), 1 if self._parts else len(group)
-                found |= {mb: count * size / total if total else 0.0 for mb, count in zip(group, counts, strict=True)}
+                total, size = sum(every for _, every in counts), 1 if self._parts else len(group) * self._tell
+                found |= {mb: own * size / total if total else 0.0 for mb, (own, _) in zip(group, counts, strict=True)}
         return found
 
-    def _look(self, step: int, mb: int) -> float:
-        target = self._source.targets(step, mb)
+    def _look(self, step: int, mb: int) -> tuple[float, float]:
+        """How many targets count of those that this rank has, and of all of a microbatch."""
+        whole = self._source.whole(step, mb)
+        target = self._source.own(whole)
         if self._own(step, mb):
             self._targets[step, mb] = target
-        return self._count(target)
+        every = self._count(whole)
+        return every if target is whole else self._count(target), every

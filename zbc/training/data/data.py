@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -213,10 +213,25 @@ class SampleRange:
         return [self._start + i % count + i // count * total for i in indices]
 
 
+class Tokens(NamedTuple):
+    """Those of a sequence of `length` that a rank has, by their places."""
+
+    rows: Tensor
+    length: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Its rows of a tensor (batch, length, ..). Raises E505 for other sequences."""
+        if whole.dim() < 2 or whole.shape[1] != self.length:
+            text = f"run: a tensor {list(whole.shape)} of the data has no {self.length} tokens for ranks to share out"
+            raise ZbcError("E505", text, hint="samples of model.seq_len tokens, for evaluation too; or parallel.cp = 1")
+        return whole[:, self.rows]
+
+
 class Batches(BatchSource):
     """The microbatches of every step. Inputs in floating point come as `lowered`, if that is given.
 
     `phases` says where steps begin; by default all are of `microbatches`, which else is the most that one has.
+    `tokens`: those of each sequence that this rank has, if not all.
     Raises E504, at `where`, if the samples do not make one step.
     """
 
@@ -230,6 +245,7 @@ class Batches(BatchSource):
         phases: Phases | None = None,
         lowered: torch.dtype | None = None,
         where: str | None = None,
+        tokens: Tokens | None = None,
     ) -> None:
         needed, self._count = microbatches * size, len(samples)
         if self._count < needed:
@@ -238,7 +254,7 @@ class Batches(BatchSource):
             hint = "give more data, shorter sequences, or fewer or smaller microbatches"
             raise ZbcError("E504", text, where=where, hint=hint)
         self.phases = phases or Phases.even(needed)
-        self._lowered = lowered
+        self._lowered, self._tokens = lowered, tokens
         self._samples, self._seed, self._size = samples, seed, size
         self._orders: dict[int, Permutation] = {}
         self._begun = self.phases, 0, self.phases.position(0)
@@ -254,12 +270,20 @@ class Batches(BatchSource):
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU; that for a `group` of layers, where there are several."""
         numbers = self._numbers(step, mb)
-        x = self._samples.inputs(numbers, group) if group else self._samples.inputs(numbers)
+        x = self.own(self._samples.inputs(numbers, group) if group else self._samples.inputs(numbers))
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
 
     def targets(self, step: int, mb: int) -> Tensor:
         """Its target, on the CPU."""
+        return self.own(self.whole(step, mb))
+
+    def whole(self, step: int, mb: int) -> Tensor:
+        """The same of the tokens of all ranks."""
         return self._samples.targets(self._numbers(step, mb))
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Of the tokens of all ranks this one's."""
+        return whole if self._tokens is None else self._tokens.of(whole)
 
     def digest(self) -> int:
         return self._samples.digest()

@@ -52,7 +52,7 @@ def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> None
     world = manifest.topology.world
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     store, port = host_store()
-    hub = (StreamHub if device.type == "cuda" else Hub)(world, tp=manifest.tp)
+    hub = (StreamHub if device.type == "cuda" else Hub)(world, inside=manifest.topology.inside)
     run = _Run(options, device, hub, port, screen, [StopFlag() for _ in range(world)])
     threads = [
         threading.Thread(target=_rank, args=(run, rank), name=f"rank {rank}", daemon=True) for rank in range(world)

@@ -33,6 +33,7 @@ from zbc.plan.headline import headline
 from zbc.plan.phases import Phases
 from zbc.runtime.core.progress import EvaluationResult, StepResult
 from zbc.text import percent, short, size, wrap
+from zbc.topology import INNER
 from zbc.training.checkpoint.resume import Start
 from zbc.training.launch import rundir
 from zbc.training.launch.options import RunOptions
@@ -242,7 +243,7 @@ class RunRecord:
             "ranks": m.ranks,
             "copies": m.copies,
             "node": m.node,
-            "tp": m.tp,
+            **{axis.name: count for axis, count in zip(INNER, m.topology.inner, strict=True)},
             "order": m.order,
             "stages": m.stages,
             "microbatches": m.microbatches,

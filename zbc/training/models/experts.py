@@ -99,6 +99,7 @@ class Experts(nn.Module):
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
         self.swaps = Swaps()
         self.enter = self.leave = same  # where ranks have parts of each
+        self.tokens: Group | None = None  # where ranks share the tokens of a microbatch
         self.place: int | None = None  # of its first expert among those of all blocks
         self.rate = rate
         self.bias: Tensor | None
@@ -139,7 +140,10 @@ class Experts(nn.Module):
         return "experts"
 
     def _added(self, logits: Tensor, likely: Tensor, counts: Tensor) -> Tensor:
-        share = counts.to(likely.dtype) / (self.top_k * len(likely))
+        ranks = 1
+        if self.tokens is not None and self.balance:
+            counts, ranks = self.tokens.collect(counts).sum(0), self.tokens.size
+        share = counts.to(likely.dtype) / (self.top_k * len(likely) * ranks)
         each = likely if self.scores is softmax else likely / likely.sum(-1, keepdim=True)
         found = self.balance * self.count * (share * each.mean(0)).sum()
         return found + self.z * logits.logsumexp(-1).square().mean() if self.z else found

@@ -111,6 +111,7 @@ class LlamaBlock(nn.Module):
         self.gate = gate(variant)
         self.rotary = rotary
         self.enter = self.leave = same
+        self.attend = attention
         self.scores, self.residual = None if scores is None else scores * math.sqrt(size), residual
         self.limits = (limits or Limits())._asdict()
 
@@ -156,7 +157,7 @@ class LlamaBlock(nn.Module):
             q, k = self._normed(q, self.norm_q), self._normed(k, self.norm_k)
         q = q if self.scores is None else q * self.scores
         q, k = (q, k) if self.rotary is None else (self.rotary(q), self.rotary(k))
-        return attention(q, k, v, **self.limits).transpose(1, 2).reshape(batch, length, self.heads * self.size)
+        return self.attend(q, k, v, **self.limits).transpose(1, 2).reshape(batch, length, self.heads * self.size)
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
         """(B, heads, T, size) in float32, each head by itself or all together."""

@@ -18,14 +18,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job import userobject
+from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.tensor_parallel import Cut, Group, look_up
 from zbc.training.models.experts import Expert, Experts
 from zbc.training.models.gpt import Embed, GptBlock, GptHead
 from zbc.training.models.llama import LlamaBlock
+from zbc.training.models.rotary import Rotary
 
 
 class Shares(NamedTuple):
@@ -72,6 +74,19 @@ def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
         path, _, key = local.rpartition(".")
         found[local] = _keep(layer.get_submodule(path), key, dim, list(blocks or [whole.shape[dim]]), group)
     return found
+
+
+def spread(layer: nn.Module, tokens: Spread, rows: Tensor) -> None:
+    """Have a layer run this rank's tokens, those at the places `rows` of their sequence."""
+    for module in layer.modules():
+        if isinstance(module, Embed):
+            module.index = module.index[rows]
+        elif isinstance(module, Rotary):
+            module.cos, module.sin = module.cos[rows], module.sin[rows]
+        elif isinstance(module, GptBlock | LlamaBlock):
+            module.attend = tokens.attention
+        elif isinstance(module, Experts):
+            module.tokens = tokens.group
 
 
 def _embed(layer: Embed, group: Group) -> dict[str, Cut]:

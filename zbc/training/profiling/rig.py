@@ -132,7 +132,7 @@ def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int, 
     """A plan of one rank with a stage for each layer."""
     slices = max(1, len(cuts) - 1)
     place = Placement(((0,) * len(names),))
-    program = Program(place, microbatches, (tuple(ops),), ("profile",), slices, tp=job.parallel.tp)
+    program = Program(place, microbatches, (tuple(ops),), ("profile",), slices, cp=job.parallel.cp, tp=job.parallel.tp)
     planning, training = job.planning(), job.training()
     still = {"lr": 0.0, "schedule": RateSchedule().model_dump(mode="json"), "sync": "before-step", "zero1": False}
     manifest, _ = assemble(

@@ -131,6 +131,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
         optimizer=job.optimizer.name,
         layers={kind: _layer(found, kind, host) for kind in dict.fromkeys(found.order)},
         order=FAMILY if {*found.order} == {*FAMILY} else list(found.order),
+        cp=job.parallel.cp,
         tp=job.parallel.tp,
         link=fit(found.link),
         sums=fit(found.sums),
