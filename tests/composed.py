@@ -18,6 +18,7 @@ SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
     "bfloat16 weights": (("model.parameters", "bfloat16"),),
     "autocast": (("model.dtype", "bfloat16"),),
     "capped logits": (("model.family", "llama"), ("model.logits_cap", 0.2)),
+    "cp": (("parallel.cp", 2),),
     "tp": (("parallel.tp", 2),),
     "tp_sequence": (("parallel.tp", 2), ("parallel.tp_sequence", True)),
     "replicas": (("parallel.replicas", [1, 2, 1]), ("schedule.kind", "replicated-1f1b")),
