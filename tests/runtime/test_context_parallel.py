@@ -56,6 +56,12 @@ WAYS = {
     "balance": ("zb-h1", 2, {}, "llama", {"model_more": {**EXPERTS, "balance_loss": 0.5, "router_z_loss": 0.1}}),
     "bias": ("zb-h1", 2, {}, "llama", {"model_more": {**EXPERTS, "balance_rate": 0.01}}),
     "shared experts": ("1f1b", 1, {"dp": 2, "ep": 2}, "llama", {"model_more": {**EXPERTS, "balance_loss": 0.5}}),
+    "experts in two pipes": ("chimera", 2, {"dp": 2, "ep": 2, "shard": "all"}, "llama", {"model_more": EXPERTS}),
+    "shared experts and layers": ("zb-v", 2, {"dp": 2, "ep": 2, "tp": 2}, "llama", {"model_more": EXPERTS}),
+    "shared layers and words": ("zb-h1", 2, {"tp": 2, "vocabulary": "shared"}, "tied", {}),
+    "shards of words": ("1f1b", 2, {"vocabulary": "shared", "shard": "optimizer"}, "llama", {}),
+    "slices of shared words": ("zb-h1", 2, {"tp": 2, "vocabulary": "shared"}, "gpt", {"slices": 2}),
+    "slices of a sequence": ("zb-h1", 2, {"tp": 2, "tp_sequence": True}, "gpt", {"slices": 2}),
     "ramp": ("zb-h1", 2, {}, "gpt", {"schedule_more": {"ramp": [{"steps": 1, "microbatches": 2}]}}),
     "bfloat16": ("zb-h1", 2, {}, "llama", {"model_more": {"dtype": "bfloat16", "parameters": "bfloat16"}}),
     "evaluation": ("1f1b", 2, {}, "gpt", {"train": {"eval_every": 2, "eval_batches": 1}, "data": {"validation": 0.2}}),
@@ -209,17 +215,24 @@ def test_a_block_gathers_once_in_f_sums_once_in_b_and_does_nothing_in_w(way, tmp
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [({"cp": 2}, {"cp": 1}), ({"cp": 1, "tp": 2}, {"cp": 4}), ({"cp": 2, "shard": "all"}, {"cp": 2, "tp": 2})],
-    ids=["to one", "from tp", "to tp"],
+    [
+        ({"cp": 2}, {"cp": 1}),
+        ({"cp": 1, "tp": 2}, {"cp": 4}),
+        ({"cp": 2, "shard": "all"}, {"cp": 2, "tp": 2}),
+        ({"cp": 2, "tp": 2, "vocabulary": "shared"}, {"cp": 2}),
+        ({"cp": 2, "tp": 2, "dp": 2, "ep": 2}, {"cp": 2, "dp": 2, "shard": "optimizer"}),
+    ],
+    ids=["to one", "from tp", "to tp", "from shared words", "from shared experts"],
 )
 def test_a_run_goes_on_with_another_cp(first, second, tmp_path):
-    adam = {"kind": "adamw", "lr": 1e-3}
-    options = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 4}, "optimizer": adam}
+    alike = {"train": {"steps": 4}, "optimizer": {"kind": "adamw", "lr": 1e-3}}
+    alike |= {"model": "llama", "model_more": EXPERTS} if "ep" in first else {}
+    options = {"checkpoint": {"every": 2, "asynchronous": False}, "m": 4 // first.get("dp", 1), **alike}
     before = plan_of(tmp_path / "a", "zb-h1", pp=2, more=first, **options)
     after = plan_of(tmp_path / "b", "1f1b", pp=1, more=second, **options)
     run_threads(before, 2, folder=tmp_path / "before")
     workers = run_threads(after, 4, folder=tmp_path / "after", resume=at(tmp_path / "before", 2))
-    alone = run_threads(plan_of(tmp_path / "one", pp=1, train={"steps": 4}, optimizer=adam), 4)
+    alone = run_threads(plan_of(tmp_path / "one", pp=1, **alike), 4)
     assert numbers(workers) == near(alone)[2:]
 
 

@@ -25,7 +25,7 @@ def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
     if job.parallel.vocabulary == "ends" or not (model.builtin and model.vocab and model.hidden and model.seq_len):
         return None
     ranks = job.parallel.pp * job.parallel.tp
-    rows, tokens = -(-model.vocab // ranks), job.schedule.microbatch_size * model.seq_len
+    rows, tokens = -(-model.vocab // ranks), job.schedule.microbatch_size * model.seq_len // job.parallel.cp
     generator = torch.Generator(device).manual_seed(job.train.seed)
     kind = torch.bfloat16 if model.parameters == "bfloat16" else torch.float32
     low = torch.bfloat16 if model.dtype == "bfloat16" else None
