@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("feature")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(zbc.__file__).parent, folder / "more" / "zbc", ignore=ignored)
-    (folder / "more/zbc/runtime/features/moving.py").write_text(FEATURE)
+    (folder / "more/zbc/runtime/features/trailing.py").write_text(FEATURE)
     train = {"steps": 4, "eval_every": 2, "eval_batches": 2}
     more = {"data": {"validation": 0.3}, "optimizer": {"lr": 1e-2}, "checkpoint": {"every": 2}}
     job = toml_text(model={"layers": 2, "tie_embeddings": False}, pp=2, m=2, kind="zb-h1", train=train, **more)

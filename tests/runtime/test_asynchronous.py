@@ -12,7 +12,7 @@ from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.lowering import Lowering
-from zbc.compiler.schedules import Request, find
+from zbc.compiler.schedules import Request, find, several
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, repeated
 from zbc.plan.lateness import lateness
@@ -31,7 +31,7 @@ SHAPES = [("1f1b", 2, 2, 1, 1), ("1f1b", 4, 4, 1, 1), ("1f1b", 3, 4, 1, 2), ("in
 
 def program_of(schedule="1f1b", p=2, m=2, v=1, every=1):
     made = find(schedule).make(Request(p=p, m=m, v=v))
-    program = Lowering("asynchronous", every=every).lower(Context.of(made)).program
+    program = Lowering("asynchronous", every=every, several=several).lower(Context.of(made)).program
     check_all(program)
     return program
 

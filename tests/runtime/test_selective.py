@@ -130,7 +130,7 @@ def test_where_no_gradient_goes_what_is_cheap_is_kept(tmp_path, monkeypatch):
 
 
 def test_auto_takes_nothing_that_the_job_excludes(tmp_path):
-    """Neither copies to the host nor selective recompute go with compiled layers."""
+    """Selective recompute does not go with compiled layers; copies to the host do."""
     job, _ = beside("compile", schedule__kind="1f1b", parallel__pp=2, **WIDE)
     path, job["memory"] = Path(tmp_path) / "zbc.toml", {"activations": "auto"}
     path.write_text(toml(job))
@@ -139,7 +139,7 @@ def test_auto_takes_nothing_that_the_job_excludes(tmp_path):
     job["hardware"] = {"memory_gib": 0.8 * most / 2**30, "host_gbps": 1000.0}
     path.write_text(toml(job))
     made = compile_job(load_job(path), budget=0.0, suggest=False)
-    assert made.found.activations is None and made.found.recompute
+    assert made.found.activations is not None and made.found.activations.chosen() == {"offload"}
 
 
 def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name(tmp_path):

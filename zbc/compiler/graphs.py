@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from zbc.compiler.cost import pricing
 from zbc.compiler.cost.estimate import Layer
-from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.groups import stages_of
 from zbc.compiler.partition.limits import bounds_of
-from zbc.compiler.partition.setup import Ordered, finished, refusals, with_recompute
+from zbc.compiler.partition.setup import Ordered, finished, lowering_of, refusals, with_recompute
 from zbc.compiler.schedules import AUTO, find
 from zbc.compiler.schedules.branched import branched
 from zbc.compiler.schedules.request import Request
@@ -27,4 +26,4 @@ def of_graph(job: Job, table: Sequence[Layer]) -> Ordered:
     request = Request(job.parallel.pp, job.schedule.microbatches, costs=costs, objective=job.objective)
     made = branched(kind, placement, request)
     program = finished(job, made, costs, stages)
-    return Ordered(made.history[0], program, stages, costs, bounds_of(job, placement, costs), Lowering.of(job))
+    return Ordered(made.history[0], program, stages, costs, bounds_of(job, placement, costs), lowering_of(job))

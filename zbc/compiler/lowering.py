@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from zbc.compiler.passes.flushless import Flushless
+from zbc.compiler.passes.flushless import Flushless, Several, never
 from zbc.compiler.passes.freeze import Freeze
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.gather_weights import GatherWeights, RenewWeights
@@ -62,20 +62,20 @@ class Lowering:
     offload: Offload | None = None  # to keep to a limit by moving activations to the host
     weave: Weave | None = None  # of a vocabulary that all ranks share
     every: int = 0  # microbatches from one step of a stage to its next, where each steps on its own
-    group: int | None = None  # of the schedule, which without a flush is asked for several steps, and
-    early: int | None = None  # its early forwards
+    several: Several = never  # without a flush: what makes several steps of the schedule
+    group: int | None = None  # of the schedule
     freeze: Freeze | None = None  # of weight gradients that are left out; set once an order is found
 
     @classmethod
-    def of(cls, job: Job) -> Lowering:
+    def of(cls, job: Job, several: Several) -> Lowering:
         resident = None if isinstance(job.memory.resident, str) else job.memory.resident
         return cls(
             job.optimizer.sync,
             gather=GatherWeights(resident, with_w=not job.model.builtin, room=job.room) if job.parallel.frees else None,
             weave=Weave(job.vocabulary) if job.vocabulary else None,
             every=job.optimizer.every if job.optimizer.sync == "asynchronous" else 0,
+            several=several,
             group=job.schedule.group,
-            early=job.schedule.early,
         )
 
     def passes(self, *, sharded: bool = False) -> list[Pass]:
@@ -104,7 +104,7 @@ class Lowering:
 
     def _first(self) -> list[Pass]:
         if self.sync in FLUSHLESS:
-            return [Flushless(self.every, self.group, self.early)]
+            return [Flushless(self.every, self.several, self.group)]
         return [*_some(self.weave), *_FIRST]
 
     def _last(self, *, sharded: bool) -> list[Pass]:

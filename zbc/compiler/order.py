@@ -11,9 +11,8 @@ from zbc.compiler.check.memory import excess
 from zbc.compiler.cost import estimate
 from zbc.compiler.cost.cost import refuse_slices
 from zbc.compiler.graphs import of_graph
-from zbc.compiler.lowering import Lowering
 from zbc.compiler.partition.limits import bounds_of
-from zbc.compiler.partition.setup import Ordered, finished, start_of
+from zbc.compiler.partition.setup import Ordered, finished, lowering_of, start_of
 from zbc.compiler.planner.planner import entrants, planned
 from zbc.compiler.planner.planner import glance as looked
 from zbc.compiler.schedules import AUTO, Request, ScheduleCard, find, replicated
@@ -129,7 +128,7 @@ def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer
     """What was made elsewhere, with the partition the job starts from."""
     stages, costs = start_of(job, program.placement, table)
     least = bounds_of(job, program.placement, costs.hidden() if program.grouped else costs)
-    return Ordered(name, finished(job, program, costs, stages), stages, costs, least, Lowering.of(job))
+    return Ordered(name, finished(job, program, costs, stages), stages, costs, least, lowering_of(job))
 
 
 def _refuse_what_is_no_op(program: Program, name: str, where: str) -> None:

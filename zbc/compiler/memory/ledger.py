@@ -230,11 +230,11 @@ class _RankLedger:
             begin, end = (effect.begin_first, effect.end_first) if first else (effect.begin, effect.end)
             if first or more:
                 end = (*end, Delta("gradients", 0.0, more))
-            if self.coming and op[0] in self.readers:
+            if op[0] is Kind.GATHER or op[0] is Kind.FREE:
+                begin, end = self._weights(op, begin, end)
+            elif self.coming and op[0] in self.readers:
                 for owner in (op[1], experts_of(op[1])):
                     begin = self._came(owner, begin) if owner in self.coming else begin
-            elif op[0] is Kind.GATHER or op[0] is Kind.FREE:
-                begin, end = self._weights(op, begin, end)
             if shared:
                 begin, end = self._shared_out(i, op, begin, end)
             if leaving and leaving[0][0] <= over[i]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from zbc.compiler.check.memory import excess
 from zbc.compiler.lowering import Lowering
-from zbc.compiler.partition.setup import Ordered, Setup, everything, moves
+from zbc.compiler.partition.setup import Ordered, Setup, everything, lowering_of, moves
 from zbc.compiler.passes.offload import HUGE, LARGE, Offload, TooTight
 from zbc.compiler.search.feasible import least_of
 from zbc.ir import Placement
@@ -145,7 +145,7 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], 
     ranked = sorted(found, key=lambda entry: entry[:2])
     size = ranked[0][2].complete.program.size
     for _, step, one in ranked[: FINALISTS if size < LARGE else 1 if size < HUGE else 0]:
-        alone = replace(one, lowering=Lowering.of(job))
+        alone = replace(one, lowering=lowering_of(job))
         if alone.step_ms(job) * (1 + SAME) < step < NEAR * ranked[0][1]:
             look(alone, quick=False)
     return min(found, key=lambda entry: entry[:2])[2]
@@ -155,4 +155,4 @@ def _moving(setup: Setup, units: tuple[float, ...], *, quick: bool) -> Lowering:
     """How programs are lowered that keep to so many units by moving what they have beyond."""
     may = frozenset(s for s in range(setup.placement.stages) if setup.job.memory.offloads(s))
     moving = Offload(units, may, setup.job.objective, setup.limit.costs, quick=quick)
-    return replace(Lowering.of(setup.job), offload=moving)
+    return replace(lowering_of(setup.job), offload=moving)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice, pairwise
 from operator import add, sub
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.per_rank import RankMemory, peaks
 from zbc.compiler.partition.initial import Stages, initial
 from zbc.compiler.partition.limits import Limit, bounds_of, limit_of, room_of
-from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard
+from zbc.compiler.schedules import SCHEDULES, Request, ScheduleCard, several
 from zbc.compiler.schedules.searched import own_limit
 from zbc.compiler.search.feasible import least_of
 from zbc.compiler.search.ladder import LARGE
@@ -52,6 +52,11 @@ class Choice(NamedTuple):
     def stages(self) -> Stages:
         """Stage -> indices of its layers."""
         return tuple(tuple(range(a, b)) for a, b in pairwise(self.points))
+
+
+def lowering_of(job: Job) -> Lowering:
+    """How the programs of a job are lowered."""
+    return Lowering.of(job, partial(several, group=job.schedule.group, early=job.schedule.early))
 
 
 @dataclass(frozen=True)
@@ -269,7 +274,7 @@ class Setup:
         )
         program = finished(job, self.schedule.make(request), self.costs, self.stages)
         found = bounds_of(job, self.placement, self.costs.hidden() if program.grouped else self.costs)
-        return Ordered(self.schedule.name, program, self.stages, self.costs, found, Lowering.of(job), self.recompute)
+        return Ordered(self.schedule.name, program, self.stages, self.costs, found, lowering_of(job), self.recompute)
 
     @property
     def _overlaps(self) -> bool:

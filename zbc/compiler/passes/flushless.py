@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zbc import excludes
 from zbc.compiler.passes.fuse_backward import FuseBackward
 from zbc.compiler.passes.insert_comm import POSTED, InsertComm
-from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
@@ -19,6 +18,13 @@ _STEPS = 5
 # Compute ops between a receive and what waits for it, where messages wait for a buffer: the forward and the backward
 # before. By time receives of the steps that are laid out would stand where those of later steps do not.
 _EARLY = 2
+
+# A schedule's program of so many steps as one; None where it has no steady state.
+Several = Callable[[Program, int], Program | None]
+
+
+def never(program: Program, steps: int) -> Program | None:
+    """Of no schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +46,8 @@ class Flushless:
     """
 
     every: int = 0
-    group: int | None = None  # of the schedule, and
-    early: int | None = None  # its early forwards
+    several: Several = never
+    group: int | None = None  # of the schedule
 
     name: ClassVar[str] = "flushless"
 
@@ -59,15 +65,14 @@ class Flushless:
     def _unrolled(self, program: Program) -> Program:
         """Some steps in a row."""
         name, m, p = program.history[0], program.microbatches, program.placement.ranks
-        card = None if program.placement.branches else find(name)
-        if card is None or not card.steady:
+        longer = self.several(program, _STEPS)
+        if longer is None:
             raise excludes.refused("asynchronous" if self.every else "two versions", "flush", "schedule", name)
         v, k = program.placement.chunks or 1, program.slices
         rounds = 1 if v == 1 else self.group or -(-p // k)
         if m % rounds:
             text = f"schedule: without a flush {name} needs a multiple of {rounds} microbatches, not {m}"
             raise ZbcError("E118", text, hint=f"set schedule.microbatches = {m + -m % rounds}")
-        longer = card.make(Request(p, m * _STEPS, v, group=self.group, early=self.early, slices=k))
         for rank, ops in enumerate(longer.ranks):
             ahead = next(i for i, op in enumerate(ops) if op.kind is not Kind.F) - 1
             if ahead > m * k * v:

@@ -12,7 +12,7 @@ from zbc.compiler.schedules.looped import breadth_first, gis, interleaved_1f1b
 from zbc.compiler.schedules.replicated import REPLICATED
 from zbc.compiler.schedules.request import Generator, Request, ScheduleCard
 from zbc.errors import ZbcError
-from zbc.ir import Placement
+from zbc.ir import Placement, Program
 
 BUDGET = 4.0  # seconds of search where a schedule is nothing but search
 
@@ -308,7 +308,16 @@ LIMITS = {"zb-1p": "1.0x", "zb-2p": "2.0x"}  # aliases that say how much memory 
 AUTO = "auto"  # the best of all placements; no schedule of its own, see compiler/order.py
 _ALIASES = {alias.lower(): schedule.name for schedule in _ALL for alias in (schedule.name, *schedule.aliases)}
 
-__all__ = ["AUTO", "BUDGET", "LIMITS", "SCHEDULES", "Generator", "Request", "ScheduleCard", "find"]
+__all__ = ["AUTO", "BUDGET", "LIMITS", "SCHEDULES", "Generator", "Request", "ScheduleCard", "find", "several"]
+
+
+def several(program: Program, steps: int, *, group: int | None = None, early: int | None = None) -> Program | None:
+    """So many steps of a schedule's program as one, with these options; None where it has no steady state."""
+    card = None if program.placement.branches else find(program.history[0])
+    if card is None or not card.steady:
+        return None
+    p, m, v = program.placement.ranks, program.microbatches * steps, program.placement.chunks or 1
+    return card.make(Request(p, m, v, group=group, early=early, slices=program.slices))
 
 
 def find(name: str) -> ScheduleCard:
