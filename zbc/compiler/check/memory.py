@@ -78,7 +78,8 @@ def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[Z
     stays, chunks = worst.bytes - worst.activations - worst.buffers, 4 * job.parallel.cp
     if stays <= rooms[rank] and job.model.builtin and (job.model.seq_len or 1) % chunks == 0:
         easier += f"parallel.cp = {2 * job.parallel.cp}, "
-    hint = f"{easier}more ranks, a smaller microbatch_size, or memory_gib = {at_least(job.memory_for(worst.bytes))}"
+    smaller = "" if "parallel.cp" in easier else "a smaller microbatch_size, "
+    hint = f"{easier}more ranks, {smaller}or memory_gib = {at_least(job.memory_for(worst.bytes))}"
     yield ZbcError("E301", text, where=where, details=parts, hint=hint)
 
 
