@@ -155,7 +155,7 @@ def test_the_runtime_stays_as_large_as_it_is():
 
 
 # Experts 530, context 250, Muon and averages 330, no flush 125, vocabulary with others 95, families 110
-LINES_OF_RUNTIME = 25_044
+LINES_OF_RUNTIME = 25_050
 
 
 SOURCE = Path(zbc.__file__).parent
