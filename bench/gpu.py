@@ -1,4 +1,4 @@
-"""Is zbc right on a GPU, and what does it cost there? Fourteen experiments for one GPU and half an hour.
+"""Is zbc right on a GPU, and what does it cost there? Sixteen experiments for one GPU and half an hour.
 
     python bench/gpu.py all                   one after the other
     python bench/gpu.py all --part 1          experiments 1 to 6 (ten minutes at most), --part 2: the others
@@ -21,6 +21,7 @@ from collections.abc import Callable
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic; cuBLAS reads it at its first use
 
 import gpu_cost
+import gpu_price
 import gpu_right
 import torch
 from gpu_job import SIZES, Bench, FoundError
@@ -41,6 +42,8 @@ EXPERIMENTS: dict[str, Callable[[Bench], None]] = {
     "driver": gpu_cost.driver,
     "processes": gpu_cost.processes,
     "copies": gpu_cost.copies,
+    "priced": gpu_price.priced,
+    "plain": gpu_price.plain,
 }
 PARTS = {1: list(EXPERIMENTS)[:6], 2: list(EXPERIMENTS)[6:]}
 

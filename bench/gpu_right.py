@@ -8,7 +8,9 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -185,23 +187,32 @@ def reads(bench: Bench) -> None:
         return
     for sync in ("before-step", "post-validate"):
         found: Counter[str] = Counter()
+        places: Counter[str] = Counter()
 
         def counting(worker: Worker, op: Any, call: Callable[[], None], found: Counter[str] = found) -> None:
             if worker.step < 1:
                 call()
                 return
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings():
                 warnings.simplefilter("always")
+                warnings.showwarning = lambda text, *_: note(op, str(text))
                 torch.cuda.set_sync_debug_mode("warn")
                 try:
                     call()
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
-            found[op.kind.value] += sum("synchroniz" in str(one.message) for one in told)
+
+        def note(op: Any, text: str, found: Counter[str] = found, places: Counter[str] = places) -> None:
+            if "called a synchronizing" in text:
+                found[op.kind.value] += 1
+                stack = (f"{Path(one.filename).name}:{one.lineno}" for one in traceback.extract_stack()[:-1])
+                places[f"{op.kind.value} in {threading.current_thread().name}: {' '.join([*stack][-9:])}"] += 1
 
         bench.case(pp=1, kind="zb-h1", optimizer=f'sync = "{sync}"').wrapped(3, counting)
         waits = {kind: count / 2 for kind, count in found.items() if count}
         bench.say(f"{sync}: waits of the host per step {waits or 'none'}")
+        for place in places:
+            bench.say(f"  {place}")
         wrong = {kind: count for kind, count in waits.items() if kind not in ("VALIDATE", "VERDICT") or count > 1}
         bench.wants(not wrong, f"{sync}: the host waits within a step: {wrong}")
 

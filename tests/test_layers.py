@@ -154,8 +154,9 @@ def test_the_runtime_stays_as_large_as_it_is():
     assert lines <= LINES_OF_RUNTIME
 
 
-# Experts 530, context 250, Muon and averages 330, no flush 125, vocabulary with others 95, families 110
-LINES_OF_RUNTIME = 25_050
+# Experts 530, context 250, Muon and averages 330, no flush 125, vocabulary with others 95, families 110,
+# times off a GPU's stream 30
+LINES_OF_RUNTIME = 25_080
 
 
 SOURCE = Path(zbc.__file__).parent

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.refusals import error_of, refused
 from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker, parameters
@@ -180,3 +182,33 @@ def test_mse_of_other_shapes_is_torchs_to_judge():
 def test_arguments_of_a_factory_may_have_any_name():
     given = {"name": "a", "what": "b", "code": "c", "function": "d"}
     assert userobject.call(dict, given, "builtins:dict", "model.family") == given
+
+
+class Types(TorchDispatchMode):
+    """The types that `log_softmax` is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._log_softmax.default:
+            self.seen.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_loss_of_narrow_logits_is_wide_also_under_a_gpus_autocast(device):
+    """Which rounds its statistics to bfloat16 where it is asked for cross entropy."""
+    asked = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    try:
+        torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, torch.bfloat16)
+        with FakeTensorMode(), Types() as types:  # needs no GPU
+            logits = torch.empty(4, 8, 16, device=device, dtype=torch.bfloat16)
+            loss = model.cross_entropy(logits, torch.empty(4, 8, device=device, dtype=torch.long))
+    finally:
+        torch.set_autocast_enabled(device, asked[0])
+        torch.set_autocast_dtype(device, asked[1])
+    assert types.seen == [torch.float32]
+    assert loss.dtype is torch.float32

@@ -47,6 +47,7 @@ def waits(mode):
         torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
 def test_a_step_waits_for_its_device_in_the_verdict_only(monkeypatch, sync, model):
@@ -102,7 +103,7 @@ def test_activations_that_go_to_the_host_leave_every_bit(monkeypatch, schedule, 
 @pytest.mark.usefixtures("deterministic")
 def test_work_is_deferred_by_layers_that_run_their_forward_again_in_backward(monkeypatch):
     found, run = [], Slot.run
-    monkeypatch.setattr(Slot, "run", lambda slot: (found.append(len(slot)), run(slot)))
+    monkeypatch.setattr(Slot, "run", lambda slot, *how: (found.append(len(slot)), run(slot, *how)))
     plan = make_plan(make_program("zb-h1", 2, 4), model=user("reentrant"), **VECTORS)
     run_threads(plan, 1, device=GPU)
     assert found == [4] * sum(op.kind is Kind.W for ops in plan.program.ranks for op in ops)
@@ -130,6 +131,7 @@ def test_the_host_stays_near_its_device_and_says_where_that_is():
     assert clock.read()() > 0
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_what_is_copied_aside_for_a_checkpoint_is_pinned_and_whole():
     arena, tensor = Arena(pinned=True), torch.randn(1000, device=GPU)
     place = arena.places({"a": tensor})["a"]

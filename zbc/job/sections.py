@@ -401,6 +401,9 @@ class Memory(Section):
         return {self.activations} if isinstance(self.activations, str) else set(self.activations.values())
 
 
+ROUNDS = 5  # of Newton-Schulz in a step of Muon
+
+
 class OptimizerGroup(Section):
     """`[[optimizer.groups]]`: parameters that are stepped in another way."""
 

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from zbc.compiler.cost.machine import Kernel, Machine
-from zbc.job.sections import Optimizer
+from zbc.job.sections import ROUNDS, Optimizer
 from zbc.job.spec import Job
 
 if TYPE_CHECKING:
     from zbc.compiler.cost.estimate import Layer
 
 WIDE = 4  # bytes of a number that is kept
-ROUNDS = 5  # of Newton-Schulz, in zbc/runtime/core/muon.py
 
 
 def numbers(options: Optimizer, *, matrix: bool = False) -> int:

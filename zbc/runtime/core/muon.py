@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from zbc.job import spec
-from zbc.job.sections import OptimizerGroup
+from zbc.job.sections import ROUNDS, OptimizerGroup
 
 OUTER = ("embed.", "head.")  # of built-in models: whose matrices are tables of words, which AdamW steps
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-ROUNDS = 5
 
 
 class Whole(NamedTuple):

@@ -27,6 +27,7 @@ from zbc.job.model_section import GEMMA, Block
 from zbc.runtime.core.private import mse_kernel
 from zbc.runtime.core.split import refuse_wrapped
 from zbc.runtime.core.tensors import Loss
+from zbc.runtime.features import words
 from zbc.runtime.features.slicing import Limits
 from zbc.runtime.seeding import seed_of, seeded
 from zbc.training.models import gpt, llama
@@ -331,8 +332,9 @@ def mse(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean negative log-likelihood over all leading dimensions.
+    """Mean negative log-likelihood over all leading dimensions, in float32 at least.
 
+    Under autocast on a GPU torch computes it of bfloat16 logits in bfloat16, which on a CPU it does not.
     Raises E505 for targets that are not one for each, and for those of images that could be in torch's order, too.
     """
     shape, others = logits.shape, (logits.shape[0], *logits.shape[2:])
@@ -340,7 +342,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         text = f"run: cross_entropy of an output {list(shape)} and a target {list(targets.shape)}"
         hint = "classes are the last dimension of the output, the target has the ones before; for torch's order, give"
         raise ZbcError("E505", text, hint=f"{hint} a loss that calls torch's cross_entropy")
-    return functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+    return functional.cross_entropy(words.wide(logits.flatten(0, -2)), targets.flatten())
 
 
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mse}

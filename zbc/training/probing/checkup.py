@@ -202,7 +202,7 @@ def plain_gradients(
     `times` the loss."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     seed, lowered, count = settings.train.seed, settings.lowered, manifest.microbatches
-    modules = {name: module.to(device) for name, module in _modules(settings).items()}
+    modules = {name: module.to(device) for name, module in plain_modules(settings).items()}
     parameters = _named(modules)
     lower_precision(parameters.values(), lowered)
     samples = build_samples(settings.data, settings.model, seed)
@@ -239,8 +239,8 @@ def plain_gradients(
     return total / count, {name: p.grad for name, p in parameters.items()}
 
 
-def _modules(settings: Settings) -> dict[str, nn.Module]:
-    """The layers of the model by name, ties included."""
+def plain_modules(settings: Settings) -> dict[str, nn.Module]:
+    """The layers of the model by name, ties included, as plain torch has them."""
     plans = layer_plans(settings)
     modules = {plan.name: plan.build(settings.train.seed) for plan in plans}
     for plan in plans:

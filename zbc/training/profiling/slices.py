@@ -15,7 +15,7 @@ import torch
 from zbc.ir import Op
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.state import Worker
-from zbc.training.devices import timed
+from zbc.training.devices import Laps
 from zbc.training.profiling.rig import Rig
 from zbc.training.profiling.statistics import quick
 
@@ -46,11 +46,12 @@ def _measured(rig: Rig, device: torch.device, cuts: list[int]) -> dict[tuple[int
     """ms of each slice's ops on the block's stage."""
     worker, stage = rig.worker(device, microbatches=2, cuts=cuts), rig.kinds.index(BLOCK)
     took: dict[tuple[int, str], list[float]] = defaultdict(list)
+    laps = Laps(device)
 
     def around(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
         def run(worker: Worker, op: Op) -> None:
             into = took[op.slice, op.kind.value.lower()] if op.mb else []  # the first microbatch makes the gradients
-            timed(device, partial(handler, worker, op), into)
+            laps.take(partial(handler, worker, op), into)
 
         return run
 
@@ -59,8 +60,10 @@ def _measured(rig: Rig, device: torch.device, cuts: list[int]) -> dict[tuple[int
         for handler, op, text in worker.script
     ]
     run_step(worker, 0)
+    laps.read()
     took.clear()
     for step in range(ROUNDS):
         run_step(worker, step)
+    laps.read()
     worker.close()
     return took

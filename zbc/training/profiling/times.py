@@ -1,6 +1,6 @@
 """How long each op of a rig takes, step after step.
 
-Steps take turns: stages keep their activations in one, and recompute them in the next. On cuda each op is waited for.
+Steps take turns: stages keep their activations in one, and recompute them in the next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.optimizer import Masters, build_optimizer
 from zbc.runtime.core.state import Worker
 from zbc.training.building.context import LOWERED
-from zbc.training.devices import timed
+from zbc.training.devices import Laps
 from zbc.training.profiling.rig import FUSED, IDLE, SPLIT, Rig
 
 WARM_UP = 2  # rounds that do not count
@@ -40,7 +40,7 @@ class Stopwatch:
     def __post_init__(self) -> None:
         self._worker = worker = self.rig.worker(self.device)
         self._took: dict[tuple[int, str], list[float]] = defaultdict(list)  # stage, name -> ms in this step
-        self._steps = 0
+        self._steps, self._laps = 0, Laps(self.device)
         script = [(self._timed(handler), op, text) for handler, op, text in worker.script]
         at = next(index for index, (_, op, _) in enumerate(script) if op.kind is Kind.VALIDATE)
         ends = [(self._norm, Op(Kind.STEP, s), "NORM") for s in range(len(self.rig.layers))]
@@ -71,6 +71,7 @@ class Stopwatch:
         self._took.clear()
         began = time.perf_counter()
         run_step(worker, self._steps)
+        self._laps.read()
         whole = (time.perf_counter() - began) * 1e3
         known = sum(sum(found) for found in self._took.values())
         norms = sum(sum(self._took[stage, "norm"]) for stage in worker.stages)  # VALIDATE has them once more
@@ -110,4 +111,4 @@ class Stopwatch:
         return run
 
     def _measure(self, stage: int, name: str, call: Callable[[], object]) -> None:
-        timed(self.device, call, self._took[stage, name])
+        self._laps.take(call, self._took[stage, name])

@@ -11,7 +11,7 @@ from torch import nn
 from zbc.job.profile import WordTimes
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.words import combine
-from zbc.training.devices import timed
+from zbc.training.devices import Laps
 from zbc.training.profiling.rig import Rig
 from zbc.training.profiling.statistics import quick
 
@@ -37,14 +37,15 @@ def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
     embedding = Embedding(nn.Parameter(drawn(rows, model.hidden)), 0)
     words = torch.randint(0, model.vocab, (tokens,), generator=generator, device=device)
     hidden, weight = drawn(tokens, model.hidden), torch.tensor(1.0 / tokens, device=device)
-    took = defaultdict[str, list[float]](list)
+    took, laps = defaultdict[str, list[float]](list), Laps(device)
 
     for _ in range(WARM_UP + ROUNDS):
         for sums in (1, 2):
-            told = timed(device, partial(output.tell, hidden, words, weight, 1.0, early=sums == 1), took[f"s{sums}"])
+            told = laps.take(partial(output.tell, hidden, words, weight, 1.0, early=sums == 1), took[f"s{sums}"])
             log, _ = combine(told.mine[None])
-            timed(device, partial(output.learn, told, log, part=sums == 2), took[f"t{sums}"])
-        looked, _ = timed(device, partial(embedding.look_up, words), took["i"])
-        timed(device, partial(embedding.learn, looked, hidden), took["e"])
+            laps.take(partial(output.learn, told, log, part=sums == 2), took[f"t{sums}"])
+        looked, _ = laps.take(partial(embedding.look_up, words), took["i"])
+        laps.take(partial(embedding.learn, looked, hidden), took["e"])
+    laps.read()
     times = {name: quick(found[WARM_UP:]) for name, found in took.items()}
     return WordTimes(rows=rows, s=[times["s1"], times["s2"]], t=[times["t1"], times["t2"]], i=times["i"], e=times["e"])
