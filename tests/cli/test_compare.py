@@ -243,3 +243,44 @@ def test_a_csv_and_a_job_are_compared_too(zbc, plans):
     assert "the same ops" in zbc("diff", "order.csv", "zbc.toml").out
     assert "error[E401]" in zbc("diff", "order.csv", "nothing").err
     assert Path("order.csv").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("-v",)], ids=["brief", "all"])
+def test_a_latex_table_has_as_many_cells_in_every_line(zbc, job, more):
+    ran = zbc("compare", job(**UNIT), "--schedules", "1f1b,zb-v", "--sweep", "costs.comm=0,1", "--tex", *more)
+    begin, top, *lines, bottom, end = ran.out.strip().splitlines()
+    assert (top, bottom, end) == ("\\toprule", "\\bottomrule", "\\end{tabular}")
+    spec = begin.removeprefix("\\begin{tabular}{").removesuffix("}")
+    rows = [line for line in lines if line != "\\midrule"]
+    assert [line.replace("\\%", "").count(" & ") + 1 for line in rows] == [len(spec)] * 5
+    assert all(line.endswith(" \\\\") for line in rows) and "%" not in ran.out.replace("\\%", "")
+
+
+def test_what_cannot_be_planned_is_a_comment_of_a_latex_table(zbc, job):
+    ran = zbc("compare", job(), "--schedules", "1f1b,chimera", "--set", "optimizer.sync=two-versions", "--tex", "-v")
+    (line,) = [line for line in ran.out.splitlines() if line.startswith("% ")]
+    assert line.startswith("% chimera: [E1")
+
+
+def test_steps_are_drawn_against_the_numbers_of_any_key(zbc, job):
+    sweep = ("--sweep", "hardware.link_gbps=1,10,100", "--sweep", "schedule.microbatches=8,16")
+    zbc("compare", job(), "--schedules", "1f1b,zb-v", *sweep, "--svg", "a.svg", "--csv")
+    picture = Path("a.svg").read_text()
+    assert "<title>Steps by hardware.link_gbps</title>" in picture
+    assert picture.count("<polyline") == 4 and picture.count("<circle") == 12  # a curve for each number of microbatches
+    assert "zb-v microbatches=16, 10: " in picture and "hardware.link_gbps; ms per sequence" in picture
+
+
+def test_nothing_is_drawn_where_no_numbers_are_swept(zbc, job):
+    ran = zbc("compare", job(), "--schedules", "1f1b,zb-v", "--svg", "a.svg")
+    assert ran.code == 3 and "E109" in ran.err and "two or more values of a key" in ran.err
+    assert not Path("a.svg").exists()
+
+
+def test_jitter_is_a_column_where_it_is_asked_for(zbc, job):
+    """Schedules are not equally sensitive; with none every step is as predicted."""
+    rows = zbc("compare", job(**UNIT), "--schedules", "1f1b,zb-h2", "--jitter", "10%", "--json").json()["schedules"]
+    assert all(0 < row["jitter"] < 0.2 for row in rows) and rows[0]["jitter"] != rows[1]["jitter"]
+    assert "jitter" in zbc("compare", "zbc.toml", "--schedules", "1f1b", "--jitter", "10%").out.splitlines()[0].split()
+    (row,) = zbc("compare", "zbc.toml", "--schedules", "1f1b", "--json").json()["schedules"]
+    assert "jitter" not in row

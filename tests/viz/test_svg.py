@@ -13,6 +13,7 @@ from tests.listing import listing
 from tests.viz.drawing import drawn, whole
 from zbc.ir import Placement
 from zbc.viz.look import LOOKS
+from zbc.viz.strip import captioned
 from zbc.viz.svg import LEFT, MARGIN, RIGHT, SvgView, draw, measured
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -143,3 +144,30 @@ def test_a_graph_says_whose_layers_its_stages_have(tmp_path):
     plan.write(tmp_path)
     for one in (plan, zbc.load(tmp_path)):
         assert all(named in text for text in (one.svg(), one.html(), one.text(), one.perfetto()))
+
+
+def test_stages_of_a_rank_have_bars_below_above_and_both():
+    ops = "".join(f"{kind} s{s} m0, " for kind, order in (("F", range(4)), ("BW", range(3, -1, -1))) for s in order)
+    picture = draw([whole(listing(f"rank 0: {ops[:-2]}", Placement.looped(1, 4), microbatches=1))])
+    rects = [*read(picture).iter(f"{SPACE}rect")]
+    rows = {r.get("x"): float(r.get("y")) for r in rects if r.get("fill") in FILLS and r.get("stroke") is None}
+    bars = {x: sorted(round(float(r.get("y")) - y, 1) for r in rects if r.get("height") == "2.4" and r.get("x") == x)
+            for x, y in rows.items()}  # fmt: skip
+    assert [bars[x] for x in rows] == [[], [18], [1.6], [1.6, 18], [1.6, 18], [1.6], [18], []]
+    texts = [text.text for text in read(picture).iter(f"{SPACE}text")]
+    assert [text for text in texts if text in ("second stage of a rank", "third", "fourth")] == [
+        "second stage of a rank",
+        "third",
+        "fourth",
+    ]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_several_plans_have_letters_and_share_an_axis_unless_each_has_its_own(own):
+    plans = captioned([drawn("1f1b"), drawn("zb-v"), drawn("1f1b", costs=(10.0, 13.0, 6.0, 2.0))], ["one", "V", "slow"])
+    root = read(draw(plans, SvgView(own=own)))
+    titles = [text.text for text in root.iter(f"{SPACE}text") if text.get("class") == "t"]
+    assert titles == ["(a) one", "(b) V", "(c) slow"]
+    ends = [max(float(r.get("x")) + float(r.get("width")) for r in blocks(read(draw([one])))) for one in plans]
+    last = max(float(r.get("x")) + float(r.get("width")) for r in blocks(root)[: plans[0].program.size // 2])
+    assert (last == pytest.approx(ends[0], abs=0.1)) is own

@@ -24,6 +24,7 @@ from zbc.commands.options import (
     Verbose,
     again,
     complete_schedule,
+    share,
 )
 from zbc.commands.shortlist import Shortlist, failures
 from zbc.commands.worlds import chosen_of
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     Planned = tuple[ComparedPlan, Report]
 
 _LINES, _WIDTH = 8, 80  # of partitions
+_TRIALS = 50  # of a row under jitter
 _SHOWN: dict[str, Callable[[list[float]], list[str]]] = {  # the numbers of a column as texts
     "ms": aligned,
     "GiB": lambda values: aligned(values, 3),
@@ -87,6 +89,7 @@ _GATHERS = (
 )
 _HIDDEN = "of the sums inside ops of tensor-parallel ranks, the share that no rank waits for"
 _SUMS = Column("sums_hidden", "hidden", lambda _, r: r.tp_sums.hidden if r.tp_sums else None, "rate", _HIDDEN)
+_NOISY = Column("jitter", "jitter", lambda row, _: row.noisy, "rate", "longer on the mean, where op times vary")
 # In the order in which they are printed.
 COLUMNS = (
     Column("makespan_ms", "makespan", lambda _, r: r.makespan_ms, "ms", "ms of a step, first to last"),
@@ -109,6 +112,7 @@ COLUMNS = (
     _MOVED,
     *_GATHERS,
     _SUMS,
+    _NOISY,
     Column("pareto", "front", lambda row, _: row.front, "mark", "* nothing is both faster and smaller"),
 )
 
@@ -133,10 +137,15 @@ def compare(
     profile: ProfileFile = None,
     budget: Budget = None,
     json: AsJson = False,
+    jitter: Annotated[
+        float | None,
+        typer.Option(metavar="10%", parser=share, help="Say how much longer steps get if op times vary by this."),
+    ] = None,
     csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values.")] = False,
     md: Annotated[bool, typer.Option("--md", help="Print a Markdown table.")] = False,
+    tex: Annotated[bool, typer.Option("--tex", help="Print a LaTeX table (booktabs).")] = False,
     svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw steps against a swept schedule.memory_limit as SVG.")
+        Path | None, typer.Option(metavar="FILE", help="Draw steps against the numbers of a swept key as SVG.")
     ] = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -151,24 +160,27 @@ def compare(
     from zbc.compiler.whatif.compare import Asked, beside_baseline, combinations
     from zbc.compiler.whatif.compare import compare as rows_of
     from zbc.compiler.whatif.crossings import changed, crossings
+    from zbc.compiler.whatif.noise import Noise
 
-    if json + csv + md > 1:
-        raise typer.BadParameter("choose one of --json, --csv and --md")
+    if json + csv + md + tex > 1:
+        raise typer.BadParameter("choose one of --json, --csv, --md and --tex")
     if svg is not None:
         refuse_unwritable(svg)
     named = [name.strip() for name in schedules.split(",")]
     names = [one for name in named for one in (SCHEDULES if name == "all" else [name])]
-    asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget)
+    noise = Noise(jitter, trials=_TRIALS) if jitter else None
+    asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget, noise)
     wanted = asked.both_ways(combinations(names, sweep or ()))
     asked, weighed = asked.settled(wanted)
-    say_if_compiling(None, quiet=quiet or json or csv or md)
+    say_if_compiling(None, quiet=quiet or json or csv or md or tex)
     with progress("planning", len(wanted), quiet=quiet) as done:
         rows = [*beside_baseline(rows_of(asked, wanted, done), asked)]
     if svg is not None:
-        frontier.write(svg, rows, _without_limit)
+        frontier.write(svg, rows, _without)
     named_all = all(name != "all" for name in named)
-    if csv or md:
-        show(as_csv(rows) if csv else as_markdown(rows, verbose=verbose, everything=named_all))
+    if csv or md or tex:
+        printed = as_markdown if md else as_tex
+        show(as_csv(rows) if csv else printed(rows, verbose=verbose, everything=named_all))
     else:
         with progress("where the fastest changes", None, quiet=quiet):
             changes = crossings(asked, rows, every=verbose or json)
@@ -180,7 +192,7 @@ def compare(
                 show(*as_table(rows, changes))
             else:
                 show(*as_shortlist(rows, changes, more=len(more), everything=named_all))
-            show(*frontier.drawn(rows, _without_limit))
+            show(*frontier.drawn(rows, _without))
             if (remark := asked.remark()) is not None and not quiet:
                 show("", remark)
             if weighed and not quiet:
@@ -246,6 +258,8 @@ def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
     hidden = set[str]()
     if all(row.exchanged is None for row in rows):
         hidden.add("exchanged_units")
+    if all(row.noisy is None for row in rows):
+        hidden.add(_NOISY.key)
     if all(row.report is None or row.report.copied is None for row in rows):
         hidden.add("moved")
     if all(row.report is None or row.report.gathered is None for row in rows):
@@ -319,9 +333,9 @@ def _where(world: Sequence[tuple[str, str]]) -> str:
     return f" ({', '.join(f'{key} = {value}' for key, value in world)})" if world else ""
 
 
-def _without_limit(row: ComparedPlan) -> str:
-    """What a curve against the limit is called."""
-    return _candidate((row.name, tuple(setting for setting in row.choice if setting[0] != frontier.LIMIT)))
+def _without(row: ComparedPlan, key: str) -> str:
+    """What a curve against a key is called."""
+    return _candidate((row.name, tuple(setting for setting in row.choice if setting[0] != key)))
 
 
 def _candidate(candidate: Candidate) -> str:
@@ -342,18 +356,59 @@ def _reason(row: ComparedPlan) -> str:
     return text if not more else f"{text} (and {more} more)"
 
 
+class _Cells(NamedTuple):
+    """A table as text: the heads of what tells rows apart and of numbers, the rows, and those that failed."""
+
+    names: list[str]
+    heads: list[str]
+    rows: list[list[str]]
+    failed: list[list[str]]
+
+    @classmethod
+    def of(cls, rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> _Cells:
+        """As the console shows it; with `verbose` all rows and columns, and the reasons of what is missing."""
+        if not verbose:
+            found = Shortlist.of(_planned(rows), _names(rows), _name, everything=everything)
+            return cls([*found.heads], [column.head for column in found.columns], [*found.cells], [])
+        columns = _columns(rows)
+        heads = ["of makespan" if column.head == "bubble" else column.head for column in columns]
+        failed = [[*_name(row), _reason(row)] for row in rows if row.error is not None]
+        return cls(_names(rows), heads, _cells(_planned(rows), columns), failed)
+
+
 def as_markdown(rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> str:
-    """The table as the console shows it; with `verbose` all rows and columns, and the reasons of what is missing."""
-    if not verbose:
-        found = Shortlist.of(_planned(rows), _names(rows), _name, everything=everything)
-        heads = [*found.heads, *(column.head for column in found.columns)]
-        marks = ["---"] * len(found.heads) + ["---:"] * len(found.columns)
-        return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, marks, *found.cells))
-    names, columns = _names(rows), _columns(rows)
-    heads = [*names, *("of makespan" if column.head == "bubble" else column.head for column in columns)]
-    lines = [heads, ["---"] * len(names) + ["---:"] * len(columns), *_cells(_planned(rows), columns)]
-    lines += [[*_name(row), _reason(row).replace("|", "\\|")] for row in rows if row.error is not None]
-    return "\n".join("| " + " | ".join(cells + [""] * (len(heads) - len(cells))) + " |" for cells in lines)
+    """The table in Markdown."""
+    names, heads, cells, failed = _Cells.of(rows, verbose=verbose, everything=everything)
+    marks = ["---"] * len(names) + ["---:"] * len(heads)
+    width = len(names) + len(heads)
+    lines = [[*names, *heads], marks, *cells, *([one.replace("|", "\\|") for one in row] for row in failed)]
+    return "\n".join("| " + " | ".join(line + [""] * (width - len(line))) + " |" for line in lines)
+
+
+_TEX = str.maketrans(
+    {**{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}"}
+)
+
+
+def as_tex(rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> str:
+    """The table in LaTeX, for the package booktabs; what failed is in comments below."""
+    names, heads, cells, failed = _Cells.of(rows, verbose=verbose, everything=everything)
+
+    def line(texts: Sequence[str]) -> str:
+        return " & ".join(text.translate(_TEX) for text in texts) + r" \\"
+
+    return "\n".join(
+        [
+            rf"\begin{{tabular}}{{{'l' * len(names)}{'r' * len(heads)}}}",
+            r"\toprule",
+            line([*names, *heads]),
+            r"\midrule",
+            *map(line, cells),
+            r"\bottomrule",
+            r"\end{tabular}",
+            *(f"% {': '.join(row)}" for row in failed),
+        ]
+    )
 
 
 def as_csv(rows: Sequence[ComparedPlan]) -> str:
@@ -387,6 +442,7 @@ def as_json(rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = ()) ->
             extra: dict[str, Any] = {"sends_per_rank": round(row.transfers, 9), "gap_to_bound": round(row.gap, 9)}
             extra["pareto_front"] = row.front
             extra |= {} if row.exchanged is None else {"exchanged_units": round(row.exchanged, 9)}
+            extra |= {} if row.noisy is None else {"jitter": round(row.noisy, 9)}
             entry = {**row.report.as_json(), "settings": dict(row.settings), **extra}
         elif row.error is not None:
             entry["error"] = [error.as_json() for error in row.error.errors]

@@ -48,7 +48,9 @@ class By(StrEnum):
 
 def visualize(
     target: PlanJobCsvOrRun,
-    other: Annotated[Path | None, typer.Argument(metavar="OTHER", help="A second plan, drawn below.")] = None,
+    others: Annotated[
+        list[Path] | None, typer.Argument(metavar="OTHER", help="More plans, drawn below.", show_default=False)
+    ] = None,
     form: Annotated[
         Form | None,
         typer.Option("--as", help="Default: by the name of FILE."),
@@ -62,6 +64,10 @@ def visualize(
     width: Annotated[
         int | None, typer.Option(min=NARROWEST, metavar="N", help="Columns; default: those of the terminal.")
     ] = None,
+    captions: Annotated[
+        list[str] | None, typer.Option("--caption", metavar="TEXT", help="What a plan is called: one for each.")
+    ] = None,
+    own_axis: Annotated[bool, typer.Option("--own-axis", help="Give each plan a time axis of its own.")] = False,
     steps: Annotated[int, typer.Option(min=1, max=100, metavar="N", help="Draw this many steps in a row.")] = 1,
     first: Annotated[
         int | None, typer.Option("--from", min=1, metavar="STEP", help="Of a recorded run: from this step on.")
@@ -85,15 +91,20 @@ def visualize(
     form = form or form_of(output)
     if output is None and form in (Form.PNG, Form.PDF):
         raise typer.BadParameter(f"--as {form.value} needs a file: -o FILE.{form.value}", param_hint="--as")
-    refuse_unused(form, {"--by slot": by is By.SLOT, "--width": width is not None, "--zoom": zoom is not None})
+    given = {"--by slot": by is By.SLOT, "--width": width is not None, "--zoom": zoom is not None}
+    refuse_unused(form, {**given, "--own-axis": own_axis, "--caption": bool(captions)})
+    if own_axis and zoom is not None:
+        raise typer.BadParameter("--zoom shows the same times of all plans", param_hint="--own-axis")
     changes = Changes(settings, schedule, profile, budget)
-    drawn = _drawn([target] if other is None else [target, other], changes, steps, first, barrier)
+    drawn = _drawn([target, *(others or ())], changes, steps, first, barrier)
+    if captions:
+        drawn = _captioned(drawn, captions)
     strips = [one.strip for one in drawn]
     shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
         raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
     window = None if zoom is None else _parse_zoom(zoom, max(strip.length for strip in strips))
-    wanted = Wanted(form, shown, window, width, by is By.SLOT, verbose, output is not None)
+    wanted = Wanted(form, shown, window, width, by is By.SLOT, verbose, output is not None, own_axis)
     if output is not None:
         wanted.write(drawn, output)
     elif not json:
@@ -103,6 +114,15 @@ def visualize(
         show_json({"format": "zbc-picture", "version": 1, "form": form.value, "file": _named(output), "picture": text})
     elif output is not None and not quiet:
         tell(f"wrote {output}")
+
+
+def _captioned(drawn: list[Drawn], captions: Sequence[str]) -> list[Drawn]:
+    from zbc.viz.strip import captioned
+
+    if len(captions) != len(drawn):
+        text = f"{len(captions)} given for {len(drawn)} pictures: write one for each, in their order"
+        raise typer.BadParameter(text, param_hint="--caption")
+    return captioned(drawn, captions)
 
 
 def _named(path: Path | None) -> str | None:

@@ -1,4 +1,4 @@
-"""`compare --sweep schedule.memory_limit=...`: what less memory costs, drawn."""
+"""`compare --sweep KEY=...`: steps against the numbers of a key, drawn; those of the memory limit here as well."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from zbc.commands.console import table, write_text
 from zbc.errors import ZbcError
 from zbc.text import GIB, short
-from zbc.viz.frontier import LETTERS, Curve, limits_of, numbers, of_svg, of_text
+from zbc.viz.frontier import LETTERS, Axis, Curve, numbers, of_svg, of_text, values_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,78 +19,90 @@ if TYPE_CHECKING:
     from zbc.compiler.whatif.compare import ComparedPlan, Setting
 
 LIMIT = "schedule.memory_limit"
-UNITS = {"x": "times what 1F1B holds", "bytes": "GiB"}
+_UNITS = {
+    "x": Axis("limit on activations (times what 1F1B holds)", "x"),
+    "bytes": Axis("limit on activations (GiB)", " GiB"),
+}
+Name = Callable[["ComparedPlan", str], str]  # of a curve: without the key it is drawn against
 
 
-def swept(rows: Sequence[ComparedPlan]) -> bool:
-    """Whether there are limits to draw steps against."""
-    return any(len(_curves(list(group))[0]) > 0 for _, group in _by_world(rows))
+class _Chart(NamedTuple):
+    """Curves of one world, the fastest first."""
+
+    world: tuple[Setting, ...]
+    axis: Axis
+    curves: list[Curve]
 
 
-def drawn(rows: Sequence[ComparedPlan], name: Callable[[ComparedPlan], str]) -> Iterator[RenderableType]:
-    """A chart for each world, with its numbers; `name` is what a curve is called, without its limit."""
-    for world, group in _by_world(rows):
-        curves, unit = _curves(list(group), name)
-        if not curves:
-            continue
+def drawn(rows: Sequence[ComparedPlan], name: Name) -> Iterator[RenderableType]:
+    """A chart of the limit for each world, with its numbers."""
+    for chart in _charts(rows, LIMIT, name):
         yield ""
-        if world:
-            yield ", ".join(f"{key} = {value}" for key, value in world)
-        yield from of_text(curves, UNITS[unit], shutil.get_terminal_size((80, 24)).columns)
-        sign = "x" if unit == "x" else " GiB"
-        yield table(["", "", *(f"{short(limit)}{sign}" for limit in limits_of(curves))], numbers(curves), left=2)
+        if chart.world:
+            yield _told(chart.world)
+        yield from of_text(chart.curves, chart.axis, shutil.get_terminal_size((80, 24)).columns)
+        heads = (f"{short(value)}{chart.axis.unit}" for value in values_of(chart.curves))
+        yield table(["", "", *heads], numbers(chart.curves), left=2)
 
 
-def write(path: Path, rows: Sequence[ComparedPlan], name: Callable[[ComparedPlan], str]) -> None:
-    """The chart of the first world as SVG. Raises E109 where no limit is swept."""
-    for world, group in _by_world(rows):
-        curves, unit = _curves(list(group), name)
-        if curves:
-            title = "What less memory costs" + "".join(f", {key} = {value}" for key, value in world)
-            write_text(path, of_svg(curves, UNITS[unit], title))
-            return
-    refuse(path)
+def write(path: Path, rows: Sequence[ComparedPlan], name: Name) -> None:
+    """The chart of the first world as SVG, against the limit or else the key with most numbers. Raises E109 where none
+    is swept."""
+    keys = dict.fromkeys(key for row in rows for key, _ in row.settings)
+    charts = [chart for key in keys for chart in _charts(rows, key, name)[:1]]
+    if not charts:
+        hint = """write --sweep schedule.memory_limit='"0.25x","0.5x","1x"', or --sweep hardware.link_gbps=50,100,400"""
+        raise ZbcError("E109", f"config: --svg {path} draws steps against two or more values of a key", hint=hint)
+    best = max(charts, key=lambda chart: (chart.axis in _UNITS.values(), len(values_of(chart.curves))))
+    title = "What less memory costs" if best.axis in _UNITS.values() else f"Steps by {best.axis.words}"
+    told = f", {_told(best.world)}" if best.world else ""
+    write_text(path, of_svg(best.curves, best.axis, title + told))
 
 
-def refuse(path: Path) -> None:
-    """Raises E109: there is nothing to draw."""
-    hint = f"""write --sweep {LIMIT}='"0.25x","0.5x","1x"'"""
-    raise ZbcError(
-        "E109", f"config: --svg {path} draws steps against {LIMIT}, which takes two limits or more", hint=hint
-    )
+def _told(world: Sequence[Setting]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in world)
 
 
-def _by_world(rows: Sequence[ComparedPlan]) -> Iterator[tuple[tuple[Setting, ...], Iterator[ComparedPlan]]]:
-    ranked = sorted(rows, key=lambda row: row.world)
-    return ((world, group) for world, group in groupby(ranked, key=lambda row: row.world))
+def _charts(rows: Sequence[ComparedPlan], key: str, name: Name) -> list[_Chart]:
+    """Of every world, where two numbers of a key are swept, of one kind."""
+
+    def world(row: ComparedPlan) -> tuple[Setting, ...]:
+        return tuple(setting for setting in row.world if setting[0] != key)
+
+    found = []
+    for told, group in groupby(sorted(rows, key=world), key=world):
+        points, units = dict[str, dict[float, float]](), set[Axis]()
+        some = [(row, amount) for row in group if row.report is not None and (amount := _amount(row, key)) is not None]
+        per_sequence = len({row.sequences for row, _ in some}) > 1
+        for row, (axis, value) in some:
+            units.add(axis)
+            points.setdefault(name(row, key), {})[value] = row.settled_ms / (row.sequences if per_sequence else 1)
+        curves = [Curve(label, tuple(sorted(at.items()))) for label, at in points.items()]
+        if len(units) == 1 and len(values_of(curves)) > 1:
+            found.append(_Chart(told, units.pop()._replace(per_sequence=per_sequence), _best(curves)))
+    return found
 
 
-def _curves(rows: Sequence[ComparedPlan], name: Callable[[ComparedPlan], str] = str) -> tuple[list[Curve], str]:
-    """The curves of one world, the fastest first, and in what limits are. Nothing where fewer than two limits of one
-    kind are swept."""
+def _amount(row: ComparedPlan, key: str) -> tuple[Axis, float] | None:
+    """A swept value as a number, and what it is one of."""
     from zbc.job.spec import parse_limit
 
-    found, units = dict[str, dict[float, float]](), set[str]()
-    per_sequence = len({row.sequences for row in rows if row.report is not None}) > 1
-    for row in rows:
-        limit = parse_limit(dict(row.settings).get(LIMIT, "").strip("\"'"))
-        if limit is None or row.report is None:
-            continue
-        units.add(limit[1])
-        amount = limit[0] / (GIB if limit[1] == "bytes" else 1)
-        found.setdefault(name(row), {})[amount] = row.settled_ms / (row.sequences if per_sequence else 1)
-    if len(units) != 1 or len({limit for points in found.values() for limit in points}) < 2:
-        return [], ""
-    curves = [Curve(label, tuple(sorted(points.items()))) for label, points in found.items()]
-    return _best(curves), units.pop()
+    text = dict(row.settings).get(key, "").strip("\"'")
+    if key == LIMIT:
+        limit = parse_limit(text)
+        return limit and (_UNITS[limit[1]], limit[0] / (GIB if limit[1] == "bytes" else 1))
+    try:
+        return Axis(key, ""), float(text)
+    except ValueError:
+        return None
 
 
 def _best(curves: Sequence[Curve]) -> list[Curve]:
-    """As many as there are letters: those that are the fastest under some limit, then those that are fast under any."""
-    least = {limit: min(dict(c.points).get(limit, float("inf")) for c in curves) for limit in limits_of(curves)}
+    """As many as there are letters: those that are the fastest at some value, then those that are fast at any."""
+    least = {value: min(dict(c.points).get(value, float("inf")) for c in curves) for value in values_of(curves)}
 
     def rank(curve: Curve) -> tuple[int, float]:
-        leads = sum(ms <= least[limit] * (1 + 1e-9) for limit, ms in curve.points)
-        return -leads, min(ms / least[limit] for limit, ms in curve.points)
+        leads = sum(ms <= least[value] * (1 + 1e-9) for value, ms in curve.points)
+        return -leads, min(ms / least[value] for value, ms in curve.points)
 
     return sorted(curves, key=rank)[: len(LETTERS)]

@@ -40,7 +40,13 @@ _FORMS = {f".{form.value}": form for form in (Form.SVG, Form.PNG, Form.PDF, Form
 _FORMS |= {".htm": Form.HTML, ".json": Form.PERFETTO}
 _NEVER = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".eps", ".ps", ".tif", ".tiff")
 _DRAWN = (Form.SVG, Form.PNG, Form.PDF)
-_TAKEN_BY = {"--by slot": (Form.TERM,), "--width": (Form.TERM,), "--zoom": (Form.TERM, *_DRAWN)}
+_TAKEN_BY = {
+    "--by slot": (Form.TERM,),
+    "--width": (Form.TERM,),
+    "--zoom": (Form.TERM, *_DRAWN),
+    "--own-axis": (Form.TERM, *_DRAWN),
+    "--caption": (Form.TERM, *_DRAWN, Form.HTML),
+}
 _PNG_SCALE = 2.0
 
 
@@ -71,13 +77,14 @@ class Wanted:
     by_slot: bool
     bubbles: bool
     to_file: bool
+    own: bool = False
 
     def text(self, drawn: Sequence[Drawn]) -> str:
         """The picture; of PNG and PDF the SVG that they are made from."""
         if self.form in _DRAWN:
             from zbc.viz.svg import SvgView, draw
 
-            return draw(drawn, SvgView(ranks=self.ranks, zoom=self.zoom, bubbles=self.bubbles))
+            return draw(drawn, SvgView(ranks=self.ranks, zoom=self.zoom, bubbles=self.bubbles, own=self.own))
         if self.form is Form.HTML:
             from zbc.viz import html
 
@@ -111,7 +118,7 @@ class Wanted:
 
         columns = self.width or (WIDTH if self.to_file else columns_here())
         unicode = self.to_file or "utf" in (sys.stdout.encoding or "").lower()
-        return View(columns, "slot" if self.by_slot else "time", self.ranks, self.zoom, unicode, self.bubbles)
+        return View(columns, "slot" if self.by_slot else "time", self.ranks, self.zoom, unicode, self.bubbles, self.own)
 
 
 def columns_here() -> int:

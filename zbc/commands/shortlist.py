@@ -115,6 +115,9 @@ def _columns(planned: Sequence[Planned]) -> Iterator[Brief]:
     if any(report.copied is not None for report in reports):
         yield Brief("moved", [percent(report.moved) for report in reports], "activations that go to the host and back")
     yield Brief("idle", [percent(report.idle_rate) for report in reports], "of the makespan, mean over the ranks")
+    if any(row.noisy is not None for row in rows):
+        noisy = [None if row.noisy is None else 100 * row.noisy for row in rows]
+        yield Brief("jitter", _known(noisy, "{:+.1f}%"), "longer on the mean, where op times vary")
     marks = ["*" if row.bent else " " if any(other.bent for other in rows) else "" for row in rows]
     if not all(report.bytes_known for report in reports):
         cells = [f"{report.peak_activation_units:.2f}" for report in reports]

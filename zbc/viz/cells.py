@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from zbc.ir import Kind, Op
-from zbc.viz.strip import DrawnOp, Strip
+from zbc.viz.strip import DrawnOp, Strip, Window
 
-Window = tuple[float, float]  # ms from the first start on
 _ALMOST = 1e-9  # of a cell: what rounding may make of two equal times
 
 

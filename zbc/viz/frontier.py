@@ -1,8 +1,8 @@
-"""What less memory costs: the predicted step against the limit on activations, one curve per choice.
+"""The predicted step against a number, such as the limit on activations: one curve per choice.
 
 In a terminal each curve has a letter at its points and dots between them; as SVG a line with its points. Steps are
-drawn by their logarithm, since far below some limit they grow without end. A limit under which a choice cannot be
-planned has no point.
+drawn by their logarithm, since far below some limit they grow without end, and so are values that lie far apart. Where
+a choice cannot be planned it has no point.
 """
 
 from __future__ import annotations
@@ -18,18 +18,31 @@ from zbc.text import aligned, short
 LETTERS = "ABCDEFGH"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7f5f00", "#56b4e9", "#111111", "#888888")
 ROWS, LINES = 14, 6
+_FAR = 10  # times the least value: values are drawn by their logarithm, too
 _SVG, _LEFT, _RIGHT, _TOP, _DEEP = (640, 400), 62, 20, 34, 46  # px: size, and what is around the curves
 
 
+class Axis(NamedTuple):
+    """What steps are drawn against, and what stands behind its numbers."""
+
+    words: str
+    unit: str
+    per_sequence: bool = False  # ms are those of a sequence
+
+    @property
+    def step(self) -> str:
+        return "ms per sequence" if self.per_sequence else "step in ms"
+
+
 class Curve(NamedTuple):
-    """A choice with the limits under which it can be planned, ascending, and ms of a step under each."""
+    """A choice with the values at which it can be planned, ascending, and ms of a step at each."""
 
     name: str
     points: tuple[tuple[float, float], ...]
 
 
-def of_text(curves: Sequence[Curve], unit: str, width: int) -> Iterator[str]:
-    """A chart of at most `width` columns, with the numbers below it; limits are in `unit`."""
+def of_text(curves: Sequence[Curve], axis: Axis, width: int) -> Iterator[str]:
+    """A chart of at most `width` columns, with the numbers below it."""
     limits, low, high = _extent(curves)
     heads = aligned([low, high])
     room = min(width, 100) - max(map(len, heads)) - 4
@@ -51,7 +64,7 @@ def of_text(curves: Sequence[Curve], unit: str, width: int) -> Iterator[str]:
         for point in curve.points:
             row, column = place(*point)
             cells[row][column] = letter
-    yield f"step in ms, by the limit on activations ({unit})"
+    yield f"{axis.step}, by the {axis.words}"
     margin = max(map(len, heads))
     for row, line in enumerate(cells):
         head = heads[1] if row == 0 else heads[0] if row == ROWS - 1 else ""
@@ -62,7 +75,7 @@ def of_text(curves: Sequence[Curve], unit: str, width: int) -> Iterator[str]:
 
 
 def numbers(curves: Sequence[Curve]) -> list[list[str]]:
-    """A row of texts per curve: its letter, its name, and ms under every limit; `-` where there is no plan."""
+    """A row of texts per curve: its letter, its name, and ms at every value; `-` where there is no plan."""
     limits, _, _ = _extent(curves)
     found = [[letter, curve.name] for letter, curve in zip(LETTERS, curves, strict=False)]
     for limit in limits:
@@ -73,19 +86,21 @@ def numbers(curves: Sequence[Curve]) -> list[list[str]]:
     return found
 
 
-def limits_of(curves: Sequence[Curve]) -> list[float]:
-    """Every limit with a point, ascending."""
+def values_of(curves: Sequence[Curve]) -> list[float]:
+    """Every value with a point, ascending."""
     return sorted({limit for curve in curves for limit, _ in curve.points})
 
 
-def of_svg(curves: Sequence[Curve], unit: str, title: str) -> str:
+def of_svg(curves: Sequence[Curve], axis: Axis, title: str) -> str:
     """An SVG document of the same."""
     limits, low, high = _extent(curves)
     width, height = _SVG
     low, high = 0.95 * low, 1.05 * high
+    far = limits[0] > 0 and limits[-1] / limits[0] >= _FAR
 
     def x(limit: float) -> float:
-        return _LEFT + (width - _LEFT - _RIGHT) * (limit - limits[0]) / ((limits[-1] - limits[0]) or 1.0)
+        first, one, last = (math.log(value) if far else value for value in (limits[0], limit, limits[-1]))
+        return _LEFT + (width - _LEFT - _RIGHT) * (one - first) / ((last - first) or 1.0)
 
     def y(ms: float) -> float:
         return _TOP + (height - _TOP - _DEEP) * math.log(high / ms) / math.log(high / low)
@@ -97,13 +112,13 @@ def of_svg(curves: Sequence[Curve], unit: str, title: str) -> str:
         body.append(f'<text x="{_LEFT - 6}" y="{y(ms) + 4:.1f}" text-anchor="end">{short(ms, 3)}</text>')
     body += [f'<text x="{x(one):.1f}" y="{height - 28}" text-anchor="middle">{short(one)}</text>' for one in limits]
     middle = (width + _LEFT - _RIGHT) / 2
-    named = f"limit on activations ({escape(unit)}); step in ms"
+    named = f"{escape(axis.words)}; {axis.step}"
     body.append(f'<text x="{middle:.1f}" y="{height - 10}" text-anchor="middle">{named}</text>')
     for k, (curve, colour) in enumerate(zip(curves, COLOURS, strict=False)):
         line = " ".join(f"{x(limit):.1f},{y(ms):.1f}" for limit, ms in curve.points)
         body.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for limit, ms in curve.points:
-            tip = f"<title>{escape(curve.name)}, {short(limit)} {escape(unit)}: {short(ms)} ms</title>"
+            tip = f"<title>{escape(curve.name)}, {short(limit)}{escape(axis.unit)}: {short(ms)} ms</title>"
             body.append(f'<circle cx="{x(limit):.1f}" cy="{y(ms):.1f}" r="3.5" fill="{colour}">{tip}</circle>')
         at = _TOP + 16 * k + 8
         body.append(
@@ -118,4 +133,4 @@ def of_svg(curves: Sequence[Curve], unit: str, title: str) -> str:
 def _extent(curves: Sequence[Curve]) -> tuple[list[float], float, float]:
     """All limits, and the least and the most ms."""
     steps = [ms for curve in curves for _, ms in curve.points]
-    return limits_of(curves), min(steps), max(steps)
+    return values_of(curves), min(steps), max(steps)

@@ -16,11 +16,11 @@ from zbc.compiler.memory.ledger import activations
 from zbc.compiler.whatif.why import chain
 from zbc.ir import Kind, Op
 from zbc.ops import VALUES
-from zbc.viz.look import entries, look, odd_stages
+from zbc.viz.look import chunk_entries, chunks_of, entries, look
 from zbc.viz.strip import Drawn, longest, signs
 from zbc.viz.words import verdict
 
-SCRIPTS = ("draw.js", "memory.js", "input.js")
+SCRIPTS = ("draw.js", "memory.js", "input.js", "perfetto.js")
 _FINE = 1e-9  # of the longest plan: what times are rounded to
 _FAR = 100_000  # a pipe and a stage as one number: pipe * _FAR + stage
 
@@ -29,8 +29,7 @@ def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
     """The page of one plan, or of several below one another on one time axis; `ranks` leaves out all others."""
     length = longest([one.strip for one in drawn])
     kinds = [kind for kind in Kind if any(kind in _kinds(one) for one in drawn)]
-    several = len(drawn) > 1
-    names = [f"{one.name}: {one.title}" if several else one.title for one in drawn]
+    names = [one.heading(several=len(drawn) > 1) for one in drawn]
     data = {
         "length": length,
         "unit": length * _FINE,
@@ -116,7 +115,10 @@ def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: S
         "path": [number[i] for i in _path(one) if i in number],
         "held": [[one.costs.held(Op(kind, stage)) for stage in range(placement.stages)] for kind in kinds],
         "comm": [list(pipe.values()) for pipe in one.costs.links],
-        "odd": {rank: [pipe * _FAR + stage for pipe, stage in odd_stages(placement, rank)] for rank in shown},
+        "chunks": {
+            rank: {pipe * _FAR + stage: chunk for (pipe, stage), chunk in chunks_of(placement, rank).items() if chunk}
+            for rank in shown
+        },
         "sums": [
             {"rank": rank, "start": piece.start, "end": piece.end, "fill": look(piece.op.kind).fills[0]}
             for rank in shown
@@ -189,7 +191,8 @@ def _notes(drawn: Sequence[Drawn]) -> str:
     notes = []
     _, two, chunks, other = signs(drawn)
     if chunks > 1:
-        notes.append("lower case and a bar: every second stage of a rank")
+        bars = ("lower case and a bar below", "a bar above", "both")
+        notes += [f"{bar}: {words}" for bar, (words, _) in zip(bars, chunk_entries(chunks), strict=False)]
     if two:
         notes.append(f"second letters and hatching: the {other}")
     steps = len(drawn[0].strip.steps)

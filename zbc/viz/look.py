@@ -31,13 +31,22 @@ def look(kind: Kind) -> Look:
     return LOOKS.get(kind, UNKNOWN)
 
 
-def odd_stages(placement: Placement, rank: int) -> set[tuple[int, int]]:
-    """The (pipe, stage) of the second, fourth, .. stage of a rank in each pipe."""
-    found = set()
-    for pipe, homes in enumerate(placement.pipes):
-        mine = [stage for stage, home in enumerate(homes) if home == rank]
-        found |= {(pipe, stage) for stage in mine[1::2]}
-    return found
+def chunks_of(placement: Placement, rank: int) -> dict[tuple[int, int], int]:
+    """By (pipe, stage) which of a rank's stages in that pipe it is: 0, 1, .. up to 3, then from 0 again.
+
+    The second has small letters and a bar below, the third a bar above, the fourth all of these.
+    """
+    return {
+        (pipe, stage): number % 4
+        for pipe, homes in enumerate(placement.pipes)
+        for number, stage in enumerate(stage for stage, home in enumerate(homes) if home == rank)
+    }
+
+
+def chunk_entries(most: int) -> list[tuple[str, int]]:
+    """What a legend says of up to `most` stages of a rank, with their number."""
+    last = "fourth" if most <= 4 else "fourth, then from the first again"
+    return [*zip(("second stage of a rank", "third", last), (1, 2, 3), strict=True)][: most - 1]
 
 
 def letter(op: Op, *, odd: bool = False) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
@@ -16,6 +16,8 @@ from zbc.compiler.sim.simulate import Timeline, run
 from zbc.compiler.steps import consecutive, in_a_row
 from zbc.ir import COPY, Kind, Op, Program
 from zbc.viz.words import title
+
+Window = tuple[float, float]  # ms from the first start on
 
 
 class DrawnOp(NamedTuple):
@@ -139,11 +141,16 @@ class Drawn:
     costs: Costs
     recorded: Recording | None = None
     groups: str = ""  # whose layers the stages of a graph have
+    caption: str = ""  # what a user calls it
 
     @property
     def braided(self) -> bool:
         """Whether ops meet in groups to hide sums, which are drawn below them then."""
         return self.program.grouped and self.recorded is None and "f_sums" in self.costs.ms
+
+    def heading(self, *, several: bool) -> str:
+        """What stands above it, alone or among several."""
+        return self.caption or (f"{self.name}: {self.title}" if several else self.title)
 
     @property
     def title(self) -> str:
@@ -195,6 +202,18 @@ def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, 
         ends = [last.closes(rank) for rank in range(last.ranks)]
         timelines.append(run(last.graph, costs, ends))
     return Strip(tuple(timelines))
+
+
+def captioned(drawn: Sequence[Drawn], captions: Sequence[str]) -> list[Drawn]:
+    """The same with captions, of several with their letters: (a), (b), .."""
+    letters = [f"({chr(ord('a') + k)}) " if len(drawn) > 1 else "" for k in range(len(drawn))]
+    return [replace(one, caption=f"{letter}{text}") for one, letter, text in zip(drawn, letters, captions, strict=True)]
+
+
+def windows(strips: Sequence[Strip], zoom: Window | None, *, own: bool) -> list[Window]:
+    """What is shown of each: all of it on an axis that they share, or on its `own`, or the `zoom`."""
+    most = longest(strips)
+    return [zoom or (0.0, longest([strip]) if own else most) for strip in strips]
 
 
 def longest(strips: Sequence[Strip]) -> float:

@@ -1,7 +1,8 @@
 """A timeline as SVG for papers: vector text, a title, an axis and a legend; readable in grey.
 
-One row per rank, time to the right. Every second stage of a rank has a bar along the lower edge of its blocks, the
-second pipe of a bidirectional schedule a hatching; letters stand where they fit. Blocks narrower than half a pixel are
+One row per rank, time to the right. The second stage of a rank has a bar along the lower edge of its blocks, the third
+one along the upper, the fourth both; the second pipe of a bidirectional schedule has a hatching; letters stand where
+they fit. Blocks narrower than half a pixel are
 drawn as cells that show what covers most of them.
 """
 
@@ -15,10 +16,10 @@ from xml.sax.saxutils import escape
 from zbc.compiler.memory.per_rank import peaks
 from zbc.ir import Op
 from zbc.text import short, wrap
-from zbc.viz.cells import Window, by_time
-from zbc.viz.look import HIDDEN, IDLE, MEETING, entries, label, look, odd_stages
+from zbc.viz.cells import by_time
+from zbc.viz.look import HIDDEN, IDLE, MEETING, chunk_entries, chunks_of, entries, label, look
 from zbc.viz.scale import ticks
-from zbc.viz.strip import Drawn, longest, signs
+from zbc.viz.strip import Drawn, Window, signs, windows
 from zbc.viz.words import verdict
 
 MARGIN, LEFT, RIGHT = 14, 38, 56  # px: around everything, for rank numbers, for peaks
@@ -45,6 +46,7 @@ class SvgView:
     zoom: Window | None = None
     title: str | None = None
     bubbles: bool = False  # the papers' rates as well
+    own: bool = False  # a time axis for each plan
 
 
 class _Block(NamedTuple):
@@ -55,13 +57,13 @@ class _Block(NamedTuple):
 
 
 def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
-    """An SVG document of one plan, or of several below one another on one time axis."""
-    window = sheet.zoom or (0.0, longest([one.strip for one in drawn]))
+    """An SVG document of one plan, or of several below one another on one time axis, or on their own."""
+    shown = windows([one.strip for one in drawn], sheet.zoom, own=sheet.own)
     body: list[str] = []
     y = float(MARGIN)
-    for one in drawn:
-        name = sheet.title if sheet.title and len(drawn) == 1 else one.title
-        name = f"{one.name}: {name}" if len(drawn) > 1 else name
+    for one, window in zip(drawn, shown, strict=True):
+        several = len(drawn) > 1
+        name = sheet.title if sheet.title and not several else one.heading(several=several)
         lines, y = _panel(one, sheet, window, name, y)
         body += lines
     lines, y = _legend(drawn, sheet, y)
@@ -136,12 +138,12 @@ def _row(
     """The blocks of a rank, then their texts."""
     x0 = MARGIN + LEFT
     yield f'<rect x="{x0}" y="{_px(y)}" width="{_px(plot)}" height="{height}" fill="{IDLE}" class="i"/>'
-    odds = odd_stages(one.program.placement, rank)
+    chunks = chunks_of(one.program.placement, rank)
     texts = []
     fine = one.program.size <= _FINE
     for block in blocks:
         op, found = block.op, look(block.op.kind)
-        odd = (op.pipe, op.stage) in odds
+        chunk = chunks.get((op.pipe, op.stage), 0)
         area = f'x="{_px(x0 + block.x)}" width="{_px(block.width)}"'
         tip = f"<title>{escape(block.tip)}</title>" if fine else ""
         border = ' class="b"' if block.width > 3 else ""
@@ -149,15 +151,21 @@ def _row(
         yield f"{rect}>{tip}</rect>" if tip else f"{rect}/>"
         if op.pipe:
             yield f'<rect {area} y="{_px(y)}" height="{height}" fill="url(#up)"/>'
-        if odd and height > 12:
-            yield f'<rect {area} y="{_px(y + height - 4)}" height="2.4" fill="{found.ink}" fill-opacity=".6"/>'
-        text = _fitting(op, odd, block.width, form)
+        if height > 12:
+            for edge in _bars(chunk, height - 4, 1.6):
+                yield f'<rect {area} y="{_px(y + edge)}" height="2.4" fill="{found.ink}" fill-opacity=".6"/>'
+        text = _fitting(op, chunk % 2 == 1, block.width, form)
         if text:
-            shift = 1.5 if odd and height > 12 else 0.0
+            shift = (0.0, 1.5, -1.5, 0.0)[chunk] if height > 12 else 0.0
             at = f'x="{_px(x0 + block.x + block.width / 2)}" y="{_px(y + height / 2 + 0.36 * form.size - shift)}"'
             style = "m l" if found.ink == "#ffffff" else "m"
             texts.append(f'<text font-size="{form.size}" {at} class="{style}">{text}</text>')
     yield from texts
+
+
+def _bars(chunk: int, below: float, above: float) -> list[float]:
+    """Where the bars of a rank's stages are."""
+    return [edge for bit, edge in ((1, below), (2, above)) if chunk & bit]
 
 
 def _copies(one: Drawn, rank: int, window: Window, plot: float, y: float, height: float) -> Iterator[str]:
@@ -267,10 +275,10 @@ def _legend(drawn: Sequence[Drawn], sheet: SvgView, y: float) -> tuple[list[str]
         if x > MARGIN and x + width > sheet.width - MARGIN:
             x, y = float(MARGIN), y + 18
         lines.append(f'<rect x="{_px(x)}" y="{_px(y + 2)}" width="14" height="12" fill="{fill}" stroke="#999"/>')
-        if extra == "bar":
-            area = f'x="{_px(x)}" y="{_px(y + 10)}" width="14" height="2.4"'
+        for edge in _bars(int(extra) if extra.isdigit() else 0, 10, 3.6):
+            area = f'x="{_px(x)}" y="{_px(y + edge)}" width="14" height="2.4"'
             lines.append(f'<rect {area} fill="#000" fill-opacity=".6"/>')
-        elif extra == "line":
+        if extra == "line":
             path = f"M{_px(x + 7)} {_px(y + 2)}v12"
             lines.append(f'<path d="{path}" stroke="{MEETING}" stroke-width="1.2" fill="none"/>')
         elif extra == "hatch":
@@ -287,8 +295,8 @@ def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
     for found, text in entries(kinds, two=two):
         yield found.fills[0], "", text
     yield IDLE, "", "idle"
-    if most > 1:
-        yield "#fff", "bar", "second stage of a rank" if most == 2 else "every second stage of a rank"
+    for words, chunk in chunk_entries(most):
+        yield "#fff", str(chunk), words
     if two:
         yield "#fff", "hatch", other
     if any(one.braided for one in drawn):

@@ -4,7 +4,8 @@
      1 |..F0F1F2....D0  F3D1  F4D2  F5D3  F6D4  F7D5  D6  D7  |
 
 A block begins with the letter of its op, then its microbatch where that fits, then blanks to its end; dots are idle.
-Lower case is every second stage of a rank, so that the legs of a V and the chunks of a loop can be told apart.
+Lower case is every second stage of a rank, so that the legs of a V and the chunks of a loop can be told apart; on a
+terminal the third and the fourth are underlined.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from rich.text import Text
 from zbc.compiler.cost.cost import Costs
 from zbc.ir import Op, Program
 from zbc.text import short, wrap
-from zbc.viz.cells import Block, CellGrid, Window, by_slot, by_time
-from zbc.viz.look import entries, letter, look, odd_stages
+from zbc.viz.cells import Block, CellGrid, by_slot, by_time
+from zbc.viz.look import chunks_of, entries, letter, look
 from zbc.viz.look import label as label_of
 from zbc.viz.scale import ticks
-from zbc.viz.strip import Drawn, Strip, longest, signs
+from zbc.viz.strip import Drawn, Strip, Window, signs, windows
 from zbc.viz.words import verdict
 
 _IDLE_STYLE = "dim"
@@ -44,20 +45,21 @@ class View:
     zoom: Window | None = None
     unicode: bool = True
     bubbles: bool = False  # the papers' rates as well
+    own: bool = False  # a time axis for each plan
 
 
 def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
-    """One plan, or several below one another on one time axis, so that what is shorter looks shorter.
+    """One plan, or several below one another on one time axis, so that what is shorter looks shorter, or on their own.
 
     With titles, axis and legend; lines are at most `view.width` wide and end without a newline.
     """
     several = len(drawn) > 1
-    window = view.zoom or (0.0, longest([one.strip for one in drawn]))
-    tails = [_tails(one.strip, one.costs, view, window) for one in drawn]
+    shown = windows([one.strip for one in drawn], view.zoom, own=view.own)
+    tails = [_tails(one.strip, one.costs, view, window) for one, window in zip(drawn, shown, strict=True)]
     width = max((len(tail) for found in tails for tail in found), default=0)
     legend = [Text(note) for note in _legend(drawn, view)]
     lines: list[Text] = []
-    for one, found in zip(drawn, tails, strict=True):
+    for one, found, window in zip(drawn, tails, shown, strict=True):
         panel, grid = _panel(one, view, window, [tail.ljust(width) for tail in found], exactly=several)
         words = wrap(verdict(one.strip.steps[0], bubbles=view.bubbles).split("; "), view.width, between="; ")
         notes = [Text(note) for note in [*words, *_steps(one.strip, view), *_hidden(grid, window, view)]]
@@ -95,7 +97,7 @@ def _ranks(strip: Strip, view: View) -> tuple[int, ...]:
 
 def _title(one: Drawn, width: int, *, named: bool) -> str:
     """The title, cut to the width of the picture: plan names are paths."""
-    text = f"{one.name}: {one.title}" if named else one.title
+    text = one.heading(several=named)
     return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"
 
 
@@ -117,7 +119,7 @@ def _steps(strip: Strip, view: View) -> list[str]:
 def _row(program: Program, grid: CellGrid, rank: int, first: int, stop: int, cell: int = 1) -> Text:
     """Columns first..stop of a rank, `cell` characters each."""
     row, at = Text(), first
-    odds = odd_stages(program.placement, rank)
+    chunks = chunks_of(program.placement, rank)
     blocks = grid.rows[rank]
     for block in islice(blocks, max(0, bisect_right(blocks, first, key=_first_cell) - 1), None):
         if block.first >= stop:
@@ -126,8 +128,8 @@ def _row(program: Program, grid: CellGrid, rank: int, first: int, stop: int, cel
         if begin >= end:
             continue
         row.append("." * (cell * (begin - at)), _IDLE_STYLE)
-        odd = (block.op.pipe, block.op.stage) in odds
-        row.append(_label(block, odd, cell * (end - begin)), _style(block.op))
+        chunk = chunks.get((block.op.pipe, block.op.stage), 0)
+        row.append(_label(block, chunk % 2 == 1, cell * (end - begin)), _style(block.op) + " underline" * (chunk > 1))
         at = end
     return row.append("." * (cell * (stop - at)), _IDLE_STYLE)
 
@@ -240,6 +242,7 @@ def _legend(drawn: Sequence[Drawn], view: View) -> list[str]:
     words.append(". idle")
     if found.chunks > 1:
         words.append("lower case: the rank's second stage" if found.chunks == 2 else "lower case: every second stage")
+        words += ["underlined: the third and fourth"] if found.chunks > 2 and view.unicode else []
     if view.by == "time" and any(one.braided for one in drawn):
         words += ["- sums and swaps inside of ops", "! those that their rank waits for"]
     if view.by == "time" and _has_memory(view):

@@ -17,6 +17,7 @@ from zbc.compiler.deciding import shareable
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.report.report import Report
 from zbc.compiler.schedules import AUTO, LIMITS, find
+from zbc.compiler.whatif.noise import Noise, spread
 from zbc.compiler.whatif.others import BASELINE
 from zbc.compiler.whatif.why import bent_by_memory
 from zbc.errors import MISTYPED, Problems, ZbcError
@@ -48,6 +49,7 @@ class ComparedPlan:
     front: bool = False  # whether no other row of its world is as fast with less memory, or faster with as little
     shared: bool = False  # whether all ranks share its vocabulary
     exchanged: float | None = None  # peak units if slices were even, where they are not
+    noisy: float | None = None  # how much longer a step is on the mean, as a share, where op times vary; if asked for
     error: ZbcError | None = None
 
     @property
@@ -220,6 +222,7 @@ class Asked:
     overrides: tuple[str, ...] = ()
     profile: Path | None = None
     budget: float | None = None
+    noise: Noise | None = None
 
     def settled(self, wanted: Iterable[tuple[str, tuple[Setting, ...]]]) -> tuple[Asked, tuple[Weighed, ...]]:
         """The same with pp and dp chosen once for all rows, and from what; nothing changes where they are swept."""
@@ -281,7 +284,16 @@ class Asked:
             bent=bent_by_memory(compiled),
             shared=bool(job.vocabulary),
             exchanged=_exchanged(compiled),
+            noisy=self._noisy(compiled),
         )
+
+    def _noisy(self, compiled: Compiled) -> float | None:
+        if self.noise is None:
+            return None
+        found = spread(
+            compiled.program, compiled.costs, self.noise, barrier=compiled.job.optimizer.sync == "before-step"
+        )
+        return found.slower(found.mean)
 
     def _job(self, schedule: str, settings: tuple[Setting, ...]) -> Job:
         """The job under `schedule`; `chunks` of the file is for schedules that leave it open, a swept one for all."""

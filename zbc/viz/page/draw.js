@@ -36,7 +36,7 @@ for (const [p, panel] of D.panels.entries()) {
 }
 const kindOf = (row, i) => D.kinds[row.k[i]];
 const pipeOf = (row, i) => (row.u ? row.u[i] : 0);
-const oddOf = (row, i) => D.panels[row.panel].odd[row.rank].includes(pipeOf(row, i) * 100000 + row.s[i]);
+const chunkOf = (row, i) => D.panels[row.panel].chunks[row.rank][pipeOf(row, i) * 100000 + row.s[i]] || 0;
 function opText(row, i) {
   const slice = row.x && row.x[i] ? "." + row.x[i] : "";
   if (kindOf(row, i).alone) return kindOf(row, i).op + " s" + row.s[i];
@@ -46,7 +46,7 @@ function opText(row, i) {
 function labelOf(row, i) {
   const kind = kindOf(row, i), letter = pipeOf(row, i) ? kind.other : kind.letter;
   if (kind.alone) return letter;
-  return (oddOf(row, i) ? letter.toLowerCase() : letter) + row.m[i];
+  return (chunkOf(row, i) % 2 ? letter.toLowerCase() : letter) + row.m[i];
 }
 
 // ---- the view ------------------------------------------------------------------------------------------------
@@ -175,7 +175,9 @@ function drawRow(pen, row, s, matched) {
     if (wide < 9) continue;
     pen.fillStyle = kind.ink;
     if (pipeOf(row, i)) for (let d = 0; d < wide; d += 6) pen.fillRect(x + d, top, 1.2, rowHeight);
-    if (rowHeight > 12 && oddOf(row, i)) pen.fillRect(x, top + rowHeight - 3.5, wide - 0.7, 2);
+    const chunk = rowHeight > 12 ? chunkOf(row, i) : 0;
+    if (chunk & 1) pen.fillRect(x, top + rowHeight - 3.5, wide - 0.7, 2);
+    if (chunk & 2) pen.fillRect(x, top + 1.5, wide - 0.7, 2);
     const text = labelOf(row, i);
     for (const part of [text, text.slice(1)]) {
       if (pen.measureText(part).width > wide - 3) continue;
