@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from zbc.commands import foreign
 from zbc.commands.console import indented, labelled, show, show_json, table
 from zbc.commands.options import AsJson, Quiet, Verbose
+from zbc.commands.quantities import QUANTITY, rates, throughput, times
 from zbc.commands.summary import layer_ranges, ranges
 from zbc.text import GIB, MIB, aligned, fixed, percent, short, size, wrap
 
@@ -22,22 +24,20 @@ if TYPE_CHECKING:
     from zbc.compiler.recorded.log import Loads, RunLog
     from zbc.compiler.recorded.report import Quantity, RunReport
 
-_RATES = {
-    "samples_per_s": "samples/s",
-    "tokens_per_s": "tokens/s",
-    "tokens_per_s_per_rank": "tokens/s per rank",
-    "mfu": "MFU",
-}
 _OPS, _OUTLIERS = 8, 5  # rows without -v
 WORTH = 0.005  # of a step: what a new plan has to save
 _SHORT = {"gradients": "grads", "optimizer": "state", "activations": "kept"}  # as `zbc plan -v` has them
 _CAUSES = ("compute", "warm_up", "message", "copies", "drain", "sums", "optimizer", "host")
 _HEADS = {"sums": "sync"}
-_QUANTITY = ("", "predicted", "measured", "", "")  # heads of `_times` and `_rates`
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN|LOG", help="A run directory, or a log of Megatron-LM or torchtitan.")
+    ],
+    plan: Annotated[
+        Path | None, typer.Option(metavar="PLAN|JOB.toml", help="Of a log: what the same job was planned to do.")
+    ] = None,
     phase: Annotated[
         str | None, typer.Option(metavar="NAME", help="The recorded phase of a ramp, such as m4; default: the last.")
     ] = None,
@@ -48,8 +48,16 @@ def report(
     """Compare a run with its prediction, and plan it again.
 
     Shows step times, bubble rates, idle time by cause, ops and memory, and what a plan from the measured times would
-    gain. Record some steps first: `zbc run PLAN --trace 10-19`.
+    gain. Record some steps first: `zbc run PLAN --trace 10-19`. Of a log of Megatron-LM or torchtitan: step times,
+    tokens/s, MFU and memory, beside a plan.
     """
+    if run.is_file():
+        if phase is not None:
+            raise typer.BadParameter("works with a run directory, not with a log", param_hint="--phase")
+        foreign.report(run, plan, json=json, quiet=quiet)
+        return
+    if plan is not None:
+        raise typer.BadParameter(f"works with a log; {run} is no file, and a run knows its plan", param_hint="--plan")
     from zbc.compiler.recorded import log
     from zbc.compiler.recorded.report import FORMAT, VERSION, build
     from zbc.trace import recording as trace
@@ -95,14 +103,14 @@ def _unrecorded(run: RunLog, *, verbose: bool) -> Iterator[RenderableType]:
     yield labelled("steps", f"{len(run.counted)} of {len(run.steps)} count; medians, with quartiles")
     yield ""
     yield table(
-        _QUANTITY,
+        QUANTITY,
         [
-            ("step", *_times(run.step())),
-            ("idle", *_rates(run.idle())),
-            ("balance", *_rates(run.balance())),
+            ("step", *times(run.step())),
+            ("idle", *rates(run.idle())),
+            ("balance", *rates(run.balance())),
             *_hidden(run.hidden()),
-            *_throughput(run.rates()),
-            *([("bubble of the step", *_rates(run.bubble()))] if verbose else []),
+            *throughput(run.rates()),
+            *([("bubble of the step", *rates(run.bubble()))] if verbose else []),
         ],
     )
     yield from _experts(run.loads(), verbose=verbose)
@@ -167,24 +175,24 @@ def _summary(
         )
     yield ""
     rows = [
-        ("step, with its optimizer", *_times(made.step)),
-        ("makespan", *_times(made.makespan)),
-        ("  idle", *_rates(made.idle_rate)),
-        ("  balance", *_rates(made.balance)),
+        ("step, with its optimizer", *times(made.step)),
+        ("makespan", *times(made.makespan)),
+        ("  idle", *rates(made.idle_rate)),
+        ("  balance", *rates(made.balance)),
         *_hidden(hidden),
-        *_throughput(made.rates),
+        *throughput(made.rates),
     ]
     if verbose:
         rows += [
-            ("span", *_times(made.span)),
-            ("bubble of makespan", *_rates(made.bubble_makespan)),
-            ("bubble of span", *_rates(made.bubble_span)),
+            ("span", *times(made.span)),
+            ("bubble of makespan", *rates(made.bubble_makespan)),
+            ("bubble of span", *rates(made.bubble_span)),
         ]
-    yield table(_QUANTITY, rows)
+    yield table(QUANTITY, rows)
 
 
 def _hidden(found: Mapping[str, Quantity]) -> list[tuple[str, ...]]:
-    return [("sums and swaps inside of ops hidden", *_rates(one)) for one in found.values()]
+    return [("sums and swaps inside of ops hidden", *rates(one)) for one in found.values()]
 
 
 def _experts(loads: Loads | None, *, verbose: bool) -> Iterator[RenderableType]:
@@ -202,35 +210,6 @@ def _experts(loads: Loads | None, *, verbose: bool) -> Iterator[RenderableType]:
         ends = [(block, sorted(range(len(each)), key=each.__getitem__), each) for block, each in loads.blocks.items()]
         cells = [[str(b), *(f"{each[i]:.2f} by e{i}" for i in (by[-1], by[0]))] for b, by, each in ends]
         yield table(("block", "most", "least"), cells)
-
-
-def _times(one: Quantity) -> list[str]:
-    middle, low, high = aligned([one.measured, one.low, one.high])
-    predicted = "-" if one.predicted is None else f"{fixed(one.predicted)} ms"
-    change = "" if one.change is None else f"{100 * one.change:+.1f}%"
-    return [predicted, f"{middle} ms", "" if one.low == one.high else f"{low}-{high}", change]
-
-
-def _rates(one: Quantity) -> list[str]:
-    predicted = "-" if one.predicted is None else percent(one.predicted)
-    change = "" if one.predicted is None else f"{100 * (one.measured - one.predicted):+.1f} points"
-    spread = "" if one.low == one.high else f"{100 * one.low:.1f}-{percent(one.high)}"
-    return [predicted, percent(one.measured), spread, change]
-
-
-def _throughput(rates: Mapping[str, Quantity]) -> Iterator[Sequence[str]]:
-    """A row for each rate that is known; of samples only where there are no tokens."""
-    for key, name in _RATES.items():
-        one = rates.get(key)
-        if one is None or (key == "samples_per_s" and "tokens_per_s" in rates):
-            continue
-        if key == "mfu":
-            yield name, *_rates(one)
-            continue
-        middle, low, high = aligned([one.measured, one.low, one.high])
-        change = "" if one.change is None else f"{100 * one.change:+.1f}%"
-        predicted = "-" if one.predicted is None else fixed(one.predicted)
-        yield name, predicted, middle, "" if one.low == one.high else f"{low}-{high}", change
 
 
 def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:

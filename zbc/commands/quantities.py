@@ -1,0 +1,48 @@
+"""Rows of tables that show what was measured beside what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from zbc.text import aligned, fixed, percent
+
+if TYPE_CHECKING:
+    from zbc.compiler.recorded.report import Quantity
+
+QUANTITY = ("", "predicted", "measured", "", "")  # heads of what follows the name of a row
+_ROWS = {
+    "samples_per_s": "samples/s",
+    "tokens_per_s": "tokens/s",
+    "tokens_per_s_per_rank": "tokens/s per rank",
+    "mfu": "MFU",
+}
+
+
+def times(one: Quantity) -> list[str]:
+    middle, low, high = aligned([one.measured, one.low, one.high])
+    predicted = "-" if one.predicted is None else f"{fixed(one.predicted)} ms"
+    change = "" if one.change is None else f"{100 * one.change:+.1f}%"
+    return [predicted, f"{middle} ms", "" if one.low == one.high else f"{low}-{high}", change]
+
+
+def rates(one: Quantity) -> list[str]:
+    predicted = "-" if one.predicted is None else percent(one.predicted)
+    change = "" if one.predicted is None else f"{100 * (one.measured - one.predicted):+.1f} points"
+    spread = "" if one.low == one.high else f"{100 * one.low:.1f}-{percent(one.high)}"
+    return [predicted, percent(one.measured), spread, change]
+
+
+def throughput(known: Mapping[str, Quantity]) -> Iterator[Sequence[str]]:
+    """A row for each rate that is known; of samples only where there are no tokens."""
+    for key, name in _ROWS.items():
+        one = known.get(key)
+        if one is None or (key == "samples_per_s" and "tokens_per_s" in known):
+            continue
+        if key == "mfu":
+            yield name, *rates(one)
+            continue
+        middle, low, high = aligned([one.measured, one.low, one.high])
+        change = "" if one.change is None else f"{100 * one.change:+.1f}%"
+        predicted = "-" if one.predicted is None else fixed(one.predicted)
+        yield name, predicted, middle, "" if one.low == one.high else f"{low}-{high}", change

@@ -1,0 +1,255 @@
+"""Logs of Megatron-LM and torchtitan: how long steps took, tokens per second, memory by rank, and what ran.
+
+Lines are found wherever launchers put them, with or without the rank in front and colours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from statistics import median
+
+from zbc.compiler.recorded.report import Quantity, quartiles
+from zbc.errors import ZbcError
+from zbc.plan.directory import Manifest
+from zbc.plan.headline import headline, settled_ms
+from zbc.text import GIB, MIB
+
+MEGATRON, TITAN = "Megatron-LM", "torchtitan"
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_RANK = re.compile(r"\[rank\s*(\d+)\]", re.IGNORECASE)
+
+_ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|(.*elapsed time per iteration.*)")
+_MEGABYTES = re.compile(r"\[Rank (\d+)\].*memory \(MB\).*\bmax allocated:\s*([\d.]+)")
+_ARGUMENT = re.compile(r"^\W*(?:\d+:\s*)?([a-z_]+) \.{2,} (\S+)\s*$")
+_NAMES = {  # of Megatron's arguments
+    "pipeline_model_parallel_size": "pp",
+    "data_parallel_size": "dp",
+    "tensor_model_parallel_size": "tp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "world_size": "ranks",
+    "micro_batch_size": "microbatch_size",
+    "global_batch_size": "sequences",
+    "seq_length": "seq_len",
+    "num_layers": "layers",
+    "hidden_size": "hidden",
+}
+
+_STEP = re.compile(
+    r"\bstep:\s*(\d+)\s+loss:\s*(\S+).*?\bmemory:\s*([\d.]+)GiB\S*\s+(?:tps|wps):\s*([\d,]+)"
+    r"(?:\s+tflops:\s*([\d,.]+))?(?:\s+mfu:\s*([\d.]+)%)?"
+)
+_WHEN = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3})")
+_MESH = re.compile(r"device mesh with \[([^\]]*)\], \[([^\]]*)\]")
+_BATCH = re.compile(r"global batch size (\d+)[^,]*, sequence length (\d+)")
+_PEAK = re.compile(r"Peak FLOPS used for computing MFU: ([\d.e+]+)")
+_AXES = {"pp": "pp", "dp_replicate": "dp", "dp_shard": "dp", "dp": "dp", "tp": "tp", "cp": "cp", "ep": "ep"}
+
+
+@dataclass
+class Step:
+    """What a log says of a step, or of the mean of those since the step it told before."""
+
+    number: int
+    ms: float | None = None
+    loss: float | None = None
+    tokens_per_s_per_rank: float | None = None
+    tflops: float | None = None  # per rank
+    mfu: float | None = None
+
+
+@dataclass
+class Log:
+    """`settings`: what ran, by names of `axes` and sizes; `peak`: bytes by rank of the run, the most that was told."""
+
+    path: Path
+    tool: str = ""
+    steps: dict[int, Step] = field(default_factory=dict)
+    peak: dict[int, float] = field(default_factory=dict)
+    settings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> list[Step]:
+        """The steps that count: what was told first has the start of the run in it, if there are others."""
+        told = sorted(self.steps.values(), key=lambda step: step.number)
+        return told[1:] if len(told) > 1 else told
+
+    def by_pp(self, pp: int, ranks: int) -> dict[int, float]:
+        """The peak of each rank of a pipeline: both tools number its ranks last, others run within."""
+        found: dict[int, float] = {}
+        for rank, size in self.peak.items():
+            at = rank // max(1, ranks // pp)
+            found[at] = max(size, found.get(at, 0.0))
+        return dict(sorted(found.items()))
+
+
+def read(path: Path) -> Log:
+    """Read a log. Raises E430 where it cannot be read or tells of no step."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ZbcError("E430", f"report: cannot read {path}: {error.strerror or error}") from None
+    log, times = Log(path), dict[int, list[tuple[datetime, int]]]()
+    for line in _COLOUR.sub("", text).splitlines():
+        for take in _TAKERS:
+            take(line, log)
+        _timed(line, times)
+    if not log.steps:
+        text = f"report: {path} has no line of Megatron-LM or torchtitan that tells of a step"
+        hint = "name what the ranks print (Megatron's comes from the last one), or a run directory of zbc"
+        raise ZbcError("E430", text, hint=hint)
+    if log.tool == TITAN:
+        for number, ms in _between(times).items():
+            log.steps[number].ms = ms
+    axes = [log.settings[name] for name in ("pp", "dp", "tp", "cp") if name in log.settings]
+    if axes:
+        log.settings.setdefault("ranks", prod(axes))
+    return log
+
+
+def _iteration(line: str, log: Log) -> None:
+    found = _ITERATION.search(line)
+    if found is None:
+        return
+    log.tool, number = MEGATRON, int(found[1])
+    told = dict(part.rsplit(":", 1) for part in found[2].split("|") if ":" in part)
+    values = {name.strip(): _number(text) for name, text in told.items()}
+    per_gpu = next((value for name, value in values.items() if name.startswith("throughput per GPU")), None)
+    ms, loss = values.get("elapsed time per iteration (ms)"), values.get("lm loss")
+    log.steps[number] = Step(number, ms=ms, loss=loss, tflops=per_gpu)
+    if (size := values.get("global batch size")) is not None:
+        log.settings["sequences"] = size
+
+
+def _megabytes(line: str, log: Log) -> None:
+    if (found := _MEGABYTES.search(line)) is not None:
+        rank = int(found[1])
+        log.peak[rank] = max(log.peak.get(rank, 0.0), float(found[2]) * MIB)
+
+
+def _argument(line: str, log: Log) -> None:
+    found = _ARGUMENT.match(line)
+    if found is not None and found[1] in _NAMES and (value := _number(found[2])) is not None:
+        log.settings[_NAMES[found[1]]] = value
+
+
+def _step(line: str, log: Log) -> None:
+    found = _STEP.search(line)
+    if found is None:
+        return
+    log.tool, number, rank = TITAN, int(found[1]), _RANK.search(line)
+    step = log.steps.setdefault(number, Step(number))
+    loss = _number(found[2])
+    if loss is not None and loss != -1:  # which ranks say that have no loss
+        step.loss = loss
+    step.tokens_per_s_per_rank = _number(found[4])
+    step.tflops = None if found[5] is None else _number(found[5])
+    step.mfu = None if found[6] is None else float(found[6]) / 100
+    at = 0 if rank is None else int(rank[1])
+    log.peak[at] = max(log.peak.get(at, 0.0), float(found[3]) * GIB)
+
+
+def _mesh(line: str, log: Log) -> None:
+    if (found := _MESH.search(line)) is not None:
+        names = [name.strip(" '\"") for name in found[1].split(",")]
+        sizes = [int(size) for size in found[2].split(",")]
+        for axis in dict.fromkeys(_AXES[name] for name in names if name in _AXES):
+            log.settings[axis] = prod(size for name, size in zip(names, sizes, strict=False) if _AXES.get(name) == axis)
+    if (found := _BATCH.search(line)) is not None:
+        log.settings |= {"sequences": float(found[1]), "seq_len": float(found[2])}
+    if (found := _PEAK.search(line)) is not None:
+        log.settings["peak_tflops"] = float(found[1]) / 1e12
+
+
+_TAKERS: tuple[Callable[[str, Log], None], ...] = (_iteration, _megabytes, _argument, _step, _mesh)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return None
+
+
+def _timed(line: str, times: dict[int, list[tuple[datetime, int]]]) -> None:
+    """When a rank told of a step of torchtitan, which does not say how long it took."""
+    found, when, rank = _STEP.search(line), _WHEN.search(line), _RANK.search(line)
+    if found is not None and when is not None:
+        at = datetime.fromisoformat(f"{when[1]}.{when[2]}")
+        times.setdefault(0 if rank is None else int(rank[1]), []).append((at, int(found[1])))
+
+
+def _between(times: Mapping[int, list[tuple[datetime, int]]]) -> dict[int, float]:
+    """By step, ms from the one told before, over the steps between; the median of the ranks."""
+    found = dict[int, list[float]]()
+    for told in times.values():
+        for (begin, first), (end, number) in pairwise(told):
+            if number > first:
+                found.setdefault(number, []).append((end - begin).total_seconds() * 1e3 / (number - first))
+    return {number: median(each) for number, each in found.items()}
+
+
+# ---- beside a plan -------------------------------------------------------------------------------------------
+
+
+def settings_of(manifest: Manifest) -> dict[str, float]:
+    """The same of a plan, as far as it says."""
+    run, model = manifest.topology, manifest.planning.get("model", {})
+    found = {"pp": run.pp, "dp": run.dp, "tp": manifest.tp, "cp": manifest.cp, "ranks": run.world}
+    found |= {"ep": manifest.ep} if manifest.ep else {}
+    found["microbatch_size"] = manifest.microbatch_size
+    found["sequences"] = manifest.microbatches * manifest.microbatch_size * run.dp
+    sizes = {name: model.get(name) for name in ("seq_len", "layers", "hidden")}
+    return {name: float(value) for name, value in {**found, **sizes}.items() if value is not None}
+
+
+def differences(log: Log, manifest: Manifest) -> dict[str, tuple[float, float]]:
+    """Where the plan is of another job: what the log says, and the plan."""
+    planned = settings_of(manifest)
+    return {
+        name: (value, planned[name])
+        for name, value in log.settings.items()
+        if name in planned and value != planned[name]
+    }
+
+
+def quantities(log: Log, manifest: Manifest | None) -> dict[str, Quantity]:
+    """Of the steps that count, beside what the plan predicts; keys are those of a report of a run.
+
+    Tokens per second that a log does not tell follow from the tokens of a step, which it or else the plan says. With a
+    plan MFU is counted as zbc does, so that it differs from the predicted one by the time of a step alone.
+    """
+    meant = {} if manifest is None else {"step": settled_ms(manifest), **headline(manifest)}
+    known = {**({} if manifest is None else settings_of(manifest)), **log.settings}
+    tokens = known["sequences"] * known["seq_len"] if {"sequences", "seq_len"} <= known.keys() else None
+    ranks, steps = known.get("ranks"), log.counted
+    found = dict[str, list[float]]()
+
+    def add(key: str, value: float | None) -> None:
+        if value is not None:
+            found.setdefault(key, []).append(value)
+
+    for step in steps:
+        each, ms = step.tokens_per_s_per_rank, step.ms
+        if tokens and ranks:
+            each = each or (1e3 * tokens / ms / ranks if ms else None)
+            ms = ms or (1e3 * tokens / (each * ranks) if each else None)
+        add("step", ms)
+        add("tokens_per_s_per_rank", each)
+        add("tokens_per_s", each * ranks if each and ranks else None)
+        if each and meant.get("mfu") and meant.get("tokens_per_s_per_rank"):
+            add("mfu", meant["mfu"] * each / meant["tokens_per_s_per_rank"])
+        add("tool_mfu", step.mfu)
+        add("tool_tflops", step.tflops)
+    result = dict[str, Quantity]()
+    for key in ("step", "tokens_per_s", "tokens_per_s_per_rank", "mfu", "tool_mfu", "tool_tflops"):
+        if key in found:
+            low, middle, high = quartiles(found[key])
+            result[key] = Quantity(meant.get(key), middle, low, high)
+    return result
