@@ -1,15 +1,20 @@
-"""Two machines: network namespaces with an address each and a cable between them, where this user may make some."""
+"""Several machines: network namespaces with a cable between each pair, where this user may make some."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations, count
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).parent.parent.parent
 BIN = Path(sys.executable).parent
+
+
+_MADE = count()  # so that names are new
 
 
 @dataclass(frozen=True)
@@ -38,29 +43,42 @@ def refusal() -> str | None:
 
 
 @contextmanager
-def machines() -> Iterator[tuple[Machine, Machine]]:
-    """Two that see each other and nothing else. Raises OSError or CalledProcessError where that is not allowed."""
-    tag = f"z{os.getpid() % 100000}"
-    names, links = [f"{tag}a", f"{tag}b"], [f"{tag}x", f"{tag}y"]
-    made = []
+def machines(number: int = 2, slow: Mapping[tuple[int, int], str] = MappingProxyType({})) -> Iterator[list[Machine]]:
+    """So many that see each other and nothing else, each pair by a cable of its own; `slow` ones as tc: "40mbit".
+
+    A machine has one address, on all of its cables. Raises OSError or CalledProcessError where that is not allowed.
+    """
+    tag = f"z{os.getpid() % 100000}{'abcdefgh'[next(_MADE) % 8]}"
+    names, made = [f"{tag}n{k}" for k in range(number)], list[str]()
+    addresses = [f"10.211.7.{k + 1}" for k in range(number)]
     try:
         for name in names:
             _ip("netns", "add", name)
             made.append(name)
             _ip("-n", name, "link", "set", "lo", "up")
-        _ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
-        for number, (name, link) in enumerate(zip(names, links, strict=True), start=1):
-            _ip("-n", name, "addr", "add", f"10.211.7.{number}/24", "dev", link)
-            _ip("-n", name, "link", "set", link, "up")
-        one, two = (
-            Machine(f"10.211.7.{number}", link, ("ip", "netns", "exec", name))
-            for number, (name, link) in enumerate(zip(names, links, strict=True), start=1)
-        )
-        yield one, two
+        for a, b in combinations(range(number), 2):
+            ends = (a, b), (b, a)
+            links = [f"{tag}{here}{there}" for here, there in ends]
+            _ip("link", "add", links[0], "netns", names[a], "type", "veth", "peer", "name", links[1], "netns", names[b])
+            for (here, there), link in zip(ends, links, strict=True):
+                ways = addresses[here], "peer", f"{addresses[there]}/32"
+                _ip("-n", names[here], "addr", "add", *ways, "dev", link)
+                _ip("-n", names[here], "link", "set", link, "up")
+                if (a, b) in slow:
+                    limit = "tbf", "rate", slow[a, b], "burst", "64kb", "latency", "400ms"
+                    _run("tc", "-n", names[here], "qdisc", "add", "dev", link, "root", *limit)
+        yield [
+            Machine(addresses[k], f"{tag}{k}{(k + 1) % number}", ("ip", "netns", "exec", name))
+            for k, name in enumerate(names)
+        ]
     finally:
         for name in made:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=10)

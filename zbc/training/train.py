@@ -197,6 +197,7 @@ def _meet(run: _Run) -> None:
     run.processes = run.board.meet("process", run.limit, f"{socket.gethostname()}:{os.getpid()}")
     hosts = [process.rpartition(":")[0] for process in run.processes]
     manifest.on(hosts)
+    run.name = manifest.topology.name
     run.watchdog.placed(hosts, run.name, run.context.emit)
     if run.context.doorstep is not None:
         watch_siblings(run.processes, run.rank, run.context.place.board)
