@@ -160,6 +160,7 @@ def test_an_order_from_a_file_makes_room_for_words_that_all_ranks_share(tmp_path
 
 
 @pytest.mark.repeats
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, between threads
 @pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
 def test_compiled_layers_train_with_copies_as_without(moved, kind, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", {"backend": "aot_eager"})
