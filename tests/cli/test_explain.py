@@ -8,7 +8,7 @@ import pytest
 import zbc as package
 from tests.tiers import few
 from zbc.errors import ZbcError
-from zbc.explain import CATALOGUE, FAMILIES
+from zbc.explain import CATALOGUE, FAMILIES, glossary
 
 ROOT = Path(package.__file__).parent
 EXPLAIN = ROOT / "explain"
@@ -46,4 +46,53 @@ def test_a_family_names_the_exit_code_its_errors_have(family):
 
 def test_without_a_code_all_are_listed(zbc):
     out = zbc("explain").out
-    assert [line.split()[0] for line in out.strip().split("\n")[1:]] == list(CATALOGUE)
+    codes, _, _ = out.partition("\n\n")
+    assert [line.split()[0] for line in codes.split("\n")[1:]] == list(CATALOGUE)
+
+
+# ---- words of the field --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("said", "known"),
+    [
+        (("unshard",), "GATHER"),
+        (("reshard",), "FREE"),
+        (("chunked", "pipeline"), "slices"),
+        (("Context-Parallel",), "cp"),
+        (("ZeRO",), 'shard = "optimizer"'),
+        (("zero3",), 'shard = "weights"'),
+        (("1F1B",), "1f1b"),
+        (("DualPipe",), "two pipes"),
+        (("virtual_stages",), "chunks"),
+        (("bubbles",), "idle"),
+    ],
+)
+def test_words_of_the_field_are_found_however_they_are_written(zbc, said, known):
+    assert zbc("explain", *said).out.splitlines()[0] == known
+    assert zbc("explain", *said, "--json").json()["names"][0] == known
+
+
+def test_words_have_one_meaning_and_a_page_that_is_there():
+    names = [glossary._plain(name) for word in glossary.WORDS for name in word.names]
+    assert len(names) == len(set(names))
+    docs = Path(package.__file__).parents[1] / "docs"
+    assert all((docs / word.page).is_file() for word in glossary.WORDS)
+
+
+def test_a_key_of_a_job_is_explained_by_its_description(zbc):
+    told = zbc("explain", "parallel.cp").out
+    assert told.startswith("parallel.cp\n") and "Default: 1." in told
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"), [("tensor paralel", "did you mean 'tensor parallel'"), ("nonsense", "lists all codes and words")]
+)
+def test_an_unknown_word_names_those_that_are_near(zbc, said, hint):
+    ran = zbc("explain", said)
+    assert ran.code != 0 and "E112" in ran.err and hint in ran.err
+
+
+def test_explain_alone_lists_codes_and_words(zbc):
+    told = zbc("explain").out
+    assert "E201" in told and "shared vocabulary" in " ".join(told.split())

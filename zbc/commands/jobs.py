@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from importlib import resources
 from itertools import groupby
@@ -19,9 +21,11 @@ from zbc.commands.console import labelled, show, show_json, table, write_text
 from zbc.commands.options import AsJson, JobFile, ProfileFile, Quiet, ScheduleName, Settings, Verbose
 from zbc.errors import ZbcError
 from zbc.job import gpu
+from zbc.text import wrap
 
 if TYPE_CHECKING:
     from zbc.explain import Explanation
+    from zbc.explain.glossary import Word
     from zbc.job.spec import Job
 
 config = typer.Typer(no_args_is_help=True, help="Show all values of a job, or the schema of job files.")
@@ -177,24 +181,27 @@ def explain(
     code: Annotated[
         str | None,
         typer.Argument(
-            metavar="CODE", help='An error code, such as E201, "limits" or "gpu".', autocompletion=_complete_code
+            metavar="CODE|WORD",
+            help='An error code, such as E201; a word of the field, such as ZeRO-3; "limits" or "gpu".',
+            autocompletion=_complete_code,
         ),
     ] = None,
-    word: Annotated[
-        str | None, typer.Argument(metavar="WORD", help="Of limits only those about this, such as slices.")
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="...", help="More of the word; of limits, only those about this.", show_default=False),
     ] = None,
     json: AsJson = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Explain an error code, list limits, or the GPUs by name.
+    """Explain an error code or a word of the field, list limits, or the GPUs by name.
 
-    Without a code, list all codes.
+    Without one, list all codes and words.
     """
-    from zbc.explain import CATALOGUE, FAMILIES
+    from zbc.explain import CATALOGUE, FAMILIES, glossary
 
     if code is not None and code.lower() == "limits":
-        _limits(word or "", json=json, quiet=quiet)
+        _limits(" ".join(more or ()), json=json, quiet=quiet)
         return
     if code is not None and code.lower() in ("gpu", "gpus", "hardware.gpu"):
         _gpus(json=json, quiet=quiet)
@@ -204,6 +211,11 @@ def explain(
             show_json(_explained(CATALOGUE))
         elif not quiet:
             show(table(("code", "meaning"), ((known, entry.title) for known, entry in CATALOGUE.items()), left=2))
+            names = ", ".join(entry.names[0] for entry in glossary.WORDS).split(" ")
+            show("", *wrap(["and words of the field:", *names], 78, between=" "))
+        return
+    if not re.fullmatch(r"\[?[eE]\d+\]?", code.strip()):
+        _word(" ".join([code, *(more or ())]), json=json, quiet=quiet)
         return
     wanted = code.strip().strip("[]").upper()
     if wanted not in CATALOGUE:
@@ -215,6 +227,45 @@ def explain(
         show_json(_explained({wanted: entry}))
     elif not quiet:
         show(f"{wanted}: {entry.title}", f"{FAMILIES[wanted[1]]}", "", entry.text)
+
+
+def _word(text: str, *, json: bool, quiet: bool) -> None:
+    """What a word of the field is here. Raises E112 for one that is not known."""
+    from zbc.compiler.schedules import SCHEDULES, find
+    from zbc.explain import glossary
+
+    found = glossary.find(text) or _described(text)
+    if found is None:
+        with suppress(ZbcError):
+            card = find(text)
+            if card.name in SCHEDULES:
+                found = glossary.Word(
+                    (card.name, *card.aliases), f"A schedule: {card.summary}.", f"schedules/{card.name}.md"
+                )
+    if found is None:
+        near = glossary.near(text)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`zbc explain` lists all codes and words"
+        raise ZbcError("E112", f"explain: neither an error nor a word is called {text!r}", hint=hint)
+    if json:
+        show_json({"format": "zbc-word", "version": 1, **found._asdict()})
+    elif not quiet:
+        own, *others = found.names
+        show(own, *wrap(f"{found.text}".split(" "), 78, between=" "))
+        show(*([labelled("also", *wrap([*others], 67, between=", "))] if others else []))
+        show(labelled("more", f"docs/{found.page}" if found.page else "`zbc config schema` has all keys"))
+
+
+def _described(text: str) -> Word | None:
+    """A key of a job, as its schema describes it."""
+    from zbc.explain.glossary import Word
+    from zbc.job.spec import SECTIONS
+
+    section, _, name = text.strip("[]").partition(".")
+    known = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
+    if known is None or not known.description:
+        return None
+    default = "" if known.is_required() or known.default is None else f" Default: {jsonlib.dumps(known.default)}."
+    return Word((f"{section}.{name}",), f"{known.description.rstrip('.')}.{default}", "")
 
 
 def _limits(word: str, *, json: bool, quiet: bool) -> None:
