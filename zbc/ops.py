@@ -19,7 +19,9 @@ STEP, GATHER ..) are of an owner.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from enum import Enum, StrEnum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -217,6 +219,11 @@ class Row(NamedTuple):
     repeats: bool = False  # may stand before REDO, which runs it again
     family: str = ""  # what a search policy places it as: "forward", "input" or "weight" (gradients)
     look: Look | None = None  # None: pictures leave it out
+    needs: str = ""  # of an owner's bytes, the names of those that it takes while it runs
+    goes_on: str = ""  # of these, those that are there until its event is over
+    place: str = ""  # where in a step it has to be, as an error says it
+    places: Mapping[int, str] = MappingProxyType({})  # the same of other owners than stages
+    idle: str = ""  # why it has nothing to work on in a program without its feature
 
 
 def _refs(text: str) -> tuple[Ref, ...]:
@@ -310,6 +317,13 @@ ROWS: dict[Kind, Row] = {
         writes=_refs("total"),
         cost="reduce",
         look=_look("S", "sum of gradients", "#b9a7cf", (146,)),
+        needs="summed",  # gradients move into one message
+        goes_on="pending",
+        place="every rank that holds a replica of the stage sums its gradients, after the last W or BW of the stage",
+        places={
+            TIED: "every rank with a stage that shares weights sums their gradients, after its last W or BW",
+            WORDS: "every rank sums the gradients of its words over the replicas, after its last T and E",
+        },
     ),
     Kind.VALIDATE: Row(
         _RANK,
@@ -319,6 +333,7 @@ ROWS: dict[Kind, Row] = {
         cost="agree",
         blocks=True,
         closes="barrier",
+        place="one VALIDATE on each rank, after its last op of compute",
     ),
     Kind.STEP: Row(
         _STAGE,
@@ -328,6 +343,9 @@ ROWS: dict[Kind, Row] = {
         frees=_refs("weights"),
         cost="step",
         closes="barrier",
+        needs="step",
+        place="one STEP for each stage a rank holds, after VALIDATE",
+        places={WORDS: "every rank steps its words, after VALIDATE"},
     ),
     # ---- the same without a barrier
     Kind.TENTATIVE: Row(
@@ -339,9 +357,17 @@ ROWS: dict[Kind, Row] = {
         cost="tentative",
         closes="ahead",
         look=_look("A", "tentative step", "#5a5a5a", (240,), "#ffffff"),
+        needs="tentative step",
+        place="one TENTATIVE for each stage a rank holds, after its last op of compute",
     ),
     Kind.NORM: Row(
-        _RANK, _COMPUTE, reads=_refs("norm@RANK_BEFORE"), writes=_refs("norm"), closes="ahead", repeats=True
+        _RANK,
+        _COMPUTE,
+        reads=_refs("norm@RANK_BEFORE"),
+        writes=_refs("norm"),
+        closes="ahead",
+        repeats=True,
+        place="one NORM on each rank, before VERDICT",
     ),
     Kind.VERDICT: Row(
         _RANK,
@@ -350,8 +376,16 @@ ROWS: dict[Kind, Row] = {
         writes=_refs("verdict"),
         closes="ahead",
         repeats=True,
+        place="one VERDICT on each rank, between NORM and REDO",
     ),
-    Kind.REDO: Row(_RANK, _COMPUTE, reads=_refs("verdict"), writes=_refs("stands"), closes="ahead"),
+    Kind.REDO: Row(
+        _RANK,
+        _COMPUTE,
+        reads=_refs("verdict"),
+        writes=_refs("stands"),
+        closes="ahead",
+        place="one REDO on each rank, after VERDICT, with nothing but forwards before it",
+    ),
     Kind.COMMIT: Row(
         _STAGE,
         _COMPUTE,
@@ -360,6 +394,8 @@ ROWS: dict[Kind, Row] = {
         cost="step",
         closes="ahead",
         look=_look("C", "final step", "#c4c4c4", (251,)),
+        needs="step",
+        place="one COMMIT for each stage a rank holds, after REDO and before its first B or BW",
     ),
     # ---- weights in shares
     Kind.GATHER: Row(
@@ -370,8 +406,13 @@ ROWS: dict[Kind, Row] = {
         frees=_refs("shard"),
         cost="gather",
         look=_look("G", "gather of weights", "#d8cfe4", (188,)),
+        needs="gathering",
+        goes_on="gathered",
+        place="one GATHER for each stage a rank holds, before its first F, or after its TENTATIVE",
+        places={WORDS: "every rank gathers its words before its first I"},
+        idle="no stage is stepped in parts",
     ),
-    Kind.FREE: Row(_STAGE, _COMPUTE, reads=_refs("weights"), frees=_refs("weights")),
+    Kind.FREE: Row(_STAGE, _COMPUTE, reads=_refs("weights"), frees=_refs("weights"), idle="weights stay"),
     # ---- replicas that average weights
     Kind.AVERAGE: Row(
         _STAGE,
@@ -379,6 +420,11 @@ ROWS: dict[Kind, Row] = {
         reads=_refs("weights"),
         cost="average",
         look=_look("K", "average of weights", "#cfe0e4", (152,)),
+        place="one AVERAGE for each stage a rank holds, before its first op",
+        places={
+            TIED: "every rank with a stage that shares weights averages them apart, before its first op",
+            WORDS: "every rank averages its words, before its first I",
+        },
     ),
     # ---- gradients in shares
     Kind.SCATTER: Row(
@@ -386,6 +432,7 @@ ROWS: dict[Kind, Row] = {
         _COLLECTIVE,
         cost="reduce",
         look=_look("Z", "sum of some gradients", "#b9a7cf", (146,)),
+        idle="gradients are not shared out",
     ),
 }
 # ---- a vocabulary that all ranks share
@@ -419,7 +466,15 @@ ROWS |= {
         cost="t",
         look=_look("U", "gradient of a rank's words", "#d0bde3", (183,)),
     ),
-    Kind.SUM: Row(_EVERY, _COLLECTIVE, reads=_refs("dtop"), writes=_refs("turn@LAST"), frees=_refs("dtop"), cost="sum"),
+    Kind.SUM: Row(
+        _EVERY,
+        _COLLECTIVE,
+        reads=_refs("dtop"),
+        writes=_refs("turn@LAST"),
+        frees=_refs("dtop"),
+        cost="sum",
+        idle="the ranks that share the vocabulary sum once, in MEET",
+    ),
     Kind.I: Row(
         _EVERY,
         _COMPUTE,

@@ -62,7 +62,7 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
         op = g.ops[i]
         if code != "E202":
             continue
-        why = _NOTHING.get(op.kind if op.stage >= 0 else max(op.stage, EXPERTS))
+        why = op.kind.row.idle if op.stage >= 0 else _NOBODYS.get(max(op.stage, EXPERTS))
         if op.kind in VOCABULARY and not program.vocabulary:
             why = "the first and the last stage hold the vocabulary"
         if why and op.stage < placement.stages and op.mb < program.microbatches:
@@ -75,14 +75,10 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
         yield ZbcError("E202", text, where=g.where(i), hint="drop it")
 
 
-_NOTHING: dict[Kind | int, str] = {  # by kind, or by an owner that is no stage
+_NOBODYS = {  # of owners that are no stage
     TIED: "no weight is shared by two stages, or the stages step it",
     WORDS: "there is one replica, or stages hold the vocabulary",
     EXPERTS: "each replica has all experts, or nobody else has these",
-    Kind.GATHER: "no stage is stepped in parts",
-    Kind.FREE: "weights stay",
-    Kind.SCATTER: "gradients are not shared out",
-    Kind.SUM: "the ranks that share the vocabulary sum once, in MEET",
 }
 
 
@@ -307,7 +303,7 @@ def _step_ops(g: Graph) -> Iterator[ZbcError]:
         missing = [rank for rank in ranks if (rank, op.kind, op.stage, 0) not in seen]
         if _always(program, op, closing) or len(missing) < len(ranks):
             for rank in missing:
-                hint = _OWNER_HINTS.get((op.kind, op.stage)) or _STEP_HINTS[op.kind]
+                hint = op.kind.row.places.get(op.stage) or op.kind.row.place
                 yield ZbcError("E202", f"program: rank {rank} never runs {op}", hint=hint)
 
 
@@ -330,30 +326,6 @@ def _wide_ops(g: Graph) -> Iterator[Op]:
         yield from (Op(kind, owner) for kind in kinds if g.layout.owns(kind, owner))
     for stage in range(program.placement.stages):
         yield from (Op(kind, stage) for kind in kinds)
-
-
-_STEP_HINTS = {
-    Kind.REDUCE: "every rank that holds a replica of the stage sums its gradients, after the last W or BW of the stage",
-    Kind.GATHER: "one GATHER for each stage a rank holds, before its first F, or after its TENTATIVE",
-    Kind.VALIDATE: "one VALIDATE on each rank, after its last op of compute",
-    Kind.STEP: "one STEP for each stage a rank holds, after VALIDATE",
-    Kind.TENTATIVE: "one TENTATIVE for each stage a rank holds, after its last op of compute",
-    Kind.NORM: "one NORM on each rank, before VERDICT",
-    Kind.VERDICT: "one VERDICT on each rank, between NORM and REDO",
-    Kind.AVERAGE: "one AVERAGE for each stage a rank holds, before its first op",
-    Kind.REDO: "one REDO on each rank, after VERDICT, with nothing but forwards before it",
-    Kind.COMMIT: "one COMMIT for each stage a rank holds, after REDO and before its first B or BW",
-}
-
-
-_OWNER_HINTS = {
-    (Kind.REDUCE, TIED): "every rank with a stage that shares weights sums their gradients, after its last W or BW",
-    (Kind.REDUCE, WORDS): "every rank sums the gradients of its words over the replicas, after its last T and E",
-    (Kind.GATHER, WORDS): "every rank gathers its words before its first I",
-    (Kind.STEP, WORDS): "every rank steps its words, after VALIDATE",
-    (Kind.AVERAGE, TIED): "every rank with a stage that shares weights averages them apart, before its first op",
-    (Kind.AVERAGE, WORDS): "every rank averages its words, before its first I",
-}
 
 
 # ---- E205, E206 ----------------------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ class StageBytes:
     window: float = 0.0  # what its replicas take from it, and lay into it, where no messages are sent
     gathered: float = 0.0  # what there is at a GATHER in place of the gradients
 
+    @property
+    def gathering(self) -> float:
+        """What there is beyond the gradients that are gone, as a rule nothing."""
+        return max(0.0, self.gathered - self.gradients)
+
 
 NO_BYTES = StageBytes(0.0, 0.0, 0.0, 0.0, 0.0)
 

@@ -25,12 +25,11 @@ Within a rank ops run one after another, so all but the end of a SEND follows fr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import CacheKey, Costs, Size, key_of
-from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
@@ -473,26 +472,20 @@ def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
         return 0.0
     if op.kind in _SQUARES:
         return 8 * min(max((costs.bytes[s].largest for s in mine), default=0.0), WIDE)
-    return _WORK.get(op.kind, _no_work)(costs.bytes_owned(op.stage))
+    return _bytes_of(op, costs, op.kind.row.needs)
 
 
 def lasting(op: Op, costs: Costs) -> float:
     """Of that, what is still there after the op: what it has begun goes on beside the ops that follow."""
-    if costs.bytes is None or op.kind not in (Kind.REDUCE, Kind.GATHER):
+    return 0.0 if costs.bytes is None else _bytes_of(op, costs, op.kind.row.goes_on)
+
+
+def _bytes_of(op: Op, costs: Costs, names: str) -> float:
+    """Of the owner's bytes, the sum of those with these names."""
+    if not names:
         return 0.0
     size = costs.bytes_owned(op.stage)
-    return size.pending if op.kind is Kind.REDUCE else size.gathered
-
-
-def _no_work(size: StageBytes) -> float:
-    return 0.0
+    return float(sum(getattr(size, name) for name in names.split()))
 
 
 _SQUARES = frozenset({Kind.VALIDATE, Kind.NORM})  # of gradients, summed for their norm
-_WORK: dict[Kind, Callable[[StageBytes], float]] = {
-    Kind.REDUCE: lambda size: size.summed,  # gradients move into one message
-    Kind.GATHER: lambda size: max(0.0, size.gathered - size.gradients),  # as a rule less than those that are gone
-    Kind.STEP: lambda size: size.step,
-    Kind.COMMIT: lambda size: size.step,
-    Kind.TENTATIVE: lambda size: size.tentative + size.step,
-}
