@@ -143,3 +143,29 @@ def test_auto_takes_the_best_of_the_schedules_that_the_job_leaves(changes):
     found = compile_job(job(kind="auto", **changes), budget=0.0)
     assert found.step_ms <= compile_job(job(kind="zb-h1", **changes), budget=0.0).step_ms
     assert len(found.program.placement.pipes) == 1
+
+
+EXPERTS = {"family": "llama", "hidden": 64, "heads": 4, "ffn_hidden": None, "experts": 8, "expert_hidden": 64}
+WOVEN = {
+    "experts": ({"model": {key: value for key, value in EXPERTS.items() if value}, "parallel": {"dp": 2, "ep": 2}}),
+    "sums": ({"model": LLAMA, "parallel": {"tp": 2}}),
+    "none": ({"model": LLAMA, "parallel": {"dp": 2}}),
+}
+
+
+@pytest.mark.parametrize("what", WOVEN)
+def test_auto_weaves_early_forwards_into_groups_where_that_hides_exchanges(what):
+    """It is never worse than the schedule that a user would ask for, and says what that was."""
+    changes = {**WOVEN[what], "layers": 8, "pp": 2, "m": 4}
+    found = compile_job(job(kind="auto", **changes), budget=0.0, suggest=False)
+    asked = {"early": 1, "overlap": True}
+    plain = compile_job(job(kind="interleaved-1f1b", schedule=asked, **changes), budget=0.0, suggest=False)
+    assert found.report.makespan_ms <= plain.report.makespan_ms * (1 + 1e-9)
+    if what == "none":
+        assert found.found.options is None
+        assert not [*planner.woven(job(kind="auto", **changes), find("interleaved-1f1b"))]
+    elif found.schedule == "interleaved-1f1b" and found.program.grouped:
+        assert (found.found.options.early, found.found.options.overlap) == (1, True)
+    (woven,) = planner.woven(job(kind="auto", **{**changes, **WOVEN["sums"]}), find("interleaved-1f1b"))
+    assert not [*planner.woven(woven, find("interleaved-1f1b"))]  # it leaves nothing open
+    assert not [*planner.woven(job(kind="auto", **{**changes, **WOVEN["sums"]}), find("dualpipe"))]

@@ -76,6 +76,9 @@ def of_plan(
     yield labelled("proven", proven, *outlives(report.survives, verbose=verbose))
     yield labelled("ranks", *_ranks_note(compiled), *([] if verbose else _recomputed(report)))
     yield indented(_ranks(report, verbose=verbose))
+    if (chosen := compiled.found.options) is not None:
+        early, overlap = f"schedule.early = {chosen.early}", f"schedule.overlap = {str(chosen.overlap).lower()}"
+        yield labelled("chosen", f"{compiled.found.name} with {early} and {overlap}")
     if compiled.found.weighed:
         yield labelled("weighed", *_weighed(compiled))
     if report.copied is not None:

@@ -26,7 +26,7 @@ from zbc.compiler.sim.bounds import Bounds, bounds, with_sums
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError, raise_all
 from zbc.ir import Placement, Program
-from zbc.job.sections import Memory
+from zbc.job.sections import Memory, Schedule
 from zbc.job.spec import Job
 from zbc.topology import Topology, inner_of
 
@@ -71,6 +71,7 @@ class Ordered:
     lowering: Lowering
     recompute: frozenset[int] = frozenset()  # the stages that do because memory.activations = "auto" lets them
     activations: Memory | None = None  # what it was made with instead of "auto", where more than that was weighed
+    options: Schedule | None = None  # what it was made with, where "auto" chose more than a schedule
     weighed: tuple[tuple[str, float | None], ...] = ()  # that, by name, with ms of a step; None: does not fit
     copy_share: float | None = None  # ms of a copy over F + B + W, where copies were weighed
     tried: int = 1  # partitions that were simulated

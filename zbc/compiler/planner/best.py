@@ -94,7 +94,8 @@ class Best:
         refused, step, over = freezing_refused(self.job, one), one.step_ms(self.job), over_of(case.job, one)
         if refused is not None:
             raise refused
-        one = replace(one, activations=case.job.memory) if case.job is not self.job else one
+        one = replace(one, activations=case.job.memory) if case.job.memory is not self.job.memory else one
+        one = replace(one, options=case.job.schedule) if case.job.schedule is not self.job.schedule else one
         if not over and step < self.step * (1 - SAME):
             self.ordered, self.step = one, step
         elif over and (self._too_large is None or over < self._too_large[0]):

@@ -12,7 +12,9 @@ a small one has no moves, so that with more memory, which lets more variants fit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 from zbc.compiler.cost import estimate
 from zbc.compiler.partition.moving import planned as moving
@@ -27,6 +29,7 @@ from zbc.job.spec import Job
 # Searched schedules in the order in which they are asked: of equally good ones the first is taken.
 SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb")
 CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job leaves them open
+WOVEN: dict[str, Any] = {"early": 1, "overlap": True}
 SMALL_BUDGET = 0.02  # seconds up to which nothing is moved
 IMPROVED, SHARES = 2, (0.75, 0.25)  # variants that are moved; of the budget, to searched orders that look best
 MOVES, OPS = 400, 2_000_000  # variants for moves at most, and ops in all of them
@@ -47,6 +50,14 @@ def entrants(job: Job) -> Iterator[tuple[ScheduleCard, int | None]]:
         ):
             if card.allows(chunks):
                 yield card, chunks
+
+
+def woven(job: Job, card: ScheduleCard) -> Iterator[Job]:
+    """The job with one more forward in the warm-up, so that pairs are groups which hide exchanges inside of ops, where
+    it has some and leaves that open."""
+    exchanges, asked = max(job.parallel.tp, job.parallel.ep) > 1, job.schedule
+    if exchanges and {*WOVEN} <= {*card.options} and asked.early is None and asked.overlap is None:
+        yield replace(job, schedule=asked.model_copy(update=WOVEN))
 
 
 def planned(
@@ -94,14 +105,15 @@ def _cases(best: Best, cards: Sequence[tuple[ScheduleCard, int | None]]) -> Iter
     """What there is to look at, least bound first. Raises why, if there is one schedule and it cannot be."""
     found, job = list[Case](), best.job
     for card, chunks in cards:
-        try:
-            bare = Case(job, best.table, card, chunks, roomy=len(cards) > 1)
-            for memory in activations(job, bare):
-                found.append(bare if memory is job.memory else bare.with_memory(memory))
-        except ZbcError as error:
-            if len(cards) == 1:
-                raise
-            best.refuse(error)
+        for one in (job, *woven(job, card)) if len(cards) > 1 else (job,):
+            try:
+                bare = Case(one, best.table, card, chunks, roomy=len(cards) > 1)
+                for memory in activations(one, bare):
+                    found.append(bare if memory is job.memory else bare.with_memory(memory))
+            except ZbcError as error:
+                if len(cards) == 1:
+                    raise
+                best.refuse(error)
     return iter(sorted(found, key=lambda case: (not case.card.searched, case.least_step)))
 
 
