@@ -159,6 +159,23 @@ def test_the_runtime_stays_as_large_as_it_is():
 LINES_OF_RUNTIME = 25_080
 
 
+CORE_KINDS = frozenset(["F", "B", "W", "BW", "SEND_F", "RECV_F", "SEND_B", "RECV_B"])
+AT_HOME = re.compile(r"zbc\.(ops|runtime\.handlers|compiler\.(passes|schedules)(\..*)?|runtime\.features\..*)")
+# Each is a check of one feature, or lays out, weighs or reports values that a row cannot say yet. The aim is none but
+# the checks.
+NAMING_KINDS = 34
+
+
+def test_kinds_of_features_are_named_where_they_are_at_home():
+    """Beyond forwards, backwards and messages; all others ask rows."""
+    named = {
+        module
+        for module, path in MODULES.items()
+        if {*re.findall(r"\bKind\.([A-Z_]+)\b", path.read_text())} - CORE_KINDS and not AT_HOME.fullmatch(module)
+    }
+    assert len(named) <= NAMING_KINDS, sorted(named)
+
+
 SOURCE = Path(zbc.__file__).parent
 NEXT = re.compile(
     r"\b(?:stage|s)\]?\s*[-+]\s*1\b|\bstages\)?\s*-\s*1\b|\bstages\s*//|\bpairwise\((?:pipe|homes|stages)\b"
