@@ -2,13 +2,15 @@
 
 from collections import Counter
 
+import numpy
 import pytest
 import torch
 
 from tests.refusals import error_of
 from zbc.job import spec
 from zbc.training.data import corpus
-from zbc.training.data.data import Batches, RandomTokens, Windows, build_samples, input_spec, place
+from zbc.training.data.data import Batches, Pairs, RandomTokens, Windows, build_samples, input_spec, place
+from zbc.training.data.pairs import UnfitError, pair_of
 
 HERE = "tests.runtime.user_models"
 MODEL = spec.Model(layers=1, hidden=8, heads=1, vocab=300, seq_len=4)
@@ -153,3 +155,59 @@ def test_samples_of_several_shapes_are_named_with_both():
 def test_samples_that_are_no_pairs_are_refused():
     error = error_of(samples(kind=f"{HERE}:Singles").inputs, [3])
     assert error.code == "E505" and "sample 3" in error.message
+
+
+# ---- samples as others write them ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor(3)),
+        [numpy.array([1.0, 2.0], dtype=numpy.float32), 3],
+        ([1.0, 2.0], numpy.int64(3)),
+        {"input": [1.0, 2.0], "target": 3},
+        {"x": torch.tensor([1.0, 2.0]), "y": torch.tensor(3)},
+    ],
+)
+def test_a_pair_may_be_of_tensors_arrays_or_numbers_by_place_or_by_name(sample):
+    x, target = pair_of(sample)
+    assert torch.equal(x, torch.tensor([1.0, 2.0])) and x.dtype == torch.float32
+    assert torch.equal(target, torch.tensor(3)) and target.dtype == torch.int64
+
+
+def test_labels_are_those_of_the_next_token_as_in_transformers():
+    tokens, labels = [5, 6, 7, 0, 0], [5, 6, 7, -100, -100]
+    x, target = pair_of({"input_ids": tokens, "labels": labels, "attention_mask": [1, 1, 1, 0, 0]})
+    assert x.tolist() == [5, 6, 7, 0] and target.tolist() == [6, 7, -100, -100]
+
+
+@pytest.mark.parametrize(
+    ("sample", "why"),
+    [
+        (torch.zeros(3), "is not a pair"),
+        ((1, 2, 3), "is not a pair"),
+        ({"a": 1}, "is a mapping of a"),
+        (("text", 1), "has an input of type str"),
+        ((None, 1), "has an input of type NoneType"),
+        ({"input_ids": [1, 2]}, "no labels"),
+        ({"input_ids": [1, 2], "labels": [1, 2], "position_ids": [0, 1]}, "position_ids"),
+        ({"input_ids": [1, 2], "labels": [1, 2, 3]}, "not one row of each"),
+        ({"input_ids": [1, 2], "labels": [-100, 2], "attention_mask": [0, 1]}, "not of padding behind"),
+        ({"input_ids": [1, 2], "labels": [1, 2], "attention_mask": [1, 0]}, "not of padding behind"),
+    ],
+)
+def test_what_is_no_pair_is_refused_with_the_reason(sample, why):
+    with pytest.raises(UnfitError, match=why):
+        pair_of(sample)
+    error = error_of(Pairs([sample], "mine", 0).inputs, [0])
+    assert error.code == "E505" and "sample 0 of mine " in error.message and why in error.message
+
+
+def test_training_on_tokens_of_transformers_is_that_on_their_windows():
+    rows = torch.randint(0, 50, (16, 9), generator=torch.Generator().manual_seed(3))
+    theirs = Pairs([{"input_ids": row.tolist(), "labels": row.tolist()} for row in rows], "theirs", 0)
+    ours = Pairs([(row[:-1], row[1:]) for row in rows], "ours", 0)
+    assert torch.equal(theirs.inputs(range(16)), ours.inputs(range(16)))
+    assert torch.equal(theirs.targets(range(16)), ours.targets(range(16)))
+    assert theirs.digest() == ours.digest() != 0

@@ -25,11 +25,11 @@ from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.seeding import reading, seed_of
 from zbc.training.data import corpus
+from zbc.training.data.pairs import UnfitError, pair_of
 from zbc.training.data.permutation import Permutation
 from zbc.training.data.tokens import TokenWindows
 
 KINDS = ("text", "tokens", "synthetic")  # made of tokens, so that a shape is known without looking
-_PAIR = tuple, list
 _ORDERS = 4  # of epochs that are remembered
 _KEPT = 1024  # targets that wait for their turn, at most about so many
 _AT_ONCE = 32  # samples that are looked up in one go, ahead of the microbatch that is asked for
@@ -97,7 +97,7 @@ class RandomTokens(Samples):
 
 
 class Pairs:
-    """A user's map-style dataset of (input, target) tensors, all of one shape.
+    """A user's map-style dataset of pairs (see pairs.py), all of one shape.
 
     The ranks of the first and the last stage each index it. What it draws from the generators of torch, Python and
     numpy follows from `seed`, the epoch and the sample, so that both ranks see the same; all else has to be so anyhow.
@@ -144,9 +144,7 @@ class Pairs:
 
     def _bytes(self, index: int) -> bytes:
         """All of a sample."""
-        pair = self._look([index])[0]
-        self._checked(index, pair, None)
-        x, target = pair
+        x, target = self._pair(index, self._look([index])[0])
         tensors = [*(x[name] for name in sorted(x)), target] if isinstance(x, Mapping) else [x, target]
         return b"".join(one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
 
@@ -163,7 +161,7 @@ class Pairs:
     def pairs(self, numbers: Sequence[int], group: str | None = "") -> list[tuple[Tensor, Tensor]]:
         """Samples; of inputs for several groups of layers those for one, or any where `group` is None."""
         found = zip(numbers, self._look(numbers), strict=True)
-        return [self._checked(number % len(self), pair, group) for number, pair in found]
+        return [self._checked(number % len(self), sample, group) for number, sample in found]
 
     def _look(self, numbers: Sequence[int]) -> list[Any]:
         with reading() as seed:
@@ -174,20 +172,24 @@ class Pairs:
                 found.append(self._dataset[index])
             return found
 
-    def _checked(self, index: int, pair: Any, group: str | None) -> tuple[Tensor, Tensor]:
-        fit = isinstance(pair, _PAIR) and len(pair) == 2
-        if group != "" and fit and isinstance(pair[0], Mapping):
-            group = next(iter(pair[0]), "") if group is None else group
-            if group not in pair[0]:
-                text = (
-                    f"data: sample {index} of {self._name} has inputs for {', '.join(map(str, pair[0]))}, and none for"
-                )
-                raise ZbcError("E505", f"{text} {group}", hint="give a tensor for each group that reads no other one")
-            pair = pair[0][group], pair[1]
-        if not fit or not isinstance(pair[0], Tensor) or not isinstance(pair[1], Tensor):
-            text = f"data: sample {index} of {self._name} is not a pair (input tensor, target tensor)"
-            raise ZbcError("E505", text, hint="return two tensors; a class number is torch.tensor(3)")
-        return pair[0], pair[1]
+    def _checked(self, index: int, sample: Any, group: str | None) -> tuple[Tensor, Tensor]:
+        x, target = self._pair(index, sample)
+        if not isinstance(x, Mapping):
+            return x, target
+        group = next(iter(x), "") if group is None else group
+        if group not in x:
+            text = f"data: sample {index} of {self._name} has inputs for {', '.join(map(str, x))}, and none for"
+            hint = "give a tensor for each group that reads no other one"
+            raise ZbcError("E505", f"{text} {group or 'a chain of layers'}", hint=hint)
+        return x[group], target
+
+    def _pair(self, index: int, sample: Any) -> tuple[Any, Tensor]:
+        try:
+            return pair_of(sample)
+        except UnfitError as error:
+            text = f"data: sample {index} of {self._name} {error}"
+            hint = "return (input, target), tensors, arrays or numbers; or a mapping with input_ids and labels"
+            raise ZbcError("E505", text, hint=hint) from None
 
 
 class SampleRange:

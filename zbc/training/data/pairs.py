@@ -1,0 +1,67 @@
+"""Samples of a user's data set as pairs (input, target) of tensors, whichever way they are written.
+
+    (x, y)                                     tensors, numpy arrays, numbers or lists of numbers
+    {"input": x, "target": y}                  the same
+    {"input_ids": x, "labels": y, ..}          as Hugging Face has them: the target of a token is the label of the next
+
+A mapping for x has an input for each group of layers (`model.graph`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbc.runtime.features.words import IGNORED
+
+_NAMES = (("input", "target"), ("inputs", "targets"), ("x", "y"))
+_TOKENS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
+_ELSE = frozenset({"token_type_ids", "special_tokens_mask", "length"})  # what tokenizers add
+
+
+class UnfitError(Exception):
+    """Why a sample is no pair."""
+
+
+def pair_of(sample: Any) -> tuple[Any, Tensor]:
+    """(input, target), of which the input may be a mapping of tensors. Raises UnfitError."""
+    if isinstance(sample, Mapping):
+        if _TOKENS in sample:
+            return _shifted(sample)
+        names = next((names for names in _NAMES if {*names} == {*sample}), None)
+        if names is None:
+            raise UnfitError(f"is a mapping of {', '.join(map(str, sample)) or 'nothing'}")
+        sample = tuple(sample[name] for name in names)
+    if not isinstance(sample, tuple | list) or len(sample) != 2:
+        raise UnfitError("is not a pair (input, target)")
+    x, target = sample
+    if isinstance(x, Mapping):
+        return {name: _tensor(one, f"input for {name}") for name, one in x.items()}, _tensor(target, "target")
+    return _tensor(x, "input"), _tensor(target, "target")
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    """As torch takes it: of Python's floats in torch's own type."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UnfitError(f"has an {what} of type {type(value).__name__}, which is no tensor") from None
+
+
+def _shifted(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Tokens but the last, and the labels from the second on. Padding behind them is what labels leave out."""
+    more = {*sample} - {_TOKENS, _LABELS, _MASK} - _ELSE
+    if more or _LABELS not in sample:
+        raise UnfitError(f"has {_TOKENS} and {', '.join(sorted(more)) or 'no ' + _LABELS}")
+    tokens, labels = (_tensor(sample[name], name) for name in (_TOKENS, _LABELS))
+    if tokens.shape != labels.shape or tokens.dim() != 1:
+        raise UnfitError(f"has {_TOKENS} {[*tokens.shape]} and {_LABELS} {[*labels.shape]}, not one row of each")
+    mask = _tensor(sample.get(_MASK, torch.ones_like(tokens)), _MASK).bool()
+    if mask.shape != tokens.shape or (mask[1:] & ~mask[:-1]).any() or (labels[~mask] != IGNORED).any():
+        raise UnfitError(f"has an {_MASK} that is not of padding behind the tokens, with labels of {IGNORED}")
+    return tokens[:-1], labels[1:]
