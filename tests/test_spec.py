@@ -96,6 +96,7 @@ FACTORY = {"family": "a.b:c"}
         ({"optimizer": {"schedule": {"by": "samples"}}}, "E110", "optimizer.schedule.by", "does nothing"),
         ({"train": {"nonfinite": "stop", "skip_limit": 3}}, "E110", "train.skip_limit", "none is"),
         ({"train": {"nonfinite": "stop", "skip_total": 3}}, "E110", "train.skip_total", "none is"),
+        ({"train": {"hook": "mine"}}, "E103", "train.hook", "does not name a function"),
         ({"train": {"eval_batches": 3}}, "E105", "train.eval_batches", "train.eval_every is missing"),
         ({"data": {"validation_path": "a"}}, "E105", "data.validation_path", "train.eval_every is missing"),
         ({"data": {"kind": "synthetic", "path": "a"}}, "E150", "data.path", "data.kind is 'synthetic'"),

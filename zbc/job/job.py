@@ -192,6 +192,8 @@ class Job:
         data = {name: getattr(self, name).model_dump(mode="json") for name in names}
         if not self.balances:
             del data["data"]["balance"]
+        if self.train.hook is None:
+            del data["train"]["hook"]
         return {**data, "pretrained": self.model.pretrained}
 
 

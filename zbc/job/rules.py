@@ -344,6 +344,16 @@ def _order_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E110", text, where=draft.document.where(("parallel", "order")), hint=hint)
 
 
+def _hook_rule(draft: Draft) -> Iterator[ZbcError]:
+    train: Train | None = draft.sections.get("train")
+    if train is not None and train.hook is not None and not FACTORY.fullmatch(train.hook):
+        text, where = (
+            f"config: train.hook {train.hook!r} does not name a function",
+            draft.document.where(("train", "hook")),
+        )
+        yield ZbcError("E103", text, where=where, hint='write hook = "package.module:function"')
+
+
 def _filler_rule(draft: Draft) -> Iterator[ZbcError]:
     filler: Filler | None = draft.sections.get("filler")
     if filler is None:
@@ -538,6 +548,7 @@ RULES = (
     _vocabulary_rules,
     _order_rule,
     _replica_rule,
+    _hook_rule,
     _filler_rule,
     _excluded,
     flushless.problems,

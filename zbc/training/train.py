@@ -37,7 +37,7 @@ from zbc.runtime.features.units import Braids
 from zbc.runtime.features.versions import OneVersion
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.transports.transport import Transport
-from zbc.training import devices, frames
+from zbc.training import devices, frames, hook
 from zbc.training.building.context import Settings
 from zbc.training.checkpoint import resume
 from zbc.training.checkpoint.loading import load
@@ -279,7 +279,10 @@ def _invite(run: _Run) -> None:
     worker, context, log = run.worker, run.context, run.log
     evaluated = None if log is None else lambda found: context.emit(log.record_evaluation(found))
     run.guests += [_Outside(run), Evaluations(worker, evaluated)]
-    options = Settings.of(run.manifest).checkpoint
+    settings = Settings.of(run.manifest)
+    if settings.train.hook is not None:
+        run.guests.append(hook.Hook(settings.train.hook, worker, run.board))
+    options = settings.checkpoint
     if options.every:
         place = Path(run.board.meet("run directory", run.limit, "" if log is None else str(log.folder.absolute()))[0])
         folder = run.saves = resume.save_folder(run.manifest, place)
@@ -332,7 +335,11 @@ def _train(run: _Run) -> None:
             run.show(f"nothing is left to train: the checkpoint has {run.first} steps, the run {run.total}")
     stopped = train_steps(worker, range(run.first, run.total), run.guests, run.step)
     if stopped is not None:
-        text = f"stopped after step {stopped} (asked by {run.board.stop_reason() or 'another rank'})"
+        reason = run.board.stop_reason() or "another rank"
+        if reason.startswith(hook.KEY):
+            run.show(f"ended after step {stopped} (asked by {reason})")
+            return
+        text = f"stopped after step {stopped} (asked by {reason})"
         how = "it has no checkpoints to resume with: set checkpoint.every"
         run.stopped = f"{text}; {how if run.saves is None else f'resume with --resume {shlex.quote(str(run.saves))}'}"
 

@@ -46,6 +46,7 @@ def _named(manifest: Manifest) -> set[str]:
     """The top-level packages of the callables the job names, which are imported here."""
     model, data = manifest.planning["model"], manifest.training["data"]
     keys = {"model.family": model.get("family"), "model.loss": model.get("loss"), "data.kind": data.get("kind")}
+    keys["train.hook"] = manifest.training["train"].get("hook")
     keys["filler.task"] = manifest.training.get("filler", {}).get("task")
     found = {what: str(name) for what, name in keys.items() if ":" in str(name)}
     for what, name in found.items():

@@ -1,0 +1,49 @@
+"""`train.hook`: a function of the user that every rank calls after each step, and that may end the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from zbc.job import userobject
+from zbc.runtime.core.progress import StepResult
+from zbc.runtime.core.state import Worker
+from zbc.training.guest import Guest
+from zbc.training.launch.board import Board
+
+KEY = "train.hook"
+
+
+class Step(NamedTuple):
+    """A step that is over, as a hook is told of it. All but `rank`, `seconds` and `layers` is so on all ranks."""
+
+    number: int  # from 1
+    loss: float
+    grad_norm: float  # before clipping
+    skipped: bool  # gradients were not finite: no weight changed
+    rank: int  # of the run
+    ranks: int
+    seconds: float
+    layers: Mapping[str, nn.Module]  # this rank's, by name
+
+
+class Hook(Guest):
+    """It is called on every rank. A true answer on any rank ends the run behind the next step, like its last one."""
+
+    def __init__(self, name: str, worker: Worker, board: Board) -> None:
+        self._name, self._worker, self._board = name, worker, board
+        self._call, self._asked = userobject.load(name, KEY), False
+        self._layers = {layer.name: layer.module for stage in worker.stages.values() for layer in stage.layers}
+
+    def told(self, result: StepResult) -> None:
+        rank, ranks = self._worker.rank, self._worker.topology.world
+        seen = result.step + 1, result.loss, result.grad_norm, result.skipped, rank, ranks, result.seconds
+        step = Step(*seen, self._layers)
+        if userobject.call(lambda: self._call(step), {}, self._name, KEY) and not self._asked:
+            self._board.ask_stop(f"{KEY} = {self._name} of rank {rank}")
+            self._asked = True
+
+    def asks(self) -> bool:
+        return self._asked
