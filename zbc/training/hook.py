@@ -39,8 +39,8 @@ class Hook(Guest):
 
     def told(self, result: StepResult) -> None:
         rank, ranks = self._worker.rank, self._worker.topology.world
-        seen = result.step + 1, result.loss, result.grad_norm, result.skipped, rank, ranks, result.seconds
-        step = Step(*seen, self._layers)
+        whole = result.step + 1, result.loss, result.grad_norm, result.skipped
+        step = Step(*whole, rank, ranks, result.seconds, self._layers)
         if userobject.call(lambda: self._call(step), {}, self._name, KEY) and not self._asked:
             self._board.ask_stop(f"{KEY} = {self._name} of rank {rank}")
             self._asked = True

@@ -337,8 +337,7 @@ def _train(run: _Run) -> None:
     if stopped is not None:
         reason = run.board.stop_reason() or "another rank"
         if reason.startswith(hook.KEY):
-            run.show(f"ended after step {stopped} (asked by {reason})")
-            return
+            return run.show(f"ended after step {stopped} (asked by {reason})")
         text = f"stopped after step {stopped} (asked by {reason})"
         how = "it has no checkpoints to resume with: set checkpoint.every"
         run.stopped = f"{text}; {how if run.saves is None else f'resume with --resume {shlex.quote(str(run.saves))}'}"
