@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zbc.compiler.cost import footprint, profiled, work
+from zbc.compiler.cost import adapters, footprint, profiled, work
 from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
@@ -30,6 +30,7 @@ class Layer:
     w: float
     params: int = 0
     size: Footprint = NOTHING
+    frozen: int = 0  # others, which never change
     tied: int = 0  # of them, those of the weight that embedding and head share
     apart: tuple[int, ...] = ()  # of them, those of experts by parameter, where replicas share these out
     parts: tuple[int, ...] = ()  # them by parameter; () where only their sum is known
@@ -229,7 +230,8 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
     }
     found = [replace(known[kind], name=f"layers.{i}") for i, kind in enumerate(kinds)]
     tied = sizes.vocab * sizes.hidden if model.tie_embeddings and not shared else 0
-    return [replace(embed, tied=tied), *found, replace(head, tied=tied)]
+    found = [replace(embed, tied=tied), *found, replace(head, tied=tied)]
+    return adapters.frozen(job, found, [blocks[kind] for kind in kinds], sizes) if job.adapter.rank else found
 
 
 def sizes_of(job: Job, past: int = 0) -> Sizes | None:
