@@ -1,8 +1,11 @@
 """Plans of adapters: what frozen weights no longer cost, in time and memory, and what adapters do."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.jobs import job
+from tests.profiles import layer, nbytes, profile_of
 from tests.refusals import refused
 from tests.runtime.test_measure import CASES, both, weighed
 from tests.tiers import dealt, few
@@ -142,3 +145,28 @@ def test_a_plan_without_adapters_says_nothing_of_them(tmp_path):
     made = compile_job(job(), budget=0.0, suggest=False)
     assert "adapter" not in made.report.as_json()
     assert "adapter" not in made.job.planning() and "adapter" in job(adapter={"rank": 2}).planning()
+
+
+def test_what_a_profile_saw_frozen_has_no_gradients_sums_or_state():
+    """Of layers of which half the numbers train, and ends of which none do."""
+    rests = nbytes(gradients=0, optimizer=0)
+    half = layer(1.0, 2.0, 0.1, bytes=nbytes(gradients=200, optimizer=400)).model_copy(update={"parts": [30, 20]})
+    kinds = {name: layer(0.5, 0.5, 0.0, bytes=rests) for name in ("embed", "head")} | {"block": half}
+    one = job(adapter={"rank": 4})
+    table = estimate.layers(replace(one, profile=profile_of(one, layers=kinds)))
+    assert [(at.params, at.frozen, at.parts) for at in (*table[:2], table[-1])] == [
+        (0, 100, ()),
+        (50, 50, (30, 20)),
+        (0, 100, ()),
+    ]
+
+
+def test_a_profile_without_these_adapters_is_refused(tmp_path):
+    one, asked = job(adapter={"rank": 4}), {"rank": 4, "targets": ["qkv"]}
+    for known, found in ((one.adapter.timed, {"rank": 8}), ({}, {"rank": 4}), (one.adapter.timed, asked)):
+        (tmp_path / "p.json").write_text(profile_of(one, adapter=known).dumps())
+        with refused("E142") as caught:
+            job(adapter=found, costs={"profile": str(tmp_path / "p.json")})
+        assert any("adapter." in line for line in caught.value.details)
+    (tmp_path / "p.json").write_text(profile_of(one, adapter=one.adapter.timed).dumps())
+    assert job(adapter={"rank": 4, "alpha": 2.0}, costs={"profile": str(tmp_path / "p.json")}).profile is not None

@@ -18,7 +18,8 @@ def adapter_report(job: Job, found: Ordered) -> AdapterReport | None:
     plain = replace(as_ordered(job, found), adapter=Adapter.model_validate({}), profile=None)
     mine, theirs = estimate.layers(job), estimate.layers(plain)
     trained, whole = (sum(layer.params for layer in table) for table in (mine, theirs))
-    if job.profile is not None or job.costs.f is not None or not whole:
+    whole = whole or sum(layer.frozen for layer in mine)
+    if job.profile is not None or job.costs.f is not None or not job.model.builtin:
         return AdapterReport(job.adapter.rank, trained, whole)
     context = found.complete.priced(pricing.build(plain, found.program.placement, found.stages, theirs))
     held = peaks(context.program, context.costs, context.timeline)

@@ -95,7 +95,7 @@ def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement
         )
         times = {"f": one.f * f, "b": one.b * b, "w": one.w * w, "bw": one.b * b + one.w * w, "again": one.again * f}
         step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
-        left = replace(one, **times, params=layer.params, parts=layer.parts, size=None, held=held)
+        left = replace(one, **times, params=layer.params, frozen=0, parts=layer.parts, size=None, held=held)
         ends.append(replace(left, step=step, tentative=tentative))
     return [ends[0], *found[1:-1], ends[1]]
 
@@ -301,8 +301,19 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
     if one.size is not None and spared is not None:  # what is estimated to go, of what was measured
         spared = one.size.remade(layer.size.act_b - spared.act_b, spared.more_b - layer.size.more_b)
     parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
-    params = one.params or layer.params
-    return replace(layer, f=one.f, b=one.b, w=one.w, params=params, parts=parts, size=size, measured=one, spared=spared)
+    params, frozen = (one.params, one.frozen) if one.params or one.frozen else (layer.params, layer.frozen)
+    return replace(
+        layer,
+        f=one.f,
+        b=one.b,
+        w=one.w,
+        params=params,
+        frozen=frozen,
+        parts=parts,
+        size=size,
+        measured=one,
+        spared=spared,
+    )
 
 
 def _given(table: list[Layer], costs: GivenCosts) -> list[Layer]:

@@ -170,7 +170,7 @@ class Frozen(Feature):
     def __init__(self, stages: Mapping[int, Stage], trained: Collection[str]) -> None:
         self.trained = frozenset(trained)
         self._own = {
-            s: {one.name: torch.tensor(one.module.__dict__[_DIGEST]) for one in stage.layers}
+            s: {one.name: torch.tensor(one.module.__dict__.get(_DIGEST, 0)) for one in stage.layers}
             for s, stage in stages.items()
         }
         self._kept = {s: {name: value.clone() for name, value in own.items()} for s, own in self._own.items()}
