@@ -62,6 +62,7 @@ VALUES = {
     "zero1": True,
     "moving average": 0.99,
     "freeze": 0.5,
+    "adapter": 8,
     "balance": "length",
     "evaluation": 10,
     "filler": "some.task:make",

@@ -92,7 +92,7 @@ def test_a_profile_serves_other_numbers_of_blocks_ranks_and_microbatches_and_oth
     found = profile_of(job())
     for other in (job(layers=40), job(pp=2, m=32), job(model={"ffn_hidden": 128}), job(optimizer={"kind": "sgd"})):
         where = {"device": other.hardware.device, "microbatch_size": other.schedule.microbatch_size, "inner": (1, 1)}
-        assert misfits(found, other.model, **where) == []
+        assert misfits(found, other.model, other.adapter, **where) == []
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,14 @@ def test_a_profile_serves_other_numbers_of_blocks_ranks_and_microbatches_and_oth
 )
 def test_the_order_of_a_factorys_layers_has_to_be_that_of_the_job(order, text):
     other = job(model={"family": "mine:layers", "loss": "mse"}, data={"kind": "mine:Data"})
-    assert misfits(profile_of(other, order=order), other.model, device="cpu", microbatch_size=2, inner=(1, 1)) == [text]
+    assert misfits(
+        profile_of(other, order=order), other.model, other.adapter, device="cpu", microbatch_size=2, inner=(1, 1)
+    ) == [text]
 
 
 def test_an_order_of_a_family_that_is_not_one_is_refused():
     found = profile_of(job(), order=["embed", "head", "block"])
-    assert misfits(found, job().model, device="cpu", microbatch_size=2, inner=(1, 1))
+    assert misfits(found, job().model, job().adapter, device="cpu", microbatch_size=2, inner=(1, 1))
 
 
 def test_a_profile_of_parts_of_layers_serves_jobs_with_the_same_parts():
@@ -117,8 +119,10 @@ def test_a_profile_of_parts_of_layers_serves_jobs_with_the_same_parts():
     found = profile_of(shared, tp=2, sums=LinkProfile(latency_us=500.0, gbps=2.0))
     assert Profile.model_validate(found.plain()) == found and "tp" not in profile_of(job()).plain()
     where = {"device": "cpu", "microbatch_size": 2}
-    assert misfits(found, shared.model, **where, inner=(1, 2)) == []
-    assert misfits(found, shared.model, **where, inner=(1, 4)) == ["parallel.tp: 2 in the profile, 4 in the job"]
+    assert misfits(found, shared.model, shared.adapter, **where, inner=(1, 2)) == []
+    assert misfits(found, shared.model, shared.adapter, **where, inner=(1, 4)) == [
+        "parallel.tp: 2 in the profile, 4 in the job"
+    ]
 
 
 def test_only_wide_spreads_of_times_that_matter_are_named():

@@ -124,6 +124,7 @@ TRAITS = {
     "moving average": Trait("optimizer.ema", _given),
     "zero1": Trait("optimizer.zero1", bool),
     "freeze": Trait("freeze.most", bool),
+    "adapter": Trait("adapter.rank", bool),
     "balance": _value("data.balance", "length"),
     "evaluation": Trait("train.eval_every", _not(0)),
     "filler": Trait("filler.task", _given),
@@ -221,6 +222,15 @@ ROWS = (
                 "drop [freeze], or use another schedule, such as 1f1b or zb-v",
             ),
         },
+    ),
+    Excludes(
+        "adapter",
+        "E110",
+        {
+            "compile|experts|shared vocabulary": UNWRITTEN,
+            "frees": ("frozen weights are whole on every replica", 'use shard = "optimizer" or "gradients"'),
+        },
+        at_other=True,
     ),
     Excludes(
         "balance",

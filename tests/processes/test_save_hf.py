@@ -19,6 +19,7 @@ from zbc.training.models import hfexport
 from zbc.training.models.model import layers
 from zbc.training.models.pretrained import INDEX
 
+ADAPTERS = "adapter_model.safetensors"
 SIZES = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
 
 
@@ -104,3 +105,25 @@ def test_a_training_goes_on_under_another_plan_and_becomes_a_folder_for_transfor
     weights = all_tensors(tmp_path / "hf")
     assert hfconfig.read_config(tmp_path / "hf")["num_hidden_layers"] == 8
     assert "model.layers.7.mlp.down_proj.weight" in weights and not any(w.isnan().any() for w in weights.values())
+
+
+def test_adapters_that_were_trained_come_out_beside_the_base_and_merged_into_it(folder, tmp_path):
+    section = hfconfig.model_of(hfconfig.read_config(folder), "x").model_dump(mode="json", exclude_defaults=True)
+    adapter = {"adapter": {"rank": 2, "alpha": 4.0}, "optimizer": {"lr": 0.05}, "train": {"steps": 3}}
+    plan = write_plan(tmp_path, model={**section, "pretrained": str(folder)}, parallel={"pp": 2}, **adapter)
+    lines = run_here(plan, 2, tmp_path / "run", save_hf=tmp_path / "merged", save_adapter=tmp_path / "adapter")
+    assert f"wrote the adapters to {tmp_path / 'adapter'}" in lines
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"adapter_config.json", ADAPTERS}
+    before, after = all_tensors(folder), all_tensors(tmp_path / "merged")
+    found, turned = load_file(tmp_path / "adapter" / ADAPTERS), section.get("family", "gpt") == "gpt"
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert len(changed) == len(found) // 2 and all("layers" in name or ".h." in name for name in changed)
+    for name in changed:
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        added = 2.0 * found[f"{stem}.lora_B.weight"] @ found[f"{stem}.lora_A.weight"]
+        torch.testing.assert_close(after[name], before[name] + (added.T if turned else added))
+
+
+def test_adapters_of_a_plan_without_any_are_refused(tmp_path):
+    with refused("E604", match="--save-adapter"):
+        run_here(write_plan(tmp_path), 4, tmp_path / "run", save_adapter=tmp_path / "new")

@@ -28,7 +28,7 @@ from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings
 from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches, build_samples
-from zbc.training.models import model
+from zbc.training.models import adapters, model
 from zbc.training.worker import build_worker
 
 CPU = torch.device("cpu")
@@ -73,6 +73,7 @@ def make_plan(
     train: dict[str, Any] | None = None,
     activations: str | dict[str, str] = "keep",
     freeze: dict[str, Any] | None = None,
+    adapter: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
     keep: Callable[[Op], bool] = lambda op: True,
     node: Sequence[int] = (),
@@ -109,7 +110,12 @@ def make_plan(
         cuts=rows,
         words=words if program.vocabulary else (),
         predicted={"host": on_host(program)},
-        planning={"memory": {"activations": activations}, "freeze": freeze or {}, "model": plain(checked)},
+        planning={
+            "memory": {"activations": activations},
+            "freeze": freeze or {},
+            "model": plain(checked),
+            **({} if adapter is None else {"adapter": adapter}),
+        },
         training={"train": {"seed": seed, "steps": steps, **(train or {})}, **told},
     )
     return StoredPlan(manifest, program)
@@ -171,7 +177,8 @@ def reference(
     most, size, seed = manifest.topology.batch, manifest.microbatch_size, settings.train.seed
     samples, phases = build_samples(settings.data, settings.model, seed), Phases.of(manifest)
     batches = Batches(samples, seed=seed, microbatches=most, size=size, phases=phases)
-    layers = [(layer.name, layer.build(seed)) for layer in model.layers(settings.model, seed)]
+    plans = adapters.adapted(model.layers(settings.model, seed), settings.adapter, settings.model)
+    layers = [(layer.name, layer.build(seed)) for layer in plans]
     if settings.model.tie_embeddings:
         layers[-1][1].logits.weight = layers[0][1].tokens.weight
     modules = dict(layers)

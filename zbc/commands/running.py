@@ -50,6 +50,9 @@ def run(
     save_hf: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the final weights as a Hugging Face folder.")
     ] = None,
+    save_adapter: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write the final adapters as a folder that peft loads.")
+    ] = None,
     trace: Annotated[
         str | None, typer.Option(metavar="10-19", help="Record these steps, for `zbc report` and `zbc visualize`.")
     ] = None,
@@ -104,6 +107,7 @@ def run(
         steps=steps,
         out=out,
         save_hf=save_hf,
+        save_adapter=save_adapter,
         resume=resume,
         trace=traced,
         local=local,

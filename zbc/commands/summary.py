@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from zbc.compiler.check import Survival
     from zbc.compiler.compile import Compiled
-    from zbc.compiler.report.report import FreezeReport, Report, StepsReport
+    from zbc.compiler.report.report import AdapterReport, FreezeReport, RankReport, Report, StepsReport
     from zbc.compiler.whatif.others import Other, Others
     from zbc.compiler.whatif.sharing import Sharing
     from zbc.compiler.whatif.why import Path, WhatIf
@@ -53,6 +53,8 @@ def of_plan(
         yield labelled("words", *_words(words, compiled, hint=better))
     if report.freezing is not None:
         yield labelled("freeze", *_freezing(report.freezing, report.makespan_ms, compiled.job.freeze.after))
+    if report.adapter is not None:
+        yield labelled("adapter", *_adapter(report.adapter, report.makespan_ms, report.per_rank))
     if report.flushless is not None:
         yield labelled("flush", *_flushless(report.flushless))
     if compiled.job.parallel.average is not None:
@@ -173,6 +175,17 @@ def _freezing(found: FreezeReport, ms: float, after: int) -> Iterator[str]:
     yield f"{percent(found.most)} in each op alike would take {short(found.alike_ms)} ms"
     yield from wrap(["by stage", *map(percent, found.by_stage)], _TEXT, between=" ")
     yield f"from step {after + 1} on layers rest in turn: this is another training"
+
+
+def _adapter(found: AdapterReport, ms: float, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """What trains, and what that saves."""
+    share = f" ({percent(found.trained / found.whole)})" if found.whole else ""
+    yield f"rank {found.rank}: {found.trained:,} of {found.whole:,} parameters train{share}"
+    if found.whole_ms is not None:
+        yield f"makespan {short(ms)} ms; if all weights trained in this order {short(found.whole_ms)} ms"
+    held = [one.peak_bytes for one in ranks if one.peak_bytes is not None]
+    if found.whole_bytes and held:
+        yield f"memory at most {size(max(held))}; {size(found.whole_bytes)} if all weights trained"
 
 
 def _flushless(found: StepsReport) -> Iterator[str]:

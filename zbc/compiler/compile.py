@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from zbc import excludes
 from zbc.compiler import recall
+from zbc.compiler.adapting import adapter_report
 from zbc.compiler.check import check_graph
 from zbc.compiler.check.asked import missing_problems
 from zbc.compiler.check.complete import complete_problems
@@ -99,7 +100,8 @@ class Compiled:
         """What steps of so many ms would give."""
         job = self.job
         world = job.parallel.ranks
-        return throughput(job.model, self.sequences, ms, world, job.log.peak_tflops)
+        peak, frozen = job.log.peak_tflops, bool(job.adapter.rank)
+        return throughput(job.model, self.sequences, ms, world, peak, frozen=frozen)
 
     def assemble(self) -> tuple[plans.Manifest, dict[str, str]]:
         """The manifest and the text of every other file; names of files may have a folder."""
@@ -448,6 +450,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
         limits=limits,
         compile_seconds=took,
         freezing=freezing,
+        adapter=adapter_report(job, found),
         flushless=steps,
     )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)

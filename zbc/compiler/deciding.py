@@ -70,7 +70,7 @@ def shareable(job: Job) -> bool:
     kind = (job.schedule.kind or AUTO).lower()
     shared = job.with_vocabulary("shared")
     traits = frozenset[str]() if kind == AUTO else find(kind).traits
-    apart = (pair for pair in excludes.clashes(vars(shared), traits) if pair.one == "shared vocabulary")
+    apart = (pair for pair in excludes.clashes(vars(shared), traits) if "shared vocabulary" in pair[:2])
     return job.parallel.pp > 1 and not any(apart) and not any(unshareable(vars(job)))
 
 

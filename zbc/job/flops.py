@@ -5,18 +5,20 @@ from __future__ import annotations
 from zbc.job.model_section import Model
 
 
-def training_flops(model: Model) -> float | None:
+def training_flops(model: Model, *, frozen: bool = False) -> float | None:
     """Operations of forward and backward of one sequence; None for a factory, whose layers nobody has counted.
 
     A multiplication and an addition are two. Matrix products of weights count 6 per weight and token (2 forward, 4
-    backward), the two of attention 6 per token, feature and position seen, half of the square being causal. Embedding
-    look-ups, norms and activations count nothing, and neither does what is computed a second time (recomputation).
+    backward, 2 of them not where they are `frozen`), the two of attention 6 per token, feature and position seen, half
+    of the square being causal. Embedding look-ups, norms, activations and adapters count nothing, and neither does what
+    is computed a second time (recomputation).
     """
     if not model.builtin or not model.hidden or not model.vocab or not model.seq_len:
         return None
     s = model.seq_len
     weights, attention = _per_token(model)
-    return 6.0 * s * (weights + s * attention)
+    whole = 6.0 * s * (weights + s * attention)
+    return whole - 2.0 * s * weights if frozen else whole
 
 
 def attention_cost(model: Model) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from zbc.errors import ZbcError, raise_all
 from zbc.job import toml
+from zbc.job.adapter import Adapter
 from zbc.job.links import LinkTable
 from zbc.job.model_section import Model
 from zbc.job.profile import Profile
@@ -58,6 +59,7 @@ class Job:
     costs: GivenCosts
     memory: Memory
     freeze: Freeze
+    adapter: Adapter
     optimizer: Optimizer
     train: Train
     data: Data
@@ -117,6 +119,11 @@ class Job:
     def vocabulary(self) -> int:
         """How often all ranks meet for a unit of a vocabulary that they share; 0 where they do not, or may not yet."""
         return self.parallel.vocabulary_sums if self.parallel.vocabulary == "shared" else 0
+
+    @property
+    def ties_words(self) -> bool:
+        """Whether the embedding and the output layer, on ranks of their own, train one matrix."""
+        return self.model.tie_embeddings and not self.vocabulary and not self.adapter.rank
 
     def with_vocabulary(self, where: str) -> Job:
         """The job with its vocabulary at the "ends" or "shared"."""

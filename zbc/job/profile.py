@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from zbc.errors import ZbcError
+from zbc.job.adapter import Adapter
 from zbc.job.model_section import Model
 from zbc.job.section import Count, Ms, NotNegative, Rate, Section, Us
 from zbc.job.wording import sentence
@@ -215,6 +216,7 @@ class Profile(Section):
     version: Literal[1] = 1
     on: Origin
     model: dict[str, Any]
+    adapter: dict[str, Any] = Field({}, description="rank and targets of what trains in place of all weights")
     microbatch_size: Count
     cp: Count = Field(1, description="ranks that share the tokens; times and bytes are of those that one has")
     tp: Count = Field(1, description="ranks that share each layer; times and bytes are of the part that one has")
@@ -236,7 +238,13 @@ class Profile(Section):
         for layer in found["layers"].values():
             if not layer["slices"]:  # as they were before there were any
                 del layer["slices"]
-        for name, there in (("words", self.words), ("sums", self.sums), ("cp", self.cp > 1), ("tp", self.tp > 1)):
+        for name, there in (
+            ("words", self.words),
+            ("sums", self.sums),
+            ("cp", self.cp > 1),
+            ("tp", self.tp > 1),
+            ("adapter", self.adapter),
+        ):
             if not there:
                 del found[name]
         if self.copies is not None:
@@ -281,12 +289,16 @@ def model_of(model: Model) -> dict[str, Any]:
     return found
 
 
-def misfits(profile: Profile, model: Model, *, device: str, microbatch_size: int, inner: At) -> list[str]:
+def misfits(
+    profile: Profile, model: Model, adapter: Adapter, *, device: str, microbatch_size: int, inner: At
+) -> list[str]:
     """In what a profile differs from a job, as lines of text; empty if it fits; `inner`: ranks along INNER."""
     wanted, known = _rounded(model_of(model)), _rounded(profile.model)
     defaults = {key: info.default for key, info in Model.model_fields.items()}
     rows = [(f"model.{key}", known.get(key, defaults.get(key)), wanted[key]) for key in wanted]
     rows += [(f"model.{key}", value, None) for key, value in known.items() if key not in wanted]
+    wanted, known = adapter.timed, profile.adapter
+    rows += [(f"adapter.{key}", known.get(key), wanted.get(key)) for key in {**known, **wanted}]
     rows.append(("schedule.microbatch_size", profile.microbatch_size, microbatch_size))
     rows.append(("hardware.device", profile.on.device, device))
     rows += [(f"parallel.{axis.name}", getattr(profile, axis.name), n) for axis, n in zip(INNER, inner, strict=True)]

@@ -10,6 +10,7 @@ from typing import Any
 from zbc import excludes
 from zbc.errors import ZbcError, raise_all
 from zbc.job import (
+    adapter,
     balance,
     cuts,
     extent,
@@ -557,6 +558,7 @@ RULES = (
     _rank_rules,
     _evaluation_rules,
     _sharding_rules,
+    adapter.problems,
     balance.problems,
     _average_rules,
     _expert_rules,

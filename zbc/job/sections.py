@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from zbc.job import learning_rate
+from zbc.job.adapter import Adapter
 from zbc.job.model_section import Model
 from zbc.job.ramp import Phase
 from zbc.job.section import Amount, Count, Ms, NotNegative, Positive, Rate, Section, Us
@@ -564,6 +565,7 @@ SECTIONS: dict[str, type[Section]] = {
     "costs": GivenCosts,
     "memory": Memory,
     "freeze": Freeze,
+    "adapter": Adapter,
     "optimizer": Optimizer,
     "train": Train,
     "data": Data,
@@ -572,8 +574,8 @@ SECTIONS: dict[str, type[Section]] = {
     "filler": Filler,
 }
 # What planning reads, and so what the plan id covers (of optimizer also PLANNED); all else can change under one plan.
-PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory", "freeze")
-SINCE = frozenset({"freeze"})  # of these, those that a plan names only where they say something
+PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory", "freeze", "adapter")
+SINCE = frozenset({"freeze", "adapter"})  # of these, those that a plan names only where they say something
 
 PLANNED = ("sync", "zero1")
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from zbc.errors import ZbcError
 from zbc.job import gpu, links, toml, world
 from zbc.job import profile as profiles
+from zbc.job.adapter import Adapter as Adapter
 from zbc.job.job import Draft as Draft
 from zbc.job.job import Job as Job
 from zbc.job.model_section import Model as Model
@@ -99,10 +100,10 @@ def _without_given(document: toml.Document) -> toml.Document:
 def _read_profile(result: Draft) -> None:
     """The profile that costs.profile names; a relative path starts at the folder of the job file it is written in."""
     costs: GivenCosts | None = result.sections.get("costs")
-    needed = [result.sections.get(name) for name in ("model", "hardware", "schedule", "parallel")]
+    needed = [result.sections.get(name) for name in ("model", "hardware", "schedule", "parallel", "adapter")]
     if costs is None or not costs.profile or any(one is None for one in needed):
         return
-    model, hardware, schedule, parallel = cast("list[Any]", needed)
+    model, hardware, schedule, parallel, adapter = cast("list[Any]", needed)
     where, path = _named(result.document, ("costs", "profile"), costs.profile)
     try:
         found = profiles.read(path, where)
@@ -110,7 +111,7 @@ def _read_profile(result: Draft) -> None:
         result.problems.append(error)
         return
     size, inner = schedule.microbatch_size, inner_of(parallel)
-    wrong = profiles.misfits(found, model, device=hardware.device, microbatch_size=size, inner=inner)
+    wrong = profiles.misfits(found, model, adapter, device=hardware.device, microbatch_size=size, inner=inner)
     if wrong:
         text = f"profile: {path.name} was made for something else"
         hint = "profile this job: `zbc profile JOB.toml -o FILE`"

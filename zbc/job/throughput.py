@@ -29,12 +29,19 @@ NOTHING_KNOWN = Throughput()
 
 
 def throughput(
-    model: Model, samples: int, ms: float, world: int, peak_tflops: float | None, tokens: int | None = None
+    model: Model,
+    samples: int,
+    ms: float,
+    world: int,
+    peak_tflops: float | None,
+    tokens: int | None = None,
+    *,
+    frozen: bool = False,
 ) -> Throughput:
     """Of steps that train on `samples` sequences in `ms`, on `world` ranks.
 
     No tokens without model.seq_len, no MFU without `peak_tflops` or of layers whose operations nobody has counted.
-    `tokens`: of sequences of unequal length, of which no MFU is known.
+    `tokens`: of sequences of unequal length, of which no MFU is known. `frozen`: adapters train alone.
     """
     if not ms > 0 or not math.isfinite(ms):
         return Throughput()
@@ -43,7 +50,7 @@ def throughput(
         each = 1e3 * tokens / ms
         return Throughput(rate, each, each / world)
     every = None if model.seq_len is None else rate * model.seq_len
-    flops = training_flops(model)
+    flops = training_flops(model, frozen=frozen)
     mfu = None if flops is None or not peak_tflops else flops * rate / (world * peak_tflops * 1e12)
     return Throughput(rate, every, None if every is None else every / world, mfu)
 

@@ -70,6 +70,14 @@ IDLE = (
         "set freeze.most, or drop it",
     ),
     Unread(
+        "adapter",
+        ("alpha", "targets"),
+        "rank",
+        lambda rank: not rank,
+        "is of adapters, and with adapter.rank = {!r} there are none",
+        "set adapter.rank, or drop it",
+    ),
+    Unread(
         "data",
         ("path",),
         "kind",

@@ -55,7 +55,7 @@ from zbc.training.launch.outages import watch_siblings
 from zbc.training.launch.peers import SHARED, connected
 from zbc.training.launch.reach import Doorstep, check_reach
 from zbc.training.metrics.metrics import RunRecord, RunSettings
-from zbc.training.models import hfexport
+from zbc.training.models import adapters, hfexport
 from zbc.training.models.model import TIED
 from zbc.training.nonfinite import Skips
 from zbc.training.probing.shapes import Shapes
@@ -419,8 +419,8 @@ def _tell_late(run: _Run) -> None:
 
 def _save(run: _Run) -> None:
     """Every rank writes the weights it answers for; the first completes the folder when all have."""
-    worker, folder = run.worker, run.options.save_hf
-    if folder is None:
+    worker, folder, beside = run.worker, run.options.save_hf, run.options.save_adapter
+    if folder is None and beside is None:
         return
     run.watchdog.phase("writing its weights")
     settings = Settings.of(worker.plan.manifest)
@@ -429,11 +429,22 @@ def _save(run: _Run) -> None:
     writers = sorted({worker.topology.rank(r, holders.rank_of(s)) for s in range(holders.stages) for r in replicas})
     for feature in worker.features:
         feature.gathers(worker)
-    parameters = _uncut(worker)
-    said = ""
+    parameters, asked, said = _uncut(worker), settings.adapter, ""
+    place, count = writers.index(run.rank) if run.rank in writers else 0, len(writers)
+    if beside is not None:
+        found = adapters.tensors_of(asked, model, parameters)
+        said = hfexport.write_shard(beside, place, count, found) if found else ""
+        shards = run.board.meet("saved adapters", run.limit, said)
+        if run.rank == 0:
+            adapters.complete(beside, asked, model, shards, settings.pretrained)
+            run.show(f"wrote the adapters to {beside}")
+    if folder is None:
+        return
+    if asked.rank:
+        parameters, said = adapters.merged(asked, model, parameters), ""
     if parameters:
         tensors = hfexport.tensors_of(model, parameters, source)
-        said = hfexport.write_shard(folder, writers.index(run.rank), len(writers), tensors)
+        said = hfexport.write_shard(folder, place, count, tensors)
     shards = run.board.meet("saved", run.limit, said)
     if run.rank == 0:
         for line in hfexport.write_index(folder, model, shards, source):

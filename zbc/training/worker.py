@@ -28,6 +28,7 @@ from zbc.training.data.counted import count_of, no_mean
 from zbc.training.data.data import KINDS
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model
+from zbc.training.models.adapters import Frozen
 from zbc.training.probing.shapes import Shapes
 
 
@@ -60,7 +61,8 @@ def build_worker(
     optimizers |= {} if words is None else {WORDS: words.optimizer}
     context = Context(site.parts, stages, optimizers, site.rank, device, shared, tied)
     resting = Resting((part, turns_in(site, part, stages)) for part in site.parts)
-    features = [*built(context), resting, words, averages_of(site, optimizers, tied)]
+    frozen = Frozen(stages, shapes.gradients) if settings.adapter.rank else None
+    features = [*built(context), resting, words, averages_of(site, optimizers, tied), frozen]
     worker = Worker(
         phase_runs=[phase_run(site, part) for part in site.parts],
         work=site.work or Work(),

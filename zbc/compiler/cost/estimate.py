@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zbc.compiler.cost import footprint, profiled, work
+from zbc.compiler.cost import adapters, footprint, profiled, work
 from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
@@ -30,6 +30,7 @@ class Layer:
     w: float
     params: int = 0
     size: Footprint = NOTHING
+    frozen: int = 0  # others, which never change
     tied: int = 0  # of them, those of the weight that embedding and head share
     apart: tuple[int, ...] = ()  # of them, those of experts by parameter, where replicas share these out
     parts: tuple[int, ...] = ()  # them by parameter; () where only their sum is known
@@ -94,7 +95,7 @@ def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement
         )
         times = {"f": one.f * f, "b": one.b * b, "w": one.w * w, "bw": one.b * b + one.w * w, "again": one.again * f}
         step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
-        left = replace(one, **times, params=layer.params, parts=layer.parts, size=None, held=held)
+        left = replace(one, **times, params=layer.params, frozen=0, parts=layer.parts, size=None, held=held)
         ends.append(replace(left, step=step, tentative=tentative))
     return [ends[0], *found[1:-1], ends[1]]
 
@@ -229,7 +230,8 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
     }
     found = [replace(known[kind], name=f"layers.{i}") for i, kind in enumerate(kinds)]
     tied = sizes.vocab * sizes.hidden if model.tie_embeddings and not shared else 0
-    return [replace(embed, tied=tied), *found, replace(head, tied=tied)]
+    found = [replace(embed, tied=tied), *found, replace(head, tied=tied)]
+    return adapters.frozen(job, found, [blocks[kind] for kind in kinds], sizes) if job.adapter.rank else found
 
 
 def sizes_of(job: Job, past: int = 0) -> Sizes | None:
@@ -299,8 +301,19 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
     if one.size is not None and spared is not None:  # what is estimated to go, of what was measured
         spared = one.size.remade(layer.size.act_b - spared.act_b, spared.more_b - layer.size.more_b)
     parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
-    params = one.params or layer.params
-    return replace(layer, f=one.f, b=one.b, w=one.w, params=params, parts=parts, size=size, measured=one, spared=spared)
+    params, frozen = (one.params, one.frozen) if one.params or one.frozen else (layer.params, layer.frozen)
+    return replace(
+        layer,
+        f=one.f,
+        b=one.b,
+        w=one.w,
+        params=params,
+        frozen=frozen,
+        parts=parts,
+        size=size,
+        measured=one,
+        spared=spared,
+    )
 
 
 def _given(table: list[Layer], costs: GivenCosts) -> list[Layer]:

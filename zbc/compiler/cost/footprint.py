@@ -298,7 +298,7 @@ class Sizes:
         return self.width < self.stream
 
 
-def _weight_grad(elements: float, width: int, *, first: bool) -> float:
+def weight_grad(elements: float, width: int, *, first: bool) -> float:
     """Bytes a weight gradient takes before it is added: as it is computed, and as float32, if that does not stay."""
     return elements * ((0 if first else GRAD_BYTES) + (width if width < GRAD_BYTES else 0))
 
@@ -310,7 +310,7 @@ def embedding(z: Sizes) -> Footprint:
     places = 0 if z.rotary else z.stream * z.hidden * z.seq_len / (z.shared * z.cp)
     scaled = rows * z.scaled  # before or behind that
     more = scaled if z.rotary else rows + places
-    table, fresh = (_weight_grad(z.vocab * z.hidden, z.stream, first=first) for first in (False, True))
+    table, fresh = (weight_grad(z.vocab * z.hidden, z.stream, first=first) for first in (False, True))
     came = GRAD_BYTES * (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
     return Footprint(
         act_b=8 * z.tokens,
@@ -346,7 +346,7 @@ def block(z: Sizes) -> Footprint:
     chosen = h + z.choices if z.experts else 0
 
     def weights(first: bool) -> tuple[float, float]:
-        down, up = (_weight_grad(h * z.mlp * k, n, first=first) for k in (1, 2 if z.gated else 1))
+        down, up = (weight_grad(h * z.mlp * k, n, first=first) for k in (1, 2 if z.gated else 1))
         most = max(f * n * t + grad + down, 2 * f * n * t if z.gated else 0) - z.left
         return max(down, up - (f + h) * n * t), max(most, z.inside_norm, _attended(z))
 
@@ -415,7 +415,7 @@ def spared(z: Sizes) -> Footprint:
     # While gradients of keys and values are on their way, those of all tokens are there twice, and of the MLP what its
     # weight gradients need, which are computed meanwhile.
     meanwhile = (f + h + 3 * z.queries + (4 * z.cp + 2) * z.keys) * n * t
-    return found.at_least(meanwhile, meanwhile + _weight_grad(h * z.mlp, n, first=False))
+    return found.at_least(meanwhile, meanwhile + weight_grad(h * z.mlp, n, first=False))
 
 
 def _others(z: Sizes) -> float:
@@ -492,7 +492,7 @@ def head(z: Sizes) -> Footprint:
     wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32
     kept = 4 * vocab * t + (logits if z.logits_cap else 0)  # of the loss, and of a cap its tanh
     gone = logits - 4 * vocab * t  # when the weight gradient is computed, log-probabilities gave way to d logits
-    weight, fresh = (_weight_grad(h * vocab, n, first=first) for first in (False, True))
+    weight, fresh = (weight_grad(h * vocab, n, first=first) for first in (False, True))
     norm = h if z.gated else 2 * h
     cast = logits if z.stream < GRAD_BYTES else 0.0  # when the gradient of a narrow weight is, that of logits has gone
     return Footprint(

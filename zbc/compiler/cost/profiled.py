@@ -26,8 +26,9 @@ class Measurement:
     again: float
     step: float | None  # the optimizer's step, with the share of the gradient norm
     tentative: float | None
-    params: int
-    parts: tuple[int, ...]  # them by parameter; () where only their sum is known
+    params: int  # that train
+    frozen: int  # others
+    parts: tuple[int, ...]  # of the first, them by parameter; () where only their sum is known
     size: Footprint | None
     held: LayerBytes | None
 
@@ -49,6 +50,8 @@ def _one(layer: LayerProfile, last: LayerProfile | None, same_optimizer: bool) -
     f, b = layer.f.ms, layer.b.ms
     step, tentative = (_ms(layer.step), _ms(layer.tentative)) if same_optimizer else (None, None)
     norm = _ms(layer.norm) or 0.0
+    rests = layer.bytes is not None and not layer.bytes.gradients  # none of them trains
+    trained = 0 if rests else sum(layer.parts) or layer.parameters
     return Measurement(
         f=f,
         b=b,
@@ -57,7 +60,8 @@ def _one(layer: LayerProfile, last: LayerProfile | None, same_optimizer: bool) -
         again=f if layer.again is None else layer.again.ms,
         step=None if step is None else step + norm,
         tentative=None if tentative is None else tentative + norm,
-        params=layer.parameters,
+        params=trained,
+        frozen=layer.parameters - trained,
         parts=tuple(layer.parts),
         size=None if layer.bytes is None else _footprint(layer.bytes, None if last is None else last.bytes),
         held=layer.bytes,

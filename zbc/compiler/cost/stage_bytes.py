@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from zbc.compiler.cost import estimate, stepping
+from zbc.compiler.cost import adapters, estimate, stepping
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES, NO_MORE, NO_RISE, Footprint, More, Rise, more, rise
 from zbc.ir import Placement
@@ -87,7 +87,7 @@ def _stage(
     share = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
     return replace(
         own,
-        weights=own.weights + sum(z.tables for z in sizes),
+        weights=own.weights + sum(z.tables for z in sizes) + adapters.held(job, placement, s, part, table),
         boundary=max(behind[at] for at in (s, *placement.sources(s))),
         more=more(sizes, recompute=again, first=not placement.sources(s)),
         first=more([z.first for z in sizes], recompute=again, first=not placement.sources(s)),
@@ -303,7 +303,8 @@ def _parameters(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, 
     if len(held) < len(layers):
         master = 4 if low or ahead else 0
         return (2.0 if low else 4.0) * params, float(GRAD_BYTES * params), float(master * params), per
-    part = params / (sum(layer.params for layer in layers) or 1)
+    known = sum(layer.params for layer in layers)
+    part = params / known if known else 1.0
     weights, gradients = part * sum(z.weights for z in held), part * sum(z.gradients for z in held)
     same = job.profile is not None and job.profile.optimizer == options.name
     state = part * sum(z.optimizer for z in held) if same else per * gradients / (GRAD_BYTES * params or 1)

@@ -143,10 +143,10 @@ def _plain_backward(z: Sizes) -> float:
 def _around(z: Sizes, norm: float, sums: float) -> float:
     """Of norms and sums, per token; ranks may share the tokens of the residual stream."""
     over = _norms_of_stream(z)
-    return (over * norm + sums) / z.shared + (_norm_share(z) - over) * norm
+    return (over * norm + sums) / z.shared + (norm_share(z) - over) * norm
 
 
-def _norm_width(z: Sizes) -> int:
+def norm_width(z: Sizes) -> int:
     """Bytes per number inside a norm: autocast on a GPU computes it in float32, on a CPU in the type that comes in."""
     return 4 if z.cuda and z.width < 4 else z.stream
 
@@ -156,7 +156,7 @@ def _norms(z: Sizes) -> int:
     return 2 + 2 * z.qk_norm + 2 * z.around
 
 
-def _norm_share(z: Sizes) -> float:
+def norm_share(z: Sizes) -> float:
     """What they all go over, in norms of the residual stream."""
     return _norms_of_stream(z) + (z.queries + z.keys) / z.hidden if z.qk_norm else _norms_of_stream(z)
 
@@ -165,15 +165,15 @@ def _norms_of_stream(z: Sizes) -> int:
     return 4 if z.around else 2
 
 
-def _by_steps(z: Sizes) -> bool:
+def by_steps(z: Sizes) -> bool:
     """Whether a norm is made of single operations: RMSNorm on a CPU, Gemma's everywhere."""
     return z.wide_norm or (z.gated and not z.cuda)
 
 
 def _norm_count(z: Sizes) -> int:
     """Kernels of a norm, casts included."""
-    inside = _norm_width(z)
-    return (6 if _by_steps(z) else 1) + (inside != z.stream) + (inside != z.width)
+    inside = norm_width(z)
+    return (6 if by_steps(z) else 1) + (inside != z.stream) + (inside != z.width)
 
 
 def _norm_forward(z: Sizes) -> float:
@@ -181,15 +181,15 @@ def _norm_forward(z: Sizes) -> float:
 
     RMSNorm on a CPU is made of single operations: a square, its mean, two products.
     """
-    inside = _norm_width(z)
-    passes = 8 if _by_steps(z) else 2
+    inside = norm_width(z)
+    passes = 8 if by_steps(z) else 2
     return z.hidden * (_cast(z.stream, inside) + passes * inside + _cast(inside, z.width))
 
 
 def _norm_backward(z: Sizes) -> float:
     """The same backward: gradient and input are read for the input's gradient, and again for those of the weights."""
-    inside = _norm_width(z)
-    passes = 16 if _by_steps(z) else 5
+    inside = norm_width(z)
+    passes = 16 if by_steps(z) else 5
     return z.hidden * (_cast(z.width, inside) + passes * inside + _cast(inside, z.stream))
 
 

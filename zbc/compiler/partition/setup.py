@@ -368,7 +368,8 @@ def start_of(job: Job, placement: Placement, table: Sequence[estimate.Layer]) ->
 def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Program:
     """The program with what the job does to all its steps; `stages` are the layers of each. Raises E115 and E118."""
     refuse_placement(job, program.placement, costs, program.history[0])
-    tied = [s for s, part in enumerate(stages) if job.model.tied_layers & set(part)]
+    trained = set() if job.adapter.rank else job.model.tied_layers
+    tied = [s for s, part in enumerate(stages) if trained & set(part)]
     return replace(
         program,
         dp=job.parallel.dp,
@@ -376,7 +377,7 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
         tp=job.parallel.tp,
         node=None if costs.node is None or costs.node[0] == program.placement.ranks else costs.node,
         order=tuple(job.parallel.order or ()),
-        tied=len(tied) > 1 or (job.model.tie_embeddings and program.placement.stages > 1 and not job.vocabulary),
+        tied=len(tied) > 1 or (job.ties_words and program.placement.stages > 1),
         ties=tuple(tied) if len(tied) > 1 else (),
         sharded=job.shard != "none",
         scatters=job.parallel.scatters,

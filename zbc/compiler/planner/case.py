@@ -36,6 +36,7 @@ from zbc.job.spec import Job
 SMALL = 4000  # ops up to which partitions that are even in memory are always looked at
 TINY = 1e-9  # of a limit
 STATE = 16.0  # bytes that stay with a parameter: weight, gradient and two moments
+WEIGHT = 4.0  # of one that is frozen, at most
 SUBSETS = 64  # of stages that may recompute, all of which are tried
 
 
@@ -215,7 +216,7 @@ class Case:
         kept = [size.act_b for size in sizes] if given is None else [act_b for act_b, _ in given]
         slices = 1 if searched else job.slices
         held = [[[count * size / slices for size in kept] for count in flight] for flight in flights]
-        state = [STATE * layer.params for layer in self.table]
+        state = [STATE * layer.params + WEIGHT * layer.frozen for layer in self.table]
         if job.hardware.memory_gib is not None:
             held += [[list(map(add, row, state)) for row in memory] for memory in held]
         for k, memory in enumerate(held):

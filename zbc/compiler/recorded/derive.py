@@ -84,6 +84,7 @@ def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, b
             torch="" if about is None else about.torch,
         ),
         model=model_of(job.model),
+        adapter=job.adapter.timed,
         microbatch_size=manifest.microbatch_size,
         optimizer=job.optimizer.name,
         cp=job.parallel.cp,

@@ -89,7 +89,7 @@ def refuse_misfit(manifest: Manifest, profile: Profile, name: str) -> None:
     """Raise E142 for a profile of something else than a plan is of."""
     job = recall.job_of(manifest)
     size, inner = manifest.microbatch_size, inner_of(job.parallel)
-    wrong = misfits(profile, job.model, device=job.hardware.device, microbatch_size=size, inner=inner)
+    wrong = misfits(profile, job.model, job.adapter, device=job.hardware.device, microbatch_size=size, inner=inner)
     if wrong:
         text = f"profile: {name} was made for something else than the run"
         raise ZbcError("E142", text, hint="leave --base out, or name a profile of this job", details=wrong)

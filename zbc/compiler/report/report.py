@@ -137,6 +137,18 @@ class FreezeReport:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterReport:
+    """What trains in place of all weights, in parameters; a step of all, and the memory of the rank with most, in the
+    same order."""
+
+    rank: int
+    trained: int
+    whole: int
+    whole_ms: float | None = None
+    whole_bytes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GatherReport:
     """Gathers of weights that replicas share out, in a step."""
 
@@ -208,6 +220,7 @@ class Report:
     host: dict[str, Any] = field(default_factory=dict)  # of the ranks that copy activations there: see memory/host.py
     copied: CopyReport | None = None  # where any do
     freezing: FreezeReport | None = None  # where weight gradients are left out
+    adapter: AdapterReport | None = None  # where adapters train in place of weights
     gathered: GatherReport | None = None  # where steps gather weights
     flushless: StepsReport | None = None  # where steps follow one another without a flush
     tp_sums: SumsReport | None = None  # where ops have sums of tensor-parallel ranks inside
@@ -392,9 +405,9 @@ def _slice(costs: Costs, j: int, begin: int, end: int) -> SliceReport:
 
 
 def _without_copies(data: dict[str, Any]) -> None:
-    """Say nothing of the host where nothing is copied there, of freezing where nothing is frozen, of gathers where
-    there are none, of steps without a flush where they have one, and of sums inside of ops where there are none."""
-    for key in ("host", "copied", "freezing", "gathered", "flushless", "tp_sums"):
+    """Say nothing of the host where nothing is copied there, of freezing where nothing is frozen, of adapters and of
+    gathers where there are none, of steps without a flush where they have one, nor of sums inside of ops."""
+    for key in ("host", "copied", "freezing", "adapter", "gathered", "flushless", "tp_sums"):
         if not data[key]:
             del data[key]
 

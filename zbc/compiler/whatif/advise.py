@@ -121,7 +121,7 @@ def state_of(document: toml.Document) -> State:
     sizes = case.first.bytes or ()
     held = sum(one.weights + one.gradients + one.masters + one.optimizer for one in sizes)
     count = int(document.values["parallel"]["world"])
-    state = State(sum(layer.params for layer in table), held, job.room, count)
+    state = State(sum(layer.params + layer.frozen for layer in table), held, job.room, count)
     if state.room is not None and state.share > state.room:
         raise _too_large(job, state)
     return state

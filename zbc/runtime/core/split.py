@@ -269,7 +269,7 @@ def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT) 
     compiled = {id(inner) for outer in root.modules() if _is(outer, "OptimizedModule") for inner in outer.modules()}
     installed: list[Patch] = []
     for module in root.modules():
-        fit = isinstance(module, kinds) and id(module) not in compiled and _plain(module)
+        fit = isinstance(module, kinds) and id(module) not in compiled and plain(module)
         patch = _patch_for(module) if fit else None
         if patch is not None:
             module.forward = patch
@@ -313,7 +313,7 @@ _HOOKS = (
 )
 
 
-def _plain(module: nn.Module) -> bool:
+def plain(module: nn.Module) -> bool:
     """Whether the module computes what its class says with plain leaf parameters, and nobody listens in."""
     if "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS):
         return False

@@ -23,7 +23,7 @@ from zbc.runtime.features.slicing import Inside, Part, within
 from zbc.runtime.transports.transport import Transport
 from zbc.training.data.data import KINDS, Samples, Tokens, build_samples, input_spec, place
 from zbc.training.data.unequal import Dealer, Padded, build_documents, shape_of
-from zbc.training.models import model, pretrained
+from zbc.training.models import adapters, model, pretrained
 from zbc.training.models.shared_words import table_sizes, trunk
 from zbc.training.probing.shapes import Shapes, derive
 
@@ -43,6 +43,7 @@ class Settings:
     memory: spec.Memory
     checkpoint: spec.Checkpoint
     freeze: spec.Freeze
+    adapter: spec.Adapter
     pretrained: str | None = None
 
     @classmethod
@@ -56,6 +57,7 @@ class Settings:
             section(spec.Memory, planning.get("memory", {})),
             section(spec.Checkpoint, training.get("checkpoint", {})),
             section(spec.Freeze, planning.get("freeze", {})),
+            section(spec.Adapter, planning.get("adapter", {})),
             training.get("pretrained"),
         )
 
@@ -75,11 +77,11 @@ def section(section: type[_Section], values: Any) -> _Section:
 
 
 def layer_plans(settings: Settings) -> list[model.LayerPlan]:
-    """The layers of a plan, with pretrained weights where it names some."""
+    """The layers of a plan, with pretrained weights and adapters where it has them."""
     plans = model.layers(settings.model, settings.train.seed)
-    if settings.pretrained is None:
-        return plans
-    return pretrained.fill(plans, settings.model, Path(settings.pretrained))
+    if settings.pretrained is not None:
+        plans = pretrained.fill(plans, settings.model, Path(settings.pretrained))
+    return adapters.adapted(plans, settings.adapter, settings.model)
 
 
 @dataclass

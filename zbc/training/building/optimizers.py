@@ -36,7 +36,7 @@ from zbc.training.probing.shapes import Shapes
 def tied_weights(site: Site) -> dict[str, tuple[int, ...]]:
     """The weights that stages share, with those stages, the owner's first."""
     found: dict[str, tuple[int, ...]] = {}
-    if not site.manifest.tied or site.manifest.vocabulary is not None:
+    if not (site.manifest.tied or site.settings.adapter.rank) or site.manifest.vocabulary is not None:
         return found
     home = {name: stage for stage, names in enumerate(site.manifest.layers) for name in names}
     for plan in site.layers:
@@ -61,7 +61,8 @@ def optimizers_of(
         of = split(stages[s].parameters, shared.experts) if apart else (stages[s].parameters,)
         experts = {id(parameter) for own in of[1:] for parameter in own.values()}
         for owner, own in zip((s, experts_of(s)), of, strict=False):
-            casts = [one for one in stages[s].casts if (id(one.module.weight) in experts) == (owner != s)]
+            trained = [one for one in stages[s].casts if one.module.weight.requires_grad]
+            casts = [one for one in trained if (id(one.module.weight) in experts) == (owner != s)]
             found[owner] = _optimizer_of(site, own, casts, tied, late.get(s, 0), owner, wholes)
     return found
 
@@ -119,7 +120,9 @@ def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Coll
     if given is None:
         raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
     asked, ranks = section(spec.Average, given), meeting(site.manifest, Op(Kind.AVERAGE, 0), site.rank)
-    owned = {owner: dict(one.parameters) for owner, one in optimizers.items()}
+    owned = {
+        owner: {name: p for name, p in one.parameters.items() if p.requires_grad} for owner, one in optimizers.items()
+    }
     shared = {name: mine.pop(name) for mine in owned.values() for name in tied if name in mine}
     owned |= {TIED: shared} if shared else {}
     return Averages(

@@ -18,7 +18,7 @@ from zbc.runtime.features.tensor_parallel import Cut, SharedLayers
 from zbc.runtime.features.versions import OLDER, OneVersion, TwoVersions
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.files import TYPES, Reader
-from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, features_keep, state_buffers
+from zbc.training.checkpoint.state import BUFFER, MODEL, OPTIM, features_keep, state_buffers, written
 from zbc.training.checkpoint.together import together
 from zbc.training.launch.board import Board
 
@@ -77,7 +77,7 @@ def _restore(worker: Worker, reader: Reader) -> None:
     """Overwrite everything of a rank. Raises E612 (damaged), E613 (of another model)."""
     _check_fits(worker, reader)
     for optimizer in worker.optimizers.values():
-        _restore_weights(optimizer, reader, worker.features.of(SharedLayers).cuts)
+        _restore_weights(worker, optimizer, reader)
     for stage in worker.stages:
         _restore_buffers(worker, stage, reader)
         for name, value in features_keep(worker, stage):
@@ -89,7 +89,7 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
     """Raise E613 if the checkpoint is of another model than this rank's."""
     theirs = {name.removeprefix(MODEL): about for name, about in reader.tensors.items() if name.startswith(MODEL)}
     sizes = zip(worker.layout.parameters, worker.layout.sizes, strict=True)
-    ours = {name for name, size in sizes if size}  # what has no elements is in no file
+    ours = {name for name, size in sizes if size and written(worker, name)}  # what has no elements is in no file
     cuts = worker.features.of(SharedLayers).cuts
     differences = [f"{name}: only in this job" for name in sorted(ours - theirs.keys())]
     differences += [f"{name}: only in the checkpoint" for name in sorted(theirs.keys() - ours)]
@@ -105,13 +105,14 @@ def _check_fits(worker: Worker, reader: Reader) -> None:
         raise ZbcError("E613", text, hint="resume with the [model] it was trained with", details=shown)
 
 
-def _restore_weights(optimizer: StageOptimizer, reader: Reader, cuts: Mapping[str, Cut]) -> None:
+def _restore_weights(worker: Worker, optimizer: StageOptimizer, reader: Reader) -> None:
     kept, states = _state_keys(reader, optimizer), dict[int, dict[str, Tensor]]()
+    cuts = worker.features.of(SharedLayers).cuts
     held = optimizer.held()
     for one in optimizer.incomplete():
         _fill(one, reader, cuts.get(one.name))
     for place, one in enumerate(held):
-        if one.tensor.numel():
+        if one.tensor.numel() and written(worker, one.name):
             cut = cuts.get(one.name)
             _fill(one, reader, cut)
             if one.tensor.requires_grad and one.name in kept:

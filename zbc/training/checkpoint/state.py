@@ -26,6 +26,7 @@ from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.ties import Ties
 from zbc.training.checkpoint.files import TensorPart, check_type
+from zbc.training.models.adapters import Frozen
 
 MODEL, OPTIM, BUFFER = "model.", "optim.", "buffer."
 
@@ -48,6 +49,12 @@ def entries(worker: Worker) -> list[HeldPart]:
     return [entry for entry in found if entry.part.tensor.numel()]
 
 
+def written(worker: Worker, parameter: str) -> bool:
+    """Whether a parameter of the model is in checkpoints: not if nothing but adapters trains."""
+    frozen = worker.features.find(Frozen)
+    return frozen is None or parameter in frozen.trained
+
+
 def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
     """Parameters and what the optimizer keeps for them; the ranks with the same, `usual`, share out who writes what."""
     optimizer = worker.optimizers[owner]
@@ -59,7 +66,7 @@ def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
         for name in sorted(cuts.keys() & sharded.dealt):
             yield from _collected(worker, owner, name, *sharded.collect(name, worker.transport))
     for held in optimizer.held():
-        if not held.tensor.numel():  # there is nothing to keep of it
+        if not held.tensor.numel() or not written(worker, held.name):  # there is nothing to keep of it
             continue
         if held.name in cuts and held.shared:
             yield from _collected(worker, owner, held.name, held.tensor.data, state.get(held.tensor, {}))

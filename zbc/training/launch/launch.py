@@ -59,6 +59,7 @@ def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> None:
     options = replace(
         options,
         save_hf=None if options.save_hf is None else options.save_hf.absolute(),
+        save_adapter=None if options.save_adapter is None else options.save_adapter.absolute(),
         launch=os.environ.get("TORCHELASTIC_RUN_ID", "") if started else "",
         restarted=started and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
         live=sys.stderr.isatty(),
@@ -127,6 +128,11 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
         from zbc.training.models.hfexport import check_target
 
         check_target(options.save_hf, Settings.of(manifest).model)
+    if options.save_adapter is not None:
+        from zbc.training.building.context import Settings
+        from zbc.training.models import adapters
+
+        adapters.check_target(options.save_adapter, Settings.of(manifest).adapter)
     total = int(manifest.training["train"]["steps"]) if options.steps is None else options.steps
     if options.trace and max(options.trace) >= total:
         text = f"run: --trace asks for step {max(options.trace) + 1}, the run has {total}"

@@ -18,6 +18,7 @@ class RunOptions:
     steps: int | None = None  # instead of the plan's
     out: Path | None = None  # the run directory
     save_hf: Path | None = None  # where the weights go in the end, as a Hugging Face folder
+    save_adapter: Path | None = None  # where its adapters go, as a folder of peft
     resume: str | None = None  # "auto", "none", or the path of a checkpoint or of a run: see checkpoint/resume.py
     trace: frozenset[int] = frozenset()  # the steps to record, from 0
     local: int | None = None  # so many ranks are started here

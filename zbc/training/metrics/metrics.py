@@ -161,7 +161,8 @@ class RunRecord:
         samples = self._phases.samples(result.step)
         world, peak = self._manifest.topology.world, self._log.get("peak_tflops")
         tokens = None if self._settings.tokens is None else self._settings.tokens(result.step)
-        rates = throughput(self._model, samples, 1e3 * result.seconds, world, peak, tokens)
+        frozen = "adapter" in self._manifest.planning
+        rates = throughput(self._model, samples, 1e3 * result.seconds, world, peak, tokens, frozen=frozen)
         return {
             "step": result.step + 1,
             "loss": result.loss,

@@ -15,6 +15,7 @@ from zbc.runtime.core.split import SPLIT, Patch, SplitLinear, split_backward
 from zbc.runtime.core.stage import Stage, StageLayer, Traits
 from zbc.runtime.core.tensors import Laid, TensorSpec
 from zbc.runtime.seeding import draws
+from zbc.training.models.adapters import LoraLinear
 from zbc.training.models.model import LayerPlan
 
 
@@ -64,6 +65,7 @@ def build_stage(
         patches += found
     autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
+    casts += [one.frozen for layer in layers for one in layer.module.modules() if isinstance(one, LoraLinear)]
     how = (recompute, spares, flows, passed)
     stage = Stage(index, tuple(layers), takes, gives, seed, device, autocast, *how, casts, laid, came, goes)
     stage.watched = watched

@@ -22,8 +22,8 @@ from torch import Tensor
 from zbc.errors import ZbcError, unwritten
 from zbc.host.folders import folders_for
 from zbc.job import hfconfig
+from zbc.job.hfnames import HEAD, parts
 from zbc.job.spec import Model
-from zbc.training.models.hfnames import HEAD, parts
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights, safetensors
 
 _POSITIONS = "embed.positions.weight"
@@ -33,11 +33,16 @@ _BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # tokenizers, temp
 def check_target(folder: Path, model: Model) -> None:
     """Look before training whether `write_shard` will work. Raises E524 (no counterpart), E525 (in the way), E610."""
     hfconfig.config_of(model)
+    make_folder(folder, (hfconfig.CONFIG, INDEX, SINGLE))
+
+
+def make_folder(folder: Path, names: Iterable[str]) -> None:
+    """Make a folder that holds none of these files. Raises E525, E610."""
     safetensors()
-    for name in (hfconfig.CONFIG, INDEX, SINGLE):
+    for name in names:
         if os.path.exists(folder / name):
             text = f"run: {folder} holds a model already ({name})"
-            raise ZbcError("E525", text, hint="choose another folder for --save-hf, or remove this one")
+            raise ZbcError("E525", text, hint="choose another folder, or remove this one")
     try:
         with folders_for(folder):
             folder.mkdir(exist_ok=True)
@@ -104,14 +109,19 @@ def write_index(folder: Path, model: Model, shards: Iterable[str], source: Path 
         config = hfconfig.config_from(before, model, types.pop() if len(types) == 1 else "float32")
         said = [*_differences(before, config, source), *_copy_beside(source, folder)]
     for name, content in ((hfconfig.CONFIG, config), (INDEX, index)):
-        part = folder / f".{name}.part"
-        try:
-            part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            _sync(part)
-            os.replace(part, folder / name)
-        except OSError as error:
-            raise _unwritable(folder / name, error) from None
+        write_json(folder, name, content)
     return said
+
+
+def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Write a file in one go. Raises E525."""
+    part = folder / f".{name}.part"
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        _sync(part)
+        os.replace(part, folder / name)
+    except OSError as error:
+        raise _unwritable(folder / name, error) from None
 
 
 def _differences(before: Mapping[str, Any], config: Mapping[str, Any], source: Path) -> Iterator[str]:

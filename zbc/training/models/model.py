@@ -43,7 +43,8 @@ class LayerPlan:
     """One layer that can be built on any rank: `make` takes nothing and returns the module.
 
     Layers with the same `like` differ in their weights only, so what one returns and is made of holds for all. `fill`
-    overwrites the initial weights of a layer that has been built.
+    overwrites the initial weights of a layer that has been built; `alter` then changes the layer, and draws what is new
+    from a seed of its own.
     `ties` names parameters that are those of another layer: `{"logits.weight": "embed.tokens.weight"}`.
     `after`: in a graph the layers whose outputs it takes, in the order of its arguments; None: the one before it.
     `compiles`: it is one of those that `model.compile` is about.
@@ -53,6 +54,7 @@ class LayerPlan:
     make: Callable[[], nn.Module]
     like: str | None = None
     fill: Callable[[nn.Module], None] | None = None
+    alter: Callable[[nn.Module], None] | None = None
     ties: Mapping[str, str] = field(default_factory=dict)
     compiles: bool = False
     after: tuple[str, ...] | None = None
@@ -64,6 +66,9 @@ class LayerPlan:
         refuse_wrapped(self.name, module)
         if self.fill is not None:
             self.fill(module)
+        if self.alter is not None:
+            with seeded(seed_of(seed, self.name, "alter")):
+                self.alter(module)
         return module
 
     def on_meta(self, owners: Owners | None = None) -> nn.Module:
@@ -80,7 +85,10 @@ class LayerPlan:
         refuse_untrainable(self.name, module)
         if owners is not None:
             owners.add(self.name, module, self.ties)
-        return hollow(module, "meta")
+        module = hollow(module, "meta")
+        if self.alter is not None:
+            self.alter(module)
+        return module
 
     def _call(self) -> nn.Module:
         module = userobject.call(self.make, {}, self.name, "model layer")

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job import hfconfig
+from zbc.job.hfnames import HEAD, TensorRows, parts
 from zbc.job.spec import Model
-from zbc.training.models.hfnames import HEAD, TensorRows, parts
 from zbc.training.models.model import LayerPlan
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

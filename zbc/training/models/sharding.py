@@ -7,7 +7,8 @@
 
 Norms, learned positions and biases behind a sum are whole: the first rank alone adds the biases of proj and down, and
 so holds them. Norms of queries and keys are whole, too, but each rank has the gradient of its own heads only: what is
-`partial` is summed once per step. Where ranks share the sequence, so is what each holds whole.
+`partial` is summed once per step. So is what adapters have whole, `down` beside columns and `up` beside rows; and,
+where ranks share the sequence, what each holds whole.
 
 A user's layer has a method `shard(group)` that says which of its parameters are cut, and along which dimension:
 {"up.weight": 0, "down.weight": 1}, or (dimension, sizes of blocks) where each block is cut.
@@ -16,6 +17,7 @@ A user's layer has a method `shard(group)` that says which of its parameters are
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from zbc.errors import ZbcError
 from zbc.job import userobject
 from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.tensor_parallel import Cut, Group, look_up
+from zbc.training.models.adapters import LoraLinear
 from zbc.training.models.experts import Expert, Experts
 from zbc.training.models.gpt import Embed, GptBlock, GptHead
 from zbc.training.models.llama import LlamaBlock
@@ -44,8 +47,9 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
     """
     if isinstance(layer, Embed | GptBlock | LlamaBlock | GptHead):
         found = _built_in(layer, group, joined)
-        whole = {name for name, _ in layer.named_parameters() if not name.endswith(_ADDED)} - found.keys()
-        return Shares(found, frozenset(name for name in whole if group.sequence or name.startswith(_OF_HEADS)))
+        trained = [name for name, p in layer.named_parameters() if p.requires_grad and not name.endswith(_ADDED)]
+        whole = frozenset(trained) - found.keys()
+        return Shares(found, frozenset(n for n in whole if group.sequence or n.startswith(_OF_HEADS) or ".lora." in n))
     if callable(getattr(layer, "shard", None)):
         return Shares(_by_its_user(name, layer, group))
     text = f"model: layer {name} ({type(layer).__name__}) cannot be shared by {group.size} tensor-parallel ranks"
@@ -146,6 +150,21 @@ def _columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> Ite
         if getattr(linear, key) is not None:
             yield f"{name}.{key}", _keep(linear, key, 0, parts, group)
     linear.out_features = linear.weight.shape[0]
+    yield from _adapters(linear, name, parts, group)
+
+
+def _adapters(linear: nn.Linear, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
+    """Cut those beside a linear layer whose outputs are cut: each rank's `down` gives all there is, its `up` its own
+    outputs."""
+    if isinstance(linear, LoraLinear):
+        starts = [*accumulate(parts, initial=0)]
+        for key, start, stop in linear.spans:
+            up = linear.pair(key).up
+            inside = [part for part, at in zip(parts, starts, strict=False) if start <= at < stop]
+            yield f"{name}.lora.{key}.up.weight", _keep(up, "weight", 0, inside, group)
+            up.out_features = up.weight.shape[0]
+        own = [*accumulate((high - low for low, high in map(group.bounds, parts)), initial=0)]
+        linear.spans = tuple((key, own[starts.index(a)], own[starts.index(b)]) for key, a, b in linear.spans)
 
 
 def _rows(layer: nn.Module, name: str, group: Group) -> dict[str, Cut]:
@@ -155,7 +174,12 @@ def _rows(layer: nn.Module, name: str, group: Group) -> dict[str, Cut]:
     linear.in_features = linear.weight.shape[1]
     if group.place:
         linear.register_parameter("bias", None)
-    return {f"{name}.weight": cut}
+    found = {f"{name}.weight": cut}
+    downs = {key: linear.pair(key).down for key, *_ in linear.spans} if isinstance(linear, LoraLinear) else {}
+    for key, down in downs.items():
+        found[f"{name}.lora.{key}.down.weight"] = _keep(down, "weight", 1, [down.in_features], group)
+        down.in_features = down.weight.shape[1]
+    return found
 
 
 def _linear(layer: nn.Module, name: str) -> nn.Linear:

@@ -127,6 +127,7 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
             torch=torch.__version__,
         ),
         model=model_of(job.model),
+        adapter=job.adapter.timed,
         microbatch_size=job.schedule.microbatch_size,
         optimizer=job.optimizer.name,
         layers={kind: _layer(found, kind, host) for kind in dict.fromkeys(found.order)},

@@ -154,7 +154,7 @@ def _layer(
         gradients_b=first[Op(Kind.B, stage, _APART)].came,
         masters=held["masters"],
         optimizer=held["optimizer"],
-        largest=max((p.numel() for p in of.parameters.values()), default=0),
+        largest=max(trained, default=0),
         pair=max((before + 2 * one for before, one in pairwise([0, *trained])), default=0),
         ends=[trained[0], trained[-1]] if trained else [],
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zbc.job.spec import Model
+from zbc.job.model_section import Model
 
 
 class TensorRows(NamedTuple):

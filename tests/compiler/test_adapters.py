@@ -1,0 +1,172 @@
+"""Plans of adapters: what frozen weights no longer cost, in time and memory, and what adapters do."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.jobs import job
+from tests.profiles import layer, nbytes, profile_of
+from tests.refusals import refused
+from tests.runtime.test_measure import CASES, both, weighed
+from tests.tiers import dealt, few
+from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import estimate, work
+from zbc.compiler.cost.machine import Kernel, Machine
+from zbc.ir import Kind
+from zbc.plan.headline import headline
+
+GPU = {"device": "cuda", "memory_gib": 24, "tflops": 400, "link_gbps": 1200, "link_us": 10}
+LLAMA_8B = {
+    "family": "llama",
+    "layers": 32,
+    "hidden": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "ffn_hidden": 14336,
+    "vocab": 128256,
+    "seq_len": 4096,
+    "dtype": "bfloat16",
+    "parameters": "bfloat16",
+}
+EIGHT = {"model": LLAMA_8B, "hardware": GPU, "memory": {"activations": "auto"}, "pp": 4, "m": 16, "layers": 32}
+
+
+def llama_8b(**changes):
+    return job(**{**EIGHT, "kind": "1f1b", **changes})
+
+
+def test_llama_8b_at_rank_16_fits_where_all_weights_do_not():
+    with refused("E301"):
+        compile_job(llama_8b(), budget=0.0, suggest=False)
+    found = compile_job(llama_8b(adapter={"rank": 16}), budget=0.0, suggest=False).report
+    assert max(rank.peak_bytes for rank in found.per_rank) < 24 * 2**30
+    adapter = found.adapter
+    block = 16 * (4096 + 4096 + 4096 + 1024 + 4096 + 1024 + 4096 + 4096 + 2 * (4096 + 14336) + 14336 + 4096)
+    assert adapter.trained == 32 * block == 41_943_040
+    assert adapter.whole == 8_030_261_248  # as its card says
+    assert adapter.whole_ms > found.makespan_ms
+    assert adapter.whole_bytes > 24 * 2**30 > max(rank.peak_bytes for rank in found.per_rank)
+    for rank in found.per_rank:  # two bytes of weights, and 4 + 4 + 8 of what trains
+        trained = rank.gradient_bytes / 4
+        assert (rank.master_bytes, rank.optimizer_bytes) == pytest.approx((4 * trained, 8 * trained))
+        assert trained < 0.01 * rank.weight_bytes / 2
+    assert sum(rank.gradient_bytes for rank in found.per_rank) == 4 * adapter.trained
+
+
+def test_b_keeps_the_input_gradients_of_frozen_layers_and_w_is_that_of_adapters_alone():
+    """Of one linear layer among four: products that remain and that are added, by hand."""
+    plain, beside = (
+        estimate.layers(llama_8b(adapter=adapter)) for adapter in ({}, {"rank": 16, "targets": ["o_proj"]})
+    )
+    machine, tokens = Machine.of(llama_8b()), 4096 * llama_8b().schedule.microbatch_size
+    pair = machine.ms([work.product(tokens, 4096, 16, 2), work.product(tokens, 16, 4096, 2)])
+    block, old = beside[2], plain[2]
+    assert old.w > 20 * block.w > 20 * pair
+    added = machine.ms([Kernel(0, (3 * 4 + 2 + 4) * 16 * 8192, 2)])  # to sums in float32
+    assert block.w == pytest.approx(pair + added)
+    assert old.b < block.b + 0.1 * old.b and block.b < old.b + 2 * pair + 0.1 * old.b
+    assert 0 < block.f - old.f - pair < 0.05 * old.f
+    assert (beside[0].b, beside[0].w, beside[-1].w) == (0, 0, 0)
+    assert beside[-1].b == pytest.approx(plain[-1].b, rel=0.01)
+
+
+def test_layers_before_the_first_adapter_have_no_backward():
+    table = estimate.layers(llama_8b(adapter={"rank": 16, "targets": ["layers.20.self_attn.q_proj"]}))
+    assert all(layer.b == layer.w == layer.size.act_w == layer.params == 0 for layer in table[:21])
+    assert all(layer.b > 0 and layer.w == 0 for layer in table[22:])
+    assert table[21].w > 0
+
+
+def test_an_order_of_frozen_weights_is_made_for_them():
+    """W is next to nothing: what zero-bubble schedules fill bubbles with is not there."""
+    zb, plain = (
+        compile_job(llama_8b(adapter={"rank": 16}, kind=kind), budget=0.0, suggest=False) for kind in ("zb-h1", "1f1b")
+    )
+    gain = plain.report.makespan_ms / zb.report.makespan_ms
+    whole = [
+        compile_job(llama_8b(kind=kind, hardware={**GPU, "memory_gib": 200}), budget=0.0, suggest=False)
+        for kind in ("zb-h1", "1f1b")
+    ]
+    assert gain < whole[1].report.makespan_ms / whole[0].report.makespan_ms
+
+
+def test_mfu_counts_no_weight_gradients(tmp_path):
+    many = {"log": {"peak_tflops": 989}, "adapter": {"rank": 16}}
+    made = compile_job(llama_8b(**many), budget=0.0, suggest=False)
+    made.write(tmp_path / "plan")
+    s, weights = 4096, 7_504_658_432  # of matrices that tokens meet, the head among them
+    flops = s * (4 * weights + 6 * s * 32 * 4096)
+    wanted = flops * made.rates(1000.0).samples_per_s / (4 * 989e12)
+    assert made.rates(1000.0).mfu == pytest.approx(wanted, rel=1e-6)
+    from zbc.plan.directory import read_manifest
+
+    assert headline(read_manifest(tmp_path / "plan"))["mfu"] == pytest.approx(made.rates(made.settled_ms).mfu, rel=1e-6)
+
+
+BESIDE = {"all": ["*"], "down": ["down", "layers.2.*"], "qkv": ["qkv", "layers.1.proj"]}
+SOME = dealt(
+    [("fp32", "all"), ("bf16", "down"), ("masters", "qkv"), ("llama", "all"), ("qwen3", "qkv"), ("rotary", "down")],
+    [("zb-v", "keep"), ("1f1b", "selective"), ("1f1b", "recompute")],
+)
+
+
+@pytest.mark.parametrize(("case", "beside", "kind", "activations"), few(SOME, [("llama", "all", "zb-v", "keep")]))
+def test_what_ranks_hold_is_predicted_within_a_percent(tmp_path, case, beside, kind, activations):
+    adapter = {"rank": 4, "alpha": 8.0, "targets": BESIDE[beside]}
+    how = {"kind": kind, "m": 4, "layers": 4, "memory": {"activations": activations}, **CASES[case], "pp": 2}
+    for predicted, measured in both(tmp_path, adapter=adapter, **how):
+        for name in ("weights", "gradients", "masters", "optimizer", "activations"):
+            assert getattr(predicted, name) == pytest.approx(getattr(measured, name), rel=0.01), name
+        assert measured.peak <= predicted.bytes * 1.1  # of tensors on their way several may be there at once
+        assert predicted.bytes <= measured.peak * 1.09
+
+
+SHARED = [{"tp": 2}, {"tp": 2, "tp_sequence": True}, {"dp": 2, "shard": "optimizer"}]
+
+
+@pytest.mark.parametrize("parallel", few(SHARED, 1), ids=str)
+def test_what_ranks_that_share_layers_hold_is_predicted(tmp_path, parallel):
+    how = {"kind": "1f1b", "pp": 2, "m": 3, "layers": 2, "model": CASES["llama"]["model"], "parallel": parallel}
+    for predicted, measured in both(tmp_path, adapter={"rank": 4}, **how):
+        for name in ("weights", "gradients", "optimizer", "activations"):
+            assert getattr(predicted, name) == pytest.approx(getattr(measured, name), rel=0.01), name
+
+
+def test_tied_embeddings_that_are_frozen_are_held_once_and_summed_by_nobody(tmp_path):
+    model = {**CASES["llama"]["model"], "tie_embeddings": True}
+    how = {"kind": "zb-v", "pp": 2, "m": 4, "layers": 4, "model": model, "adapter": {"rank": 4}}
+    compiled, *_ = weighed(tmp_path, 1, **how)
+    assert not any(op.kind is Kind.REDUCE for _, _, op in compiled.program)
+    for predicted, measured in both(tmp_path, **how):
+        assert predicted.weights == pytest.approx(measured.weights, rel=0.01)
+
+
+def test_a_plan_without_adapters_says_nothing_of_them(tmp_path):
+    made = compile_job(job(), budget=0.0, suggest=False)
+    assert "adapter" not in made.report.as_json()
+    assert "adapter" not in made.job.planning() and "adapter" in job(adapter={"rank": 2}).planning()
+
+
+def test_what_a_profile_saw_frozen_has_no_gradients_sums_or_state():
+    """Of layers of which half the numbers train, and ends of which none do."""
+    rests = nbytes(gradients=0, optimizer=0)
+    half = layer(1.0, 2.0, 0.1, bytes=nbytes(gradients=200, optimizer=400)).model_copy(update={"parts": [30, 20]})
+    kinds = {name: layer(0.5, 0.5, 0.0, bytes=rests) for name in ("embed", "head")} | {"block": half}
+    one = job(adapter={"rank": 4})
+    table = estimate.layers(replace(one, profile=profile_of(one, layers=kinds)))
+    assert [(at.params, at.frozen, at.parts) for at in (*table[:2], table[-1])] == [
+        (0, 100, ()),
+        (50, 50, (30, 20)),
+        (0, 100, ()),
+    ]
+
+
+def test_a_profile_without_these_adapters_is_refused(tmp_path):
+    one, asked = job(adapter={"rank": 4}), {"rank": 4, "targets": ["qkv"]}
+    for known, found in ((one.adapter.timed, {"rank": 8}), ({}, {"rank": 4}), (one.adapter.timed, asked)):
+        (tmp_path / "p.json").write_text(profile_of(one, adapter=known).dumps())
+        with refused("E142") as caught:
+            job(adapter=found, costs={"profile": str(tmp_path / "p.json")})
+        assert any("adapter." in line for line in caught.value.details)
+    (tmp_path / "p.json").write_text(profile_of(one, adapter=one.adapter.timed).dumps())
+    assert job(adapter={"rank": 4, "alpha": 2.0}, costs={"profile": str(tmp_path / "p.json")}).profile is not None

@@ -1,0 +1,375 @@
+"""Adapters: the losses of LoRA in plain torch and of peft, one process's training however it is cut up, and files."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.composed import apart, settings, trained
+from tests.jobs import job
+from tests.refusals import refused
+from tests.runtime.small_plans import GPT, LLAMA, hold, make_plan, make_program, make_worker, parameters, reference
+from tests.runtime.test_checkpoints import at
+from tests.runtime.test_flushless_with import planned
+from tests.runtime.test_gradients import VECTORS
+from tests.runtime.test_pretrained import MODELS, model_in
+from tests.threads import losses_of, run_threads
+from tests.tiers import few
+from zbc.job.spec import Adapter
+from zbc.runtime.core.slot import Slot, using
+from zbc.training.building.context import Settings
+from zbc.training.models import adapters
+from zbc.training.models.adapters import LoraLinear
+from zbc.training.models.hfexport import write_shard
+
+SMALL = {"rank": 4, "alpha": 6.0}
+STEPS = 20
+
+
+def plan_of(folder, targets, schedule="zb-h1", p=2, m=4, v=None, **more):
+    """A plan that begins with the weights of a folder."""
+    section = model_in(folder).model_dump(mode="json")
+    program = make_program(schedule, p, m, v)
+    plan = make_plan(program, model=section, optimizer={"lr": 0.01}, adapter={**SMALL, "targets": targets}, **more)
+    training = {**plan.manifest.training, "pretrained": str(folder)}
+    return replace(plan, manifest=plan.manifest.model_copy(update={"training": training}))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {}
+
+    def folder(kind):
+        if kind not in made:
+            torch.manual_seed(3)
+            made[kind] = tmp_path_factory.mktemp(kind)
+            MODELS[kind]().save_pretrained(made[kind])
+        return made[kind]
+
+    return folder
+
+
+class Lora(nn.Module):
+    """LoRA as its paper has it, around any layer."""
+
+    def __init__(self, base, down, up, scale):
+        super().__init__()
+        self.base, self.scale = base, scale
+        self.down, self.up = nn.Parameter(down), nn.Parameter(up)
+
+    def forward(self, x):
+        return self.base(x) + self.scale * (x @ self.down.T) @ self.up.T
+
+
+def tensors_of(workers):
+    """The adapters of a run as peft calls them."""
+    settings = Settings.of(workers[0].plan.manifest)
+    found = {name: p for worker in workers for s in worker.stages.values() for name, p in s.parameters.items()}
+    return {k: t.clone() for k, t in adapters.tensors_of(settings.adapter, settings.model, found).items()}
+
+
+def with_lora(folder, tensors):
+    """The model of transformers with adapters by peft's names, and what of it trains."""
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    peer.requires_grad_(False)
+    modules = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in tensors}
+    found = {}
+    for name in sorted(n for n in modules if not n.endswith("weight")):
+        down, up = (tensors[f"base_model.model.{name}.lora_{side}.weight"].clone() for side in "AB")
+        path, _, leaf = name.rpartition(".")
+        layer = Lora(peer.get_submodule(name), down, up, SMALL["alpha"] / SMALL["rank"])
+        setattr(peer.get_submodule(path), leaf, layer)
+        found |= {f"base_model.model.{name}.lora_{side}.weight": p for side, p in (("A", layer.down), ("B", layer.up))}
+    return peer, found
+
+
+def losses_in_plain_torch(peer, named, batches, options, steps, m):
+    optimizer = torch.optim.AdamW(
+        list(named.values()), lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
+    )
+    losses = []
+    for step in range(steps):
+        each = []
+        for mb in range(m):
+            logits, target = peer(batches.inputs(step, mb)).logits, batches.targets(step, mb)
+            each.append(nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten()))
+            (each[-1] / m).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(one.item() for one in each) / m)
+    return losses
+
+
+CASES = [
+    ("llama-grouped", ["q_proj", "v_proj"]),
+    ("llama", ["*"]),
+    ("phi3", ["qkv_proj", "down"]),
+    ("gpt2", ["c_attn", "mlp.c_proj"]),
+    ("gemma2", ["self_attn.*", "layers.1.gate_up"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "targets"), few(CASES, CASES[:1]), ids=str)
+def test_losses_and_adapters_are_those_of_lora_in_plain_torch(folders, kind, targets):
+    plan = plan_of(folders(kind), targets)
+    begun = tensors_of([make_worker(plan, rank) for rank in range(2)])
+    assert all((t == 0).all() == name.endswith("lora_B.weight") for name, t in begun.items())
+    peer, named = with_lora(folders(kind), begun)
+    workers = run_threads(plan, STEPS)
+    batches = next(w.batches for w in workers if w.batches is not None)
+    options = Settings.of(plan.manifest).optimizer
+    wanted = losses_in_plain_torch(peer, named, batches, options, STEPS, 4)
+    assert losses_of(workers) == pytest.approx(wanted, abs=1e-5)
+    for name, tensor in tensors_of(workers).items():
+        torch.testing.assert_close(tensor, named[name].detach(), rtol=1e-3, atol=1e-4, msg=name)
+        assert tensor.any()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("kind", "targets"), few(CASES[:4], CASES[:1]), ids=str)
+def test_peft_loads_what_was_saved_and_has_the_losses(folders, tmp_path, kind, targets):
+    peft = pytest.importorskip("peft")
+    plan = plan_of(folders(kind), targets)
+    settings = Settings.of(plan.manifest)
+    save(tmp_path, settings, [make_worker(plan, rank) for rank in range(2)])
+    peer = transformers.AutoModelForCausalLM.from_pretrained(folders(kind))
+    peer = peft.PeftModel.from_pretrained(peer, tmp_path, is_trainable=True)
+    named = {name: p for name, p in peer.named_parameters() if p.requires_grad}
+    workers = run_threads(plan, STEPS)
+    assert len(named) == len(tensors_of(workers))
+    batches = next(w.batches for w in workers if w.batches is not None)
+    wanted = losses_in_plain_torch(peer, named, batches, settings.optimizer, STEPS, 4)
+    assert losses_of(workers) == pytest.approx(wanted, abs=1e-5)
+
+
+# ---- however it is cut up ----------------------------------------------------------------------------------------
+
+TARGETS = {**SMALL, "targets": ["q_proj", "v_proj", "down"]}
+SCHEDULES = [
+    ("1f1b", 3, 4, None),
+    ("zb-h1", 2, 4, None),
+    ("zb-v", 2, 4, 2),
+    ("interleaved-1f1b", 2, 4, 2),
+    ("dualpipe-v", 2, 4, 2),
+]
+
+
+@pytest.mark.parametrize(("schedule", "p", "m", "v"), few(SCHEDULES, [SCHEDULES[0], SCHEDULES[2]]))
+@pytest.mark.parametrize("activations", few(["keep", "recompute", "selective"], ["keep"]))
+def test_any_schedule_has_the_bits_of_one_process(schedule, p, m, v, activations):
+    program = make_program(schedule, p, m, v)
+    plan = make_plan(program, model=LLAMA, adapter=TARGETS, activations=activations, optimizer={"lr": 0.01})
+    workers, wanted = run_threads(plan, 3), reference(plan, 3)
+    hold(workers, wanted)
+    before = reference(plan, 0).weights
+    changed = {name for name, p in wanted.weights.items() if not p.equal(before[name])}
+    assert changed == {name for name in before if ".lora." in name}
+
+
+@pytest.mark.parametrize("model", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}], ids=str)
+def test_in_bfloat16_it_is_near_one_process(model):
+    plan = make_plan(make_program("zb-v", 2, 4, 2), model={**LLAMA, **model}, adapter=TARGETS)
+    hold(run_threads(plan, 3), reference(plan, 3), tolerance=5e-3)
+
+
+def tables(*traits, **more):
+    found = settings(*traits)
+    found["adapter"], found["parallel"]["pp"], found["model"]["layers"] = {"rank": 4, "alpha": 2.0}, 2, 4
+    for key, value in more.items():
+        section, _, name = key.partition("__")
+        found.setdefault(section, {})[name] = value
+    return found
+
+
+CUT = ["tp", "tp_sequence", "slices", "cp", "copies", "post-validate", "sharded optimizer", "sharded gradients"]
+CUT += ["offload", "overlap"]
+BOTH = [[one] for one in CUT] + [["tp", "sharded optimizer"], ["tp", "slices"]]
+
+
+@pytest.mark.parametrize("traits", few(BOTH, [["tp"], ["sharded optimizer"]]), ids=" x ".join)
+@pytest.mark.parametrize("family", few(["gpt", "llama"], ["llama"]))
+def test_however_ranks_share_it_it_trains_alike(traits, family):
+    found = trained(tables(*traits, model__family=family))
+    assert apart(found, trained(tables(model__family=family))) <= 2e-5
+
+
+def test_of_tied_embeddings_and_replicas_nothing_is_summed_but_adapters(tmp_path):
+    plain = tables("tied embeddings", schedule__microbatches=8)
+    shared = tables("tied embeddings", parallel__dp=2, schedule__microbatches=4)
+    assert apart(trained(shared), trained(plain)) <= 2e-5
+    assert not planned(tmp_path, shared).manifest.tied
+
+
+def test_without_a_flush_gradients_are_those_of_one_process_a_step_late():
+    how = {"sync": "two-versions"}
+    plan = make_plan(make_program("1f1b", 3, 4, **how), model=GPT, adapter=SMALL, optimizer={**how, "lr": 0.01})
+    hold(run_threads(plan, 5), reference(plan, 5, delayed=True))
+
+
+def test_initial_weights_depend_on_no_cut_and_the_base_not_on_adapters():
+    def weights(p, adapter):
+        plan = make_plan(make_program("1f1b", p, 2), model=LLAMA, adapter=adapter)
+        return {name: w.detach() for name, w in parameters([make_worker(plan, rank) for rank in range(p)]).items()}
+
+    one, three, plain = weights(1, TARGETS), weights(3, TARGETS), weights(2, None)
+    assert all(one[name].equal(three[name]) for name in one) and one.keys() == three.keys()
+    assert all(one[name].equal(plain[name]) for name in plain)
+    downs = [one[f"layers.{i}.qkv.lora.{key}.down.weight"] for i in (0, 1) for key in ("q_proj", "v_proj")]
+    assert all(not a.equal(b) for i, a in enumerate(downs) for b in downs[:i])
+
+
+def test_frozen_weights_have_neither_gradients_nor_w_nor_state():
+    plan = make_plan(make_program("zb-h1", 2, 4), model=LLAMA, adapter=TARGETS, cuts=[0, 7, 8])
+    worker = run_threads(plan, 1)[0]
+    stage, optimizer = worker.stages[0], worker.optimizers[0].optimizer
+    trained = {name for name, p in stage.parameters.items() if p.requires_grad}
+    assert trained == {name for name in stage.parameters if ".lora." in name}
+    assert len(trained) == LLAMA["layers"] * 3 * 2 == len(optimizer.state)
+    x, slot = torch.randn(2, 16, 32, requires_grad=True), Slot()
+    with using(slot):
+        y = stage.layers[1].module(x)
+    slot.split = True
+    y.sum().backward()
+    assert len(slot) == 3 * 2  # what waits for W: down and up of three
+    assert all(p.grad is None for p in stage.layers[1].module.parameters())
+    slot.run()
+    given = {name for name, p in stage.layers[1].module.named_parameters() if p.grad is not None}
+    assert given == {name for name, p in stage.layers[1].module.named_parameters() if p.requires_grad}
+
+
+# ---- layers of users ---------------------------------------------------------------------------------------------
+
+
+def mixed():
+    """Layers with linear layers inside of them, one that is used as it is, and frozen buffers."""
+    torch.manual_seed(1)
+    inner = [nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Linear(12, 8)) for _ in range(3)]
+    return [nn.Linear(8, 8), *inner]
+
+
+USERS = {"family": f"{__name__}:mixed", "layers": 4, "loss": "mse"}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_linear_layers_of_users_get_adapters_by_name(schedule):
+    adapter = {"rank": 2, "targets": ["layers.0", "layers.2.3"]}
+    plan = make_plan(make_program(schedule, 2, 4), model=USERS, **VECTORS, adapter=adapter)
+    workers = run_threads(plan, 3)
+    names = {name for name, p in parameters(workers).items() if p.requires_grad}
+    assert names == {f"layers.{n}.lora.{n[-1]}.{side}.weight" for n in ("0", "2.3") for side in ("down", "up")}
+    hold(workers, reference(plan, 3))
+
+
+def test_a_target_that_is_no_linear_layer_is_refused():
+    with refused("E110", match="q_projj"):
+        job(model={"family": "llama"}, adapter={"rank": 4, "targets": ["q_projj"]})
+    plan = make_plan(make_program("1f1b", 2, 4), model=USERS, **VECTORS, adapter={"rank": 2, "targets": ["*.1"]})
+    with refused("E110", match=r"\*\.1"):
+        make_worker(plan)
+
+
+# ---- checkpoints and files ---------------------------------------------------------------------------------------
+
+EVERY = {"every": 2, "asynchronous": False, "keep": 9}
+
+
+def checkpointed(folders, p, schedule, tmp_path, **how):
+    plan = plan_of(folders("llama"), ["q_proj", "up_proj"], schedule, p, checkpoint=EVERY)
+    return run_threads(plan, 4, folder=tmp_path, **how)
+
+
+def test_checkpoints_hold_adapters_alone_and_go_on_under_another_cut(folders, tmp_path):
+    whole = checkpointed(folders, 2, "zb-h1", tmp_path / "a")
+    kept = json.loads((at(tmp_path / "a", 2) / "index.json").read_text())["tensors"]
+    names = {name.split(".", 1)[1] for name in kept if name.startswith("model.")}
+    assert names == {name for name, p in parameters(whole).items() if p.requires_grad}
+    rest = checkpointed(folders, 3, "1f1b", tmp_path / "b", resume=at(tmp_path / "a", 2))
+    assert losses_of(rest) == losses_of(whole)[2:]
+    assert all(p.equal(parameters(whole)[name]) for name, p in parameters(rest).items())
+
+
+def test_a_checkpoint_of_other_frozen_weights_is_refused(folders, tmp_path):
+    checkpointed(folders, 2, "zb-h1", tmp_path / "a")
+    torch.manual_seed(4)
+    MODELS["llama"]().save_pretrained(tmp_path / "other")
+    with refused("E613", match="frozen"):
+        checkpointed(lambda kind: tmp_path / "other", 2, "1f1b", tmp_path / "b", resume=at(tmp_path / "a", 2))
+
+
+def save(folder, settings, workers):
+    """As every rank of a run does, and the first completes it."""
+    said = []
+    for number, worker in enumerate(workers):
+        named = {name: p for stage in worker.stages.values() for name, p in stage.parameters.items()}
+        found = adapters.tensors_of(settings.adapter, settings.model, named)
+        said.append(write_shard(folder, number, len(workers), found) if found else "")
+    adapters.complete(folder, settings.adapter, settings.model, said, settings.pretrained)
+
+
+PUBLISHED = {
+    "llama": ("model.layers.{}.self_attn.q_proj", "model.layers.{}.mlp.down_proj"),
+    "gpt2": ("transformer.h.{}.attn.c_attn", "transformer.h.{}.attn.c_proj"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "said"),
+    [("llama", ["q_proj", "down"], ["down_proj", "q_proj"]), ("gpt2", ["c_attn", "attn.c_proj"], None)],
+)
+def test_files_have_the_names_that_peft_publishes(folders, tmp_path, kind, targets, said):
+    from safetensors.torch import load_file
+
+    plan = plan_of(folders(kind), targets)
+    save(tmp_path, Settings.of(plan.manifest), [make_worker(plan, rank) for rank in range(2)])
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    names = {one.format(i) for one in PUBLISHED[kind] for i in range(4)}
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert tensors.keys() == {f"base_model.model.{name}.lora_{side}.weight" for name in names for side in "AB"}
+    assert all(t.shape[0 if "lora_A" in name else 1] == 4 for name, t in tensors.items())
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 6.0)
+    assert config["target_modules"] == (said or sorted(names))  # c_proj alone would be that of the MLP, too
+    assert config["fan_in_fan_out"] is (kind == "gpt2")
+
+
+def test_merged_weights_compute_what_adapters_beside_them_do(folders):
+    plan = plan_of(folders("llama-grouped"), ["*"])
+    workers, settings = run_threads(plan, 3), Settings.of(plan.manifest)
+    found = dict(parameters(workers))
+    merged = adapters.merged(settings.adapter, settings.model, found)
+    assert merged.keys() == {name for name in found if ".lora." not in name}
+    x = torch.randn(2, 16, 32)
+    layer = next(one for w in workers for s in w.stages.values() for one in s.layers if one.name == "layers.1")
+    for name, module in ((n, m) for n, m in layer.module.named_modules() if isinstance(m, LoraLinear)):
+        x = torch.randn(3, module.in_features)
+        plain = nn.functional.linear(x, merged[f"layers.1.{name}.weight"])
+        torch.testing.assert_close(plain, module(x), rtol=1e-5, atol=1e-5)
+        assert not merged[f"layers.1.{name}.weight"].equal(module.weight)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"model": {"compile": True}},
+        {"parallel": {"vocabulary": "shared"}},
+        {"parallel": {"dp": 2, "shard": "weights"}},
+        {"parallel": {"dp": 2, "shard": "all"}},
+    ],
+    ids=str,
+)
+def test_what_adapters_do_not_go_with_is_refused(how):
+    with refused("E110", match="adapter.rank"):
+        job(adapter={"rank": 4}, **how)
+
+
+def test_alpha_without_a_rank_is_refused():
+    with refused("E110", match="alpha"):
+        job(adapter={"alpha": 2.0})
+
+
+def test_alpha_counts_over_rank():
+    assert Adapter(rank=8, alpha=16.0, targets=["*"]).scale == 2.0
+    assert Adapter(rank=8, alpha=None, targets=["*"]).scale == 1.0

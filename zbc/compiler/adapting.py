@@ -1,0 +1,28 @@
+"""[adapter]: what a plan says it saves, beside a training of all weights in the same order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.partition.setup import Ordered, as_ordered
+from zbc.compiler.report.report import AdapterReport
+from zbc.job.spec import Adapter, Job
+
+
+def adapter_report(job: Job, found: Ordered) -> AdapterReport | None:
+    """What adapters gain; no times where these were given or measured, which know one of the two trainings alone."""
+    if not job.adapter.rank:
+        return None
+    plain = replace(as_ordered(job, found), adapter=Adapter.model_validate({}), profile=None)
+    mine, theirs = estimate.layers(job), estimate.layers(plain)
+    trained, whole = (sum(layer.params for layer in table) for table in (mine, theirs))
+    whole = whole or sum(layer.frozen for layer in mine)
+    if job.profile is not None or job.costs.f is not None or not job.model.builtin:
+        return AdapterReport(job.adapter.rank, trained, whole)
+    context = found.complete.priced(pricing.build(plain, found.program.placement, found.stages, theirs))
+    held = peaks(context.program, context.costs, context.timeline)
+    return AdapterReport(
+        job.adapter.rank, trained, whole, context.timeline.makespan, max(one.bytes or 0.0 for one in held)
+    )

@@ -1,0 +1,234 @@
+"""`[adapter]` in costs: what layers whose weights are frozen leave out, and what adapters beside them take.
+
+Of a block of the Transformer, per microbatch of N tokens, with n-byte activations and adapters of rank r beside linear
+layers with k inputs, for m of whose outputs each:
+
+    F    2 N r (k + m) operations more, and a sum of the outputs
+    B    the input gradients of the frozen layers, and those of the adapters, 2 N r (m + k)
+    W    2 N r (k + m), of adapters alone
+    kept F -> B   inputs of linear layers only where there are adapters, N r n for each; no normalized inputs
+    kept B -> W   input and output gradient of linear layers with adapters, 2 N r n for each
+
+`params` of a frozen layer are those that train; `frozen` elements have no gradient, master or optimizer state, and
+their casts are made once. Layers before the first adapter have no backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from zbc.compiler.cost import estimate, footprint, work
+from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes
+from zbc.compiler.cost.machine import Kernel, Machine
+from zbc.ir import Placement
+from zbc.job.adapter import linears, parts
+from zbc.job.spec import Job
+
+if TYPE_CHECKING:
+    from zbc.compiler.cost.estimate import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The adapters beside a linear layer with so many inputs and outputs, on one rank: for how many outputs each."""
+
+    inputs: int
+    outputs: int
+    each: tuple[int, ...]
+    rank: int
+
+    @property
+    def shapes(self) -> Iterable[tuple[int, int]]:
+        for outputs in self.each:
+            yield from ((self.rank, self.inputs), (outputs, self.rank))
+
+    @property
+    def inside(self) -> int:
+        """Numbers per token between the two matrices of all of them."""
+        return self.rank * len(self.each)
+
+
+def frozen(job: Job, table: Sequence[Layer], blocks: Sequence[Sizes], ends: Sizes) -> list[Layer]:
+    """The layers of a built-in model, `blocks` having the sizes of each block, with adapters that alone train."""
+    found = [_embedding(table[0], ends)]
+    for layer, z, i in zip(table[1:-1], blocks, range(len(blocks)), strict=True):
+        found.append(_block(job, layer, z, _beside(job, i, z)))
+    found.append(_head(job, table[-1], ends))
+    first = next((i for i, layer in enumerate(found) if layer.params), len(found))
+    before = [_forward_alone(layer) for layer in found[:first]]
+    if first < len(found):  # of what comes first in it, too
+        layer, z = found[first], blocks[first - 1]
+        kept, left = _before(z, _beside(job, first - 1, z))
+        size, spared, entry = layer.size, layer.spared, z.stream * z.hidden * z.own  # which a stage holds until B
+        size = replace(size, act_b=size.act_b - kept, loose=entry)
+        spared = spared and replace(spared, act_b=spared.act_b - left, loose=entry)
+        return [*before, replace(layer, size=size, spared=spared), *found[first + 1 :]]
+    return before
+
+
+def _before(z: Sizes, has: dict[str, Beside]) -> tuple[float, float]:
+    """Bytes that a block keeps before its first adapter, where nothing before it trains; with selective recompute."""
+    n, t, stream, norm = z.width, z.tokens, z.stream * z.hidden * z.own, (z.norm - _normalized(z)) * z.own
+    names = ("qkv", "proj", "gate_up" if z.gated else "up", "down")
+    first = next(i for i, name in enumerate(names) if name in has)
+    # Of what attention gives, what the layer behind it takes stays with its adapter; else a copy of that has gone.
+    output = z.queries * (first == 1 or (z.turned_kept > 0 and not z.capped))
+    attention = ((z.mixed - output) * n + z.logs + _head_norms(z)) * t
+    behind, heads = _behind(z) / 2 * z.own, (z.queries + 2 * z.keys) * n * t
+    kept = [stream + norm, attention, stream + norm + behind, (3 if z.gated else 1) * z.mlp * n * t]
+    left = [stream, heads, stream + behind, (2 if z.gated else 1) * z.mlp * n * t]
+    taken = has[names[first]].inputs * n * t  # nothing makes it again
+    return sum(kept[: first + 1]), sum(left[: first + 1]) - taken
+
+
+def _beside(job: Job, block: int, z: Sizes) -> dict[str, Beside]:
+    """The adapters of a block, by linear layer."""
+    adapter, model, tp = job.adapter, job.model, job.parallel.tp
+    h, up = z.hidden, (2 if z.gated else 1) * z.mlp
+    sizes = ((h, z.queries + 2 * z.keys), (z.queries, h), (h, up), (z.mlp, h))
+    found = dict[str, Beside]()
+    for name, (inputs, outputs) in zip(linears(model), sizes, strict=True):
+        cut = 1 if outputs == h and name in ("proj", "down") else tp  # these are cut by their inputs
+        some = parts(adapter, model, f"layers.{block}.{name}", outputs * cut)
+        if some:
+            found[name] = Beside(inputs, outputs, tuple((one.stop - one.start) // cut for one in some), adapter.rank)
+    return found
+
+
+def held(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
+    """Bytes of the frozen weights of a stage, but for those that a profile has weighed."""
+    count = sum(layer.frozen for i in part if (layer := table[i]).measured is None or layer.measured.held is None)
+    z, last = estimate.sizes_of(job), part[-1] == len(table) - 1
+    if count and z and last and job.model.tie_embeddings and {*placement.holders(s)} <= {*placement.holders(0)}:
+        count -= z.vocab * z.hidden  # the rank holds the shared weight with its first stage
+    return (2.0 if job.model.parameters == "bfloat16" else 4.0) * count
+
+
+def _embedding(layer: Layer, z: Sizes) -> Layer:
+    size = replace(
+        NOTHING, entry=layer.size.entry, result=layer.size.result, more_f=layer.size.more_f, tables=layer.size.tables
+    )
+    return _without(replace(layer, w=0.0, size=replace(size, more_alone=layer.size.more_alone)), layer.params)
+
+
+def _head(job: Job, layer: Layer, z: Sizes) -> Layer:
+    """B is the gradient of its input; F keeps what that needs of the loss."""
+    size = layer.size
+    kept = size.act_b - z.hidden * z.width * z.tokens - _normalized(z) * z.own
+    back = 8 * z.vocab * z.tokens
+    size = replace(
+        _fixed(size, z), act_b=kept, act_w=0.0, more_b=back, more_w=0.0, more_bw=back, largest=0.0, keeps_given=False
+    )
+    saved = Machine.of(job).ms([Kernel(0, _of_norm(z) * z.own, 0)])
+    return _without(replace(layer, b=max(0.0, layer.b - saved), w=0.0, size=size), layer.params)
+
+
+def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
+    machine, t, n = Machine.of(job), z.tokens, z.width
+    forward, backward, weights = list[Kernel](), list[Kernel](), list[Kernel]()
+    for one in has.values():
+        for outputs in one.each:
+            k, m, r = one.inputs, outputs, one.rank
+            pair = [work.product(t, k, r, n), work.product(t, r, m, n)]
+            forward += pair
+            backward += [*pair, Kernel(0, 3 * n * k * t)]  # whose input gradient is added to that of the others
+            weights += [*pair, Kernel(0, (3 * GRAD_BYTES + (n + GRAD_BYTES if n < GRAD_BYTES else 0)) * r * (k + m), 2)]
+        forward.append(Kernel(0, 3 * n * one.outputs * t + (len(one.each) > 1) * 2 * n * one.outputs * t))
+    saved = machine.ms([Kernel(0, work.norm_share(z) * _of_norm(z) * z.own, 0)])
+    f = layer.f + machine.ms(forward)
+    shapes = [shape for one in has.values() for shape in one.shapes]
+    params = sum(map(math.prod, shapes))
+    size = _size(z, layer.size, has, shapes, gathered=not job.parallel.regathers)
+    stays: float = 2 * z.stream * z.hidden * z.own + _behind(z) * z.own
+    stays += (z.queries + 2 * z.keys + (2 if z.gated else 1) * z.mlp + sum(one.inside for one in has.values())) * n * t
+    again = ((3 if z.gated else 1) * z.mlp + (2 * z.hidden if z.tp > 1 else 0)) * n * t
+    spared = replace(size.remade(size.act_b - stays, again), fused=-size.kv)
+    changed = replace(
+        layer,
+        f=f,
+        b=max(0.0, layer.b - saved) + machine.ms(backward),
+        w=machine.ms(weights) if has else 0.0,
+        size=size,
+        cheap=layer.cheap * layer.f / f if f else 0.0,
+        spared=spared,
+        params=params,
+        parts=tuple(map(math.prod, shapes)),
+        matrices=tuple(shapes),
+    )
+    return replace(changed, frozen=layer.params)
+
+
+def _size(
+    z: Sizes, plain: Footprint, has: dict[str, Beside], shapes: Sequence[tuple[int, int]], *, gathered: bool
+) -> Footprint:
+    """`gathered`: F keeps the inputs that ranks gather, or would."""
+    h, q, n, t, f = z.hidden, z.queries, z.width, z.tokens, z.mlp
+    _, proj, up, down = (name in has for name in ("qkv", "proj", "gate_up" if z.gated else "up", "down"))
+    inside = sum(one.inside for one in has.values())
+    gone: float = (h * (("qkv" not in has) + (not up)) * gathered + f * (not down)) * n * t
+    gone += q * n * t * (not proj and z.turned_kept > 0 and not z.capped)  # attention keeps what it gave in its order
+    gone += (2 * _normalized(z) * gathered + z.behind - _behind(z)) * z.own + (z.head_norms - _head_norms(z)) * t
+    largest = max(map(math.prod, shapes), default=0)
+    fresh, summed = (footprint.weight_grad(largest, n, first=first) for first in (True, False))
+    back = plain.more_b + (h * n * t if has else 0)
+    return replace(
+        _fixed(plain, z),
+        act_b=plain.act_b - gone + inside * n * t,
+        act_w=sum(one.inputs + one.outputs + 2 * one.inside for one in has.values()) * n * t,
+        keeps_given=plain.keeps_given and down,
+        more_b=back,
+        more_w=summed,
+        more_bw=back + summed,
+        first_b=None,
+        first_w=fresh,
+        first_bw=back + fresh,
+        came_b=0.0,
+        came_w=float(GRAD_BYTES * sum(map(math.prod, shapes))),
+        casts=n * sum(map(math.prod, shapes)) if z.cast else 0.0,
+        largest=largest,
+    )
+
+
+def _fixed(size: Footprint, z: Sizes) -> Footprint:
+    """Of a layer whose own weights have no gradients; their casts are constants."""
+    size = replace(size, first_b=None, first_w=None, first_bw=None, rise_b=None, rise_w=None, rise_bw=None)
+    return replace(size, came_b=0.0, came_w=0.0, tables=size.tables + size.casts, casts=0.0, pair=0.0)
+
+
+def _without(layer: Layer, count: int) -> Layer:
+    """A layer none of whose weights, so many, trains."""
+    return replace(layer, params=0, parts=(), matrices=(), tied=0, frozen=count)
+
+
+def _forward_alone(layer: Layer) -> Layer:
+    """A layer before all that trains: it has no backward, and keeps nothing but what its stage is given."""
+    size = replace(layer.size, act_b=0.0, act_w=0.0, kv=0.0, fused=0.0, more_b=0.0, more_w=0.0, more_bw=0.0)
+    size = replace(size, keeps_given=False, loose=size.entry, tail=0.0)
+    return replace(layer, b=0.0, w=0.0, size=size, spared=None)
+
+
+# ---- norms whose weights have no gradient ----------------------------------------------------------------------
+
+
+def _of_norm(z: Sizes) -> int:
+    """Bytes per token that the backward of a norm of the stream moves for the gradient of its weight."""
+    return z.hidden * (5 if work.by_steps(z) else 2) * work.norm_width(z)
+
+
+def _normalized(z: Sizes) -> int:
+    """Bytes per token of the normalized input, which a norm of single operations keeps for that."""
+    if not z.gated or (z.cuda and not z.wide_norm):
+        return 0
+    return (4 if z.wide_norm else z.stream) * z.hidden
+
+
+def _head_norms(z: Sizes) -> int:
+    """Those of queries and keys: what they keep then."""
+    return z.head_norms - (0 if z.cuda or not z.qk_norm else 4 * (z.queries + z.keys))
+
+
+def _behind(z: Sizes) -> int:
+    return 2 * (8 + 4 * z.hidden) if z.around else 0

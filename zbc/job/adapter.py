@@ -1,0 +1,110 @@
+"""`[adapter]`: small matrices beside linear layers that train in place of them (LoRA, arXiv 2106.09685).
+
+    y = W x + b + alpha / rank B A x        A: rank x inputs, B: outputs x rank, 0 at first; all else is frozen
+
+A linear layer of a built-in model may be several layers of its Hugging Face folder, one below the other: each of these
+that is a target has an adapter of its own, as it has there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from pydantic import Field
+
+from zbc.errors import ZbcError
+from zbc.job import hfnames
+from zbc.job.model_section import Model
+from zbc.job.section import Positive, Section
+
+if TYPE_CHECKING:
+    from zbc.job.job import Draft
+
+
+class Adapter(Section):
+    """`[adapter]`: what trains in place of the weights of a model."""
+
+    rank: Annotated[int, Field(ge=0, le=65_536)] = Field(
+        0, description="of what is added to the matrices of linear layers (LoRA); 0: the weights themselves train"
+    )
+    alpha: Positive | None = Field(None, description="what is added counts alpha / rank times; default: rank")
+    targets: list[str] = Field(
+        ["*"],
+        min_length=1,
+        description="linear layers, as the model or its Hugging Face folder calls them or ends their names, with *: "
+        '"q_proj", "mlp.*", "layers.3.qkv"; those of blocks in a built-in model',
+    )
+
+    @property
+    def scale(self) -> float:
+        """What is added counts so many times."""
+        return 1.0 if self.alpha is None or not self.rank else self.alpha / self.rank
+
+    @property
+    def timed(self) -> dict[str, object]:
+        """What times of layers depend on; {} without adapters."""
+        return {"rank": self.rank, "targets": self.targets} if self.rank else {}
+
+    def names(self, *called: str) -> bool:
+        """Whether a linear layer that is called so, in several places, is a target."""
+        ends = [".".join(parts[i:]) for name in called if (parts := name.split(".")) for i in range(len(parts))]
+        return any(fnmatchcase(end, target) for end in ends for target in self.targets)
+
+
+class Part(NamedTuple):
+    """Of the outputs of a linear layer, those from `start` to `stop`, which have an adapter: `name` in files."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def key(self) -> str:
+        """Its name inside of the layer."""
+        return self.name.rpartition(".")[2]
+
+
+def parts(adapter: Adapter, model: Model, linear: str, outputs: int) -> list[Part]:
+    """Those of the linear layer that is called `layers.3.qkv` and has so many outputs; [] where it is no target."""
+    if not model.builtin:
+        return [Part(linear, 0, outputs)] if adapter.names(linear) else []
+    found, start = list[Part](), 0
+    if linear.startswith("layers."):
+        for tensor in hfnames.parts(model, f"{linear}.weight"):
+            stop = start + (outputs - start if tensor.rows is None else tensor.rows)
+            name = tensor.name.removesuffix(".weight")
+            found += [Part(name, start, stop)] if adapter.names(linear, name) else []
+            start = stop
+    return found
+
+
+def linears(model: Model) -> tuple[str, ...]:
+    """Those of a block of a built-in model."""
+    return ("qkv", "proj", "gate_up" if model.family == "llama" else "up", "down")
+
+
+def called(model: Model) -> Iterator[tuple[str, ...]]:
+    """The names of the linear layers of a built-in model's blocks: its own, and those of its Hugging Face folder."""
+    for i in range(model.layers if model.builtin else 0):
+        for linear in (f"layers.{i}.{name}" for name in linears(model)):
+            yield linear, *(one.name.removesuffix(".weight") for one in hfnames.parts(model, f"{linear}.weight"))
+
+
+def unknown(adapter: Adapter, layers: Iterable[Sequence[str]], where: str | None = None) -> Iterator[ZbcError]:
+    """E110 for targets that no linear layer is; `layers`: the names of each."""
+    known = list(layers)
+    for target in adapter.targets if adapter.rank else ():
+        if not any(adapter.model_copy(update={"targets": [target]}).names(*names) for names in known):
+            ends = dict.fromkeys(name.rpartition(".")[2] for names in known for name in names)
+            text = f"{'config' if where else 'run'}: no linear layer is called {target}, which adapter.targets names"
+            yield ZbcError("E110", text, where=where, hint=f"there are {', '.join([*ends][:12])}")
+
+
+def problems(draft: Draft) -> Iterator[ZbcError]:
+    """E110 for targets that a built-in model does not have."""
+    adapter, model = draft.sections.get("adapter"), draft.sections.get("model")
+    if adapter is None or model is None or not model.builtin or model.experts:
+        return
+    yield from unknown(adapter, called(model), draft.document.where(("adapter", "targets")))

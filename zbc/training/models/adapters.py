@@ -1,0 +1,263 @@
+"""Adapters (LoRA) beside the linear layers of a model, all else frozen: see zbc/job/adapter.py.
+
+A linear layer stays what it is, under its name, and gets modules inside of it:
+
+    layers.3.qkv.weight                         frozen
+    layers.3.qkv.lora.q_proj.down.weight        (rank, inputs), drawn as nn.Linear draws it
+    layers.3.qkv.lora.q_proj.up.weight          (outputs of q_proj, rank), 0 at first
+
+`down` and `up` are linear layers like others: they wait for W, are cast once a step, and are cut where ranks share
+layers. B of the frozen one is its input gradient alone, and its F keeps nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from zbc.errors import ZbcError, raise_all
+from zbc.job.adapter import Adapter, Part, called, parts, unknown
+from zbc.job.spec import Model
+from zbc.runtime.core.again import remade_of
+from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.split import SplitLinear, plain
+from zbc.runtime.core.stage import Stage
+from zbc.training.models import hfexport
+from zbc.training.models.model import LayerPlan
+from zbc.training.models.pretrained import safetensors
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+
+class Lora(nn.Module):
+    """`up(scale * down(x))`."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int, like: Tensor) -> None:
+        super().__init__()
+        made = partial(nn.Linear, bias=False, device=like.device, dtype=like.dtype)
+        self.down, self.up = made(inputs, rank), made(rank, outputs)  # which draws as peft does
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        inside = self.down(x)  # scaled where it is narrow
+        return self.up(inside if scale == 1.0 else inside * scale)  # type: ignore[no-any-return]
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer, and adapters whose outputs are added to some of its own."""
+
+    lora: nn.Module
+    scale: float
+    spans: tuple[tuple[str, int, int], ...]  # of each adapter its name, and from where to where its outputs go
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, x = self.frozen(x), _cast(x)
+        added, at = list[Tensor](), 0
+        for key, start, stop in (*self.spans, ("", y.shape[-1], 0)):
+            added += [y.new_zeros((*y.shape[:-1], start - at))] if at < start else []
+            added += [self.pair(key)(x, self.scale)] if key else []
+            at = stop
+        return y + (added[0] if len(added) == 1 else torch.cat(added, -1))
+
+    def pair(self, key: str) -> Lora:
+        """The adapter of that name."""
+        found = getattr(self.lora, key)
+        assert isinstance(found, Lora)
+        return found
+
+    @cached_property
+    def frozen(self) -> SplitLinear:
+        """The layer without adapters. Its cast stays: the weight never changes."""
+        return SplitLinear(self)
+
+
+def _cast(x: Tensor) -> Tensor:
+    """The input of several layers in the type that autocast has for each of them."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype != torch.float32:
+        return x
+    low = x.to(torch.get_autocast_dtype(kind))
+    if (remade := remade_of(x)) is not None:
+        low._remade = remade  # type: ignore[attr-defined]
+    return low
+
+
+# ---- a model with adapters -----------------------------------------------------------------------------------
+
+
+def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[LayerPlan]:
+    """The layers with adapters, all else frozen; those of one kind stay that if they have the same ones.
+
+    Raises E110 for targets that no linear layer is.
+    """
+    if not adapter.rank:
+        return list(plans)
+    found, kinds = list[LayerPlan](), dict[str, list[Any]]()
+    names = list[list[str]]()
+    for plan in plans:
+        linears = {path: one.out_features for path, one in _linears(plan.on_meta())}
+        full = {path: f"{plan.name}.{path}".removesuffix(".") for path in linears}
+        names += [[name] for name in full.values()]
+        spans = {path: parts(adapter, model, full[path], count) for path, count in linears.items()}
+        like, has = plan.like, [(path, [one[1:] for one in some]) for path, some in spans.items()]
+        if like is not None:
+            known = kinds.setdefault(like, [])
+            known += [] if has in known else [has]
+            like += f" {known.index(has) + 1}" if known.index(has) else ""
+        found.append(replace(plan, like=like, alter=partial(_adapt, adapter, spans)))
+    if not model.builtin:  # of others it was seen before (job/adapter.py)
+        raise_all(unknown(adapter, names))
+    return found
+
+
+def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Those that do what torch's own does, by their place in a layer; "" is the layer itself."""
+    found = [(path, one) for path, one in layer.named_modules() if isinstance(one, nn.Linear)]
+    inside = {id(one) for _, linear in found if isinstance(linear, LoraLinear) for one in linear.lora.modules()}
+    return [
+        (path, one)
+        for path, one in found
+        if id(one) not in inside and (isinstance(one, LoraLinear) or (type(one) is nn.Linear and plain(one)))
+    ]
+
+
+def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], layer: nn.Module) -> None:
+    """Freeze a layer and add its adapters, whose weights are drawn now: again for a layer that a user hands out again,
+    or that was tried before."""
+    linears = dict(_linears(layer))
+    if not any(isinstance(one, LoraLinear) for one in linears.values()):
+        layer.requires_grad_(False)
+        layer.__dict__[_DIGEST] = _digest(layer)
+    for path, some in spans.items():
+        if some:
+            one = linears[path]
+            one.__class__ = LoraLinear  # so that whoever has it has the adapters too
+            assert isinstance(one, LoraLinear)
+            one.lora, one.scale = nn.Module(), adapter.scale
+            one.spans = tuple((part.key, part.start, part.stop) for part in some)
+            for key, start, stop in one.spans:
+                one.lora.add_module(key, Lora(one.in_features, stop - start, adapter.rank, one.weight))
+
+
+# ---- what does not train -------------------------------------------------------------------------------------
+
+
+_DIGEST = "_frozen_digest"
+
+
+def _digest(layer: nn.Module) -> int:
+    """Of all bits of its parameters, whatever their order: a sum."""
+    found = torch.zeros((), dtype=torch.int64)
+    for parameter in (p.detach() for p in layer.parameters() if not p.is_meta):
+        real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        for piece in torch.split(real.reshape(-1), 1 << 22):
+            found += piece.view(torch.int16).sum(dtype=torch.int64)
+    return int(found)
+
+
+class Frozen(Feature):
+    """Weights that never change are in no checkpoint: they come from where they came from, and checkpoints keep a
+    digest of those of each layer. `trained`: the names of all others."""
+
+    def __init__(self, stages: Mapping[int, Stage], trained: Collection[str]) -> None:
+        self.trained = frozenset(trained)
+        self._own = {
+            s: {one.name: torch.tensor(one.module.__dict__.get(_DIGEST, 0)) for one in stage.layers}
+            for s, stage in stages.items()
+        }
+        self._kept = {s: {name: value.clone() for name, value in own.items()} for s, own in self._own.items()}
+
+    def kept(self, stage: int) -> Mapping[str, Tensor]:
+        return self._kept.get(stage, {})
+
+    def begins(self, worker: Worker) -> None:
+        """Raise E613 where a checkpoint is of other frozen weights."""
+        for stage, own in self._own.items():
+            for name, value in own.items():
+                if not value.equal(self._kept[stage][name].cpu()):
+                    text = f"run: the frozen weights of {name} are not those that the checkpoint's adapters are for"
+                    raise ZbcError("E613", text, hint="resume with the model.pretrained that it began with")
+
+
+# ---- files ---------------------------------------------------------------------------------------------------
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_SIDES = {"down": "lora_A", "up": "lora_B"}
+
+
+def check_target(folder: Path, adapter: Adapter) -> None:
+    """Look before training whether adapters can be written. Raises E525 (in the way), E604 (there are none), E610."""
+    if not adapter.rank:
+        text = "run: --save-adapter writes adapters, and the plan has none"
+        raise ZbcError("E604", text, hint="set adapter.rank and plan again, or use --save-hf")
+    hfexport.make_folder(folder, (CONFIG, WEIGHTS))
+
+
+def _of_file(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, str, Part]]:
+    """The linear layer, the key and the part of each adapter among the parameters."""
+    for name in parameters:
+        linear, there, rest = name.partition(".lora.")
+        if there and rest.endswith(".down.weight"):
+            some = parts(adapter, model, linear, len(parameters[f"{linear}.weight"]))
+            yield from ((linear, one.key, one) for one in some if f"{one.key}.down.weight" == rest)
+
+
+def tensors_of(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters among parameters by global name, as the tensors of a folder of peft by theirs, on the CPU."""
+    return {
+        f"base_model.model.{part.name}.{theirs}.weight": parameters[f"{linear}.lora.{key}.{ours}.weight"].detach().cpu()
+        for linear, key, part in _of_file(adapter, model, parameters)
+        for ours, theirs in _SIDES.items()
+    }
+
+
+def merged(adapter: Adapter, model: Model, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The parameters without adapters, which are added to the weights beside them, in float32."""
+    found = {name: p for name, p in parameters.items() if ".lora." not in name}
+    for linear, key, part in _of_file(adapter, model, parameters):
+        down, up = (parameters[f"{linear}.lora.{key}.{side}.weight"].detach().float() for side in _SIDES)
+        whole = found[f"{linear}.weight"].detach().clone()
+        rows = whole[part.start : part.stop]
+        rows.copy_(rows.float() + adapter.scale * (up @ down))
+        found[f"{linear}.weight"] = nn.Parameter(whole, requires_grad=False)
+    return found
+
+
+def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str], source: str | None) -> None:
+    """Make one file of the shards of all ranks (`hfexport.write_shard`), and say what peft has to know."""
+    library, tensors, paths = safetensors(), dict[str, Tensor](), list[Path]()
+    for text in filter(None, shards):
+        paths.append(folder / json.loads(text)["file"])
+        tensors |= library.torch.load_file(paths[-1])
+    library.torch.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    for path in paths:
+        path.unlink()
+    adapted_ones = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if model.builtin else None,
+        "base_model_name_or_path": source,
+        "r": adapter.rank,
+        "lora_alpha": adapter.scale * adapter.rank,
+        "target_modules": _shortest(adapted_ones, model),
+        "fan_in_fan_out": model.family == "gpt",
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "inference_mode": True,
+    }
+    hfexport.write_json(folder, CONFIG, config)
+
+
+def _shortest(targets: Collection[str], model: Model) -> list[str]:
+    """The last words of the names of adapted layers, if no other layer's name ends so; else these names."""
+    ends = {name.rpartition(".")[2] for name in targets}
+    all_of = {name for _, *names in called(model) for name in names}
+    return sorted(ends if {name for name in all_of if name.rpartition(".")[2] in ends} == {*targets} else targets)
