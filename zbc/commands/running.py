@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,13 +26,15 @@ from zbc.commands.options import (
     listed,
 )
 from zbc.commands.planned import planned
-from zbc.commands.summary import crowded, throughput_lines
+from zbc.commands.summary import crowd, crowded, throughput_lines
 from zbc.errors import ZbcError
 from zbc.host.closed_pipe import to_stdout
 from zbc.text import short
+from zbc.trace.recording import has_trace
 
 if TYPE_CHECKING:
     from zbc.compiler.compile import Compiled
+    from zbc.compiler.recorded.log import RunLog
 
 
 def run(
@@ -99,6 +102,7 @@ def run(
         from zbc.plan.directory import StoredPlan
 
         StoredPlan.read(folder)
+    from zbc.compiler.recorded.log import read
     from zbc.training.launch import launch
     from zbc.training.launch.options import RunOptions
 
@@ -116,8 +120,10 @@ def run(
         max_restarts=max_restarts,
     )
     launch.run(options, _emit(lines, json=json, quiet=quiet))
+    if local is not None and not quiet and not json:
+        for line in _ending(read(Path(_written(lines))), plan if is_job(plan) else None):
+            to_stdout(line)
     if json and os.environ.get("RANK", "0") == "0":
-        from zbc.compiler.recorded.log import read
         from zbc.compiler.recorded.report import FORMAT, VERSION
 
         found = read(Path(_written(lines)))
@@ -133,6 +139,23 @@ def _emit(lines: list[str], *, json: bool, quiet: bool) -> Callable[[str], None]
             to_stdout(text)
 
     return emit
+
+
+def _ending(found: RunLog, job: Path | None) -> Iterator[str]:
+    """Measured beside predicted, why they may differ, and what to do next."""
+    step, about, folder = found.step(), found.about, shlex.quote(str(found.folder))
+    predicted = "" if step.predicted is None else f", {short(step.predicted)} predicted"
+    yield ""
+    yield f"measured   {short(step.measured)} ms a step, median of {len(found.counted)}{predicted}"
+    estimated = about.get("predicted", {}).get("costs") == "estimated"
+    if estimated and about.get("device") == "cpu" and step.predicted is not None:
+        busy = [rank["busy_ms"] for rank in about["predicted"]["per_rank"]]
+        crowded = crowd(len(about.get("processes", busy)), busy, step.predicted)
+        yield f"why        {crowded or 'op times were estimated, not measured on this machine'}"
+    if estimated:
+        yield f"next       zbc profile {shlex.quote(str(job or 'JOB.toml'))}   measures ops here, to plan with"
+    recorded = "" if has_trace(found.folder) else "; with --trace 3-6 it says where time goes"
+    yield f"{'' if estimated else 'next':11}zbc report {folder}{recorded}"
 
 
 def _written(lines: Sequence[str]) -> str:

@@ -133,14 +133,21 @@ def throughput_lines(rates: Throughput) -> Iterator[str]:
 def crowded(compiled: Compiled) -> str | None:
     """What a step of estimated costs takes at least on this machine's CPU, if its cores are fewer than the ranks."""
     job, report = compiled.job, compiled.report
-    ranks, count = job.parallel.ranks, cores()
-    if job.hardware.device != "cpu" or report.costs != "estimated" or ranks <= count:
+    if job.hardware.device != "cpu" or report.costs != "estimated":
         return None
-    busy = ranks // job.parallel.pp * sum(rank.busy_ms for rank in report.per_rank)
-    least = max(compiled.settled_ms, busy / count)
+    found = crowd(job.parallel.ranks, [rank.busy_ms for rank in report.per_rank], compiled.settled_ms)
+    return found and f"on this machine {found}"
+
+
+def crowd(ranks: int, busy: Sequence[float], step: float) -> str | None:
+    """What a step takes at least where fewer cores than ranks are: `busy` ms of each rank of a pipeline."""
+    count = cores()
+    if ranks <= count:
+        return None
+    least = max(step, ranks // len(busy) * sum(busy) / count)
     shared = "one core" if count == 1 else f"{count} cores"
-    said = f"expect {short(least, 2)} ms a step or more" if least > 1.1 * compiled.settled_ms else "steps take longer"
-    return f"on this machine {ranks} ranks share {shared}: {said}"
+    said = f"expect {short(least, 2)} ms a step or more" if least > 1.1 * step else "steps take longer"
+    return f"{ranks} ranks share {shared}: {said}"
 
 
 def recompute_lines(compiled: Compiled, plain: Other) -> Iterator[str]:
