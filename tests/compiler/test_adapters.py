@@ -110,7 +110,7 @@ SOME = dealt(
 )
 
 
-@pytest.mark.parametrize(("case", "beside", "kind", "activations"), few(SOME, [("llama", "all", "zb-v", "keep")]))
+@pytest.mark.parametrize(("case", "beside", "kind", "activations"), few(SOME, [("bf16", "down", "zb-v", "keep")]))
 def test_what_ranks_hold_is_predicted_within_a_percent(tmp_path, case, beside, kind, activations):
     adapter = {"rank": 4, "alpha": 8.0, "targets": BESIDE[beside]}
     how = {"kind": kind, "m": 4, "layers": 4, "memory": {"activations": activations}, **CASES[case], "pp": 2}

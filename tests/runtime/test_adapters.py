@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -261,6 +262,20 @@ def test_linear_layers_of_users_get_adapters_by_name(schedule):
     names = {name for name, p in parameters(workers).items() if p.requires_grad}
     assert names == {f"layers.{n}.lora.{n[-1]}.{side}.weight" for n in ("0", "2.3") for side in ("down", "up")}
     hold(workers, reference(plan, 3))
+
+
+@cache
+def handed_out_again():
+    return mixed()
+
+
+def test_linear_layers_that_are_handed_out_again_get_one_adapter_each():
+    users = {**USERS, "family": f"{__name__}:handed_out_again"}
+    plan = make_plan(make_program("1f1b", 1, 4), model=users, **VECTORS, adapter={"rank": 2})
+    linears = ("0", *(f"{i}.{j}" for i in (1, 2, 3) for j in (0, 3)))
+    wanted = {f"layers.{n}.lora.{n[-1]}.{side}.weight" for n in linears for side in ("down", "up")}
+    for _ in range(2):
+        assert {name for name, p in parameters([make_worker(plan)]).items() if p.requires_grad} == wanted
 
 
 def test_a_target_that_is_no_linear_layer_is_refused():

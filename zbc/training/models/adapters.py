@@ -120,12 +120,10 @@ def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[
 
 def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
     """Those that do what torch's own does, by their place in a layer; "" is the layer itself."""
-    found = [(path, one) for path, one in layer.named_modules() if isinstance(one, nn.Linear)]
-    inside = {id(one) for _, linear in found if isinstance(linear, LoraLinear) for one in linear.lora.modules()}
     return [
         (path, one)
-        for path, one in found
-        if id(one) not in inside and (isinstance(one, LoraLinear) or (type(one) is nn.Linear and plain(one)))
+        for path, one in layer.named_modules()
+        if isinstance(one, LoraLinear) or (type(one) is nn.Linear and plain(one))
     ]
 
 
