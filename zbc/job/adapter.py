@@ -16,6 +16,7 @@ from pydantic import Field
 
 from zbc.errors import ZbcError
 from zbc.job import hfnames
+from zbc.job.extent import LAYERS
 from zbc.job.model_section import Model
 from zbc.job.section import Positive, Section
 
@@ -80,9 +81,6 @@ def parts(adapter: Adapter, model: Model, linear: str, outputs: int) -> list[Par
     return found
 
 
-NAMED = 100_000  # layers whose names are asked for, at most
-
-
 def linears(model: Model) -> tuple[str, ...]:
     """Those of a block of a built-in model."""
     return ("qkv", "proj", "gate_up" if model.family == "llama" else "up", "down")
@@ -110,5 +108,5 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
     adapter, model = draft.sections.get("adapter"), draft.sections.get("model")
     if adapter is None or not (adapter.rank and adapter.targets) or model is None or not model.builtin or model.experts:
         return
-    few = model.model_copy(update={"layers": min(model.layers, NAMED)})  # of more layers another rule complains
+    few = model.model_copy(update={"layers": min(model.layers, LAYERS)})  # of more layers another rule complains
     yield from unknown(adapter, called(few), draft.document.where(("adapter", "targets")))
