@@ -84,6 +84,7 @@ TRAITS = {
     "experts": Trait("model.experts", bool),
     "whole norms": Trait("model.variant", _is("olmo2", "olmoe")),
     "capped logits": Trait("model.logits_cap", _given),
+    "loss by chunks": Trait("model.loss_chunk", _given),
     "expert bias": Trait("model.balance_rate", bool),
     "graph": Trait("model.graph", bool),
     "tp": Trait("parallel.tp", _not(1)),
@@ -266,6 +267,16 @@ ROWS = (
             "compile": (UNWRITTEN, "drop it"),
         },
         at_other=True,
+    ),
+    Excludes(
+        "loss by chunks",
+        "E110",
+        {
+            "vocabulary": (
+                "all ranks tell of a microbatch at once, of their words' logits, and keep them for the gradient",
+                'drop it, or set parallel.vocabulary = "ends"',
+            )
+        },
     ),
     Excludes(
         "shared vocabulary",
