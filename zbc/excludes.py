@@ -135,6 +135,7 @@ TRAITS = {
     "chains": Trait("schedule.kind", text="a schedule of chains"),
     "flush": Trait("schedule.kind", text="a schedule that needs a flush"),
     "trace": Trait("run.trace", text="--trace"),
+    "forward": Trait("run.forward", text="--forward"),
 }
 FLUSHLESS = {"two-versions": "two versions", "asynchronous": "asynchronous"}  # their traits by optimizer.sync
 # Names of several traits of one key, as rows are written.
@@ -346,6 +347,7 @@ ROWS = (
     Excludes("unlike ranks", "E110", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
     Excludes("memory by rank", "E110", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
     Excludes("moving average", "E110", {"post-validate": UNWRITTEN}),
+    Excludes("forward", "E118", {"shared vocabulary|balance|cp": (UNWRITTEN, "plan again without, for --forward")}),
     Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )
 

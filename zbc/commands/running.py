@@ -53,6 +53,13 @@ def run(
     save_adapter: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the final adapters as a folder that peft loads.")
     ] = None,
+    forward: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Train nothing: write the log-probabilities of the data's targets, or outputs, as safetensors.",
+        ),
+    ] = None,
     trace: Annotated[
         str | None, typer.Option(metavar="10-19", help="Record these steps, for `zbc report` and `zbc visualize`.")
     ] = None,
@@ -108,6 +115,7 @@ def run(
         out=out,
         save_hf=save_hf,
         save_adapter=save_adapter,
+        forward=forward,
         resume=resume,
         trace=traced,
         local=local,
@@ -116,7 +124,9 @@ def run(
         max_restarts=max_restarts,
     )
     launch.run(options, _emit(lines, json=json, quiet=quiet))
-    if json and os.environ.get("RANK", "0") == "0":
+    if forward is not None and json:
+        show_json({"forward": str(forward)})
+    elif json and os.environ.get("RANK", "0") == "0":
         from zbc.compiler.recorded.log import read
         from zbc.compiler.recorded.report import FORMAT, VERSION
 

@@ -494,9 +494,9 @@ def head(z: Sizes) -> Footprint:
         return _by_chunks(z)
     logits = n * vocab * t
     wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32
-    kept = 4 * vocab * t + (logits if z.logits_cap else 0)  # of the loss, and of a cap its tanh
+    kept: float = 4 * vocab * t + (logits if z.logits_cap else 0)  # of the loss, and of a cap its tanh
     gone: float = logits - 4 * vocab * t  # when the weight gradient is computed, log-probabilities gave way to d logits
-    more_f, more_b = logits + wide, 8.0 * vocab * t
+    more_f, more_b = float(logits + wide), 8.0 * vocab * t
     if z.terms:  # logits are kept as they are, and exp is computed beside them
         kept, gone = logits + 4 * t + (logits if z.logits_cap else 0), 0.0
         more_f, more_b = 4.0 * vocab * t + wide, 4.0 * vocab * t + wide

@@ -72,17 +72,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, targets: Tensor, how: How) -> Tensor:
-        counted, chunks, told = targets != words.IGNORED, how.chunks, list[Tensor]()
-        by = None if chunks is None else chunks.multiplier()
-        x = x if by is None else x.to(by.dtype)
-        with torch.autocast(x.device.type, enabled=False):
-            for span in how.spans(len(x)):
-                logits = words.wide(x[span]) if chunks is None or by is None else chunks.logits(x[span], by)
-                target = words.own(targets[span], how.first, logits.shape[-1])
-                told.append(words.tell(logits, target, how.terms, over=by is not None)[0])
-                del logits
-        mine = told[0] if len(told) == 1 else torch.cat(told, -1)
-        log, logit = words.combine(mine[None] if how.group is None else how.group.collect(mine))
+        x, by, (log, logit) = _found(x, targets, how)
+        counted = targets != words.IGNORED
         count = counted.sum()
         ctx.save_for_backward(x, by, log, targets, count)
         ctx.how, ctx.weight, ctx.slot = how, weight, current_slot()
@@ -115,6 +106,21 @@ class _CrossEntropy(torch.autograd.Function):
         return into, _learn(ctx.weight, learnt, ctx.slot), None, None
 
 
+def _found(x: Tensor, targets: Tensor, how: How) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
+    """What goes into products, and their other factor; what `words.combine` finds."""
+    chunks, told = how.chunks, list[Tensor]()
+    by = None if chunks is None else chunks.multiplier()
+    x = x if by is None else x.to(by.dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        for span in how.spans(len(x)):
+            logits = words.wide(x[span]) if chunks is None or by is None else chunks.logits(x[span], by)
+            target = words.own(targets[span], how.first, logits.shape[-1])
+            told.append(words.tell(logits, target, how.terms, over=by is not None)[0])
+            del logits
+    mine = told[0] if len(told) == 1 else torch.cat(told, -1)
+    return x, by, words.combine(mine[None] if how.group is None else how.group.collect(mine))
+
+
 def _gradient(d: Tensor, log: Tensor, targets: Tensor, share: Tensor, how: How) -> Tensor:
     """In place, of the loss by logits: of `d`, the softmax."""
     if how.terms.z:
@@ -138,7 +144,7 @@ def cross_entropy(
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss of logits (..., words of this rank), or with `chunks` of what they are made from, and `targets` (...);
     ranks of a group find it together."""
-    how = How(terms, group, 0 if group is None else group.bounds(vocab)[0], chunks)
+    how = _how(vocab, terms, group, chunks)
 
     def loss(x: Tensor, targets: Tensor) -> Tensor:
         weight = None if chunks is None else chunks.layer.weight
@@ -146,3 +152,19 @@ def cross_entropy(
         return found
 
     return loss
+
+
+def log_probabilities(vocab: int, group: Group | None, chunks: Chunks | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Those of `targets` (...), 0 where one does not count, of what `cross_entropy` takes."""
+    how = _how(vocab, words.PLAIN, group, chunks)
+
+    def found(x: Tensor, targets: Tensor) -> Tensor:
+        flat = targets.flatten()
+        log, logit = _found(x.flatten(0, -2), flat, how)[2]
+        return (logit - log).where(flat != words.IGNORED, log.new_zeros(())).view(targets.shape)
+
+    return found
+
+
+def _how(vocab: int, terms: Terms, group: Group | None, chunks: Chunks | None) -> How:
+    return How(terms, group, 0 if group is None else group.bounds(vocab)[0], chunks)

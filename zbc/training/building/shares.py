@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job import spec
@@ -129,10 +129,21 @@ def terms_of(chosen: spec.Model) -> Terms:
 
 def loss_of(chosen: spec.Model, group: Group | None, layers: Iterable[nn.Module]) -> Loss:
     """The loss of a model; `layers` are those that are here, of which the head has what a loss by chunks needs."""
-    terms, chunks = terms_of(chosen), None
+    terms = terms_of(chosen)
     if not _by_words(chosen) or (group is None and terms == PLAIN and chosen.loss_chunk is None):
         return model.loss(chosen.loss)
-    for head in layers:
-        if isinstance(head, GptHead) and head.chunk is not None:
-            chunks = cross_entropy.Chunks(head.logits, head.chunk, head.scale, head.cap)
-    return cross_entropy.cross_entropy(chosen.vocab or 0, terms, group, chunks)
+    return cross_entropy.cross_entropy(chosen.vocab or 0, terms, group, _chunks(layers))
+
+
+def log_probabilities_of(
+    chosen: spec.Model, group: Group | None, layers: Iterable[nn.Module]
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Those of targets, of what the model gives; None of a model whose output are no logits of a vocabulary."""
+    if not _by_words(chosen):
+        return None
+    return cross_entropy.log_probabilities(chosen.vocab or 0, group, _chunks(layers))
+
+
+def _chunks(layers: Iterable[nn.Module]) -> cross_entropy.Chunks | None:
+    heads = (head for head in layers if isinstance(head, GptHead) and head.chunk is not None)
+    return next((cross_entropy.Chunks(head.logits, head.chunk or 0, head.scale, head.cap) for head in heads), None)
