@@ -146,6 +146,7 @@ def check_forward(options: RunOptions, manifest: Manifest, *, begun: bool = Fals
     """Raise E604 for what does not go with --forward, and where no weights are given; `begun`: no checkpoint was found.
     Layers of a factory may bring their own."""
     asked = {"--trace": options.trace or None, "--save-hf": options.save_hf, "--out": options.out}
+    asked["--save-adapter"] = options.save_adapter
     if given := [name for name, value in asked.items() if value is not None]:
         text = (
             f"run: --forward trains nothing, {' and '.join(given)} {'is' if len(given) == 1 else 'are'} of a training"
