@@ -21,6 +21,7 @@ VALUES = {
     "autocast": "bfloat16",
     "experts": 4,
     "expert bias": 0.001,
+    "loss by chunks": 7,
     "whole norms": "olmo2",
     "capped logits": 30.0,
     "graph": {"a": [], "b": ["a"]},

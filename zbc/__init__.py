@@ -5,6 +5,7 @@
     zbc.compare(job, schedules, sweep=..)          a row for each schedule, the fastest first
     zbc.graph(plan)                                what waits for what, as a networkx.DiGraph
     zbc.torch_schedule(plan, stages, loss_fn)      torch's own pipelining runtime with the order of a plan
+    zbc.forward(run, plan, out)                    a row for each sample, by the ranks of a plan, as a file
     zbc.Plan, zbc.Run, zbc.ZbcError                see help(zbc.Plan)
     zbc.attention(q, k, v), zbc.positions(x)       in layers of yours that run in slices of a sequence
     zbc.add_loss(x, value), zbc.loss_scale()       in layers of yours that have losses of their own
@@ -12,7 +13,7 @@
     zbc.experts(group), zbc.decided(make)          in layers of yours with experts that replicas share out
 
 But for the last seven, they mirror the commands. All are imported when first used, so that `import zbc` costs nothing.
-None but those seven and `zbc.torch_schedule` needs torch. docs/python.md has examples.
+None but those seven, `zbc.torch_schedule` and `zbc.forward` needs torch. docs/python.md has examples.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from zbc.api import load as load
     from zbc.api import plan as plan
     from zbc.errors import ZbcError as ZbcError
+    from zbc.forwarding import forward as forward
     from zbc.pipelining import torch_schedule as torch_schedule
     from zbc.runtime.core.again import selective as selective
     from zbc.runtime.core.remembered import decided as decided
@@ -48,6 +50,7 @@ __all__ = [
     "compare",
     "decided",
     "experts",
+    "forward",
     "graph",
     "load",
     "loss_scale",
@@ -60,6 +63,7 @@ __all__ = [
 _HOMES = {
     "ZbcError": "zbc.errors",
     "torch_schedule": "zbc.pipelining",
+    "forward": "zbc.forwarding",
     "add_loss": "zbc.runtime.features.added",
     "attention": "zbc.runtime.features.slicing",
     "decided": "zbc.runtime.core.remembered",

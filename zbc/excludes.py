@@ -84,6 +84,7 @@ TRAITS = {
     "experts": Trait("model.experts", bool),
     "whole norms": Trait("model.variant", _is("olmo2", "olmoe")),
     "capped logits": Trait("model.logits_cap", _given),
+    "loss by chunks": Trait("model.loss_chunk", _given),
     "expert bias": Trait("model.balance_rate", bool),
     "graph": Trait("model.graph", bool),
     "tp": Trait("parallel.tp", _not(1)),
@@ -134,6 +135,7 @@ TRAITS = {
     "chains": Trait("schedule.kind", text="a schedule of chains"),
     "flush": Trait("schedule.kind", text="a schedule that needs a flush"),
     "trace": Trait("run.trace", text="--trace"),
+    "forward": Trait("run.forward", text="--forward"),
 }
 FLUSHLESS = {"two-versions": "two versions", "asynchronous": "asynchronous"}  # their traits by optimizer.sync
 # Names of several traits of one key, as rows are written.
@@ -268,6 +270,16 @@ ROWS = (
         at_other=True,
     ),
     Excludes(
+        "loss by chunks",
+        "E110",
+        {
+            "vocabulary": (
+                "all ranks tell of a microbatch at once, of their words' logits, and keep them for the gradient",
+                'drop it, or set parallel.vocabulary = "ends"',
+            )
+        },
+    ),
+    Excludes(
         "shared vocabulary",
         "E110",
         {"post-validate|replicas": (UNWRITTEN, f'{DROP}: vocabulary = "ends"')},
@@ -335,6 +347,7 @@ ROWS = (
     Excludes("unlike ranks", "E110", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
     Excludes("memory by rank", "E110", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
     Excludes("moving average", "E110", {"post-validate": UNWRITTEN}),
+    Excludes("forward", "E118", {"shared vocabulary|balance|cp": (UNWRITTEN, "plan again without, for --forward")}),
     Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )
 

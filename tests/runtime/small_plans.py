@@ -159,6 +159,19 @@ class Reference:
     weights: dict[str, torch.Tensor]
 
 
+def plain_loss(chosen: spec.Model) -> Callable[[Any, Any], torch.Tensor]:
+    """That of a model, by torch alone."""
+    if chosen.loss != "cross_entropy" or not (chosen.z_loss or chosen.label_smoothing):
+        return model.loss(chosen.loss)
+
+    def loss(logits, targets):
+        logits, targets = logits.flatten(0, -2), targets.flatten()
+        z = logits[targets != -100].logsumexp(-1).square().mean() * chosen.z_loss
+        return torch.nn.functional.cross_entropy(logits, targets, label_smoothing=chosen.label_smoothing) + z
+
+    return loss
+
+
 def reference(
     plan: StoredPlan,
     steps: int = 1,
@@ -193,7 +206,7 @@ def reference(
         for name, p in named.items()
         if (name, settings.model.tie_embeddings) != ("head.logits.weight", True) and name not in settings.model.ties
     }
-    criterion = model.loss(settings.model.loss)
+    criterion, layers[-1][1].chunk = plain_loss(settings.model), None
     masters = _masters(weights) if settings.model.parameters == "bfloat16" else weights
     optimizer = _optimizer(settings.optimizer, {name: p for name, p in masters.items() if p.requires_grad})
     low = settings.model.dtype == "bfloat16"

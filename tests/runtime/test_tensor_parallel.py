@@ -17,7 +17,7 @@ from tests.tiers import few
 from zbc.errors import ZbcError
 from zbc.job.model_section import Model
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.features import tensor_parallel
+from zbc.runtime.features.cross_entropy import cross_entropy
 from zbc.runtime.features.tensor_parallel import Cut, Group, SharedLayers
 from zbc.runtime.features.words import IGNORED
 from zbc.runtime.transports.hub import Hub, HubTransport
@@ -224,7 +224,7 @@ def test_float64_is_exact_to_its_own_rounding():
             cuts[plan.name] = sharding.shard(plan.name, layer, group, joined=False).cuts
             layers.append(layer.double())
             y = layers[-1](y)
-        loss = tensor_parallel.cross_entropy(group, 259)(y, targets)
+        loss = cross_entropy(259, group=group)(y, targets)
         loss.backward()
         return loss.item(), layers, cuts
 

@@ -56,6 +56,13 @@ def run(
     save_adapter: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write the final adapters as a folder that peft loads.")
     ] = None,
+    forward: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Train nothing: write the log-probabilities of the data's targets, or outputs, as safetensors.",
+        ),
+    ] = None,
     trace: Annotated[
         str | None, typer.Option(metavar="10-19", help="Record these steps, for `zbc report` and `zbc visualize`.")
     ] = None,
@@ -112,6 +119,7 @@ def run(
         out=out,
         save_hf=save_hf,
         save_adapter=save_adapter,
+        forward=forward,
         resume=resume,
         trace=traced,
         local=local,
@@ -120,10 +128,13 @@ def run(
         max_restarts=max_restarts,
     )
     launch.run(options, _emit(lines, json=json, quiet=quiet))
-    if local is not None and not quiet and not json:
+    if forward is not None:
+        if json:
+            show_json({"forward": str(forward)})
+    elif local is not None and not quiet and not json:
         for line in _ending(read(Path(_written(lines))), plan if is_job(plan) else None):
             to_stdout(line)
-    if json and os.environ.get("RANK", "0") == "0":
+    elif json and os.environ.get("RANK", "0") == "0":
         from zbc.compiler.recorded.report import FORMAT, VERSION
 
         found = read(Path(_written(lines)))

@@ -21,6 +21,7 @@ Group = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")]  # a name in a graph
 _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _SCALES = ("embedding_scale", "attention_scale", "residual_scale", "logits_scale")
 _LIMITS = ("window", "whole_every", "window_theta", "unturned_every", "scores_cap", "logits_cap")
+_OF_LOSS = ("loss_chunk", "z_loss", "label_smoothing")
 OWN = (*_SCALES, *_LIMITS)  # what no variant of a llama but a few has
 _ONLY_LLAMA = ("head_size", "variant", "attention_bias", "padding_token", *OWN)
 _ONLY_GPT = ("positions", "activation")
@@ -45,6 +46,7 @@ _ONLY_BUILTIN = (
     "kv_heads",
     "ffn_hidden",
     *_EXPERTS,
+    *_OF_LOSS,
     "norm_eps",
     "matmul",
     "rope_theta",
@@ -69,6 +71,8 @@ _PLAIN = (
     "router_z_loss",
     "imbalance",
     *_SCALES,
+    "z_loss",
+    "label_smoothing",
 )
 _FOREIGN = {"gpt": _ONLY_LLAMA, "llama": _ONLY_GPT}  # family -> keys it does not have; a factory has none of them
 
@@ -213,6 +217,15 @@ class Model(Section):
     stands_for: str | None = Field(
         None, description="the model whose sizes these are, about: layers of it are missing, so it is planned, not run"
     )
+    loss_chunk: Count | None = Field(
+        None, description="cross_entropy: tokens whose logits there are at once; default all of a microbatch"
+    )
+    z_loss: NonNegative = Field(
+        0.0, description="cross_entropy: coefficient of the mean of log(sum of exp of logits)^2, which keeps them small"
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = Field(
+        0.0, description="cross_entropy: the share of a target's weight that all words have"
+    )
     loss: str = Field("cross_entropy", description='"cross_entropy", "mse", or "package.module:function"')
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
     ties: dict[str, str] = Field(
@@ -292,6 +305,10 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
         hint = 'use "cross_entropy", "mse" or "package.module:function"'
         where = document.where(("model", "loss"))
         yield ZbcError("E103", f"config: unknown model.loss {model.loss!r}", where=where, hint=hint)
+    for key in _OF_LOSS if model.builtin and model.loss != "cross_entropy" else ():
+        if asks(model, key):
+            text = f"config: model.{key} is for cross_entropy, model.loss is {model.loss!r}"
+            yield ZbcError("E110", text, where=document.where(("model", key)), hint="drop it, or model.loss")
 
 
 def _ties(model: Model, document: Document) -> Iterator[ZbcError]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,9 @@ class EvaluationRun(PhaseRun):
         return weight
 
 
+_Run = TypeVar("_Run", bound=EvaluationRun)
+
+
 def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], float] | None) -> EvaluationRun:
     """What the job asks for; `counts`: how many targets count.
 
@@ -67,25 +71,40 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
             kept, seed=seed, microbatches=per_step, size=size, lowered=settings.lowered, tokens=site.tokens
         )
         total = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
+    run = forward_run(worker, EvaluationRun, batches)
+    run.every, run.total, run.counts = train.eval_every, total, counts
+    return run
+
+
+def forward_run(worker: Worker, kind: type[_Run], batches: Batches | None) -> _Run:
+    """The forward-only program of the worker's placement, on data of its own."""
+    manifest = worker.plan.manifest
     shared = worker.features.find(Vocabulary) is not None
-    forwards = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
-    plan = RankPlan(worker.plan.rank, forwards.ranks[worker.plan.rank], manifest)
+    program = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
+    plan = RankPlan(worker.plan.rank, program.ranks[worker.plan.rank], manifest)
     script = [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
-    first = worker.replica * manifest.microbatches
-    layout = worker.phase_runs[-1].layout
-    run = EvaluationRun(
-        plan,
-        layout,
-        script,
-        trains=False,
-        batches=batches,
-        first=first,
-        every=train.eval_every,
-        total=total,
-        counts=counts,
-    )
+    first, layout = worker.replica * manifest.microbatches, worker.phase_runs[-1].layout
+    run = kind(plan, layout, script, trains=False, batches=batches, first=first)
     worker.prepare(run)
     return run
+
+
+def forwards(worker: Worker, run: EvaluationRun, batches: int) -> Iterator[int]:
+    """Run batch after batch; what is found of each is there while the caller has its number."""
+    training, progress = worker.phase_run, worker.progress
+    with evaluating(worker):
+        worker.phase_run = run
+        for batch in range(batches):
+            worker.step = batch
+            for handler, op, text in run.script:
+                progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
+                handler(worker, op)
+            settle(worker)
+            yield batch
+            worker.losses.clear()
+            run.weights.clear()
+            worker.transport.finish_step(drain=True)
+        worker.phase_run = training
 
 
 @dataclass
@@ -107,7 +126,7 @@ class Evaluations(Guest):
 
 def evaluate(worker: Worker, step: int) -> EvaluationResult:
     """Evaluate the weights as they are after step `step`; all ranks do so together. The last step has to be final."""
-    run, training = worker.evaluation, worker.phase_run
+    run = worker.evaluation
     if not isinstance(run, EvaluationRun):
         raise ZbcError("E703", "run: this plan has no evaluation", hint="set train.eval_every and plan again")
     began = time.monotonic()
@@ -116,22 +135,11 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     per_batch = run.count * manifest.topology.dp
     batches = -(-count // per_batch)  # the last one may go on with samples seen before, which do not count
     losses = torch.zeros(2, batches * per_batch, dtype=torch.float64, device=worker.device)  # times weights; weights
-    with evaluating(worker):
-        worker.phase_run = run
-        for batch in range(batches):
-            worker.step = batch
-            for handler, op, text in run.script:
-                progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
-                handler(worker, op)
-            settle(worker)
-            for mb, loss in () if worker.share else worker.losses.items():
-                number = worker.number(mb)
-                place = batch * per_batch + number
-                losses[0, place], losses[1, place] = loss, run.weights[number]
-            worker.losses.clear()
-            run.weights.clear()
-            worker.transport.finish_step(drain=True)
-        worker.phase_run = training
+    for batch in forwards(worker, run, batches):
+        for mb, loss in () if worker.share else worker.losses.items():
+            number = worker.number(mb)
+            place = batch * per_batch + number
+            losses[0, place], losses[1, place] = loss, run.weights[number]
     worker.all_reduce(losses, worker.everyone)
     worker.clock.read()  # this is no time of a step
     progress.waiting = True

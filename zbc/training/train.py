@@ -47,9 +47,11 @@ from zbc.training.data.data import KINDS
 from zbc.training.data.unequal import Dealer
 from zbc.training.evaluate import Evaluations
 from zbc.training.filling import install
+from zbc.training.forward import forward
 from zbc.training.guest import Guest
 from zbc.training.launch.board import Place
 from zbc.training.launch.identity import identity
+from zbc.training.launch.launch import check_forward
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.outages import watch_siblings
 from zbc.training.launch.peers import SHARED, connected
@@ -142,10 +144,13 @@ def run_rank(context: RankContext) -> str | None:
         )
         watchdog.start()
         run = _Run(context, manifest, watchdog)
+        forwards = context.options.forward is not None
         with ExitStack() as run.training:
-            for step in (_meet, _connect, _build, _begin, _record, _trace, _invite, _train):
+            for step in (_meet, _connect, _build, _begin):
                 step(run)
-        for step in (_tell_filled, _tell_late, _save, _end):
+            for step in (_forward,) if forwards else (_record, _trace, _invite, _train):
+                step(run)
+        for step in (_end,) if forwards else (_tell_filled, _tell_late, _save, _end):
             step(run)
         return run.stopped
     except IN_A_RANK as error:
@@ -244,6 +249,17 @@ def _begin(run: _Run) -> None:
         # As long as something is read this is no stand-still, however long it takes.
         alive = functools.partial(run.watchdog.phase, "loading the checkpoint")
         run.first = load(run.worker, run.board, run.start.checkpoint, alive=alive, tell=run.context.emit)
+
+
+def _forward(run: _Run) -> None:
+    """Run the data set forward, in place of a training."""
+    options, out = run.options, run.options.forward
+    assert out is not None
+    if run.start.checkpoint is None:
+        check_forward(options, run.manifest, begun=True)
+    run.watchdog.watch(run.worker.progress)
+    name, count = forward(run.worker, out, options.steps)
+    run.show(f"wrote {name} of {count} samples to {out}")
 
 
 def _record(run: _Run) -> None:

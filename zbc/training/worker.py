@@ -71,7 +71,7 @@ def build_worker(
         device=device,
         stages=stages,
         batches=batches_of(site, phases),
-        loss=loss_of(chosen, shared.group),
+        loss=loss_of(chosen, shared.group, (one.module for stage in stages.values() for one in stage.layers)),
         watched=not chosen.builtin,
         optimizers=optimizers,
         clip=settings.optimizer.clip_grad_norm,

@@ -260,6 +260,8 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         rotary=model.rotary,
         scaled=model.variant in GEMMA or model.embedding_scale != 1.0,
         logits_cap=model.logits_cap is not None,
+        chunk=model.loss_chunk or 0,
+        terms=bool(model.z_loss or model.label_smoothing),
         qkv_bias=model.qkv_bias,
         proj_bias=model.attention_bias,
         qk_norm=model.variant in ("olmo2", "olmoe", *HEAD_NORMS),

@@ -145,6 +145,8 @@ class Sizes:
     window: int = 0  # tokens that one sees; 0: all before it
     capped: bool = False  # scores of attention are, and computed again for the backward
     logits_cap: bool = False
+    chunk: int = 0  # tokens that the loss makes logits of at once; 0: of all, as torch does
+    terms: bool = False  # a z loss or label smoothing, which torch's has not
     scaled: bool = False  # embeddings are
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
     tp: int = 1  # ranks that each have a part of the layer
@@ -488,10 +490,16 @@ def _rises(z: Sizes, grad: float) -> tuple[float, float]:
 def head(z: Sizes) -> Footprint:
     """Of the last norm, the projection to the vocabulary and the loss."""
     h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
+    if z.chunk:
+        return _by_chunks(z)
     logits = n * vocab * t
     wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32
-    kept = 4 * vocab * t + (logits if z.logits_cap else 0)  # of the loss, and of a cap its tanh
-    gone = logits - 4 * vocab * t  # when the weight gradient is computed, log-probabilities gave way to d logits
+    kept: float = 4 * vocab * t + (logits if z.logits_cap else 0)  # of the loss, and of a cap its tanh
+    gone: float = logits - 4 * vocab * t  # when the weight gradient is computed, log-probabilities gave way to d logits
+    more_f, more_b = float(logits + wide), 8.0 * vocab * t
+    if z.terms:  # logits are kept as they are, and exp is computed beside them
+        kept, gone = logits + 4 * t + (logits if z.logits_cap else 0), 0.0
+        more_f, more_b = 4.0 * vocab * t + wide, 4.0 * vocab * t + wide
     weight, fresh = (weight_grad(h * vocab, n, first=first) for first in (False, True))
     norm = h if z.gated else 2 * h
     cast = logits if z.stream < GRAD_BYTES else 0.0  # when the gradient of a narrow weight is, that of logits has gone
@@ -499,18 +507,46 @@ def head(z: Sizes) -> Footprint:
         act_b=(z.stream * h + z.norm) * z.own + (h * n + 8) * t + kept,
         act_w=(h + vocab) * n * t,
         entry=z.stream * h * z.own + 8 * t,
-        more_f=logits + wide,
-        more_alone=logits + wide + kept,
-        more_b=8 * vocab * t,
+        more_f=more_f,
+        more_alone=more_f + kept,
+        more_b=more_b,
         more_w=weight,
-        more_bw=max(8 * vocab * t, h * n * t + weight + gone),
+        more_bw=max(more_b, h * n * t + weight + gone),
         first_w=fresh,
-        first_bw=max(8 * vocab * t, h * n * t + fresh + gone),
+        first_bw=max(more_b, h * n * t + fresh + gone),
         came_b=GRAD_BYTES * norm,
         came_w=GRAD_BYTES * h * vocab,
-        rise_bw=max(8 * vocab * t, h * n * t + fresh + gone + max(0.0, GRAD_BYTES * h * vocab - cast)),
+        rise_bw=max(more_b, h * n * t + fresh + gone + max(0.0, GRAD_BYTES * h * vocab - cast)),
         casts=h * vocab * n if z.cast else 0,
         logits=kept,
+        largest=h * vocab,
+    )
+
+
+def _by_chunks(z: Sizes) -> Footprint:
+    """The same where the loss makes logits of so many tokens at once, in its backward again: it keeps its input and
+    log(sum of exp), B makes the weight gradient."""
+    h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
+    some = min(z.chunk, t)
+    narrow = n < GRAD_BYTES
+    logits, low = 4.0 * vocab * some, float(n * vocab * some * narrow)
+    grad = float(GRAD_BYTES * h * vocab)
+    rows, product = float(h * n * t), float(n * h * vocab * narrow)
+    most = rows + grad + max(logits * (1 + z.logits_cap), logits + low, low + product)
+    norm = h if z.gated else 2 * h
+    return Footprint(
+        act_b=(z.stream * h + z.norm) * z.own + (h * n + 12) * t,
+        entry=z.stream * h * z.own + 8 * t,
+        more_f=logits + low,
+        more_alone=logits + low + rows,
+        more_b=most,
+        more_bw=most,
+        came_b=GRAD_BYTES * (norm + h * vocab),
+        rise_b=most,
+        rise_bw=most,
+        first_b=most - grad,
+        first_bw=most - grad,
+        casts=h * vocab * n if z.cast else 0,
         largest=h * vocab,
     )
 

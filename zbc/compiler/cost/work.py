@@ -220,6 +220,10 @@ def words(z: Sizes) -> Work:
     product_w, capped = (logits, _accumulate(z, h * vocab, 1)), 3 * z.logits_cap
     if z.logits_cap:  # divided, turned and multiplied
         loss = [loss[0] + 6 * n * vocab * z.tokens, loss[1] + 7 * n * vocab * z.tokens]
+    if z.chunk:  # one product forward, three backward: logits again, and of their gradient that of both
+        parts, wide = -(-z.tokens // z.chunk), vocab * z.tokens
+        forward, backward = Kernel(0, (cast + 24) * wide, 8 * parts), Kernel(0, (2 * cast + 32) * wide, 9 * parts)
+        return Work((logits, forward), (logits, logits, logits, _accumulate(z, h * vocab, 1), backward), ())
     return Work((logits, Kernel(0, loss[0], 3 + capped)), (logits, Kernel(0, loss[1], 3 + capped)), product_w)
 
 

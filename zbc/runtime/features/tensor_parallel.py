@@ -307,44 +307,6 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return result
 
 
-# ---- the loss over words that ranks share ------------------------------------------------------------------------
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """The mean of log(sum of exp) less the target's logit, over targets that count. `logits` (N, words of this rank).
-
-    Ranks exchange three numbers per token; see words.py.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Group, first: int) -> Tensor:
-        wide, counted = words.wide(logits), targets != words.IGNORED
-        place, here = found = words.own(targets, first, wide.shape[-1])
-        log, target = words.combine(group.collect(words.tell(wide, found)[0]))
-        count = counted.sum()
-        ctx.save_for_backward(logits, log, place, here, counted, count)
-        return (log - target).where(counted, log.new_zeros(())).sum() / count
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        logits, log, place, here, counted, count = ctx.saved_tensors
-        share = (grads[0] / count).to(log.dtype)
-        found = (logits.to(log.dtype) - log[:, None]).exp_()
-        found.scatter_add_(-1, place[:, None], -here.to(found.dtype)[:, None])
-        found *= counted.to(found.dtype)[:, None] * share
-        return found.to(logits.dtype), None, None, None
-
-
-def cross_entropy(group: Group, vocab: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of `logits` (..., words of this rank) and `targets` (...), found by all ranks of the group together."""
-    first = group.bounds(vocab)[0]
-
-    def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return _apply(_CrossEntropy, logits.flatten(0, -2), targets.flatten(), group, first)
-
-    return loss
-
-
 def look_up(group: Group, table: nn.Module, first: int, rows: int) -> Callable[[Tensor], Tensor]:
     """An embedding of which this rank has the `rows` from `first` on."""
 

@@ -28,7 +28,7 @@ from zbc.runtime.core.bucket import gradient_type
 from zbc.runtime.core.slot import accumulate
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.features import words
-from zbc.runtime.features.words import IGNORED, Own
+from zbc.runtime.features.words import IGNORED, PLAIN, Own, Terms
 
 
 @dataclass
@@ -49,6 +49,7 @@ class Told:
     row: Tensor | None = None
     slope: Tensor | None = None
     said: Tensor | None = None  # for MEET in place of `mine`: of all ranks that share layers
+    terms: Terms = PLAIN
 
     @property
     def factor(self) -> Tensor:
@@ -57,11 +58,11 @@ class Told:
 
     def loss(self, log: Tensor, logit: Tensor) -> Tensor:
         """What these tokens add to the loss of their microbatch."""
-        return ((log - logit) * self.weight).where(self.weight != 0, self.weight).sum()
+        return (self.terms.losses(log, logit) * self.weight).where(self.weight != 0, self.weight).sum()
 
     def scale(self, log: Tensor) -> Tensor:
-        """(N): what makes `soft` the softmax over all words."""
-        return (self.mine[0] - log).exp()
+        """(N): what makes `soft` the softmax over all words, and with a z loss that of its gradient."""
+        return self.terms.soft((self.mine[0] - log).exp(), log)
 
     def part(self, log: Tensor) -> Tensor:
         """This rank's part of the gradient of `hidden` (N, H), where S has made its terms; they are used up."""
@@ -80,11 +81,16 @@ class Output:
     """
 
     def __init__(
-        self, weight: nn.Parameter, first: int, dtype: torch.dtype | None = None, cap: float | None = None
+        self,
+        weight: nn.Parameter,
+        first: int,
+        dtype: torch.dtype | None = None,
+        cap: float | None = None,
+        terms: Terms = PLAIN,
     ) -> None:
         layer = nn.Linear(1, 1, bias=False, device="meta")  # draws nothing: ranks as threads share the generator
         layer.weight = weight
-        self.weight, self.first, self._dtype, self._cap = weight, first, dtype, cap
+        self.weight, self.first, self._dtype, self._cap, self._terms = weight, first, dtype, cap, terms
         self.cast = SplitLinear(layer)  # keeps the cast of the weight for all microbatches
 
     def _multiplier(self) -> Tensor:
@@ -105,17 +111,19 @@ class Output:
         if self._cap is not None:
             turned = logits.div_(self._cap).tanh_()
             slope, logits = 1 - turned * turned, turned.mul_(self._cap)
-        mine, soft = words.tell(logits, target, over=True)
+        mine, soft = words.tell(logits, target, self._terms, over=True)
         weights = weight.to(soft.dtype) * (wanted != IGNORED)  # where none counts that is no number, as a mean is
-        told = Told(
-            flat, soft if keep else soft.new_empty(0), target, mine, weights, step, slope=slope if keep else None
-        )
+        left, bent = (soft, slope) if keep else (soft.new_empty(0), None)
+        told = Told(flat, left, target, mine, weights, step, slope=bent, terms=self._terms)
         if early:
             own = (
                 target.mine[:, None] if slope is None else target.mine[:, None] * slope.gather(-1, target.row[:, None])
             )
             told.spread = words.wide((soft if slope is None else soft * slope).to(by.dtype).mm(by))
             told.row = words.wide(by[target.row]).mul_(own)
+            if self._terms.smoothing:
+                every = words.wide(by.sum(0) if slope is None else slope.to(by.dtype).mm(by))
+                told.row.mul_(1 - self._terms.smoothing).add_(every, alpha=self._terms.each)
         return told
 
     def learn(self, told: Told, log: Tensor, *, part: bool) -> Tensor | None:
@@ -123,8 +131,7 @@ class Output:
 
         What S left is used up: `soft` becomes the gradient of the logits.
         """
-        d = told.soft.mul_(told.scale(log)[:, None])
-        d[torch.arange(len(d), device=d.device), told.target.row] -= told.target.mine.to(d.dtype)
+        d = self._terms.less(told.soft.mul_(told.scale(log)[:, None]), told.target)
         if told.slope is not None:
             d, told.slope = d.mul_(told.slope), None
         d = d.mul_(told.factor[:, None]).to(told.hidden.dtype)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
 from zbc.runtime.core.tensors import Loss
-from zbc.runtime.features import expert_parallel, tensor_parallel
+from zbc.runtime.features import cross_entropy, expert_parallel
 from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.moving import with_mean
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.features.tensor_parallel import Group, Meter, Shared, bounds
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.vocabulary_state import OfRows, Vocabulary
+from zbc.runtime.features.words import PLAIN, Terms
 from zbc.runtime.transports.network import swapping
 from zbc.topology import INNER
 from zbc.training.building.context import Site
 from zbc.training.models import model, sharding
+from zbc.training.models.gpt import GptHead
 from zbc.training.models.shared_words import LOGITS, Tables
 
 
@@ -55,7 +57,8 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
     parameters = tables.parameters(site.layers, settings.train.seed, site.device)
     embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
     cap = settings.model.logits_cap
-    output = Output(head, low, torch.bfloat16 if settings.model.dtype == "bfloat16" else None, cap)
+    dtype = torch.bfloat16 if settings.model.dtype == "bfloat16" else None
+    output = Output(head, low, dtype, cap, terms_of(settings.model))
     replicas = run.ranks([site.plan.rank], site.seat.at)
     optimizer: StageOptimizer = (
         Sharded(settings.optimizer, parameters, (output.cast,), ranks=replicas, rank=site.rank, lowered=lowered)
@@ -120,7 +123,27 @@ def _by_words(chosen: spec.Model) -> bool:
     return chosen.builtin and chosen.loss == "cross_entropy"
 
 
-def loss_of(chosen: spec.Model, group: Group | None) -> Loss:
-    if group is None or not _by_words(chosen):
+def terms_of(chosen: spec.Model) -> Terms:
+    return Terms(chosen.z_loss, chosen.label_smoothing, chosen.label_smoothing / (chosen.vocab or 1))
+
+
+def loss_of(chosen: spec.Model, group: Group | None, layers: Iterable[nn.Module]) -> Loss:
+    """The loss of a model; `layers` are those that are here, of which the head has what a loss by chunks needs."""
+    terms = terms_of(chosen)
+    if not _by_words(chosen) or (group is None and terms == PLAIN and chosen.loss_chunk is None):
         return model.loss(chosen.loss)
-    return tensor_parallel.cross_entropy(group, chosen.vocab or 0)
+    return cross_entropy.cross_entropy(chosen.vocab or 0, terms, group, _chunks(layers))
+
+
+def log_probabilities_of(
+    chosen: spec.Model, group: Group | None, layers: Iterable[nn.Module]
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Those of targets, of what the model gives; None of a model whose output are no logits of a vocabulary."""
+    if not _by_words(chosen):
+        return None
+    return cross_entropy.log_probabilities(chosen.vocab or 0, group, _chunks(layers))
+
+
+def _chunks(layers: Iterable[nn.Module]) -> cross_entropy.Chunks | None:
+    heads = (head for head in layers if isinstance(head, GptHead) and head.chunk is not None)
+    return next((cross_entropy.Chunks(head.logits, head.chunk or 0, head.scale, head.cap) for head in heads), None)

@@ -336,7 +336,7 @@ def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool =
 
     Raises E501 to E505, E530 to E532.
     """
-    samples = _all_samples(data, model, seed, both=both)
+    samples = all_samples(data, model, seed, both=both)
     kept = _kept(data, samples)
     return SampleRange(samples, 0, len(samples) - kept) if kept else samples
 
@@ -344,10 +344,10 @@ def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool =
 def build_validation(data: spec.Data, model: spec.Model, seed: int) -> Samples | None:
     """The samples to evaluate on, which are never trained on; None if the job keeps none. Raises as `build_samples`."""
     if data.validation_path is not None:
-        return _all_samples(data.model_copy(update={"path": data.validation_path}), model, seed)
+        return all_samples(data.model_copy(update={"path": data.validation_path}), model, seed)
     if not data.validation:
         return None
-    samples = _all_samples(data, model, seed)
+    samples = all_samples(data, model, seed)
     return SampleRange(samples, len(samples) - _kept(data, samples), len(samples))
 
 
@@ -380,7 +380,8 @@ def build_dataset(data: spec.Data, seed: int) -> Any:
         return userobject.call(factory, data.args, data.kind, "data.kind")
 
 
-def _all_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:
+def all_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:
+    """Those to train on and those that are kept."""
     if data.kind not in KINDS:
         return Pairs(build_dataset(data, seed), data.kind, seed, both=both)
     seq_len = _token_length(data, model)

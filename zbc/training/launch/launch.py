@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from zbc.errors import ZbcError
 from zbc.host.closed_pipe import to_stdout
 from zbc.host.torch_version import OLDEST, release
+from zbc.job.model_section import BUILTIN
 from zbc.plan.directory import Manifest, read_manifest
 from zbc.plan.reading import sections_of
 from zbc.training.launch.forking import start_fork_server
@@ -123,6 +124,8 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
     if (stands_for := manifest.planning["model"].get("stands_for")) is not None:
         text = f"run: the plan is of a model that stands for {stands_for}, whose layers zbc does not have: see [model]"
         raise ZbcError("E521", text, hint="drop model.stands_for and plan again, to train the model that the job has")
+    if options.forward is not None:
+        check_forward(options, manifest)
     if options.save_hf is not None:
         from zbc.training.building.context import Settings
         from zbc.training.models.hfexport import check_target
@@ -137,6 +140,22 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
     if options.trace and max(options.trace) >= total:
         text = f"run: --trace asks for step {max(options.trace) + 1}, the run has {total}"
         raise ZbcError("E160", text, hint=f"name steps of 1-{total}, or train for longer with --steps N")
+
+
+def check_forward(options: RunOptions, manifest: Manifest, *, begun: bool = False) -> None:
+    """Raise E604 for what does not go with --forward, and where no weights are given; `begun`: no checkpoint was found.
+    Layers of a factory may bring their own."""
+    asked = {"--trace": options.trace or None, "--save-hf": options.save_hf, "--out": options.out}
+    asked["--save-adapter"] = options.save_adapter
+    if given := [name for name, value in asked.items() if value is not None]:
+        text = (
+            f"run: --forward trains nothing, {' and '.join(given)} {'is' if len(given) == 1 else 'are'} of a training"
+        )
+        raise ZbcError("E604", text, hint="leave out one of them")
+    model = manifest.planning["model"]
+    if (begun or options.resume in (None, "none")) and not model.get("pretrained") and model["family"] in BUILTIN:
+        text = "run: --forward, and no weights are given" + (": no checkpoint was found" if begun else "")
+        raise ZbcError("E604", text, hint="--resume RUN takes those of a run, model.pretrained those of a folder")
 
 
 def _flight_recorder(manifest: Manifest) -> None:

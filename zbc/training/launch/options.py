@@ -20,6 +20,7 @@ class RunOptions:
     save_hf: Path | None = None  # where the weights go in the end, as a Hugging Face folder
     save_adapter: Path | None = None  # where its adapters go, as a folder of peft
     resume: str | None = None  # "auto", "none", or the path of a checkpoint or of a run: see checkpoint/resume.py
+    forward: Path | None = None  # instead of a training: the file that rows go to
     trace: frozenset[int] = frozenset()  # the steps to record, from 0
     local: int | None = None  # so many ranks are started here
     device: str | None = None  # of --local: where the ranks compute, "cpu" or "cuda"

@@ -142,16 +142,28 @@ class GptBlock(nn.Module):
 class GptHead(nn.Module):
     """(B, T, H) -> (B, T, V)."""
 
-    def __init__(self, hidden: int, vocab: int, norm: nn.Module, scale: float = 1.0, cap: float | None = None) -> None:
-        """`scale`: what logits are divided by; `cap`: they become cap tanh(logits / cap)."""
+    def __init__(
+        self,
+        hidden: int,
+        vocab: int,
+        norm: nn.Module,
+        scale: float = 1.0,
+        cap: float | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        """`scale`: what logits are divided by; `cap`: they become cap tanh(logits / cap). `chunk`: tokens that the loss
+        makes logits of at once; the head ends before them, (B, T, H)."""
         super().__init__()
-        self.norm, self.scale, self.cap = norm, scale, cap
+        self.norm, self.scale, self.cap, self.chunk = norm, scale, cap, chunk
         self.logits = nn.Linear(hidden, vocab, bias=False)
         nn.init.normal_(self.logits.weight, std=STD)
         self.enter = self.join = same
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.join(self.logits(self.enter(self.norm(x))))
+        y = self.enter(self.norm(x))
+        if self.chunk is not None:
+            return y
+        y = self.join(self.logits(y))
         y = y if self.scale == 1.0 else y / self.scale
         return y if self.cap is None else (y / self.cap).tanh() * self.cap
 

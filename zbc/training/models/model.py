@@ -215,7 +215,7 @@ def _rotary(model: spec.Model, *, windowed: bool = False) -> Rotary:
 def _head(model: spec.Model, hidden: int, vocab: int) -> nn.Module:
     llamas = model.family == "llama"
     norm = llama.norm(hidden, model.norm_eps, model.variant) if llamas else nn.LayerNorm(hidden, eps=model.norm_eps)
-    return gpt.GptHead(hidden, vocab, norm, model.logits_scale, model.logits_cap)
+    return gpt.GptHead(hidden, vocab, norm, model.logits_scale, model.logits_cap, model.loss_chunk)
 
 
 def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:

@@ -28,9 +28,9 @@ from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.transports.hub import Hub
 from zbc.training import frames
 from zbc.training.building.context import Settings, group_of, layer_plans
+from zbc.training.building.shares import loss_of
 from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches, build_samples
-from zbc.training.models import model
 from zbc.training.probing.contract import ROUNDING, apart, largest
 from zbc.training.probing.refusals import overlaps, refuse_stage
 from zbc.training.probing.shapes import read_by
@@ -215,7 +215,7 @@ def plain_gradients(
         where=settings.where,
     )
     total, low, after = 0.0, settings.model.dtype == "bfloat16", read_by(layer_plans(settings))
-    criterion = model.loss(settings.model.loss)
+    criterion = loss_of(settings.model, None, modules.values())
     counts = count_of(criterion, settings.model.loss, batches.targets(0, 0)) or (lambda target: 1.0)
     weights = [counts(batches.targets(0, mb)) for mb in range(count)]
     for mb, weight in enumerate(weights):

@@ -1,0 +1,41 @@
+"""`zbc run --forward` as its user starts it: weights of a run, ranks as processes and as threads, errors by name."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zbc
+from tests.processes.plans import run_here, write_plan
+from tests.refusals import error_of
+
+RANKS = 4
+
+
+def test_rows_are_by_the_weights_of_the_run_and_alike_for_processes_and_threads(tmp_path):
+    plan = write_plan(tmp_path, checkpoint={"every": 2}, train={"steps": 4})
+    run_here(plan, RANKS, tmp_path / "run")
+    run, lines = zbc.load(tmp_path / "run"), list[str]()
+    found = [load_file(zbc.forward(run, plan, tmp_path / "a", steps=2, tell=lines.append))["log_probs"]]
+    found += [load_file(zbc.forward(run, plan, tmp_path / "b", steps=2, threads=True))["log_probs"]]
+    assert lines[-1].startswith("wrote log_probs of ") and torch.equal(*found) and found[0].std() > 0
+    run_here(plan, RANKS, tmp_path / "short", steps=2)
+    other = load_file(zbc.forward(tmp_path / "short", plan, tmp_path / "c", steps=2, threads=True))
+    assert not torch.equal(found[0], other["log_probs"]), "other weights"
+    left = {path.name for path in tmp_path.iterdir()} - {"job.toml"}
+    assert left == {"a", "b", "c", "plan", "run", "short"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "no weights are given"),
+        ({"resume": "auto"}, "no checkpoint was found"),
+        ({"resume": "auto", "trace": frozenset({0})}, "--trace is of a training"),
+    ],
+)
+def test_what_forward_cannot_do_is_refused_with_a_way_out(tmp_path, monkeypatch, options, words):
+    monkeypatch.chdir(tmp_path)
+    plan = write_plan(tmp_path)
+    error = error_of(run_here, plan, RANKS, None, threads=True, forward=tmp_path / "rows", **options)
+    assert error.code == "E604" and words in error.message and error.hint
+    assert not list(tmp_path.glob("rows*"))
