@@ -334,7 +334,6 @@ ROWS = (
     Excludes("unlike ranks", "E110", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
     Excludes("unlike ranks", "E110", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
     Excludes("memory by rank", "E110", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
-    Excludes("moving average", "E110", {"post-validate": UNWRITTEN}),
     Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )
 
