@@ -334,7 +334,6 @@ ROWS = (
         at_other=True,
     ),
     Excludes("experts", "E110", {"compile": ("how many rows an expert gets is another number each time", DROP)}),
-    Excludes("unlike ranks", "E110", {"copies": UNWRITTEN}),
     Excludes("unlike ranks", "E110", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
     Excludes("unlike ranks", "E110", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
     Excludes("memory by rank", "E110", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),

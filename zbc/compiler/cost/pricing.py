@@ -153,6 +153,7 @@ def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tabl
     source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
     links, occupies = _transfers(job, placement, stages, table)
     costs = Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
+    costs = replace(costs, paces=estimate.paces_of(job, placement))
     costs = costs.over(job.hardware.transfer or ("eager" if given else "rendezvous"))
     if job.profile is not None:
         costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.copies * placement.ranks),))
