@@ -196,7 +196,7 @@ ROWS = (
         "E118",
         {
             "post-validate": "what replicas would send each other may be taken back",
-            "flushless|freeze|cp": UNWRITTEN,
+            "flushless": UNWRITTEN,
             "sharded": "replicas with weights of their own have nothing to share out",
             "replicas": "copies of a stage sum their gradients",
             "world": "it compares ranks by their samples alone",

@@ -52,7 +52,10 @@ def test_rates_by_rank_are_the_machines_they_stand_for():
 
 @pytest.mark.parametrize("kind", ["chimera", "bitpipe"])
 def test_ops_of_copies_of_a_stage_take_what_they_take_on_their_own_ranks(kind):
-    plain, slow = planned(kind=kind, partition=EVEN), planned(kind=kind, partition=EVEN, hardware={"slow": [1, 1, 2, 1]})
+    plain, slow = (
+        planned(kind=kind, partition=EVEN),
+        planned(kind=kind, partition=EVEN, hardware={"slow": [1, 1, 2, 1]}),
+    )
     usual = {(span.op.kind, span.op.stage): span.end - span.start for span in plain.timeline}
     for rank, op, start, end in slow.timeline:
         assert end - start == pytest.approx(usual[op.kind, op.stage] * (2 if rank == 2 else 1)), (rank, op)

@@ -38,7 +38,9 @@ def plan_of(name, kind="1f1b", *, named=True, dropout=0.0, dp=1, compiles=False,
     model |= {"compile": compiles}
     schedule = {"kind": kind, "microbatches": M, "microbatch_size": SIZE} | ({"memory_limit": limit} if limit else {})
     changes = {"data": data, **sections}
-    compiled = compile_job(job(model=model, parallel={"pp": ranks, "dp": dp, **(parallel or {})}, schedule=schedule, **changes))
+    compiled = compile_job(
+        job(model=model, parallel={"pp": ranks, "dp": dp, **(parallel or {})}, schedule=schedule, **changes)
+    )
     return StoredPlan(compiled.assemble()[0], compiled.program)
 
 

@@ -458,11 +458,11 @@ def _with_sums(
     if job.vocabulary:
         columns["gather v"] = (vocabulary.renewal_ms(job),)
     columns["reduce"] = tuple(reduce)
-    if share:  # replicas that average weights sum no gradients, but those that share out experts
+    if share:  # replicas that average weights sum no gradients but those of shared tokens and experts
         words = vocabulary.pool_ms(job) if job.vocabulary else 0.0
         once = _sum(job, tied, placement.holders(placement.ends[0]), 2) if tied else 0.0
         columns |= {"average": tuple(average), "average v": (share * words,), "average t": (share * once,)}
-        among = _parts(parallel.ep) / _parts(parallel.dp)
+        among = _parts(parallel.ep * parallel.cp) / _parts(parallel.dp * parallel.cp)
         columns["reduce"] = tuple(among * ms for ms in reduce)
     if parallel.ep > 1:
         costs = replace(costs, experts=stage_bytes.of_experts(job, placement, stages, table))
