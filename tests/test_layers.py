@@ -155,8 +155,9 @@ def test_the_runtime_stays_as_large_as_it_is():
 
 
 # Experts 530, context 250, Muon and averages 330, no flush 125, vocabulary with others 95, families 110,
-# times off a GPU's stream 30, samples as others have them 70, hooks 50, adapters 240
-LINES_OF_RUNTIME = 25_440
+# times off a GPU's stream 30, samples as others have them 70, hooks 50, adapters 240,
+# averages with steps made final later, and sequences that experts share 33
+LINES_OF_RUNTIME = 25_475
 
 
 CORE_KINDS = frozenset(["F", "B", "W", "BW", "SEND_F", "RECV_F", "SEND_B", "RECV_B"])

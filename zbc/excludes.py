@@ -241,7 +241,7 @@ ROWS = (
             "ramp": "balanced steps choose their own number of microbatches",
             "sliced": "slices are cut at the same places of all microbatches",
             "file": "a file is an order for one number of microbatches",
-            "shared vocabulary|cp": UNWRITTEN,
+            "cp": UNWRITTEN,
             "compile": "attention depends on the lengths",
             "evaluation": "samples of evaluation are not packed",
             "trace": ("one plan is recorded for all replicas of a step", "leave out --trace"),
@@ -314,7 +314,6 @@ ROWS = (
     Excludes(
         "cp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set cp = 1")}
     ),
-    Excludes("tp_sequence", "E119", {"experts": (UNWRITTEN, "leave tp_sequence out")}),
     Excludes(
         "tp", "E119", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}
     ),
@@ -322,7 +321,7 @@ ROWS = (
         "ep",
         "E118",
         {
-            "replicas|two versions": UNWRITTEN,
+            "two versions": UNWRITTEN,
             "balance": "replicas of unequal work would wait for each other in every block",
         },
         at_other=True,

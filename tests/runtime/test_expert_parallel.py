@@ -60,6 +60,7 @@ WAYS = [
     ({"schedule": {"kind": "zb-h1"}}, {"dp": 2, "ep": 2, "shard": "optimizer", "vocabulary": "shared"}),
     ({"schedule": {"kind": "dualpipe-v", "overlap": True}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "1f1b"}}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "replicated-1f1b"}}, {"dp": 2, "ep": 2, "pp": 3, "replicas": [1, 2]}),
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
     ({"schedule": {"kind": "1f1b"}}, {"tp": 2}),
     ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 2, "tp": 2}),

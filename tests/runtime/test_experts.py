@@ -141,6 +141,14 @@ WAYS = [
     {"schedule": {"kind": "zb-v"}, "model": {"family": "gpt"}},
     {"schedule": {"kind": "zb-v"}, "model": {"dtype": "bfloat16"}},
     {"schedule": {"kind": "zb-v"}, "optimizer": {"sync": "post-validate"}},
+    *(
+        {"schedule": {"kind": kind, "slices": slices}, "parallel": {"tp": 2, "tp_sequence": True}, "model": model}
+        for kind, slices, model in (
+            ("1f1b", 1, {"router_z_loss": 0.01, "balance_loss": 0.01}),
+            ("zb-v", 2, {"shared_hidden": 32, "balance_loss": 0.0}),
+            ("zb-h1", 1, {"family": "gpt"}),
+        )
+    ),
     {
         "schedule": {"kind": "gis", "memory_limit": "0.7x"},
         "memory": {"activations": "offload"},
