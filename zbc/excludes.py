@@ -173,7 +173,8 @@ ROWS = (
         "E118",
         {
             "tied": "stages step at other times",
-            "shared vocabulary|offload|freeze|overlap": UNWRITTEN,
+            "shared vocabulary|offload|overlap": UNWRITTEN,
+            "freeze": "shares shorten a step from its first forward to its last backward, between two flushes",
             "file|plugin": "orders from elsewhere are of one step, from its first forward to its last backward",
             "balance": "steps of other numbers of microbatches do not follow one another without a flush",
             "filler": "there is little to fill",
@@ -181,7 +182,7 @@ ROWS = (
             "trace": ("steps are recorded that begin where the one before ended", "leave out --trace"),
         },
     ),
-    Excludes("two versions", "E118", {"shards more|replicas": UNWRITTEN}),
+    Excludes("two versions", "E118", {"frees": UNWRITTEN, "replicas": "their order needs a flush"}),
     Excludes(
         "asynchronous",
         "E118",
@@ -196,7 +197,8 @@ ROWS = (
         "average",
         "E118",
         {
-            "barrier-free|freeze|cp": UNWRITTEN,
+            "post-validate": "what replicas would send each other may be taken back",
+            "flushless": UNWRITTEN,
             "sharded": "replicas with weights of their own have nothing to share out",
             "replicas": "copies of a stage sum their gradients",
             "world": "it compares ranks by their samples alone",
@@ -241,7 +243,7 @@ ROWS = (
             "ramp": "balanced steps choose their own number of microbatches",
             "sliced": "slices are cut at the same places of all microbatches",
             "file": "a file is an order for one number of microbatches",
-            "vocabulary|cp": UNWRITTEN,
+            "cp": UNWRITTEN,
             "compile": "attention depends on the lengths",
             "evaluation": "samples of evaluation are not packed",
             "trace": ("one plan is recorded for all replicas of a step", "leave out --trace"),
@@ -256,16 +258,13 @@ ROWS = (
             "file|plugin": ("orders from elsewhere are of chains", 'use kind = "1f1b" or "zb-h1"'),
             "sliced": ("slices are of sequences in a chain", "drop it"),
             "chunks": ("a rank has one stage of it", "drop it"),
-            "memory limit": (UNWRITTEN, "drop it"),
             "tp": (UNWRITTEN, "set tp = 1"),
             "shared vocabulary": ("its ends are more than two", "drop it"),
             "replicas": ("they are of stages in a chain", "use dp"),
-            "shards more": (UNWRITTEN, 'use shard = "optimizer"'),
             "barrier-free": ("norms travel along a chain", 'use sync = "before-step"'),
             "freeze": ("shares are found for a chain", "drop it"),
             "balance": ("it packs sequences of tokens", "drop it"),
             "offload|open activations": (UNWRITTEN, 'use "keep" or "recompute"'),
-            "compile": (UNWRITTEN, "drop it"),
         },
         at_other=True,
     ),
@@ -327,7 +326,6 @@ ROWS = (
     Excludes(
         "cp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set cp = 1")}
     ),
-    Excludes("tp_sequence", "E119", {"experts": (UNWRITTEN, "leave tp_sequence out")}),
     Excludes(
         "tp", "E119", {"whole norms": ("its norms are over the heads of all ranks that share a layer", "set tp = 1")}
     ),
@@ -335,18 +333,21 @@ ROWS = (
         "ep",
         "E118",
         {
-            "replicas|two versions": UNWRITTEN,
+            "two versions": UNWRITTEN,
             "balance": "replicas of unequal work would wait for each other in every block",
         },
         at_other=True,
     ),
-    Excludes("expert bias", "E110", {"post-validate|flushless": UNWRITTEN}, at_other=True),
+    Excludes(
+        "expert bias",
+        "E110",
+        {"barrier-free": "the loads of a step are known when forwards of the next one have chosen their experts"},
+        at_other=True,
+    ),
     Excludes("experts", "E110", {"compile": ("how many rows an expert gets is another number each time", DROP)}),
-    Excludes("unlike ranks", "E110", {"copies": UNWRITTEN}),
     Excludes("unlike ranks", "E110", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
     Excludes("unlike ranks", "E110", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
     Excludes("memory by rank", "E110", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
-    Excludes("moving average", "E110", {"post-validate": UNWRITTEN}),
     Excludes("forward", "E118", {"shared vocabulary|balance|cp": (UNWRITTEN, "plan again without, for --forward")}),
     Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )

@@ -508,16 +508,16 @@ class Program(ProgramTraits):
     def holders(self, op: Op) -> int:
         """How many ranks meet in a collective: over all replicas of the pipeline, but for one of units."""
         if op.kind is Kind.AVERAGE:
-            return self.dp // (self.ep or 1) if self.averages else 1
+            return self.copies // (self.ep or 1) if self.averages else 1
         replicas = 1 if op.kind.unit_wide else self.copies if op.kind.is_barrier else self.together
         copies = replicas // self.ep if op.stage <= EXPERTS else replicas
         return copies * (1 if self.apart(op) else len(self.members(op)))
 
     @property
     def together(self) -> int:
-        """Neighbouring copies that have gradients and weights in common: where replicas average weights one, or those
-        that share out experts."""
-        return (self.ep or 1) if self.averages else self.copies
+        """Copies that have gradients and weights in common: where replicas average weights those of one, or of
+        neighbours that share out experts."""
+        return (self.ep or 1) * self.cp if self.averages else self.copies
 
     def apart(self, op: Op) -> bool:
         """Whether a rank meets its own replicas alone in a collective: over its words, or weights that it frees."""

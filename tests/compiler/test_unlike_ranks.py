@@ -50,6 +50,26 @@ def test_rates_by_rank_are_the_machines_they_stand_for():
     assert one.layers == other.layers
 
 
+@pytest.mark.parametrize("kind", ["chimera", "bitpipe"])
+def test_ops_of_copies_of_a_stage_take_what_they_take_on_their_own_ranks(kind):
+    plain, slow = (
+        planned(kind=kind, partition=EVEN),
+        planned(kind=kind, partition=EVEN, hardware={"slow": [1, 1, 2, 1]}),
+    )
+    usual = {(span.op.kind, span.op.stage): span.end - span.start for span in plain.timeline}
+    for rank, op, start, end in slow.timeline:
+        assert end - start == pytest.approx(usual[op.kind, op.stage] * (2 if rank == 2 else 1)), (rank, op)
+    assert plain.settled_ms < slow.settled_ms < 2 * plain.settled_ms
+    least = plain.report.lower_bound_makespan_ms, slow.report.lower_bound_makespan_ms, slow.timeline.makespan
+    assert [*least] == sorted(least)
+
+
+def test_layers_of_copies_of_a_stage_go_by_the_mean_of_their_ranks():
+    """Ranks 0 and 3 of a pipe that goes both ways have stages 0 and 3."""
+    count = blocks(planned(kind="chimera", hardware={"slow": [1, 1, 2, 1]}))
+    assert sum(count[1:3]) < sum(blocks(planned(kind="chimera"))[1:3])
+
+
 def test_each_rank_is_held_to_its_own_memory():
     each = [rank.bytes / 2**30 for rank in planned(partition=EVEN).memory]
     enough = [1.01 * one for one in each]
@@ -76,7 +96,6 @@ def test_given_times_of_ranks_know_them_already():
     [
         ({"hardware": {"slow": [1, 1]}}, "has 2 numbers"),
         ({"hardware": {"tflops": [1.0, 1.0]}}, "has 2 numbers"),
-        ({"hardware": {"slow": [1, 1, 1, 1]}, "kind": "chimera"}, "several copies"),
         (
             {"hardware": {"slow": [1, 1, 1, 1]}, "parallel": {"replicas": [1, 1, 1, 1]}, "kind": "replicated-1f1b"},
             "step in",

@@ -18,6 +18,7 @@ from zbc.plan.directory import RankPlan
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.features import averaging
 from zbc.runtime.transports.hub import Hub
+from zbc.training.building import runs
 from zbc.training.worker import build_worker
 
 M, STEPS = 4, 9
@@ -180,6 +181,41 @@ def test_one_replica_without_a_finite_gradient_skips_alone(tmp_path):
     workers = run_threads(plan(tmp_path, {"share": 0.5}), 3, setup=spoil)
     skipped = [[result.skipped for result in worker.results] for worker in workers]
     assert skipped[0] == skipped[1] == [False] * 3 and skipped[2] == skipped[3] == [False, True, False]
+
+
+@pytest.mark.parametrize("asked", few([{"share": 1.0, "delay": 0}, {"share": 0.3}], 1), ids=str)
+@pytest.mark.parametrize("pp", [1, 2])
+def test_ranks_that_share_tokens_sum_gradients_and_average_as_one(asked, pp, tmp_path):
+    one = run_threads(plan(tmp_path / "one", asked, pp=pp), STEPS)
+    made = plan(tmp_path / "cp", asked, pp=pp, more={"cp": 2})
+    assert any(op.kind is Kind.REDUCE for ops in made.program.ranks for op in ops)
+    found = run_threads(made, STEPS)
+    assert numbers(found) == [pytest.approx(pair, rel=1e-4) for pair in numbers(one)]
+    for replica in (0, 1):
+        mine = [worker for worker in found if worker.replica == replica]
+        same = {}
+        for _, key, parameter in each_parameter(mine):
+            assert torch.equal(same.setdefault(key, parameter), parameter), key
+
+
+def test_replicas_that_average_freeze_alike(tmp_path, monkeypatch):
+    """Steps of plain SGD averaged at once are those of the sum of gradients."""
+    how = {
+        "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip_grad_norm": 1e9},
+        "costs": {"f": 1.0, "b": 1.0, "w": 1.0},
+    }
+    how |= {"freeze": {"most": 0.4}, "model_more": {"layers": 6}}
+    made = plan(tmp_path / "average", {"share": 1.0, "delay": 0}, **how)
+    assert made.program.freezes
+    found, every = losses_of(run_threads(made, STEPS)), runs.turns_of
+
+    def alike(ops, stage, manifest, after):
+        return every(ops, stage, manifest.model_copy(update={"ep": 2}), after)
+
+    summed = plan_of(tmp_path / "sum", "1f1b", pp=2, dp=2, m=M, train={"steps": STEPS}, **how)
+    assert losses_of(run_threads(summed, STEPS)) != pytest.approx(found, rel=1e-6)
+    monkeypatch.setattr(runs, "turns_of", alike)
+    assert losses_of(run_threads(summed, STEPS)) == pytest.approx(found, rel=1e-6)
 
 
 def test_plans_begin_with_averages_and_sum_no_gradients(tmp_path):

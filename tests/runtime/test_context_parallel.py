@@ -248,7 +248,6 @@ def test_a_run_goes_on_with_another_cp(first, second, tmp_path):
             "E119",
             "for the built-in models",
         ),
-        ({"cp": 2, "average": {"every": 1}, "dp": 2}, {}, "E118", "parallel.average and parallel.cp"),
     ],
 )
 def test_what_cannot_share_tokens_is_refused(more, model, code, text, tmp_path):

@@ -60,6 +60,7 @@ WAYS = [
     ({"schedule": {"kind": "zb-h1"}}, {"dp": 2, "ep": 2, "shard": "optimizer", "vocabulary": "shared"}),
     ({"schedule": {"kind": "dualpipe-v", "overlap": True}}, {"dp": 2, "ep": 2}),
     ({"schedule": {"kind": "1f1b"}}, {"dp": 4, "ep": 4}),
+    ({"schedule": {"kind": "replicated-1f1b"}}, {"dp": 2, "ep": 2, "pp": 3, "replicas": [1, 2]}),
     ({"schedule": {"kind": "zb-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
     ({"schedule": {"kind": "1f1b"}}, {"tp": 2}),
     ({"schedule": {"kind": "braid-v"}}, {"dp": 2, "ep": 2, "tp": 2}),
@@ -285,7 +286,6 @@ REFUSED = [
     ({}, {"dp": 3, "ep": 3}, "does not divide model.experts = 4"),
     ({}, {"dp": 3, "ep": 2}, "does not divide parallel.dp = 3"),
     ({"model": {"first_dense": 4}}, {"dp": 2, "ep": 2}, "leaves no block of 4 with experts"),
-    ({}, {"tp": 2, "tp_sequence": True}, "do not go together yet"),
     ({"model": {"expert_hidden": 49}}, {"tp": 2}, "does not divide model.expert_hidden = 49"),
     ({}, {"dp": 2, "ep": 2, "average": {"every": 1}}, "of which ep = 2 makes one"),
 ]

@@ -141,6 +141,14 @@ WAYS = [
     {"schedule": {"kind": "zb-v"}, "model": {"family": "gpt"}},
     {"schedule": {"kind": "zb-v"}, "model": {"dtype": "bfloat16"}},
     {"schedule": {"kind": "zb-v"}, "optimizer": {"sync": "post-validate"}},
+    *(
+        {"schedule": {"kind": kind, "slices": slices}, "parallel": {"tp": 2, "tp_sequence": True}, "model": model}
+        for kind, slices, model in (
+            ("1f1b", 1, {"router_z_loss": 0.01, "balance_loss": 0.01}),
+            ("zb-v", 2, {"shared_hidden": 32, "balance_loss": 0.0}),
+            ("zb-h1", 1, {"family": "gpt"}),
+        )
+    ),
     {
         "schedule": {"kind": "gis", "memory_limit": "0.7x"},
         "memory": {"activations": "offload"},
@@ -236,7 +244,7 @@ def test_a_profile_of_whole_blocks_is_cut_to_the_experts_of_a_rank():
 
     all_of, some = layers(1)[1], layers(2)[1]
     held = LayerBytes.model_construct(weights=1000, gradients=1000, optimizer=2000)
-    one = Measurement(1.0, 1.0, 1.0, 2.0, 1.0, 4.0, None, all_of.params, all_of.parts, None, held)
+    one = Measurement(1.0, 1.0, 1.0, 2.0, 1.0, 4.0, None, all_of.params, 0, all_of.parts, None, held)
     found, part = estimate._measured(some, one), some.params / all_of.params
     assert found.params == some.params < all_of.params and found.measured.step == pytest.approx(4.0 * part)
     assert (found.measured.held.weights, found.measured.held.optimizer) == (round(1000 * part), round(2000 * part))

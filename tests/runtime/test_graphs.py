@@ -9,6 +9,7 @@ import torch
 
 import zbc
 from tests.jobs import job
+from tests.refusals import refused
 from tests.runtime.graph_models import GRAPHS
 from tests.threads import losses_of, run_threads, scaled
 from tests.tiers import few
@@ -19,13 +20,14 @@ from zbc.runtime.core import route
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.training.building.context import Settings, layer_plans
 from zbc.training.data.data import Batches, build_samples, build_validation
+from zbc.training.models import compiled
 
 ROOT = Path(__file__).parents[2]
 M, SIZE = 4, 2
 ALL = [(name, kind, kept) for name in GRAPHS for kind in ("1f1b", "zb-h1") for kept in ("keep", "recompute")]
 
 
-def plan_of(name, kind="1f1b", *, named=True, dropout=0.0, dp=1, **sections):
+def plan_of(name, kind="1f1b", *, named=True, dropout=0.0, dp=1, compiles=False, parallel=None, limit=None, **sections):
     """A plan; `named`: each group without sources has data of its own."""
     graph, counts, ranks = GRAPHS[name]
     data = {"kind": "tests.runtime.graph_models:Vectors"}
@@ -33,9 +35,12 @@ def plan_of(name, kind="1f1b", *, named=True, dropout=0.0, dp=1, **sections):
         data["args"] = {"of": [group for group, reads in graph.items() if not reads]}
     model = {"family": "tests.runtime.graph_models:layers", "layers": sum(counts.values()), "loss": "mse"}
     model |= {"graph": graph, "groups": counts, "args": {"counts": counts, "dropout": dropout}}
-    schedule = {"kind": kind, "microbatches": M, "microbatch_size": SIZE}
+    model |= {"compile": compiles}
+    schedule = {"kind": kind, "microbatches": M, "microbatch_size": SIZE} | ({"memory_limit": limit} if limit else {})
     changes = {"data": data, **sections}
-    compiled = compile_job(job(model=model, parallel={"pp": ranks, "dp": dp}, schedule=schedule, **changes))
+    compiled = compile_job(
+        job(model=model, parallel={"pp": ranks, "dp": dp, **(parallel or {})}, schedule=schedule, **changes)
+    )
     return StoredPlan(compiled.assemble()[0], compiled.program)
 
 
@@ -136,6 +141,35 @@ def test_training_goes_on_from_a_checkpoint_and_is_that_of_one_process(tmp_path,
         optimizer.step()
         optimizer.zero_grad()
     assert whole == pytest.approx(alone, rel=1e-5)
+
+
+SHARDS = [("weights", {Kind.GATHER, Kind.FREE}), ("gradients", {Kind.GATHER}), ("all", {Kind.GATHER, Kind.FREE})]
+
+
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], 1))
+@pytest.mark.parametrize(("shard", "kinds"), SHARDS)
+def test_replicas_share_out_its_weights_and_gradients(shard, kinds, kind):
+    how = {"optimizer": {"kind": "adamw", "lr": 1e-2}, "dp": 2, "kind": kind}
+    plan = plan_of("skip", parallel={"shard": shard}, **how)
+    assert kinds <= {op.kind for ops in plan.program.ranks for op in ops}
+    assert losses_of(run_threads(plan, 3)) == losses_of(run_threads(plan_of("skip", **how), 3))
+
+
+def test_its_layers_are_compiled(monkeypatch):
+    plain, made = torch.compile, []
+    monkeypatch.setattr(compiled, "BACKEND", {"backend": "aot_eager"})
+    monkeypatch.setattr(torch, "compile", lambda *args, **how: made.append(args) or plain(*args, **how))
+    loss, found = gradients(plan_of("skip", "zb-h1", compiles=True))
+    assert made
+    wanted, own = gradients(plan_of("skip", "zb-h1"))
+    assert loss == wanted and all(torch.equal(found[name], grad) for name, grad in own.items())
+
+
+def test_a_memory_limit_holds_for_it():
+    plan = plan_of("one and three", "zb-h1", limit="0.7x")
+    assert losses_of(run_threads(plan, 2)) == losses_of(run_threads(plan_of("one and three", "zb-h1"), 2))
+    with refused("E302", match="rank 0 holds 4 activation units", hint="1x"):
+        plan_of("skip", limit="0.6x")
 
 
 @pytest.mark.parametrize("name", ["two branches", "skip"])

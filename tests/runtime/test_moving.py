@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from tests.composed import settings
-from tests.jobs import job
-from tests.refusals import refused
 from tests.runtime.test_checkpoints import at, tensors
 from tests.runtime.test_flushless_with import planned
 from tests.threads import losses_of, run_threads
@@ -103,6 +101,10 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path, traits):
     assert all(value.equal(same[name]) for name, value in kept.items())
 
 
-def test_it_does_not_go_with_steps_that_are_made_again():
-    with refused("E110"):
-        job(optimizer={"ema": 0.9, "sync": "post-validate"})
+@pytest.mark.parametrize("clip", [{}, {"optimizer__clip_grad_norm": 0.01}], ids=["stands", "made again"])
+@pytest.mark.parametrize("traits", few([[], ["sharded optimizer"]], 1), ids=str)
+def test_steps_that_are_final_later_move_it_once_each(tmp_path, traits, clip):
+    """Whether a step stands as it was assumed, or is made again."""
+    found = ran(tmp_path / "ahead", tables("post-validate", *traits, **clip))[:2]
+    assert found == ran(tmp_path / "barrier", tables(*traits, **clip))[:2]
+    assert found[1] != ran(tmp_path / "plain", tables("post-validate", *traits, ema=None, **clip))[1]

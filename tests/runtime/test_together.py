@@ -159,6 +159,24 @@ def test_an_order_from_a_file_makes_room_for_words_that_all_ranks_share(tmp_path
     assert apart(trained(both), trained(settings())) <= NEAR
 
 
+PACKED = [("1f1b", {}), ("zb-v", {"shard": "optimizer"}), ("interleaved-1f1b", {"vocabulary_sums": 2})]
+
+
+@pytest.mark.parametrize(("kind", "parallel"), few(PACKED, 1))
+def test_words_that_all_ranks_share_go_with_unequal_numbers_of_microbatches(tmp_path, kind, parallel):
+    """Replicas sum gradients behind the last that ranks of a pipeline meet in, of which they have other numbers."""
+    packed = {"data__balance": "length", "parallel__dp": 2}
+    both, plain = beside("shared vocabulary", **packed)
+    both["parallel"] |= {"pp": 2, **parallel}
+    plain["parallel"]["pp"] = 1
+    for one in (both, plain):
+        one["schedule"]["microbatches"] = 3
+    both["schedule"]["kind"] = kind
+    made, _ = planned(both, tmp_path)
+    assert len({start.compiled.program.microbatches for start in made.ramp}) > 1
+    assert apart(trained(both), trained(plain)) <= NEAR
+
+
 @pytest.mark.repeats
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, between threads
 @pytest.mark.parametrize("kind", ["1f1b", "zb-v"])

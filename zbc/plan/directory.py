@@ -89,7 +89,8 @@ def meeting(manifest: Manifest, op: Op, rank: int) -> tuple[int, ...]:
     """The ranks of a run, over all copies of the pipeline, that `rank` of it meets in a collective: those with the same
     part of layers, and where replicas each sum their own of these those of its replica."""
     program = program_of(manifest, ((),) * manifest.ranks)
-    run, seat, together = manifest.topology, manifest.topology.of(rank), program.together
+    run, seat = manifest.topology, manifest.topology.of(rank)
+    together = program.together // program.cp  # neighbouring replicas
     found = run.ranks((seat.pp,) if program.apart(op) else program.members(op), seat.at)
     if op.kind is Kind.AVERAGE:
         return _alike(manifest, found, rank)

@@ -2,7 +2,8 @@
 
 Replicas of a step that run different plans meet in sums of gradients and gathers of weights. Each rank starts its own
 one after the other, so all plans must list those of a rank in one order. What is one-sided is no meeting: ranks do not
-wait for each other there, whatever its order.
+wait for each other there, whatever its order. Where the ranks of a pipeline meet for each microbatch, plans have other
+numbers of these: replicas then meet before the first of them or behind the last.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ ONE_SIDED = frozenset({Kind.GATHER, Kind.SCATTER, Kind.REDUCE})
 def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
     """E209 for each rank whose collectives stand in another order than in the first program."""
     first = programs[0]
-    for program in programs[1:]:
+    for program in programs:
         for rank, (mine, theirs) in enumerate(zip(program.ranks, first.ranks, strict=True)):
             one, other = (_meetings(ops, one_sided=first.one_sided) for ops in (mine, theirs))
-            if one != other:
+            if [op for op in one if not op.kind.unit_wide] != [op for op in other if not op.kind.unit_wide] or _amid(
+                one
+            ):
                 counts = [f"{each.microbatches} microbatches" for each in (program, first)]
                 text = f"program: rank {rank} meets its replicas in another order with {counts[0]} than {counts[1]}"
                 details = [f"{counts[0]}: {_from(one, other)}", f"{counts[1]}: {_from(other, one)}"]
@@ -33,6 +36,12 @@ def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
 def _meetings(ops: Sequence[Op], *, one_sided: bool) -> list[Op]:
     alone = ONE_SIDED if one_sided else frozenset[Kind]()
     return [op for op in ops if op.kind.is_collective and not op.kind.is_barrier and op.kind not in alone]
+
+
+def _amid(meetings: Sequence[Op]) -> bool:
+    """Whether replicas meet between what the ranks of a pipeline meet in."""
+    inner = [k for k, op in enumerate(meetings) if op.kind.unit_wide]
+    return bool(inner) and inner[-1] - inner[0] >= len(inner)
 
 
 def _from(ops: Sequence[Op], others: Sequence[Op]) -> str:

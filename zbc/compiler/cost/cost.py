@@ -83,6 +83,8 @@ class Costs:
     `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W, "host" what of
     "kept" can move there; with several slices also "kv", the keys and values of a microbatch from its first F to its
     last B, and as much for their gradients from its first B on. Ask `units`, `bytes_of`, `held` and `held_bytes`.
+    Where the ranks with copies of a stage are unlike, `ms` has their mean, and `paces[pipe]` how many times as long the
+    one of a pipe takes; else ().
     `links[pipe]` is the ms of a transfer between two stages, 0 on one rank; ask `link`. For `occupies[pipe]` of them a
     message has its link to itself: the next one from the same rank to the same rank waits; () where links take any
     number of messages. With `rendezvous` a message waits for its receiver to post a buffer, too. `bytes` is None where
@@ -104,6 +106,7 @@ class Costs:
     occupies: tuple[Links, ...] = ()
     shared: int = 1  # neighbouring ranks with one link to the host: one copy out and one back at a time
     alone: float = 1.0  # of `out` and `back`, what a copy takes while nothing goes the other way on its link
+    paces: tuple[PerStage, ...] = ()
     shares: tuple[ShareBytes, ...] = ()  # of words that all ranks share: what a rank holds, per slice; (): unknown
 
     @classmethod
@@ -248,7 +251,22 @@ class Costs:
     def duration(self, op: Op) -> float:
         """ms of an op; 0 of one that takes no time of its own."""
         column = op.kind.row.cost
-        return self.of(column, op.stage, op.slice) - self.frozen(op) if column else 0.0
+        if not column:
+            return 0.0
+        return self.pace(op.kind, op.pipe, op.stage) * self.of(column, op.stage, op.slice) - self.frozen(op)
+
+    def pace(self, kind: Kind, pipe: int, stage: int) -> float:
+        """How many times as long as its column says an op takes on the rank of its pipe."""
+        return self.paces[pipe][stage] if self.paces and kind.computes and stage >= 0 else 1.0
+
+    def fastest(self) -> Costs:
+        """As if all copies of a stage ran on the fastest of its ranks."""
+        if not self.paces:
+            return self
+        least = [min(each) for each in zip(*self.paces, strict=True)]
+        names = [name for name in BY_SLICE if name in self.ms]
+        scaled = {name: tuple(map(_times, self.ms[name], least)) for name in names}
+        return replace(self.with_ms(**scaled), paces=())
 
     def weight_ms(self, op: Op) -> float:
         """ms of the weight gradients of a W or a BW in which no layer is frozen."""
@@ -434,6 +452,10 @@ def _by_slice(entry: Size | tuple[Size, ...], slices: int) -> tuple[Size, ...]:
 def _shared(column: Column, shares: Sequence[float]) -> Column:
     wholes = [sum(entry) if isinstance(entry, tuple) else entry for entry in column]
     return tuple(tuple(ms * share for share in shares) for ms in wholes)
+
+
+def _times(entry: float | tuple[float, ...], factor: float) -> float | tuple[float, ...]:
+    return tuple(factor * ms for ms in entry) if isinstance(entry, tuple) else factor * entry
 
 
 def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[float, ...]]) -> float | tuple[float, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import truediv
 from typing import Any
 
 from zbc.compiler.cost import adapters, footprint, profiled, work
@@ -140,11 +141,23 @@ def slowness(job: Job) -> list[float]:
 
 
 def slow_of(job: Job, placement: Placement) -> list[float]:
-    """The same of the rank of each stage; 1 where times were given for stages or ranks, which know it."""
+    """The same of the ranks of each stage, on average; 1 where times were given for stages or ranks, which know it."""
+    return [sum(each) / len(each) for each in zip(*_by_pipe(job, placement), strict=True)]
+
+
+def paces_of(job: Job, placement: Placement) -> tuple[tuple[float, ...], ...]:
+    """Of each pipe, how many times as long its rank of a stage takes as all of that stage on average; () where there is
+    one pipe, or no difference."""
+    each, mean = _by_pipe(job, placement), slow_of(job, placement)
+    found = tuple(tuple(map(truediv, one, mean)) for one in each)
+    return found if any(pace != 1.0 for pipe in found for pace in pipe) else ()
+
+
+def _by_pipe(job: Job, placement: Placement) -> list[list[float]]:
     if not job.hardware.unequal or (job.costs.f is not None and job.costs.per != "layer"):
-        return [1.0] * placement.stages
+        return [[1.0] * placement.stages]
     each = slowness(job)
-    return [each[placement.rank_of(stage)] for stage in range(placement.stages)]
+    return [[each[rank] for rank in pipe] for pipe in placement.pipes]
 
 
 def shares_of_words(machine: Machine, words: work.Work, whole: work.Work) -> tuple[float, float, float]:

@@ -153,6 +153,7 @@ def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tabl
     source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
     links, occupies = _transfers(job, placement, stages, table)
     costs = Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
+    costs = replace(costs, paces=estimate.paces_of(job, placement))
     costs = costs.over(job.hardware.transfer or ("eager" if given else "rendezvous"))
     if job.profile is not None:
         costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.copies * placement.ranks),))
@@ -457,11 +458,11 @@ def _with_sums(
     if job.vocabulary:
         columns["gather v"] = (vocabulary.renewal_ms(job),)
     columns["reduce"] = tuple(reduce)
-    if share:  # replicas that average weights sum no gradients, but those that share out experts
+    if share:  # replicas that average weights sum no gradients but those of shared tokens and experts
         words = vocabulary.pool_ms(job) if job.vocabulary else 0.0
         once = _sum(job, tied, placement.holders(placement.ends[0]), 2) if tied else 0.0
         columns |= {"average": tuple(average), "average v": (share * words,), "average t": (share * once,)}
-        among = _parts(parallel.ep) / _parts(parallel.dp)
+        among = _parts(parallel.ep * parallel.cp) / _parts(parallel.dp * parallel.cp)
         columns["reduce"] = tuple(among * ms for ms in reduce)
     if parallel.ep > 1:
         costs = replace(costs, experts=stage_bytes.of_experts(job, placement, stages, table))

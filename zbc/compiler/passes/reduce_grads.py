@@ -56,11 +56,13 @@ class ReduceGrads:
 
 
 def reduced_as(program: Program, others: Program) -> Program:
-    """A complete program with its sums in the order that another one of the same ranks and stages has them in."""
+    """A complete program with its sums in the order that another one of the same ranks and stages has them in, behind
+    all in which the ranks of a pipeline meet: replicas have other numbers of these."""
     ranks = []
     for mine, theirs in zip(program.ranks, others.ranks, strict=True):
         ops = [op for op in mine if not op.kind.sums]
-        ranks.append(_insert(ops, [op for op in theirs if op.kind.sums], program))
+        inside = max((step for step, op in enumerate(ops) if op.kind.unit_wide and op.kind.is_collective), default=-1)
+        ranks.append(_insert(ops, [op for op in theirs if op.kind.sums], program, inside))
     return program.with_ranks(ranks, by=ReduceGrads.name) if ranks != [list(ops) for ops in program.ranks] else program
 
 
@@ -103,10 +105,10 @@ def _scattered(ops: Sequence[Op], program: Program) -> list[Op]:
     return listed
 
 
-def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program) -> list[Op]:
-    """The ops of a rank with `sums` in that order, each as early as it can stand."""
+def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program, after: int = -1) -> list[Op]:
+    """The ops of a rank with `sums` in that order, each as early as it can stand behind the step `after`."""
     behind: dict[int, list[Op]] = {}
-    position = _last_gather(ops) if program.resident and len(program.placement.pipes) > 1 else -1
+    position = max(after, _last_gather(ops)) if program.resident and len(program.placement.pipes) > 1 else after
     for op in sums:
         position = max(position, _ends(program, ops, op))
         behind.setdefault(position, []).append(op)

@@ -91,12 +91,14 @@ class SlowLink(NamedTuple):
     others: float
 
 
-def deviations(times: Times, costs: Costs, steps: int) -> list[Deviation]:
+def deviations(times: Times, costs: Costs, steps: int, program: Program) -> list[Deviation]:
     """Every kind of op of every stage on every rank, that which costs most beyond its prediction first."""
-    found = [
-        Deviation(kind, stage, rank, round(len(samples) / steps), costs.duration(Op(kind, stage)), median_ms(samples))
-        for (kind, stage, rank), samples in times.work.items()
-    ]
+    found = list[Deviation]()
+    for (kind, stage, rank), samples in times.work.items():
+        holders = program.placement.holders(stage) if stage >= 0 else ()
+        place = rank % program.placement.ranks
+        op = Op(kind, stage, 0, holders.index(place) if place in holders else 0)
+        found.append(Deviation(kind, stage, rank, round(len(samples) / steps), costs.duration(op), median_ms(samples)))
     return sorted(found, key=lambda one: (-abs(one.excess), one.rank, one.stage, one.kind))
 
 

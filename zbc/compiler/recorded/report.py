@@ -174,7 +174,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
     if again:
         profile = derive_from(manifest, times, rounds=len(steps), device=trace.device).profile
         new = replan(manifest, program, profile, whole=trace.whole)
-    ops = deviations.deviations(times, costs, len(steps))
+    ops = deviations.deviations(times, costs, len(steps), program)
     links = deviations.links(times, costs, program, len(steps))
     single, stalls = deviations.outliers(steps, times, wall)
     busy = [timeline.busy(rank) for rank in range(timeline.ranks)]
@@ -221,7 +221,7 @@ def _slow(manifest: Manifest, found: Sequence[deviations.SlowRank]) -> tuple[flo
     for one in found:
         place = run.of(one.rank).pp
         each[place] = max(each[place], round(one.ratio / one.others, 2))
-    return tuple(each) if found and len(manifest.placement[0]) == 1 else ()
+    return tuple(each) if found else ()
 
 
 def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Quantity]]:

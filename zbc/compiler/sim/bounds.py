@@ -49,6 +49,7 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     if "s" in costs.ms:
         plain = replace(costs, ms={name: ms for name, ms in costs.ms.items() if name not in ("s", "t", "i", "e")})
         return _with_words(bounds(placement, plain, m, limit), placement, costs, m)
+    costs = costs.fastest()
     if costs.slices > 1:
         return _of_slices(placement, costs, m, limit)
     if costs.overlap:  # as if every F could hide, as far as groups allow

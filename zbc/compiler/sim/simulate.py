@@ -238,7 +238,8 @@ def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]
     for row in graph.rows:
         counts = row.row.cost and (closing or not row.row.closes)
         place = row.rank if row.kind.unit_wide else row.stage
-        per_row.append(costs.of(row.row.cost, place, row.slice) if counts else 0.0)
+        pace = costs.pace(row.kind, row.pipe, row.stage)
+        per_row.append(pace * costs.of(row.row.cost, place, row.slice) if counts else 0.0)
     own = [ms if row.lane is Lane.COMPUTE else 0.0 for ms, row in zip(per_row, graph.rows, strict=True)] + [0.0]
     found = [own[r] for r in graph.row_of]
     for i in graph.frozen:

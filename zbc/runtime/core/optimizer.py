@@ -65,6 +65,9 @@ class StageOptimizer(Protocol):
     def step(self, scale: float | None) -> None:
         """Multiply the gradients by `scale` (None: leave them) and update the working weights with them."""
 
+    def commit(self, scale: float | None) -> None:
+        """The same of masters and the optimizer's state alone: the working weights stay as they are."""
+
     def drop(self) -> None:
         """End the step: drop the gradients, and the casts of weights that may have changed."""
 
@@ -104,6 +107,8 @@ class InPlace:
         _scale(self.parameters.values(), scale)
         if self.optimizer is not None:
             self.optimizer.step()
+
+    commit = step  # there are no masters
 
     def drop(self) -> None:
         for parameter in self.parameters.values():
@@ -166,7 +171,6 @@ class Masters(InPlace):
         self.drop()
 
     def commit(self, scale: float | None) -> None:
-        """The step of the masters and the optimizer's state; the working weights stay as they are."""
         _scale(self.parameters.values(), scale)
         self._step(self._pairs)
 
@@ -244,6 +248,9 @@ class OptimizerOver:
 
     def step(self, scale: float | None) -> None:
         self._inner.step(scale)
+
+    def commit(self, scale: float | None) -> None:
+        self._inner.commit(scale)
 
     def drop(self) -> None:
         self._inner.drop()

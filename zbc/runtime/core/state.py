@@ -321,7 +321,8 @@ class Worker:
     @property
     def within(self) -> int:
         """Its place among the copies that sum gradients together."""
-        return self.copy % (self.topology.copies // self.layout.apart)
+        dp = self.topology.dp
+        return self.copy // dp * (dp // self.layout.apart) + self.copy % (dp // self.layout.apart)
 
     def seat(self, part: int) -> int:
         """The rank of the run that is rank `part` of the pipeline, in this replica and with this share of layers and

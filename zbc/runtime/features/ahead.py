@@ -108,8 +108,8 @@ class Ahead(Ending):
             norm(worker, Op(Kind.NORM, 0))
             verdict(worker, Op(Kind.VERDICT, 0))
             if _settle(worker, pending):
-                for stage in worker.stages:
-                    commit(worker, Op(Kind.COMMIT, stage))
+                for owner in worker.optimizers:
+                    commit(worker, Op(Kind.COMMIT, owner))
             self.pending, result = None, pending.result()
         close(worker, drain=True)
         return result
@@ -197,7 +197,7 @@ def _settle(worker: Worker, pending: TentativeStep) -> bool:
     for stage, optimizer in sorted(worker.optimizers.items()):
         masters = masters_of(worker, Op(Kind.COMMIT, stage))
         if not verdict.skipped:
-            masters.commit(scale)
+            optimizer.commit(scale)
         masters.publish()
         optimizer.drop()
         if (sharded := inside(optimizer, Sharded)) is not None:  # all its copies are here, in this order
@@ -209,10 +209,10 @@ def _settle(worker: Worker, pending: TentativeStep) -> bool:
 
 def commit(worker: Worker, op: Op) -> None:
     """COMMIT: the ordinary step of a stage, unless REDO has made it."""
-    pending, masters = _ahead(worker, op).pending, masters_of(worker, op)
+    pending, optimizer = _ahead(worker, op).pending, worker.optimizers[op.stage]
     if pending is not None and not pending.final:
-        masters.commit(None)
-        worker.optimizers[op.stage].drop()
+        optimizer.commit(None)
+        optimizer.drop()
 
 
 def _signal(worker: Worker, signal: Signal, peer: int) -> Tensor:

@@ -84,7 +84,9 @@ def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) ->
     if not any(frozen):
         return None
     seed = seed_of(stage.seed, "freeze", stage.index)
-    together = manifest.ep or 1
+    together = (
+        manifest.copies if manifest.averages else manifest.ep or 1
+    )  # that have no means in common, or all experts
     return Turns(frozen, layers, replicas=manifest.copies, after=after, seed=seed, together=together)
 
 

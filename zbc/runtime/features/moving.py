@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,12 +26,19 @@ class Mean(OptimizerOver):
         also_kept(inner, MEAN)
         self._decay = decay
 
-    @torch.no_grad()
     def step(self, scale: float | None) -> None:
+        self._behind(super().step, scale)
+
+    def commit(self, scale: float | None) -> None:
+        self._behind(super().commit, scale)
+
+    @torch.no_grad()
+    def _behind(self, step: Callable[[float | None], None], scale: float | None) -> None:
+        """Step, and move the average."""
         optimizer, stepped = self.optimizer, [one.tensor for one in self._inner.held() if one.tensor.requires_grad]
         first = [] if optimizer is None else [one for one in stepped if MEAN not in optimizer.state.get(one, {})]
         begun = [(one, one.data.clone()) for one in first]  # the average begins with the weights before the first step
-        self._inner.step(scale)
+        step(scale)
         if optimizer is None:
             return
         for one, before in begun:

@@ -117,6 +117,10 @@ class Group(NamedTuple):
         """What each rank has a term of: the sum."""
         return _apply(_Meets, x, self, *((_own, _all) if self.sequence else (_sum, _same)))
 
+    def whole(self, x: Tensor) -> Tensor:
+        """Of all tokens what each rank has of its own, for what all do alike: so are its gradients."""
+        return _apply(_Meets, x, self, _all, _part)
+
     def tokens(self, x: Tensor) -> tuple[Tensor, Pending]:
         """Start to collect (batch, tokens, ...) of all ranks, each of which has its own; `joined` when it is there."""
         parts = x.new_empty((self.size, x.numel()))
@@ -276,6 +280,10 @@ def _all(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
     parts, pending = group.tokens(x)
     group.settle(pending, slot)
     return group.joined(parts, x)
+
+
+def _part(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
+    return x.chunk(group.size, 1)[group.place].contiguous()
 
 
 def _own(group: Group, x: Tensor, slot: Slot | None) -> Tensor:

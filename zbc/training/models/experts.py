@@ -67,6 +67,10 @@ def _lowered(rows: Tensor) -> Tensor:
     return rows.to(torch.get_autocast_dtype(kind)) if lower else rows
 
 
+def _flat(x: Tensor) -> Tensor:
+    return x.flatten(0, -2)
+
+
 class Experts(nn.Module):
     """(.., H) -> (.., H)."""
 
@@ -98,16 +102,17 @@ class Experts(nn.Module):
         self.shared = made(shared) if shared else None
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
         self.swaps = Swaps()
-        self.enter = self.leave = same  # where ranks have parts of each
+        self.enter = self.leave = same  # where ranks have parts of each; of tokens of which each may have its part,
+        self.whole = self.meet = same  # all of them, found alike by all; and what is alike, into parts of experts
         self.tokens: Group | None = None  # where ranks share the tokens of a microbatch
+        self.rows = _flat  # how it takes what comes before it: tokens in a row, or, to be collected, by sequences
         self.place: int | None = None  # of its first expert among those of all blocks
         self.rate = rate
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(count) if rate else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x if x.dim() == 2 else x.flatten(0, -2)
-        logits = self.router(flat)
+        logits = self.whole(self.router(x)).flatten(0, -2)
         logits = logits.float() if logits.dtype.itemsize < 4 else logits
         likely = self.scores(logits)
         chosen = decided(lambda: self._chosen(likely.detach()))
@@ -118,14 +123,16 @@ class Experts(nn.Module):
         counts = torch.bincount(chosen.flatten(), minlength=self.count)
         if self.place is not None:
             tell_load(self.place, counts)
-        given, weights = self.enter(flat), self.enter(weights)
+        all_x = self.enter(x)
+        given, weights = all_x.flatten(0, -2), self.meet(weights)
         rows = _lowered(given.index_select(0, order // self.top_k))
         found = self.swaps.run(rows, counts, self.experts.values())
         found = found.index_select(0, order.argsort()).view(*chosen.shape, -1)
         y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)
         if self.shared is not None and self.shared_gate is not None:
-            y = y + self.enter(self.shared_gate(flat).sigmoid()) * self.shared(given)
-        y = self.leave(y).view(x.shape)
+            gates = self.whole(self.shared_gate(x)).flatten(0, -2)
+            y = y + self.meet(gates.sigmoid()) * self.shared(given)
+        y = self.leave(y.view(all_x.shape))
         adds = self.training and (self.balance or self.z)
         return add_loss(y, self._added(logits, likely, counts)) if adds else y
 

@@ -124,7 +124,8 @@ class GptBlock(nn.Module):
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         y: Tensor = norm(x)
-        return y.flatten(0, -2) if norm is self.norm2 and self.mlp is not None else self.enter(y)
+        rows = self.enter if norm is not self.norm2 or self.mlp is None else self.mlp.rows
+        return rows(y)  # type: ignore[operator]
 
     def _mixed(self, x: Tensor) -> Tensor:
         return made_again(self._mix, x)

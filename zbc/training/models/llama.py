@@ -133,7 +133,7 @@ class LlamaBlock(nn.Module):
 
     def _before2(self, x: Tensor) -> Tensor:
         y = self.norm2(x.view_as(x))
-        return y.flatten(0, -2) if self.mlp is not None else self.enter(y)
+        return self.mlp.rows(y) if self.mlp is not None else self.enter(y)
 
     def _mixed(self, x: Tensor) -> Tensor:
         return made_again(self._mix, x, inside=(self.norm_q, self.norm_k))

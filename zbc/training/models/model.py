@@ -256,7 +256,7 @@ def _grouped(model: spec.Model, made: Any) -> list[LayerPlan]:
             raise ZbcError("E506", text, hint=f"set groups.{group} = {len(found)} and model.layers, and plan again")
         after = tuple(f"{one}.{model.groups[one] - 1}" for one in model.graph[group])
         for i, item in enumerate(found):
-            plans.append(LayerPlan(f"{group}.{i}", _builder(item), after=after))
+            plans.append(LayerPlan(f"{group}.{i}", _builder(item), after=after, compiles=True))
             after = (f"{group}.{i}",)
     _refuse_shared([item for group in graph.spans(model) for item in made[group]], [{}] * len(plans))
     return plans

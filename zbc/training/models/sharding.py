@@ -2,7 +2,8 @@
 
     embed    rows of the token table by words                           leave behind the look-up
     blocks   heads of attention, columns of the MLP                      enter behind each norm, leave behind proj, down
-    experts  columns of each, as of the MLP                              enter with weights, leave behind their sum
+    experts  columns of each, as of the MLP                              enter with weights, leave behind their sum;
+                                                                         the router's logits of all tokens are whole
     head     rows of the projection by words                             enter behind the norm
 
 Norms, learned positions and biases behind a sum are whole: the first rank alone adds the biases of proj and down, and
@@ -28,7 +29,7 @@ from zbc.runtime.features.context_parallel import Spread
 from zbc.runtime.features.tensor_parallel import Cut, Group, look_up
 from zbc.training.models.adapters import LoraLinear
 from zbc.training.models.experts import Expert, Experts
-from zbc.training.models.gpt import Embed, GptBlock, GptHead
+from zbc.training.models.gpt import Embed, GptBlock, GptHead, same
 from zbc.training.models.llama import LlamaBlock
 from zbc.training.models.rotary import Rotary
 
@@ -132,6 +133,9 @@ def _block(layer: GptBlock | LlamaBlock, group: Group) -> dict[str, Cut]:
 
 def _experts(layer: Experts, group: Group) -> dict[str, Cut]:
     layer.enter, layer.leave = group.enter, group.leave
+    layer.meet = group._replace(sequence=False).enter
+    if group.sequence:
+        layer.whole, layer.rows = group.whole, same
     one_by_one = {path: module for path, module in layer.named_modules() if isinstance(module, Expert)}
     return {f"mlp.{path}.{n}": cut for path, one in one_by_one.items() for n, cut in _mlp(one, group).items()}
 
