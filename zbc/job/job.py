@@ -37,7 +37,7 @@ from zbc.text import GIB
 _SINCE: dict[
     str, tuple[str, ...]
 ] = {  # keys that a plan names only where they are set: without them it is what it was before there were any
-    "model": ("graph", "groups"),
+    "model": ("graph", "groups", "loss_chunk", "z_loss", "label_smoothing"),
     "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches"),
     "parallel": ("cp", "vocabulary", "vocabulary_sums"),
     "hardware": ("gpu",),

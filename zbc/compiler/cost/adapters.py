@@ -118,7 +118,7 @@ def _head(job: Job, layer: Layer, z: Sizes) -> Layer:
     """B is the gradient of its input; F keeps what that needs of the loss."""
     size = layer.size
     kept = size.act_b - z.hidden * z.width * z.tokens - _normalized(z) * z.own
-    back = 8 * z.vocab * z.tokens
+    back = size.more_b
     size = replace(
         _fixed(size, z), act_b=kept, act_w=0.0, more_b=back, more_w=0.0, more_bw=back, largest=0.0, keeps_given=False
     )
