@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.refusals import refused
+from zbc.compiler.recorded import beside
 from zbc.interop import logs
 from zbc.text import GIB, MIB
 
@@ -68,7 +69,7 @@ def test_steps_of_torchtitan_take_what_lies_between_their_lines(written, colour)
 def test_a_log_of_torchtitan_without_times_has_those_of_its_tokens(written):
     line = "step: {}  loss: 4.0  memory: 1.00GiB(1.00%)  wps: 2,000  mfu: 10.00%\n"
     text = TITAN.format(rank="") + "".join(map(line.format, (1, 2)))
-    found = logs.quantities(logs.read(written(text)), None)
+    found = beside.quantities(logs.read(written(text)), None)
     assert found["step"].measured == pytest.approx(1e3 * 16 * 16 / (2000 * 8))
     assert found["tokens_per_s"].measured == 16_000 and found["tool_mfu"].measured == 0.1
 
@@ -78,7 +79,7 @@ def test_steps_of_megatron_take_what_it_says_and_tokens_follow(written):
     log = logs.read(written(text + megatron(1, 900) + megatron(2, 100) + megatron(3, 110) + megatron(4, 120)))
     assert log.tool == "Megatron-LM"
     assert log.settings == {"pp": 4, "tp": 1, "dp": 1, "seq_len": 16, "ranks": 4, "sequences": 8}
-    found = logs.quantities(log, None)
+    found = beside.quantities(log, None)
     assert (found["step"].measured, found["step"].low, found["step"].high) == (110, 105, 115)
     assert found["tokens_per_s"].measured == pytest.approx(1e3 * 8 * 16 / 110)
     assert found["tool_tflops"].measured == 200.5 and "mfu" not in found

@@ -27,12 +27,13 @@ _WORDS = {
 
 def report(path: Path, plan: Path | None, *, json: bool, quiet: bool) -> None:
     """Raises E430 for a file that is no such log, E1xx to E4xx for a plan that cannot be read or made."""
+    from zbc.compiler.recorded import beside
     from zbc.compiler.recorded.log import as_numbers
     from zbc.interop import logs
 
     log, manifest = logs.read(path), None if plan is None else _manifest(plan)
-    found = logs.quantities(log, manifest)
-    differs = {} if manifest is None else logs.differences(log, manifest)
+    found = beside.quantities(log, manifest)
+    differs = {} if manifest is None else beside.differences(log, manifest)
     peaks = _peaks(log, manifest)
     if json:
         about: dict[str, Any] = {"format": "zbc-log-report", "version": 1, "tool": log.tool, "steps": len(log.counted)}

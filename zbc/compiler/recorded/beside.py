@@ -1,0 +1,65 @@
+"""A log of another tool beside a plan of the same job."""
+
+from __future__ import annotations
+
+from zbc.compiler.recorded.report import Quantity, quartiles
+from zbc.interop.logs import Log
+from zbc.plan.directory import Manifest
+from zbc.plan.headline import headline, settled_ms
+
+
+def settings_of(manifest: Manifest) -> dict[str, float]:
+    """The same of a plan, as far as it says."""
+    run, model = manifest.topology, manifest.planning.get("model", {})
+    found = {"pp": run.pp, "dp": run.dp, "tp": manifest.tp, "cp": manifest.cp, "ranks": run.world}
+    found |= {"ep": manifest.ep} if manifest.ep else {}
+    found["microbatch_size"] = manifest.microbatch_size
+    found["sequences"] = manifest.microbatches * manifest.microbatch_size * run.dp
+    sizes = {name: model.get(name) for name in ("seq_len", "layers", "hidden")}
+    return {name: float(value) for name, value in {**found, **sizes}.items() if value is not None}
+
+
+def differences(log: Log, manifest: Manifest) -> dict[str, tuple[float, float]]:
+    """Where the plan is of another job: what the log says, and the plan."""
+    planned = settings_of(manifest)
+    return {
+        name: (value, planned[name])
+        for name, value in log.settings.items()
+        if name in planned and value != planned[name]
+    }
+
+
+def quantities(log: Log, manifest: Manifest | None) -> dict[str, Quantity]:
+    """Of the steps that count, beside what the plan predicts; keys are those of a report of a run.
+
+    Tokens per second that a log does not tell follow from the tokens of a step, which it or else the plan says. With a
+    plan MFU is counted as zbc does, so that it differs from the predicted one by the time of a step alone.
+    """
+    meant = {} if manifest is None else {"step": settled_ms(manifest), **headline(manifest)}
+    known = {**({} if manifest is None else settings_of(manifest)), **log.settings}
+    tokens = known["sequences"] * known["seq_len"] if {"sequences", "seq_len"} <= known.keys() else None
+    ranks, steps = known.get("ranks"), log.counted
+    found = dict[str, list[float]]()
+
+    def add(key: str, value: float | None) -> None:
+        if value is not None:
+            found.setdefault(key, []).append(value)
+
+    for step in steps:
+        each, ms = step.tokens_per_s_per_rank, step.ms
+        if tokens and ranks:
+            each = each or (1e3 * tokens / ms / ranks if ms else None)
+            ms = ms or (1e3 * tokens / (each * ranks) if each else None)
+        add("step", ms)
+        add("tokens_per_s_per_rank", each)
+        add("tokens_per_s", each * ranks if each and ranks else None)
+        if each and meant.get("mfu") and meant.get("tokens_per_s_per_rank"):
+            add("mfu", meant["mfu"] * each / meant["tokens_per_s_per_rank"])
+        add("tool_mfu", step.mfu)
+        add("tool_tflops", step.tflops)
+    result = dict[str, Quantity]()
+    for key in ("step", "tokens_per_s", "tokens_per_s_per_rank", "mfu", "tool_mfu", "tool_tflops"):
+        if key in found:
+            low, middle, high = quartiles(found[key])
+            result[key] = Quantity(meant.get(key), middle, low, high)
+    return result
