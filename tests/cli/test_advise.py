@@ -118,8 +118,8 @@ def test_the_job_of_a_row_plans_to_the_numbers_of_the_row(advice):
 
 def test_experts_are_shared_out(model):
     found = core.advise(document_of(model(EXPERTS), gpus=4, batch="8", seq_len=512))
-    assert {row.shape.tp for row in found.rows} == {1}
     assert any(row.shape.ep > 1 for row in found.rows)
+    assert all(row.shape.ep == 1 or row.shape.dp % row.shape.ep == 0 for row in found.rows)
 
 
 def test_every_shape_is_looked_at_once_with_each_way_to_share_out(model):
