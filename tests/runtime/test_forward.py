@@ -55,7 +55,7 @@ KINDS += [("1f1b", 2, {"copies": 2})]
 @pytest.mark.parametrize(("kind", "p", "how"), KINDS)
 @pytest.mark.parametrize("samples", few([8, 16, 19], [19]))
 def test_rows_are_those_of_one_process_whatever_the_placement(kind, p, how, samples, tmp_path):
-    program = make_program(kind, p, 4, **how)
+    program, samples = make_program(kind, p, 4, **how), max(samples, 8 * how.get("copies", 1))  # one step at least
     plan = make_plan(program, model={**GPT, "vocab": VOCAB}, data=text_of(tmp_path, samples))
     found = rows_of(plan, tmp_path)["log_probs"]
     assert found.shape == (samples, 16)
