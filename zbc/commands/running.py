@@ -30,7 +30,6 @@ from zbc.commands.summary import crowd, crowded, throughput_lines
 from zbc.errors import ZbcError
 from zbc.host.closed_pipe import to_stdout
 from zbc.text import short
-from zbc.trace.recording import has_trace
 
 if TYPE_CHECKING:
     from zbc.compiler.compile import Compiled
@@ -154,6 +153,8 @@ def _emit(lines: list[str], *, json: bool, quiet: bool) -> Callable[[str], None]
 
 def _ending(found: RunLog, job: Path | None) -> Iterator[str]:
     """Measured beside predicted, why they may differ, and what to do next."""
+    from zbc.trace.recording import has_trace
+
     step, about, folder = found.step(), found.about, shlex.quote(str(found.folder))
     predicted = "" if step.predicted is None else f", {short(step.predicted)} predicted"
     yield ""
