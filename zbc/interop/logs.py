@@ -70,6 +70,7 @@ class Log:
     steps: dict[int, Step] = field(default_factory=dict)
     peak: dict[int, float] = field(default_factory=dict)
     settings: dict[str, float] = field(default_factory=dict)
+    times: dict[int, list[tuple[datetime, int]]] = field(default_factory=dict)  # when a rank told of which step
 
     @property
     def counted(self) -> list[Step]:
@@ -92,17 +93,16 @@ def read(path: Path) -> Log:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ZbcError("E430", f"report: cannot read {path}: {error.strerror or error}") from None
-    log, times = Log(path), dict[int, list[tuple[datetime, int]]]()
+    log = Log(path)
     for line in _COLOUR.sub("", text).splitlines():
         for take in _TAKERS:
             take(line, log)
-        _timed(line, times)
     if not log.steps:
         text = f"report: {path} has no line of Megatron-LM or torchtitan that tells of a step"
         hint = "name what the ranks print (Megatron's comes from the last one), or a run directory of zbc"
         raise ZbcError("E430", text, hint=hint)
     if log.tool == TITAN:
-        for number, ms in _between(times).items():
+        for number, ms in _between(log.times).items():
             log.steps[number].ms = ms
     axes = [log.settings[name] for name in ("pp", "dp", "tp", "cp") if name in log.settings]
     if axes:
@@ -150,6 +150,8 @@ def _step(line: str, log: Log) -> None:
     step.mfu = None if found[6] is None else float(found[6]) / 100
     at = 0 if rank is None else int(rank[1])
     log.peak[at] = max(log.peak.get(at, 0.0), float(found[3]) * GIB)
+    if (when := _WHEN.search(line)) is not None:  # torchtitan does not say how long a step took
+        log.times.setdefault(at, []).append((datetime.fromisoformat(f"{when[1]}.{when[2]}"), number))
 
 
 def _mesh(line: str, log: Log) -> None:
@@ -172,14 +174,6 @@ def _number(text: str) -> float | None:
         return float(text.replace(",", ""))
     except ValueError:
         return None
-
-
-def _timed(line: str, times: dict[int, list[tuple[datetime, int]]]) -> None:
-    """When a rank told of a step of torchtitan, which does not say how long it took."""
-    found, when, rank = _STEP.search(line), _WHEN.search(line), _RANK.search(line)
-    if found is not None and when is not None:
-        at = datetime.fromisoformat(f"{when[1]}.{when[2]}")
-        times.setdefault(0 if rank is None else int(rank[1]), []).append((at, int(found[1])))
 
 
 def _between(times: Mapping[int, list[tuple[datetime, int]]]) -> dict[int, float]:

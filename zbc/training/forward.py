@@ -49,7 +49,7 @@ class ForwardRun(EvaluationRun):
 
 
 class _Repeated:
-    """Samples, and the first ones again behind the last, `count` in all."""
+    """Samples, and the first ones again after the last, `count` in all."""
 
     def __init__(self, samples: Samples, count: int) -> None:
         self._samples, self._count = samples, count

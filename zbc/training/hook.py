@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 class Hook(Guest):
-    """It is called on every rank. A true answer on any rank ends the run behind the next step, like its last one."""
+    """It is called on every rank. A true answer on any rank ends the run after the next step, like its last one."""
 
     def __init__(self, name: str, worker: Worker, board: Board) -> None:
         self._name, self._worker, self._board = name, worker, board
