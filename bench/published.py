@@ -6,6 +6,8 @@
     zero bubble    8 and 16 A100s, op times of Table 9 of arXiv 2401.10241: throughput of its Table 4
     offload        8 A100s, figure 15 of arXiv 2503.01328: throughput with half of the activations on the host, at a
                    quarter of the memory of 1F1B, over that of interleaved 1F1B; op times and bytes are estimated
+    W              of Table 9 of arXiv 2401.10241, estimated with gradients added in products as Megatron-LM does
+    sequence       64 to 512 A100s, Table 5 of arXiv 2205.05198: step; op times are estimated
 
 The rows are those of tests/reference/published, where sources stand. Op times are given, so that what is compared is
 the clock. One number per model is fitted: what a message keeps each of its ranks from computing (`costs.message`).
@@ -49,7 +51,7 @@ def step_ms(kind: str, p: int, m: int, layers: int, costs: Mapping[str, object],
 
 @dataclass(frozen=True)
 class Step:
-    """A step as predicted and as measured, in ms."""
+    """A step, or an op, as predicted and as measured, in one unit."""
 
     name: str
     predicted: float
@@ -130,6 +132,45 @@ def offload() -> Iterator[Offload]:
         yield Offload(f"{row['model']} seq {row['seq']}", steps[0] / steps[1], ratio)
 
 
+A100 = {"device": "cuda", "gpu": "a100-80g"}
+GPT = {"family": "gpt", "dtype": "bfloat16", "parameters": "bfloat16"}
+SHAPES = {"1.5B": (2304, 24), "14.6B": (5120, 40)}  # hidden, heads: Table 3
+
+
+def weight_gradients(*, fused: bool = True) -> Iterator[Step]:
+    """W of the three blocks of a rank, of each model's first row in Table 9."""
+    for name, row in {row["model"]: row for row in reversed(rows("zero_bubble_throughput.csv"))}.items():
+        hidden, heads = SHAPES[name]
+        model = {**GPT, "hidden": hidden, "heads": heads, "vocab": 50304, "seq_len": 1024}
+        tables = {"model": model, "hardware": {**A100, "memory_gib": 1000}, "train": {"fused_gradients": fused}}
+        tables |= {"schedule": {"kind": "zb-h1", "microbatch_size": int(row["b"])}, "partition": {"mode": "uniform"}}
+        p = int(row["p"])
+        made = compile_job(job(layers=3 * p, pp=p, m=p, **tables), suggest=False, budget=0.0)
+        yield Step(name, made.costs.of("w", 1), float(row["w"]))
+
+
+@dataclass(frozen=True)
+class Large:
+    """A step, and GiB of the fullest rank."""
+
+    step: Step
+    gib: float
+
+
+def sequence_parallel() -> Iterator[Large]:
+    """Tensor and sequence parallel over 8 GPUs, gathering again for W; attention keeps no scores anyway."""
+    for row in rows("sequence_parallel_steps.csv"):
+        model = {**GPT, "hidden": int(row["hidden"]), "heads": int(row["heads"]), "vocab": 51200, "seq_len": 2048}
+        v, p = int(row["v"]), int(row["p"])
+        kind = {"kind": "interleaved-1f1b", "chunks": v} if v > 1 else {"kind": "1f1b"}
+        tables = {"model": model, "hardware": {**A100, "ranks_per_node": 8}, "train": {"fused_gradients": True}}
+        tables |= {"schedule": {**kind, "microbatch_size": 1}, "parallel": {"tp": 8, "tp_sequence": "regather"}}
+        tables |= {"partition": {"mode": "uniform"}}
+        made = compile_job(job(layers=int(row["layers"]), pp=p, m=int(row["m"]), **tables), suggest=False, budget=0.0)
+        held = max(rank.bytes for rank in made.memory)
+        yield Large(Step(row["model"], made.step_ms / 1e3, float(row["seconds"])), held / 2**30)
+
+
 def main() -> None:
     console = Console(width=100)
     steps = list(one_f_one_b())
@@ -146,6 +187,17 @@ def main() -> None:
     table = Table("half offload over interleaved 1F1B", "predicted", "measured", box=None)
     for found in offload():
         table.add_row(found.name, f"{found.predicted:.3f}", f"{found.measured:.3f}")
+    console.print(table)
+    table = Table("W of three blocks", "added inside the product", "after it", box=None)
+    for inside, after in zip(weight_gradients(), weight_gradients(fused=False), strict=True):
+        table.add_row(inside.name, f"{inside.ratio:.3f}", f"{after.ratio:.3f}")
+    console.print(table)
+    table = Table("tp 8, sequence parallel", "predicted s", "measured s", "ratio", "GiB", box=None)
+    for large in sequence_parallel():
+        step = large.step
+        table.add_row(
+            step.name, f"{step.predicted:.2f}", f"{step.measured:.2f}", f"{step.ratio:.3f}", f"{large.gib:.1f}"
+        )
     console.print(table)
 
 

@@ -42,6 +42,7 @@ SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
     "asynchronous": (("optimizer.sync", "asynchronous"), ("optimizer.every", 2)),
     "freeze": (("freeze.most", 0.5),),
     "copies": (("schedule.kind", "chimera"),),
+    "fused gradients": (("train.fused_gradients", True),),
 }
 CHANGES = (
     "average",

@@ -66,6 +66,7 @@ VALUES = {
     "adapter": 8,
     "balance": "length",
     "evaluation": 10,
+    "fused gradients": True,
     "filler": "some.task:make",
 }
 SETTINGS = [pair for pair in excludes.PAIRS if pair.one in VALUES and pair.other in VALUES]

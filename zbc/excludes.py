@@ -128,6 +128,7 @@ TRAITS = {
     "adapter": Trait("adapter.rank", bool),
     "balance": _value("data.balance", "length"),
     "evaluation": Trait("train.eval_every", _not(0)),
+    "fused gradients": Trait("train.fused_gradients", bool),
     "filler": Trait("filler.task", _given),
     "copies": Trait("schedule.kind", text="a schedule with several copies of a stage"),
     "groups": Trait("schedule.kind", text="a schedule with groups of ops"),
@@ -227,6 +228,7 @@ ROWS = (
             ),
         },
     ),
+    Excludes("fused gradients", "E110", {"compile": "a compiled layer adds up its gradients as its graph says"}),
     Excludes(
         "adapter",
         "E110",

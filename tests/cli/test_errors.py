@@ -211,7 +211,14 @@ ANYWHERE = [
     ),
     *("report {}", "config show {}", "doctor --model {}", "profile --from-trace {}", "profile zbc.toml -o {}"),
     *("run {} --local 2", "run plan --local 2 --save-hf {}", "run plan --local 2 --resume {}", "run text --local 2"),
-    *("init {}", "init new --from-hf {}", "import {}.csv", "plan zbc.toml -o {}", "plan zbc.toml --dump-ir {}"),
+    *(
+        "advise {} --gpus 8",
+        "init {}",
+        "init new --from-hf {}",
+        "import {}.csv",
+        "plan zbc.toml -o {}",
+        "plan zbc.toml --dump-ir {}",
+    ),
     *(
         "plan zbc.toml --profile {}",
         "plan zbc.toml --schedule {}.csv",

@@ -17,7 +17,7 @@ from tests.threads import begun, run_threads
 from zbc.ir import Kind
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.progress import Progress
-from zbc.runtime.core.slot import Slot
+from zbc.runtime.core.slot import Slot, accumulate_product
 from zbc.runtime.core.state import Worker
 from zbc.runtime.cuda import LEAD, CudaClock
 from zbc.runtime.features import parcels
@@ -145,3 +145,16 @@ def test_what_is_copied_aside_for_a_checkpoint_is_pinned_and_whole():
     event.synchronize()
     assert torch.equal(place, expected)
     arena.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_narrow_product_is_added_to_a_sum_in_float32(dtype):
+    weight = torch.nn.Parameter(torch.zeros(64, 32, device=GPU, dtype=dtype))
+    weight.grad_dtype = torch.float32
+    expected = torch.zeros(64, 32, device=GPU)
+    for _ in range(3):
+        grad, rows = (torch.randn(128, width, device=GPU).to(dtype) for width in (64, 32))
+        accumulate_product(weight, grad, rows)
+        expected += grad.float().t() @ rows.float()
+    assert weight.grad.dtype is torch.float32
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-4, atol=1e-3)

@@ -6,6 +6,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,7 +143,7 @@ def _document(
     """A job of this model with everything open that `advise` chooses. Raises E1xx and E52x."""
     if name is not None:
         gpus_known.named(name, key="--gpu")
-    path = path / "zbc.toml" if not (path / hfconfig.CONFIG).exists() and (path / "zbc.toml").exists() else path
+    path = path / "zbc.toml" if not isfile(path / hfconfig.CONFIG) and isfile(path / "zbc.toml") else path
     if path.suffix == ".toml":
         given = spec.gathered(path, settings)
         tables = {key: value for key, value in given.values.items() if key in _KEPT}
@@ -217,7 +218,7 @@ def _of_config(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def approximated(path: Path) -> list[str]:
     """In what the model that is planned is another than that of a path; [] where it is the very model."""
-    return [] if path.suffix == ".toml" or (path / "zbc.toml").exists() else _of_config(path)[1]
+    return [] if path.suffix == ".toml" or isfile(path / "zbc.toml") else _of_config(path)[1]
 
 
 def told_of(told: Sequence[str]) -> list[str]:

@@ -194,7 +194,7 @@ def explain(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Explain an error code or a word of the field, list limits, or the GPUs by name.
+    """Explain an error code or a word, or list limits or GPUs.
 
     Without one, list all codes and words.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from os.path import isfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,7 +52,7 @@ def report(
     gain. Record some steps first: `zbc run PLAN --trace 10-19`. Of a log of Megatron-LM or torchtitan: step times,
     tokens/s, MFU and memory, beside a plan.
     """
-    if run.is_file():
+    if isfile(run):  # not run.is_file(), which raises for what cannot be looked at
         if phase is not None:
             raise typer.BadParameter("works with a run directory, not with a log", param_hint="--phase")
         foreign.report(run, plan, json=json, quiet=quiet)

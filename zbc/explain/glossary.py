@@ -134,6 +134,11 @@ WORDS = (
         "tensor_parallel.md",
     ),
     _word(
+        "fused_gradients, gradient accumulation fusion, wgrad accumulation",
+        "Linear layers add weight gradients to their sums inside the matrix product: train.fused_gradients.",
+        "costs.md",
+    ),
+    _word(
         "cp, context parallel, ring attention, zigzag",
         "Ranks that share the tokens of a sequence and gather keys and values: parallel.cp.",
         "sequence.md",

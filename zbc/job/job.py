@@ -191,6 +191,8 @@ class Job:
         data = {name: data[name] for name in data if name not in SINCE or getattr(self, name) != SECTIONS[name]()}
         measured = {} if self.profile is None else {"profile": self.profile.plain()}
         links = {} if self.links is None else {"links": self.links.plain()}
+        if self.train.fused_gradients:
+            data["train"] = {"fused_gradients": True}
         return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured, **links}
 
     def training(self) -> dict[str, Any]:
@@ -199,8 +201,9 @@ class Job:
         data = {name: getattr(self, name).model_dump(mode="json") for name in names}
         if not self.balances:
             del data["data"]["balance"]
-        if self.train.hook is None:
-            del data["train"]["hook"]
+        for key in ("hook", "fused_gradients"):
+            if not data["train"][key]:
+                del data["train"][key]
         return {**data, "pretrained": self.model.pretrained}
 
 

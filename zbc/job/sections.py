@@ -486,6 +486,9 @@ class Train(Section):
     )
     skip_limit: Count = Field(10, description="steps skipped in a row that end the run")
     skip_total: Count | None = Field(None, description="steps skipped in all that end the run; default: no limit")
+    fused_gradients: bool = Field(
+        False, description="linear layers add weight gradients to their sums inside the product; equal to rounding"
+    )
     hook: str | None = Field(
         None, description='"package.module:function", called by every rank after each step; a true answer ends the run'
     )

@@ -102,7 +102,7 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
     What moves to the host meanwhile does so here, too, for which the stage's host memory is made.
     """
     x, finish = _input(worker, stage), _finish(worker, stage)
-    slot = Slot() if split or stage.casts_weights or stage.spares else None
+    slot = Slot() if split or stage.slotted else None
     last = worker.features.find(Vocabulary) is None and not worker.placement.sinks(stage.index)
     moves = [
         op for run in worker.phase_runs for op in run.plan.ops if (op.kind, op.stage) == (Kind.OFFLOAD, stage.index)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from zbc.compiler.cost import estimate, footprint, work
+from zbc.compiler.cost import estimate, work
 from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes
 from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.ir import Placement
@@ -172,7 +172,7 @@ def _size(
     gone += q * n * t * (not proj and z.turned_kept > 0 and not z.capped)  # attention keeps what it gave in its order
     gone += (2 * _normalized(z) * gathered + z.behind - _behind(z)) * z.own + (z.head_norms - _head_norms(z)) * t
     largest = max(map(math.prod, shapes), default=0)
-    fresh, summed = (footprint.weight_grad(largest, n, first=first) for first in (True, False))
+    fresh, summed = (z.weight_grad(largest, first=first) for first in (True, False))
     back = plain.more_b + (h * n * t if has else 0)
     return replace(
         _fixed(plain, z),

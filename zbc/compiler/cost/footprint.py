@@ -151,6 +151,7 @@ class Sizes:
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
     tp: int = 1  # ranks that each have a part of the layer
     shared: int = 1  # ranks that each have their part of the tokens outside of the linear layers
+    fused_grads: bool = False  # linear layers add weight gradients inside their products
     fp8: bool = False  # linear layers of blocks multiply in it
     cp: int = 1  # ranks that each have their part of the tokens everywhere, and all keys and values
 
@@ -294,6 +295,10 @@ class Sizes:
         most = max(rows * min(keys, self.window + rows if self.window else keys) for rows, keys in chunks)
         return 5 * 4 * self.heads * most * self.sequences
 
+    def weight_grad(self, elements: float, *, first: bool) -> float:
+        """Bytes the weight gradient of a linear layer takes before it is added to the sum."""
+        return 0.0 if self.fused_grads else weight_grad(elements, self.width, first=first)
+
     @property
     def cast(self) -> bool:
         """Whether the layers compute in another type than their weights have."""
@@ -348,7 +353,7 @@ def block(z: Sizes) -> Footprint:
     chosen = h + z.choices if z.experts else 0
 
     def weights(first: bool) -> tuple[float, float]:
-        down, up = (weight_grad(h * z.mlp * k, n, first=first) for k in (1, 2 if z.gated else 1))
+        down, up = (z.weight_grad(h * z.mlp * k, first=first) for k in (1, 2 if z.gated else 1))
         most = max(f * n * t + grad + down, 2 * f * n * t if z.gated else 0) - z.left
         return max(down, up - (f + h) * n * t), max(most, z.inside_norm, _attended(z))
 
@@ -417,7 +422,7 @@ def spared(z: Sizes) -> Footprint:
     # While gradients of keys and values are on their way, those of all tokens are there twice, and of the MLP what its
     # weight gradients need, which are computed meanwhile.
     meanwhile = (f + h + 3 * z.queries + (4 * z.cp + 2) * z.keys) * n * t
-    return found.at_least(meanwhile, meanwhile + weight_grad(h * z.mlp, n, first=False))
+    return found.at_least(meanwhile, meanwhile + z.weight_grad(h * z.mlp, first=False))
 
 
 def _others(z: Sizes) -> float:
@@ -473,7 +478,7 @@ def _rises(z: Sizes, grad: float) -> tuple[float, float]:
     rise_bw = came + z.inside_norm
     for index, (inputs, outputs, biased, takes, gives, more) in enumerate(linear):
         stays = GRAD_BYTES * (inputs * outputs + (outputs if biased else 0))
-        low = n * inputs * outputs if n < GRAD_BYTES else 0
+        low = z.weight_grad(inputs * outputs, first=True)
         rise_w = max(rise_w, came + stays + low - gone)
         over = gives if index and z.stream < GRAD_BYTES else 0.0  # the stage's own stays
         rise_bw = max(rise_bw, came + low + more, came + low + stays + more - over)
@@ -500,7 +505,7 @@ def head(z: Sizes) -> Footprint:
     if z.terms:  # logits are kept as they are, and exp is computed beside them
         kept, gone = logits + 4 * t + (logits if z.logits_cap else 0), 0.0
         more_f, more_b = 4.0 * vocab * t + wide, 4.0 * vocab * t + wide
-    weight, fresh = (weight_grad(h * vocab, n, first=first) for first in (False, True))
+    weight, fresh = (z.weight_grad(h * vocab, first=first) for first in (False, True))
     norm = h if z.gated else 2 * h
     cast = logits if z.stream < GRAD_BYTES else 0.0  # when the gradient of a narrow weight is, that of logits has gone
     return Footprint(

@@ -102,6 +102,9 @@ def block(z: Sizes) -> Work:
     limited = (Kernel(0, 12 * scores, 7), Kernel(0, 30 * scores, 16)) if z.capped else ()
     forward = (*products, *limited[:1], Kernel(4 * square, 2 * heads), plain)
     backward = (*products, Kernel(10 * square, 4 * heads), back, *limited[1:])
+    if z.fused_grads:
+        added = [_added(made, z, k * n * count) for made, (k, n, _, count) in zip(products, linear, strict=True)]
+        return Work(forward, backward, (*added, _accumulate(z, z.vectors, 2 if z.gated else 8)))
     return Work(forward, backward, (*products, _accumulate(z, z.matrices + z.vectors, 6 if z.gated else 12)))
 
 
@@ -217,7 +220,8 @@ def words(z: Sizes) -> Work:
     # log_softmax reads twice and writes. Backward fills a gradient with zeros and puts a number into each row; that of
     # log_softmax reads it twice and the output once, and writes.
     loss = [(cast + passes) * vocab * z.tokens for passes in (12, 20)]
-    product_w, capped = (logits, _accumulate(z, h * vocab, 1)), 3 * z.logits_cap
+    product_w = (_added(logits, z, h * vocab),) if z.fused_grads else (logits, _accumulate(z, h * vocab, 1))
+    capped = 3 * z.logits_cap
     if z.logits_cap:  # divided, turned and multiplied
         loss = [loss[0] + 6 * n * vocab * z.tokens, loss[1] + 7 * n * vocab * z.tokens]
     if z.chunk:  # one product forward, three backward: logits again, and of their gradient that of both
@@ -230,3 +234,8 @@ def words(z: Sizes) -> Work:
 def _accumulate(z: Sizes, params: int, tensors: int) -> Kernel:
     """Weight gradients are added to their sums: two reads and a write in float32, after a cast if they are narrow."""
     return Kernel(0, (3 * GRAD_BYTES + _cast(z.width, GRAD_BYTES)) * params, tensors)
+
+
+def _added(made: Kernel, z: Sizes, params: int) -> Kernel:
+    """A product that reads and writes the sum, in float32, where it would write a weight gradient."""
+    return made._replace(moved=made.moved + (2 * GRAD_BYTES - z.width) * params)

@@ -291,7 +291,7 @@ def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
         takes=None if kind.takes is None else _source(worker, op, stage),
         gives=None if kind.gives is None else _sink(worker, run, op, stage),
         keeps=keeps if run.trains else EVALUATES,
-        slotted=stage.casts_weights or stage.spares > 0 or worker.meets or key in run.halves,
+        slotted=stage.slotted or worker.meets or key in run.halves,
     )
 
 

@@ -22,13 +22,14 @@ from torch.nn import functional
 from zbc.errors import ZbcError
 from zbc.runtime.core.again import Remade, remade_of
 from zbc.runtime.core.private import transforming
-from zbc.runtime.core.slot import Slot, accumulate, current_slot
+from zbc.runtime.core.slot import Slot, accumulate, accumulate_product, current_slot
 
 # ---- linear --------------------------------------------------------------------------------------------------
 
 
 class _Linear(torch.autograd.Function):
-    """`y = x w^T + b`. `low` is w in the autocast type, or None outside autocast; `remade`: what makes x again."""
+    """`y = x w^T + b`. `low` is w in the autocast type, or None outside autocast; `remade`: what makes x again;
+    `fused`: the weight gradient is added to its sum inside the product."""
 
     @staticmethod
     def forward(
@@ -39,8 +40,9 @@ class _Linear(torch.autograd.Function):
         low: Tensor | None,
         slot: Slot,
         remade: Remade | None,
+        fused: bool,
     ) -> Tensor:
-        ctx.slot, ctx.shape, ctx.weight, ctx.bias, ctx.remade = slot, x.shape, weight, bias, remade
+        ctx.slot, ctx.shape, ctx.weight, ctx.bias, ctx.remade, ctx.fused = slot, x.shape, weight, bias, remade, fused
         multiplier = weight
         if low is not None:
             multiplier, x = low, x.to(low.dtype)
@@ -63,21 +65,24 @@ class _Linear(torch.autograd.Function):
         if needs_weight and ctx.remade is not None:
             x = ctx.remade.value().to(grad.dtype)
         rows: Tensor | None = None if x is None else x.detach().reshape(-1, x.shape[-1])
-        if not ctx.slot.split:
+        fused: bool = ctx.fused
+        if not ctx.slot.split and not fused:
             grad_weight = None if rows is None else grad.t().mm(rows).to(ctx.weight.dtype)
             grad_bias = grad.sum(0).to(ctx.bias.dtype) if needs_bias else None
-            return grad_x, grad_weight, grad_bias, None, None, None
+            return grad_x, grad_weight, grad_bias, None, None, None, None
         weight, bias = ctx.weight, ctx.bias
 
         def weight_grad() -> None:
-            if rows is not None:
+            if rows is not None and fused:
+                accumulate_product(weight, grad, rows)
+            elif rows is not None:
                 accumulate(weight, grad.t().mm(rows).to(weight.dtype))
             if needs_bias:
                 accumulate(bias, grad.sum(0).to(bias.dtype))
 
         if needs_weight or needs_bias:
             ctx.slot.defer(weight_grad)
-        return grad_x, None, None, None, None, None
+        return grad_x, None, None, None, None, None, None
 
 
 class SplitLinear:
@@ -86,8 +91,8 @@ class SplitLinear:
     Under autocast the weight is cast once and kept until it changes, not once per microbatch: see `forget`.
     """
 
-    def __init__(self, module: nn.Linear) -> None:
-        self.module = module
+    def __init__(self, module: nn.Linear, fused: bool = False) -> None:
+        self.module, self._fused = module, fused
         self._low: tuple[int, Tensor, Tensor] | None = None  # the weight's version, its cast, the weight
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -96,7 +101,7 @@ class SplitLinear:
             return nn.Linear.forward(module, input)
         kind = input.device.type
         low = self.cast(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
-        return _apply(_Linear, input, module.weight, module.bias, low, slot, remade_of(input))
+        return _apply(_Linear, input, module.weight, module.bias, low, slot, remade_of(input), self._fused)
 
     @property
     def low(self) -> Tensor | None:
@@ -259,8 +264,9 @@ SPLIT: tuple[type[nn.Module], ...] = (nn.Linear, nn.Embedding, *_CONVOLUTIONS)
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
-def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT) -> list[Patch]:
-    """Let every layer of `kinds` inside `root` defer its weight gradient; return what was installed.
+def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT, *, fused: bool = False) -> list[Patch]:
+    """Let every layer of `kinds` inside `root` defer its weight gradient; return the patches installed. `fused`: linear
+    layers add theirs to its sum inside the product.
 
     A module stays as it is, and its weight gradient is computed in B, if patching could change what it does: it has a
     forward of its own (subclass or instance), hooks, parametrizations, gradient hooks on its parameters, parameters
@@ -270,7 +276,7 @@ def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT) 
     installed: list[Patch] = []
     for module in root.modules():
         fit = isinstance(module, kinds) and id(module) not in compiled and plain(module)
-        patch = _patch_for(module) if fit else None
+        patch = _patch_for(module, fused) if fit else None
         if patch is not None:
             module.forward = patch
             installed.append(patch)
@@ -293,10 +299,10 @@ def refuse_wrapped(name: str, layer: nn.Module) -> None:
             raise ZbcError("E507", text, hint="return plain layers; copies of a stage are summed by the plan itself")
 
 
-def _patch_for(module: nn.Module) -> Patch | None:
+def _patch_for(module: nn.Module, fused: bool) -> Patch | None:
     forward = type(module).forward
     if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
-        return SplitLinear(module)
+        return SplitLinear(module, fused)
     if isinstance(module, nn.Embedding) and forward is nn.Embedding.forward:
         dense = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
         return SplitEmbedding(module) if dense else None

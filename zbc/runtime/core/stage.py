@@ -98,6 +98,7 @@ class Stage:
     asleep: frozenset[int] = frozenset()  # layers, by their place, that are frozen in the forward that runs
     reads: str = ""  # the group whose data it reads, where data are of several
     inputs: tuple[int, ...] = ()  # the stages whose outputs are its arguments, where they are several
+    fused: bool = False  # whether its linear layers add up weight gradients inside their products
     watched: bool = False  # whether some forward may draw random numbers though no trial did: layers of users
     slices: tuple[Stage, ...] = ()  # where microbatches come in slices, the stage for each; this one is for the rest
 
@@ -145,6 +146,11 @@ class Stage:
     def casts_weights(self) -> bool:
         """Whether its linear layers keep casts of their weights for all microbatches."""
         return not isinstance(self.autocast, nullcontext)
+
+    @property
+    def slotted(self) -> bool:
+        """Whether its forwards need a slot even where the plan runs B and W at once."""
+        return self.casts_weights or self.spares > 0 or self.fused
 
     def forward(
         self,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zbc.runtime.core.bucket import gradient_type
-from zbc.runtime.core.slot import accumulate
+from zbc.runtime.core.slot import accumulate, accumulate_product
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.features import words
 from zbc.runtime.features.words import IGNORED, PLAIN, Own, Terms
@@ -135,7 +135,10 @@ class Output:
         if told.slope is not None:
             d, told.slope = d.mul_(told.slope), None
         d = d.mul_(told.factor[:, None]).to(told.hidden.dtype)
-        add_product(self.weight, d, told.hidden)
+        if told.hidden.dtype is gradient_type(self.weight):
+            accumulate_product(self.weight, d, told.hidden)
+        else:
+            accumulate(self.weight, d.t().mm(told.hidden))
         told.soft = told.hidden = d.new_empty(0)
         return words.wide(d.mm(self._multiplier())) if part else None
 
@@ -167,11 +170,3 @@ class Embedding:
             into.index_put_((rows,), own, accumulate=True)
         else:
             into.index_add_(0, rows, own)
-
-
-def add_product(weight: nn.Parameter, grad: Tensor, hidden: Tensor) -> None:
-    """Add grad^T hidden to the gradient of a weight, in place where it has their type."""
-    if weight.grad is not None and weight.grad.dtype is hidden.dtype:
-        weight.grad.addmm_(grad.t(), hidden)
-    else:
-        accumulate(weight, grad.t().mm(hidden))

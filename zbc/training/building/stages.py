@@ -39,6 +39,7 @@ def build_stages(site: Site, share: Callable[[str, nn.Module], None]) -> dict[in
             flows=shapes.flows[s],
             passed=shapes.passed[s],
             compiles=settings.model.compile,
+            fused=settings.train.fused_gradients,
             # One that swaps rows with other ranks cannot run again alone: what a trial did not show it does not find.
             watched=not settings.model.builtin and not manifest.ep,
             share=share,

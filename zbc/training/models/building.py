@@ -37,6 +37,7 @@ def build_stage(
     passed: bool,
     compiles: bool = False,
     watched: bool = False,
+    fused: bool = False,
     laid: Laid | None = None,
     came: Packing | None = None,
     goes: Packing | None = None,
@@ -46,8 +47,8 @@ def build_stage(
 
     `splits`: the plan runs B and W of this stage apart; without it they stay as they are and cost what they cost.
     `compiles`: layers that can be are compiled, when they first run. `watched`: any forward may turn out to draw random
-    numbers, in whatever trials did not show. `share` leaves this rank's part of a layer that
-    several ranks share.
+    numbers, in whatever trials did not show. `fused`: linear layers add up weight gradients inside their products.
+    `share` leaves this rank's part of a layer that several ranks share.
     """
     layers, patches, low = list[StageLayer](), list[Patch](), dtype == "bfloat16"
     for plan in plans:
@@ -58,8 +59,9 @@ def build_stage(
         seen = replace(seen, random=seen.random or draws(module))
         chosen = compiles and plan.compiles
         # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all.
-        kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if spares or (low and not chosen) else ()
-        found = split_backward(module, kinds)
+        own = spares or fused or (low and not chosen)
+        kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if own else ()
+        found = split_backward(module, kinds, fused=fused)
         compiled = _compiled(module, found) if chosen else None
         layers.append(StageLayer(plan.name, module, seen, places(module, seen.remembers), compiled))
         patches += found
@@ -68,7 +70,7 @@ def build_stage(
     casts += [one.frozen for layer in layers for one in layer.module.modules() if isinstance(one, LoraLinear)]
     how = (recompute, spares, flows, passed)
     stage = Stage(index, tuple(layers), takes, gives, seed, device, autocast, *how, casts, laid, came, goes)
-    stage.watched = watched
+    stage.watched, stage.fused = watched, fused
     if watched and any(layer.traits.random for layer in layers):
         stage.seed_all()
     return stage
