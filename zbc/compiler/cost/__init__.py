@@ -1,1 +1,1 @@
-"""What every op costs, in ms and bytes: given, estimated from model and hardware, or profiled."""
+"""Costs of ops, in ms and bytes: given, estimated from model and hardware, or profiled."""

@@ -1,16 +1,16 @@
-"""`[adapter]` in costs: what layers whose weights are frozen leave out, and what adapters beside them take.
+"""`[adapter]` in costs: layers with frozen weights cost less, and their adapters add a little.
 
-Of a block of the Transformer, per microbatch of N tokens, with n-byte activations and adapters of rank r beside linear
-layers with k inputs, for m of whose outputs each:
+For a block of the Transformer, per microbatch of N tokens, with n-byte activations and adapters of rank r for linear
+layers with k inputs, each adapter for m of the outputs:
 
     F    2 N r (k + m) operations more, and a sum of the outputs
-    B    the input gradients of the frozen layers, and those of the adapters, 2 N r (m + k)
+    B    the input gradients of the frozen layers, and of the adapters, 2 N r (m + k)
     W    2 N r (k + m), of adapters alone
-    kept F -> B   inputs of linear layers only where there are adapters, N r n for each; no normalized inputs
+    kept F -> B   inputs of linear layers with adapters only, and N r n for each adapter; no normalized inputs
     kept B -> W   input and output gradient of linear layers with adapters, 2 N r n for each
 
-`params` of a frozen layer are those that train; `frozen` elements have no gradient, master or optimizer state, and
-their casts are made once. Layers before the first adapter have no backward.
+`params` of a frozen layer are its trainable parameters; `frozen` elements have no gradient, master or optimizer state,
+and their casts are made once. Layers before the first adapter have no backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """The adapters beside a linear layer with so many inputs and outputs, on one rank: for how many outputs each."""
+    """The adapters of one linear layer on one rank: its inputs and outputs, and the outputs of each adapter."""
 
     inputs: int
     outputs: int
@@ -47,22 +47,22 @@ class Beside:
 
     @property
     def inside(self) -> int:
-        """Numbers per token between the two matrices of all of them."""
+        """Numbers per token between the two matrices of all adapters."""
         return self.rank * len(self.each)
 
 
 def frozen(job: Job, table: Sequence[Layer], blocks: Sequence[Sizes], ends: Sizes) -> list[Layer]:
-    """The layers of a built-in model, `blocks` having the sizes of each block, with adapters that alone train."""
+    """The layers of a built-in model of which only adapters train; `blocks` has the sizes of each block."""
     found = [_embedding(table[0], ends)]
     for layer, z, i in zip(table[1:-1], blocks, range(len(blocks)), strict=True):
         found.append(_block(job, layer, z, _beside(job, i, z)))
     found.append(_head(job, table[-1], ends))
     first = next((i for i, layer in enumerate(found) if layer.params), len(found))
     before = [_forward_alone(layer) for layer in found[:first]]
-    if first < len(found):  # of what comes first in it, too
+    if first < len(found):  # and nothing before the adapter in its own block
         layer, z = found[first], blocks[first - 1]
         kept, left = _before(z, _beside(job, first - 1, z))
-        size, spared, entry = layer.size, layer.spared, z.stream * z.hidden * z.own  # which a stage holds until B
+        size, spared, entry = layer.size, layer.spared, z.stream * z.hidden * z.own  # held by a stage until B
         size = replace(size, act_b=size.act_b - kept, loose=entry)
         spared = spared and replace(spared, act_b=spared.act_b - left, loose=entry)
         return [*before, replace(layer, size=size, spared=spared), *found[first + 1 :]]
@@ -70,17 +70,17 @@ def frozen(job: Job, table: Sequence[Layer], blocks: Sequence[Sizes], ends: Size
 
 
 def _before(z: Sizes, has: dict[str, Beside]) -> tuple[float, float]:
-    """Bytes that a block keeps before its first adapter, where nothing before it trains; with selective recompute."""
+    """Bytes that a block keeps before its first adapter if nothing before it trains; with selective recompute."""
     n, t, stream, norm = z.width, z.tokens, z.stream * z.hidden * z.own, (z.norm - _normalized(z)) * z.own
     names = ("qkv", "proj", "gate_up" if z.gated else "up", "down")
     first = next(i for i, name in enumerate(names) if name in has)
-    # Of what attention gives, what the layer behind it takes stays with its adapter; else a copy of that has gone.
+    # The next layer's adapter keeps attention's output as its input; without one a copy of the output is freed.
     output = z.queries * (first == 1 or (z.turned_kept > 0 and not z.capped))
     attention = ((z.mixed - output) * n + z.logs + _head_norms(z)) * t
     behind, heads = _behind(z) / 2 * z.own, (z.queries + 2 * z.keys) * n * t
     kept = [stream + norm, attention, stream + norm + behind, (3 if z.gated else 1) * z.mlp * n * t]
     left = [stream, heads, stream + behind, (2 if z.gated else 1) * z.mlp * n * t]
-    taken = has[names[first]].inputs * n * t  # nothing makes it again
+    taken = has[names[first]].inputs * n * t  # recompute does not make it again
     return sum(kept[: first + 1]), sum(left[: first + 1]) - taken
 
 
@@ -91,7 +91,7 @@ def _beside(job: Job, block: int, z: Sizes) -> dict[str, Beside]:
     sizes = ((h, z.queries + 2 * z.keys), (z.queries, h), (h, up), (z.mlp, h))
     found = dict[str, Beside]()
     for name, (inputs, outputs) in zip(linears(model), sizes, strict=True):
-        cut = 1 if outputs == h and name in ("proj", "down") else tp  # these are cut by their inputs
+        cut = 1 if outputs == h and name in ("proj", "down") else tp  # these are split by their inputs
         some = parts(adapter, model, f"layers.{block}.{name}", outputs * cut)
         if some:
             found[name] = Beside(inputs, outputs, tuple((one.stop - one.start) // cut for one in some), adapter.rank)
@@ -99,7 +99,7 @@ def _beside(job: Job, block: int, z: Sizes) -> dict[str, Beside]:
 
 
 def held(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> float:
-    """Bytes of the frozen weights of a stage, but for those that a profile has weighed."""
+    """Bytes of the frozen weights of a stage, without those measured by a profile."""
     count = sum(layer.frozen for i in part if (layer := table[i]).measured is None or layer.measured.held is None)
     z, last = estimate.sizes_of(job), part[-1] == len(table) - 1
     if count and z and last and job.model.tie_embeddings and {*placement.holders(s)} <= {*placement.holders(0)}:
@@ -115,7 +115,7 @@ def _embedding(layer: Layer, z: Sizes) -> Layer:
 
 
 def _head(job: Job, layer: Layer, z: Sizes) -> Layer:
-    """B is the gradient of its input; F keeps what that needs of the loss."""
+    """The head: B is the gradient of its input; F keeps only the part of the loss which that needs."""
     size = layer.size
     kept = size.act_b - z.hidden * z.width * z.tokens - _normalized(z) * z.own
     back = size.more_b
@@ -134,7 +134,7 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
             k, m, r = one.inputs, outputs, one.rank
             pair = [work.product(t, k, r, n), work.product(t, r, m, n)]
             forward += pair
-            backward += [*pair, Kernel(0, 3 * n * k * t)]  # whose input gradient is added to that of the others
+            backward += [*pair, Kernel(0, 3 * n * k * t)]  # its input gradient is added to the others'
             weights += [*pair, Kernel(0, (3 * GRAD_BYTES + (n + GRAD_BYTES if n < GRAD_BYTES else 0)) * r * (k + m), 2)]
         forward.append(Kernel(0, 3 * n * one.outputs * t + (len(one.each) > 1) * 2 * n * one.outputs * t))
     saved = machine.ms([Kernel(0, work.norm_share(z) * _of_norm(z) * z.own, 0)])
@@ -164,12 +164,12 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
 def _size(
     z: Sizes, plain: Footprint, has: dict[str, Beside], shapes: Sequence[tuple[int, int]], *, gathered: bool
 ) -> Footprint:
-    """`gathered`: F keeps the inputs that ranks gather, or would."""
+    """The footprint of a frozen block with adapters; `gathered`: F keeps the inputs that ranks gather, or would."""
     h, q, n, t, f = z.hidden, z.queries, z.width, z.tokens, z.mlp
     _, proj, up, down = (name in has for name in ("qkv", "proj", "gate_up" if z.gated else "up", "down"))
     inside = sum(one.inside for one in has.values())
     gone: float = (h * (("qkv" not in has) + (not up)) * gathered + f * (not down)) * n * t
-    gone += q * n * t * (not proj and z.turned_kept > 0 and not z.capped)  # attention keeps what it gave in its order
+    gone += q * n * t * (not proj and z.turned_kept > 0 and not z.capped)  # attention keeps its output in its own order
     gone += (2 * _normalized(z) * gathered + z.behind - _behind(z)) * z.own + (z.head_norms - _head_norms(z)) * t
     largest = max(map(math.prod, shapes), default=0)
     fresh, summed = (z.weight_grad(largest, first=first) for first in (True, False))
@@ -193,18 +193,18 @@ def _size(
 
 
 def _fixed(size: Footprint, z: Sizes) -> Footprint:
-    """Of a layer whose own weights have no gradients; their casts are constants."""
+    """The footprint of a layer whose own weights have no gradients; their casts are constants."""
     size = replace(size, first_b=None, first_w=None, first_bw=None, rise_b=None, rise_w=None, rise_bw=None)
     return replace(size, came_b=0.0, came_w=0.0, tables=size.tables + size.casts, casts=0.0, pair=0.0)
 
 
 def _without(layer: Layer, count: int) -> Layer:
-    """A layer none of whose weights, so many, trains."""
+    """The layer with `count` frozen parameters and none that trains."""
     return replace(layer, params=0, parts=(), matrices=(), tied=0, frozen=count)
 
 
 def _forward_alone(layer: Layer) -> Layer:
-    """A layer before all that trains: it has no backward, and keeps nothing but what its stage is given."""
+    """A layer before all trainable parameters: it has no backward, and keeps only the input of its stage."""
     size = replace(layer.size, act_b=0.0, act_w=0.0, kv=0.0, fused=0.0, more_b=0.0, more_w=0.0, more_bw=0.0)
     size = replace(size, keeps_given=False, loose=size.entry, tail=0.0)
     return replace(layer, b=0.0, w=0.0, size=size, spared=None)
@@ -219,14 +219,14 @@ def _of_norm(z: Sizes) -> int:
 
 
 def _normalized(z: Sizes) -> int:
-    """Bytes per token of the normalized input, which a norm of single operations keeps for that."""
+    """Bytes per token of the normalized input, which a norm of single operations keeps for its weight gradient."""
     if not z.gated or (z.cuda and not z.wide_norm):
         return 0
     return (4 if z.wide_norm else z.stream) * z.hidden
 
 
 def _head_norms(z: Sizes) -> int:
-    """Those of queries and keys: what they keep then."""
+    """Bytes per token that the norms of queries and keys keep without weight gradients."""
     return z.head_norms - (0 if z.cuda or not z.qk_norm else 4 * (z.queries + z.keys))
 
 

@@ -1,8 +1,8 @@
-"""The order of devices in a chain: the least largest transfer between neighbours, then the least sum of all.
+"""Orders devices in a chain: the largest transfer between neighbours is least, then the sum of all transfers.
 
-Exact to 14 devices, by dynamic programming over the sets that are behind (Held and Karp, 1962): once for the largest
-transfer, once for the sum of those that are no larger. Above, paths of links below a threshold are grown and turned
-round at their ends (Pósa, 1976), the threshold goes down while that finds one, and reversals make the sum smaller.
+Exact up to 14 devices, by dynamic programming over the sets of visited devices (Held and Karp, 1962): first for the
+largest transfer, then for the sum over links no slower than that. Above, paths over links below a threshold are grown
+and reversed at their ends (Pósa, 1976), the threshold is bisected, and local moves reduce the sum.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Times = Sequence[Sequence[float]]  # ms between two devices, either way
 
 
 def best_chain(ms: Times) -> tuple[int, ...]:
-    """The devices in the order of the chain; of the two directions the one that begins with the smaller number."""
+    """Returns the devices in chain order; of the two directions, the one that starts with the smaller number."""
     if len(ms) < 3:
         return tuple(range(len(ms)))
     found = _exact(ms) if len(ms) <= EXACT else grown(ms)
@@ -42,7 +42,7 @@ def _plus(a: float, b: float) -> float:
 
 
 def _solved(ms: Times, limit: float, join: Callable[[float, float], float]) -> tuple[float, tuple[int, ...]]:
-    """The path through all devices over links of at most `limit` ms with the least joined ms."""
+    """The least joined ms, and its path through all devices over links of at most `limit` ms."""
     n = len(ms)
     near = [[(u, 1 << u, ms[v][u]) for u in range(n) if u != v and ms[v][u] <= limit] for v in range(n)]
     least = [[math.inf] * n for _ in range(1 << n)]
@@ -72,7 +72,7 @@ def _solved(ms: Times, limit: float, join: Callable[[float, float], float]) -> t
 
 
 def grown(ms: Times) -> tuple[int, ...]:
-    """A path through all devices that is good, and the same every time."""
+    """A good path through all devices; deterministic, by a fixed seed."""
     rng, n = random.Random(1234), len(ms)
     best = tuple(range(n))
     levels = sorted({ms[a][b] for a in range(n) for b in range(n) if a != b})
@@ -88,7 +88,7 @@ def grown(ms: Times) -> tuple[int, ...]:
 
 
 def _path(ms: Times, limit: float, rng: random.Random) -> tuple[int, ...] | None:
-    """A path over links of at most `limit` ms: extended where it can be, else turned inside; None if not found."""
+    """A path over links of at most `limit` ms, extended where possible, else rotated; None if not found."""
     n = len(ms)
     near = [[u for u in range(n) if u != v and ms[v][u] <= limit] for v in range(n)]
     if any(not row for row in near):
@@ -114,7 +114,7 @@ def _path(ms: Times, limit: float, rng: random.Random) -> tuple[int, ...] | None
 
 
 def _shorter(ms: Times, path: tuple[int, ...]) -> tuple[int, ...]:
-    """The path after all reversals and moves of parts that make it better."""
+    """The path after all reversals, exchanges and moves that improve it."""
     best, found = weight(ms, path), path
     while True:
         for other in turned(found):
@@ -127,7 +127,7 @@ def _shorter(ms: Times, path: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def turned(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The orders with a part the other way round, with two devices exchanged, or with one moved."""
+    """Yields the orders with one part reversed, two devices exchanged, or one device moved."""
     n = len(order)
     for a in range(n):
         for b in range(a + 2, n + 1):

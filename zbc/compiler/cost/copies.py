@@ -1,4 +1,4 @@
-"""Copies of activations to the host and back: how much of a stage's can move, and how long that takes."""
+"""Activation offload: how much of a stage's activations can move to the host, and ms of the copies out and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTES_PER_MS = 1e6  # of a GB/s
 
 
 class Speed(NamedTuple):
-    """ms of a copy: of each activation unit that a stage moves, and of each byte."""
+    """ms of a copy per activation unit that a stage moves, and per byte."""
 
     out_unit: float = 0.0
     back_unit: float = 0.0
@@ -29,7 +29,7 @@ class Speed(NamedTuple):
 
 
 def speed_of(job: Job, *, bytes_known: bool) -> Speed:
-    """From `costs.offload`, else hardware.host_gbps, else the profile. Raises E144 where none of them says it."""
+    """From `costs.offload`, else hardware.host_gbps, else the profile. Raises E144 if none of them has it."""
     given, gbps = job.costs.offload, job.hardware.host_gbps
     if given is not None:
         out, back = given if isinstance(given, list) else (given, given)
@@ -49,7 +49,7 @@ def speed_of(job: Job, *, bytes_known: bool) -> Speed:
 
 
 def alone(job: Job) -> float:
-    """Of its time, what a copy takes while nothing goes the other way: less than 1 where a profile says so."""
+    """The share of its time that a copy takes while the other direction is idle: below 1 if a profile measured that."""
     measured = job.profile.copies if job.profile is not None else None
     if measured is None or job.costs.offload is not None or job.hardware.host_gbps is not None:
         return 1.0
@@ -57,7 +57,7 @@ def alone(job: Job) -> float:
 
 
 def share_of(costs: Costs, placement: Placement) -> float:
-    """A copy of a rank's share of a microbatch one way, over its F + B + W; of the ranks with most of each."""
+    """ms of copying a rank's share of a microbatch one way, over its F + B + W; the maximum over ranks of each."""
     ranks = [placement.stages_of(r) for r in range(placement.ranks)]
     times = {name: costs.column(name) for name in ("f", "b", "w", "out")}
     work = max(sum(times[name][s] for name in ("f", "b", "w") for s in mine) for mine in ranks)
@@ -74,7 +74,7 @@ def possible(job: Job, *, bytes_known: bool) -> bool:
 
 
 def movable(kept: Size, stage: StageBytes | None) -> Size:
-    """What can move of what a stage keeps: all but its result, which stays until it was sent."""
+    """The part of a stage's kept activations that can move: all but its result, which stays until it is sent."""
     if stage is None:
         return kept
     left = max(0.0, kept.bytes - stage.sent)

@@ -1,4 +1,4 @@
-"""What every op costs: one way to ask, whether costs were given or estimated.
+"""Costs of every op, with one interface for given and estimated costs.
 
 Times are ms. Memory is activation units (one rank's share of one microbatch = 1.0) and, for known models, bytes.
 """
@@ -18,8 +18,8 @@ from zbc.ops import EXPERTS, OWNERS, TIED, VALUES, WORDS, Ref, experts_of
 
 @dataclass(frozen=True, slots=True)
 class ShareBytes:
-    """Bytes of a rank's share of words: what stays, its values (see `zbc.ops.VALUES`) for a unit, and what its ops need
-    beyond what is there before them, by their columns."""
+    """Bytes of a rank's vocabulary shard: its resident state, its values (see `zbc.ops.VALUES`) per unit, and the
+    temporaries of its ops, by their columns."""
 
     state: StageBytes
     values: Mapping[str, float]
@@ -27,7 +27,7 @@ class ShareBytes:
 
     @property
     def working(self) -> float:
-        """What a rank may have of units at a time: one with its logits, and two that are looked up."""
+        """The most a rank may hold of units at a time: one with its logits, and two that are looked up."""
         return sum(self.values[name] for name in ("logits", "sums", "hidden", "hidden", "words", "words"))
 
 
@@ -37,20 +37,20 @@ Links = Mapping[Edge, float]  # ms of a transfer along each edge, or back
 
 
 def _activations_of(refs: Mapping[Kind, tuple[Ref, ...]]) -> dict[Kind, str]:
-    """Per kind the one of its values that is an activation, if there is one; of copies, what of it can move."""
+    """The one value of each kind that is an activation, if any; of copies, the part that can move."""
     found = ((kind, ref.what) for kind, each in refs.items() for ref in each)
     return {kind: "host" if kind in COPY else what for kind, what in found if VALUES[what].memory == "activations"}
 
 
 _SUMS = ("f_sums", "b_sums", "bw_waits")
-BY_SLICE = ("f", "b", "w", "bw", *_SUMS)  # columns in which the slices of a microbatch have entries of their own
-_WAITS = {"f": "f_sums", "b": "b_sums", "bw": "bw_waits"}  # the column of what an op waits for sums, by its own
+BY_SLICE = ("f", "b", "w", "bw", *_SUMS)  # columns with an entry for each slice of a microbatch
+_WAITS = {"f": "f_sums", "b": "b_sums", "bw": "bw_waits"}  # the column of an op's wait for collectives, by its own
 _MAKES = _activations_of({kind: kind.row.writes for kind in Kind})
 _FREES = _activations_of({kind: kind.row.frees for kind in Kind})
 
 
 class Size(NamedTuple):
-    """What a value takes on its rank; 0 bytes where the model's sizes are not known before it is built."""
+    """Memory of a value on its rank; 0 bytes if the model's sizes are not known before it is built."""
 
     units: float
     bytes: float = 0.0
@@ -58,37 +58,35 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What ops, transfers and values cost.
+    """Costs of ops, transfers and values.
 
-    `ms` has a column of times for each kind of work, with an entry per stage; what the ranks do for no stage of theirs
-    has one entry. Ask `of`, `column`, `total` and `duration`, to which a column that is not there costs nothing, and
-    BW takes B + W.
+    `ms` has a column of times for each kind of work, with an entry per stage, or one entry for work of no stage. Read
+    it with `of`, `column`, `total` and `duration`, to which a missing column costs nothing, and BW takes B + W.
 
         f b w bw         F, B, W and BW
-        f_sums b_sums    of F, and of B and BW: the sums of tensor-parallel ranks inside of them
-        messages         of F, and of B and BW: what messages keep their rank from computing
-        bw_waits         of BW: what of its sums its own W does not hide; F and B wait for all of theirs
-        reduce gather    one sum of a stage's gradients over its copies; collecting its weights from those who stepped
+        f_sums b_sums    of F, and of B and BW: the collectives of tensor-parallel ranks inside of them
+        messages         of F, and of B and BW: time for which messages keep their rank from computing
+        bw_waits         of BW: the part of its collectives that its own W does not hide; F and B wait for all of theirs
+        reduce gather    one all-reduce of a stage's gradients over its replicas; all-gather of its stepped weights
         average          averaging a share of its weights over the replicas
         step tentative   STEP, and COMMIT; TENTATIVE
-        agree            what the ranks take to agree on a step with a barrier; one entry
+        agree            agreement of the ranks on a step with a barrier; one entry
         hop              a few numbers from a rank to the next; one entry
-        out back         a copy to the host of what F keeps, and back
-        s t i e          ops of words that all ranks share, with an entry per rank; their collectives likewise:
+        out back         offloading a stage's activations to the host, and reloading them
+        s t i e          ops of vocabulary shards, with an entry per rank; their collectives likewise:
                          spread meet sum give take
 
     Of an owner that is no stage a column has its letter, as "reduce v" and "step v", and one entry; of experts, as
     "reduce e", an entry per stage.
 
-    `size` says what a stage's values take, for one microbatch: "kept" from F to B, "left" from B to W, "host" what of
-    "kept" can move there; with several slices also "kv", the keys and values of a microbatch from its first F to its
-    last B, and as much for their gradients from its first B on. Ask `units`, `bytes_of`, `held` and `held_bytes`.
-    Where the ranks with copies of a stage are unlike, `ms` has their mean, and `paces[pipe]` how many times as long the
-    one of a pipe takes; else ().
-    `links[pipe]` is the ms of a transfer between two stages, 0 on one rank; ask `link`. For `occupies[pipe]` of them a
-    message has its link to itself: the next one from the same rank to the same rank waits; () where links take any
-    number of messages. With `rendezvous` a message waits for its receiver to post a buffer, too. `bytes` is None where
-    the model's sizes are not known before it is built.
+    `size` has the values of a stage for one microbatch: "kept" from F to B, "left" from B to W, "host" the part of
+    "kept" that can be offloaded; with several slices also "kv", the keys and values of a microbatch from its first F to
+    its last B, and as much for their gradients from its first B on. Read it with `units`, `bytes_of`, `held`,
+    `held_bytes`. If the replicas of a stage have unlike ranks, `ms` has their mean, and `paces[pipe]` the time on a
+    pipe's rank relative to the mean; else (). `links[pipe]` is the ms of a transfer between two stages, 0 on one rank;
+    read it with `link`. A message occupies its link for `occupies[pipe]` ms: the next one from the same rank to the
+    same rank waits; () if links take any number of messages. With `rendezvous` a message also waits until its receiver
+    has posted a buffer. `bytes` is None if the model's sizes are not known before it is built.
     """
 
     ms: Mapping[str, Column]
@@ -97,17 +95,17 @@ class Costs:
     bytes: tuple[StageBytes, ...] | None = None
     source: str = "given"
     tied: float = 0.0  # bytes of the gradient of a weight that two stages share
-    experts: tuple[StageBytes, ...] = ()  # memory of a stage's experts, where replicas share these out
-    node: tuple[int, int] | None = None  # neighbours of a pipeline, and copies of each, on one node
-    overlap: float = 0.0  # of the shorter op of a group, the share that hides behind the longer one
-    slices: int = 1  # of a microbatch; where there are several, an entry of F, B, W and their values has one for each
-    sliced: tuple[tuple[StageBytes, ...], ...] = ()  # `bytes` of a slice, of every stage, as far as they depend on it
+    experts: tuple[StageBytes, ...] = ()  # memory of a stage's experts, if replicas share these out
+    node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, on one node
+    overlap: float = 0.0  # the share of the shorter op of an overlap group that the longer one hides
+    slices: int = 1  # of a microbatch; with several, an entry of F, B, W and their values has one for each
+    sliced: tuple[tuple[StageBytes, ...], ...] = ()  # per slice, the `bytes` of every stage that depend on it
     rendezvous: bool = False
     occupies: tuple[Links, ...] = ()
     shared: int = 1  # neighbouring ranks with one link to the host: one copy out and one back at a time
-    alone: float = 1.0  # of `out` and `back`, what a copy takes while nothing goes the other way on its link
+    alone: float = 1.0  # the share of `out` and `back` that a copy takes while the other direction is idle
     paces: tuple[PerStage, ...] = ()
-    shares: tuple[ShareBytes, ...] = ()  # of words that all ranks share: what a rank holds, per slice; (): unknown
+    shares: tuple[ShareBytes, ...] = ()  # memory of a rank's vocabulary shard, per slice; (): unknown
 
     @classmethod
     def uniform(
@@ -129,11 +127,11 @@ class Costs:
         return cls({"f": f, "b": b, "w": w}, size, links)
 
     def with_ms(self, **columns: Column) -> Costs:
-        """The same with other columns; () takes one away."""
+        """Returns these costs with other columns; () removes a column."""
         return replace(self, ms={name: ms for name, ms in {**self.ms, **columns}.items() if ms})
 
     def with_units(self, **values: PerStage) -> Costs:
-        """The same of whole microbatches with values of so many units; their bytes stay."""
+        """Returns these costs with these units for values of whole microbatches; their bytes stay."""
         counted = {
             name: tuple(Size(each, size) for each, size in zip(units, self.bytes_of(name), strict=True))
             for name, units in values.items()
@@ -141,7 +139,7 @@ class Costs:
         return replace(self, size={**self.size, **counted})
 
     def counted(self, units: Callable[[int, Size], float], of: str = "") -> Costs:
-        """The same with so many units for what a value of a stage takes, all values or one; its bytes stay."""
+        """Returns these costs with `units` of a stage's values, all values or only `of`; their bytes stay."""
 
         def again(stage: int, entry: Size | tuple[Size, ...]) -> Size | tuple[Size, ...]:
             if isinstance(entry, Size):
@@ -153,8 +151,8 @@ class Costs:
         return replace(self, size={**self.size, **size})
 
     def cut(self, rows: Sequence[float], **shares: Sequence[float]) -> Costs:
-        """The same of microbatches in slices: `rows` is the share of its tokens that each has, `shares` those of the
-        times f, b and w, where they are others."""
+        """Returns the costs of microbatches in slices: `rows` is each slice's share of the tokens, `shares` its shares
+        of the times f, b and w, if they differ."""
         names = [name for name in BY_SLICE if name in self.ms]
         ms = {name: _shared(self._column(name), shares.get(name[0], rows)) for name in names}
         size = {
@@ -164,7 +162,7 @@ class Costs:
         return replace(self, ms={**self.ms, **ms}, size=size, slices=len(rows))
 
     def portions(self, name: str, whole: PerStage) -> Column:
-        """`whole` ms of microbatches, of each slice the share that it has in a column."""
+        """Splits `whole` ms of microbatches by slice, in the proportions of a column."""
         return tuple(
             tuple(ms * part / sum(entry) if sum(entry) else ms / len(entry) for part in entry)
             if isinstance(entry, tuple)
@@ -173,7 +171,7 @@ class Costs:
         )
 
     def evened(self) -> Costs:
-        """The same with slices that keep equally much, in units alone."""
+        """Returns these costs with equal activations in all slices, in units alone."""
         k = self.slices
 
         def even(entry: Size | tuple[Size, ...]) -> Size:
@@ -183,7 +181,7 @@ class Costs:
         return replace(self, size=size, bytes=None, sliced=())
 
     def unit(self, pick: Callable[[Sequence[float]], float]) -> Costs:
-        """As if each slice were a microbatch of its own, of what `pick` says of the slices; "kv" is shared out."""
+        """Returns costs of a slice as a microbatch of its own: `pick` chooses among the slices; "kv" is shared out."""
         k = self.slices
         if k == 1:
             return self
@@ -203,19 +201,19 @@ class Costs:
         return replace(self, ms=ms, size=size, slices=1, sliced=())
 
     def joined(self) -> Costs:
-        """Backward in one piece, as a B that does everything and a W that does nothing."""
+        """Returns costs with a fused backward: B does everything, and W nothing."""
         nothing = (Size(0.0),) * self.stages
         whole = self.with_ms(b=self._column("bw"), w=(0.0,) * self.stages, bw=(), b_sums=self.ms.get("bw_waits", ()))
         return replace(whole, size={**self.size, "left": nothing})
 
     def least(self) -> Costs:
-        """Costs that neither a BW nor a B and its W take less than."""
+        """Returns costs that are a lower bound both of a BW and of a B and its W."""
         if "bw" not in self.ms:
             return self
         return self.with_ms(w=self.each(lambda b, w, bw: min(w, max(0.0, bw - b)), "b", "w", "bw"), bw=())
 
     def hidden(self) -> Costs:
-        """As if nothing ever waited for sums of tensor-parallel ranks: costs that no group takes less than."""
+        """Returns costs without waits for tensor-parallel collectives: a lower bound of every overlap group."""
         waits = [(name, _WAITS[name]) for name in ("f", "b", "bw") if _WAITS[name] in self.ms]
         less = {name: self.each(lambda ms, wait: max(0.0, ms - wait), name, waited) for name, waited in waits}
         return self.with_ms(**less, **dict.fromkeys(_SUMS, ()))
@@ -237,30 +235,30 @@ class Costs:
         return entry[part] if isinstance(entry, tuple) else entry
 
     def column(self, name: str) -> PerStage:
-        """ms of every stage for a whole microbatch: what loops fetch once."""
+        """ms of every stage for a whole microbatch, as a tuple that loops can fetch once."""
         return tuple(sum(entry) if isinstance(entry, tuple) else entry for entry in self._column(name))
 
     def each(self, combine: Callable[..., float], *names: str) -> Column:
-        """The column of what `combine` makes of the ms by these columns, slice by slice where they have slices."""
+        """Applies `combine` to the ms of these columns, slice by slice if they have slices; returns a column."""
         return tuple(_combined(combine, entries) for entries in zip(*map(self._column, names), strict=True))
 
     def total(self, column: str, stages: Iterable[int]) -> float:
-        """ms by a column, for all of these stages."""
+        """Sum of the ms of a column over these stages."""
         return sum(self.of(column, s) for s in stages)
 
     def duration(self, op: Op) -> float:
-        """ms of an op; 0 of one that takes no time of its own."""
+        """ms of an op; 0 for an op that takes no time of its own."""
         column = op.kind.row.cost
         if not column:
             return 0.0
         return self.pace(op.kind, op.pipe, op.stage) * self.of(column, op.stage, op.slice) - self.frozen(op)
 
     def pace(self, kind: Kind, pipe: int, stage: int) -> float:
-        """How many times as long as its column says an op takes on the rank of its pipe."""
+        """The time of an op on its pipe's rank relative to its column."""
         return self.paces[pipe][stage] if self.paces and kind.computes and stage >= 0 else 1.0
 
     def fastest(self) -> Costs:
-        """As if all copies of a stage ran on the fastest of its ranks."""
+        """Returns costs as if all replicas of a stage ran on the fastest of its ranks."""
         if not self.paces:
             return self
         least = [min(each) for each in zip(*self.paces, strict=True)]
@@ -269,7 +267,7 @@ class Costs:
         return replace(self.with_ms(**scaled), paces=())
 
     def weight_ms(self, op: Op) -> float:
-        """ms of the weight gradients of a W or a BW in which no layer is frozen."""
+        """ms of the weight gradients of a W or a BW without frozen layers."""
         w, stage, part = self.of("w", op.stage, op.slice), op.stage, op.slice
         if op.kind is Kind.W:
             return w
@@ -277,12 +275,12 @@ class Costs:
         return min(w, max(0.0, self.of("bw", stage, part) - waits - self.of("b", stage, part) + sums))
 
     def frozen(self, op: Op) -> float:
-        """ms that an op takes less because layers are frozen."""
+        """ms that an op saves because layers are frozen."""
         return 0.0 if op.share == WHOLE else self.left_out(op, (WHOLE - op.share) / WHOLE)
 
     def left_out(self, op: Op, part: float) -> float:
-        """ms that a W or a BW takes less with that part of its layers frozen, which count alike. The sums that the W of
-        a BW hid are still there."""
+        """ms that a W or a BW saves with that part of its layers frozen, which count alike. Collectives that the W of a
+        BW hid are not saved."""
         less = self.weight_ms(op) * part
         if op.kind is Kind.W or not self.sums(op)[0]:
             return less
@@ -295,7 +293,7 @@ class Costs:
         return (0.0,) * self.stages if found is None else found
 
     def sums(self, op: Op) -> tuple[float, float]:
-        """ms of the sums of tensor-parallel ranks inside an op, and of these the ms that it waits on its own."""
+        """ms of the tensor-parallel collectives inside an op, and of these the ms that it waits if it runs alone."""
         column = op.kind.row.cost
         if column not in _WAITS or _SUMS[0] not in self.ms:
             return 0.0, 0.0
@@ -303,10 +301,10 @@ class Costs:
         return inside, self.of(_WAITS[column], op.stage, op.slice)
 
     def pair(self, first: Op, second: Op, one: float, other: float) -> float:
-        """ms of a group of two ops that take `one` and `other` ms alone.
+        """ms of an overlap group of two ops that take `one` and `other` ms alone.
 
-        Each computes while sums of the other are on their way, so the group takes as long as all there is to compute,
-        or all sums: f + b + max(0, f_sums + b_sums - f - b) of what both compute (arXiv 2510.27257).
+        Each computes during collectives of the other, so the group takes as long as all its computation, or as all its
+        collectives: f + b + max(0, f_sums + b_sums - f - b), with f and b the compute times (arXiv 2510.27257).
         """
         (sums, wait), (more, longer) = self.sums(first), self.sums(second)
         one, other = max(0.0, one - wait), max(0.0, other - longer)
@@ -321,17 +319,17 @@ class Costs:
         return tuple(_whole(size).units for size in self.size[value])
 
     def bytes_of(self, value: str) -> PerStage:
-        """The same in bytes; 0 where sizes are not known."""
+        """Bytes of a value on every stage, for a whole microbatch; 0 if sizes are not known."""
         return tuple(_whole(size).bytes for size in self.size[value])
 
     def bytes_at(self, stage: int, part: int = 0) -> StageBytes | None:
-        """Memory of a stage beside what it keeps, as ops of that slice find it; None where sizes are not known."""
+        """Memory of a stage without its activations, for ops of slice `part`; None if sizes are not known."""
         if self.bytes is None:
             return None
         return self.sliced[part][stage] if self.sliced else self.bytes[stage]
 
     def bytes_owned(self, owner: int) -> StageBytes:
-        """Memory of an owner of weights; nothing where sizes are not known."""
+        """Memory of an owner of weights; NO_BYTES if sizes are not known."""
         if owner == TIED:
             return replace(NO_BYTES, summed=self.tied, gradients=self.tied)
         if owner <= EXPERTS:
@@ -341,42 +339,42 @@ class Costs:
         return NO_BYTES if self.bytes is None else self.bytes[owner]
 
     def bytes_on(self, stages: Iterable[int]) -> list[StageBytes]:
-        """That of whole stages on one rank, of their experts that it has, and of its share of words; nothing where
-        sizes are not known."""
+        """Memory of whole stages on one rank, of their experts on it, and of its vocabulary shard; [] if sizes are not
+        known."""
         shares = [one.state for one in self.shares[:1]]
         return [] if self.bytes is None else [*(size for s in stages for size in self.bytes_of_stage(s)), *shares]
 
     def bytes_of_stage(self, stage: int) -> list[StageBytes]:
-        """That of a stage, and of its experts where replicas share these out; nothing where sizes are not known."""
+        """Memory of a stage, and of its experts if replicas share these out; [] if sizes are not known."""
         owners = (stage, experts_of(stage)) if self.experts else (stage,)
         return [] if self.bytes is None else [*map(self.bytes_owned, owners)]
 
     def share_of(self, value: str, part: int = 0) -> float:
-        """Bytes of a value of the words that all ranks share, for a slice; 0 where sizes are not known."""
+        """Bytes of a value of a vocabulary shard, for a slice; 0 if sizes are not known."""
         return self.shares[part if len(self.shares) > 1 else 0].values.get(value, 0.0) if self.shares else 0.0
 
     def share_need(self, op: Op) -> float:
-        """What an op of those words, or an F that begins with them, needs beyond what is there before it."""
+        """Temporary bytes of a vocabulary op, or of an F that begins with the look-up; 0 if sizes are not known."""
         return self.shares[op.slice if len(self.shares) > 1 else 0].needs[op.kind.row.cost] if self.shares else 0.0
 
     def over(self, transfer: str) -> Costs:
-        """The same where messages wait for a buffer ("rendezvous"), or do not ("eager")."""
+        """Returns these costs with messages that wait for a buffer ("rendezvous"), or do not ("eager")."""
         return replace(self, rendezvous=transfer == "rendezvous")
 
     def held(self, op: Op) -> float:
-        """Activation units an op adds to what its rank holds; negative where it releases. Keys and values count."""
+        """Activation units, keys and values included, that an op adds to its rank; negative if it frees more."""
         made, freed = self._values(op)
         units = made.units - freed.units
         return units if self.slices == 1 else units + self.held_kv(op).units
 
     def held_bytes(self, op: Op) -> float:
-        """The same in bytes; 0 where sizes are not known."""
+        """Bytes that an op adds to its rank, likewise; 0 if sizes are not known."""
         made, freed = self._values(op)
         size = made.bytes - freed.bytes
         return size if self.slices == 1 else size + self.held_kv(op).bytes
 
     def held_kv(self, op: Op) -> Size:
-        """Of that, keys, values and their gradients: one buffer each for all slices of a microbatch.
+        """The part of `held` in keys, values and their gradients: one buffer each for all slices of a microbatch.
 
         The first F of it makes one, its first B (of the last slice) the other; its last B frees both.
         """
@@ -388,12 +386,12 @@ class Costs:
         return Size(buffers * size.units, buffers * size.bytes)
 
     def _values(self, op: Op) -> tuple[Size, Size]:
-        """What an op makes and what it frees."""
+        """The sizes of the activation an op makes and of the one it frees."""
         made, freed = _MAKES.get(op.kind), _FREES.get(op.kind)
         return self._size(made, op) if made else _NOTHING, self._size(freed, op) if freed else _NOTHING
 
     def largest(self, value: str, stage: int) -> Size:
-        """Of a value of a stage that of the slice which has most."""
+        """The largest size of a stage's value over all slices."""
         entry = self._entry(value, stage)
         return entry if isinstance(entry, Size) else max(entry, key=lambda size: size.bytes)
 
@@ -402,25 +400,25 @@ class Costs:
         return entry if isinstance(entry, Size) else entry[op.slice]
 
     def _entry(self, value: str, stage: int) -> Size | tuple[Size, ...]:
-        """Without a size of its own, all of what F keeps can move to the host."""
+        """A value's size on a stage; without a "host" entry, all activations that F keeps can be offloaded."""
         return self.size["kept" if value == "host" and value not in self.size else value][stage]
 
     def more_bytes(self, op: Op, *, first: bool = False) -> float:
-        """What a compute op needs while it runs beyond the larger of what is held before and after it.
+        """Temporary bytes of a compute op beyond the larger of the bytes held before and after it.
 
-        `first`: where the gradients that it computes are the first of a step, which stay as they are.
+        `first`: its gradients are the first of a step, which stay as they are.
         """
         return self._need(op, "first" if first else "more")
 
     def rise_bytes(self, op: Op, *, first: bool = False) -> float:
-        """The most there is in a backward beyond what is held before it, the gradient that it is given included.
+        """Peak bytes of a backward beyond the bytes held before it, the incoming gradient included.
 
-        `first`: where the gradients that it computes are the first of a step, which are counted as they come.
+        `first`: its gradients are the first of a step, which are counted as they are made.
         """
         return self._need(op, "coming" if first else "rise")
 
     def _need(self, op: Op, what: str) -> float:
-        """What `StageBytes.<what>` says of ops like this; 0 where sizes are not known."""
+        """`StageBytes.<what>` for an op; 0 if sizes are not known."""
         size = self.bytes_at(op.stage, op.slice)
         if size is None:
             return 0.0
@@ -433,19 +431,19 @@ CacheKey = tuple[Kind, int, int, int]
 
 
 def key_of(op: Op) -> CacheKey:
-    """What decides the costs of an op, whatever its microbatch and pipe: the key of all that remembers them."""
+    """The part of an op that decides its costs, whatever its microbatch and pipe: a key for caches."""
     return op[0], op[1], op[4], op[6]
 
 
 def _whole(entry: Size | tuple[Size, ...]) -> Size:
-    """Of a microbatch."""
+    """The size for a whole microbatch."""
     if isinstance(entry, Size):
         return entry
     return Size(sum(one.units for one in entry), sum(one.bytes for one in entry))
 
 
 def _by_slice(entry: Size | tuple[Size, ...], slices: int) -> tuple[Size, ...]:
-    """Slice by slice; what has one size for all slices has it for each."""
+    """Sizes slice by slice; a value with one size for all slices has it in each."""
     return (entry,) * slices if isinstance(entry, Size) else entry
 
 
@@ -466,7 +464,7 @@ def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[flo
 
 
 def refuse_slices(what: str, slices: int, *, where: str | None = None) -> None:
-    """Raise E124 if `what` is an order of slices of microbatches where nothing says how long they are."""
+    """Raise E124 if `what` is an order of slices of microbatches and nothing gives their lengths."""
     if slices != 1:
         text = f"{what} cuts microbatches into {slices} slices, and no job says where, so nobody knows what they cost"
         hint = f"set schedule.slices = {slices} in the job; or make ops of whole microbatches: slices = 1"
@@ -474,7 +472,7 @@ def refuse_slices(what: str, slices: int, *, where: str | None = None) -> None:
 
 
 def links_of(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[Links, ...]:
-    """`ms` of every edge of every pipe, from its source and its two ranks; 0 within a rank."""
+    """`ms` of every edge of every pipe, given its source stage and its two ranks; 0 within a rank."""
     return tuple(
         {
             edge: ms(edge[0], ends) if placement.crosses(*edge, pipe) else 0.0

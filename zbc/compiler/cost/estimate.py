@@ -1,7 +1,7 @@
-"""What each layer costs, counted from the model and the hardware: floating-point operations, bytes moved, bytes kept.
+"""Costs of each layer, counted from the model and the hardware: floating-point operations, bytes moved, bytes kept.
 
-Times, in ms for one microbatch, are those of the kernels that work.py counts, as fast as machine.py says; bytes kept
-are counted in footprint.py. These are estimates; measured times, given in [costs] or by a profile, replace them.
+Times, in ms for one microbatch, are of the kernels that work.py counts, at the speeds of machine.py; bytes kept are
+counted in footprint.py. These are estimates; measured times, given in [costs] or by a profile, replace them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Layer:
     w: float
     params: int = 0
     size: Footprint = NOTHING
-    frozen: int = 0  # others, which never change
-    tied: int = 0  # of them, those of the weight that embedding and head share
-    apart: tuple[int, ...] = ()  # of them, those of experts by parameter, where replicas share these out
-    parts: tuple[int, ...] = ()  # them by parameter; () where only their sum is known
-    matrices: tuple[tuple[int, int], ...] = ()  # shapes of those that Muon steps
+    frozen: int = 0  # frozen parameters, not among `params`
+    tied: int = 0  # the part of `params` in the weight that embedding and head share
+    apart: tuple[int, ...] = ()  # elements of each parameter of experts, if replicas share these out
+    parts: tuple[int, ...] = ()  # `params` by parameter; () if only their sum is known
+    matrices: tuple[tuple[int, int], ...] = ()  # shapes of the parameters that Muon steps
     measured: Measurement | None = None  # by a profile
-    cheap: float = 0.0  # of F, the share that selective recompute runs again
-    spared: Footprint | None = None  # its size then; None where that changes nothing
-    part: float = 1.0  # of what F keeps without it, what is kept
+    cheap: float = 0.0  # the share of F that selective recompute runs again
+    spared: Footprint | None = None  # `size` with selective recompute; None if that changes nothing
+    part: float = 1.0  # the share of F's activations that is kept with it
 
     @property
     def selective(self) -> Layer:
-        """The same with selective recompute; of times that were given or measured it takes the estimated share."""
+        """This layer with selective recompute; given or measured times take the estimated share."""
         if self.spared is None:
             return self
         more, one = self.cheap * self.f, self.measured
@@ -81,9 +81,9 @@ def layers(job: Job) -> list[Layer]:
 
 
 def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement]) -> list[Measurement]:
-    """Measured layers, where all ranks share the words of the first and the last: these have what is left.
+    """Measured layers for jobs whose ranks share the vocabulary: the first and the last have the rest of theirs.
 
-    Of times that is the share that kernels have which do nothing for words, or what a run had that shared them; bytes
+    The rest of a time is the share of the kernels that don't handle words, or measured in a run that shared them; bytes
     are counted.
     """
     if sizes_of(job) is None:
@@ -102,7 +102,7 @@ def _without_words(job: Job, table: Sequence[Layer], found: Sequence[Measurement
 
 
 def _left(job: Job, found: Sequence[Measurement]) -> list[tuple[float, float, float]]:
-    """Of F, B and W of the first and the last layer, the shares that are not of words."""
+    """The shares of F, B and W of the first and the last layer that don't handle words."""
     sizes, machine, profile = sizes_of(job), Machine.of(job), job.profile
     if profile is not None and profile.words is not None and profile.on.source == "trace":
         pairs = zip((found[0], found[-1]), profile.words.whole(job.model.vocab or 0), strict=True)
@@ -125,7 +125,7 @@ def times_of(machine: Machine, done: work.Work) -> tuple[float, float, float]:
 
 
 def slowness(job: Job) -> list[float]:
-    """Of each rank of the pipeline, times as long as its ops take on the fastest."""
+    """The time of each pipeline rank's ops relative to the fastest rank's."""
     given, count = job.hardware, job.parallel.pp
     slow = given.slow or [1.0] * count
     sizes = sizes_of(job)
@@ -141,13 +141,13 @@ def slowness(job: Job) -> list[float]:
 
 
 def slow_of(job: Job, placement: Placement) -> list[float]:
-    """The same of the ranks of each stage, on average; 1 where times were given for stages or ranks, which know it."""
+    """The slowness of each stage's ranks, on average; 1 if times were given for stages or ranks, which include it."""
     return [sum(each) / len(each) for each in zip(*_by_pipe(job, placement), strict=True)]
 
 
 def paces_of(job: Job, placement: Placement) -> tuple[tuple[float, ...], ...]:
-    """Of each pipe, how many times as long its rank of a stage takes as all of that stage on average; () where there is
-    one pipe, or no difference."""
+    """For each pipe, the time of its rank of a stage relative to that stage's mean; () with one pipe, or no
+    difference."""
     each, mean = _by_pipe(job, placement), slow_of(job, placement)
     found = tuple(tuple(map(truediv, one, mean)) for one in each)
     return found if any(pace != 1.0 for pipe in found for pace in pipe) else ()
@@ -161,7 +161,7 @@ def _by_pipe(job: Job, placement: Placement) -> list[list[float]]:
 
 
 def shares_of_words(machine: Machine, words: work.Work, whole: work.Work) -> tuple[float, float, float]:
-    """Of F, B and W of a whole layer, the share that words take."""
+    """The shares of F, B and W of a whole layer that words take."""
     return _shares(times_of(machine, words), times_of(machine, whole))
 
 
@@ -175,8 +175,8 @@ def _counted(job: Job) -> list[Layer]:
 def of_slice(job: Job, table: Sequence[Layer], begin: int, share: Mapping[str, float], rows: float) -> list[Layer]:
     """The table for one slice of a microbatch, from token `begin` on; `job` has its length for `model.seq_len`.
 
-    Estimated times are those of its own kernels. Of times that were given or measured for whole microbatches it has its
-    `share` of a block's f, b and w, and its `rows` of any other layer's; so of bytes that were measured.
+    Estimated times are of the slice's own kernels. Given or measured times of whole microbatches are multiplied by
+    `share` (f, b and w of a block) or `rows` (any other layer), and so are measured bytes.
     """
     own = _family(job, begin)
     if own is not None and job.profile is None and not (job.costs.per == "layer" and job.costs.f is not None):
@@ -185,7 +185,7 @@ def of_slice(job: Job, table: Sequence[Layer], begin: int, share: Mapping[str, f
 
 
 def _part(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: float) -> Layer:
-    """`own` is the layer as it is counted for the slice; None where nobody can."""
+    """A layer's slice; `own` is the layer as counted for the slice, None if it can't be counted."""
     parts = share if layer.name.startswith("layers.") else dict.fromkeys("fbw", rows)
     times = {name: getattr(layer, name) * parts[name] for name in "fbw"}
     one = layer.measured
@@ -209,7 +209,7 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
     first, last = (work.embedding(sizes), footprint.embedding(sizes)), (work.head(sizes), footprint.head(sizes))
     weighed = footprint.regathered if job.parallel.regathers else footprint.block
     tables, ends, shared = _tables(sizes), _head(sizes), job.vocabulary > 0
-    if shared:  # every rank has some of their words, and stages have the rest: see vocabulary.py
+    if shared:  # every rank has a vocabulary shard, and stages have the rest: see vocabulary.py
         first, last = (work.places(sizes), footprint.places(sizes)), (work.last_norm(sizes), footprint.last_norm(sizes))
         tables, ends = tables[1:], ends[:-1]
     kinds = [model.block(i) for i in range(model.layers)]
@@ -248,14 +248,14 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
 
 
 def sizes_of(job: Job, past: int = 0) -> Sizes | None:
-    """The sizes of a built-in model; None for a factory's layers, which nobody knows before they are built.
+    """The sizes of a built-in model; None for a factory's layers, which are unknown before they are built.
 
-    `past`: tokens of the sequence before those that are counted.
+    `past`: tokens of the sequence before the counted ones.
     """
     model = job.model
     if not model.builtin or model.hidden is None or model.vocab is None or model.seq_len is None:
         return None
-    tp = job.parallel.tp  # each of these ranks has a part of every matrix, and of the words
+    tp = job.parallel.tp  # each of these ranks has a part of every matrix, and of the vocabulary
     return Sizes(
         fp8=model.matmul == "fp8",
         hidden=model.hidden,
@@ -314,7 +314,7 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
         step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
         one = replace(one, held=held, step=step, tentative=tentative, params=layer.params, parts=layer.parts)
     size, spared = layer.size if one.size is None else one.size, layer.spared
-    if one.size is not None and spared is not None:  # what is estimated to go, of what was measured
+    if one.size is not None and spared is not None:  # the estimated savings, subtracted from the measured bytes
         spared = one.size.remade(layer.size.act_b - spared.act_b, spared.more_b - layer.size.more_b)
     parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
     params, frozen = (one.params, one.frozen) if one.params or one.frozen else (layer.params, layer.frozen)
@@ -352,7 +352,7 @@ def _pick(value: float | list[float] | None, index: int) -> float:
 
 
 def given_activations(job: Job, table: list[Layer]) -> list[tuple[float, float]] | None:
-    """`act_b` and `act_w` of each layer where the job gives them per layer, else None."""
+    """`act_b` and `act_w` of each layer if the job gives them per layer, else None."""
     costs = job.costs
     if costs.per != "layer" or costs.act_b is None:
         return None
@@ -370,7 +370,7 @@ def given_activations(job: Job, table: list[Layer]) -> list[tuple[float, float]]
 
 
 def given_optimizer(costs: GivenCosts, table: Sequence[Layer]) -> list[float]:
-    """`costs.optimizer` of each layer; embedding and head are extra and have none."""
+    """`costs.optimizer` of each layer; 0 for embedding and head, which are extra."""
     block = 0
     result = []
     for layer in table:
@@ -381,8 +381,8 @@ def given_optimizer(costs: GivenCosts, table: Sequence[Layer]) -> list[float]:
 
 
 def boundary_bytes(model: Model, size: int, shared: int = 1) -> float:
-    """Bytes of the tensor between two stages for one microbatch, of which each of `shared` ranks has some tokens; 0
-    where only the runtime can know (factories)."""
+    """Bytes of the tensor between two stages for one microbatch, split by tokens over `shared` ranks; 0 if only the
+    runtime can know it (factories)."""
     if not model.builtin or model.hidden is None or model.seq_len is None:
         return 0.0
     # The residual stream has the type of the parameters, under autocast too.

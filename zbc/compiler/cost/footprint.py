@@ -1,26 +1,24 @@
-"""How many bytes a layer of a built-in model keeps for one microbatch, and how many more its ops need while they run.
+"""Bytes that a layer of a built-in model keeps for one microbatch, and temporaries of its ops.
 
-Counted from what torch allocates (training/recording/measure.py weighs it). Per token of a block of width h, with
+Counted from torch's allocations (training/recording/measure.py measures them). Per token of a block of width h, with
 queries of width q (all heads), keys and values of width k each, an MLP of width f, n-byte activations and a residual
 stream of r bytes:
 
     kept F -> B   2 h r: the residual input of both halves; n bytes each: norm outputs 2h, q k v, attention out q, MLP
                   in and out: gpt 2f, llama 4f (gate, up, silu of gate, product); with rotary positions 2q + k more:
-                  turned q and k, since v keeps alive what they were turned from, and a copy of the attention's
-                  output, which lies in another order then; 4 per head and the norms' statistics. With experts the
-                  MLP's part is kept top_k times, beside 2 h top_k n for the rows on their way to the experts and back
-                  and 8 E for the router's choice
-    kept B -> W   n bytes each: input and output gradient of the linear layers (what runtime/core/split.py stores)
+                  rotated q and k, since v keeps the unrotated ones alive, and a copy of the attention's output, which
+                  is in another order then; 4 per head and the norms' statistics. With experts the MLP's part is kept
+                  top_k times, with 2 h top_k n for the rows sent to the experts and back and 8 E for the router
+    kept B -> W   n bytes each: input and output gradient of the linear layers (stored by runtime/core/split.py)
 
-    gpt with q = k = h, f = 4h     14 h n (17 h n with rotary positions) beside 2 h r, and 16 h n
+    gpt with q = k = h, f = 4h     14 h n (17 h n with rotary positions) and 2 h r, and 16 h n
     llama                          (4h + 2q + 2k + 3f) n from B to W
 
 The head keeps its input, the norm's output and float32 log-probabilities. With recompute F keeps a layer's `entry`
-only.
-An op's `more` is beyond what is held before it and, for F, after it: gradients on their way through GELU or
-softmax, and a weight gradient that is to be added to the sum, unless it is the first of a step and stays as that. It is
-counted as if nothing of the layer had been released yet. In the first backward of a step gradients come one after the
-other while activations go: its `rise` is followed from weight to weight.
+only. An op's `more` is beyond the bytes held before it and, for F, after it: gradients inside GELU or softmax, and a
+weight gradient to be added to the sum, unless it is the first of a step and becomes the sum. It is counted as if
+nothing of the layer had been freed yet. In the first backward of a step gradients are made one after the other while
+activations are freed: its `rise` is computed from weight to weight.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-CHUNK = 512  # queries whose capped scores there are at once (runtime/features/slicing.py)
+CHUNK = 512  # queries whose capped scores exist at once (runtime/features/slicing.py)
 GRAD_BYTES = 4  # gradients and optimizer state are float32
 
 
@@ -46,29 +44,29 @@ class Footprint:
     more_b: float = 0.0
     more_w: float = 0.0
     more_bw: float = 0.0
-    first_b: float | None = None  # as more_b where the layer has no gradients yet: what is computed stays as those;
+    first_b: float | None = None  # as more_b if the layer has no gradients yet, and the computed ones stay;
     first_w: float | None = None  # None: the same
     first_bw: float | None = None
     came_b: float = 0.0  # gradients that its first B of a step makes, and its first W
     came_w: float = 0.0
-    rise_b: float | None = None  # the most there is in its first B, W or BW beyond what is held before it, gradients
-    rise_w: float | None = None  # as they come; None: as if they all came first
+    rise_b: float | None = None  # peak of its first B, W or BW beyond the bytes held before it, gradients
+    rise_w: float | None = None  # as they are made; None: as if all were made first
     rise_bw: float | None = None
     casts: float = 0.0  # copies of weights in the autocast type, once for all microbatches
-    tables: float = 0.0  # constants beside the parameters
-    logits: float = 0.0  # of act_b, what there is for every word of the vocabulary
+    tables: float = 0.0  # constants, not parameters
+    logits: float = 0.0  # the part of act_b with an entry per word of the vocabulary
     largest: float = 0.0
-    loose: float = 0.0  # of its input, what only the first layer of a stage keeps
-    tail: float = 0.0  # its output, where its backward needs that
-    keeps_given: bool = False  # B leaves the very gradient that it was given for W, which act_w counts
+    loose: float = 0.0  # the part of its input that only the first layer of a stage keeps
+    tail: float = 0.0  # its output, if its backward needs that
+    keeps_given: bool = False  # B leaves its incoming gradient itself for W, which act_w counts
     pair: float = 0.0  # elements: twice a parameter and once the one before it, at most; 0 for twice the largest
     ends: tuple[float, float] = (0.0, 0.0)  # elements of its first and its last parameter
-    kv: float = 0.0  # of act_b, the keys and values
-    fused: float = 0.0  # of act_b, what is kept beside them only because they are views of it; slices copy them
+    kv: float = 0.0  # the part of act_b in keys and values
+    fused: float = 0.0  # the part of act_b kept only because keys and values are views of it; slices copy them
 
     @property
     def first(self) -> Footprint:
-        """The same in its first backward of a step."""
+        """This footprint in its first backward of a step."""
         b, w, bw = self.first_b, self.first_w, self.first_bw
         return replace(
             self,
@@ -78,24 +76,24 @@ class Footprint:
         )
 
     def remade(self, gone: float, made: float) -> Footprint:
-        """The same where B makes again what is `gone` from what F keeps, and needs so many bytes more for that."""
+        """This footprint if B recomputes `gone` bytes of F's activations, and needs `made` bytes more for that."""
         known = {name: getattr(self, name) for name in _OF_BACKWARD}
         more = {name: value + made for name, value in known.items() if value is not None}
         return replace(self, act_b=self.act_b - gone, **more)
 
     def at_least(self, b: float, bw: float) -> Footprint:
-        """The same with a backward that needs so many bytes."""
+        """This footprint with a backward of at least `b` bytes (B) and `bw` bytes (BW) of temporaries."""
         known = {name: getattr(self, name) for name in _OF_BACKWARD}
         least = {name: bw if name.endswith("bw") else b for name in known}
         return replace(self, **{name: max(value, least[name]) for name, value in known.items() if value is not None})
 
     def scaled(self, rows: float) -> Footprint:
-        """That of a share of the tokens; what belongs to parameters stays."""
+        """The footprint of a share of the tokens; bytes of parameters stay."""
         return replace(self, **{name: rows * getattr(self, name) for name in _BY_TOKEN})
 
     @property
     def coming(self) -> Footprint:
-        """The same in its first backward of a step, which needs, beyond what is held, what it makes of gradients."""
+        """This footprint in its first backward of a step, whose gradients count in addition to the bytes held."""
         z, b, w, bw = self.first, self.rise_b, self.rise_w, self.rise_bw
         return replace(
             self,
@@ -111,7 +109,7 @@ _BY_TOKEN = ("act_b", "act_w", "entry", "result", "more_f", "more_alone", "logit
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the footprints of a GPT follow from.
+    """Sizes that determine the footprints of a GPT.
 
     `width` is the bytes of an activation inside the layers, `stream` of one of the residual stream, which has the type
     of the parameters.
@@ -130,39 +128,39 @@ class Sizes:
     width: int
     stream: int
     rotary: bool
-    qkv_bias: bool = False  # of queries, keys and values, where `gated`; of gpt all layers have biases
-    proj_bias: bool = False  # of the projection behind attention, where `gated`
+    qkv_bias: bool = False  # of queries, keys and values, if `gated`; in gpt all layers have biases
+    proj_bias: bool = False  # of the projection after attention, if `gated`
     qk_norm: bool = False  # of each head's queries and keys
     wide_norm: bool = False  # gemma: norms of single operations, in float32, on every device
     qk_whole: bool = False  # olmoe: of all heads' together
-    experts: int = 0  # MLPs of width `mlp` beside each other that a rank has
-    choices: int = 0  # those of all ranks that share them out, of which a token meets `top_k`
+    experts: int = 0  # parallel MLPs of width `mlp` on a rank
+    choices: int = 0  # experts of all ranks that share them out, of which a token visits `top_k`
     top_k: int = 0
-    uneven: float = 1.0  # rows that a rank's experts get, over those of even loads
-    common: int = 0  # width of the one that all tokens meet
-    around: bool = False  # norms before and behind attention and MLP
-    turned: bool = True  # blocks have rotary positions, where `rotary`
-    window: int = 0  # tokens that one sees; 0: all before it
-    capped: bool = False  # scores of attention are, and computed again for the backward
+    uneven: float = 1.0  # rows that a rank's experts get, relative to even loads
+    common: int = 0  # width of the shared expert, which all tokens visit
+    around: bool = False  # norms before and after attention and MLP
+    turned: bool = True  # blocks have rotary positions, if `rotary`
+    window: int = 0  # tokens that a token attends to; 0: all before it
+    capped: bool = False  # attention scores are capped, and recomputed for the backward
     logits_cap: bool = False
-    chunk: int = 0  # tokens that the loss makes logits of at once; 0: of all, as torch does
-    terms: bool = False  # a z loss or label smoothing, which torch's has not
-    scaled: bool = False  # embeddings are
+    chunk: int = 0  # tokens whose logits the loss makes at once; 0: all, as torch does
+    terms: bool = False  # a z loss or label smoothing, which torch's loss lacks
+    scaled: bool = False  # embeddings are scaled
     past: int = 0  # tokens of the sequence before these, whose keys and values they attend to
     tp: int = 1  # ranks that each have a part of the layer
     shared: int = 1  # ranks that each have their part of the tokens outside of the linear layers
     fused_grads: bool = False  # linear layers add weight gradients inside their products
-    fp8: bool = False  # linear layers of blocks multiply in it
+    fp8: bool = False  # linear layers of blocks multiply in fp8
     cp: int = 1  # ranks that each have their part of the tokens everywhere, and all keys and values
 
     @property
     def tokens(self) -> int:
-        """Those of a rank."""
+        """Tokens of a rank."""
         return self.sequences * self.seq_len // self.cp
 
     @property
     def own(self) -> float:
-        """Of the tokens, what a rank has outside of the linear layers."""
+        """Tokens of a rank outside of the linear layers."""
         return self.tokens / self.shared
 
     @property
@@ -189,12 +187,12 @@ class Sizes:
 
     @property
     def _biases(self) -> tuple[int, int]:
-        """Of a gated block: of queries, keys and values, and of the projection behind attention."""
+        """Biases of a gated block: of queries, keys and values, and of the projection after attention."""
         return self.qkv_bias * (self.queries + 2 * self.keys), self.proj_bias * self.hidden
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of each parameter of a block."""
+        """The shape of each parameter of a block."""
         h, q, k = self.hidden, self.queries, self.keys
         if self.gated:
             each = ((q,), (k,)) if self.qk_whole else ((q // self.heads,),) * 2 if self.qk_norm else ()
@@ -219,7 +217,7 @@ class Sizes:
 
     @property
     def _mlps(self) -> tuple[tuple[int, ...], ...]:
-        """The same of the MLP, or of the router, the experts and the one that all tokens meet."""
+        """The shapes of the MLP, or of the router, the experts and the shared expert."""
         if not self.experts:
             return self._mlp(self.mlp)
         common = (*self._mlp(self.common), (1, self.hidden)) if self.common else ()
@@ -227,7 +225,7 @@ class Sizes:
 
     @property
     def norm(self) -> int:
-        """Bytes per token that a norm keeps beside its input and output: its statistics.
+        """Bytes per token that a norm keeps in addition to its input and output: its statistics.
 
         RMSNorm on a CPU is made of single operations, and keeps the normalized input too.
         """
@@ -247,46 +245,46 @@ class Sizes:
 
     @property
     def behind(self) -> int:
-        """Bytes per token that norms behind attention and MLP keep: input and normalized input, in float32."""
+        """Bytes per token that norms after attention and MLP keep: input and normalized input, in float32."""
         return 2 * (8 + 8 * self.hidden) if self.around else 0
 
     @property
     def left(self) -> float:
-        """Bytes of a norm behind the MLP that have gone, but for a gradient, when its own backward has run."""
+        """Bytes of a norm after the MLP, without a gradient, that are freed when its own backward has run."""
         return (8 + 4 * self.hidden) * self.own if self.around else 0.0
 
     @property
     def inside_norm(self) -> float:
-        """Bytes that its backward needs: it is one of single operations."""
+        """Temporary bytes of its backward, which is made of single operations."""
         return (16 * self.hidden - 8) * self.own if self.around else 0.0
 
     @property
     def turned_kept(self) -> int:
-        """Numbers per token: turned queries and keys, and a copy of the attention's output, which lies in another order
-        then; of a capped attention that is all there is."""
+        """Numbers per token: rotated queries and keys, and a copy of the attention's output, which is in another order
+        then; capped attention keeps only that copy."""
         return self.queries * (1 if self.capped else 2) + self.keys if self.rotary and self.turned else 0
 
     @property
     def mixed(self) -> int:
-        """Numbers per token that attention keeps: queries, keys and values, and what it gives. Of several ranks each
-        has the keys and values of all, and the outputs for two chunks of queries as well as one of both."""
+        """Numbers per token that attention keeps: queries, keys and values, and its output. With context parallelism a
+        rank has the keys and values of all, and the outputs for two chunks of queries and their concatenation."""
         if self.cp > 1:
             return self.queries * (2 if self.capped else 3) + 2 * self.keys * self.cp
         return 2 * self.queries + 2 * self.keys + self.turned_kept
 
     @property
     def met(self) -> float:
-        """MLPs that a token meets, of those that a rank has."""
+        """MLPs that a token visits, among the MLPs of a rank."""
         return (self.top_k or 1) * (self.uneven if self.experts else 1.0)
 
     @property
     def logs(self) -> int:
-        """Bytes per token: sums of exp of an attention that computes its scores again by itself."""
+        """Bytes per token: sums of exp of an attention kernel that recomputes its scores itself."""
         return 0 if self.capped else 4 * self.heads
 
     @property
     def scores(self) -> float:
-        """Bytes of all that there is of a chunk of capped scores while their attention runs."""
+        """Bytes of all tensors of a chunk of capped scores while their attention runs."""
         if not self.capped:
             return 0.0
         rows = self.seq_len if self.cp == 1 else self.seq_len // (2 * self.cp)  # of queries at a time
@@ -301,21 +299,21 @@ class Sizes:
 
     @property
     def cast(self) -> bool:
-        """Whether the layers compute in another type than their weights have."""
+        """Whether the layers compute in another type than that of their weights."""
         return self.width < self.stream
 
 
 def weight_grad(elements: float, width: int, *, first: bool) -> float:
-    """Bytes a weight gradient takes before it is added: as it is computed, and as float32, if that does not stay."""
+    """Bytes of a weight gradient before it is added: as computed, and as float32 unless it is the `first`."""
     return elements * ((0 if first else GRAD_BYTES) + (width if width < GRAD_BYTES else 0))
 
 
 def embedding(z: Sizes) -> Footprint:
-    """Of the embedding of a sequence's tokens, and of their positions where these are learned."""
+    """The embedding of a sequence's tokens, and of their positions if these are learned."""
     rows = z.stream * z.hidden * z.tokens
     # A row per position, for all sequences.
     places = 0 if z.rotary else z.stream * z.hidden * z.seq_len / (z.shared * z.cp)
-    scaled = rows * z.scaled  # before or behind that
+    scaled = rows * z.scaled  # before or after the scaling
     more = scaled if z.rotary else rows + places
     table, fresh = (weight_grad(z.vocab * z.hidden, z.stream, first=first) for first in (False, True))
     came = GRAD_BYTES * (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
@@ -333,7 +331,7 @@ def embedding(z: Sizes) -> Footprint:
         first_w=max(0, fresh - places),
         first_bw=max(fresh + scaled, places),
         came_w=came,
-        rise_w=fresh + came - places,  # the gradient of the positions comes first, and what it is made from goes
+        rise_w=fresh + came - places,  # the gradient of the positions is made first, and its source freed
         rise_bw=max(fresh + came + scaled, 2 * places),
         tables=8 * z.seq_len / z.cp,
         largest=max(z.vocab, 0 if z.rotary else z.seq_len) * z.hidden,
@@ -341,13 +339,13 @@ def embedding(z: Sizes) -> Footprint:
 
 
 def block(z: Sizes) -> Footprint:
-    """Of a block: attention and MLP, or the experts that a token meets."""
+    """A block: attention and MLP, or the experts of a token."""
     h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
-    f = z.met * z.mlp + z.common  # of all MLPs that a token meets
+    f = z.met * z.mlp + z.common  # of all MLPs that a token visits
     grad = h * n * t if z.cast else 0  # the gradient of the residual stream in the layers' type
-    spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a sum
+    spread = h * n * t if z.shared > 1 else 0  # the tokens of all ranks, before and after a collective
     routed = 2 * z.met * h if z.experts else 0
-    # What the expert of all tokens gives, before its gate; where it is cast that and its gate have inputs of their own.
+    # The output of the shared expert, before its gate; with casts it and its gate have inputs of their own.
     own = h * (3 if z.cast else 1) if z.common else 0
     inside = 2 * h + z.mixed + routed + own + (4 if z.gated else 2) * f
     chosen = h + z.choices if z.experts else 0
@@ -367,7 +365,7 @@ def block(z: Sizes) -> Footprint:
     return Footprint(
         act_b=act_b,
         act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
-        entry=z.stream * h * z.own + 8 * z.top_k * t,  # and the experts that were chosen
+        entry=z.stream * h * z.own + 8 * z.top_k * t,  # and the chosen experts
         result=z.stream * h * z.own,
         keeps_given=not z.cast and z.shared == 1,
         more_f=max(
@@ -401,17 +399,17 @@ def block(z: Sizes) -> Footprint:
 
 
 def regathered(z: Sizes) -> Footprint:
-    """Of a block whose ranks gather tokens again in B: F keeps neither them nor what the norms before them need."""
+    """A block whose ranks gather tokens again in B: F keeps neither them nor the norms' tensors before them."""
     made = 2 * z.hidden * z.width * z.tokens
     return block(z).remade(2 * z.norm * z.own + made, made)
 
 
 def spared(z: Sizes) -> Footprint:
-    """Of a block with selective recompute: F keeps what its linear layers give, and B makes again what they take."""
+    """A block with selective recompute: F keeps the outputs of its linear layers, and B recomputes their inputs."""
     whole, h, n, t, f = block(z), z.hidden, z.width, z.tokens, z.met * z.mlp + z.common
     inside = 2 * h + z.mixed - z.queries - 2 * z.keys + (2 if z.gated else 1) * f
     gone = 2 * z.norm * z.own + (z.head_norms + inside * n + z.logs) * t
-    whole = replace(whole, fused=-whole.kv)  # slices have those in buffers, beside the output of a linear layer
+    whole = replace(whole, fused=-whole.kv)  # slices buffer keys and values next to a linear layer's output
     if z.experts:  # one of them runs again at a time: rows on their way to and from them are more
         rows = 3 * z.met * h * n * t
         more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
@@ -419,35 +417,35 @@ def spared(z: Sizes) -> Footprint:
     found = whole.remade(gone, ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t)
     if z.cp == 1:
         return found
-    # While gradients of keys and values are on their way, those of all tokens are there twice, and of the MLP what its
-    # weight gradients need, which are computed meanwhile.
+    # During the collective of the gradients of keys and values, those of all tokens exist twice, with the inputs of the
+    # MLP's weight gradients, which are computed meanwhile.
     meanwhile = (f + h + 3 * z.queries + (4 * z.cp + 2) * z.keys) * n * t
     return found.at_least(meanwhile, meanwhile + z.weight_grad(h * z.mlp, first=False))
 
 
 def _others(z: Sizes) -> float:
-    """Of what the backward of all MLPs that tokens meet would need at once, what it needs of the others as one runs."""
+    """Bytes that the backward of all visited MLPs at once would need for the MLPs other than the running one."""
     wide = z.met * z.mlp
     return (3 if z.gated else 2) * (wide + z.common - max(wide / z.experts, z.common)) * z.width * z.tokens
 
 
 def _rise_of_experts(z: Sizes, kept: float) -> float:
-    """`rise_bw` of a block of experts that keeps so much: its gradients come expert after expert, while what each kept
-    goes. Before them comes the expert of all tokens, behind them attention."""
+    """`rise_bw` of a block of experts that keeps `kept` bytes: its gradients are made expert after expert, while each
+    frees its activations. The shared expert runs before them, attention after them."""
     h, rows, inside = z.hidden, z.met * z.hidden * z.width * z.tokens, (4 if z.gated else 2) * z.width * z.tokens
     common = GRAD_BYTES * sum(map(math.prod, z._mlp(z.common))) if z.common else 0
     own = GRAD_BYTES * sum(z.apart)
     gone = inside * z.common
     return max(
         common + (3 if z.gated else 2) * z.common * z.width * z.tokens,
-        common + 2 * rows - gone,  # gradients of what experts gave, in two orders
-        common + own + rows - gone - inside * z.met * z.mlp,  # and of their rows, where what they gave has gone
+        common + 2 * rows - gone,  # gradients of the experts' outputs, in two orders
+        common + own + rows - gone - inside * z.met * z.mlp,  # and of their rows, when their outputs are freed
         GRAD_BYTES * (z.matrices + z.vectors) - kept + 2 * h * z.stream * z.own,
     )
 
 
 def _attended(z: Sizes) -> float:
-    """What the backward of a capped attention needs in BW, when what was kept after it has gone; 0 of others."""
+    """Bytes that a capped attention's backward needs in BW, when later tensors are freed; 0 for other attention."""
     if not z.capped:
         return 0.0
     gone = z.width * (4 * z.mlp + z.hidden) * z.tokens + (z.norm + z.behind) * z.own
@@ -455,18 +453,18 @@ def _attended(z: Sizes) -> float:
 
 
 def _rises(z: Sizes, grad: float) -> tuple[float, float]:
-    """`rise_w` and `rise_bw` of a block: at the weight of each of its linear layers, from the last to the first.
+    """`rise_w` and `rise_bw` of a block: the peak at the weights of its linear layers, from the last to the first.
 
-    There are then the gradients of what lies after it, its own as it is computed and as it stays, and, in BW, those of
-    its input and output, where what was kept after it has gone. A narrow parameter's is cast when that of the output
-    has gone, too.
+    At each there are the gradients of all later weights, its own as computed and as it stays, and, in BW, the gradients
+    of its input and output, while later activations are freed. A narrow parameter's gradient is cast after the output's
+    gradient is freed.
     """
     h, q, k, n, t = z.hidden, z.queries, z.keys, z.width, z.tokens
     f, up = n * z.mlp * t, n * (2 if z.gated else 1) * z.mlp * t
-    inside, norm = n * (4 if z.gated else 2) * z.mlp * t, z.norm * z.own  # what the MLP kept, and its norm
+    inside, norm = n * (4 if z.gated else 2) * z.mlp * t, z.norm * z.own  # the MLP's activations, and its norm's
     attended, behind = n * (z.turned_kept + q) * t, z.behind * z.own
     near, far, heads = n * h * t, n * q * t, n * (q + 2 * k) * t
-    # (inputs, outputs, whether it has a bias, bytes of its input, of its output, what there is more than before BW)
+    # (inputs, outputs, whether it has a bias, bytes of its input, of its output, bytes held beyond those before BW)
     linear = [
         (z.mlp, h, not z.gated, f, near, f + grad - z.left),
         (h, (2 if z.gated else 1) * z.mlp, not z.gated, near, up, near + up - inside - z.left),
@@ -474,40 +472,40 @@ def _rises(z: Sizes, grad: float) -> tuple[float, float]:
         (h, q + 2 * k, not z.gated or z.qkv_bias, near, heads, -inside - norm - attended - behind),
     ]
     gone = rise_w = 0.0
-    came = GRAD_BYTES * h * z.around  # of the norm behind the MLP
+    came = GRAD_BYTES * h * z.around  # of the norm after the MLP
     rise_bw = came + z.inside_norm
     for index, (inputs, outputs, biased, takes, gives, more) in enumerate(linear):
         stays = GRAD_BYTES * (inputs * outputs + (outputs if biased else 0))
         low = z.weight_grad(inputs * outputs, first=True)
         rise_w = max(rise_w, came + stays + low - gone)
-        over = gives if index and z.stream < GRAD_BYTES else 0.0  # the stage's own stays
+        over = gives if index and z.stream < GRAD_BYTES else 0.0  # the stage's incoming gradient stays
         rise_bw = max(rise_bw, came + low + more, came + low + stays + more - over)
         came, gone = came + stays, gone + takes + gives
         if index == 0:
             rise_bw = max(rise_bw, came + up - z.left)  # the gradients inside the MLP
         elif index == 1:
-            came += GRAD_BYTES * (1 + z.around if z.gated else 2) * h  # of its norm, and that behind attention
+            came += GRAD_BYTES * (1 + z.around if z.gated else 2) * h  # of its norm, and the norm after attention
         elif index == 2 and z.capped:
             rise_bw = max(rise_bw, came + _attended(z))
     return rise_w, rise_bw
 
 
 def head(z: Sizes) -> Footprint:
-    """Of the last norm, the projection to the vocabulary and the loss."""
+    """The last norm, the projection to the vocabulary and the loss."""
     h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
     if z.chunk:
         return _by_chunks(z)
     logits = n * vocab * t
     wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32
     kept: float = 4 * vocab * t + (logits if z.logits_cap else 0)  # of the loss, and of a cap its tanh
-    gone: float = logits - 4 * vocab * t  # when the weight gradient is computed, log-probabilities gave way to d logits
+    gone: float = logits - 4 * vocab * t  # d logits have replaced log-probabilities before the weight gradient
     more_f, more_b = float(logits + wide), 8.0 * vocab * t
-    if z.terms:  # logits are kept as they are, and exp is computed beside them
+    if z.terms:  # logits are kept as they are, and exp is computed in addition
         kept, gone = logits + 4 * t + (logits if z.logits_cap else 0), 0.0
         more_f, more_b = 4.0 * vocab * t + wide, 4.0 * vocab * t + wide
     weight, fresh = (z.weight_grad(h * vocab, first=first) for first in (False, True))
     norm = h if z.gated else 2 * h
-    cast = logits if z.stream < GRAD_BYTES else 0.0  # when the gradient of a narrow weight is, that of logits has gone
+    cast = logits if z.stream < GRAD_BYTES else 0.0  # d logits are freed before a narrow weight's gradient is cast
     return Footprint(
         act_b=(z.stream * h + z.norm) * z.own + (h * n + 8) * t + kept,
         act_w=(h + vocab) * n * t,
@@ -529,7 +527,7 @@ def head(z: Sizes) -> Footprint:
 
 
 def _by_chunks(z: Sizes) -> Footprint:
-    """The same where the loss makes logits of so many tokens at once, in its backward again: it keeps its input and
+    """The head if the loss makes logits of `z.chunk` tokens at once, in its backward again: it keeps its input and
     log(sum of exp), B makes the weight gradient."""
     h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
     some = min(z.chunk, t)
@@ -557,7 +555,7 @@ def _by_chunks(z: Sizes) -> Footprint:
 
 
 def last_norm(z: Sizes) -> Footprint:
-    """Of the norm before an output layer whose words all ranks share: it keeps its input, they keep its result."""
+    """The norm before a vocabulary-parallel output layer: it keeps its input, the output layer keeps its result."""
     h, t = z.hidden, z.tokens
     return Footprint(
         act_b=(z.stream * h + z.norm) * t,
@@ -573,7 +571,7 @@ def last_norm(z: Sizes) -> Footprint:
 
 
 def places(z: Sizes) -> Footprint:
-    """Of the positions that are added to an embedding whose words all ranks share, where they are learned."""
+    """The positions that are added to a vocabulary-parallel embedding, if they are learned."""
     rows = z.stream * z.hidden * z.tokens
     if z.rotary:
         return Footprint(entry=rows, result=rows)
@@ -592,7 +590,7 @@ def places(z: Sizes) -> Footprint:
 
 @dataclass(frozen=True, slots=True)
 class More:
-    """Bytes that the ops of one stage need beyond the larger of what is held before and after them."""
+    """Temporary bytes of one stage's ops beyond the larger of the bytes held before and after them."""
 
     f: float = 0.0
     b: float = 0.0
@@ -602,8 +600,7 @@ class More:
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """The most bytes that there are in a backward of one stage beyond what is held before it, the gradient that it is
-    given included."""
+    """Peak bytes in a backward of one stage beyond the bytes held before it, the incoming gradient included."""
 
     b: float = 0.0
     w: float = 0.0
@@ -612,31 +609,31 @@ class Rise:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What there is as a layer's turn comes in the backward of a stage, beyond what was held before that."""
+    """Bytes at the start of a layer's backward inside a stage, beyond the bytes held before the stage's op."""
 
     layer: Footprint
     b: float
     w: float
     bw: float
-    again: float  # what its second forward needs beyond what that keeps
-    behind: float  # kept by the layers further on
+    again: float  # temporaries of its second forward beyond the activations that it keeps
+    behind: float  # activations of the later layers
 
 
 def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn], float]:
-    """The turns of the layers, the last one's first, and what B leaves for W beyond what F kept."""
+    """The turns of the layers, the last one's first, and the bytes B leaves for W beyond the bytes F kept."""
     kept = [z.entry if recompute else z.act_b for z in layers]
     if not recompute:
         kept[0], kept[-1] = kept[0] + layers[0].loose, kept[-1] + layers[-1].tail
     found = list[_Turn]()
-    behind = left = released = 0.0  # by layers further on: kept by F, left for W beyond that, given back by W
+    behind = left = released = 0.0  # by later layers: kept by F, left for W beyond that, freed by W
     for k in reversed(range(len(layers))):
         z, inner = layers[k], k < len(layers) - 1
         # A second forward keeps all that the first one would have, its input and output included.
         again = z.act_b + z.loose + z.tail - z.entry if recompute else 0.0
-        result = z.result if inner else 0.0  # its gradient, from the layer after; after the last it is the stage's
-        # With `keeps_given` the stage's was there before, and `left` counts it.
+        result = z.result if inner else 0.0  # the gradient from the next layer; the last layer's is the stage's
+        # With `keeps_given` the stage's gradient existed before, and `left` counts it.
         flowing = result - layers[-1].result if inner and layers[-1].keeps_given else result
-        shared = z.tail if inner and not recompute else 0.0  # its output, which `behind` has as the next one's input
+        shared = z.tail if inner and not recompute else 0.0  # its output: in `behind` as the next input
         need = z.more_f + (0.0 if z.tail else z.result) if recompute else 0.0
         found.append(_Turn(z, again + left + flowing, -released, again - behind + shared + result, need, behind))
         behind, left, released = behind + kept[k], left + z.act_w - kept[k], released + z.act_w
@@ -644,18 +641,18 @@ def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn]
 
 
 def more(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> More:
-    """What the ops of a stage of `layers` need: they run one after another, and each finds what is held by then.
+    """Temporaries of the ops of a stage of `layers`, which run one after another.
 
-    The `first` stage has no gradient of its input to hand on, which B otherwise holds at its end. The gradient that a
-    stage is given is there before B and until it ends, used up or not; at its end only what it left for W is.
+    The `first` stage has no input gradient to send, which B otherwise holds at its end. A stage's incoming gradient
+    exists from before B until B ends, used up or not; at its end only the bytes left for W remain.
     """
     turns, left = _turns(layers, recompute=recompute)
     given = layers[-1].result
-    stays = layers[-1].tail > 0 and not recompute  # its result is in what is kept, else it is on its way
+    stays = layers[-1].tail > 0 and not recompute  # its result is kept, else it is being sent
     f = 0.0
     for k, turn in zip(reversed(range(len(layers))), turns, strict=True):
         z, inner = turn.layer, k < len(layers) - 1
-        # From the layer before, but for the stage's, which is there before; where a loss follows, that needs the most.
+        # From the previous layer; the stage's input exists before. If a loss follows, that needs the most.
         entering = z.loose if k and z.result and not recompute else 0.0
         made = z.result if inner or not stays else 0.0
         own = (z.more_alone if recompute else z.more_f) + entering + made
@@ -666,7 +663,7 @@ def more(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> More:
 
 
 def rise(layers: Sequence[Footprint], *, recompute: bool, first: bool) -> Rise:
-    """Of a stage of `layers`; in the `first` backward of a step gradients, as they come, are a part of it."""
+    """The rise of a stage of `layers`; in the `first` backward of a step it includes gradients as they are made."""
     turns, _ = _turns(layers, recompute=recompute)
     if not first:
         return _most(turns)

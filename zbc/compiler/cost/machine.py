@@ -1,9 +1,9 @@
-"""`[hardware]` with its defaults filled in: how long arithmetic, memory traffic and messages take.
+"""`[hardware]` with its defaults filled in: times of arithmetic, memory traffic and messages.
 
-A kernel takes `kernel_us` to get going, then the larger of its arithmetic at `tflops` and its memory traffic at
+A kernel takes `kernel_us` to start, then the larger of its arithmetic at `tflops` and its memory traffic at
 `memory_gbps` (the roofline of Williams et al., 2009). Kernels run one after another, so their times add up: a matrix
-product does not hide the norm before it. A message takes a latency and its bytes over the bandwidth of its link. Of the
-ranks of the run `ranks_per_node` share a node, which nodes.py chooses, and links between nodes have their own speed.
+product does not hide the norm before it. A message takes a latency and its bytes over the bandwidth of its link.
+`ranks_per_node` ranks share a node, chosen by nodes.py, and links between nodes have their own speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zbc.job.links import LinkTable
 from zbc.job.spec import Hardware, Job
 from zbc.topology import Topology, inner_of
 
-# Of a transfer, the share in which its ranks do not compute: .5 to 1.2 bring published runs on A100s to within 5%
+# The share of a transfer in which its ranks do not compute: .5 to 1.2 bring published runs on A100s to within 5%
 # (bench/published.py).
 _MESSAGE_SHARE = {"cuda": 1.0, "cpu": 0.0}
 _DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as bench/vocabulary.py found them
@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Between two ranks: ms of latency, and bytes per ms."""
+    """A link between two ranks: ms of latency, and bytes per ms."""
 
     latency: float
     speed: float
@@ -52,7 +52,7 @@ def _rate(given: float | list[float] | None, default: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How fast one rank and its links are."""
+    """The speed of one rank and of its links."""
 
     flops_per_ms: float
     bytes_per_ms: float
@@ -62,12 +62,12 @@ class Machine:
     node: int  # ranks of the run on a node
     topology: Topology
     links: LinkTable | None = None  # in place of near and far
-    message_share: float = 0.0  # of a transfer, in which its ranks do not compute
+    message_share: float = 0.0  # share of a transfer in which its ranks do not compute
 
     @classmethod
     def of(cls, job: Job, hardware: Hardware | None = None) -> Machine:
-        """Of the fastest rank, or with such `hardware`. Where it says nothing of links, a profile may have measured
-        them."""
+        """The machine of the fastest rank, or of `hardware`. Link speeds it leaves out come from the profile, if
+        measured there, else from defaults."""
         given = job.hardware.fastest if hardware is None else hardware
         tflops, memory, kernel, link, latency = _DEFAULTS[given.device]
         if job.profile is not None and job.profile.link is not None:
@@ -112,9 +112,9 @@ class Machine:
         )
 
     def shared_ms(self, axis: str, size: float, *, halves: int = 2) -> float:
-        """ms of a sum of `size` bytes over the ranks along an axis inside of a pipeline's ranks; 0 for one rank.
+        """ms of an all-reduce of `size` bytes over the ranks along an `axis` inside a pipeline rank; 0 for one rank.
 
-        Its halves are as in `sum_ms`.
+        `halves` is as in `sum_ms`.
         """
         count = self.topology.along(axis)
         if count == 1:
@@ -123,7 +123,7 @@ class Machine:
         return latency + halves * (count - 1) / count * size / speed
 
     def swap_ms(self, size: float, ep: int) -> float:
-        """ms in which each of `ep` neighbouring replicas of a rank sends the others their shares of `size` bytes."""
+        """ms of an all-to-all: each of `ep` neighbouring replicas of a rank sends the others shares of `size` bytes."""
         run = self.topology
         blocks = (range(first, first + ep) for first in range(0, run.dp, ep))
         groups = [[run.rank(dp, pp) for dp in block] for block in blocks for pp in range(run.pp)]
@@ -131,7 +131,7 @@ class Machine:
         return latency + (ep - 1) / ep * size / speed
 
     def between(self, a: int, b: int) -> Link:
-        """The link of two ranks of the run."""
+        """The link between two ranks of the run."""
         if self.links is None:
             return self.near if a // self.node == b // self.node else self.far
         if self.links.per == "node":
@@ -139,15 +139,15 @@ class Machine:
         return Link(self.links.us[a][b] / 1e3, self.links.gbps[a][b] * 1e6)
 
     def _slowest(self, pairs: Iterable[tuple[int, int]]) -> Link:
-        """The longest latency and the least speed of pairs of ranks of the run; the near link where there are none."""
+        """The longest latency and the lowest speed among pairs of ranks of the run; the near link if there are none."""
         found = {self.between(a, b) for a, b in pairs if a != b}
         return Link(max(one.latency for one in found), min(one.speed for one in found)) if found else self.near
 
     def sum_ms(self, size: float, holders: Sequence[int], *, halves: int = 2) -> float:
-        """ms of a sum of `size` bytes over a ring of these ranks of all replicas; 0 for one rank.
+        """ms of a ring all-reduce of `size` bytes over these ranks of all replicas; 0 for one rank.
 
-        One half sums each rank's share of the bytes, the other collects the shares: (n-1)/n of the bytes each. A ring
-        is as fast as its slowest link.
+        `halves` = 2 is reduce-scatter and all-gather, 1 is one of them: (n-1)/n of the bytes each. A ring is as fast as
+        its slowest link.
         """
         rings = {self.topology.ranks(holders, at) for at in self.topology.every}
         count = self.topology.copies * len({*holders})

@@ -1,9 +1,9 @@
-"""Which ranks of a run share a node: so that the heavier traffic, of pipelines or of sums over copies, stays inside.
+"""Assigns ranks to nodes so that the heavier traffic, pipeline messages or gradient all-reduces, stays inside a node.
 
-A node of n ranks can hold n neighbours of one pipeline, or fewer of them in several copies. Of all such blocks that
-tile the run the one that sends the fewest bytes between nodes per step is taken: two tensors per microbatch over every
-edge of a pipeline that leaves a node, and 2(n-1)/n of a stage's gradients over every edge that leaves one of the ring
-of n ranks that sums them, and of the rows that replicas swap with those who share out experts with them what leaves.
+A node of n ranks holds n neighbours of one pipeline, or fewer neighbours of several replicas. Of all such blocks that
+tile the run, the one with the fewest bytes between nodes per step is taken: two tensors per microbatch over every
+pipeline edge that leaves a node, 2(n-1)/n of a stage's gradients over every edge that leaves a node in the ring of its
+n ranks, and the rows that expert-parallel replicas exchange across nodes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ def choose(
     ep: int = 1,
     swapped: Sequence[float] = (),
 ) -> tuple[int, int]:
-    """Neighbouring ranks of a pipeline, and replicas of each, in a node of `size` ranks.
+    """Returns the pipeline neighbours, and the replicas of each, in a node of `size` ranks.
 
-    `boundaries` are the bytes of the tensor after each stage but the last, `grads` of the gradients of each stage.
-    `swapped` are those of the rows of a microbatch that each of `ep` replicas shares out, by stage.
-    `together`: all replicas of a rank on one node, if there is a way. Where nothing is better one replica of the
-    pipeline follows the other.
+    `boundaries` are the bytes of the tensor after each stage but the last, `grads` the bytes of each stage's gradients,
+    `swapped` the bytes of rows per microbatch that each of `ep` replicas exchanges, by stage. `together`: all replicas
+    of a rank on one node, if possible. On a tie the replicas of the pipeline come one after another.
     """
     p = placement.ranks
     if size >= p * dp:
@@ -50,7 +49,7 @@ def choose(
 
 
 def _swaps(topology: Topology, placement: Placement, size: int, ep: int, swapped: Sequence[float]) -> float:
-    """Bytes of rows that a step sends between nodes: each rank gives the others of its `ep` equal shares."""
+    """Bytes of expert rows that a step sends between nodes: each rank sends equal shares to its `ep` replicas."""
     total = 0.0
     for stage, rows in enumerate(swapped):
         for first in range(0, topology.dp, ep):

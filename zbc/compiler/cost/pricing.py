@@ -24,10 +24,10 @@ from zbc.job.spec import Job, Memory
 def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
     """The costs of `job` with layers `stages[s]` (indices into `table`) on stage s.
 
-    Where a stage recomputes, B takes the time of F as well, and F keeps the inputs of the layers only; of activations
-    given in [costs] that is the share it has of the estimated bytes, all of them where no bytes are known.
-    Raises E110 (memory.activations names a stage that there is not), E140 (a list has the wrong length), E144 (how fast
-    activations are copied to the host is not known).
+    If a stage recomputes, B takes the time of F as well, and F keeps the inputs of the layers only; activations given
+    in [costs] then keep the same share as the estimated bytes do, or all if no bytes are known. Raises E110
+    (memory.activations names a stage that doesn't exist), E140 (a list has the wrong length), E144 (the speed of copies
+    to the host is not known).
     """
     check_stages(job, placement)
     plain, spared = table, {i for s, part in enumerate(stages) if job.memory.spares(s) for i in part}
@@ -55,7 +55,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     if job.costs.f is None or job.costs.per == "layer":
         names = [name for name in BY_SLICE if name in whole.ms]
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
-    longest = parts[rows.index(max(rows))]  # its transfers are taken for those of all slices
+    longest = parts[rows.index(max(rows))]  # its transfers are taken for all slices
     found = _with_words(replace(found, links=longest.links, occupies=longest.occupies), jobs, rows, placement)
     found = _with_messages(found, job, placement)
     if whole.bytes is None:
@@ -66,10 +66,10 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
 
 
 def _with_messages(costs: Costs, job: Job, placement: Placement) -> Costs:
-    """The same where a message keeps both of its ranks from computing: as long as was given or measured, else for a
-    share of its transfer. That is a part of the F or the backward which sends or takes it.
+    """Adds the time for which a message keeps both of its ranks from computing: given or measured, else a share of its
+    transfer. It becomes a part of the F or the backward that sends or receives the message.
 
-    Op times that are given without `costs.message` mean messages that cost their ranks nothing.
+    If op times are given without `costs.message`, messages cost their ranks nothing.
     """
     known = job.profile is not None or job.costs.f is not None or job.costs.message is not None
     if known:
@@ -79,7 +79,7 @@ def _with_messages(costs: Costs, job: Job, placement: Placement) -> Costs:
     else:
         share, links = Machine.of(job).message_share, costs.links
         ms = profiled.messages(placement, lambda pipe, edge: share * links[pipe][edge])
-        # What both ends spend on a message is a part of its transfer; the rest is on the way.
+        # The time that both ends spend on a message is a part of its transfer; the rest is latency on the link.
         rest = max(0.0, 1 - 2 * share)
         costs = replace(costs, links=tuple({edge: rest * ms for edge, ms in pipe.items()} for pipe in links))
     if not any(ms):
@@ -90,8 +90,8 @@ def _with_messages(costs: Costs, job: Job, placement: Placement) -> Costs:
 
 
 def _with_words(costs: Costs, jobs: Sequence[Job], rows: Sequence[float], placement: Placement) -> Costs:
-    """The same with the words that all ranks share: columns of every rank, for each of the slices that `jobs` have for
-    sequences, and what a rank holds."""
+    """Adds vocabulary parallelism: columns of every rank, for each of the slices that `jobs` have as sequences, and the
+    memory of a rank's shard."""
     job = jobs[0]
     if not job.vocabulary:
         return costs
@@ -114,11 +114,11 @@ def _weighed(
     fused: Sequence[Sequence[float]],
     again: Collection[int],
 ) -> Costs:
-    """The same with the bytes that slices keep: all that `parts` do but for keys and values, `kv[slice][stage]`, and
-    what those were views of.
+    """Adds the bytes that slices keep: all that `parts` keep except keys and values, `kv[slice][stage]`, and the
+    tensors that these were views of.
 
-    Those are kept for the whole microbatch; of a stage that recomputes, beside the inputs of its layers. A byte is as
-    many units as it is of the `whole` microbatch.
+    Keys and values are kept for the whole microbatch; on a stage that recomputes, in addition to the inputs of its
+    layers. A byte is as many units as in the `whole` microbatch.
     """
     rates = {
         name: [
@@ -144,7 +144,7 @@ def _weighed(
 
 
 def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
-    """The same of whole microbatches."""
+    """The costs of whole microbatches."""
     given = job.costs.f is not None
     times = _times(job, placement, stages, table)
     bytes = stage_bytes.of_stages(job, placement, stages, table)
@@ -162,7 +162,7 @@ def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tabl
 
 
 def _with_copies(costs: Costs, job: Job) -> Costs:
-    """The same with copies to the host of the stages whose activations may move, slice by slice."""
+    """Adds offload copies of the stages whose activations may move, slice by slice."""
     if not any(job.memory.offloads(s) for s in range(costs.stages)):
         return costs
     speed = copies.speed_of(job, bytes_known=costs.bytes is not None)
@@ -181,11 +181,11 @@ def _with_copies(costs: Costs, job: Job) -> Costs:
 
 
 def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Job:
-    """The job with its ranks on nodes."""
+    """The job with its ranks assigned to nodes."""
     parallel = job.parallel
     if parallel.node is not None:
         return job
-    if parallel.order is not None or job.links is not None:  # seats are those of replicas one after another
+    if parallel.order is not None or job.links is not None:  # the given order has replicas one after another
         return replace(job, parallel=parallel.model_copy(update={"node": (parallel.pp, 1)}))
     grads = [float(GRAD_BYTES * sum(table[i].params for i in part)) for part in stages]
     sent, size = boundaries(job, stages, table), job.hardware.ranks_per_node
@@ -208,7 +208,7 @@ def _seated(job: Job, placement: Placement, stages: Sequence[Sequence[int]], tab
 def _times(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> dict[str, Column]:
-    """The columns of F, B and W, and that of BW where it is not B + W."""
+    """The columns of F, B and W, and BW if it is not B + W."""
     if job.costs.f is not None and job.costs.per != "layer":
         f, b, w = (_per_stage(job, key, placement) for key in ("f", "b", "w"))
         b, more = tuple(ms + own * _cheap(part, table) for ms, own, part in zip(b, f, stages, strict=True)), f
@@ -230,18 +230,18 @@ def _times(
 
 
 def _slowed(times: Mapping[str, PerStage], slow: Sequence[float]) -> dict[str, Column]:
-    """The same on ranks that take so many times as long for their stages."""
+    """The columns multiplied by the slowness of each stage's rank."""
     return {name: tuple(map(mul, each, slow)) for name, each in times.items()}
 
 
 def _cheap(part: Sequence[int], table: Sequence[Layer]) -> float:
-    """Of the F of a stage, the share that selective recompute runs again."""
+    """The share of a stage's F that selective recompute runs again."""
     whole = sum(table[i].f for i in part)
     return sum(table[i].cheap * table[i].f for i in part if table[i].part < 1) / whole if whole else 0.0
 
 
 def _part(part: Sequence[int], table: Sequence[Layer]) -> float:
-    """Of what the F of a stage would keep, the share that it keeps with selective recompute."""
+    """The share of a stage's activations that F keeps with selective recompute."""
     whole = sum(table[i].size.act_b / table[i].part for i in part)
     return sum(table[i].size.act_b for i in part) / whole if whole else 1.0
 
@@ -253,10 +253,10 @@ def _with_shared_layers(
     stages: Sequence[Sequence[int]],
     table: Sequence[Layer],
 ) -> dict[str, Column]:
-    """The same with what ranks do together inside of ops: see `exchanges`.
+    """Adds the time of collectives that ranks run inside of ops: see `exchanges`.
 
-    In a BW what B waits for hides behind its W, but not that of an F that runs again, which is over by then. Measured
-    times are of parts without exchanges; op times that are given mean exchanges that take no time, if these are not.
+    In a BW its W hides the collectives of B, but not of a recomputed F, which is completed by then. Measured times are
+    without exchanges; if op times are given but exchanges are not, exchanges take no time.
     """
     exchanged = exchanges(job, stages, table)
     if not exchanged:
@@ -272,17 +272,17 @@ def _with_shared_layers(
 
 
 class Exchange(NamedTuple):
-    """What ranks along an axis do together inside the ops of each stage: ms in its F, and in its B; the share of the
-    first that selective recompute does again."""
+    """Collectives along an axis inside the ops of each stage: ms in its F, and in its B; the share of the F's that
+    selective recompute repeats."""
 
     forward: PerStage
     backward: PerStage
     spared: float
-    regathered: float  # the same where tokens that were gathered for a layer are gathered again
+    regathered: float  # the share repeated if tokens gathered for a layer are gathered again
 
 
 def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[Exchange]:
-    """Of each axis along which there are some that take time; given ones, or by links."""
+    """The exchanges along each axis, if they take time: given, or estimated from the links."""
     parallel, measured, given = job.parallel, job.profile, job.costs
     timed = given.f is None and not (measured is not None and measured.on.source == "trace")  # its ops have them
     half = 0.5 if parallel.tp_sequence else 0.0
@@ -300,15 +300,15 @@ def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer])
 
 
 def _sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
-    """ms of the sums of tensor-parallel ranks in F and in B: two in a block, one behind the look-up of the embedding,
-    one before the head. Before the weights of experts is one more, of a few numbers per token."""
+    """ms of tensor-parallel collectives in F and in B: two in a block, one after the embedding's look-up, one before
+    the head. Before the weights of experts is one more, of a few numbers per token."""
     z, measured, last = estimate.sizes_of(job), job.profile, len(table) - 1
     size = 0.0 if z is None else float(z.tokens * z.hidden * z.width)
     sums = None if measured is None else measured.sums
     if not job.parallel.tp_sequence:
         one = Machine.of(job).shared_ms("tp", size) if sums is None else sums.ms(size)
         first, ends = (1.0, 0.0), (0.0, 1.0)  # of the embedding, and of the head, in F and in B
-    else:  # a half where tokens come together, a half where they are shared out again
+    else:  # an all-gather of the tokens, a reduce-scatter after it
         one = 2 * Machine.of(job).shared_ms("tp", size, halves=1) if sums is None else sums.ms(size)
         first = ends = (0.5, 0.5)
     routed = 4.0 * z.tokens * (z.top_k + bool(z.common)) if z is not None and z.experts else 0.0
@@ -324,8 +324,8 @@ def _sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> 
 
 
 def _gathers(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
-    """ms of what context-parallel ranks do in F and in B: of each block they gather keys and values, and sum their
-    gradients for the ranks that have the tokens."""
+    """ms of context-parallel collectives in F and in B: in each block keys and values are all-gathered, and their
+    gradients reduce-scattered to the ranks that have the tokens."""
     z = estimate.sizes_of(job)
     size = 0.0 if z is None else 2.0 * z.keys * z.tokens * z.cp * z.width
     one = Machine.of(job).shared_ms("cp", size, halves=1)
@@ -334,8 +334,8 @@ def _gathers(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) 
 
 
 def _swaps(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
-    """ms of the swaps of replicas that share out experts, in F and in B: of every block two, to the experts and back,
-    of a row for each choice of a token, behind one of their numbers."""
+    """ms of expert-parallel all-to-alls in F and in B: two in every block, to the experts and back, of a row for each
+    choice of a token, after an exchange of their counts."""
     machine, ep, blocks = Machine.of(job), job.parallel.ep, [sum(bool(table[i].apart) for i in part) for part in stages]
     rows = _swapped(job, stages, table)
     each = [machine.swap_ms(one / count, ep) if count else 0.0 for one, count in zip(rows, blocks, strict=True)]
@@ -345,15 +345,14 @@ def _swaps(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) ->
 
 
 def _swapped(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
-    """Bytes of the rows that the blocks of each stage share out in an F."""
+    """Bytes of the rows that the blocks of each stage send to experts in an F."""
     z = estimate.sizes_of(job)
     one = 0.0 if z is None else float(z.top_k * z.uneven * z.tokens * z.hidden * z.width)
     return [one * sum(bool(table[i].apart) for i in part) for part in stages]
 
 
 def _repeated(job: Job, placement: Placement, found: Sequence[Exchange]) -> PerStage:
-    """Of the exchanges of an F, the share that its backward does again: all of them with recompute, else those of what
-    it makes again."""
+    """The share of an F's exchanges that its backward repeats: all with recompute, else those of recomputed parts."""
     return tuple(_again(job.memory, s, found) for s in range(placement.stages))
 
 
@@ -366,7 +365,7 @@ def _again(memory: Memory, stage: int, found: Sequence[Exchange]) -> float:
 
 
 def _fused(costs: Costs, plain: Column, again: PerStage) -> Costs:
-    """The same with the times of BW, which without sums are `plain`; F and B have theirs already."""
+    """Adds the times of BW, which are `plain` without collectives; F and B include theirs already."""
     parts = costs.with_ms(bw=plain, again=again)
     parts = parts.with_ms(repeated=parts.each(mul, "f_sums", "again"))
     bw = parts.each(lambda b, bw, sums: max(b, bw + sums), "b", "bw", "repeated")
@@ -376,9 +375,9 @@ def _fused(costs: Costs, plain: Column, again: PerStage) -> Costs:
 def _with_optimizer(
     costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> Costs:
-    """The same with the time of optimizer steps: given, or estimated from the bytes they move.
+    """Adds the time of optimizer steps: given, or estimated from the bytes they move.
 
-    Op times that are given without `costs.optimizer` mean an optimizer that takes no time.
+    If op times are given without `costs.optimizer`, the optimizer takes no time.
     """
     given, slow = job.costs.f is not None, estimate.slow_of(job, placement)
     hop = (job.costs.comm or 0.0) if given else Machine.of(job).link(range(placement.ranks)).latency
@@ -412,13 +411,13 @@ def _with_optimizer(
 def _measured_optimizer(
     job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[PerStage, PerStage] | None:
-    """ms of STEP and of TENTATIVE by a profile; None where it does not know this job's optimizer."""
+    """ms of STEP and of TENTATIVE by a profile; None if it does not know this job's optimizer."""
     found = [layer.measured for layer in table]
     if job.profile is None or any(one is None or one.step is None for one in found):
         return None
     step = tuple(sum(one.step or 0.0 for i in part if (one := found[i])) for part in stages)
     ahead = tuple(sum(one.tentative or 0.0 for i in part if (one := found[i])) for part in stages)
-    return step, tuple(map(max, step, ahead))  # a tentative step does what a step does, on copies
+    return step, tuple(map(max, step, ahead))  # a tentative step does the work of a step, on copies
 
 
 def _given_optimizer(
@@ -433,7 +432,7 @@ def _given_optimizer(
 def _with_sums(
     costs: Costs, job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> Costs:
-    """The same with the time of sums over copies: given, or estimated from the link where bytes are known."""
+    """Adds the time of collectives over replicas: given, or estimated from the link if bytes are known."""
     parallel, halves = job.parallel, 2 if job.shard == "none" else 1
     reduce, gather, average = [], [], []
     share = 0.0 if parallel.average is None else parallel.average.share
@@ -458,7 +457,7 @@ def _with_sums(
     if job.vocabulary:
         columns["gather v"] = (vocabulary.renewal_ms(job),)
     columns["reduce"] = tuple(reduce)
-    if share:  # replicas that average weights sum no gradients but those of shared tokens and experts
+    if share:  # replicas that average weights sum only gradients of shared tokens and experts
         words = vocabulary.pool_ms(job) if job.vocabulary else 0.0
         once = _sum(job, tied, placement.holders(placement.ends[0]), 2) if tied else 0.0
         columns |= {"average": tuple(average), "average v": (share * words,), "average t": (share * once,)}
@@ -470,7 +469,7 @@ def _with_sums(
         summed = tuple(_apart(job, one.summed, ranks, halves) for one, ranks in of)
         columns |= {"reduce e": summed, "average e": tuple(share * ms for ms in summed)}
         of = [(one, ranks[:1] if parallel.frees else ranks) for one, ranks in of]
-        rows = [parallel.copies * len(set(ranks)) // parallel.ep for _, ranks in of]  # beside which each has its own
+        rows = [parallel.copies * len(set(ranks)) // parallel.ep for _, ranks in of]  # in addition to each rank's own
         columns["gather e"] = tuple(
             _apart(job, one.gathered * n / (n + 1), ranks, 1) for n, (one, ranks) in zip(rows, of, strict=True)
         )
@@ -478,7 +477,7 @@ def _with_sums(
 
 
 def _apart(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
-    """ms of a sum, or of half of one, over the replicas that have the same experts: every so many of all."""
+    """ms of a collective over the replicas that have the same experts: `halves` = 2 an all-reduce, 1 half of it."""
     every, ep = job.parallel.copies * len(set(holders)), job.parallel.ep
     if every == ep or not size:
         return 0.0
@@ -489,19 +488,19 @@ def _apart(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
 
 
 def _parts(ranks: float) -> float:
-    """Of a vector that so many ranks sum, the share that each sends, once and once more."""
+    """The share of a vector that each of `ranks` ranks sends in one half of a ring all-reduce."""
     return 1 - 1 / ranks
 
 
 def _sum(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
-    """ms of a sum over these ranks of all replicas of the pipeline, or of half of one."""
+    """ms of an all-reduce over these ranks of all replicas of the pipeline, or of half of it with `halves` = 1."""
     if job.costs.reduce is not None:
         return job.costs.reduce * halves / 2 if job.parallel.copies * len(set(holders)) > 1 else 0.0
     return Machine.of(job).sum_ms(size, holders, halves=halves) if size else 0.0
 
 
 def check_stages(job: Job, placement: Placement) -> None:
-    """Raise E110 if memory.activations names a stage that there is not."""
+    """Raise E110 if memory.activations names a stage that doesn't exist."""
     named = job.memory.activations
     for key in named if isinstance(named, dict) else ():
         if int(key) >= placement.stages:
@@ -541,7 +540,7 @@ def _sizes(
     table: Sequence[Layer],
     bytes: tuple[StageBytes, ...] | None,
 ) -> dict[str, tuple[Size, ...]]:
-    """What F keeps until B and B leaves to W; where a stage recomputes, F keeps the inputs of its layers only."""
+    """Activations from F to B ("kept") and from B to W ("left"); with recompute F keeps its layers' inputs only."""
     left_bytes = tuple(sum(table[i].size.act_w for i in part) if bytes else 0.0 for part in stages)
     whole, left = _activations(job, placement, stages, table, bytes, left_bytes)
     left_sizes = tuple(map(Size, left, left_bytes))
@@ -562,7 +561,7 @@ def _activations(
     bytes: tuple[StageBytes, ...] | None,
     left: PerStage,
 ) -> tuple[PerStage, PerStage]:
-    """Units that F keeps without recompute, and B leaves: given ones, else from bytes, else equal shares of 1 per rank.
+    """Units that F keeps without recompute and that B leaves: given, else from bytes, else equal shares of 1 per rank.
 
     `left` are the bytes that B leaves.
     """
@@ -585,9 +584,9 @@ def _activations(
 def _transfers(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[tuple[Links, ...], tuple[Links, ...]]:
-    """ms of transfers, and in which they occupy their link: given, or estimated from the links.
+    """ms of transfers, and the ms for which they occupy their link: given, or estimated from the links.
 
-    Costs given without `comm` mean transfers that take no time.
+    If costs are given without `comm`, transfers take no time.
     """
     if job.costs.comm is not None or (job.costs.f is not None and job.links is None):
         ms, busy = job.costs.comm or 0.0, job.costs.occupies

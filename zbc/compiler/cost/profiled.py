@@ -1,8 +1,7 @@
-"""What a profile says of each layer of a job, in the terms of the cost model.
+"""Costs of each layer of a job from a profile, in the terms of the cost model.
 
-A kind that was timed as a stage of its own keeps its input; inside a stage that depends on its neighbours: the tensor
-between two layers stays for backward if the first keeps its output or the second its input, and the first layer of a
-stage keeps its input in any case.
+A layer kind that was timed as a stage of its own keeps its input. Inside a stage the tensor between two layers stays
+for backward if the first keeps its output or the second its input; the first layer of a stage always keeps its input.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from zbc.job.profile import FAMILY, Host, LayerBytes, LayerProfile, Measured, Pr
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One layer for one microbatch: ms and bytes. None where nobody measured."""
+    """Measured ms and bytes of one layer for one microbatch; None if not measured."""
 
     f: float
     b: float
@@ -28,15 +27,15 @@ class Measurement:
     tentative: float | None
     params: int  # that train
     frozen: int  # others
-    parts: tuple[int, ...]  # of the first, them by parameter; () where only their sum is known
+    parts: tuple[int, ...]  # elements of each parameter that trains; () if only their sum is known
     size: Footprint | None
     held: LayerBytes | None
 
 
 def measurements(profile: Profile, names: Sequence[str], optimizer: str) -> list[Measurement]:
-    """Of each layer in order. `names` are "embed", "layers.0", ..., "head" of a family, any others of a factory.
+    """Measurements of each layer in order; `names` are "embed", "layers.0", ..., "head" of a family, else a factory's.
 
-    Where the job has another `optimizer` than was measured, its time is not known.
+    Optimizer times are None if the job's `optimizer` is not the measured one.
     """
     kinds = profile.order
     if kinds == FAMILY and "embed" in names:
@@ -102,13 +101,13 @@ def _footprint(z: LayerBytes, last: LayerBytes | None) -> Footprint:
 
 
 def host_ms(host: Host, placement: Placement) -> dict[str, tuple[float, ...]]:
-    """ms that a rank adds to each F, B (or BW) and W of a stage, without its messages."""
+    """ms of host time that a rank adds to each F, B (or BW) and W of a stage, without its messages."""
     return {kind: (us / 1e3,) * placement.stages for kind, us in (("F", host.f_us), ("B", host.b_us), ("W", host.w_us))}
 
 
 def messages(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) -> tuple[float, ...]:
-    """ms that the messages of an F or a B keep the rank of each stage, by `ms` of a pipe and an edge of it: where
-    pipes differ, the most."""
+    """ms for which the messages of an F or a B occupy the rank of each stage, the maximum over pipes; `ms` is a
+    function of a pipe and an edge of it."""
     around = [0.0] * placement.stages
     for pipe in range(len(placement.pipes)):
         ends = [0.0] * placement.stages
@@ -121,5 +120,5 @@ def messages(placement: Placement, ms: Callable[[int, tuple[int, int]], float]) 
 
 
 def agree_ms(host: Host, ranks: int) -> float:
-    """ms in which `ranks` ranks end a step: they add up a few numbers, in rounds between two of them each."""
+    """ms in which `ranks` ranks end a step: they all-reduce a few numbers, in log2(ranks) rounds of pairs."""
     return (host.close_us + host.agree_us * (ranks - 1).bit_length()) / 1e3

@@ -1,4 +1,4 @@
-"""Memory of stages in bytes, from that of their layers."""
+"""Memory of stages in bytes, from the memory of their layers."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ _LOW = 2  # bytes of a bfloat16
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Memory of one stage in bytes, beside what it keeps of microbatches (`Costs.size`)."""
+    """Memory of one stage in bytes, without its activations of microbatches (`Costs.size`)."""
 
     weights: float
     gradients: float
-    masters: float  # float32 weights beside those that forward reads
+    masters: float  # float32 weights in addition to the weights that forward reads
     optimizer: float
     boundary: float  # the tensor it receives from, or sends to, a neighbour
-    more: More = NO_MORE  # what ops need while they run, beyond what is held before and after them
-    first: More = NO_MORE  # the same where it has no gradients yet, which are a part of `gradients`
-    rise: Rise = NO_RISE  # the most there is in a backward beyond what is held before it
-    coming: Rise = NO_RISE  # the same where it has no gradients yet, which come in the course of it
-    early: float = 0.0  # of `gradients`, those that B makes where W is an op of its own
-    lent: float = 0.0  # what it makes of the gradients of another stage of its rank, a weight of which it shares
+    more: More = NO_MORE  # temporaries of ops, beyond the bytes held before and after them
+    first: More = NO_MORE  # `more` without gradients yet, which are a part of `gradients`
+    rise: Rise = NO_RISE  # the peak of a backward beyond the bytes held before it
+    coming: Rise = NO_RISE  # `rise` without gradients yet, which are made in its course
+    early: float = 0.0  # the part of `gradients` that B makes if W is an op of its own
+    lent: float = 0.0  # gradients that it makes for a weight it shares with another stage of its rank
     largest: float = 0.0  # elements of its largest parameter
-    step: float = 0.0  # what the optimizer needs while it steps
-    tentative: float = 0.0  # copies that it steps beforehand, a few parameters at a time
-    logits: float = 0.0  # of what F keeps, what there is for every word of the vocabulary
+    step: float = 0.0  # temporaries of the optimizer step
+    tentative: float = 0.0  # copies of the tentative step, a few parameters at a time
+    logits: float = 0.0  # the part of F's kept activations with an entry per word of the vocabulary
     behind: float = 0.0  # the tensor between it and the next stage
-    share: float = 0.0  # what F keeps without recompute, which activation units are shares of
-    sent: float = 0.0  # of what F keeps, what is sent as well: a result that its own backward needs
-    given: float = 0.0  # of its input, what the stage before it keeps, and counts, on the same rank
-    summed: float = 0.0  # what REDUCE sends, into which the gradients move
-    pending: float = 0.0  # with ZeRO-1, what there is after REDUCE beyond the gradients that have moved
-    freed: float = 0.0  # of its weights, those that a rank gathers and frees where they are shared out
-    casts: float = 0.0  # of these, copies in the autocast type, made once the weights are there
-    own: float = 0.0  # of these, the part that the rank keeps, in storage of its own
-    window: float = 0.0  # what its replicas take from it, and lay into it, where no messages are sent
-    gathered: float = 0.0  # what there is at a GATHER in place of the gradients
+    share: float = 0.0  # activations F keeps without recompute; activation units are shares of it
+    sent: float = 0.0  # the part of F's kept activations that is sent, too: a result that its own backward needs
+    given: float = 0.0  # the part of its input that the stage before it keeps, and counts, on the same rank
+    summed: float = 0.0  # the buffer REDUCE sends, into which the gradients move
+    pending: float = 0.0  # with ZeRO-1, bytes after REDUCE beyond the gradients that have moved
+    freed: float = 0.0  # weights that a rank gathers and frees if they are sharded
+    casts: float = 0.0  # the part of `freed` that is copies in the autocast type, made from the gathered weights
+    own: float = 0.0  # the rank's own shard of them, in storage of its own
+    window: float = 0.0  # the window its replicas read and write if no messages are sent
+    gathered: float = 0.0  # bytes at a GATHER in place of the gradients
 
     @property
     def gathering(self) -> float:
-        """What there is beyond the gradients that are gone, as a rule nothing."""
+        """Bytes at a GATHER beyond the freed gradients, usually 0."""
         return max(0.0, self.gathered - self.gradients)
 
 
@@ -62,7 +62,7 @@ NO_BYTES = StageBytes(0.0, 0.0, 0.0, 0.0, 0.0)
 def of_stages(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[StageBytes, ...] | None:
-    """What each stage holds; None where a layer's sizes are not known before the model is built."""
+    """Memory of each stage; None if a layer's sizes are not known before the model is built."""
     if not job.model.builtin and any(layer.measured is None or layer.measured.held is None for layer in table):
         return None
     behind = [*boundaries(job, stages, table), 0.0]
@@ -72,14 +72,14 @@ def of_stages(
 
 
 def _together(placement: Placement, a: int, b: int) -> bool:
-    """Whether no pipe has the two stages of an edge on different ranks."""
+    """Whether every pipe has the two stages of an edge on one rank."""
     return not any(placement.crosses(a, b, pipe) for pipe in range(len(placement.pipes)))
 
 
 def _stage(
     job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]
 ) -> StageBytes:
-    """Stage s of the layers `part`, with boundary tensors of `behind[s]` bytes after each stage."""
+    """Memory of stage s with the layers `part`; `behind[s]` are the bytes of the boundary tensor after each stage."""
     sizes = [table[i].size for i in part]
     largest = max((z.largest for z in sizes), default=0.0)
     params, _ = _counted(placement, s, part, table)
@@ -107,7 +107,7 @@ def _stage(
 def of_experts(
     job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]
 ) -> tuple[StageBytes, ...]:
-    """What a rank holds of each stage's experts, where replicas share these out."""
+    """Memory of each stage's experts on a rank, if replicas share these out."""
     found = [_owned(job, placement, s, part, table, experts=True) for s, part in enumerate(stages)]
     largest = [max((max(table[i].apart, default=0) for i in part), default=0) for part in stages]
     matrices = [stepping.matrices(job.optimizer, owned_by(part, table, True)) for part in stages]
@@ -116,7 +116,7 @@ def of_experts(
 
 
 def owned_by(part: Sequence[int], table: Sequence[Layer], experts: bool) -> list[Layer]:
-    """The layers of a stage, with the matrices of experts that replicas share out alone, or without these."""
+    """The layers of a stage with only the matrices of experts that replicas share out, or without these."""
     found = list[Layer]()
     for layer in (table[i] for i in part):
         apart, own = Counter(layer.apart), list[tuple[int, int]]()
@@ -131,7 +131,7 @@ def owned_by(part: Sequence[int], table: Sequence[Layer], experts: bool) -> list
 def _owned(
     job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], *, experts: bool = False
 ) -> StageBytes:
-    """What there is of a stage's parameters, without the experts that replicas share out, or of those."""
+    """Parameter memory of a stage without the experts that replicas share out, or of these `experts`."""
     apart = sum(sum(table[i].apart) for i in part)
     params = apart if experts else _counted(placement, s, part, table)[0] - apart
     weights, gradients, masters, state = _parameters(job, owned_by(part, table, experts), params)
@@ -139,11 +139,11 @@ def _owned(
     each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
     kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
     casts, lows = _casts([table[i] for i in part], experts), lowered(job, part, table, experts=experts)
-    low = GRAD_BYTES * lows if shares.ranks > 1 else 0.0  # weights that are here as casts alone
+    low = GRAD_BYTES * lows if shares.ranks > 1 else 0.0  # weights that exist as casts alone
     message = _message(job, part, table, shares, experts) if low else weights / params * shares.row if params else 0.0
     sums, sent = each * shares.summed, not job.parallel.one_sided
     versions = {"two-versions": 2, "asynchronous": 3 if job.optimizer.lookahead else 1}.get(job.optimizer.sync, 1)
-    stays = experts and shares.ranks == 1  # nobody else has it
+    stays = experts and shares.ranks == 1  # no other rank has it
     return StageBytes(
         weights=versions * weights - low + casts + (versions == 2) * casts,
         gradients=gradients,
@@ -163,8 +163,8 @@ def _owned(
 
 
 def lowered(job: Job, part: Sequence[int], table: Sequence[Layer], *, experts: bool = False) -> float:
-    """Of weights that come and go, of a stage or of its `experts`, the elements that layers read as bfloat16 casts
-    alone: they come so."""
+    """Elements of sharded weights, of a stage or of its `experts`, that layers read only as bfloat16 casts: these are
+    gathered in bfloat16."""
     model = job.model
     if not (job.parallel.frees and model.builtin and model.dtype == "bfloat16" and model.parameters == "float32"):
         return 0.0
@@ -172,7 +172,7 @@ def lowered(job: Job, part: Sequence[int], table: Sequence[Layer], *, experts: b
 
 
 class _Parameter(NamedTuple):
-    """Of a layer: elements, whether there is a cast of it, whether it is of an expert that replicas share out."""
+    """A parameter of a layer: elements, whether it has a cast, whether it is of an expert that replicas share out."""
 
     size: int
     low: bool
@@ -180,7 +180,7 @@ class _Parameter(NamedTuple):
 
 
 def _parameters_of(layer: Layer, left: float) -> Iterator[_Parameter]:
-    """Of those that have casts, which are matrices and so the largest, there are `left` elements."""
+    """Yields the parameters of a layer; `left` elements have casts: these are matrices, and so the largest."""
     experts = Counter(layer.apart)
     for size in sorted(layer.parts, reverse=True):
         low, apart = 0 < size <= left, experts[size] > 0
@@ -190,14 +190,14 @@ def _parameters_of(layer: Layer, left: float) -> Iterator[_Parameter]:
 
 
 def _casts(layers: Sequence[Layer], experts: bool) -> float:
-    """Bytes of the casts of layers' weights, without experts that replicas share out, or of those."""
+    """Bytes of the casts of layers' weights, without the experts that replicas share out, or of these `experts`."""
     own = [one for layer in layers if layer.apart for one in _parameters_of(layer, layer.size.casts / _LOW)]
     apart = float(_LOW * sum(one.size for one in own if one.low and one.apart))
     return apart if experts else sum(layer.size.casts for layer in layers) - apart
 
 
 def _message(job: Job, part: Sequence[int], table: Sequence[Layer], shares: Dealt, experts: bool) -> float:
-    """Bytes that each rank sends of such weights: as much as the one with most, of either type."""
+    """Bytes that each rank sends of such weights: as many as the rank with most, of either type."""
     kinds = list[tuple[int, bool]]()  # pieces of parameters, and whether they come as casts
     for i in part:
         left = sum(lowered(job, [i], table, experts=of) for of in (False, True))
@@ -211,7 +211,7 @@ def _message(job: Job, part: Sequence[int], table: Sequence[Layer], shares: Deal
 
 
 def _averaging(job: Job, params: int) -> float:
-    """Where replicas average weights: what was sent and what comes back, and what landed the last time."""
+    """Buffers for averaging weights over replicas: the share sent and received, and the average received last."""
     asked = job.parallel.average
     if asked is None:
         return 0.0
@@ -228,22 +228,22 @@ def _counted(placement: Placement, s: int, part: Sequence[int], table: Sequence[
 
 
 class Dealt(NamedTuple):
-    """How the copies of a stage share out its optimizer."""
+    """How the replicas of a stage share out its optimizer."""
 
     ranks: int  # that hold it
-    most: float  # of its parameters, the share that one of them steps
-    copied: float  # elements of its parameters that one of them steps tentatively at a time, at most
-    summed: float  # elements of what REDUCE sends: with ZeRO-1 a row for each rank
-    row: float  # elements in a row: for each rank as many as for the one that gets most
-    whole: int = 0  # elements that all of them step
+    most: float  # the share of its parameters that one rank steps, at most
+    copied: float  # elements that one rank steps tentatively at a time, at most
+    summed: float  # elements that REDUCE sends: with ZeRO-1 a row for each rank
+    row: float  # elements in a row: as many for each rank as for the rank with most
+    whole: int = 0  # elements that all ranks step
 
 
 def dealt(
     job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], *, experts: bool = False
 ) -> Dealt:
-    """For the holder that is dealt most (dealing.py). A message says after its elements which have gradients.
+    """The shares of the holder dealt most (dealing.py), without the `experts` that replicas share out, or of these.
 
-    Of a stage without the `experts` that replicas share out, or of those.
+    A message says after its elements which have gradients.
     """
     ranks = job.parallel.copies * (1 if job.parallel.frees else len(set(placement.holders(s))))
     params, whole = _counted(placement, s, part, table)
@@ -270,11 +270,11 @@ def dealt(
 
 
 def _temporaries(job: Job, sizes: Sequence[Footprint], matrices: Sequence[tuple[int, int]]) -> float:
-    """Bytes that the optimizer needs for a while as it steps the parameters of some layers.
+    """Temporary bytes of the optimizer as it steps the parameters of some layers.
 
     On a CPU torch steps one parameter after the other, with temporaries as large as it; fused kernels have none. Adam
-    has two, and lets go of the last one only when it has made those for the next parameter; where it decays weights by
-    their gradients (AdamW does not) one more.
+    has two, and frees the last one only after it has made the two for the next parameter; weight decay through
+    gradients (not AdamW's) takes one more.
     """
     options = job.optimizer
     muon = max((stepping.needs((rows * job.parallel.tp, columns)) for rows, columns in matrices), default=0.0)
@@ -289,7 +289,7 @@ def _temporaries(job: Job, sizes: Sequence[Footprint], matrices: Sequence[tuple[
 
 
 def boundaries(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[float]:
-    """Bytes of the tensor after each stage but the last: as a profile saw it, or as it is known of a family."""
+    """Bytes of the tensor after each stage but the last: counted for a family, else by the profile."""
     known = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.sent)
     return [known or table[part[-1]].size.result for part in stages[:-1]]
 

@@ -1,4 +1,4 @@
-"""What optimizer steps keep, move and compute."""
+"""Memory, memory traffic and time of optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDE = 4  # bytes of a number that is kept
 
 
 def numbers(options: Optimizer, *, matrix: bool = False) -> int:
-    """What is kept of an element: of one in a `matrix` that Muon steps, or of any other."""
+    """Numbers of optimizer state per element, in a `matrix` that Muon steps or in any other parameter."""
     fed = bool(options.feedback) + (options.ema is not None)
     if options.kind == "sgd":
         return fed + bool(options.momentum)
@@ -25,17 +25,17 @@ def numbers(options: Optimizer, *, matrix: bool = False) -> int:
 
 
 def matrices(options: Optimizer, layers: Iterable[Layer]) -> list[tuple[int, int]]:
-    """The shapes of what Muon steps."""
+    """The shapes of the matrices that Muon steps; [] with other optimizers."""
     return [shape for layer in layers for shape in layer.matrices] if options.kind == "muon" else []
 
 
 def elements(options: Optimizer, layers: Iterable[Layer]) -> int:
-    """How many of the parameters are in those."""
+    """The number of parameters in these matrices."""
     return sum(map(math.prod, matrices(options, layers)))
 
 
 def state_bytes(options: Optimizer, layers: Sequence[Layer], params: int) -> float:
-    """Of `params` parameters of these layers."""
+    """Bytes of optimizer state of `params` parameters of these layers."""
     inside = min(params, elements(options, layers))
     return float(WIDE * (numbers(options) * (params - inside) + numbers(options, matrix=True) * inside))
 
@@ -43,8 +43,8 @@ def state_bytes(options: Optimizer, layers: Sequence[Layer], params: int) -> flo
 def moved(options: Optimizer, parameters: str, *, matrix: bool = False) -> tuple[float, float]:
     """Bytes that STEP and TENTATIVE move per parameter, in float32.
 
-    STEP reads gradient, weight and state (two numbers for Adam, one for momentum) and writes weight and state; where
-    forward reads a copy of the weights, that is written too. TENTATIVE does the same on fresh copies.
+    STEP reads gradient, weight and state (two numbers for Adam, one for momentum) and writes weight and state, and the
+    copy of the weights that forward reads, if there is one. TENTATIVE does the same on fresh copies.
     """
     state = WIDE * numbers(options, matrix=matrix)
     step = (
@@ -57,7 +57,7 @@ def moved(options: Optimizer, parameters: str, *, matrix: bool = False) -> tuple
 
 
 def kernels(shape: tuple[int, int]) -> list[Kernel]:
-    """Of a matrix that Newton-Schulz makes orthogonal in bfloat16: three products a round."""
+    """The kernels that make a matrix orthogonal by Newton-Schulz in bfloat16: three products a round."""
     short, long = sorted(shape)
     gram, whole = 2 * short**2, 2 * short * long
     return [
@@ -68,7 +68,7 @@ def kernels(shape: tuple[int, int]) -> list[Kernel]:
 
 
 def ms_of(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float]:
-    """ms of STEP and of TENTATIVE of `params` parameters of these layers, all on one rank."""
+    """ms of STEP and of TENTATIVE for `params` parameters of these layers, all on one rank."""
     options, machine = job.optimizer, Machine.of(job)
     found = matrices(options, layers)
     inside = min(params, sum(map(math.prod, found)))
@@ -81,7 +81,6 @@ def ms_of(job: Job, layers: Sequence[Layer], params: int) -> tuple[float, float]
 
 
 def needs(shape: tuple[int, int]) -> float:
-    """Bytes that the step of a matrix needs for a while: what moves it, in float32, and that in bfloat16 two times
-    beside its squares."""
+    """Temporary bytes of Muon's step of a matrix: its update in float32, and in bfloat16 two copies and two squares."""
     short, long = sorted(shape)
     return WIDE * short * long + 2.0 * (2 * short * long + 2 * short**2)

@@ -1,16 +1,16 @@
-"""An output layer and an embedding that all ranks share by words: what a rank's share takes, in time and memory.
+"""Vocabulary-parallel output layer and embedding: time and memory of a rank's vocabulary shard.
 
-Of h features, N tokens and V words on p ranks, per microbatch (or slice) and rank; tensor-parallel ranks have each
-their part of the V/p words of their rank of the pipeline, and tell each other three numbers per token inside of S:
+With h features, N tokens and V words on p ranks, per microbatch (or slice) and rank; tensor-parallel ranks split the
+V/p words of their pipeline rank, and exchange three numbers per token inside of S:
 
     S         2 N h V/p operations for the logits, and as many for the input's gradient with 1 sum
-    T         2 N h V/p for the rows' gradient, and those of the input's gradient with 2 sums
+    T         2 N h V/p for the rows' gradient, and as many for the input's gradient with 2 sums
     I, E      the look-up of N rows; their gradients, added to V/p rows
     SPREAD    N h numbers to all ranks; TAKE the same, from the first stage
     GIVE      N h numbers from all ranks to one; SUM the same in float32
-    MEET      three float32 numbers per token from each rank to all, and with 1 sum what SUM does otherwise
-    logits    4 N V/p bytes from S to T, float32 whatever the model's type, twice where they are capped; with 1
-              sum 8 N h more until all have met
+    MEET      three float32 numbers per token from each rank to all, and with 1 sum the numbers of SUM
+    logits    4 N V/p bytes from S to T, float32 for any model type, twice if they are capped; with 1 sum
+              8 N h more until MEET is completed
 
 Final norm and learned positions stay on the last and the first stage. After arXiv 2411.05288.
 """
@@ -28,14 +28,14 @@ from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.job.profile import WordTimes
 from zbc.job.spec import Job, LayerCost
 
-STATISTICS = 12  # bytes per token that ranks tell each other: maximum, sum of exp and the target's logit
-OWN, FOUND = 13, 8  # of S until T: the target's row, whether it is a rank's own, its weight; of what all have told
+STATISTICS = 12  # bytes per token that ranks exchange: maximum, sum of exp and the target's logit
+OWN, FOUND = 13, 8  # bytes per token from S to T: the target's row, whether local, its weight; MEET's result
 Times = tuple[float, float, float]  # ms of F, B and W
 
 
 def columns(job: Job, rows: float = 1.0) -> dict[str, float]:
-    """ms by column, the same on every rank; `rows` is the share of a microbatch's tokens, whose number `job` has for
-    its length."""
+    """ms by column, the same on every rank; `rows` is the slice's share of a microbatch's tokens, and `job` has the
+    slice's length as its sequence length."""
     given, measured = job.costs, job.profile.words if job.profile is not None else None
     found = _computed(job, rows) if measured is None else _measured(job, measured, rows)
     for name in found:
@@ -45,7 +45,7 @@ def columns(job: Job, rows: float = 1.0) -> dict[str, float]:
 
 
 def _computed(job: Job, rows: float) -> dict[str, float]:
-    """What S, T, I and E take by what embedding and output layer take whole."""
+    """ms of S, T, I and E, from the times of output layer and embedding."""
     sums = job.vocabulary
     out, back, grow = _output(job, rows)
     found = {"s": out + (back if sums == 1 else 0.0), "t": grow + (back if sums == 2 else 0.0)}
@@ -53,16 +53,16 @@ def _computed(job: Job, rows: float) -> dict[str, float]:
 
 
 def _measured(job: Job, words: WordTimes, rows: float) -> dict[str, float]:
-    """What they were measured to take; products with another number of words in proportion."""
+    """Measured ms of S, T, I and E; products are scaled to this number of words."""
     share = -(-(job.model.vocab or 0) // (job.parallel.pp * job.parallel.tp)) / words.rows
     s, t = words.s[job.vocabulary - 1] * share, words.t[job.vocabulary - 1] * share
     return {"s": s * rows, "t": t * rows, "i": words.i * rows, "e": words.e * rows}
 
 
 def _together(job: Job) -> float:
-    """ms in which ranks that share layers tell each other, inside of S, what each finds of its words.
+    """ms in which tensor-parallel ranks exchange the statistics of their words inside of S.
 
-    Costs that are given in numbers mean sums of such ranks that take no time, as inside of blocks.
+    Given op times mean that such collectives take no time, as inside of blocks.
     """
     sizes, measured, tp = estimate.sizes_of(job), job.profile and job.profile.sums, job.parallel.tp
     if tp == 1 or sizes is None or job.costs.f is not None:
@@ -72,7 +72,7 @@ def _together(job: Job) -> float:
 
 
 def _output(job: Job, rows: float) -> Times:
-    """ms of one rank's words of the output layer: logits and loss, the gradient of the input, that of the rows."""
+    """ms of one rank's shard of the output layer: logits and loss, the input gradient, the rows' gradient."""
     p, sizes = job.parallel.pp, estimate.sizes_of(job)
     if job.costs.f is not None:
         one: LayerCost | None = job.costs.head if job.costs.per == "layer" else None
@@ -107,9 +107,9 @@ def _share_of(sizes: Sizes, p: int) -> Sizes:
 
 
 def _collectives(job: Job) -> dict[str, float]:
-    """ms of what the ranks of a replica send each other: through the slowest link among them, as fast as it goes.
+    """ms of the collectives among the ranks of a replica, at the speed of the slowest link among them.
 
-    Costs that are given in numbers have `comm` for each.
+    With given op times each takes `comm`.
     """
     p, sums, sizes = job.parallel.pp, job.vocabulary, estimate.sizes_of(job)
     names = ["spread", "meet", "give", "take", *(["sum"] if sums == 2 else [])]
@@ -131,14 +131,14 @@ def _collectives(job: Job) -> dict[str, float]:
 
 
 def parameters(job: Job) -> int:
-    """Of the rank with most words: one table where embedding and output layer are tied, else two."""
+    """Parameters of the rank with most words: one table if embedding and output layer are tied, else two."""
     sizes = estimate.sizes_of(job)
     rows = 0 if sizes is None else _share_of(sizes, job.parallel.pp).vocab * sizes.hidden
     return rows * (1 if job.model.tie_embeddings else 2)
 
 
 def pool_ms(job: Job) -> float:
-    """ms of the sum of a rank's rows over all replicas."""
+    """ms of the sum over all replicas of the gradients of a rank's rows."""
     if job.parallel.copies == 1:
         return 0.0
     halves = 2 if job.shard == "none" else 1
@@ -148,7 +148,7 @@ def pool_ms(job: Job) -> float:
 
 
 def renewal_ms(job: Job) -> float:
-    """ms of collecting a rank's rows behind their step, where replicas each stepped a part of them."""
+    """ms of all-gathering a rank's rows after the optimizer step, if replicas each stepped a part of them."""
     if job.parallel.copies == 1 or job.shard == "none":
         return 0.0
     if job.costs.reduce is not None:
@@ -158,7 +158,7 @@ def renewal_ms(job: Job) -> float:
 
 
 def share_bytes(job: Job) -> ShareBytes | None:
-    """What the rank with most words holds; None where the model's sizes are not known before it is built."""
+    """Memory of the rank with most words; None without shared words, or if sizes are known only once built."""
     sizes = estimate.sizes_of(job)
     if sizes is None or not job.vocabulary:
         return None
@@ -188,7 +188,7 @@ def share_bytes(job: Job) -> ShareBytes | None:
         "t": narrow + max(grown, wide * (job.vocabulary == 2)),
         "i": stream,
         "e": wide * (1 + (stream < wide)),
-        "f": stream * (not sizes.rotary or sizes.tp > 1),  # what was looked up, which goes when F is over
+        "f": stream * (not sizes.rotary or sizes.tp > 1),  # the looked-up rows, freed when F is completed
     }
     stepped = count / job.parallel.copies if job.shard != "none" else count
     masters = 4.0 * stepped if low else 0.0

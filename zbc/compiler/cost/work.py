@@ -1,17 +1,17 @@
-"""What the layers of a built-in model do for one microbatch: the kernels of F, B and W, as operations and bytes moved.
+"""Kernels of a built-in model's layers for one microbatch, in F, B and W: floating-point operations and bytes moved.
 
 Per token of a block of width h, with queries of width q (all heads), keys and values of width k each, an MLP of width
-f, and P weights that the token meets in linear layers:
+f, and P weights that multiply the token in linear layers:
 
     F   2 P + 4 q c      c: keys that causal attention computes with per query, on average (`keys_seen`)
     B   2 P + 10 q c     the scores are computed again: five products where forward has two (arXiv 2205.14135)
     W   2 P
 
 P is h (2q + 2k) + 2 h f for gpt (12 h^2 with q = k = h and f = 4h), h (2q + 2k) + 3 h f for llama. With experts a token
-meets `top_k` MLPs of its own and the router, h E; all experts have weights to read and gradients to write. The head
-does 2 h V in each of F, B and W, and moves the V logits of a token several times to make a loss of them. What norms,
-residual sums, rotary positions, activations and the loss do counts by its bytes alone. Numbers of kernels are those
-that torch starts for such a layer.
+passes `top_k` MLPs of its own and the router, h E; all experts have weights to read and gradients to write. The head
+does 2 h V in each of F, B and W, and moves the V logits of a token several times for the loss. Norms, residual sums,
+rotary positions, activations and the loss count by their bytes alone. Kernel counts are torch's launches for such a
+layer.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from zbc.compiler.cost.machine import Kernel
 
 # Keys are taken in tiles, and causal attention leaves out whole tiles only: of torch's CPU kernel, of FlashAttention 2.
 TILE = {"cpu": 512, "cuda": 128}
-# Of the rate of products: FlashAttention 2 reaches 50 to 73% of an A100's peak where products reach 80 to 90% (arXiv
-# 2307.08691); torch's CPU kernel is as fast as its products in float32.
+# Relative to the rate of products: FlashAttention 2 reaches 50 to 73% of an A100's peak where products reach 80 to 90%
+# (arXiv 2307.08691); torch's CPU kernel is as fast as its products in float32.
 ATTENTION = {"cpu": 1.0, "cuda": 0.7}
 
 
@@ -38,18 +38,18 @@ class Work:
 
 
 def keys_seen(length: int, tile: int) -> float:
-    """Keys that a query of a causal attention computes with, on average over a sequence of `length`.
+    """Keys that a query of causal attention computes with, on average over a sequence of `length`.
 
-    (length + tile) / 2 for whole tiles, all of a sequence that is shorter than one.
+    (length + tile) / 2 for whole tiles; the whole sequence if it is shorter than a tile.
     """
     whole, rest = divmod(length, tile)
     return (tile * tile * whole * (whole + 1) // 2 + rest * length) / length
 
 
 def product(rows: float, k: int, n: int, width: int, matrices: int = 1, *, fp8: bool = False) -> Kernel:
-    """`rows` times a k x n matrix, of `matrices` that are all needed by some rows; `width` bytes per number.
+    """`rows` times a k x n matrix, one of `matrices` that some rows need; `width` bytes per number.
 
-    In `fp8` it has twice the rate, and what goes in is read once more to be scaled and cast.
+    `fp8` has twice the rate, and reads its inputs once more to scale and cast them.
     """
     if fp8:
         return Kernel(rows * k * n, rows * (k * (width + 2) + n * width) + matrices * k * n)
@@ -57,7 +57,7 @@ def product(rows: float, k: int, n: int, width: int, matrices: int = 1, *, fp8: 
 
 
 def embedding(z: Sizes) -> Work:
-    """Of looking up the tokens of a microbatch, and their positions where these are learned."""
+    """Kernels of looking up the tokens of a microbatch, and their positions if these are learned."""
     params = (z.vocab + (0 if z.rotary else z.seq_len)) * z.hidden
     rows = z.stream * z.hidden * z.tokens
     found = Kernel(0, (2 + (0 if z.rotary else 3) / z.shared) * rows)
@@ -66,13 +66,13 @@ def embedding(z: Sizes) -> Work:
 
 
 def look_up(z: Sizes) -> Work:
-    """The same of the words alone."""
+    """Kernels of looking up the tokens alone."""
     rows = z.stream * z.hidden * z.tokens
     return Work((Kernel(0, 2 * rows),), (), (Kernel(0, rows + 3 * GRAD_BYTES * z.vocab * z.hidden),))
 
 
 def places(z: Sizes) -> Work:
-    """The same of learned positions alone."""
+    """Kernels of learned positions alone."""
     if z.rotary:
         return Work((), (), ())
     rows = z.stream * z.hidden * z.tokens
@@ -80,7 +80,7 @@ def places(z: Sizes) -> Work:
 
 
 def block(z: Sizes) -> Work:
-    """Of a block: attention and MLP, or the experts that a token meets."""
+    """Kernels of a block: attention and MLP, or the experts of a token."""
     # (inputs, outputs, rows per token, matrices) of every linear layer
     h, f, each = z.hidden, z.mlp, z.met
     up = 2 * f if z.gated else f
@@ -93,7 +93,7 @@ def block(z: Sizes) -> Work:
     seen = keys_seen(z.seq_len, CHUNK if z.capped or z.window else TILE[device])
     seen = min(z.past + seen, z.window + CHUNK / 2) if z.window else z.past + seen
     square = z.queries * seen * z.tokens / ATTENTION[device]
-    # Of capped scores, float32: bytes of what goes over them, and how many kernels that is.
+    # Capped scores are float32: their bytes, for the elementwise kernels below.
     scores = 4 * z.heads * seen * z.tokens if z.capped else 0
     heads = z.width * (z.queries * z.tokens + z.keys * z.sequences * (z.seq_len + z.past))
     turns = 14 if z.rotary and z.turned else 0
@@ -109,7 +109,7 @@ def block(z: Sizes) -> Work:
 
 
 def cheap(z: Sizes) -> tuple[Kernel, ...]:
-    """Of the F of a block, what selective recompute runs again: norms, rotary positions, attention and activation."""
+    """Kernels of a block's F that selective recompute runs again: norms, rotary positions, attention, activation."""
     *attention, plain = block(z).f[-3 if z.capped else -2 :]
     behind = 2 * z.around  # norms that stay
     sums = (2 * (2 * z.stream + z.width) * z.hidden + behind * _norm_forward(z)) * z.own
@@ -127,12 +127,12 @@ def _plain_forward(z: Sizes) -> float:
 
 
 def _routed(z: Sizes) -> float:
-    """Bytes per token: a row is copied to each of its experts; what they return is read, weighted and added up."""
+    """Bytes per token: a row is copied to each of its experts; their results are read, weighted and added up."""
     return z.width * (1 + 3 * z.top_k) * z.hidden + 8 * z.choices if z.experts else 0
 
 
 def _plain_backward(z: Sizes) -> float:
-    """The same of their gradients, with those of biases and of q, k and v, which become one tensor again."""
+    """Bytes per token of their gradients, with gradients of biases and of q, k and v, which become one tensor."""
     n, r, each = z.width, z.stream, z.met
     sums = 2 * (3 * r + (r + n if z.cast else 0)) * z.hidden
     turned = 2 * n * (2 * z.queries + z.keys) if z.rotary and z.turned else 0
@@ -144,13 +144,13 @@ def _plain_backward(z: Sizes) -> float:
 
 
 def _around(z: Sizes, norm: float, sums: float) -> float:
-    """Of norms and sums, per token; ranks may share the tokens of the residual stream."""
+    """Bytes per token of norms and sums; ranks may share the tokens of the residual stream."""
     over = _norms_of_stream(z)
     return (over * norm + sums) / z.shared + (norm_share(z) - over) * norm
 
 
 def norm_width(z: Sizes) -> int:
-    """Bytes per number inside a norm: autocast on a GPU computes it in float32, on a CPU in the type that comes in."""
+    """Bytes per number inside a norm: autocast on a GPU computes it in float32, on a CPU in the type of its input."""
     return 4 if z.cuda and z.width < 4 else z.stream
 
 
@@ -160,7 +160,7 @@ def _norms(z: Sizes) -> int:
 
 
 def norm_share(z: Sizes) -> float:
-    """What they all go over, in norms of the residual stream."""
+    """The width of all norms of a block, in norms of the residual stream."""
     return _norms_of_stream(z) + (z.queries + z.keys) / z.hidden if z.qk_norm else _norms_of_stream(z)
 
 
@@ -180,7 +180,7 @@ def _norm_count(z: Sizes) -> int:
 
 
 def _norm_forward(z: Sizes) -> float:
-    """Bytes per token: a cast where types differ, a read and a write, a cast for the product after it.
+    """Bytes per token: a cast if types differ, a read and a write, a cast for the product after it.
 
     RMSNorm on a CPU is made of single operations: a square, its mean, two products.
     """
@@ -190,7 +190,7 @@ def _norm_forward(z: Sizes) -> float:
 
 
 def _norm_backward(z: Sizes) -> float:
-    """The same backward: gradient and input are read for the input's gradient, and again for those of the weights."""
+    """Bytes per token backward: gradient and input are read for the input's gradient, and again for the weights'."""
     inside = norm_width(z)
     passes = 16 if by_steps(z) else 5
     return z.hidden * (_cast(z.width, inside) + passes * inside + _cast(inside, z.stream))
@@ -201,19 +201,19 @@ def _cast(source: int, target: int) -> int:
 
 
 def head(z: Sizes) -> Work:
-    """Of the last norm, the projection to the vocabulary and the loss."""
+    """Kernels of the last norm, the projection to the vocabulary and the loss."""
     out, norm = words(z), last_norm(z)
     return Work((out.f[0], *norm.f, *out.f[1:]), (out.b[0], *norm.b, *out.b[1:]), out.w)
 
 
 def last_norm(z: Sizes) -> Work:
-    """Of the norm before the projection alone."""
+    """Kernels of the norm before the projection alone."""
     count = _norm_count(z)
     return Work((Kernel(0, _norm_forward(z) * z.own, count),), (Kernel(0, _norm_backward(z) * z.own, count),), ())
 
 
 def words(z: Sizes) -> Work:
-    """Of the projection and the loss alone."""
+    """Kernels of the projection and the loss alone."""
     h, n, vocab = z.hidden, z.width, z.vocab
     logits = product(z.tokens, h, vocab, n)
     cast = _cast(n, 4)  # the loss is computed in float32
