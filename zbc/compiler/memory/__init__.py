@@ -1,1 +1,1 @@
-"""What every rank holds, and when."""
+"""Memory of every rank over a step."""

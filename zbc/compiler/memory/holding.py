@@ -1,4 +1,4 @@
-"""What the ranks of an order hold at their fullest, as numbers of values: quick to weigh under other costs."""
+"""Peak activations of the ranks of an order, as numbers of values: quick to weigh again under other costs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from zbc.ir import Kind, Program
 from zbc.ops import VALUES
 
 HELD = tuple(what for what, value in VALUES.items() if value.memory == "activations")
-Held = tuple[tuple[int, tuple[int, ...]], ...]  # (stage, how many of each value of HELD there are)
+Held = tuple[tuple[int, tuple[int, ...]], ...]  # (stage, the number of each value of HELD)
 
 
 def fullest(program: Program) -> list[list[Held]]:
-    """Per rank, what it holds at moments of which one is its fullest, whatever its stages hold for a microbatch."""
+    """Per rank, the holdings that can be its peak, for any sizes of its stages' values."""
     return [_rank(program, rank) for rank in range(program.placement.ranks)]
 
 
 def _rank(program: Program, rank: int) -> list[Held]:
     stages = program.placement.stages_of(rank)
-    counts = {stage: [0] * len(HELD) for stage in stages}  # of slices of microbatches, where there are several
+    counts = {stage: [0] * len(HELD) for stage in stages}  # of slices of microbatches, if there are several
     seen: set[Held] = set()
     found: list[Held] = []
     for kind, stage, *_ in program.ranks[rank]:
@@ -41,14 +41,14 @@ _FREED = {kind: [HELD.index(ref.what) for ref in kind.row.frees if ref.what in H
 
 
 def _covers(one: Held, other: Held) -> bool:
-    """Whether the first has all of the second; B may leave more than F did, so each value counts for itself."""
+    """Whether the first has at least as many of every value; B may leave more than F did, so each value counts."""
     return all(
         a >= b for (_, mine), (_, theirs) in zip(one, other, strict=True) for a, b in zip(mine, theirs, strict=True)
     )
 
 
 def peaks(held: Sequence[Sequence[Held]], sizes: Mapping[str, Sequence[float]]) -> list[float]:
-    """The most each rank holds, in the unit of `sizes`, which says what a value of each stage takes."""
+    """The peak of each rank, in the unit of `sizes`, which has a size per stage for each value."""
     table = [sizes[what] for what in HELD]
     return [
         max(
@@ -60,10 +60,10 @@ def peaks(held: Sequence[Sequence[Held]], sizes: Mapping[str, Sequence[float]]) 
 
 
 def units_of(held: Sequence[Sequence[Held]], costs: Costs) -> list[float]:
-    """The most activation units each rank holds."""
+    """Peak activation units of each rank."""
     return peaks(held, {what: costs.units(what) for what in HELD})
 
 
 def bytes_of(held: Sequence[Sequence[Held]], costs: Costs) -> list[float]:
-    """The same in bytes; none where sizes are not known."""
+    """Peak activation bytes of each rank; [] if sizes are not known."""
     return peaks(held, {what: costs.bytes_of(what) for what in HELD}) if costs.bytes else []

@@ -1,9 +1,9 @@
-"""What copies of activations take of the host: slabs, each the size of what one stage moves of one microbatch,
-or of the largest of its slices.
+"""Host memory of activation offload: slabs, each the size of one stage's offload of one microbatch, or of the largest
+of its slices.
 
-A slab is taken by an OFFLOAD and free again after the backward that needed what came back, so that it follows from the
-order alone how many there are at a time. A run makes those of a stage for its first parcel; on a GPU that is before the
-first step.
+An OFFLOAD takes a slab, and the backward that used the reloaded values frees it, so the number of slabs at a time
+follows from the order alone. A run allocates a stage's slabs for its first parcel; on a GPU that is before the first
+step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zbc.ops import ROWS
 
 
 def slabs(program: Program, rank: int) -> dict[int, int]:
-    """How many slabs a rank needs, by stage."""
+    """The number of slabs a rank needs, by stage."""
     taken, most = dict[int, int](), dict[int, int]()
     away = set[Key]()
     for op in program.ranks[rank]:
@@ -31,12 +31,12 @@ def slabs(program: Program, rank: int) -> dict[int, int]:
 
 
 def host_bytes(program: Program, rank: int, costs: Costs) -> float:
-    """Bytes of a rank's slabs; 0 where sizes are not known."""
+    """Bytes of a rank's slabs; 0 if sizes are not known."""
     return sum(count * costs.largest("host", stage).bytes for stage, count in slabs(program, rank).items())
 
 
 def predicted(program: Program, costs: Costs) -> dict[str, Any]:
-    """For the manifest, of the ranks that copy: `{"rank 0": {"bytes": 4096, "slabs": {"s0": 5}}}`."""
+    """Slabs of the ranks that copy, for the manifest: `{"rank 0": {"bytes": 4096, "slabs": {"s0": 5}}}`."""
     found = dict[str, Any]()
     for rank, ops in enumerate(program.ranks):
         if any(op.kind in COPY for op in ops):

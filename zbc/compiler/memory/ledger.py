@@ -1,23 +1,23 @@
-"""One ledger of memory: what each op of a rank takes and gives back, and when. All numbers of memory are reads of it.
+"""One ledger of memory: the bytes each op of a rank allocates and frees, and when. All memory numbers are read from it.
 
-A value lives from the op that writes it to the op that frees it, by the rows of zbc/ops.py. An op that only takes
-activations (F) changes what is there as it begins: what it takes from an edge becomes part of what it keeps, and its
-result is there before it ends. All other ops change it as they end; what one takes and gives in one category counts as
-the difference (B turns `kept` into `left`). What an op of another lane writes is there when its rank comes to it (the
-buffer of a RECV), and what it frees is there until its event is over (the tensor of a SEND: until the receiver has
-posted a buffer and the transfer is over; what a collective of words takes from a rank: until all have come to it).
+A value lives from the op that writes it to the op that frees it, by the rows of zbc/ops.py. An op that only allocates
+activations (F) changes memory as it begins: its incoming edge tensor becomes part of its kept activations, and its
+result exists before it ends. All other ops change memory as they end; allocations and frees of one op in one category
+count as the difference (B turns `kept` into `left`). A value written by an op of another lane exists when its rank
+comes to the op (the buffer of a RECV), and a value freed by one exists until its event is completed (the tensor of a
+SEND, until it is posted and received; the input of a vocabulary collective, until all ranks have come to it).
 
     activations   kept, left: in units and bytes
     transit       act and grad on the edges: tensors (as units) and bytes
-    kv            keys, values and their gradients, which the slices of a microbatch share: the same
-    vocabulary    of words that all ranks share: a unit's logits, and what ranks tell each other for it
-    workspace     what an op needs while it runs, from its beginning to its end
-    gradients     from the first backward that makes them to the step of their stage; where they are shared out to the
+    kv            keys, values and their gradients, which the slices of a microbatch share: in units and bytes
+    vocabulary    of vocabulary shards: a unit's logits, and the statistics ranks exchange for it
+    workspace     temporaries of an op while it runs, from its beginning to its end
+    gradients     from the first backward that makes them to the step of their stage; if they are shared out to the
                   next SCATTER or REDUCE, and the rank's part of them from the first of these to the step
     weights       that a rank gathers and frees, from GATHER to FREE
-    messages      of a GATHER: from it to the first op that reads what it brings; of a SCATTER, and of a REDUCE where
+    messages      of a GATHER: from it to the first op that reads the gathered weights; of a SCATTER, and of a REDUCE if
                   gradients are shared out: while it is under way
-    host          values that were copied to the host
+    host          values that were offloaded to the host
 
 Within a rank ops run one after another, so all but the end of a SEND follows from the order alone.
 """
@@ -35,12 +35,12 @@ from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
 from zbc.ops import VALUES, At, Kind, Lane, Ref, Row, Scope, experts_of
 
-HELD = ("activations", "kv")  # categories of what is held of microbatches between F and W
-WIDE = 2**20  # gradients are widened to 8 bytes in pieces of so many elements, to sum their squares
+HELD = ("activations", "kv")  # categories of microbatch state between F and W
+WIDE = 2**20  # elements of gradients widened to 8 bytes at a time, to sum their squares
 
 
 class Delta(NamedTuple):
-    """What there is more of a category, or less."""
+    """Change of a category, in units and bytes; negative for a release."""
 
     category: str
     units: float
@@ -48,7 +48,7 @@ class Delta(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """What one op of a rank changes, and which of the tensors that the rank sent before leave by then."""
+    """Changes by one op of a rank, and earlier sends of the rank whose tensors leave by then."""
 
     op: int  # a node of the graph
     begin: tuple[Delta, ...]
@@ -57,11 +57,11 @@ class Entry(NamedTuple):
     still: tuple[float, float] = (
         0.0,
         0.0,
-    )  # of those, what counts while it runs: the shares of its time they are there
+    )  # of those, weighted by the share of the op's time for which they exist
 
 
 class Event(NamedTuple):
-    """A rank takes, or gives back, activations; `op` is a node of the graph."""
+    """A rank allocates or frees activations; `op` is a node of the graph."""
 
     ms: float
     op: int
@@ -70,25 +70,25 @@ class Event(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What an op does to the activations its rank holds, whatever the time."""
+    """Change by an op to its rank's activations, whatever the time."""
 
     units: float
     bytes: float
-    flight: int  # microbatches that begin or cease to be kept
-    logits: float  # bytes, of those, of what there is for every word of the vocabulary
-    kv: Size  # units and bytes, of those, of keys, values and their gradients that slices share
-    begins: bool  # it counts as the op begins
+    flight: int  # microbatches kept from here on, less those kept no longer
+    logits: float  # the part of `bytes` with an entry per word of the vocabulary
+    kv: Size  # the part in keys, values and their gradients, which slices share
+    begins: bool  # the change counts as the op begins, not as it ends
 
 
 class Activations:
-    """What ops do to activations, by rows and costs; asked once per kind and stage."""
+    """Changes of activations by ops, from rows and costs; computed once per kind and stage."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
         self._known: dict[CacheKey, Change | None] = {}
 
     def of(self, op: Op) -> Change | None:
-        """None for an op that changes nothing."""
+        """The change by an op; None if there is none."""
         key = key_of(op)
         if key not in self._known:
             self._known[key] = self._change(op)
@@ -111,7 +111,7 @@ def _held(refs: Sequence[Ref]) -> list[str]:
 
 
 def ledger(timeline: Timeline, costs: Costs) -> Iterator[Iterator[Entry]]:
-    """Per rank the entries of its ops that change something, in order, of a program whose timeline this is."""
+    """Per rank the entries of its ops with a change, in order, of the program with this timeline."""
     clock = _Clock(timeline, costs)
     for rank in range(timeline.ranks):
         clock.set(rank)
@@ -119,7 +119,7 @@ def ledger(timeline: Timeline, costs: Costs) -> Iterator[Iterator[Entry]]:
 
 
 def activations(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Event]:
-    """Of one rank what it takes and gives of activations, and when; nothing of them depends on other ranks."""
+    """Yields one rank's allocations and frees of activations, with times; none depends on other ranks."""
     for entry, deltas, ms in _timed(timeline, rank, costs):
         found = [delta for delta in deltas if delta.category in HELD]
         if found:
@@ -128,7 +128,7 @@ def activations(timeline: Timeline, rank: int, costs: Costs) -> Iterator[Event]:
 
 
 def changes(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float, str, float]]:
-    """(ms, category, bytes) of what one rank takes and gives of activations and of weights that come and go."""
+    """Yields (ms, category, bytes) of changes of one rank's activations and of its gathered weights."""
     for _, deltas, ms in _timed(timeline, rank, costs):
         for name, among in (("activations", HELD), ("weights", ("weights",))):
             found = [delta.bytes for delta in deltas if delta.category in among]
@@ -137,7 +137,7 @@ def changes(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float
 
 
 def _timed(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[Entry, tuple[Delta, ...], float]]:
-    """The entries of one rank, their beginnings and their ends with the times of both."""
+    """Yields the entries of one rank with the deltas and the ms of their beginnings, and of their ends."""
     clock = _Clock(timeline, costs)
     clock.set(rank)
     for entry in _RankLedger(timeline.graph, rank, clock, costs).entries():
@@ -146,10 +146,10 @@ def _timed(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[Entry,
 
 
 class _Clock:
-    """When each op begins and ends, in ms.
+    """ms of the beginning and the end of each op.
 
-    The barrier ends with the last op of all. Of ops that compute nothing for a microbatch only those that close a step
-    ahead of it take time here: what is sent before them leaves meanwhile.
+    The barrier ends with the last op of all. Of ops without compute for a microbatch only those that close a step ahead
+    of the barrier take time here: earlier sends leave meanwhile.
     """
 
     def __init__(self, timeline: Timeline, costs: Costs) -> None:
@@ -157,7 +157,7 @@ class _Clock:
         self.begin, self.end = ([0.0] * len(timeline.graph.ops) for _ in range(2))
 
     def over(self, op: int) -> float:
-        """When the event of an op is over."""
+        """ms when the event of an op is completed."""
         return self._timeline.end[self._timeline.graph.party[op]]
 
     def set(self, rank: int) -> None:
@@ -181,15 +181,15 @@ _Deltas = tuple[Delta, ...]
 
 
 class _Effect(NamedTuple):
-    """What ops of one kind, stage and pipe do, whatever the microbatch."""
+    """Effects of ops of one kind, stage and pipe, whatever the microbatch."""
 
     lane: Lane
     begin: tuple[Delta, ...]
     end: tuple[Delta, ...]
-    begin_first: tuple[Delta, ...]  # where they make the first gradients
+    begin_first: tuple[Delta, ...]  # if they make the first gradients
     end_first: tuple[Delta, ...]
-    size: float = 0.0  # bytes of what leaves: of a SEND, and of a collective whose result is not here
-    link: float | None = None  # of a SEND, the ms it takes; None where nothing leaves
+    size: float = 0.0  # bytes that leave: of a SEND, and of a collective with its result elsewhere
+    link: float | None = None  # ms of a SEND; None if nothing leaves
 
 
 class _RankLedger:
@@ -200,9 +200,9 @@ class _RankLedger:
         self.activations = Activations(costs)
         self.mine = graph.program.placement.stages_of(rank)
         self.rows = graph.layout.rows
-        self.leaving: list[tuple[float, int, float]] = []  # (when a SEND is over, its op, bytes)
+        self.leaving: list[tuple[float, int, float]] = []  # (ms when a SEND is completed, its op, bytes)
         self.coming: dict[int, float] = {}  # stage -> bytes of the messages that bring its weights
-        self.scattering: list[tuple[float, float]] = []  # (when a sum of shared gradients is over, bytes)
+        self.scattering: list[tuple[float, float]] = []  # (ms when a sum of sharded gradients completes, bytes)
         self.parts: dict[int, float] = {}  # stage -> bytes of the rank's part of its gradients
         self.readers = {kind for kind, row in self.rows.items() if any(ref.what == "weights" for ref in row.reads)}
         self.effects: dict[tuple[CacheKey, int], _Effect] = {}
@@ -217,7 +217,7 @@ class _RankLedger:
         for i in graph.mine(self.rank):
             op = graph.ops[i]
             effect = effects.get((key_of(op), op[3])) or self._effect(op)
-            if effect.lane is Lane.COLLECTIVE and effect.size:  # what others take is there until they have
+            if effect.lane is Lane.COLLECTIVE and effect.size:  # data for others exists until it completes
                 heappush(leaving, (self.clock.over(i), i, effect.size))
             if effect.lane is Lane.LINK:
                 if effect.link is not None:
@@ -242,7 +242,7 @@ class _RankLedger:
                 yield Entry(i, begin, end)
 
     def _shared_out(self, i: int, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
-        """What sums of gradients that are shared out change: they take a message and the rank's part of the result."""
+        """Changes by reductions of sharded gradients: they allocate a message and the rank's part of the result."""
         waits = op.kind is Kind.VALIDATE or (op.kind is Kind.STEP and self.graph.program.flushless)
         now = math.inf if waits else self.clock.begin[i]  # for all of them
         over = [size for ms, size in self.scattering if ms <= now]
@@ -260,7 +260,7 @@ class _RankLedger:
         self.parts[op.stage] = part
         over_at = self.clock.over(i) if self.graph.program.scatters else math.inf
         self.scattering.append((over_at, message + part * again))
-        # The gradients move into the message, and are gone before the rank's part of the sum has its room.
+        # The gradients move into the message, and are freed before the rank's part of the sum is allocated.
         mine = Delta("messages" if again else "gradients", 0.0, part)
         return (*begin, Delta("messages", 0.0, message)), (*end, mine)
 
@@ -270,8 +270,8 @@ class _RankLedger:
         return program.sharded and not layout.ahead and layout.deals[op.stage] and self.costs.bytes is not None
 
     def _weights(self, op: Op, begin: _Deltas, end: _Deltas) -> tuple[_Deltas, _Deltas]:
-        """What a GATHER before the ops that need it, or a FREE, changes. Those that come behind the tentative steps of
-        ranks are over with them."""
+        """Changes by a GATHER before the ops that need it, or by a FREE. A GATHER after tentative steps changes
+        nothing: it ends with them."""
         costs, layout = self.costs, self.graph.layout
         if costs.bytes is None or layout.ahead or not layout.deals[op.stage]:
             return begin, end
@@ -283,12 +283,12 @@ class _RankLedger:
         return (Delta("weights", 0.0, freed - self._casts(op.stage)), Delta("messages", 0.0, size.gathered)), ()
 
     def _came(self, owner: int, begin: _Deltas) -> _Deltas:
-        """What changes as an op first reads what a GATHER brings: casts are made while the messages are still there."""
+        """Changes as an op first reads gathered weights: casts are made while the messages still exist."""
         casts = Delta("weights", 0.0, self._casts(owner))
         return (*([casts] if casts.bytes else []), Delta("messages", 0.0, -self.coming.pop(owner)), *begin)
 
     def _casts(self, owner: int) -> float:
-        """Bytes of the casts of an owner's weights, where these come and go and the casts only once they are there."""
+        """Bytes of the casts of an owner's weights, if they are gathered and freed, and cast only after a GATHER."""
         program = self.graph.program
         known = program.resident > 0 and not program.one_sided
         return self.costs.bytes_owned(owner).casts if known else 0.0
@@ -304,7 +304,7 @@ class _RankLedger:
         return found
 
     def _deltas(self, op: Op, row: Row, *, first: bool) -> tuple[tuple[Delta, ...], tuple[Delta, ...]]:
-        """What an op changes as it begins and as it ends; `first`: where it makes the first gradients."""
+        """Changes by an op as it begins and as it ends; `first`: it makes the first gradients."""
         change, deltas = self.activations.of(op), list[Delta]()
         made, freed = self._tensors(op, row.writes, row), self._tensors(op, row.frees, row)
         if made or freed:
@@ -318,9 +318,9 @@ class _RankLedger:
             given = self._given(op, row)
             deltas.append(Delta("vocabulary", 0.0, words))
             deltas += [Delta("transit", 1.0, given)] if given else []
-        if row.lane is Lane.COLLECTIVE and row.scope is Scope.EVERY:  # its buffer is there once it is started
+        if row.lane is Lane.COLLECTIVE and row.scope is Scope.EVERY:  # its buffer exists from its start
             return tuple(deltas), ()
-        if row.lane is Lane.OUT or row.lane is Lane.BACK:  # what a copy writes is there from its beginning
+        if row.lane is Lane.OUT or row.lane is Lane.BACK:  # a copy's result is allocated as it begins
             return tuple(deltas), ()
         need = self._need(op, first=first)
         begin = [Delta("workspace", 0.0, need)] if need else []
@@ -343,7 +343,7 @@ class _RankLedger:
         return self.costs.rise_bytes(op, first=first)
 
     def _words(self, op: Op, row: Row) -> float:
-        """Bytes that an op makes, less those it frees, of the words that all ranks share."""
+        """Bytes of vocabulary-shard values that an op makes, less the bytes it frees."""
         layout, sizes = self.graph.layout, 0.0
         for refs, sign in ((row.writes, 1), (row.frees, -1)):
             for ref in refs:
@@ -352,10 +352,10 @@ class _RankLedger:
         return sizes
 
     def _given(self, op: Op, row: Row) -> float:
-        """Of what a collective frees of these, what its result does not take the room of: others take it."""
+        """The bytes of these that a collective frees beyond the size of its result: other ranks receive them."""
         return max(0.0, -self._words(op, row)) if row.lane is Lane.COLLECTIVE and row.scope is Scope.EVERY else 0.0
 
-    # ---- what travels ------------------------------------------------------------------------------------------
+    # ---- transfers ---------------------------------------------------------------------------------------------
 
     def _tensors(self, op: Op, refs: Sequence[Ref], row: Row) -> list[float]:
         """The bytes of each tensor on an edge that an op writes or frees."""
@@ -369,7 +369,7 @@ class _RankLedger:
                 edge = (op.stage, other) if out else (other, op.stage)
                 crosses = placement.crosses(*edge, op.pipe)
                 if crosses and not self.graph.layout.explicit:
-                    continue  # no transfer says how long it stays
+                    continue  # without transfers its lifetime is unknown
                 by_maker = (ref.what == "act") == out
                 if not (ref.what == "act" and (by_maker or not crosses) and self._keeps_result(edge[0])):
                     found.append(self._size(edge[0], op.slice))
@@ -381,11 +381,11 @@ class _RankLedger:
         return size.behind if size else 0.0
 
     def _keeps_result(self, stage: int) -> bool:
-        """Whether a stage's output is an activation, which its own backward needs as well, and not on its way."""
+        """Whether a stage's output is an activation that its own backward needs as well, not a tensor in flight."""
         return self.costs.bytes is not None and self.costs.bytes[stage].sent > 0
 
     def _transfer(self, op: Op) -> _Effect:
-        """Nothing for a message that is not on its way: there is none, or it stays for a backward."""
+        """The effect of a transfer; none for a message within a rank, or one that stays for a backward."""
         nothing = _Effect(Lane.LINK, (), (), (), ())
         message = self.graph.program.placement.message(op)
         if message is None:
@@ -398,14 +398,14 @@ class _RankLedger:
         return nothing._replace(size=size, link=self.costs.link(op.pipe, message.source, message.sink))
 
     def _send(self, i: int, effect: _Effect) -> None:
-        """It is over when its receiver has posted a buffer, and the transfer has come there."""
+        """Queues the end of a SEND: its receiver has posted a buffer, and the transfer has arrived there."""
         graph, begin = self.graph, self.clock.begin
         receiver = graph.receiver[graph.party[i] - len(graph.ops)]
         posted = begin[receiver] if receiver >= 0 else 0.0
         heappush(self.leaving, (max(begin[i], posted) + (effect.link or 0.0), i, effect.size))
 
     def _gone(self, begin: float, end: float) -> tuple[tuple[float, float], tuple[float, float]]:
-        """What has left by the end of an op, and the shares of it that count while the op runs."""
+        """Tensors and bytes that have left by the end of an op; both weighted by their share of the op's time."""
         tensors = size = units = still = 0.0
         while self.leaving and self.leaving[0][0] <= end:
             ms, _, each = heappop(self.leaving)
@@ -420,25 +420,25 @@ _MAKE_PART, _MAKE_LEFT = (
 
 
 class Gradients:
-    """Bytes of gradients that a rank has before and after its ops; B makes a few, BW or W all others.
+    """Bytes of gradients on a rank before and after its ops; B makes a few, BW or W all others.
 
-    They are there until the step of their stage, which without a barrier comes after the next step's first forwards.
-    That of a weight which the first stage shares with the last one on its rank may come with either.
+    They exist until the step of their stage, which without a barrier comes after the next step's first forwards. The
+    gradient of a weight that the first stage shares with the last one on its rank may be made by either.
     """
 
     def __init__(self, ops: Sequence[Op], costs: Costs) -> None:
         self._costs = costs
         self._there: dict[int, float] = {}  # bytes by owner
-        self._whole: set[int] = set()  # stages that have all
-        self._lent = 0.0  # what the last stage has made of the first one's
+        self._whole: set[int] = set()  # stages with all of their gradients
+        self._lent = 0.0  # bytes the last stage has made of the first one's gradients
         self.bytes = 0.0
         for op in ops:
             if op.kind is Kind.COMMIT and op.stage >= 0:
                 self._have(op.stage, whole=True)
 
     def after(self, op: Op, *, taken: bool = False) -> tuple[bool, float]:
-        """Go on after an op: whether it makes gradients where there are none, and how many bytes more there are.
-        `taken`: a sum takes them, and leaves a part."""
+        """Advances past an op; returns whether it makes the first gradients, and the change in bytes. `taken`: a
+        reduction takes them, and leaves a part."""
         kind, stage, before = op[0], op[1], self.bytes
         if kind in _MAKE_PART or (kind in _MAKE_LEFT and stage not in self._there):
             if stage in self._whole:
@@ -467,7 +467,7 @@ class Gradients:
 
 
 def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
-    """What an op that computes nothing for a microbatch needs while it runs; `mine` are the stages of its rank."""
+    """Temporary bytes of an op without compute for a microbatch; `mine` are the stages of its rank."""
     if costs.bytes is None:
         return 0.0
     if op.kind in _SQUARES:
@@ -476,12 +476,12 @@ def _own(op: Op, costs: Costs, mine: Sequence[int]) -> float:
 
 
 def lasting(op: Op, costs: Costs) -> float:
-    """Of that, what is still there after the op: what it has begun goes on beside the ops that follow."""
+    """The part of these bytes that outlives the op: its transfer or collective goes on during the ops after it."""
     return 0.0 if costs.bytes is None else _bytes_of(op, costs, op.kind.row.goes_on)
 
 
 def _bytes_of(op: Op, costs: Costs, names: str) -> float:
-    """Of the owner's bytes, the sum of those with these names."""
+    """The sum of the owner's bytes with these names."""
     if not names:
         return 0.0
     size = costs.bytes_owned(op.stage)

@@ -1,4 +1,4 @@
-"""How much each rank holds over a step: peaks by category, and curves over time. All of it is read off the ledger."""
+"""Memory of each rank over a step: peaks by category, and curves over time. All of it is read off the ledger."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from zbc.compiler.memory.ledger import Activations, Entry, activations, changes,
 from zbc.compiler.sim.simulate import Timeline, simulate
 from zbc.ir import Op, Program, repeated
 
-# Steps without a flush whose peaks count. What is held is the same in each from the second one on; which messages are
-# on their way together changes, and comes again after a few.
+# Steps without a flush whose peaks count. Activations are the same in each from the second one on; the set of messages
+# in flight changes, and repeats after a few.
 IN_A_ROW = 8
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Peak of one rank. Bytes are 0 where the model's sizes are not known before it is built."""
+    """Peak of one rank. Bytes are 0 if the model's sizes are not known before it is built."""
 
     units: float  # peak activations
-    peak_op: Op | None  # where that peak is reached
-    in_flight: int  # microbatches held there, over all stages of the rank
-    weights: float  # with those that are gathered at most at once
+    peak_op: Op | None  # the op of that peak
+    in_flight: int  # microbatches held at the peak, over all stages of the rank
+    weights: float  # with the most gathered at once
     gradients: float
     masters: float
     optimizer: float
     activations: float
-    buffers: float  # tensors on their way, and what the running op needs beyond what is held
-    together: float  # most of all that comes and goes: each category alone may be largest at another op
-    logits: float = 0.0  # of the activations, what there is for every word of the vocabulary
-    kv: float = 0.0  # of the activations, keys, values and their gradients that slices of a microbatch share
-    gathered: float = 0.0  # of the weights, those that come and go
+    buffers: float  # tensors in flight, and temporaries of the running op
+    together: float  # peak of all dynamic categories: each alone may be largest at another op
+    logits: float = 0.0  # the part of the activations with an entry per word of the vocabulary
+    kv: float = 0.0  # the part of the activations in keys, values and their gradients, which slices share
+    gathered: float = 0.0  # the part of the weights that is gathered and freed
 
     @property
     def bytes(self) -> float:
-        """The most of everything at any op."""
+        """The peak of all categories at any op."""
         return self.weights - self.gathered + self.masters + self.optimizer + self.together
 
 
 def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> list[RankMemory]:
     """The memory of every rank of a compute-only or complete program, whose timeline is simulated if it is not given.
 
-    Times only decide how long what a rank sends stays with it; all else follows from the order.
+    Times only decide how long a rank's sends stay with it; all else follows from the order.
     """
     if program.cyclic:
         found = peaks(repeated(program, IN_A_ROW), costs)
@@ -58,12 +58,12 @@ def peaks(program: Program, costs: Costs, timeline: Timeline | None = None) -> l
 
 
 def _of_step(op: Op, program: Program) -> Op:
-    """An op of steps in a row, as the body of their cycle has it."""
+    """An op of consecutive steps, as it is in the body of their cycle."""
     return op._replace(mb=op.mb % program.microbatches)
 
 
 def _rank(program: Program, rank: int, costs: Costs, by_ledger: _Most) -> RankMemory:
-    """By the order of ops alone: the ledger's activations without their times."""
+    """The memory of a rank; activations follow from the order of ops alone, without the ledger's times."""
     units = peak = held = most = logits = logits_then = kv = kv_then = 0.0
     flight = at_peak = 0
     where: Op | None = None
@@ -100,17 +100,17 @@ def _rank(program: Program, rank: int, costs: Costs, by_ledger: _Most) -> RankMe
 
 
 def _constant(stages: Sequence[StageBytes], program: Program) -> float:
-    """Bytes of weights of a rank with these stages that stay: its own parts, and what its replicas use of its memory,
-    where others come and go."""
+    """Constant bytes of weights of a rank with these stages: if others are gathered and freed, its own shards, and the
+    windows that its replicas use of its memory."""
     return sum(s.weights - (s.freed - s.own - s.window if program.resident else 0.0) for s in stages)
 
 
 class _Most(NamedTuple):
-    """The most bytes at any op, by the ledger."""
+    """Peak bytes at any op, by the ledger."""
 
-    buffers: float = 0.0  # that are on their way, or that the op needs beyond what is held before and after it
-    together: float = 0.0  # of these, of the activations held around it, and of gradients and weights there are by then
-    weights: float = 0.0  # of those that are gathered and freed
+    buffers: float = 0.0  # in flight, or temporaries of the op beyond the bytes held before and after it
+    together: float = 0.0  # of these, the activations held around it, and the gradients and weights existing then
+    weights: float = 0.0  # of weights that are gathered and freed
     gradients: float = 0.0
 
 
@@ -160,7 +160,7 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
 
 
 class MemoryPoint(NamedTuple):
-    """What a rank holds from `ms` on, in bytes by category."""
+    """Bytes that a rank holds from `ms` on, by category."""
 
     ms: float
     weights: float
@@ -175,9 +175,9 @@ class MemoryPoint(NamedTuple):
 
 
 def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> Iterator[MemoryPoint]:
-    """Bytes of one rank over a step, by category; nothing where sizes are not known before the model is built.
+    """Yields the bytes of one rank over a step, by category; nothing if sizes are not known before the model is built.
 
-    Masters, optimizer state and, from the first step on, gradients stay; activations come and go, and so do weights
+    Masters, optimizer state and, from the first step on, gradients are constant; activations change, and so do weights
     that are gathered and freed.
     """
     if costs.bytes is None:
@@ -197,7 +197,7 @@ def over_time(timeline: Timeline, program: Program, rank: int, costs: Costs) -> 
 
 
 def curve(timeline: Timeline, rank: int, costs: Costs) -> Iterator[tuple[float, float]]:
-    """(ms, activation units held from then on) of one rank."""
+    """Yields (ms, activation units held from then on) of one rank."""
     units = 0.0
     for event in activations(timeline, rank, costs):
         units += event.units
