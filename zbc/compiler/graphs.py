@@ -17,7 +17,7 @@ from zbc.job.spec import Job
 
 
 def of_graph(job: Job, table: Sequence[Layer]) -> Ordered:
-    """Raises E110 for a schedule that has no order for it, E128 and E131 for stages that cannot be."""
+    """Raises E110 for a schedule without an order for a graph, E128 and E131 for impossible stages."""
     kind = (job.schedule.kind or "").lower()
     if kind != AUTO:
         raise_all(refusals(job, find(kind)))

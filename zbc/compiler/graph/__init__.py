@@ -1,4 +1,4 @@
-"""A program as integers, made once from the rows of its ops: what waits for what, for the proof, the clock, memory."""
+"""A program as integers, made once from the rows of its ops: dependencies for the proof, the clock, memory."""
 
 from zbc.compiler.graph.graph import MESSAGE, Graph, Mixed, happens, reads, run
 from zbc.compiler.graph.layout import EMPTY, FAR, FREED, CellKey, Channel, members

@@ -1,17 +1,17 @@
-"""A program as integers: one walk over the rows of its ops tells what waits for what, for the proof and the clock.
+"""A program as integers: one walk over the rows of its ops yields all dependencies, for the proof and the simulator.
 
-Node i is op i, ranks one after the other; after the ops come the messages, then the other events (collectives,
-copies). Per node: `before`, the node before it on the compute lane of its rank (of a message, the one it starts
-after), and `pred[ptr[i]:ptr[i+1]]`, whatever else it waits for. What a rank's own order covers takes no edge. The
-first node of rank r has `start_of(r)` before it, a number below `NOTHING`; a node after which nothing stands, that.
+Node i is op i, ranks one after the other; after the ops come the messages, then the other events (collectives, copies).
+Per node: `before`, the node before it on the compute lane of its rank (for a message, the node it starts after), and
+`pred[ptr[i]:ptr[i+1]]`, its other dependencies. Dependencies implied by a rank's own order take no edge. The first node
+of rank r has `start_of(r)` before it, a number below `NOTHING`; a node with no predecessor has `NOTHING`.
 
-The walk keeps the cells of a rank as the runtime will keep its stores: empty, written (by which node) or freed. What it
-finds wrong on the way (read too early, written twice, no place here) is noted for the checks, which put it into words.
+The walk keeps the cells of a rank as the runtime will keep its stores: empty, written (by which node) or freed. Errors
+on the way (read too early, written twice, no place here) are recorded for the checks, which write the messages.
 
-An op of the compute lane waits for its cells. An op of another lane only starts an event: what it reads, its event
-waits for; what it writes is there when the event is over. Events of one lane of a rank happen in the order in which
-they are started. A message also waits for the one before it in its channel, but that takes no edge: both ends of the
-one before stand before its own ends, or else the two ends disagree and nothing moves from there on (`mixed`).
+An op of the compute lane waits for its cells. An op of another lane only starts an event: the event waits for the op's
+reads, and its writes exist when the event is completed. Events of one lane of a rank happen in the order of their
+starts. A message also waits for the one before it in its channel, but that takes no edge: both ends of the one before
+precede its own ends, or else the two ends disagree and nothing moves from there on (`mixed`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from zbc.compiler.graph.layout import EMPTY, CellColumns, Channel, Layout
 from zbc.ir import WHOLE, Op, Program
 from zbc.ops import VALUES, Lane
 
-NOTHING = -1  # in `before`: the beginning of all
+NOTHING = -1  # in `before`: the beginning of the program
 MESSAGE = -1  # in `again`: a message that is sent or taken a second time
 _OF_UNITS = frozenset({"unit", "edge"})  # scopes of values that belong to a microbatch
 
 
 def start_of(rank: int) -> int:
-    """What `before` says of the first node of a rank."""
+    """The entry in `before` of the first node of a rank."""
     return -2 - rank
 
 
@@ -56,7 +56,7 @@ class Mixed(NamedTuple):
 
 @dataclass
 class Graph:
-    """What waits for what in one program, and what is wrong with it."""
+    """The dependencies of one program, and its errors."""
 
     layout: Layout
     ops: list[Op]
@@ -64,29 +64,29 @@ class Graph:
     before: list[int] = field(default_factory=list)
     ptr: array[int] = field(
         default_factory=lambda: array("q", [0])
-    )  # a third of a list, which would have numbers of its own
+    )  # a third of a list's memory, which would hold int objects
     pred: list[int] = field(default_factory=list)
     party: list[int] = field(default_factory=list)  # the event that an op starts or takes part in, -1 for none
     more: dict[int, tuple[int, ...]] = field(default_factory=dict)  # further events of an op
-    parties: list[int] = field(default_factory=list)  # per event: how many have to come
+    parties: list[int] = field(default_factory=list)  # per event: the number of participants
     behind: dict[int, list[int]] = field(default_factory=dict)  # event -> events that wait for it
     rows: list[CellColumns] = field(default_factory=list)
-    row_of: list[int] = field(default_factory=list)  # per op; -1 for one that has no place here
+    row_of: list[int] = field(default_factory=list)  # per op; -1 for an op without a place here
     sender: list[int] = field(default_factory=list)  # per message the op that sends it, -1 for none
     receiver: list[int] = field(default_factory=list)
-    posted: list[int] = field(default_factory=list)  # per message the node after which its RECV stands, as in `before`
+    posted: list[int] = field(default_factory=list)  # per message the node before its RECV, as in `before`
     met: dict[int, list[int]] = field(default_factory=dict)  # event that is no message -> its ops
     marks: list[int] = field(default_factory=list)  # OVERLAPs
-    waits: dict[int, list[int]] = field(default_factory=dict)  # message -> events that bring what it carries
-    cyclic: Program | None = None  # of whose steps, which have no flush, it is one alone
-    # ---- what is wrong
-    lost: list[tuple[int, str]] = field(default_factory=list)  # op, code: it has no place here
+    waits: dict[int, list[int]] = field(default_factory=dict)  # message -> events that bring its data
+    cyclic: Program | None = None  # the program without a flush of which this is one step alone
+    # ---- errors
+    lost: list[tuple[int, str]] = field(default_factory=list)  # op, code: an op without a place here
     unmet: list[Unmet] = field(default_factory=list)
-    again: list[tuple[int, int, int]] = field(default_factory=list)  # op, cell (or MESSAGE), the node that was first
-    late: list[tuple[int, int]] = field(default_factory=list)  # op, an op after it that makes what it closes
+    again: list[tuple[int, int, int]] = field(default_factory=list)  # op, cell (or MESSAGE), the first writer's node
+    late: list[tuple[int, int]] = field(default_factory=list)  # op, a later op that makes a value it closes
     mixed: list[Mixed] = field(default_factory=list)
     absent: dict[int, list[int]] = field(default_factory=dict)  # collective's event -> ranks that never come to it
-    spare: dict[int, int] = field(default_factory=dict)  # event of a transfer that is there already -> its op
+    spare: dict[int, int] = field(default_factory=dict)  # event of a duplicate transfer -> its op
 
     @property
     def program(self) -> Program:
@@ -118,22 +118,22 @@ class Graph:
 
     @cached_property
     def computing(self) -> list[list[int]]:
-        """Per rank its ops that work on a microbatch."""
+        """Per rank its ops that compute for a microbatch."""
         computes = [row.kind.computes for row in self.rows] + [False]
         row_of = self.row_of
         return [[i for i in self.mine(rank) if computes[row_of[i]]] for rank in range(len(self.first) - 1)]
 
     @cached_property
     def timed(self) -> list[list[int]]:
-        """Per rank its ops that take its time before a barrier: those that compute, and those that close a step ahead
-        of the barrier."""
+        """Per rank its ops that take its time before a barrier: compute, and ops that close a step ahead of the
+        barrier."""
         takes = [row.lane is Lane.COMPUTE and row.row.closes != "barrier" for row in self.rows] + [False]
         row_of = self.row_of
         return [[i for i in self.mine(rank) if takes[row_of[i]]] for rank in range(len(self.first) - 1)]
 
     @cached_property
     def frozen(self) -> list[int]:
-        """The ops in which some layers are frozen."""
+        """The ops with some frozen layers."""
         return [i for i, op in enumerate(self.ops) if op[5] != WHOLE]
 
     @cached_property
@@ -148,7 +148,7 @@ class Graph:
 
     @cached_property
     def sources(self) -> list[int]:
-        """Per op the compute op that made the tensor it works on, -1 for none."""
+        """Per op the compute op that made its input tensor, -1 for none."""
         return _sources(self)
 
     @cached_property
@@ -166,28 +166,28 @@ class Graph:
         return {op: mark for mark in self.marks for op in (mark + 1, mark + 2)}
 
     def arrivals(self, op: int) -> Iterator[int]:
-        """The messages that an op waits for; of an op in a group, those of the group."""
+        """The messages that an op waits for; for an op in a group, the messages of the group."""
         n, op = len(self.ops), self.group_of.get(op, op)
         return (x for x in self.pred[self.ptr[op] : self.ptr[op + 1]] if n <= x < n + len(self.sender))
 
     @property
     def messages(self) -> Iterator[int]:
-        """All messages that an op waits for, in the order of these ops."""
+        """All messages that ops wait for, in the order of these ops."""
         n = len(self.ops)
         return (x for x in self.pred[: self.ptr[n]] if n <= x < n + len(self.sender))
 
 
-# ---- what ever happens --------------------------------------------------------------------------------------------
+# ---- progress ------------------------------------------------------------------------------------------------------
 
 
 def run(
     g: Graph, *, blocking_sends: bool = False, behind: Mapping[int, Sequence[int]] | None = None
 ) -> tuple[list[int], bytearray]:
-    """Let every rank go as far as it can: the nodes that take time, in an order in which they can happen, and 1 for
-    each node that happens. `behind` names, for some ops, further nodes that they wait for.
+    """Advances every rank as far as possible; returns the nodes that take time, in a possible order, and 1 for each
+    node that happens. `behind` names, for some ops, further nodes that they wait for.
 
     Kahn's algorithm with the chain of ops of a rank walked instead of stored. The outcome is the same for every order
-    of progress: nothing that happens takes away what something else waits for.
+    of progress: nothing that happens disables another node.
     """
     n, ptr, pred, party, more, later, row_of = len(g.ops), g.ptr, g.pred, g.party, g.more, g.behind, g.row_of
     left, done = g.parties[:], bytearray(n + len(g.parties))
@@ -238,12 +238,12 @@ def run(
 
 
 def stuck_ops(g: Graph) -> set[int]:
-    """The ops that find something missing when their rank comes to them: they never run."""
+    """The ops that can never run, because a value is missing when their rank comes to them."""
     return {one.op for one in g.unmet} | {i for i, _ in g.late} | {i for i, _ in g.lost}
 
 
 def _blocking(g: Graph, *, sends: bool) -> frozenset[int]:
-    """The ops that end with their event."""
+    """The ops that block their rank until their event is completed."""
     found = [i for ops in g.met.values() for i in ops if (row := g.row(i)) is not None and row.row.blocks]
     if sends:
         found += [i for i, e in enumerate(g.party) if e >= 0 and g.ops[i][0].is_send]
@@ -265,11 +265,11 @@ class Read(NamedTuple):
 
 
 def reads(g: Graph) -> Iterator[Read]:
-    """Whatever ops read that a node of the graph wrote, in the order of ops: the walk once more, for those who explain.
+    """Yields all reads of values that a node of the graph wrote, in the order of ops, by a second walk.
 
-    A RECV writes what its message brings, so what it brought is read from the message.
+    A RECV writes the value of its message, so the value is read from the message.
     """
-    cells = [w or EMPTY for w in g.layout.fresh]  # 0: there before the step
+    cells = [w or EMPTY for w in g.layout.fresh]  # 0: exists before the step
     refs = _refs(g)
     for i, r in enumerate(g.row_of):
         if r >= 0:
@@ -284,7 +284,7 @@ def reads(g: Graph) -> Iterator[Read]:
 
 
 def _refs(g: Graph) -> list[list[tuple[str, int, int]]]:
-    """Per row what it reads: the value, its first cell, and how many; 0 for the one of the op's microbatch."""
+    """The reads of each row: the value, its first cell, and its width; 0 for the cell of the op's microbatch."""
     named = sorted((base, key.what) for key, base in g.layout.columns.items())
     bases = [base for base, _ in named]
 
@@ -300,9 +300,9 @@ def _refs(g: Graph) -> list[list[tuple[str, int, int]]]:
 
 
 def _sources(g: Graph) -> list[int]:
-    """The maker of what each op works on: of what came from another rank, else of what its row names last."""
+    """The maker of each op's input: of a value from another rank, else of the last value its row reads."""
     n, found = len(g.ops), [-1] * len(g.ops)
-    maker = {n + x: op for x, op in enumerate(g.sender)}  # of what a message carries; a SEND reads it
+    maker = {n + x: op for x, op in enumerate(g.sender)}  # the maker of a message's tensor; its SEND reads it
     maker |= {event: ops[0] for event, ops in g.met.items()}
     for op, what, node in reads(g):
         kind = g.ops[op].kind

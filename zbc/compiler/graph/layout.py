@@ -1,8 +1,8 @@
-"""Where the values of a program are: one column of cells for each value and place, one column of events per message.
+"""Storage of a program's values: one column of cells for each value and place, one column of events per message.
 
 A column has one cell for each unit (microbatch x slice), or a single cell. A cell is empty, written (it then holds the
-node that wrote it) or freed. The value on an edge of the graph of stages has two ends, that of its maker and that of
-its user: where both are on one rank they are the same column, else a message joins them.
+node that wrote it) or freed. The value on an edge of the graph of stages has two ends, its maker's and its user's: on
+one rank they are the same column, else a message joins them.
 
 Rows are compiled once for each (rank, kind, pipe, stage, slice) into the numbers of cells, so that a walk over a
 program looks nothing up: the cell that an op of microbatch `mb` reads is `column + mb * step`.
@@ -35,16 +35,16 @@ from zbc.ops import (
 
 EMPTY, FREED = -1, -2  # of a cell; else the node that wrote it
 HERE = 0  # `Key.end` of a value of this rank; of an edge's value at its maker, and at its user on the same rank
-FAR = 1  # of what came, or is to come, by a message
-KEPT = 16  # layouts that are kept
+FAR = 1  # of a value received, or to be received, by a message
+KEPT = 16  # layouts in the cache
 Channel = tuple[int, int]  # sending rank, receiving rank
 _OF_OWNER = {At.WORDS: WORDS, At.TIED: TIED, At.EXPERTS: EXPERTS}
 _GROUPS = frozenset({At.UNITS, At.OWNERS})
 
 
 class CellKey(NamedTuple):
-    """Which value, and whose: (pipe, stage) of a unit's, (pipe, edge) of an edge's, (rank, owner) of an owner's,
-    (rank, 0) of a rank's."""
+    """A value and its owner: (pipe, stage) of a unit's, (pipe, edge) of an edge's, (rank, owner) of an owner's, (rank,
+    0) of a rank's."""
 
     what: str
     home: int
@@ -53,7 +53,7 @@ class CellKey(NamedTuple):
 
 
 class EdgeValue(NamedTuple):
-    """What travels: the value on an edge, or one of a rank (with edge -1)."""
+    """A value that travels: on an edge, or of a rank (with edge -1)."""
 
     what: str
     home: int  # pipe, or the rank that makes it
@@ -80,7 +80,7 @@ class CellColumns(NamedTuple):
 
 
 class Layout:
-    """The columns of one program, and what its rows are in terms of them."""
+    """The columns of one program, and its rows compiled to them."""
 
     def __init__(self, program: Program, rows: Rows = ROWS) -> None:
         placement = program.placement
@@ -92,20 +92,20 @@ class Layout:
         closing = {rows[kind].closes for kind in self.kinds} - {""}
         self.closed = bool(closing)
         self.ahead = "ahead" in closing
-        # What there is of weights that are shared out as a step begins: they are gathered where ops need them, unless
-        # that was done behind the steps of the one before.
+        # Sharded weights begin a step as shards if ops gather them within it, and whole if the previous step gathered
+        # them.
         gathers = program.resident > 0 or (Kind.GATHER in self.kinds and not (self.ahead or program.flushless))
         self.begins = "shard" if gathers else "weights"
         # Whether messages are ops: any transfer or step-level op says so.
         self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)
         replicas = program.together
-        # Whether other ranks hold the same of an owner. The sum of tied weights may have one rank alone.
+        # Whether other ranks hold the same values of an owner. The sum of tied weights may have one rank alone.
         self.shares = {stage: replicas * len(set(placement.holders(stage))) > 1 for stage in range(self.stages)}
         self.shares[WORDS] = program.vocabulary > 0 and replicas > 1
         experts = {experts_of(stage): Op(Kind.REDUCE, experts_of(stage)) for stage in range(self.stages)}
         self.shares |= {owner: program.ep > 0 and program.shared(op) for owner, op in experts.items()}
         self.shares[TIED] = program.tied and (replicas > 1 or len(self.holding(TIED)) > 1 or self._reduces(TIED))
-        # Whether these each step a part of it, where weights are shared out.
+        # Whether these ranks each step a part of it, if weights are sharded.
         self.deals = self.shares | {
             owner: there and program.shared(Op(Kind.GATHER, owner))
             for owner, there in self.shares.items()
@@ -137,7 +137,7 @@ class Layout:
 
     @classmethod
     def of(cls, program: Program, rows: Rows = ROWS) -> Layout:
-        """With fresh cells; what programs of the same shape have compiled is taken over."""
+        """The layout of a program, with fresh cells; programs of the same shape share compiled rows."""
         kinds = frozenset(op[0] for ops in program.ranks for op in ops)
         shape = program.placement, program.microbatches, program.slices, program.traits
         key = (*shape, kinds, id(rows), sum(map(len, program.ranks)), len(program.ranks))
@@ -156,7 +156,7 @@ class Layout:
         return [*self.firsts[1:], self.events] if self.firsts else []
 
     def settle(self) -> None:
-        """After the walk: columns that another program of the same shape adds are none of this one's."""
+        """After the walk: detaches the columns, so that another program of the same shape adds none to this one."""
         self.columns, self.widths = dict(self.columns), dict(self.widths)
 
     def crosses(self, pipe: int, edge: int) -> bool:
@@ -165,11 +165,11 @@ class Layout:
         return self.pipes[pipe][a] != self.pipes[pipe][b]
 
     def channel_of(self, message: int) -> Channel:
-        """The ranks that a message goes from and to."""
+        """The sending and the receiving rank of a message."""
         return self.channels[bisect_right(self.firsts, message) - 1][0]
 
     def meaning(self, message: int) -> tuple[EdgeValue, int]:
-        """What a message is, and of which unit."""
+        """The value of a message, and its unit."""
         k = bisect_right(self.firsts, message) - 1
         return self.channels[k][1], message - self.firsts[k]
 
@@ -179,7 +179,7 @@ class Layout:
         return row.posts[0] + op.mb * row.step if isinstance(row, CellColumns) else -1
 
     def key_of(self, cell: int) -> tuple[CellKey, int]:
-        """Whose a cell is: its column, and its place there."""
+        """The column of a cell, and its index in that column."""
         base, key = max((base, key) for key, base in self.columns.items() if base <= cell)
         return key, cell - base
 
@@ -194,12 +194,12 @@ class Layout:
         return any(op[0] is Kind.REDUCE and op[1] == owner for ops in self.program.ranks for op in ops)
 
     def owners(self, rank: int) -> list[int]:
-        """Whose gradients there are on a rank."""
+        """The owners of gradients on a rank."""
         mine = list(self.program.owners(rank))
         return [*mine, TIED] if self.program.tied and rank in self.holding(TIED) else mine
 
     def tracks(self, what: str, owner: int) -> bool:
-        """Whether a value exists in this program. What does not exist was there before, stays, and is not asked for."""
+        """Whether a value exists in this program. Other values exist from the start, stay, and are not checked."""
         if what == "weights":
             return self.program.sharded and self.deals[owner]
         if what == "clean":
@@ -209,7 +209,7 @@ class Layout:
         return what not in ("kv", "dkv") or self.slices > 1
 
     def column(self, key: CellKey, width: int) -> int:
-        """The first cell of a column, which is made when it is first asked for, with what is there before the walk."""
+        """The first cell of a column, which is created on first use with its contents before the walk."""
         base = self.columns.get(key)
         if base is None:
             base = self.columns[key] = len(self.fresh)
@@ -224,7 +224,7 @@ class Layout:
         return base
 
     def _brings(self, key: CellKey) -> int | None:
-        """The first message that fills a column by itself: no RECV does."""
+        """The first message that fills a column by itself, without a RECV."""
         if key.end != FAR:
             return None
         if VALUES[key.what].scope == "rank":
@@ -292,12 +292,12 @@ class Layout:
         )
 
     def _has(self, kind: Kind) -> bool:
-        """Whether the program shares a vocabulary in a way that takes this kind."""
+        """Whether the program shares a vocabulary in a way that has ops of this kind."""
         sums = self.program.vocabulary
         return sums > 0 and (kind is not Kind.SUM or sums == 2)
 
     def owns(self, kind: Kind, owner: int) -> bool:
-        """Whether an owner that is no stage has ops of a kind: tied weights are stepped with the stages."""
+        """Whether an owner that is not a stage has ops of a kind: tied weights are stepped with the stages."""
         if owner == TIED:
             return self.program.tied and kind in (Kind.REDUCE, Kind.AVERAGE)
         if owner <= EXPERTS:
@@ -311,13 +311,13 @@ class Layout:
         return self.shares[WORDS] or kind not in (Kind.GATHER, Kind.REDUCE)
 
     def _cells(self, ref: Ref, who: _Who, *, made: bool = False) -> list[int]:
-        """The cells of one reference of a row, of microbatch 0; none for what does not exist, unless it is `made`."""
+        """Cells of one reference of a row, of microbatch 0; [] for a value that does not exist, unless it is `made`."""
         (what, at), scope = ref, VALUES[ref.what].scope
         if at in _OF_OWNER:
             owner = experts_of(who.stage) if at is At.EXPERTS else _OF_OWNER[at]
             there = owner != TIED or who.stage in self.program.tying
             return self._cells(Ref(what), who._replace(stage=owner)) if there and self.shares[owner] else []
-        if who.stage == TIED and what == "clean":  # it has no step of its own
+        if who.stage == TIED and what == "clean":  # tied weights have no step of their own
             mine = [s for s in self.program.tying if s in self.stages_on(who.rank)]
             return [c for s in mine for c in self._cells(ref, who._replace(stage=s))]
         if not self.tracks(what, who.stage) and not (made and what == "total"):
@@ -343,18 +343,18 @@ class Layout:
         return [self.column(CellKey(what, who.rank, 0), 1)]
 
     def is_at(self, at: At, rank: int, stage: int, row: Row) -> bool:
-        """Whether an op has to do with the end of the pipeline that a reference names."""
+        """Whether an op is at the end of the pipeline that a reference names."""
         if at not in (At.FIRST, At.LAST):
             return True
         ends = [s for s in range(self.stages) if not (self.sources if at is At.FIRST else self.sinks)[s]]
         return any(self.pipes[0][s] == rank and (row.scope is not Scope.UNIT or stage == s) for s in ends)
 
     def _edges(self, who: _Who, at: At) -> list[int]:
-        """The edges into or out of an op's stage; of a transfer those that lead to another rank."""
+        """The edges into or out of an op's stage; for a transfer the edges that lead to another rank."""
         found = self.sinks[who.stage] if at is At.SINKS else self.sources[who.stage]
         if who.row.lane is not Lane.LINK:
             return found
-        if who.other >= 0 or len(found) > 1:  # of several a transfer says which
+        if who.other >= 0 or len(found) > 1:  # of several edges a transfer names one
             named = {(who.stage, who.other), (who.other, who.stage)}
             found = [e for e in found if len(found) > 1 and self.edges[e] in named]
         return [e for e in found if self.crosses(who.pipe, e)]
@@ -366,7 +366,7 @@ class Layout:
         return self.column(CellKey(what, pipe, edge, end), self.width)
 
     def _posts(self, who: _Who) -> tuple[int, ...]:
-        """The messages that an op sends or takes: a transfer's, else those that no transfer stands for."""
+        """The messages that an op sends or receives: a transfer's, else messages that no transfer op carries."""
         row = who.row
         if row.lane is Lane.LINK or not self.explicit:
             refs = row.writes + (row.reads if row.lane is Lane.LINK else ())
@@ -381,14 +381,14 @@ class Layout:
         return tuple(x for x in found if x is not None and 0 <= self.channel_of(x)[1] < self.ranks)
 
     def _group(self, ref: Ref, rank: int, owner: int) -> list[tuple[int, int]]:
-        """The columns of all that a row of an owner or of a rank reads."""
+        """The columns of all values that a row of an owner or of a rank reads."""
         mine = [owner] if ref.at is At.UNITS else self.owners(rank)
         if VALUES[ref.what].scope == "stage":
             return [(self.column(CellKey(ref.what, rank, one), 1), 1) for one in mine]
         return [(self.column(key, self.width), self.width) for one in mine for key in self._parts(rank, one)]
 
     def _parts(self, rank: int, owner: int) -> list[CellKey]:
-        """Where the gradients of an owner on a rank are, by unit."""
+        """The columns of an owner's gradients on a rank, by unit."""
         if owner == WORDS:
             return [CellKey(what, rank, 0) for what in ("outpart", "inpart")]
         stages = self.program.tying if owner == TIED else (self.program.home(owner),)
@@ -397,7 +397,7 @@ class Layout:
 
 
 class _Who(NamedTuple):
-    """An op, as far as its row depends on it."""
+    """The parts of an op that its row depends on."""
 
     rank: int
     pipe: int
@@ -408,13 +408,13 @@ class _Who(NamedTuple):
 
 
 def members(program: Program, kind: Kind, stage: int) -> set[int]:
-    """The ranks of one replica of the pipeline that run a step-level op; of a program with more ranks, those too."""
+    """The ranks of one replica of the pipeline that run a step-level op; if rank-wide, all ranks of the program."""
     more = range(len(program.ranks)) if kind.rank_wide else ()
     return {*program.members(Op(kind, stage)), *more}
 
 
 def rows_of(program: Program) -> Rows:
-    """The rows of a program's ops, with what its features change of them."""
+    """The rows of a program's ops, as changed by its features."""
     return rows_with(program.patches)
 
 

@@ -1,4 +1,4 @@
-"""The walk over the rows of a program's ops that makes its graph, and notes what it finds wrong on the way."""
+"""The walk over the rows of a program's ops that builds its graph, and records errors on the way."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SMALL = 1 << 17  # units that are never too many
 
 
 def build(program: Program, rows: Rows | None = None) -> Graph:
-    """The graph of any program, also of one with mistakes. Raises E202 when it claims far more microbatches than it has
-    ops for.
+    """The graph of any program, including one with mistakes. Raises E202 if the program claims far more microbatches
+    than it has ops for.
 
-    Of steps without a flush: one step alone, with a flush.
+    For steps without a flush: the graph of one step alone, with a flush.
     """
     cyclic = program if program.cyclic else None
     program = program if cyclic is None else repeated(program, 1)
@@ -37,7 +37,7 @@ def build(program: Program, rows: Rows | None = None) -> Graph:
 
 
 def of_steps(program: Program, steps: int) -> Graph:
-    """The graph of so many steps of a cycle in a row, without what closes each of them."""
+    """The graph of `steps` consecutive steps of a cycle, without the ops that close each of them."""
     ops = [[op for op in ops if not op.kind.stage_wide] for ops in program.ranks]
     return build(repeated(replace(program, ranks=tuple(map(tuple, ops))), steps))
 
@@ -49,7 +49,7 @@ _NO_ROW: _Known = (-1, Lane.MARK, (), (), (), (), 0, ())
 
 @dataclass(slots=True)
 class _Lanes:
-    """The lanes of one rank beside compute: the last event of each, and how often each op has started one."""
+    """The lanes of one rank other than compute: the last event of each, and how often each op has started one."""
 
     rank: int
     queue: dict[Lane, int] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class _Lanes:
 
 
 class _Walk:
-    """The walk over all ops, once, and what is known only when it is over."""
+    """The walk over all ops, once, and its state that is complete only at the end."""
 
     def __init__(self, g: Graph) -> None:
         self.g, self.layout = g, g.layout
@@ -68,8 +68,8 @@ class _Walk:
         g.parties = [1 + g.layout.explicit] * self.messages
         self.origin = [NOTHING] * self.messages  # the node on its sender's compute lane that a message starts after
         self.meetings: dict[tuple[object, ...], int] = {}
-        self.opening: dict[int, int] = {}  # event with which a rank begins -> its start
-        self.edges: dict[int, list[int]] = {}  # event -> nodes it waits for; before it is known, by -1 - op
+        self.opening: dict[int, int] = {}  # first event of a rank -> its start
+        self.edges: dict[int, list[int]] = {}  # event -> nodes it waits for; by -1 - op before the event is known
         self.sent: dict[int, list[int]] = {}  # first message of a column -> the ops that send messages of it
         self.taken: dict[int, list[int]] = {}
 
@@ -78,13 +78,13 @@ class _Walk:
         for rank, ops in enumerate(g.program.ranks):
             self._rank(rank, ops)
         self._groups()
-        for op in [e for e in self.edges if e < 0]:  # what an op of another lane reads, its event waits for
+        for op in [e for e in self.edges if e < 0]:  # the event of an op of another lane waits for the op's reads
             for node in self.edges.pop(op):
                 if g.party[-1 - op] >= 0:
                     self._after(node, g.party[-1 - op])
         for message, x in self.layout.messages.items():
             if message.edge < 0:
-                g.parties[x] = 1  # no transfer stands for it
+                g.parties[x] = 1  # no transfer op carries it
         self.layout.settle()
         g.mixed = list(self._disorder())
         self._absent()
@@ -94,7 +94,7 @@ class _Walk:
         self._close()
 
     def _close(self) -> None:
-        """The lists over all nodes, events included."""
+        """Fills the lists over all nodes, events included."""
         g = self.g
         g.before += self.origin
         g.ptr.extend([g.ptr[self.n]] * self.messages)
@@ -127,7 +127,7 @@ class _Walk:
                 w = cell[c + j]
                 if w < 0:
                     g.unmet.append(Unmet(i, c + j, w))
-                elif w >= n and lane is compute:  # what is made on the rank itself its own order covers
+                elif w >= n and lane is compute:  # the rank's own order covers values made on it
                     pred.append(w)
                 elif w >= n:
                     edges.setdefault(-1 - i, []).append(w)
@@ -168,12 +168,12 @@ class _Walk:
         g.first.append(len(before))
 
     def _loss(self, kind: Kind, mb: int, number: int, lane: Lane) -> str:
-        """The error code for an op without a place in the program; a row that is unknown has it for its lane."""
+        """The error code of an op without a place in the program; an unknown row has it in place of its lane."""
         known = 0 <= mb < self.g.program.microbatches or kind.stage_wide or kind.rank_wide
         return str(lane) if number < 0 and known else "E202"
 
     def _states(self, i: int, columns: Iterable[int]) -> None:
-        """Op i reads what is there once, not per microbatch."""
+        """Op i reads values that exist once, not per microbatch."""
         for c in columns:
             w = self.layout.cells[c]
             if w < 0:
@@ -182,7 +182,7 @@ class _Walk:
                 self.g.pred.append(w)
 
     def _posted(self, i: int, posts: Sequence[int], j: int) -> int:
-        """The first of the messages that op i starts, where no transfer stands for them."""
+        """The first of the messages that op i starts, if no transfer op carries them."""
         g, n = self.g, self.n
         for x in posts:
             if g.sender[x + j] >= 0:
@@ -193,15 +193,15 @@ class _Walk:
         return n + posts[0] + j
 
     def _started(self, lanes: _Lanes, lane: Lane, op: Op, i: int, waits: Iterable[int]) -> int:
-        """The event of a collective or a copy: it follows those of its lane and rank, and the nodes it waits for."""
+        """The event of a collective or a copy: it follows earlier events of its lane and rank, and `waits`."""
         own = (lanes.rank, *op)
         count = lanes.count[own] = lanes.count.get(own, -1) + 1
-        met = op.kind.is_collective and not self.g.program.apart(op)  # else of replicas, which are not in it
+        met = op.kind.is_collective and not self.g.program.apart(op)  # replicas are not in the graph
         e = self._meet((*(tuple(op) if met else own), count), i)
         for w in waits:
             if w >= 0:
                 self.edges[e].append(w)
-            elif w != NOTHING:  # the rank begins with it
+            elif w != NOTHING:  # the rank's first event
                 self.opening[e] = w
         queue = Lane.OUT if lane is Lane.BACK else lane  # a rank copies one thing at a time, out or back
         if queue in lanes.queue:
@@ -222,7 +222,7 @@ class _Walk:
         return found
 
     def _spare(self, op: int, earlier: int) -> int:
-        """An event of its own, which never happens, for a transfer of what travels already with an earlier op."""
+        """An event of its own, which never happens, for a transfer of a tensor that is transferred already."""
         g = self.g
         g.again.append((op, MESSAGE, earlier))
         event = self.n + len(g.parties)
@@ -233,7 +233,7 @@ class _Walk:
         return event
 
     def _meet(self, key: tuple[object, ...], op: int) -> int:
-        """The event of a collective or a copy, with one party more."""
+        """The event of a collective or a copy, with one more participant."""
         g = self.g
         event = self.meetings.get(key)
         if event is None:
@@ -247,20 +247,20 @@ class _Walk:
     # ---- after the walk -------------------------------------------------------------------------------------------
 
     def _after(self, earlier: int, event: int) -> None:
-        """An event waits for another one."""
+        """Makes an event wait for another one."""
         self.edges.setdefault(event, []).append(earlier)
         self.g.behind.setdefault(earlier, []).append(event)
         self.g.parties[event - self.n] += 1
 
     def _groups(self) -> None:
-        """What the ops of a group wait for, its mark waits for."""
+        """Makes the mark of a group wait for all dependencies of the group's ops."""
         g = self.g
         for mark in g.marks:
             end = min(mark + 3, g.first[g.rank(mark) + 1])
             g.ptr[mark + 1 : end] = array("q", [g.ptr[end]] * (end - mark - 1))
 
     def _late(self, i: int, columns: Iterable[tuple[int, int]]) -> Iterator[int]:
-        """The ops after op i on its rank that write what it should find written."""
+        """The ops after op i on its rank that write values which op i should find written."""
         g, cells = self.g, self.layout.cells
         for c, width in columns:
             top = max(cells[c : c + width])
@@ -270,7 +270,7 @@ class _Walk:
                 yield top
 
     def _disorder(self) -> Iterator[Mixed]:
-        """From the first message on that is not received where it is sent, nothing of a channel moves."""
+        """Blocks a channel from its first message on whose send and receive orders differ, and yields that message."""
         g, n, layout = self.g, self.n, self.layout
         lines: dict[Channel, tuple[list[int], list[int]]] = {}
         for (channel, _), base in zip(layout.channels, layout.firsts, strict=True):
@@ -292,7 +292,7 @@ class _Walk:
                     g.parties[event - n] += 1
 
     def _absent(self) -> None:
-        """A collective that a member never comes to is never over."""
+        """Records collectives that a member never comes to: they never complete."""
         g = self.g
         for event, ops in g.met.items():
             op = g.ops[ops[0]]
