@@ -1,1 +1,1 @@
-"""When every op runs, and what no schedule can beat."""
+"""The timeline of every op, and lower bounds for any schedule."""

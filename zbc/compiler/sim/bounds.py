@@ -1,17 +1,17 @@
-"""What no schedule of a placement can beat, at any order, within a memory limit.
+"""Lower bounds for every schedule of a placement, in any order, within a memory limit.
 
 For rank r with stages lo..hi of the path, on its own time (`span`): its work and the idle time it cannot avoid.
 
 - warm: from its first F_lo to its first B_hi a microbatch travels to the last stage and back; meanwhile the rank can
   run F only, and no more of them than fit in memory. Before its first F of a later stage it can run F of earlier ones
   only, and has to leave room for that microbatch to come through.
-- tail: from its last F_hi to the B_lo of that microbatch likewise; meanwhile only B and W of what is in memory can run.
-- Little's law: what microbatches hold, each over its least life on the rank, is at most limit times span.
+- tail: from its last F_hi to the B_lo of that microbatch likewise; meanwhile only B and W of those in memory can run.
+- Little's law: the memory of microbatches, times their least life on the rank, is at most limit times span.
 - cycle: with room for k microbatches, F of i+k waits for B of i.
 - inside: all F and B of later stages on another rank happen between r's first F and last B.
 
-The makespan adds the way down to r's first stage before it and, after its last B, the way back to stage 0 and one W.
-The ideas are those of arXiv 2401.10241 (section 4) and 2405.15362, put together; tests throw random schedules at them.
+The makespan adds the path down to r's first stage before it and, after its last B, the path back to stage 0 and one W.
+The ideas are those of arXiv 2401.10241 (section 4) and 2405.15362, combined; tests check them with random schedules.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Bounds:
 
     makespan: float
     span: float
-    memory: bool = True  # whether limits of memory count in them, as far as there are any
+    memory: bool = True  # whether memory limits count in them, if there are any
 
     def of(self, objective: str) -> float:
-        """For "makespan", "span" or "period": where steps follow one another, each takes a rank at least its span."""
+        """The bound for "makespan", "span" or "period": consecutive steps take a rank at least its span each."""
         return self.makespan if objective == "makespan" else self.span
 
 
 def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None = None) -> Bounds:
     """Bounds for m microbatches with at most `limit` activation units per rank (one for all, or one each).
 
-    With several pipes, of all ways to deal the microbatches to them the best counts; see bounds_mirrored.py. A rank
-    that has no stage bounds nothing.
+    With several pipes, the best distribution of the microbatches among them counts; see bounds_mirrored.py. A rank
+    without a stage bounds nothing.
     """
     if "s" in costs.ms:
         plain = replace(costs, ms={name: ms for name, ms in costs.ms.items() if name not in ("s", "t", "i", "e")})
@@ -56,7 +56,7 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
         hidden = 1.0 - costs.overlap
         costs = replace(costs.with_ms(f=costs.each(lambda ms: hidden * ms, "f")), overlap=0.0)
     costs = costs.least()
-    # A fused backward never holds what W needs; where that is more than F left, it does better than B and W apart.
+    # A fused backward never holds the inputs of W; if those are more than F left, it beats separate B and W.
     costs = costs.with_units(left=tuple(map(min, costs.units("kept"), costs.units("left"))))
     p = placement.ranks
     limits = [INF if limit is None else float(limit)] * p if not isinstance(limit, Sequence) else list(limit)
@@ -75,8 +75,8 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
 
 
 def _of_slices(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None) -> Bounds:
-    """Bounds for microbatches in slices: those of as many microbatches as there are slices, which can do whatever
-    slices can, of the least that any slice takes; and the work of each rank after the way to it."""
+    """Bounds for microbatches in slices: the bounds of m * slices microbatches with the least costs of any slice, which
+    have at least the freedom of slices; and the work of each rank after the path to it."""
     least = costs.unit(min)
     found = bounds(placement, least, m * costs.slices, limit)
     costs, way = costs.least(), Way(placement, least)
@@ -92,8 +92,8 @@ def _of_slices(placement: Placement, costs: Costs, m: int, limit: Sequence[float
 
 
 def _with_words(found: Bounds, placement: Placement, costs: Costs, m: int) -> Bounds:
-    """The same with the words that all ranks share: a rank works on them besides, and S, T and E come after the way
-    down to it. While a rank waits it may work on them, so they add nothing else."""
+    """Bounds with vocabulary parallelism: each rank also works on its shard, and S, T and E come after the path down to
+    it. A waiting rank may work on them, so they add nothing else."""
     way = Way(placement, costs.unit(min))
     f, b, w, bw = map(costs.column, ("f", "b", "w", "bw"))
     s, t, i, e = map(costs.column, ("s", "t", "i", "e"))
@@ -107,11 +107,11 @@ def _with_words(found: Bounds, placement: Placement, costs: Costs, m: int) -> Bo
 
 
 def with_sums(found: Bounds, placement: Placement, costs: Costs, *, ahead: bool = False) -> Bounds:
-    """The same for steps with the sums of gradients and the gathers of weights that `costs` give times for.
+    """Bounds for steps with gradient reductions and weight gathers, with times from `costs`.
 
-    After the last op of any rank comes the sum of the stage it worked on. The first op of all waits for the weights of
-    a stage that reads the data, while other ranks may gather theirs as they wait for it. `ahead`: weights are gathered
-    after all sums, those of a rank one after the other.
+    After the last op of any rank comes the reduction of its stage. The first op of all waits for the weights of a stage
+    that reads the data, while other ranks may gather theirs during their wait for it. `ahead`: weights are gathered
+    after all reductions, a rank's one after the other.
     """
     sums, gather = min(costs.column("reduce")), costs.column("gather")
     if ahead:
@@ -153,7 +153,7 @@ class _RankBounds:
         return idle
 
     def _forwards(self, stages: Sequence[int], room: float) -> float:
-        """Most time that F of these stages can take while `room` is all they find and nothing is given back."""
+        """The most time for F of these stages within `room`, with nothing freed."""
         way, s = self.way, stages[0]
         if len(stages) == 1 and 0 < way.kept[s] <= room < 1e14:
             return min(self.m, int(room // way.kept[s])) * way.f[s]
@@ -170,14 +170,14 @@ class _RankBounds:
         return max(0.0, window - others - own)
 
     def _w_before_last_b(self, rank: int, stages: Sequence[int]) -> float:
-        """W time that cannot be put off after the last B of `rank`, since what is put off is held."""
+        """W time that cannot be deferred past the last B of `rank`, since deferred W hold memory."""
         way, m = self.way, self.m
         total = m * sum(way.w[s] for s in stages)
         later = fill([(way.left[s], way.w[s], m) for s in stages], self.limits[rank] + ROOM)
         return max(0.0, total - later)
 
     def _little(self) -> float:
-        """Memory times time: no more than the limit all along, and less while filling and emptying."""
+        """Memory times time: at most the limit throughout, and less while filling and emptying."""
         if self.limit >= 1e14:
             return 0.0
         way = self.way
@@ -200,7 +200,7 @@ class _RankBounds:
         return filling + 0.5 * spare * spare * min(rates, default=0.0)
 
     def _inside(self) -> float:
-        """Every other rank's F and B of stages after `low` lie between this rank's first F and last B."""
+        """The bound from another rank's F and B of stages after `low`, all between this rank's first F and last B."""
         way, m, best = self.way, self.m, 0.0
         for rank, stages in enumerate(self.way.stages):
             inner = [s for s in stages if s > self.low]
@@ -213,7 +213,7 @@ class _RankBounds:
         return best
 
     def _cycle(self) -> float:
-        """One stage on the rank with room for k microbatches: F of i+k waits for B of i, and for a W if it must."""
+        """For one stage on the rank with room for k microbatches: F of i+k waits for B of i, and for a W if it must."""
         way, m, s = self.way, self.m, self.low
         unit, kept = way.kept[s], way.left[s]
         if len(self.stages) > 1 or unit <= 0 or self.limit >= 1e14:
@@ -231,7 +231,7 @@ class _RankBounds:
 
 
 def _release(room: float, unit: float, kept: float, b: float, w: float) -> float:
-    """Least time after a B until a full rank has room for one more F: none, some further B, or a W."""
+    """The least time after a B until a full rank has room for one more F: none, some further B, or a W."""
     if room >= kept:
         return 0.0
     if kept >= unit:

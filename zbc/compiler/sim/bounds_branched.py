@@ -1,8 +1,8 @@
-"""What no order of a graph of stages can beat.
+"""Lower bounds for every order of a graph of stages.
 
-A rank works on all microbatches. It begins when its first microbatch can have come to it; before its first backward
-that microbatch has gone the longest way to the loss and back, while the rank can run forwards only; after its last
-backward the longest way back to the data and one W are left. Limits of memory do not count.
+A rank works on all microbatches. It begins when its first microbatch can arrive. Before its first backward that
+microbatch takes the longest path to the loss and back, while the rank can run forwards only. After its last backward
+the longest path back to the data and one W are left. Memory limits do not count.
 """
 
 from __future__ import annotations

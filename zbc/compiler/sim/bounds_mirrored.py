@@ -1,16 +1,16 @@
 """Lower bounds for placements with several pipes, when more than one gets microbatches.
 
-With two, rank r holds stages lo..hi of each pipe, or of one of them. What bounds.py says of one pipe holds here for the
-pipe that asks for less:
+With two, rank r holds stages lo..hi of each pipe, or of one of them. The bounds of one pipe (bounds.py) hold for the
+pipe with the smaller ones:
 
-- nothing starts on r before the shorter of the ways down to its first stages;
+- nothing starts on r before the shorter of the paths down to its first stages;
 - before the first B on r, some microbatch has been to the end of its pipe and back; meanwhile r can run F only, and no
   more of them than fit in memory; likewise after its last F;
-- after the last B on r, a gradient has to go the shorter of the ways back to stage 0, and a W to run there; of its own
+- after the last B on r, a gradient takes the shorter of the paths back to stage 0, and a W has to run there; of its own
   work r can have left only the W that fit in memory.
 
 Work depends on how many microbatches each pipe gets; the split with the least bound counts. With three pipes and more
-the busiest rank has no less than an equal share of all work, and one microbatch has to go its way.
+the busiest rank has no less than an equal share of all work, and one microbatch has to take its path.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zbc.ir import Placement
 
 @dataclass(frozen=True, slots=True)
 class _MirroredRank:
-    """Times of one rank in ms: those that hold for every split, and per pipe those of one microbatch."""
+    """Times of one rank in ms, valid for every split, and of one microbatch per pipe."""
 
     head: float  # before its first op
     first_b: float  # before its first B, less the F that can run meanwhile
@@ -54,7 +54,7 @@ def _of(split: Sequence[int], each: Sequence[float]) -> float:
 
 
 def mixed(placement: Placement, costs: Costs, m: int, limits: Sequence[float]) -> tuple[float, float]:
-    """Makespan and span in ms that no order with microbatches in several pipes can beat; infinite for m = 1."""
+    """Lower bounds of makespan and span in ms of all orders with microbatches in several pipes; infinite for m = 1."""
     ways = [Way(placement, costs, pipe) for pipe in range(len(placement.pipes))]
     if len(ways) > 2:
         return _shared(ways, m)
@@ -66,7 +66,7 @@ def mixed(placement: Placement, costs: Costs, m: int, limits: Sequence[float]) -
 
 
 def _shared(ways: Sequence[Way], m: int) -> tuple[float, float]:
-    """However many pipes there are."""
+    """Lower bounds for any number of pipes."""
     one = ways[0]
     share = m * (sum(one.f) + sum(one.b) + sum(one.w)) / one.placement.ranks
     return max(share, min(way.around(0, 0) for way in ways) + one.b[0] + one.w[0]), share

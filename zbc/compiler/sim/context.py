@@ -1,4 +1,4 @@
-"""A program at what its ops cost, with what follows from both: made when it is first asked for, and once."""
+"""A program with its costs, and results derived from both, computed on first use and once."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from zbc.ir import Program
 
 @dataclass(frozen=True)
 class Context:
-    """What passes and predictions ask of one program."""
+    """A program and its costs, as passes and predictions read them."""
 
     program: Program
     costs: Costs
-    twin: Context | None = None  # of the same program at other costs: what needs no costs is made there
+    twin: Context | None = None  # the same program at other costs, which holds results that need no costs
 
     @classmethod
     def of(cls, program: Program, costs: Costs | None = None) -> Context:
@@ -25,7 +25,7 @@ class Context:
         return cls(program, costs or Costs.uniform(program.placement))
 
     def then(self, program: Program) -> Context:
-        """At the same costs another program: what a pass made of this one."""
+        """The context of another program, made from this one by a pass, at the same costs."""
         return self if program is self.program else Context(program, self.costs)
 
     def priced(self, costs: Costs) -> Context:
@@ -34,21 +34,21 @@ class Context:
 
     @cached_property
     def graph(self) -> Graph:
-        """What each op waits for."""
+        """The dependencies of the ops."""
         return build(self.program) if self.twin is None else self.twin.graph
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When each op runs. Raises E201 or E202 if the order can never finish."""
+        """The simulated timeline. Raises E201 or E202 if the order can never finish."""
         return run(self.graph, self.costs)
 
     def forget(self) -> None:
-        """Drop the graph and the timeline, which are large: they are made again if they are asked for again."""
+        """Drops the graph and the timeline, which are large; they are made again on the next use."""
         for name in ("graph", "timeline"):
             self.__dict__.pop(name, None)
 
     def step_ms(self, objective: str) -> float:
-        """What a step costs, in ms, by an objective: "makespan", "span", or "period" (see `steady_state`)."""
+        """ms of a step, by an objective: "makespan", "span", or "period" (see `steady_state`)."""
         if objective == "period":
             return steady_state(self.graph, self.costs)
         return self.timeline.makespan if objective == "makespan" else self.timeline.span

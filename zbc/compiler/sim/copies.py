@@ -1,4 +1,4 @@
-"""Copies of activations to the host and back in a timeline: how long they take, and who waits for them."""
+"""Offload copies in a timeline: their time, and the time ranks wait for them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from zbc.ir import COPY, Key, Kind
 
 
 class Copying(NamedTuple):
-    """Of one rank in a step, in ms."""
+    """ms of one rank's copies in a step."""
 
     copying: float = 0.0
     waited: float = 0.0  # by the rank, for its copies
 
     @property
     def hidden(self) -> float:
-        """The share of the copies that nobody waits for."""
+        """The share of the copies that no rank waits for."""
         return max(0.0, 1 - self.waited / self.copying) if self.copying else 1.0
 
 
 def copied(timeline: Timeline) -> list[Copying]:
-    """Of every rank."""
+    """The copies of every rank."""
     graph = timeline.graph
     found = [[0.0, 0.0] for _ in range(timeline.ranks)]
     events = {event: ops[0] for event, ops in graph.met.items() if graph.ops[ops[0]].kind in COPY}
@@ -37,7 +37,7 @@ def copied(timeline: Timeline) -> list[Copying]:
 
 
 def _waiting(graph: Graph) -> dict[tuple[Kind, int, Key], int]:
-    """The op that waits for each copy of a rank: RELEASE for the way out, the backward for the way back."""
+    """The op that waits for each copy of a rank: RELEASE for an OFFLOAD, the backward for a RELOAD."""
     found = dict[tuple[Kind, int, Key], int]()
     for i, op in enumerate(graph.ops):
         if op.kind is Kind.RELEASE:

@@ -1,6 +1,6 @@
 """Copies of ranks that share a link to the host: it takes one out and one back at a time, in the order of time.
 
-Which copy comes first is then up to the clock, not to a list, so nodes are walked in the order in which they can begin.
+The order of copies then depends on the times, not on a list, so nodes are walked in the order of their earliest start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zbc.ops import Lane
 
 
 class Links:
-    """Until when each link is taken, either way; `lane_of` has the link and the direction of each copy."""
+    """The time until which each link is taken, either way; `lane_of` has the link and the direction of each copy."""
 
     def __init__(self, graph: Graph, costs: Costs) -> None:
         self.alone = costs.alone
@@ -27,7 +27,7 @@ class Links:
         self.free = dict.fromkeys({(link, out) for link, _ in self.lane_of.values() for out in (True, False)}, 0.0)
 
     def copy(self, event: int, ready: float, length: float) -> tuple[float, float]:
-        """When a copy that is ready begins, and how long it takes."""
+        """The start and the ms of a copy that is ready at `ready`."""
         link, out = self.lane_of[event]
         begin = max(ready, self.free[link, out])
         if self.free[link, not out] <= begin:
@@ -37,7 +37,7 @@ class Links:
 
 
 def by_time(graph: Graph, end: Sequence[float], *, posted: bool) -> Iterator[int]:
-    """All nodes that take time, the one that can begin first first; reads `end` of a node after it was handed out.
+    """Yields all nodes that take time, by their earliest start; reads `end` of a node after yielding it.
 
     With `posted`, messages wait for their buffer.
     """

@@ -1,7 +1,7 @@
-"""The sums of tensor-parallel ranks inside ops: when they are on their way, and which of them a rank waits for.
+"""Tensor-parallel collectives inside ops: their times, and the exposed part.
 
-They are no ops of a plan. An F or a B on its own waits for its sums; those of a BW are on their way while its own W
-runs; in a group each op runs while sums of the other are on their way.
+They are no ops of a plan. An F or a B on its own waits for its collectives; a BW's collectives run during its own W; in
+an overlap group each op runs during collectives of the other.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from zbc.ir import Op
 
 
 class Shared(NamedTuple):
-    """Sums of one op, as one piece; ms in the time of the timeline."""
+    """Collectives of one op, as one piece; ms in the time of the timeline."""
 
     op: Op
     start: float
     end: float
-    hidden: bool  # behind what its rank computes meanwhile
+    hidden: bool  # by the compute of its rank meanwhile
 
 
 class Sums(NamedTuple):
-    """ms of all of them on a rank in a step, the mean of the ranks, and of these the ms that it waits."""
+    """ms of all these collectives on a rank in a step, the mean of the ranks, and of these the exposed ms."""
 
     ms: float
     exposed_ms: float
@@ -36,7 +36,7 @@ class Sums(NamedTuple):
 
 
 def sums_of(timeline: Timeline, costs: Costs) -> Sums | None:
-    """None where there are none."""
+    """The collectives inside the ops of a timeline; None if there are none."""
     whole = exposed = 0.0
     for rank in range(timeline.ranks):
         for piece in shared(timeline, costs, rank):
@@ -46,7 +46,7 @@ def sums_of(timeline: Timeline, costs: Costs) -> Sums | None:
 
 
 def shared(timeline: Timeline, costs: Costs, rank: int) -> Iterator[Shared]:
-    """The sums inside the ops of a rank, in order."""
+    """Yields the collectives inside the ops of a rank, in order."""
     graph = timeline.graph
     skip = 0
     for i in graph.mine(rank):
@@ -65,7 +65,7 @@ def shared(timeline: Timeline, costs: Costs, rank: int) -> Iterator[Shared]:
 
 
 def _of_group(timeline: Timeline, costs: Costs, mark: int) -> Iterator[Shared]:
-    """Those of each op under the other one; at the end those that take longer than both compute."""
+    """Yields each op's collectives under the other op; at the end those that exceed the compute of both."""
     one, other = timeline.graph.ops[mark + 1], timeline.graph.ops[mark + 2]
     begin, middle, end = timeline.start[mark + 1], timeline.end[mark + 1], timeline.end[mark + 2]
     first, second = costs.sums(one)[0], costs.sums(other)[0]

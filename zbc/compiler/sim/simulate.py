@@ -1,14 +1,14 @@
-"""When does each op run? An op starts as soon as its rank is free and what it reads is there.
+"""Simulates the time of each op: an op starts as soon as its rank is free and its inputs exist.
 
-A transfer is pure latency beside compute (the time model of arXiv 2401.10241): what a rank sends is at its neighbour
-`link` ms after it was sent; with `Costs.rendezvous`, after it was sent and its buffer was posted. With `Costs.occupies`
-a link carries one message of a direction at a time, in the order in which they are sent. Collectives run beside compute
-too, on a lane of their own per rank, one after the other: one begins when all its ranks have come to it and are done
-with the one before. The order of every lane is fixed, so the clock is one walk over the nodes of the graph in the order
-that the proof found.
+A transfer is pure latency in parallel with compute (the time model of arXiv 2401.10241): a message arrives `link` ms
+after its SEND; with `Costs.rendezvous`, after its SEND and the post of its buffer. With `Costs.occupies` a link carries
+one message of a direction at a time, in the order of the SENDs. Collectives run in parallel with compute too, on a lane
+of their own per rank, one after the other: one begins when all its ranks have come to it and have completed the one
+before. The order of every lane is fixed, so one walk over the nodes of the graph, in the order that the proof found,
+times them.
 
-The two ops of a group start when both have their input, and what they make is there when both have ended. How long a
-group takes is up to the costs; its time is shown as the first op and after it the second, each with its share.
+The two ops of a group start when both have their inputs, and their results exist when both have ended. The costs decide
+how long a group takes; its time is shown as the first op and after it the second, each with its share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zbc.ir import Op, Program
 from zbc.job.throughput import balance, idle_rate
 from zbc.ops import Lane
 
-SAME = 1e-12  # times this close, relatively, are one
+SAME = 1e-12  # times this close, relatively, are equal
 
 
 class Span(NamedTuple):
@@ -53,21 +53,21 @@ class Idle(NamedTuple):
 
     warm_up: float  # before its first op
     message: float  # between ops, waiting for a tensor of another rank
-    drain: float  # after its last op and its last sum
-    sums: float = 0.0  # after its last op, until its last sum of gradients (or gather of weights) is over
+    drain: float  # after its last op and its last collective
+    sums: float = 0.0  # after its last op, until its last gradient or weight collective is completed
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Start and end of every node of a graph, in ms; of an event, when it is going on.
+    """Start and end of every node of a graph, in ms; for an event, of the time it is going on.
 
-    `closing`: what closes a step ahead of the barrier takes its time and counts among the ops of its rank. Otherwise
-    the ops that compute count alone, which is what papers compare; what closes a step then takes no time.
+    `closing`: ops that close a step ahead of the barrier take their time and count among the ops of their rank.
+    Otherwise only ops that compute count, as papers compare them; closing a step then takes no time.
     """
 
     graph: Graph
     start: list[float]
-    end: list[float]  # after the nodes come entries of `replay`: when each rank was free, and the beginning
+    end: list[float]  # after the nodes, entries of `replay`: the start of each rank, and of the step
     closing: bool = False
 
     def __repr__(self) -> str:
@@ -97,7 +97,7 @@ class Timeline:
 
     @cached_property
     def sums(self) -> tuple[Sum, ...]:
-        """The collectives that run beside compute, in the order in which they begin."""
+        """The collectives in parallel with compute, in the order in which they begin."""
         graph = self.graph
         found = []
         for event, ops in graph.met.items():
@@ -116,7 +116,7 @@ class Timeline:
         return found
 
     def closes(self, rank: int) -> float:
-        """When its last op and the last sum it takes part in are over."""
+        """ms when a rank's last op and the last collective it takes part in are completed."""
         return self._closes[rank]
 
     @cached_property
@@ -128,11 +128,11 @@ class Timeline:
         return found
 
     def opens(self, rank: int) -> float:
-        """When its first op, or a collective that it starts before (weights that its first op needs), begins."""
+        """ms when a rank's first op begins, or an earlier collective (of weights that its first op needs)."""
         return self._opens[rank]
 
     def waited_for(self, op: int) -> int:
-        """The op on another rank that sent what an op (or its group) got last, -1 for none."""
+        """The op on another rank that sent the last input of an op (or of its group), -1 for none."""
         last = max(self.graph.arrivals(op), key=self.end.__getitem__, default=-1)
         return self.graph.before[last] if last >= 0 else -1
 
@@ -141,12 +141,12 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """First start to last end over all ranks: a step whose optimizer is a barrier."""
+        """First start to last end over all ranks: the time of a step with an optimizer barrier."""
         return max(self._closes) - min(self._opens)
 
     @property
     def span(self) -> float:
-        """The longest own time of a rank: a step in steady state without the barrier."""
+        """The longest own time of a rank: the time of a step in steady state without the barrier."""
         return max(self.closes(r) - self.opens(r) for r in range(self.ranks))
 
     @property
@@ -164,11 +164,11 @@ class Timeline:
 
     @property
     def balance(self) -> float:
-        """The mean work of a rank over that of the busiest."""
+        """The mean work of a rank relative to the busiest rank's."""
         return balance([self.busy(r) for r in range(self.ranks)])
 
     def _rate(self, cost: float) -> float:
-        """Share of `cost` in which even the busiest rank is idle."""
+        """The share of `cost` in which even the busiest rank is idle."""
         return (cost - max(self.busy(r) for r in range(self.ranks))) / cost if cost > 0 else 0.0
 
     def idle(self, rank: int) -> Idle:
@@ -180,21 +180,21 @@ class Timeline:
 
 def simulate(program: Program, costs: Costs) -> Timeline:
     """The timeline of a compute-only or complete program. Raises E201 if its order can never finish, E202 if an op
-    needs what nothing makes."""
+    needs a value that no op makes."""
     return run(build(program), costs)
 
 
 def run(graph: Graph, costs: Costs, free_from: Sequence[float] | None = None, *, closing: bool = False) -> Timeline:
-    """The same with the graph at hand; `free_from` is when each rank can begin, in ms."""
+    """The timeline of a given graph; `free_from` is when each rank can begin, in ms."""
     return replay(graph, costs, lengths(graph, costs, closing=closing), free_from, closing=closing)
 
 
 def steady_state(graph: Graph, costs: Costs, steps: int = 8) -> float:
-    """What a step costs, in ms, when steps follow one another without a barrier.
+    """ms of a step in steady state, when steps follow one another without a barrier.
 
-    Each rank starts the next step right after its own last op; the time between two ends of a rank settles after a few
-    steps, and once it is the same for all ranks it stays so. Not always the span: a rank may have to wait for one that
-    is late.
+    Each rank starts the next step right after its own last op. The time between two ends of a rank converges after a
+    few steps, and stays once it is the same for all ranks. It can exceed the span: a rank may have to wait for a late
+    one.
     """
     ranks = len(graph.first) - 1
     ends, period = [0.0] * ranks, 0.0
@@ -210,7 +210,7 @@ def steady_state(graph: Graph, costs: Costs, steps: int = 8) -> float:
 
 
 class Transfers(NamedTuple):
-    """ms of the makespan where no message waits for its buffer, and where each does."""
+    """ms of the makespan if no message waits for its buffer, and if each does."""
 
     eager_makespan_ms: float
     rendezvous_makespan_ms: float
@@ -224,7 +224,7 @@ class Transfers(NamedTuple):
 
 
 def either_transfer(graph: Graph, costs: Costs) -> Transfers:
-    """What a step of a complete program costs on both kinds of transports."""
+    """ms of a step of a complete program on both kinds of transports."""
     eager, late = (run(graph, costs.over(transfer)).makespan for transfer in ("eager", "rendezvous"))
     return Transfers(round(eager, 9), round(late, 9))
 
@@ -232,7 +232,7 @@ def either_transfer(graph: Graph, costs: Costs) -> Transfers:
 def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]:
     """ms of every node: of ops that take a rank's time, of messages and of the other events.
 
-    Without `closing`, what closes a step takes no time, and nobody waits for the numbers that ranks agree with.
+    Without `closing`, ops that close a step take no time, and no rank waits for the numbers that ranks agree with.
     """
     per_row = []
     for row in graph.rows:
@@ -254,7 +254,7 @@ def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]
 
 
 def _occupied(graph: Graph, costs: Costs) -> list[float]:
-    """ms that each message has its link to itself."""
+    """ms for which each message occupies its link."""
     layout, found = graph.layout, list[float]()
     for (_, message), base, stop in zip(layout.channels, layout.firsts, layout.stops, strict=True):
         ms = 0.0 if message.edge < 0 else costs.occupies[message.home][layout.edges[message.edge]]
@@ -270,13 +270,13 @@ def replay(
     *,
     closing: bool = False,
 ) -> Timeline:
-    """The same with ms of every node. Raises E201 or E202."""
+    """The timeline of a graph, given ms of every node. Raises E201 or E202."""
     order, done = graph.ran
     if not graph.finishes:
         raise _stuck(graph, done)
     ranks = len(graph.first) - 1
     start, end = [0.0] * len(length), [0.0] * len(length)
-    # `before` of the first node of rank r leads here from the end of the list, that of nothing to the last entry.
+    # `before` of the first node of rank r leads here from the end of the list, `NOTHING` to the last entry.
     end += [*reversed(free_from or [0.0] * ranks), 0.0]
     before, ptr, pred = graph.before, graph.ptr, graph.pred
     link = Links(graph, costs) if costs.shared > 1 or costs.alone < 1 else None
@@ -304,8 +304,8 @@ def _slowly(
     end: list[float],
     link: Links | None = None,
 ) -> None:
-    """The walk with groups, and with messages that wait for more than the op which sends them: for events that bring
-    what they carry, for the buffer, for the link. Copies that share a `link` to the host need an `order` by time."""
+    """The walk with groups, and with messages that wait for more than their SEND: for events that bring their data, for
+    the buffer, for the link. Copies that share a `link` to the host need an `order` by time."""
     marks, waits, first = set(graph.marks), graph.waits, len(graph.ops)
     before, ptr, pred, posted = graph.before, graph.ptr, graph.pred, graph.posted
     busy = _occupied(graph, costs) if costs.occupies else []
@@ -324,7 +324,7 @@ def _slowly(
                 line = graph.line_of[x]
                 time = max(time, free[line])
                 free[line] = time + busy[x]
-        elif i in marks:  # a group is one item: its ops begin with it, what they make is there when it is over
+        elif i in marks:  # a group is one item: its ops begin with it, their results exist at its end
             length[i] = costs.pair(graph.ops[i + 1], graph.ops[i + 2], *shares[i])
             length[i + 1] = length[i + 2] = 0.0
         elif link is not None and i in link.lane_of:
@@ -337,7 +337,7 @@ def _slowly(
 
 
 def _stuck(graph: Graph, done: bytearray) -> ZbcError:
-    """Why an order never finishes, in short; the checks say it at length."""
+    """Why an order never finishes, in short; the checks give the details."""
     heads = [next((i for i in graph.mine(rank) if not done[i]), -1) for rank in range(len(graph.first) - 1)]
     found = [(i, _awaited(graph, done, i)) for i in heads if i >= 0]
     for i, other in found:
@@ -349,7 +349,7 @@ def _stuck(graph: Graph, done: bytearray) -> ZbcError:
 
 
 def _awaited(graph: Graph, done: bytearray, op: int) -> int:
-    """The op that starts, or makes, what an op waits for; -1 if there is none."""
+    """The op that starts, or makes, the awaited value of an op; -1 if there is none."""
     n, cells = len(graph.ops), graph.layout.cells
     nodes = [x for x in graph.pred[graph.ptr[op] : graph.ptr[op + 1]] if not done[x]]
     nodes += [cells[one.cell] for one in graph.unmet if one.op == op and cells[one.cell] >= 0]

@@ -1,4 +1,4 @@
-"""Least times along the path of a microbatch, and what fits into a memory limit: what bounds are made of."""
+"""Least times along the path of a microbatch, and the most time within a memory limit: the parts of bounds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Way:
         self.kept, self.left = map(costs.units, ("kept", "left"))
         self.stages = [placement.stages_of(rank) for rank in range(placement.ranks)]
         (self.last,) = (s for s in range(placement.stages) if not placement.sinks(s))
-        self._f = [0.0, *accumulate(self.f)]  # of the stages before
-        self._b = list(accumulate(self.b))  # of these and its own
+        self._f = [0.0, *accumulate(self.f)]  # of the previous stages
+        self._b = list(accumulate(self.b))  # of the previous stages and this one
         self._lag = [0.0, *accumulate(costs.links[pipe].values())]
 
     def down(self, s: int, t: int) -> float:
@@ -42,7 +42,7 @@ class Way:
 
 
 def fill(items: Sequence[tuple[float, float, int]], room: float) -> float:
-    """Most time whose memory fits in `room`: items are (memory, time, how many there are). Parts of an item count."""
+    """The most time whose memory fits in `room`: items are (memory, time, count). Fractions of an item are allowed."""
     if room >= 1e14:
         return sum(time * count for _, time, count in items)
     total = 0.0
@@ -61,9 +61,9 @@ def fill(items: Sequence[tuple[float, float, int]], room: float) -> float:
 def longest(
     placement: Placement, ms: Sequence[float], links: Mapping[Edge, float], reads: Callable[[int], tuple[int, ...]]
 ) -> list[float]:
-    """Of each stage the longest way that ends with it: `ms` of the stages on it and `links` of the edges between them.
+    """For each stage the longest path that ends with it: `ms` of its stages and `links` of the edges between them.
 
-    `reads` are the stages before it: `placement.sources` for ways from the data, `placement.sinks` from the loss.
+    `reads` are the stages before it: `placement.sources` for paths from the data, `placement.sinks` from the loss.
     """
     found: dict[int, float] = {}
     while len(found) < placement.stages:
