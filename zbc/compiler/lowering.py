@@ -1,18 +1,18 @@
-"""How a compute-only schedule becomes a complete plan: the passes, in the order they run.
+"""Lowers a compute-only schedule to a complete plan: the passes, in the order they run.
 
 The order matters:
-0. weave, where all ranks share a vocabulary, moves backwards and so comes before all that is placed beside them.
+0. weave, for vocabulary parallelism, moves backwards, and so runs before all passes that place ops by them.
 1. insert-comm first: it sends a B's gradient before the W after it.
 2. fuse-backward second: with the SEND in between, only those B W pairs fuse that keep no other rank waiting. Run before
    insert-comm, it makes a split 1F1B of makespan 30 take 33.
 3. offload needs the times that both leave, and a fused backward frees at once what a split one keeps for its W.
-4. gather-weights, where weights or the optimizer are shared out, needs every op that reads weights; sums go behind its
+4. gather-weights, if weights or the optimizer are sharded, needs every op that reads weights; reductions go after its
    gathers, for which ops wait.
 5. reduce-grads needs all compute and transfers in place.
 6. optimizer-step or, for an optimizer without a barrier, post-validate closes the list.
-   For steps without a flush one pass, flushless, does all of this at once: what stands where depends on the steps
+   For steps without a flush one pass, flushless, does all of this at once: the places of ops depend on the steps
    before and after.
-7. freeze, where asked for, leaves the list as it is and shortens some of its ops.
+7. freeze, on request, leaves the list as it is and shortens some of its ops.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Pass(Protocol):
     name: ClassVar[str]
 
     def run(self, program: Program, context: Context) -> Program:
-        """The program changed; `context` is that of the one given."""
+        """Returns the changed program; `context` is of the given one."""
 
 
-# What does not depend on what ops cost, but for when receives are posted (`Costs.rendezvous`).
+# These do not depend on costs, except for the posting of receives (`Costs.rendezvous`).
 _FIRST: tuple[Pass, ...] = (
     InsertComm(),
     FuseBackward(),
@@ -55,16 +55,16 @@ _FIRST: tuple[Pass, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """What of a job decides how its program is lowered."""
+    """The options of a job that decide how its program is lowered."""
 
     sync: str = "before-step"  # of the optimizer: whether a barrier closes a step, or the next one does
-    gather: GatherWeights | None = None  # of weights that come and go within a step
+    gather: GatherWeights | None = None  # of weights that are gathered and freed within a step
     offload: Offload | None = None  # to keep to a limit by moving activations to the host
     weave: Weave | None = None  # of a vocabulary that all ranks share
-    every: int = 0  # microbatches from one step of a stage to its next, where each steps on its own
-    several: Several = never  # without a flush: what makes several steps of the schedule
+    every: int = 0  # microbatches from one step of a stage to its next, if each steps on its own
+    several: Several = never  # without a flush: makes several steps of the schedule
     group: int | None = None  # of the schedule
-    freeze: Freeze | None = None  # of weight gradients that are left out; set once an order is found
+    freeze: Freeze | None = None  # of skipped weight gradients; set once an order is found
 
     @classmethod
     def of(cls, job: Job, several: Several) -> Lowering:
@@ -79,7 +79,7 @@ class Lowering:
         )
 
     def passes(self, *, sharded: bool = False) -> list[Pass]:
-        """Every pass, in order; `sharded`: of a program whose weights or optimizer are shared out."""
+        """Every pass, in order; `sharded`: for a program whose weights or optimizer are sharded."""
         return [*self._first(), *self._last(sharded=sharded)]
 
     def lower(self, context: Context) -> Context:
@@ -87,7 +87,7 @@ class Lowering:
         return self.finish(self.begin(context))
 
     def begin(self, context: Context) -> Context:
-        """The first passes, whose result is the same whatever ops cost where no message waits for its buffer, and no
+        """Runs the first passes, whose result is the same for any costs if no message waits for its buffer, and no
         vocabulary is shared."""
         return _through(self._first(), context)
 
@@ -96,7 +96,7 @@ class Lowering:
         return _through(self._last(sharded=context.program.sharded), context)
 
     def states(self, context: Context) -> Iterator[tuple[str, Program]]:
-        """The program as the schedule made it and as each pass left it, with what made it."""
+        """Yields the schedule's program and each pass's result, with the name of its maker."""
         yield context.program.history[0], context.program
         for one in self.passes(sharded=context.program.sharded):
             context = _through([one], context)
@@ -110,14 +110,14 @@ class Lowering:
     def _last(self, *, sharded: bool) -> list[Pass]:
         if self.sync in FLUSHLESS:
             return []
-        ahead = self.sync == "post-validate"  # which gathers what its tentative steps make
+        ahead = self.sync == "post-validate"  # which gathers the results of its tentative steps
         gather = self.gather or (RenewWeights() if sharded and not ahead else None)
         close = PostValidate() if ahead else OptimizerStep()
         return [*_some(self.offload, gather), ReduceGrads(), close, *_some(self.freeze)]
 
 
 def _some(*passes: Pass | None) -> list[Pass]:
-    """Those that a job asks for."""
+    """The passes that a job asks for."""
     return [one for one in passes if one is not None]
 
 

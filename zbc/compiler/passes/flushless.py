@@ -13,28 +13,27 @@ from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
 
-_BODY = 2  # of the steps that are laid out, the one that is cut out: all around it is as it always will be
+_BODY = 2  # the step of the laid-out ones that is cut out: it is in steady state
 _STEPS = 5
-# Compute ops between a receive and what waits for it, where messages wait for a buffer: the forward and the backward
-# before. By time receives of the steps that are laid out would stand where those of later steps do not.
+# Compute ops between a receive and its user, if messages wait for a buffer: the forward and the backward before. Placed
+# by time, receives of the laid-out steps would differ from those of later steps.
 _EARLY = 2
 
-# A schedule's program of so many steps as one; None where it has no steady state.
+# A schedule's program of n steps as one; None if it has no steady state.
 Several = Callable[[Program, int], Program | None]
 
 
 def never(program: Program, steps: int) -> Program | None:
-    """Of no schedule."""
+    """None, for every schedule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flushless:
-    """Make the body of a cycle of a step: where its ranks would drain, they begin the next step.
+    """Make the body of a cycle of a step: instead of draining, ranks begin the next step.
 
-    The schedule is asked for several steps as one with so many more microbatches, and all that passes put between the
-    ops of microbatches is put there. Then one step is cut out of the middle, where each is as the one before. A `STEP`
-    stands behind the last backward of its stage, or, where stages step on their own, behind every few of them
-    (`every`).
+    The schedule makes several steps as one with more microbatches, and passes insert their ops there. Then one step is
+    cut out of the middle, in steady state. A `STEP` follows the last backward of its stage or, if stages step on their
+    own, every few of them (`every`).
 
         F s0 m0           F s0 m1
         F s0 m1           SEND_F s0 m1 >r1
@@ -52,7 +51,7 @@ class Flushless:
     name: ClassVar[str] = "flushless"
 
     def run(self, program: Program, context: Context) -> Program:
-        """Raises E210 where a rank would be ahead by more than one step, E118 for other schedules."""
+        """Raises E210 if a rank would be ahead by more than one step, E118 for other schedules."""
         m = program.microbatches
         whole = self._unrolled(program)
         early = _EARLY if context.costs.rendezvous else POSTED
@@ -63,7 +62,7 @@ class Flushless:
         return replace(made, flushless=True)
 
     def _unrolled(self, program: Program) -> Program:
-        """Some steps in a row."""
+        """Several consecutive steps."""
         name, m, p = program.history[0], program.microbatches, program.placement.ranks
         longer = self.several(program, _STEPS)
         if longer is None:
@@ -92,7 +91,7 @@ class Flushless:
 
 
 def _cut(ops: Sequence[Op], m: int) -> list[Op]:
-    """The body: what comes after the last backward of a step, and what it sends, up to that of the next."""
+    """The body: ops after the last backward of a step and its sends, up to those of the next step."""
     ends = []
     for step in (_BODY - 1, _BODY):
         end = max(i for i, op in enumerate(ops) if op.kind.makes_part and op.mb // m == step) + 1
@@ -108,8 +107,8 @@ def _cut(ops: Sequence[Op], m: int) -> list[Op]:
 
 
 def _closed(ops: Sequence[Op], program: Program, every: int) -> list[Op]:
-    """The body with a STEP, and around it the sum over replicas and what collects their parts, behind the last of so
-    many backwards of a stage."""
+    """The body with, after every `every` backwards of a stage, its sum over replicas, its STEP, and the gather of their
+    parts."""
     count: dict[int, int] = {}
     behind: dict[int, list[Op]] = {}
     for i, op in enumerate(ops):
@@ -125,7 +124,7 @@ def _closed(ops: Sequence[Op], program: Program, every: int) -> list[Op]:
 
 
 def _sent(ops: Sequence[Op], i: int) -> int:
-    """The last of the sends right behind an op, or that op."""
+    """The index of the last send right after op i, or i."""
     while i + 1 < len(ops) and ops[i + 1].kind.is_send:
         i += 1
     return i

@@ -1,4 +1,4 @@
-"""Weight gradients that are left out where that makes the step shorter."""
+"""Skips weight gradients of frozen layers if that makes the step shorter."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import lengths, replay
 from zbc.ir import WHOLE, Op, Program
 
-_ROUND = 1e-6  # of a layer: what a linear program is off by
-# Of even and of odd stages: the part of a layer that may be frozen before the program asks for all of it. Backwards of
-# neighbours that run at once are of neighbouring microbatches, so that with the last they round the same way.
+_ROUND = 1e-6  # of a layer: the error of the linear program
+# For even and for odd stages: the fraction of a layer that may be frozen before the linear program asks for all of it.
+# Neighbours' simultaneous backwards are of adjacent microbatches, so with the last pair they round the same way.
 _BIASES = ((0.0, 0.0), (0.5, 0.5), (0.0, 0.5))
 
 
@@ -24,8 +24,8 @@ class Freeze:
     """Freeze layers in W and BW: at most the share `most` of a stage, on average over its ops of a step.
 
     `layers` has the number of layers of each stage: an op freezes whole layers, so the shares of the linear program are
-    rounded, and what an op is given less than it asked for is due to the next ones of its stage. Without `layers` a
-    share is a whole percentage.
+    rounded, and the rest that an op did not get goes to the next ones of its stage. Without `layers` a share is a whole
+    percentage.
 
         BW s0 m0         BW s0 m0
         BW s0 m1   ->    BW s0 m1 50%
@@ -39,7 +39,7 @@ class Freeze:
     def run(self, program: Program, context: Context) -> Program:
         solved = frozen_shares(program, context.graph, context.costs, self.most)
         ways = [solved.of]
-        if solved.ms is None:  # in part, which may be worse than what needs no solver
+        if solved.ms is None:  # in part, which may be worse than equal shares
             ways.append({op: self.most for _, _, op in program if op.kind.makes_part})
         found = [self._rounded(program, shares, bias) for shares in ways for bias in _BIASES]
         fits = [one for one in found if self._within(one)]
@@ -53,7 +53,7 @@ class Freeze:
         return best if best is not program else program.with_ranks(program.ranks, by=self.name)
 
     def _rounded(self, program: Program, shares: Mapping[Op, float], bias: tuple[float, float]) -> Program:
-        """With whole layers frozen."""
+        """The program with whole layers frozen."""
         due = [bias[stage % 2] for stage in range(program.placement.stages)]
 
         def rounded(op: Op) -> Op:
@@ -73,12 +73,12 @@ class Freeze:
 
 
 def within(share: float, most: float) -> bool:
-    """Whether a stage is frozen by `most` at most; ops say shares in whole percent."""
+    """Whether a stage is frozen by at most `most`; ops have shares in whole percent."""
     return share <= most + 1 / (2 * WHOLE)
 
 
 def trained(table: Sequence[estimate.Layer], part: Sequence[int]) -> int:
-    """How many layers of a stage have weight gradients; 1 at least."""
+    """The number of layers of a stage with weight gradients, at least 1."""
     return max(1, sum(table[i].w > 0 for i in part))
 
 
@@ -100,14 +100,14 @@ def frozen(program: Program) -> float:
 
 
 def alike(context: Context, most: float) -> float:
-    """ms of a step in which each of its ops is frozen by the same share, rounded to a percentage."""
+    """ms of a step with all ops frozen by the same share, rounded to a percentage."""
     program, share = context.program, round(WHOLE * (1 - most))
     ranks = [[op._replace(share=share) if op.kind.makes_part else op for op in ops] for ops in program.ranks]
     return _makespan(context, program.with_ranks(ranks, by=Freeze.name))
 
 
 def _makespan(context: Context, program: Program) -> float:
-    """ms of the step of a context, of which `program` freezes some layers; what waits for what is the same."""
+    """ms of the step of a context, of which `program` freezes some layers; dependencies are the same."""
     length = lengths(context.graph, context.costs)
     for i, (_, _, op) in enumerate(program):
         if op.share != WHOLE:

@@ -1,15 +1,15 @@
-"""Which part of each weight gradient to leave out, so that a step gets shortest: a linear program (arXiv 2602.05754).
+"""Chooses the share of each weight gradient to skip for the shortest step: a linear program (arXiv 2602.05754).
 
 Variables are the end of every op, the frozen share x of each W (or of the W part of a BW) and the length T of a step:
 
     end(i) >= end(j) + length(i) - w(i) x(i)     for each j that i waits for, in the graph of the program
-    end(i) >= end(j) + least(i)                  likewise, of a BW whose W hides sums of tensor-parallel ranks
+    end(i) >= end(j) + least(i)                  likewise, of a BW whose W hides tensor-parallel collectives
     T >= end(i)
     mean of x over the ops of a stage <= most
 
 The least T counts first, then the least sum of x at that T. The solver is GLOP (`pip install 'zbc[solve]'`). Above
 `LARGE` ops the program is solved without most of its microbatches: the first and the last p of them are free, and all
-between get the cap, of which some stay to keep both ends apart.
+between get the cap; some of these stay to keep both ends apart.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from zbc.errors import ZbcError
 from zbc.ir import Op, Program
 from zbc.ops import UNIT_SCOPES
 
-LARGE = 2000  # ops that compute; a program of more is solved in part
-ENDS = 4  # times the ranks: microbatches that stay then, half of them at each end of the step
-_SAME = 1e-9  # how much longer, relatively, a step may be while freezing is minimised
-_LEAST = 1e-7  # a share below this is none: what the solver takes for 0
+LARGE = 2000  # compute ops; a larger program is solved in part
+ENDS = 4  # times the ranks: microbatches kept then, half of them at each end of the step
+_SAME = 1e-9  # relative slack of the step while freezing is minimised
+_LEAST = 1e-7  # shares below this count as 0, the solver's tolerance
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The frozen share of each op, 0 to 1; ops that are not named are not frozen. `ms`: T, None if solved in part."""
+    """The frozen share of each op, 0 to 1; other ops are not frozen. `ms`: T, None if solved in part."""
 
     of: Mapping[Op, float]
     ms: float | None
 
 
 class _End(NamedTuple):
-    """When a node ends: `ms` after a variable, or after the beginning of the step."""
+    """End of a node: `ms` after a variable, or after the beginning of the step."""
 
     variable: Any | None
     ms: float
@@ -62,7 +62,7 @@ def frozen_shares(program: Program, graph: Graph, costs: Costs, most: float) -> 
 
 
 def _ends(program: Program) -> tuple[Program, range]:
-    """The program with its first and last microbatches only, numbered without a gap, and those left out."""
+    """The program with its first and last microbatches only, numbered without a gap, and the range left out."""
     half = ENDS * program.placement.ranks // 2
     middle = range(half, program.microbatches - half)
     gap = middle.stop - middle.start
@@ -111,7 +111,7 @@ class _Model:
             cap.SetUb(self.most * counts[stage])
 
     def _place(self, i: int) -> None:
-        """When node i ends, after all that it waits for. Of what waits for one node alone the end takes no variable."""
+        """Defines the end of node i, after its dependencies. With a single dependency the end takes no variable."""
         x, ends = self.x.get(i), list(dict.fromkeys(self.ends.get(k, _BEGIN) for k in self._needs(i)))
         if x is None and len({end.variable for end in ends}) == 1:
             last = max(ends, key=lambda end: end.ms)
@@ -129,7 +129,7 @@ class _Model:
         self.ends[i] = _End(own, 0.0)
 
     def _behind(self, own: Any, end: _End, ms: float) -> Any:
-        """The row that puts an end so many ms, or more, behind another."""
+        """The row that puts an end at least `ms` after another."""
         row = self.solver.Constraint(end.ms + ms, self.solver.infinity())
         row.SetCoefficient(own, 1.0)
         if end.variable is not None:
@@ -137,7 +137,7 @@ class _Model:
         return row
 
     def _needs(self, i: int) -> list[int]:
-        """The nodes that a node waits for; a negative number is the beginning."""
+        """The dependencies of a node; a negative number is the beginning."""
         graph = self.graph
         found = [graph.before[i], *graph.pred[graph.ptr[i] : graph.ptr[i + 1]], *graph.waits.get(i, ())]
         x = i - len(graph.ops)
@@ -146,7 +146,7 @@ class _Model:
         return found
 
     def _close(self) -> None:
-        """The step is over when the last op of each rank is, and the last sum."""
+        """The step ends when each rank's last op and all collectives have ended."""
         graph = self.graph
         lasts = [ops[-1] for ops in graph.computing if ops]
         lasts += [e for e, ops in graph.met.items() if graph.ops[ops[0]].kind.is_collective]
@@ -155,7 +155,7 @@ class _Model:
             self._behind(self.step, end, 0.0)
 
     def solve(self) -> Shares:
-        """The least step, then the least freezing for it; all ops alike where numbers are too far apart to solve."""
+        """The least step, then the least freezing for it; equal shares if the numbers are too far apart to solve."""
         goal = self.solver.Objective()
         goal.SetCoefficient(self.step, 1.0)
         goal.SetMinimization()

@@ -1,4 +1,4 @@
-"""One backward op where nothing stands between its halves."""
+"""Fuses B and W into one backward op if nothing is between them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zbc.ir import Kind, Op, Program
 class FuseBackward:
     """Replace each adjacent `B s m`, `W s m` by `BW s m`.
 
-    A fused backward walks the autograd graph once, so it is cheaper whenever nothing is scheduled between the halves.
+    A fused backward walks the autograd graph once, so it is cheaper whenever no op is scheduled between B and W.
 
         F s0 m0          F s0 m0
         B s0 m0    ->    BW s0 m0

@@ -1,4 +1,4 @@
-"""Gather the weights of a stage before they are needed, and free them once others need the room."""
+"""Gathers the weights of a stage before they are needed, and frees them once others need the room."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ class GatherWeights:
                          GATHER s4
                          F s4 m0
 
-    The stage that makes room is the one whose next use is farthest (Belady, IBM Systems Journal 5, 1966: no order of
-    gathers has fewer), of equals the one used least recently: its room was free first. Its FREE stands behind its last
-    use, and what it makes room for is gathered right behind it, ahead of its own use. A rank's words, which take no
-    part in that, are gathered once, ahead of all. `resident` None: as many as
-    fit `room` bytes, 2 where that is None, too. `with_w`: W needs the weights, too. Raises E115 if there is no room, or
-    more than can be used.
+    The freed stage is the one whose next use is farthest (Belady, IBM Systems Journal 5, 1966: no order of gathers has
+    fewer); on a tie, the one used least recently, whose room was free first. Its FREE follows its last use, and the
+    stage that takes its room is gathered right after it, ahead of its own use. A rank's vocabulary shard takes no part
+    in that: it is gathered once, ahead of all. `resident` None: as many as fit `room` bytes, 2 if that is None, too.
+    `with_w`: W needs the weights, too. Raises E115 if there is no room, or more than can be used.
     """
 
     name: ClassVar[str] = "gather-weights"
@@ -55,7 +54,7 @@ class GatherWeights:
         return marked.with_ranks(ranks, by=self.name)
 
     def _auto(self, program: Program, context: Context, most: int) -> int:
-        """The most stages that fit; a group needs what its ops need."""
+        """The most stages that fit in `room`, at least the stages of a group."""
         least = 2 if program.grouped and most > 1 else 1
         if self.room is None or context.costs.bytes is None:
             return min(2, most)
@@ -68,8 +67,8 @@ class GatherWeights:
 
 @dataclass(frozen=True, slots=True)
 class RenewWeights:
-    """Put `GATHER s` for each stage of a rank ahead of its first use, where ranks with a copy of a stage share out its
-    optimizer and weights stay between steps.
+    """Put `GATHER s` for each stage of a rank ahead of its first use, if replicas of a stage share out its optimizer
+    and weights stay between steps.
 
         F s0 m0          GATHER s0
         F s4 m0    ->    GATHER s4
@@ -79,9 +78,9 @@ class RenewWeights:
                          F s8 m0
 
     A step takes as long as with `GatherWeights` and room for all stages: its first F waits for one gather, the others
-    come meanwhile. One is ahead of the stage that runs, so messages of two are there at most. Ranks of two pipes meet
-    in the gathers of several stages: there all stand before all else, in the order in which any holder needs them.
-    A rank's words come first: I and GIVE of later microbatches are ahead of many a stage.
+    overlap. One is ahead of the running stage, so messages of at most two exist. With two pipes ranks meet in the
+    gathers of several stages: then all gathers come first, in the order in which any holder needs them. A rank's
+    vocabulary shard comes first: I and GIVE of later microbatches precede many a stage.
     """
 
     name: ClassVar[str] = "gather-weights"
@@ -106,13 +105,13 @@ class RenewWeights:
 
 
 def _words(program: Program) -> list[Op]:
-    """The GATHER of a rank's words, where its replicas step parts of them."""
+    """The GATHER of a rank's vocabulary shard, if its replicas step parts of it."""
     gather = Op(Kind.GATHER, WORDS)
     return [gather] if program.vocabulary and program.shared(gather) else []
 
 
 def _ahead(gathers: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
-    """The first two of these in front, each other one before the first op of the stage that the one before brings."""
+    """The ops with two gathers at the front, each other one before the first op of the stage gathered before."""
     inside, before = groups(ops), dict[int, list[Op]]()
     for bringing, op in pairwise(gathers[1:]):
         first = next((i for i, other in enumerate(ops) if other.kind.computes and other.stage == bringing.stage), 0)
@@ -124,21 +123,21 @@ def _ahead(gathers: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
 
 
 class _Use(NamedTuple):
-    """Ops that run as one, what of weights they need, and the step behind which others may stand."""
+    """Ops that run as one, the stages whose weights they need, and the step after which others can be inserted."""
 
     stages: frozenset[int]
     behind: int
 
 
 def _uses(ops: Sequence[Op], program: Program, rows: Rows) -> Iterator[_Use]:
-    """The ops of a rank that need weights, in order; what a group needs has to be there at once."""
+    """Yields the ops of a rank that need weights, in order; a group needs all of its weights at once."""
     needs = {kind for kind, row in rows.items() if kind.computes and any(ref.what == "weights" for ref in row.reads)}
     inside, step = groups(ops), 0
     while step < len(ops):
         last = inside[step] + 2 if step in inside else step
         stages = frozenset(op.stage for op in ops[step : last + 1] if op.kind in needs and not op.kind.unit_wide)
         end = last
-        while end + 1 < len(ops) and ops[end + 1].kind.is_send:  # nobody waits for a message because of this
+        while end + 1 < len(ops) and ops[end + 1].kind.is_send:  # so that no message is delayed by a gather
             end += 1
         shared = frozenset(s for s in stages if program.shared(Op(Kind.GATHER, s)))
         if shared:
@@ -156,7 +155,7 @@ def _place(ops: Sequence[Op], uses: Sequence[_Use], room: int) -> list[Op]:
         behind.setdefault(after, []).append(Op(kind, stage, number))
 
     following = _following(uses)
-    last: dict[int, int] = {}  # of the stages that are there, the use that was their last so far
+    last: dict[int, int] = {}  # resident stage -> its last use so far
     for now, use in enumerate(uses):
         if len(use.stages) > room:
             text = f"config: memory.resident is {room}, a group of this schedule needs {len(use.stages)} stages at once"

@@ -1,4 +1,4 @@
-"""Make the transfers between ranks explicit: a value that is written on one rank and read on another is a message."""
+"""Makes the transfers between ranks explicit: a value written on one rank and read on another is a message."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Crossing(NamedTuple):
     source: int
     sink: int
     send: Kind
-    other: int  # as the SEND has it
+    other: int  # `other` of the SEND
 
 
 class _Line(NamedTuple):
     """The messages of a channel in sending order, as plain tuples: there are many."""
 
     messages: list[tuple[int, int, int, int, int]]
-    sent: list[float]  # when, in ms; empty where no message waits for a buffer
+    sent: list[float]  # their times in ms; empty if no message waits for a buffer
 
 
 _Places = dict[tuple[Kind, int, int], list[_Crossing]]  # by kind, stage and pipe of the op at one end
@@ -39,11 +39,11 @@ _Places = dict[tuple[Kind, int, int], list[_Crossing]]  # by kind, stage and pip
 class InsertComm:
     """Put a SEND right after each op whose result another rank needs, and post the RECV one compute op ahead.
 
-    Receives of one channel (sender, receiver) are posted in the order the sender sends, which FIFO transports demand;
-    where that order is not the order of use, a receive is posted earlier. Where messages wait for their buffer
-    (`Costs.rendezvous`) a receive is posted before its message is sent, by what ops cost: then none has to wait. Stages
-    on the same rank hand tensors over in memory and get no transfer. Groups stay together: receives are posted before a
-    group, sends follow it. `ahead`: so many compute ops ahead whatever ops cost, as the body of a cycle needs it.
+    Receives of one channel (sender, receiver) are posted in the order of the sends, which FIFO transports demand; if
+    that differs from the order of use, a receive is posted earlier. If messages wait for their buffer
+    (`Costs.rendezvous`), a receive is posted before its message is sent, by costs: then none has to wait. Stages on the
+    same rank hand tensors over in memory and get no transfer. Groups stay together: receives are posted before a group,
+    sends follow it. `ahead`: post this many compute ops ahead at any costs, for the body of a cycle.
 
         rank 1           rank 1
         F s1 m0          RECV_F s1 m0 <r0
@@ -92,7 +92,7 @@ def _arriving(program: Program, made: _Places, timeline: Timeline | None) -> lis
 
 
 def _ends(timeline: Timeline, rank: int) -> list[float]:
-    """When each op of a rank, and all before it, are over."""
+    """ms when each op of a rank, and all before it, are completed."""
     return list(accumulate((timeline.end[i] for i in timeline.graph.mine(rank)), max))
 
 
@@ -131,7 +131,7 @@ def _posts(
 
 
 def _woven(ops: Sequence[Op], posts: dict[int, list[Op]], made: _Places, inside: dict[int, int]) -> list[Op]:
-    """The ops of a rank with its transfers among them."""
+    """The ops of a rank with its transfers."""
     listed: list[Op] = []
     held: list[Op] = []  # sends of a group
     for step, op in enumerate(ops):
@@ -148,7 +148,7 @@ def _woven(ops: Sequence[Op], posts: dict[int, list[Op]], made: _Places, inside:
 
 
 def _crossing(placement: Placement, *, written: bool) -> _Places:
-    """What each kind of op writes for another rank, or reads from one, by its row."""
+    """The values that each kind of op writes for another rank, or reads from one, by its row."""
     found: _Places = {}
     for kind in Kind:
         refs = kind.row.writes if written else kind.row.reads
@@ -165,6 +165,6 @@ def _crossing(placement: Placement, *, written: bool) -> _Places:
 
 
 def _edges(placement: Placement, stage: int, ref: Ref, *, written: bool) -> Iterator[Edge]:
-    """The ways of a value to or from a stage: (stage that makes it, stage that reads it)."""
+    """The edges of a value to or from a stage: (stage that makes it, stage that reads it)."""
     others = placement.sinks(stage) if ref.at is At.SINKS else placement.sources(stage)
     return ((stage, other) if written else (other, stage) for other in others)

@@ -1,14 +1,13 @@
-"""Activations that wait for their backward go to the host meanwhile, where a rank would hold more than its limit.
+"""Offloads activations to the host between forward and backward, if a rank would exceed its limit.
 
-    OFFLOAD   behind F, as early as the copy can begin
+    OFFLOAD   after F, as early as the copy can begin
     RELEASE   right before the op that needs the room
-    RELOAD    where the copy back has to begin for the backward not to wait
+    RELOAD    early enough that the backward does not wait
 
-The order of compute and transfers stays as it is. What a rank holds follows from the order of its list alone, so a
-limit is kept under any timing; times decide only who waits. Only what a limit asks for is moved: op by op in time,
-where more is held than the limit, the activation whose backward is last goes, with its copies booked on the rank's
-stream. The list is timed, and chosen again with the times found, a few times over. After arXiv 2503.01328, which moves
-whole chunks.
+The order of compute and transfers stays as it is. A rank's memory follows from the order of its list alone, so a limit
+is kept under any timing; times only decide who waits. No more is moved than a limit demands: op by op in time, while
+the limit is exceeded, the activation whose backward is last goes, with its copies booked on the rank's stream. The list
+is timed, and chosen again with the resulting times, a few times over. After arXiv 2503.01328, which moves whole chunks.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from zbc.ir import Kind, Program
 from zbc.text import at_least, short
 
 ROUNDS, BRIEF = 6, 2  # of timing and choosing again
-# How much longer than it takes a copy back is booked for, and by which way; the last one is for small programs.
+# The factor on a reload's booked time, and the way of booking; the last one is for small programs.
 WAYS = ((1.0, one_by_one), (1.0, all_at_once), (1.6, one_by_one), (1.6, all_at_once))
 LARGE, HUGE = 10_000, 100_000  # ops from which fewer lists are tried, and from which one is
-LOWER = 8  # smaller limits that are tried too, so that more room is not slower
+LOWER = 8  # number of smaller limits also tried, so that more room is not slower
 
 
 class TooTight(ZbcError):
-    """E303; `least` is the smallest limit that works for this order, as a multiple of what 1F1B holds."""
+    """E303; `least` is the smallest limit that works for this order, as a multiple of 1F1B's peak."""
 
     def __init__(self, text: str, least: float) -> None:
         super().__init__("E303", text, hint=f"the smallest that works for this order is {enough(least)}")
@@ -42,25 +41,25 @@ class TooTight(ZbcError):
 
 
 def enough(least: float) -> str:
-    """A `memory_limit` that is no less."""
+    """A `memory_limit` that is no less than `least`."""
     return f'memory_limit = "{at_least(least, 6)}x"'
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`limits` are the activation units each rank may hold, as `counted` has them (None: as its ops cost); `stages` are
-    those whose activations may move."""
+    """`limits` are the activation units each rank may hold, as `counted` has them (None: as the context's costs);
+    `stages` may move their activations."""
 
     limits: tuple[float, ...]
     stages: frozenset[int]
     objective: str = "makespan"
     counted: Costs | None = None
-    quick: bool = False  # a first look: one way of booking, a few rounds, no smaller limits
+    quick: bool = False  # a quick estimate: one way of booking, a few rounds, no smaller limits
 
     name: ClassVar[str] = "offload"
 
     def run(self, program: Program, context: Context) -> Program:
-        """Raises E303 where a limit is below what the ranks need with everything away that can be."""
+        """Raises E303 if a limit is below the memory the ranks need with everything movable offloaded."""
         if not self.limits:
             return program
         costs = self.counted or context.costs
@@ -81,7 +80,7 @@ class Offload:
         return best[2]
 
     def _limits(self, views: Sequence[View], size: int) -> list[tuple[float, ...]]:
-        """Its own limits and smaller ones, which keep to them as well: eighths of what ranks hold without copies."""
+        """Its own limits and smaller ones, which keep to them as well: eighths of the peaks without copies."""
         found = [self.limits]
         for eighths in range(LOWER - 1, 0, -1) if size < LARGE and not self.quick else ():
             lower = tuple(

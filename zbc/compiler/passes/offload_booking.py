@@ -1,8 +1,8 @@
-"""What to move from the ranks of one link to the host, and when: times at which stream and link have room.
+"""Chooses and books offload copies for the ranks of one link: times at which stream and link are free.
 
-A rank's stream does one thing at a time; where ranks share a link, it takes one copy out and one back at a time between
-them. Two ways, of which now one and now the other finds the better list: `one_by_one` gives each choice its times at
-once, `all_at_once` chooses as if nothing else was copied, gives all their times, and chooses more until it is enough.
+A rank's stream does one thing at a time; if ranks share a link, it takes one copy out and one back at a time between
+them. There are two ways, either of which may find the better list: `one_by_one` books each choice at once;
+`all_at_once` chooses as if nothing else was copied, books all together, and chooses more until it is enough.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import NamedTuple
 
 from zbc.compiler.passes.offload_view import EPS, View
 
-AGAIN = 8  # times that more is chosen
-Busy = list[tuple[float, float]]  # what is taken, sorted and without overlaps
+AGAIN = 8  # rounds of choosing more
+Busy = list[tuple[float, float]]  # booked intervals, sorted and without overlaps
 
 
 class Booking(NamedTuple):
-    """When an activation goes and comes back, as items: it is away for [gone, back)."""
+    """The items of an activation's offload and reload: it is away for [gone, back)."""
 
     out: int
     gone: int
     back: int
 
 
-Booked = dict[int, Booking]  # of one rank, by the place among its lives
+Booked = dict[int, Booking]  # of one rank, by the index of the life
 
 
 class _Room:
@@ -40,7 +40,7 @@ class _Room:
 
     @staticmethod
     def take(lanes: Sequence[Busy], begin: float, end: float) -> None:
-        """Enter what is taken; what touches becomes one."""
+        """Books an interval; adjacent intervals are merged."""
         for busy in lanes:
             j, first, last = bisect_left(busy, (begin, end)), begin, end
             if j < len(busy) and busy[j][0] <= end + EPS:
@@ -60,7 +60,7 @@ def _rooms(count: int) -> list[_Room]:
 
 
 def one_by_one(views: Sequence[View], limits: Sequence[float], lead: float) -> list[Booked]:
-    """Item by item in time, where more is held than the limit.
+    """Chooses item by item in time, while the limit is exceeded.
 
     A copy goes out as early and comes back as late as stream and link have room.
     """
@@ -76,7 +76,7 @@ def one_by_one(views: Sequence[View], limits: Sequence[float], lead: float) -> l
 
 
 class _Chooser:
-    """One rank, item by item."""
+    """Chooses for one rank, item by item."""
 
     def __init__(self, view: View, limit: float, room: _Room, lead: float) -> None:
         self.view, self.limit, self.room, self.lead = view, limit, room, lead
@@ -87,7 +87,7 @@ class _Chooser:
         self.returns = [0.0] * (len(view.items) + 1)
 
     def item(self, j: int) -> None:
-        """Choose what has to be away during item j, of what comes back last."""
+        """Chooses activations to be away during item j, of those reloaded last."""
         view = self.view
         self.away -= self.returns[j]
         while self.at < len(self.ready) and self.ready[self.at][0] <= j:
@@ -104,8 +104,8 @@ class _Chooser:
             self._book(x, j)
 
     def _book(self, x: int, j: int) -> None:
-        """Take times for one activation; where its copy out would be too late for item j, it may be there later: others
-        only take more of the room."""
+        """Books one activation; if its copy out would be too late for item j, it may be in time later: further copies
+        only leave less room."""
         view, room, life = self.view, self.room, self.view.lives[x]
         out = _earliest(view.end[life.a], life.out, room.out)
         if view.start[j] < out + life.out - EPS:
@@ -113,7 +113,7 @@ class _Chooser:
             return
         back = _latest(view.start[life.z], self.lead * life.back, room.back)
         until = bisect_right(view.issued, back + EPS) - 1
-        if until <= j:  # also where both would take the stream at once
+        if until <= j:  # also if both would use the stream at once
             return
         room.take(room.out, out, out + life.out)
         room.take(room.back, back, back + self.lead * life.back)
@@ -127,7 +127,7 @@ class _Chooser:
 
 
 def all_at_once(views: Sequence[View], limits: Sequence[float], lead: float) -> list[Booked]:
-    """Enough of what comes back last, all of it given times together."""
+    """Chooses enough activations of those reloaded last, and books all of them together."""
     chosen, booked = [set[int]() for _ in views], [Booked() for _ in views]
     for _ in range(AGAIN):
         more = False
@@ -146,7 +146,7 @@ def all_at_once(views: Sequence[View], limits: Sequence[float], lead: float) -> 
 
 
 def _packed(views: Sequence[View], chosen: Sequence[Collection[int]], lead: float) -> list[Booked]:
-    """Times for the copies of all that is chosen: back as late as can be, then out as soon as can be."""
+    """Books the copies of all choices: back as late as possible, then out as soon as possible."""
     rooms, begin, found = _rooms(len(views)), dict[tuple[int, int], float](), [Booked() for _ in views]
     every = [(n, x) for n, mine in enumerate(chosen) for x in mine]
     for n, x in sorted(every, key=lambda one: (-views[one[0]].start[views[one[0]].lives[one[1]].z], one)):
@@ -165,7 +165,7 @@ def _packed(views: Sequence[View], chosen: Sequence[Collection[int]], lead: floa
 
 
 def _covered(view: View, over: Sequence[float], chosen: set[int], lead: float) -> bool:
-    """Choose more until nothing is `over`, were copies alone on the stream; False where none could be added."""
+    """Chooses more until nothing is `over`, as if copies were alone on the stream; False if none could be added."""
     alone = dict[int, int]()
     ready = list[tuple[int, int]]()
     for x, life in enumerate(view.lives):
@@ -194,7 +194,7 @@ def _covered(view: View, over: Sequence[float], chosen: set[int], lead: float) -
 
 
 def _earliest(begin: float, length: float, lanes: Sequence[Busy]) -> float:
-    """The first time from `begin` on at which all lanes have room for so long."""
+    """The first time from `begin` on at which all lanes are free for `length` ms."""
     found, seen = begin, None
     while found != seen:
         seen = found
@@ -209,7 +209,7 @@ def _earliest(begin: float, length: float, lanes: Sequence[Busy]) -> float:
 
 
 def _latest(end: float, length: float, lanes: Sequence[Busy]) -> float:
-    """The last time at which something so long can begin and be over by `end`, on all lanes."""
+    """The last time at which `length` ms can begin and end by `end`, on all lanes."""
     seen = None
     while end != seen:
         seen = end

@@ -1,4 +1,4 @@
-"""The list of a rank with copies: as they were booked where memory allows, and with waits where it does not."""
+"""The list of a rank with offload copies: as booked if memory allows, else with waits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zbc.ir import Key, Kind, Op
 
 
 def assemble(ops: Sequence[Op], view: View, booked: Mapping[int, Booking], limit: float) -> list[Op]:
-    """The ops of a rank with its copies, which keep it to `limit` units."""
+    """The ops of a rank with its copies, which keep it within `limit` units."""
     return _List(view, booked, limit).run(ops)
 
 
 class _List:
-    """Goes through the items of a rank with what is here, away and back; `marks[j]` stands in front of item j."""
+    """Walks the items of a rank, tracking resident, offloaded and reloaded activations; `marks[j]` go before item j."""
 
     def __init__(self, view: View, booked: Mapping[int, Booking], limit: float) -> None:
         self.view, self.limit = view, limit
@@ -28,10 +28,10 @@ class _List:
         self.now = 0.0
         self.here: dict[Key, Life] = {}
         self.back: set[Key] = set()
-        self.away: list[tuple[int, Key]] = []  # by the item that needs it
+        self.away: list[tuple[int, Key]] = []  # (the item that needs it, key)
         self.marks = [list[Op]() for _ in view.items]
-        self.last = dict[Key, int]()  # the item before which it comes back
-        self.first = dict[Key, int]()  # the item before which it is let go of
+        self.last = dict[Key, int]()  # the item before its RELOAD
+        self.first = dict[Key, int]()  # the item before its RELEASE
 
     def run(self, ops: Sequence[Op]) -> list[Op]:
         for j, changes in enumerate(self.view.change):
@@ -71,7 +71,7 @@ class _List:
         self.last[key] = j
 
     def _make_room(self, j: int, mine: Sequence[Key]) -> None:
-        """Let go of what is needed last, of what was to go anyway if there is any; else let what is back stay away."""
+        """Releases the activation needed last, preferably a booked one; else cancels the latest RELOAD."""
         there = [life for key, life in self.here.items() if key not in mine]
         if there:
             chosen = [life for life in there if life.key in self.booked] or there
@@ -84,7 +84,7 @@ class _List:
         insort(self.away, (late.z, late.key))
 
     def _come_back(self, j: int, extra: float) -> None:
-        """Start the copies back that are due, as far as there is room, in the order of need."""
+        """Starts due reloads, while there is room, in the order of need."""
         while self.away:
             z, key = self.away[0]
             due = self.booked[key].back if key in self.booked else 0

@@ -1,6 +1,6 @@
-"""One rank as the offload pass sees it: its items in order, what each holds, and what could be away meanwhile.
+"""One rank as the offload pass sees it: its items in order, the memory of each, and activations that can be offloaded.
 
-An item is a compute op, or the two of a group, in front of which a copy may stand. Times are ms, memory is activation
+An item is a compute op, or the two of a group; copies can be inserted before it. Times are ms, memory is activation
 units.
 """
 
@@ -19,7 +19,7 @@ EPS = 1e-7  # ms, and units
 
 
 class Life(NamedTuple):
-    """What an F leaves until its backward, as far as it can move."""
+    """The movable part of the activations from an F to its backward."""
 
     key: Key
     a: int  # the item of its F
@@ -30,7 +30,7 @@ class Life(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Ops between which nothing may stand."""
+    """Ops without insertions between them."""
 
     at: int  # the step of its first op, or of the mark before it
     ops: tuple[Op, ...]
@@ -38,7 +38,7 @@ class Item(NamedTuple):
 
 @dataclass
 class View:
-    """A rank's items with what they change; `start`, `end` and `issued` are those of a timeline."""
+    """A rank's items with their changes; `start`, `end` and `issued` are from a timeline."""
 
     rank: int
     items: list[Item]
@@ -48,11 +48,11 @@ class View:
     base: list[float] = field(default_factory=list)  # units held while an item runs, without copies
     start: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
-    issued: list[float] = field(default_factory=list)  # when what stands in front of an item is started
+    issued: list[float] = field(default_factory=list)  # start of the copies before an item
 
     @classmethod
     def of(cls, program: Program, rank: int, costs: Costs, stages: frozenset[int], first: int = 0) -> View:
-        """`stages` may be moved; nothing of forwards before step `first` is."""
+        """`stages` may be moved, except forwards before step `first`."""
         items, steps = _items(program.ranks[rank])
         change = [[(op, costs.held(op)) for op in item.ops] for item in items]
         ends = {op.key: j for j, item in enumerate(items) for op in item.ops if op.kind in (Kind.B, Kind.BW)}
@@ -73,7 +73,7 @@ class View:
         return view
 
     def set(self, timeline: Timeline) -> None:
-        """Read the clock of its items."""
+        """Reads the times of its items."""
         first = timeline.graph.first[self.rank]
         of = _steps_after(timeline, first, len(self.steps), self.rank)
         self.start = [min(timeline.start[i] for i in nodes) for nodes in of]
@@ -82,7 +82,7 @@ class View:
 
     @property
     def floor(self) -> float:
-        """The least limit: an op's own activation, what earlier backwards left for their W, and what cannot move."""
+        """The least limit: an op's own activation, inputs left for W by earlier backwards, and immovable ones."""
         movable, fixed, most = {life.key: life.units for life in self.lives}, 0.0, 0.0
         for changes in self.change:
             mine = sum(movable.get(op.key, 0.0) for op, _ in changes if op.kind in (Kind.B, Kind.BW))
@@ -97,7 +97,7 @@ class View:
 
 
 def rise(changes: Sequence[tuple[Op, float]]) -> float:
-    """How far the ops of an item raise what is held, at most."""
+    """The most by which the ops of an item raise the memory held."""
     return max(0.0, *accumulate(units for _, units in changes))
 
 
@@ -117,7 +117,7 @@ def _items(ops: Sequence[Op]) -> tuple[list[Item], list[list[int]]]:
 
 
 def _steps_after(timeline: Timeline, first: int, count: int, rank: int) -> list[list[int]]:
-    """The nodes of the items of a rank, whatever copies stand between them."""
+    """The nodes of the items of a rank, for any copies between them."""
     found = list[list[int]]()
     ops, grouped = timeline.graph.ops, 0
     for i in timeline.graph.mine(rank):

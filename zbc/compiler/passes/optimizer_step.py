@@ -1,4 +1,4 @@
-"""Close the step: agree on it, then update the weights."""
+"""Closes the step: agree on it, then update the weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from zbc.ir import Kind, Op, Program
 class OptimizerStep:
     """Put `VALIDATE` after all gradients, and a `STEP` for each owner of weights of the rank after it.
 
-    VALIDATE is where ranks agree on the loss, on the norm of all gradients and on whether to step: a barrier.
-    Where the copies of a stage share out its step, the next step gathers its weights; where replicas average weights, a
-    step begins with an AVERAGE of each stage, of what the last one left.
+    In VALIDATE ranks agree on the loss, on the norm of all gradients and on whether to step: a barrier. If the replicas
+    of a stage share out its step, the next step gathers its weights; if replicas average weights, a step begins with an
+    AVERAGE of each stage's last weights.
 
         BW s0 m3          BW s0 m3
                     ->    VALIDATE

@@ -1,4 +1,4 @@
-"""Close the step without a barrier: step tentatively, agree while the next step warms up (arXiv 2401.10241, 4)."""
+"""Closes the step without a barrier: step tentatively, agree while the next step warms up (arXiv 2401.10241, 4)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.simulate import SAME, lengths, replay
 from zbc.ir import COPY, Kind, Op, Program
 
-SETTLES = 4  # steps after which the ranks follow one another as they will, at the latest
-SLACK = 0.25  # of a forward: how much earlier than planned for an op a message should be there
+SETTLES = 4  # steps until the ranks are in steady state, at most
+SLACK = 0.25  # of a forward: slack for a message before its op
 
 
 class _Places(NamedTuple):
-    """Per rank, before which of its compute ops something stands; the number of these ops is behind all of them."""
+    """Per rank, the index of the compute op before which an op is inserted; the number of compute ops means the end."""
 
     norm: list[int]
     verdict: list[int]
@@ -31,10 +31,10 @@ class _Places(NamedTuple):
 class PostValidate:
     """Replace the barrier at the end of a step by ops in the warm-up of the next one.
 
-    A step ends with TENTATIVE, which waits for nobody. The forwards of the next step run on the tentative weights, and
-    beside them the gradient norm of the step before goes from rank to rank (NORM) and the verdict back (VERDICT). REDO
-    repeats these forwards if the verdict is another one than was assumed, and COMMIT makes the step final before the
-    first backward adds to its gradients.
+    A step ends with TENTATIVE, which waits for no rank. The forwards of the next step run on the tentative weights; in
+    parallel the gradient norm of the previous step goes from rank to rank (NORM) and the verdict back (VERDICT). REDO
+    repeats these forwards if the verdict differs from the assumed one, and COMMIT makes the step final before the first
+    backward adds to its gradients.
 
                           NORM
         F s0 m0           F s0 m0
@@ -47,11 +47,11 @@ class PostValidate:
                           ...
                           TENTATIVE s0
 
-    Where NORM and VERDICT stand depends on when their messages arrive, by what ops cost: after the last forward that
-    does not have to wait for them. REDO stands as early as its forwards can be run again by themselves, so that little
-    is lost when they are; all messages between them are received before it.
+    The places of NORM and VERDICT depend on the arrival of their messages, by costs: after the last forward that need
+    not wait for them. REDO comes as early as its forwards can be run again by themselves, so that little is lost when
+    they are; all messages between them are received before it.
 
-    Where the copies of a stage share out its step, GATHER collects the tentative weights after TENTATIVE.
+    If the replicas of a stage share out its step, GATHER collects the tentative weights after TENTATIVE.
     """
 
     name: ClassVar[str] = "post-validate"
@@ -76,7 +76,7 @@ def _tentative(program: Program, owner: int) -> list[Op]:
     return [Op(Kind.TENTATIVE, owner), *([gather] if program.sharded and program.shared(gather) else [])]
 
 
-# ---- where ---------------------------------------------------------------------------------------------------
+# ---- places --------------------------------------------------------------------------------------------------
 
 
 def _places(graph: Graph, program: Program, costs: Costs) -> _Places:
@@ -87,7 +87,7 @@ def _places(graph: Graph, program: Program, costs: Costs) -> _Places:
     ends = [0.0] * ranks
     length = lengths(graph, costs)
     for _ in range(SETTLES):
-        timeline, last = replay(graph, costs, length, ends), ends  # `last`: when each rank ended the step before
+        timeline, last = replay(graph, costs, length, ends), ends  # `last`: when each rank ended the previous step
         ends = [timeline.closes(r) + tentative[r] for r in range(ranks)]
         periods = [b - a for a, b in zip(last, ends, strict=True)]
         if max(periods) - min(periods) <= SAME * max(periods):
@@ -105,14 +105,14 @@ def _places(graph: Graph, program: Program, costs: Costs) -> _Places:
 
 
 def _positive(costs: Costs) -> Costs:
-    """The costs with no op that takes no time: what an op needs then begins before it, and so stands before it too."""
+    """The costs with a minimum time for all ops: then an op's dependencies begin, and so come, before it."""
     names = [name for name in ("f", "b", "w", "bw") if name in costs.ms]
     least = 1e-6 * (max(ms for name in ("f", "b", "w") for ms in costs.column(name)) or 1.0)
     return costs.with_ms(**{name: costs.each(lambda ms: max(ms, least), name) for name in names})
 
 
 class _Hops:
-    """The forwards of a settled step, and by when norm and verdict should have come to each rank."""
+    """The forwards of a step in steady state, and the latest arrival of norm and verdict at each rank."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class _Hops:
         self.late_norm = [self.late_verdict[-1] - (ranks - 1 - r) * hop for r in range(ranks)]
 
     def place(self, rank: int, arrival: float, least: int, latest: float, *, own: bool = False) -> tuple[int, float]:
-        """(before which op, when) a rank takes a message that arrives at `arrival`: with some slack, if there is time.
+        """(the op after the insertion, its time) for a message that arrives at `arrival`: with slack, if there is time.
 
         `own`: it is from this very rank, and needs no slack.
         """
@@ -155,7 +155,7 @@ class _Hops:
         return self.start[mine[k]] if k < len(mine) else self._free(rank, k)
 
     def _free(self, rank: int, k: int) -> float:
-        """When the op before the k-th ends."""
+        """The end of the op before the k-th."""
         return self.last[rank] if k == 0 else self.end[self.mine[rank][k - 1]]
 
     def _forward(self, rank: int) -> float:
@@ -163,7 +163,7 @@ class _Hops:
         return sum(lengths) / len(lengths) if lengths else 0.0
 
 
-# ---- writing it down -----------------------------------------------------------------------------------------
+# ---- insertion ----------------------------------------------------------------------------------------------
 
 
 def _weave(ops: Sequence[Op], inserted: dict[int, list[Op]]) -> list[Op]:
@@ -183,14 +183,14 @@ def _weave(ops: Sequence[Op], inserted: dict[int, list[Op]]) -> list[Op]:
 
 
 def _sum_in_time(ops: Sequence[Op]) -> list[Op]:
-    """Sum nothing before COMMIT: a copy of a stage without a microbatch has its sum at once."""
+    """Moves reductions after COMMIT: a replica of a stage without a microbatch would reduce at once."""
     commit = max(i for i, op in enumerate(ops) if op[0] is Kind.COMMIT) + 1
     head, tail = ops[:commit], ops[commit:]
     return [*(op for op in head if not op.kind.sums), *(op for op in head if op.kind.sums), *tail]
 
 
 def _repeated(program: Program, reach: Sequence[int]) -> set[Op]:
-    """The RECVs of what the first `reach[r]` compute ops of each rank send."""
+    """The RECVs of the sends of the first `reach[r]` compute ops of each rank."""
     found = set[Op]()
     for rank, ops in enumerate(program.ranks):
         made = {op.key for op in islice((op for op in ops if op[0].computes), reach[rank])}
@@ -202,8 +202,8 @@ def _repeated(program: Program, reach: Sequence[int]) -> set[Op]:
 
 
 def _receive_in_time(ops: Sequence[Op], twice: set[Op]) -> list[Op]:
-    """Receive what may come twice before REDO, and all else after it; nothing moves to the host before it is known
-    whether the forwards that made it stand."""
+    """Receives messages that may come twice before REDO, and all others after it; nothing is offloaded before the
+    forwards that made it are known to be valid."""
     redo = next(i for i, op in enumerate(ops) if op[0] is Kind.REDO)
     head, tail = ops[:redo], ops[redo + 1 :]
     late = [op for op in head if op[0] in COPY or (op[0].is_recv and op not in twice)]

@@ -1,4 +1,4 @@
-"""Sum the gradients of what several ranks hold a copy of."""
+"""Reduces the gradients of weights that several ranks hold."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from zbc.ops import COUNTED, TIED, WORDS, experts_of
 class ReduceGrads:
     """Put `REDUCE s` after the last op of each stage that pipes or data-parallel replicas replicate, on each holder.
 
-    Weights that stages share are summed by `REDUCE t`, after all of them; a rank's words by `REDUCE v`, after its own.
-    What has one holder needs nothing. A sum is only started: it goes on beside the ops that
-    follow, up to VALIDATE.
+    Weights that stages share are reduced by `REDUCE t`, after all of them; a rank's vocabulary shard by `REDUCE v`,
+    after its own. Weights with one holder need none. A REDUCE only starts the collective, which runs in parallel with
+    the following ops, up to VALIDATE.
 
         BW s1 m3          BW s1 m3
         SEND_B s1 m3      SEND_B s1 m3
@@ -28,11 +28,11 @@ class ReduceGrads:
                           BW s0 m3
                           REDUCE s0
 
-    Ranks that meet in more than one sum must start them in one order, so all of a program follow one: that in which
-    their gradients are complete on all holders, by what ops cost. Where a rank is done with a stage before its turn in
-    that order, its REDUCE stands after the one before it.
+    Ranks that meet in more than one collective must start them in one order, so all of a program follow one: the order
+    in which their gradients are complete on all holders, by costs. If a rank completes a stage before its turn in that
+    order, its REDUCE follows the previous one.
 
-    Where gradients are shared out, `SCATTER s1` stands behind each run of backwards of a stage but the last.
+    If gradients are sharded, `SCATTER s1` follows each run of backwards of a stage but the last.
     """
 
     name: ClassVar[str] = "reduce-grads"
@@ -56,8 +56,8 @@ class ReduceGrads:
 
 
 def reduced_as(program: Program, others: Program) -> Program:
-    """A complete program with its sums in the order that another one of the same ranks and stages has them in, behind
-    all in which the ranks of a pipeline meet: replicas have other numbers of these."""
+    """A complete program with its reductions in the order of another program of the same ranks and stages, after all
+    collectives within a pipeline: replicas have other numbers of these."""
     ranks = []
     for mine, theirs in zip(program.ranks, others.ranks, strict=True):
         ops = [op for op in mine if not op.kind.sums]
@@ -67,8 +67,8 @@ def reduced_as(program: Program, others: Program) -> Program:
 
 
 def _turns(program: Program, sums: Sequence[Op], context: Context) -> Callable[[int], Callable[[Op], float]]:
-    """Per rank, the key that sorts its sums; ranks that meet others in more than one way share theirs."""
-    if all(program.apart(op) or len(program.members(op)) == 1 for op in sums):  # every rank meets its own copies only
+    """Per rank, the sort key of its reductions; ranks that share several of them with others use a common key."""
+    if all(program.apart(op) or len(program.members(op)) == 1 for op in sums):  # every rank meets its own replicas only
         return lambda rank: lambda op: _ends(program, program.ranks[rank], op)
     done: dict[int, float] = {}
     for span in context.timeline:
@@ -78,14 +78,14 @@ def _turns(program: Program, sums: Sequence[Op], context: Context) -> Callable[[
 
 
 def _scattered(ops: Sequence[Op], program: Program) -> list[Op]:
-    """The ops of a rank with a `SCATTER` behind each run of backwards of a stage but the last, which REDUCE closes.
+    """The ops of a rank with a `SCATTER` after each run of backwards of a stage but the last, which REDUCE closes.
 
         BW s1 m3          BW s1 m3
         BW s0 m0    ->    SCATTER s1
         BW s1 m4          BW s0 m0
                           BW s1 m4
 
-    A run ends where the next gradients of weights are those of another stage.
+    A run ends when the next weight gradients are of another stage.
     """
     inside, makers = groups(ops), [i for i, op in enumerate(ops) if op.kind.makes_part]
     final = {ops[i].stage: i for i in makers}
@@ -106,7 +106,7 @@ def _scattered(ops: Sequence[Op], program: Program) -> list[Op]:
 
 
 def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program, after: int = -1) -> list[Op]:
-    """The ops of a rank with `sums` in that order, each as early as it can stand behind the step `after`."""
+    """The ops of a rank with `sums` in that order, each as early as possible after the step `after`."""
     behind: dict[int, list[Op]] = {}
     position = max(after, _last_gather(ops)) if program.resident and len(program.placement.pipes) > 1 else after
     for op in sums:
@@ -119,12 +119,12 @@ def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program, after: int 
 
 
 def _last_gather(ops: Sequence[Op]) -> int:
-    """Sums over two pipes wait for ranks that may wait for what this one still has to gather weights for."""
+    """Reductions over two pipes wait for ranks that may wait for weights this rank has yet to gather."""
     return max((step for step, op in enumerate(ops) if op.kind is Kind.GATHER), default=-1)
 
 
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
-    """The step after which a sum can start: the last compute op of what it closes, or the SEND of its result."""
+    """The step after which a reduction can start: the last compute op of its gradients, or the SEND of its result."""
     last = max((i for i, other in enumerate(ops) if _is_of(program, other, op)), default=-1)
     inside = groups(ops)
     last = inside[last] + 2 if last in inside else last
@@ -134,7 +134,7 @@ def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
 
 
 def _is_of(program: Program, op: Op, sum_: Op) -> bool:
-    """Whether a sum comes after an op that computes."""
+    """Whether a reduction comes after an op that computes."""
     return op.kind.computes and op.owner in _closes(program, sum_)
 
 

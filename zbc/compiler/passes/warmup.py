@@ -1,6 +1,6 @@
-"""The forwards a step begins with: what ranks can do before they know whether the step before stands.
+"""The forwards at the start of a step, which ranks can run before they know whether the previous step is valid.
 
-A *reach* is, per rank, a number of its first compute ops. It is closed if everything these ops need is among them.
+A *reach* is, per rank, a number of its first compute ops. It is closed if all dependencies of these ops are among them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def forwards(graph: Graph) -> list[int]:
 
 
 def leading(graph: Graph, rank: int) -> int:
-    """How many forwards, none of which overlaps a backward, a rank begins with."""
+    """The number of forwards, none overlapping a backward, at the start of a rank's ops."""
     mine = graph.computing[rank]
     return next((k for k, i in enumerate(mine) if graph.ops[i].kind is not Kind.F or i in graph.group_of), len(mine))
 
@@ -36,7 +36,7 @@ def closed(graph: Graph, reach: Sequence[int]) -> list[int]:
     """The smallest closed reach that covers `reach`."""
     found, place = list(reach), _places(graph)
     pending = list(range(len(found)))
-    seen = [0] * len(found)  # per rank, how many ops have been looked at
+    seen = [0] * len(found)  # per rank, the number of examined ops
     while pending:
         r = pending.pop()
         for k in range(seen[r], found[r]):
@@ -56,7 +56,7 @@ def _places(graph: Graph) -> _Places:
 
 
 def _needs(graph: Graph, place: _Places, op: int) -> Iterator[tuple[int, int]]:
-    """Where the ops on other ranks stand that an op waits for."""
+    """Yields the places of an op's dependencies on other ranks."""
     for message in graph.arrivals(op):
         sender = graph.before[message]
         if sender in place:

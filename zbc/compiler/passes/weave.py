@@ -1,11 +1,11 @@
-"""Weave the ops of a vocabulary that all ranks share into any order of F, B and W of one pipe.
+"""Inserts the ops of vocabulary shards into any order of F, B and W of one pipe.
 
-The order is widened at its turn first: each B comes `sums` units later, so that all ranks can do their part for the
-last stage in between. Between the last F and the first B of a unit any number of whole periods of a schedule fits; each
-keeps one unit more in flight and costs no bubble. Then the widened order is played at the costs of the ops: S as soon
-as it can run, T where more than `late` units would wait for theirs, or where the rank would wait; W where the rank
-would wait or its memory is full. Collectives are listed in the order in which they happen then, the same on all ranks.
-A rank starts one right behind its own part, never later than it happens, so the common order costs nothing.
+First each order is widened: each B comes `sums` units later, so that all ranks can do their part for the last stage in
+between. Between the last F and the first B of a unit any number of whole periods of a schedule fits; each keeps one
+unit more in flight and costs no bubble. Then the widened order is played at the costs of the ops: S as soon as
+possible; T if more than `late` units would wait for theirs, or if the rank would wait; W if the rank would wait or its
+memory is full. Collectives are listed in the order in which they then happen, the same on all ranks. A rank starts one
+right after its own part, never later than it happens, so the common order costs nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Kind, Op, Placement, Program, nth
 
 SAME = 1e-9  # ms
-FEW = 4  # building blocks that are played whole
-AHEAD = 2  # units that are looked up before F of the first stage takes them
+FEW = 4  # building blocks played in full
+AHEAD = 2  # units looked up ahead of their F of the first stage
 Unit = tuple[int, int]  # microbatch, slice
 
 
 @dataclass(frozen=True, slots=True)
 class Weave:
-    """`sums` per unit, 1 or 2; `late` units may have their logits wait for T; `quick`: no orders but the given one."""
+    """`sums` per unit, 1 or 2; up to `late` units keep their logits waiting for T; `quick`: only the given order."""
 
     name: ClassVar[str] = "weave"
     sums: int
@@ -53,8 +53,8 @@ Orders = list[list[Op]]  # F and backwards of each rank
 
 
 def _moved(context: Context, sums: int) -> Iterator[Orders]:
-    """Each backward moved by whole periods: by the clock, which keeps what ranks do side by side as it is, and by the
-    number of forwards, of all stages of a rank and of each."""
+    """Yields orders with each backward moved by whole periods: by time, which keeps simultaneous ops together, and by
+    the number of forwards, of all stages of a rank and of each."""
     program, timeline = context.program, context.timeline
     period = max(timeline.busy(rank) for rank in range(timeline.ranks)) / (program.microbatches * program.slices)
     ranks = program.ranks
@@ -66,7 +66,7 @@ def _moved(context: Context, sums: int) -> Iterator[Orders]:
 
 
 def _laid_out(program: Program, costs: Costs, late: int, room: Sequence[int]) -> Iterator[Orders]:
-    """Of a V placement the building blocks that keep to the room: those that are best for few microbatches."""
+    """Yields the building blocks of a V placement that fit the room, the best for few microbatches first."""
     p, split = program.placement.ranks, any(op.kind is Kind.B for ops in program.ranks for op in ops)
     if program.placement != Placement.vshape(p) or p < 2 or not split:
         return
@@ -97,8 +97,7 @@ def _block(program: Program, offsets: Offsets) -> Orders:
 
 
 def widened(ops: Sequence[Op], behind: Sequence[int]) -> list[Op]:
-    """F and backwards of a rank, with so many forwards before each backward; what makes weight gradients is left out
-    where it is an op of its own."""
+    """F and backwards of a rank, with `behind[k]` forwards before the k-th backward; W ops are left out."""
     forwards = [op for op in ops if op.kind is Kind.F]
     found, done = list[Op](), 0
     for op, wanted in zip((op for op in ops if op.kind.row.family == "input"), behind, strict=True):
@@ -108,7 +107,7 @@ def widened(ops: Sequence[Op], behind: Sequence[int]) -> list[Op]:
 
 
 def by_time(timeline: Timeline, rank: int, more: float) -> list[int]:
-    """The forwards that begin on a rank up to `more` ms after each of its backwards does."""
+    """For each backward, the number of the rank's forwards that begin up to `more` ms after it."""
     graph, begins = timeline.graph, list[float]()
     mine = [(timeline.start[i], graph.ops[i]) for i in timeline.ops(rank)]
     begins = [at for at, op in mine if op.kind is Kind.F]
@@ -116,7 +115,7 @@ def by_time(timeline: Timeline, rank: int, more: float) -> list[int]:
 
 
 def by_count(ops: Sequence[Op], more: int) -> list[int]:
-    """`more` forwards than there are before each backward."""
+    """For each backward, the number of forwards before it plus `more`."""
     found, seen, count = list[int](), 0, sum(op.kind is Kind.F for op in ops)
     for op in ops:
         seen += op.kind is Kind.F
@@ -126,7 +125,7 @@ def by_count(ops: Sequence[Op], more: int) -> list[int]:
 
 
 def by_stage(ops: Sequence[Op], more: int) -> list[int]:
-    """`more` forwards of each stage than there are."""
+    """The same with `more` forwards of each stage."""
     places: dict[int, list[int]] = {}  # of the forwards of each stage
     for place, op in enumerate(op for op in ops if op.kind is Kind.F):
         places.setdefault(op.stage, []).append(place)
@@ -140,19 +139,19 @@ def by_stage(ops: Sequence[Op], more: int) -> list[int]:
 
 
 def in_flight(ops: Iterable[Op]) -> int:
-    """The most forwards whose activations are there."""
+    """The most forwards whose activations exist at once."""
     change = {Kind.F: 1, Kind.W: -1, Kind.BW: -1}
     return max(accumulate(change.get(op.kind, 0) for op in ops), default=0)
 
 
 @dataclass
 class _Rank:
-    """What a rank still has to do."""
+    """The remaining work of a rank."""
 
     ready: deque[Op]  # F and backwards, in order
-    room: int  # forwards whose activations it may have
+    room: int  # the most forwards whose activations it may hold
     weights: deque[Op] = field(default_factory=deque)
-    now: deque[tuple[float, Op]] = field(default_factory=deque)  # S and I, and from when on they can run
+    now: deque[tuple[float, Op]] = field(default_factory=deque)  # S and I, with their earliest times
     later: deque[tuple[float, Op]] = field(default_factory=deque)  # T
     last: deque[tuple[float, Op]] = field(default_factory=deque)  # E
     free: float = 0.0
@@ -161,20 +160,20 @@ class _Rank:
 
 
 class _Play:
-    """The eager run of a widened order."""
+    """A simulation of a widened order that runs each op as soon as possible."""
 
     def __init__(self, program: Program, costs: Costs, late: int, orders: Orders, room: Sequence[int]) -> None:
         self.placement, self.costs, self.late = program.placement, costs, late
-        self.sums, self.top = program.vocabulary, program.placement.ends[-1]  # whose outputs are spread
+        self.sums, self.top = program.vocabulary, program.placement.ends[-1]  # the stage whose outputs are broadcast
         self.units = [(mb, part) for mb in range(program.microbatches) for part in range(program.slices)]
         self.last = program.placement.rank_of(self.top)
         self.ranks = []
         for order, most in zip(orders, room, strict=True):
             self.ranks.append(_Rank(deque(order), max(most, _waiting(order))))
-        self.over: dict[tuple[bool, int, Unit], float] = {}  # forward or not, stage, unit -> when it ended
+        self.over: dict[tuple[bool, int, Unit], float] = {}  # forward or not, stage, unit -> its end
         self.parts: dict[tuple[Kind, Unit], list[float]] = {}
-        self.met: dict[tuple[Kind, Unit], float] = {}  # collective -> when it was over
-        self.begun: dict[tuple[Kind, Unit], tuple[float, int]] = {}  # and when the last rank came to it
+        self.met: dict[tuple[Kind, Unit], float] = {}  # collective -> its end
+        self.begun: dict[tuple[Kind, Unit], tuple[float, int]] = {}  # collective -> its start, and a number in order
         self.heap = [(0.0, rank) for rank in range(len(self.ranks))]
         self._looked_up(0, 0.0)
         self._run()
@@ -194,7 +193,7 @@ class _Play:
                 self._put(rank, r, now, op)
 
     def _next(self, rank: _Rank, r: int, now: float) -> Op | None:
-        """What a rank does now; it sleeps until something comes if there is nothing."""
+        """The next op of a rank; None if it sleeps until something arrives."""
         if rank.now and rank.now[0][0] <= now:
             return rank.now.popleft()[1]
         waiting = sum(at <= now for at, _ in rank.later)
@@ -218,7 +217,7 @@ class _Play:
         return rank.ready[0].kind is Kind.F and rank.held >= rank.room
 
     def _when(self, op: Op) -> float | None:
-        """From when on an F or a backward can run; None where that is not known yet."""
+        """The earliest time of an F or a backward; None if not known yet."""
         unit, forward, found = (op.mb, op.slice), op.kind is Kind.F, 0.0
         for near in self.placement.sources(op.stage) if forward else self.placement.sinks(op.stage):
             over = self.over.get((forward, near, unit))
@@ -278,13 +277,13 @@ class _Play:
         return self.costs.link(op.pipe, op.stage, near) if reads else 0.0
 
     def _looked_up(self, first: int, now: float) -> None:
-        """Once `first` units have begun the next ones can be looked up."""
+        """Once `first` units have begun, queues the next look-ups."""
         for number in range(AHEAD) if not first else (first + AHEAD - 1,):
             if number < len(self.units):
                 self._all(Kind.I, self.units[number], now)
 
     def _shared(self, op: Op, end: float) -> None:
-        """A rank has done its part of what all do."""
+        """Records that a rank has done its part of a collective."""
         unit = (op.mb, op.slice)
         together = {Kind.I: Kind.GIVE, Kind.S: Kind.MEET, Kind.T: Kind.SUM}.get(op.kind)
         if together is None or (together is Kind.SUM and self.sums == 1):
@@ -295,7 +294,7 @@ class _Play:
             self._meets(together, unit, max(ends))
 
     def _meets(self, kind: Kind, unit: Unit, now: float) -> None:
-        """All have come to a collective."""
+        """Runs a collective to which all ranks have come."""
         self.begun[kind, unit] = now, len(self.begun)
         at = self.met[kind, unit] = now + self.costs.of(kind.row.cost, 0, unit[1])
         follows = {Kind.SPREAD: Kind.S, Kind.MEET: Kind.T, Kind.TAKE: Kind.E}.get(kind)
@@ -305,7 +304,7 @@ class _Play:
             heappush(self.heap, (at, rank))
 
     def _all(self, kind: Kind, unit: Unit, at: float) -> None:
-        """Every rank can do its part from then on."""
+        """Queues an op on every rank from `at` on."""
         for r, rank in enumerate(self.ranks):
             queue = rank.later if kind is Kind.T else rank.last if kind is Kind.E else rank.now
             queue.append((at, Op(kind, 0, unit[0], 0, unit[1])))
@@ -317,7 +316,7 @@ class _Play:
         return [list(self._listed(r, rank.done, order)) for r, rank in enumerate(self.ranks)]
 
     def _listed(self, r: int, ops: Sequence[Op], order: Sequence[tuple[Kind, Unit]]) -> Iterator[Op]:
-        """Every collective of the common order as soon as this rank has its part of it and has started those before."""
+        """Yields the ops, and each collective of the common order after this rank's part of it and all earlier ones."""
         first, last = self.placement.rank_of(0) == r, self.last == r
         have = {one for one in order if (one[0] is Kind.SPREAD and not last) or (one[0] is Kind.TAKE and not first)}
         todo = deque(order)
@@ -339,5 +338,5 @@ class _Play:
 
 
 def _waiting(ops: Iterable[Op]) -> int:
-    """The most forwards whose backward has not come."""
+    """The most forwards whose backward has not run."""
     return max(accumulate(1 if op.kind is Kind.F else -1 for op in ops), default=0)

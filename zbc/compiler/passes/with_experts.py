@@ -1,4 +1,4 @@
-"""What goes for a stage's weights goes for those of its experts."""
+"""Repeats ops on a stage's weights for the weights of its experts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zbc.ops import experts_of
 
 
 def with_experts(ops: Sequence[Op], program: Program, *kinds: Kind) -> list[Op]:
-    """Behind each op of these kinds of a stage that of its experts, where several replicas have the same."""
+    """Adds after each of these ops of a stage the same op of its experts, if several replicas hold the same."""
     if not program.ep:
         return [*ops]
     listed: list[Op] = []
