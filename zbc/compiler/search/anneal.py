@@ -1,8 +1,8 @@
-"""Improving an order by annealing; a kernel like listing.py, which reads the columns of table.py.
+"""Improves an order by annealing; a kernel like listing.py, which reads the columns of table.py.
 
-What makes a step long is a chain of ops, each of which starts when the one before it ends or its result arrives. Moving
-an op that is on no such chain changes nothing, so most moves (moves.py) are drawn from the chain that ends at the last
-op of some rank. What a move changes of the times is in retiming.py.
+The length of a step is set by a chain of ops, each of which starts when the one before it ends or its result arrives.
+Moving an op off all such chains changes nothing, so most moves (moves.py) are drawn from the chain that ends at the
+last op of some rank. The times that a move changes are computed in retiming.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from zbc.compiler.search.retiming import tails, tails_of_starts, take_back, time
 from zbc.compiler.search.table import Fences, Numbers, Table
 from zbc.compiler.search.timing import locate, run, steps
 
-EVEN = 0.05  # weight of the mean span beside the objective; it tells plateaus apart
-CHAINED = 60  # percent of the moves that are drawn from a chain
-INSTANT = 1e-12  # share of a step that ops take which may as well take no time
+EVEN = 0.05  # weight of the mean span relative to the objective; it distinguishes plateaus
+CHAINED = 60  # percent of the moves drawn from a chain
+INSTANT = 1e-12  # share of a step below which an op counts as instant
 KEPT = 8  # accepted moves after which a chain is traced again
 MOVE_VISITS, PLACE_VISITS, CHANGE_VISITS = 16, 4, 7  # in op visits: a move, each place it spans, each time it changes
-# By how many degrees a move may be worse, drawn at random; with digits that are the same everywhere.
+# Degrees by which a move may be worse, drawn at random; rounded, so that they are the same everywhere.
 DRAWS = 1024
 WORSE = [round(-log((k + 0.5) / DRAWS), 9) for k in range(DRAWS)]
 
@@ -69,7 +69,7 @@ def anneal(
     goal = makespan if by_makespan else span
     best_goal = goal
     best_value = current = goal + EVEN * mean
-    # Ops in a cycle that wait for one another come later and later, which times tell, unless they take no time.
+    # Ops in a cycle of waits get later and later times, which reveals it, unless they are instant.
     instant = any_instant(table, INSTANT * makespan)
     work = size + CHANGE_VISITS * tails(0, size - 1, by_makespan, ops, course)
     for r in range(len(begin)):
@@ -80,8 +80,8 @@ def anneal(
         state = following(state)
     cooling = (cold / hot) ** (1.0 / max(1, moves - 1))
     heat = hot
-    links = 0  # of the chain; 0: to be traced
-    kept = 0  # moves since it was
+    links = 0  # length of the chain; 0: to be traced
+    kept = 0  # moves since the chain was traced
     for _ in range(moves):
         if work >= most:
             break
@@ -148,7 +148,7 @@ def anneal(
 
 
 def any_instant(table: Table, least: float) -> bool:
-    """Whether ops that take at most `least` ms, which is nothing beside a step, wait for others."""
+    """Whether ops of at most `least` ms, which is nothing compared with a step, wait for others."""
     for op in range(len(table.rank)):  # noqa: SIM110 - no generators in compiled code
         if table.count[op] > 0 and table.length[op] <= least:
             return True

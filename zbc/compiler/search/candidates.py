@@ -1,4 +1,4 @@
-"""One problem, its engine, and the best orders seen so far: what every search step works on."""
+"""One problem, its engine, and the best orders so far: the state of every search step."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from zbc.compiler.search.rounds import Filling, filled
 
 TINY = 1e-9
 NO_END = 10**18
-# What a step costs in op visits, so that one budget counts them all alike.
+# Costs of search steps in op visits, so that one budget counts them all alike.
 LIST_VISITS = 10
 FILL_VISITS = 20
-DECODE_VISITS = 2000  # to prepare it, whatever its size
+DECODE_VISITS = 2000  # to prepare it, for any size
 TIME_VISITS = 1
-MADE_VISITS, BLOCK_VISITS = 8, 2  # orders made op by op
-STEPS = 8  # after which a sequence of steps has a period, as in `simulate.steady_state`
+MADE_VISITS, BLOCK_VISITS = 8, 2  # for orders made op by op
+STEPS = 8  # until a sequence of steps has a period, as in `simulate.steady_state`
 
-Recipe = Genes | Filling | AnyBlock | Played | tuple[float, ...]  # the last: knobs of a policy
+Recipe = Genes | Filling | AnyBlock | Played | tuple[float, ...]  # the last are knobs of a policy
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A feasible rank-major order and what it costs, in ms."""
+    """A feasible rank-major order and its step times in ms."""
 
     span: float
     makespan: float
     order: tuple[int, ...]
     origin: str
-    recipe: Recipe | None = None  # how to make it again for another number of microbatches
-    period: float = 0.0  # of steps that follow one another; only where that is the objective
+    recipe: Recipe | None = None  # makes it again for another number of microbatches
+    period: float = 0.0  # of consecutive steps; only if that is the objective
 
     def cost(self, objective: str) -> float:
         return {"makespan": self.makespan, "span": self.span, "period": self.period}[objective]
@@ -55,8 +55,8 @@ class Candidate:
 class Bench:
     """Evaluates candidates of one problem and keeps the best of each origin.
 
-    `spent` counts op visits; it depends only on what was tried, never on the clock. Once it reaches `most`, there is
-    to be no more searching; an annealing stops in the middle.
+    `spent` counts op visits; it depends only on the tried candidates, never on the clock. Once it reaches `most`, the
+    search has to stop; an annealing stops in the middle.
     """
 
     KEEP, ROOTS = 8, 48
@@ -65,9 +65,9 @@ class Bench:
         self.problem, self.engine, self.objective = problem, engine, objective
         self.decoder = Decoder(problem)
         self.found: list[Candidate] = []  # best first
-        self.roots: list[Candidate] = []  # the best of those that are not annealed, best first
+        self.roots: list[Candidate] = []  # the best candidates that are not annealed, best first
         self.spent, self.most = 0, NO_END
-        # The list scheduler admits by what F needs; where B leaves more than it frees, its result has to be checked.
+        # The list scheduler admits by the needs of F; if B leaves more than it frees, its result has to be checked.
         self._grows = any(w > b for b, w in zip(problem.keep_b, problem.keep_w, strict=True))
         n, rows = engine.numbers, problem.rows()
         self.first, self._changes = rows.first, rows.change()
@@ -138,11 +138,11 @@ class Bench:
         )
         if not listed or (self._grows and not self.fits(self._order)):
             return None
-        # The scheduler may have waited for an op that did not come; a rank that runs the order does not.
+        # The scheduler may have waited for an op that did not come; running the order does not.
         return self._timed(self._order, origin, recipe)
 
     def starts(self, order: Sequence[int]) -> list[float]:
-        """When the ops of an order that ends start, by place."""
+        """Starts of the ops of an order that ends, by place."""
         made = self.engine.numbers(list(order))
         self.engine.measure(self._table, made, self._position, self._zero, self._end)
         self.spent += TIME_VISITS * self.problem.size
@@ -150,7 +150,7 @@ class Bench:
         return [float(end - length[op]) for op, end in zip(order, self._end, strict=True)]
 
     def stretch(self, few: Bench, found: Candidate) -> None:
-        """Try what an order for few microbatches becomes for all of them; see cyclic.py."""
+        """Tries an order for few microbatches, extended to all of them; see cyclic.py."""
         starts = few.starts(found.order)
         for order in stretched(few.problem, self.problem, found.order, starts):
             self.spent += MADE_VISITS * self.problem.size
@@ -165,7 +165,7 @@ class Bench:
         return self._timed(self.engine.numbers(list(order)), origin, None)
 
     def _timed(self, order: Any, origin: str, recipe: Recipe | None) -> Candidate | None:
-        """A root; None if the order blocks."""
+        """Keeps the order as a root; None if it blocks."""
         found = self._time(order, origin, recipe)
         if found is None:
             return None
@@ -185,7 +185,7 @@ class Bench:
         return Candidate(float(span), float(makespan), tuple(engine.whole(order)), origin, recipe, period)
 
     def anneal(self, start: Candidate, moves: int, hot: float, seed: int, target: float) -> Candidate | None:
-        """Shift ops of `start` about, at temperatures from `hot` mean op times down to a tenth of it."""
+        """Anneals `start`, at temperatures from `hot` mean op times down to a tenth of it."""
         problem = self.problem
         n = self.engine.numbers
         order, best = n(list(start.order)), n([0] * problem.size)
@@ -209,7 +209,7 @@ class Bench:
         self.spent += TIME_VISITS * problem.size
         found = self._time(best, f"{start.origin}, annealed", None)
         if cut_off and self.objective == "period":
-            # Annealed is the span. What it has half way may have a better period than what a larger effort ends with.
+            # The span is annealed. An order half way may have a better period than the result of a larger effort.
             return None
         return self._keep(found, self.found, self.KEEP) if found else None
 
@@ -222,7 +222,7 @@ class Bench:
         return True
 
     def _keep(self, candidate: Candidate, among: list[Candidate], most: int) -> Candidate:
-        """Remember it if it is among the best of different cost."""
+        """Stores the candidate if it is among the best of different cost."""
         key = candidate.rank(self.objective)
         if len(among) == most and key >= among[-1].rank(self.objective):
             return candidate

@@ -1,13 +1,12 @@
-"""A step of many microbatches out of one of few: a beginning, a body that repeats, and an end.
+"""Makes an order of many microbatches from one of few: a beginning, a body that repeats, and an end.
 
-An order found for few microbatches is cut at a time. What began before is the beginning; the next K ops of each row (a
-kind of a stage) are the body, in the order that each rank has them; the rest is the end. Run the body again and again,
-each time for the next K microbatches, and the order does for K, 2K, .. microbatches more. It never blocks where the
-given order does not, as what each run needs was made in this one or in those before. A run leaves as much in memory as
-it finds.
+An order found for few microbatches is cut at a time. Ops that began before are the beginning; the next K ops of each
+row (a kind of a stage) are the body, in each rank's order; the rest is the end. Repeating the body, each time for the
+next K microbatches, extends the order by K, 2K, .. microbatches. It never blocks if the given order does not, as the
+inputs of each repetition were made in it or before. A repetition leaves memory as it found it.
 
-Which body is good is told by the step itself: the times of a period count for every microbatch, those of beginning and
-end once. So a few cuts and sizes are tried.
+The whole step decides which body is good: the times of a period count for every microbatch, those of beginning and end
+once. So a few cuts and sizes are tried.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from zbc.compiler.search.problem import Problem
 
 SIZES = (1, 2, 3, 4, 6, 12)  # of a body, in microbatches
 CYCLE = 12  # a multiple of all of them
-CUTS = (0.4, 0.5)  # where a body begins, as shares of the step
+CUTS = (0.4, 0.5)  # start of a body, as shares of the step
 FEW_OPS = 50_000
 
 
 def reduced(problem: Problem) -> Problem | None:
-    """The problem with some 4p microbatches, or 2p if there are many ops, where that is clearly fewer.
+    """The problem with some 4p microbatches, or 2p if there are many ops, if that is clearly fewer; else None.
 
-    Where 4p are not, 2p do with one stage per rank and less memory than 1F1B takes: bodies are short there. As many
-    fewer that a body of any size does for the rest.
+    If 4p is not fewer, 2p is used with one stage per rank and less memory than 1F1B's: bodies are short there. The
+    count is chosen so that a body of any size covers the rest.
     """
     p = problem.p
     counts = [min(4 * p, max(2 * p, FEW_OPS // (3 * problem.n_stages)))]
@@ -43,7 +42,7 @@ def reduced(problem: Problem) -> Problem | None:
 
 
 def stretched(few: Problem, many: Problem, order: Sequence[int], starts: Sequence[float]) -> Iterator[list[int]]:
-    """Orders for `many` out of a rank-major one for `few`, whose ops start at `starts`, by place."""
+    """Yields orders for `many` made from a rank-major order for `few`; `starts` has its op starts by place."""
     step = max(starts)
     for cut in CUTS:
         done = _begun(few, order, starts, cut * step)
@@ -53,7 +52,7 @@ def stretched(few: Problem, many: Problem, order: Sequence[int], starts: Sequenc
 
 
 def _begun(few: Problem, order: Sequence[int], starts: Sequence[float], at: float) -> list[int]:
-    """By row how many ops have begun by a time. Ops of a row have consecutive numbers, as many as microbatches."""
+    """By row the number of ops begun before a time. Ops of a row have consecutive numbers, as many as microbatches."""
     done = [0] * (few.size // few.m)
     for place, op in enumerate(order):
         if starts[place] < at:

@@ -1,4 +1,4 @@
-"""The kernels, compiled where numba is installed, plain Python elsewhere; same results."""
+"""The kernels, compiled if numba is installed, else plain Python; same results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from zbc.compiler.search import anneal, listing, moves, retiming, timing
 
 _MODULES = (listing, timing, moves, retiming, anneal)
-_INLINED = (  # called in every step: to hand over all they read would take as long as what they do
+_INLINED = (  # called in every step: passing their arguments would take as long as their work
     "following",
     "choose_b",
     "choose_f",
@@ -41,11 +41,11 @@ _CALLED = (
     "carry",
     "any_instant",
 )
-_KERNELS = (*_INLINED, *_CALLED, "list_schedule", "anneal")  # each after those it calls
+_KERNELS = (*_INLINED, *_CALLED, "list_schedule", "anneal")  # each after its callees
 
 
 class Engine:
-    """Calls to the kernels. `numbers` makes what they read and write: a list, or an array for compiled ones."""
+    """Calls to the kernels. `numbers` makes their arguments: a list, or an array for compiled kernels."""
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
@@ -67,12 +67,12 @@ class Engine:
         return self._numpy.array(values, dtype=kind)
 
     def columns(self, columns: Any) -> Any:
-        """The same of a tuple of columns, and of the tuples in it."""
+        """Converts a tuple of columns, and nested tuples, with `numbers`."""
         made = [self.columns(part) if isinstance(part, tuple) else self.numbers(part) for part in columns]
         return columns._make(made) if hasattr(columns, "_make") else tuple(made)
 
     def whole(self, numbers: Any) -> list[int]:
-        """What `numbers` made of whole numbers, as Python's."""
+        """Converts whole numbers made by `numbers` back to a list of Python ints."""
         return list(numbers.tolist()) if self.compiled else list(numbers)
 
 
@@ -84,8 +84,8 @@ def _names() -> dict[str, Any]:
 def _compile() -> dict[str, Any]:
     """The kernels jitted in a namespace of their own, so that they call one another compiled.
 
-    numba keeps what it compiled until a kernel's own file changes, with what it calls linked in: so the name that it is
-    kept under tells the text of all of them.
+    numba caches compiled code until a kernel's own file changes, with its callees linked in: so the cache name includes
+    a hash of the text of all of them.
     """
     import numba
 
@@ -100,13 +100,13 @@ def _compile() -> dict[str, Any]:
 
 
 def _version() -> str:
-    """The name that compiled kernels are kept under."""
+    """The cache name of the compiled kernels."""
     text = "".join(map(inspect.getsource, _MODULES)) + repr(_INLINED)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def compiles_first() -> bool:
-    """Whether the first search here compiles the kernels, which takes some 20 s, as far as numba's folders tell."""
+    """Whether the first search here compiles the kernels, which takes some 20 s, judging by numba's cache folders."""
     if not available():
         return False
     kept = os.environ.get("NUMBA_CACHE_DIR")
@@ -115,7 +115,7 @@ def compiles_first() -> bool:
 
 
 def engine_name() -> str:
-    """What runs the kernels of a search that is large enough for it to matter."""
+    """The engine of searches large enough for it to matter."""
     return "numba" if available() else "plain Python"
 
 

@@ -1,7 +1,7 @@
 """The least memory any order needs, and an order that needs no more.
 
-Before a rank's first B, one microbatch has been through all stages of the rank; so every order holds at least what one
-microbatch, run alone, holds at its fullest. Running microbatches one after another holds just that.
+Before a rank's first B, one microbatch has been through all stages of the rank; so every order holds at least the peak
+of one microbatch run alone. Running microbatches one after another holds just that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zbc.text import at_least
 
 
 def least_of(placement: Placement, costs: Costs) -> list[float]:
-    """`least` for any placement: with several pipes, that of one microbatch in the pipe that needs more."""
+    """`least` for any placement: with several pipes, of one microbatch in the pipe that needs more."""
     kept, left = costs.units("kept"), costs.units("left")
     found = [0.0] * placement.ranks
     if costs.slices > 1:
@@ -30,7 +30,7 @@ def least_of(placement: Placement, costs: Costs) -> list[float]:
 
 
 def check_feasible(name: str, placement: Placement, costs: Costs, limits: Sequence[float] | None) -> None:
-    """Raise E303 with the smallest limit that works if some rank's is below what any order needs."""
+    """Raise E303 with the smallest working limit if some rank's limit is below the need of any order."""
     needs = least_of(placement, costs)
     short = [r for r, limit in enumerate(limits or ()) if needs[r] > limit + 1e-6]
     if limits and short:
@@ -56,7 +56,7 @@ def _of_slices(placement: Placement, costs: Costs) -> list[float]:
 
 
 def _in_turn(stages: Sequence[int], changes: Mapping[Kind, Sequence[Sequence[float]]]) -> Iterator[float]:
-    """What the ops of one microbatch alone change, slice by slice: all F, then B and its W from the last stage up."""
+    """Yields memory changes of one microbatch alone, slice by slice: all F, then B and W from the last stage up."""
     f, b, w = (changes[kind] for kind in KINDS)
     for s in stages:
         yield from f[s]
@@ -70,7 +70,7 @@ def _peak(changes: Iterable[float]) -> float:
 
 
 def _alone(stages: Sequence[int], kept: Sequence[float], left: Sequence[float]) -> float:
-    """What one microbatch holds on a rank with these stages at its fullest."""
+    """The peak of one microbatch on a rank with these stages."""
     held = peak = float(sum(kept[s] for s in stages))
     for s in reversed(stages):  # B, then its W, from the last stage up
         held += left[s] - kept[s]

@@ -1,8 +1,8 @@
 """A list scheduler that follows a given order: it takes the order as its priority and fills the gaps.
 
-Ranks run in time. A rank that is free takes the first of its ops, in the given order, whose input is there, as long as
-what it would hold stays within its limit not only now but all along the ops that it overtakes. So the rest of the given
-order stays possible at every moment, and the scheduler always ends if the given order does.
+Ranks run in time. A free rank takes the first of its ops, in the given order, whose input has arrived, if its memory
+would stay within the limit not only now but through all ops that it overtakes. So the rest of the given order stays
+possible at every moment, and the scheduler always ends if the given order does.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FAMILIES = ("forward", "input", "weight")
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How far to look and how long to wait. A W runs only where no F or B can."""
+    """How far to look and how long to wait. A W runs only if no F or B can."""
 
-    window: int  # ops of the given order that are looked at
-    wait: float = 0.0  # for an F or B that is on its way, as a share of the shortest F
+    window: int  # examined ops of the given order
+    wait: float = 0.0  # for the input of an F or B in flight, as a share of the shortest F
 
 
 def fits(program: Program, costs: Costs, limits: Sequence[float]) -> bool:
@@ -41,7 +41,7 @@ def fits(program: Program, costs: Costs, limits: Sequence[float]) -> bool:
 
 
 def follow(program: Program, costs: Costs, limits: Sequence[float], manner: Manner) -> Program:
-    """The order in which the ranks would run the ops of `program` in this manner. It has to fit and to end."""
+    """The order in which the ranks would run the ops of `program` in this manner. `program` has to fit and to end."""
     run = _Run(program, costs, limits, manner)
     run.all()
     ranks = tuple(tuple(map(run.ops.__getitem__, numbers)) for numbers in run.done)
@@ -61,7 +61,7 @@ class _Run:
         self.rank = self.rows.column([row.rank for row in rows])
         self.missing = self.rows.column(list(map(len, self.rows.needs)))
         self.feeds = self.rows.fed()
-        self.arrived = [0.0] * size  # the latest of what an op waits for, as far as it is on its way
+        self.arrived = [0.0] * size  # the latest arrival so far of an op's inputs
         self.ready = [NEVER if count else 0.0 for count in self.missing]
         self.ops = dict[int, Op]()
         self.length, self.change = [0.0] * size, [0.0] * size
@@ -95,7 +95,7 @@ class _Run:
                     heappush(heap, (later, rank))
 
     def _choose(self, rank: int, now: float) -> tuple[int, float]:
-        """Place from the end of `todo` of the op to start, from 1 on, and if there is none, when one may be ready."""
+        """The place from the end of `todo` of the op to start, from 1 on; 0 and the time of the next one if none is."""
         todo, ready, changes, weights = self.todo[rank], self.ready, self.change, self.weights
         room = self.limits[rank] - self.held[rank]
         sofar = most = 0.0
@@ -136,7 +136,7 @@ class _Run:
 
 
 def _rows(program: Program, costs: Costs) -> Rows:
-    """A row for each family, pipe and stage, of as many units as there are microbatches. A BW counts as a B."""
+    """A row for each family, pipe and stage, with as many units as microbatches. A BW counts as a B."""
     placement = program.placement
     kinds = {op.kind for ops in program.ranks for op in ops}
     chosen = [min(kind for kind in kinds if kind.row.family == family) for family in FAMILIES if _has(kinds, family)]

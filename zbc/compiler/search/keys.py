@@ -1,10 +1,10 @@
-"""Schedules as a handful of numbers: when each stage's ops would run in a steady state, decoded by the list scheduler.
+"""Schedules as a few numbers: start times of each stage's ops in steady state, decoded by the list scheduler.
 
 A microbatch walks 2v legs of p stages each (v = 2: down, up, and the same way back). A gene vector says how much longer
 than its ops each step of a leg takes (`legs`, in mean op times), how long the microbatch rests between legs (`turns`),
-and how the decoder uses these times: a period, caps, what to do with gaps. Keys are then `start of op + i * period`, as
-the building blocks of arXiv 2405.15362 repeat every period, but at real op times, and the decoder fills warm-up,
-drain and every gap by itself. The vector does not depend on p, m or the times, so good ones carry over: see `learned`.
+and how the decoder uses these times: a period, caps, rules for gaps. Keys are then `start of op + i * period`, as the
+building blocks of arXiv 2405.15362 repeat every period, but at real op times, and the decoder fills warm-up, drain and
+every gap by itself. The vector does not depend on p, m or the times, so good ones transfer: see `learned`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Genes(NamedTuple):
 
     legs: tuple[float, ...]  # 2v, extra time per step of a leg
     turns: tuple[float, ...]  # 2v - 1, rest between two legs
-    cap: int  # -1: no cap on microbatches per stage; else that many more than the keys imply
+    cap: int  # -1: no cap on microbatches per stage; else the cap minus the number implied by the keys
     w_gap: float
     w_slack: float
     first_b: float
@@ -58,7 +58,7 @@ def _knobs(rng: Random) -> dict[str, float]:
 
 
 def random_genes(rng: Random, v: int) -> Genes:
-    """A fresh vector for v chunks per rank."""
+    """A random vector for v chunks per rank."""
     if rng.random() < 0.3:
         legs, turns = (0.0,) * (2 * v), (0.0,) * (2 * v - 1)
     else:
@@ -90,7 +90,7 @@ def mutate(rng: Random, genes: Genes, steps: int) -> Genes:
 
 
 class Decoder:
-    """Turns genes into what `list_schedule` reads, for one problem."""
+    """Converts genes to the arguments of `list_schedule`, for one problem."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -123,7 +123,7 @@ class Decoder:
         return starts[:n], [start + turn for start in starts[n:][::-1]] if turn else starts[n:][::-1]
 
     def caps(self, genes: Genes, key_f: Sequence[float], key_b: Sequence[float]) -> list[int]:
-        """Most microbatches between F and B per stage: as many as overlap in the steady state, and `genes.cap` more."""
+        """Most microbatches between F and B per stage: the overlapping ones in steady state, and `genes.cap` more."""
         problem = self.problem
         if genes.cap < 0:
             return [problem.m] * problem.n_stages

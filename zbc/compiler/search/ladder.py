@@ -1,11 +1,11 @@
-"""The search under a limit and under smaller ones: more memory and more effort never give a worse answer.
+"""Searches under a limit and under smaller ones: more memory and more effort never give a worse answer.
 
 A search has an effort of its own and shares of it. A share goes to each coarse rung of rungs.py, so the answers under
-two limits have all rungs below the smaller one in common, searched alike. A fine rung tries the recipes that the fast
-tier liked best on the coarse rung below. Efforts above ENOUGH also search the very limit in full; what that finds is in
-no other answer, so exactness in the limit ends there, and what remains is as good as the shares are.
+two limits have all rungs below the smaller one in common, searched alike. A fine rung tries the recipes that did best
+in the fast tier on the coarse rung below. Efforts above ENOUGH also search the very limit in full; its result is in no
+other answer, so the guarantee ends there, and the rest is as good as the shares are.
 
-Rungs whose lower bound is not below the best order known are left out: nothing there could be better.
+Rungs whose lower bound is not below the best known order are skipped: nothing there could be better.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zbc.compiler.search.rungs import Grid
 
 INF = float("inf")
 LARGE = 4000  # ops from which only the limit itself is searched
-ENOUGH, SHARE = 2_000_000, 128  # op visits, and what part of more than that a rung gets
-RECIPES = 3  # that fine rungs try
+ENOUGH, SHARE = 2_000_000, 128  # op visits, and a rung's divisor of more than that
+RECIPES = 3  # tried by fine rungs
 SAME = 1e-12
 
 Orders = Iterable[tuple[str, Sequence[int]]]
@@ -30,7 +30,7 @@ Orders = Iterable[tuple[str, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is searched, and what is known: orders that need no search, and a lower bound for any limits."""
+    """The search and its known facts: orders that need no search, and a lower bound for any limits."""
 
     problem: Problem
     objective: str
@@ -54,14 +54,14 @@ class Question:
 def climb(ask: Question, *, rungs: int | None = None, beat: float = INF) -> Candidate | None:
     """The best order found, or None if nothing fits.
 
-    Under the limit itself or the rung below it; with `rungs`, a number of op visits for each, under all rungs where
+    Under the limit itself or the rung below it; with `rungs`, a number of op visits for each, under all rungs on which
     better than `beat` ms is possible.
     """
     visits = ask.effort.visits
     if ask.problem.size > LARGE:
         return ask.search(ask.problem, visits).best
     ladder = _Ladder(ask, beat)
-    if ask.problem.slices > 1:  # what orders made by hand hold may lie between two rungs
+    if ask.problem.slices > 1:  # the peaks of hand-made orders may lie between two rungs
         ladder.by_hand()
     if visits > ENOUGH:
         ladder.add(ask.search(ask.problem, visits).best)
@@ -80,7 +80,7 @@ def climb(ask: Question, *, rungs: int | None = None, beat: float = INF) -> Cand
 
 
 class _Ladder:
-    """The best order so far, and the limits that were searched."""
+    """The best order so far, and the searched limits."""
 
     def __init__(self, ask: Question, beat: float) -> None:
         self.ask, self.beat = ask, beat
@@ -101,11 +101,11 @@ class _Ladder:
         self.add(bench.best)
 
     def settles(self, problem: Problem) -> bool:
-        """Whether no order under these limits, or smaller ones, could be better than what is known."""
+        """Whether no order under these limits, or smaller ones, could be better than the best known."""
         return self.best is not None and self.ask.bound(problem.limit) >= self.beat * (1 - SAME)
 
     def segment(self, grid: Grid, rung: float, high: float, share: int) -> None:
-        """A coarse rung, and the fine ones above it up to `high`."""
+        """Searches a coarse rung, and tries the fine ones above it up to `high`."""
         found = self.ask.search(grid.at(rung), share)
         self._seen.add(tuple(grid.at(rung).limit))
         self.add(found.best)

@@ -1,7 +1,7 @@
 """Gene vectors that do well on many instances: the starting points of the search.
 
-Found offline by chains of mutations, then chosen by greedy cover: first those for the published profiles and unit times
-(8 and 16 ranks, limits from half to twice the memory of 1F1B, both objectives), then those for random instances around
+Found offline by chains of mutations, then chosen by greedy cover: first vectors for the published profiles and unit
+times (8 and 16 ranks, limits from half to twice the memory of 1F1B, both objectives), then for random instances around
 them (uneven stages, 2 to 16 ranks, limits from 0.4). Times are rounded to 1/100 op. Columns as in `keys.Genes`.
 """
 
@@ -124,7 +124,7 @@ _TWO_CHUNKS: tuple[Row, ...] = (
 
 
 def learned(v: int) -> list[Genes]:
-    """Starting points for v chunks per rank; those of two chunks are stretched over more."""
+    """Starting points for v chunks per rank; vectors of two chunks are stretched over more."""
     if v == 1:
         return [_genes(row) for row in _ONE_CHUNK]
     return [_stretch(_genes(row), v) for row in _TWO_CHUNKS]
@@ -137,7 +137,7 @@ def _genes(row: Row) -> Genes:
 
 
 def _stretch(genes: Genes, v: int) -> Genes:
-    """The first and last leg each way as they are, the ones between like the first; turns likewise."""
+    """The first and last leg each way unchanged, the ones between like the first; turns likewise."""
     if v == 2:
         return genes
     down, up, back_up, back_down = genes.legs

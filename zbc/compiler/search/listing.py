@@ -3,7 +3,7 @@
 Every kernel, here and in the other modules of engine.py, runs unchanged on lists (standard library) and, compiled, on
 arrays when numba is installed; both make the same decisions on the same doubles, so both find the same plans.
 
-Ranks run in time. At each decision a rank picks F, B or W, which stand for their families of ops, by a vector of knobs:
+Ranks run in time. At each decision a rank picks F, B or W, which mean their families of ops, by a vector of knobs:
 
 - MODE 0 prefers B, 2 prefers F, 1 alternates; LOOK: wait that share of an op for the preferred one. MODE 3 takes the
   smallest key, `key_f[s] + i * PERIOD` or `key_b[s] + i * PERIOD` in ms, waits up to LOOK (of the first F) for a
@@ -13,10 +13,10 @@ Ranks run in time. At each decision a rank picks F, B or W, which stand for thei
   W_MEMORY at once when memory blocks an F.
 - FIRST_B: a warm-up F may put off the earliest possible first B by that share of itself (9 and more: no limit).
 - PICK_F, PICK_B: of several stages the latest (0), the earliest (1) or the oldest microbatch (2).
-- where B leaves more than it frees, room for that is kept free, and W runs as soon as a B needs it.
-- an F must leave a unit for each later stage of its rank, or it could deadlock: of slices, the rest of the microbatch
-  that the stage runs next, since no slice comes back before the last one is there. RESERVE and RESERVE_LATER scale what
-  is kept for them beyond that, before and after the first B, while anything is in flight.
+- if B leaves more than it frees, room for that is reserved, and W runs as soon as a B needs it.
+- an F must leave a unit for each later stage of its rank, or it could deadlock: with slices, the rest of the microbatch
+  that the stage runs next, since no slice returns before the last one has arrived. RESERVE and RESERVE_LATER scale the
+  reserve beyond that, before and after the first B, while anything is in flight.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from zbc.compiler.search.table import Numbers, Table
 INF = 1e300
 EPS = 1e-9
 ROOM = 1e-6  # slack of memory comparisons, in activation units
-WAIT, FORWARD, INPUT, WEIGHT = range(4)  # what a rank decides for: nothing yet, or an op of a family
+WAIT, FORWARD, INPUT, WEIGHT = range(4)  # decisions of a rank: nothing yet, or an op of a family
 
 
 class Seats(NamedTuple):
     """The stages of all ranks, rank by rank and in path order; rank r has the seats `first[r]` to `first[r + 1]`.
 
-    By seat: its stage, how many units it runs, and the first op that it has of each family.
+    By seat: its stage, its number of units, and its first op of each family.
     """
 
     first: Numbers
@@ -46,11 +46,11 @@ class Seats(NamedTuple):
     weight: Numbers
 
 
-# What a kernel called in every step reads, in the order in which it takes it apart in its first lines: Python does so
-# with a plain tuple of any size faster than with anything that has names.
+# Arguments of a kernel called in every step, in the order in which its first lines unpack them: Python unpacks a plain
+# tuple of any size faster than any named structure.
 View = Any
-# A seat that can start an op of a family and its key, -1 for none; when else one may be ready; the least key of those
-# that are so soon that they may be waited for; whether memory is all that keeps one from starting.
+# A seat that can start an op of a family, -1 for none, and its key; the next time one may be ready; the least key of
+# ops near enough to wait for; whether only memory keeps one from starting.
 Choice = tuple[int, float, float, float, bool]
 NONE: Choice = (-1, -INF, INF, INF, False)
 
@@ -70,9 +70,9 @@ def list_schedule(
     blank: tuple[Numbers, Numbers, Numbers, Numbers],
     order: Numbers,
 ) -> bool:
-    """Event-driven list scheduling under a memory limit; fills `order` rank by rank. False when it got stuck.
+    """Event-driven list scheduling under a memory limit; fills `order` rank by rank. False if it got stuck.
 
-    `room` is what a rank may hold with an F; `blank` are zeros by op and by rank, whole ones by seat and by rank.
+    `room` are the units a rank may hold with an F; `blank` are zeros by op and by rank, whole ones by seat and by rank.
     """
     by_op, by_rank, seat_count, rank_count = blank
     first, rank, length, change, count, _, (feeds, reader, lag, after) = table
@@ -180,7 +180,7 @@ def list_schedule(
 
 
 def first_calls(seats: Seats, count: Numbers, wake: Numbers, unstarted: Numbers) -> list[tuple[float, int]]:
-    """The ranks that have an F that waits for nothing; fills when each is to look, and how many F each has to start."""
+    """The ranks with an F that waits for nothing; fills each rank's first call, and its number of F to start."""
     heap = [(0.0, 0)]
     heappop(heap)
     for r in range(len(wake)):
@@ -195,7 +195,7 @@ def first_calls(seats: Seats, count: Numbers, wake: Numbers, unstarted: Numbers)
 
 
 def by_turns(mode: float, last_f: int, had_b: int, f_seat: int, b_seat: int, wait_b: bool, wait_f: bool) -> int:
-    """What to run by a policy without keys; it may wait for a B or an F instead if one comes soon enough."""
+    """The op to run by a policy without keys; it may wait for a B or an F instead if one comes soon enough."""
     if f_seat >= 0 and b_seat >= 0:
         return FORWARD if mode == 2 or (mode == 1 and last_f == 0) else INPUT
     if f_seat >= 0:
@@ -271,7 +271,7 @@ def choose_f(r: int, now: float, rules: View, seats: View, more: View) -> Choice
             key = -1.0 * s
         else:
             key = s - 1.0 * i * len(stage)
-        most = held[r] + change[op]  # with what later stages of the rank need kept free, as far as it matters
+        most = held[r] + change[op]  # with the reserve for later stages of the rank, as far as it matters
         other = seat + 1
         while other < high and most <= room[r] + ROOM:
             need = 1.0

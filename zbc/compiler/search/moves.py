@@ -1,4 +1,4 @@
-"""Moves of annealing: which op goes where, whether memory allows it, and to make one; kernels like listing.py.
+"""Moves of annealing: draw an op and its destination, check memory, and move it; kernels like listing.py.
 
 Most moves are drawn from a chain: ops each of which starts when the one before it ends or its result arrives. Random
 numbers come from `following`, so that compiled and plain runs draw the same.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from zbc.compiler.search.listing import EPS, ROOM
 from zbc.compiler.search.table import Links, Numbers, Table
 
-Walls = tuple[Numbers, Numbers, Links, Links]  # `Fences`, as Python takes them apart fastest
+Walls = tuple[Numbers, Numbers, Links, Links]  # `Fences`, in the form that Python unpacks fastest
 REACH = 12  # places a move spans at most
 
 
@@ -27,10 +27,10 @@ def trace(
     chain: Numbers,
     state: int,
 ) -> tuple[int, int]:
-    """Fill `chain` with the ops of a chain without gaps back from the last op of a rank; returns its length.
+    """Fill `chain` with a gapless chain of ops back from the last op of a rank; returns its length and the state.
 
-    Half the time the rank is the one that makes the objective, else any. Ops that take no time and wait for one another
-    would be a chain without end: it is cut off where it has as many links as there are ops.
+    Half the time the rank is the one that sets the objective, else any. Instant ops that wait for one another would be
+    an endless chain: it is cut off at as many links as there are ops.
     """
     first, length = table.first, table.length
     waits, source, lag, after = table.waits
@@ -84,7 +84,7 @@ def destination(
     position: Numbers,
     state: int,
 ) -> tuple[int, int]:
-    """Where to move the op at place i: near places are likelier; `i` itself when it is hemmed in."""
+    """The destination of the op at place i: near places are likelier; `i` itself if fences leave no other."""
     state = following(state)
     shift = 1
     draw = state >> 8
@@ -145,7 +145,7 @@ def shift_op(order: Numbers, position: Numbers, i: int, j: int) -> None:
 
 
 def hold(table: Table, order: Numbers, held: Numbers) -> None:
-    """Fill `held`, what a rank holds after the op at each place."""
+    """Fill `held`: units held by a rank after the op at each place."""
     first, change = table.first, table.change
     for r in range(len(first) - 1):
         amount = 0.0
@@ -155,7 +155,7 @@ def hold(table: Table, order: Numbers, held: Numbers) -> None:
 
 
 def carry(i: int, j: int, order: Numbers, change: Numbers, held: Numbers) -> None:
-    """Bring `held` up to date after the move of an op from place i to j."""
+    """Updates `held` after the move of an op from place i to j."""
     own = change[order[j]]
     if i < j:
         for k in range(i, j):

@@ -6,12 +6,12 @@ Blocks differ in the steps between neighbouring ranks on the way down (ka slots 
 the rests at the three turns; the way up takes one slot per rank. Short blocks hold little memory: V-Min, V-Half and
 ZB-V are members. Source: arXiv 2405.15362, section 3; the enumeration is ours.
 
-With backwards in one piece, of two slots, the same step from rank to rank on each leg never keeps the offsets of all
-ranks apart. There ops that meet run one after the other; or the steps follow a walk through the 36 ways to lay two F
-and two backwards into six slots, each rank's way reached from its neighbour's with few rests (`Tiles`). A cycle of six
-ranks rests least: 8 slots per rank over the four legs, 2/3 of 1F1B's memory, as 1F1B-V of arXiv 2405.15362.
+With fused backwards of two slots, the same step from rank to rank on each leg never keeps the offsets of all ranks
+apart. Then colliding ops run one after the other; or the steps follow a walk through the 36 tilings of six slots with
+two F and two backwards, each rank's tiling reached from its neighbour's with few rests (`Tiles`). A cycle of six ranks
+rests least: 8 slots per rank over the four legs, 2/3 of 1F1B's memory, as 1F1B-V of arXiv 2405.15362.
 
-Blocks make the best orders where memory is tight, since a list scheduler loses a little in every period there.
+Blocks make the best orders under tight memory, since a list scheduler loses a little in every period there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from zbc.compiler.blocks import (
 from zbc.compiler.search.listing import ROOM
 from zbc.compiler.search.problem import Problem
 
-WALKS = 4  # with the least rests that are kept for each last tile
+WALKS = 4  # with the least rests, kept for each last tile
 
 
 def fitting(problem: Problem) -> list[AnyBlock]:
-    """The blocks whose steady state keeps to the limit on the first, middle and last rank, those that hold most first.
+    """The blocks whose steady state keeps to the limit on the first, middle and last rank, by descending memory.
 
     For V placements of two chunks; else nothing.
     """
@@ -104,13 +104,13 @@ def _cycle(problem: Problem, offsets: Offsets, rank: int) -> list[tuple[int, int
 
 
 def _changes(problem: Problem, rank: int) -> tuple[tuple[float, float], ...]:
-    """What F, B and W of the stages of a rank, down and up, change of what it holds."""
+    """Changes of the units held by F, B and W of a rank's stages, down and up."""
     stages = (rank, problem.n_stages - 1 - rank)
     (kept, kept_up), (left, left_up) = ([of[s] for s in stages] for of in (problem.keep_b, problem.keep_w))
     return (kept, kept_up), (left - kept, left_up - kept_up), (-left, -left_up)
 
 
-@lru_cache(maxsize=1 << 16)  # asked for under all costs and limits
+@lru_cache(maxsize=1 << 16)  # used under all costs and limits
 def _period(times: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """The six ops by their slot: how many periods late, F, B or W, and whether down or up."""
     found = []
@@ -121,7 +121,7 @@ def _period(times: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
 
 
 def _most(problem: Problem, offsets: Offsets, rank: int, *, late: bool = True) -> tuple[float, float]:
-    """What a rank holds at its fullest in the steady state, and what it may; `late`: W in its slot, not after its B."""
+    """A rank's peak units in steady state, and its limit; `late`: W in its slot, not after its B."""
     offsets = offsets if late else (*offsets[:4], *offsets[2:4])
     changes, entries = _changes(problem, rank), _period(tuple(times[rank] for times in offsets))
     held = most = -sum(lead * changes[family][leg] for lead, family, leg in entries)
@@ -133,13 +133,13 @@ def _most(problem: Problem, offsets: Offsets, rank: int, *, late: bool = True) -
 
 @lru_cache(maxsize=8)
 def _blocks(p: int, whole: bool) -> list[tuple[AnyBlock, Offsets]]:
-    """The blocks of p ranks; for many ranks only some of the places where the step changes."""
+    """The blocks of p ranks; for many ranks only some of the places at which the step changes."""
     found: list[AnyBlock] = [*_tiled(p), *_with_whole_backwards(p)] if whole else [*_with_split_backwards(p)]
     return [(block, offsets_of(p, block)) for block in found]
 
 
 def _with_split_backwards(p: int) -> Iterator[BuildingBlock]:
-    """No two ops in one slot."""
+    """Yields blocks without two ops in one slot."""
     places = range(1, p) if p <= 8 else (1, p // 2, p - 1)
     for ka in range(1, 6):
         for kb in range(1, ka + 1):
@@ -168,7 +168,7 @@ def _with_whole_backwards(p: int) -> Iterator[BuildingBlock]:
 
 
 def _tiled(p: int) -> list[Tiles]:
-    """Walks with few rests over all ranks. The first tile begins with F0: a block that starts later is no other."""
+    """Walks with few rests over all ranks. The first tile begins with F0: a later start is the same block."""
     tiles = [_tile(at, turn) for at in range(SLOTS) for turn in permutations((1, 2, 3))]
     rests = [[_rests(a, b) for b in tiles] for a in tiles]
     walks: list[list[tuple[int, tuple[int, ...]]]] = [[] if tile[0] else [(0, (k,))] for k, tile in enumerate(tiles)]
@@ -182,7 +182,7 @@ def _tiled(p: int) -> list[Tiles]:
 
 
 def _tile(at: int, turn: tuple[int, ...]) -> Tile:
-    """F0 at a slot, behind it the others in this order."""
+    """F0 at a slot, followed by the others in this order."""
     slots = [at] * len(LENGTHS)
     for before, op in zip((0, *turn), turn, strict=False):
         slots[op] = slots[before] + LENGTHS[before]
@@ -191,7 +191,7 @@ def _tile(at: int, turn: tuple[int, ...]) -> Tile:
 
 
 def _rests(near: Tile, far: Tile) -> int:
-    """Slots that F and B of a microbatch rest on their ways between a rank and the next, down and up."""
+    """Slots that F and B of a microbatch rest between a rank and the next, down and up."""
     down, up = (0, 2), (1, 3)
     steps = [(far[op] - near[op] - LENGTHS[op]) % SLOTS for op in down]
     return sum(steps) + sum((near[op] - far[op] - LENGTHS[op]) % SLOTS for op in up)

@@ -1,9 +1,9 @@
 """Orders for placements with two pipes, or with many legs, under real times and a memory limit.
 
 The microbatches of each pipe start at an even pace; a list scheduler follows that order and fills its gaps (follow.py).
-What distinguishes good orders is the pace, how far the second pipe is behind the first, how far the scheduler may look
-and how long it may wait. The combinations below were chosen by greedy cover over some hundred cases (p 3-8, m p-4p,
-even and uneven times, limits of 0.6 to 1.5 times p), and some more at published times.
+Good orders differ in the pace, the delay of the second pipe, the scheduler's look-ahead and its waiting time. The
+combinations below were chosen by greedy cover over some hundred cases (p 3-8, m p-4p, even and uneven times, limits of
+0.6 to 1.5 times p), and some more at published times.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
 EPS = 1e-9
-LEAST_TRIED, MOST_OPS = 3, 150_000  # of large programs only as many orders as take a few seconds
-STARTS = 2  # orders that are annealed
-FAR = 40  # ops looked at where there should be no limit
+LEAST_TRIED, MOST_OPS = 3, 150_000  # of large programs only orders for a few seconds
+STARTS = 2  # annealed orders
+FAR = 40  # examined ops that amount to no limit
 
 
 class Recipe(NamedTuple):
@@ -66,12 +66,12 @@ _WHOLE = (
 
 @dataclass(frozen=True, slots=True)
 class TimedOrder:
-    """An order that keeps to the limit, and what a step of it costs in ms."""
+    """An order that keeps to the limit, and ms of its step."""
 
     program: Program
     makespan: float
     span: float
-    period: float = 0.0  # of steps that follow one another; only where that is the objective
+    period: float = 0.0  # of consecutive steps; only if that is the objective
 
     def rank(self, objective: str) -> tuple[float, float]:
         """Sort key: the objective, then another step time."""
@@ -110,8 +110,8 @@ def packed(
         raise ZbcError("E303", f"does not fit: no order of {name} keeps to the limit", hint="raise the memory limit")
     best = _best(found, objective)
     if split and seconds > 0:
-        # What an annealing that ran out of time ends with is nothing that a longer one would come by. Where it is not
-        # the objective itself that is annealed, that might be better than all a longer one finds.
+        # A longer annealing would not pass through the last order of one that ran out of time. If another objective is
+        # annealed, that order might beat all of the longer one's, so it does not count.
         exact = objective != "period" and not any(costs.column("reduce"))
         starts = sorted(found, key=lambda one: one.rank(objective))[:STARTS]
         for start in starts:
@@ -125,7 +125,7 @@ def packed(
 
 
 def _timed(program: Program, costs: Costs, objective: str) -> TimedOrder:
-    """With its sums of gradients, if they take time: an order that leaves them some is better."""
+    """The order with its gradient reductions, if they take time: an order that leaves them some is better."""
     at = Context(program, costs)
     if any(costs.column("reduce")):
         sent = Context(InsertComm().run(program, at), costs)
@@ -136,7 +136,7 @@ def _timed(program: Program, costs: Costs, objective: str) -> TimedOrder:
 
 
 def _best(found: Iterable[TimedOrder], objective: str) -> TimedOrder:
-    """The first of those that none beats by more than rounding."""
+    """The first order that no other beats by more than rounding."""
     first, *rest = found
     for one in rest:
         first = one if _better(one.rank(objective), first.rank(objective)) else first
@@ -168,7 +168,7 @@ def _candidates(
         if fits(base, costs, limits):
             slowest = True
             yield follow(base, costs, limits, recipe.manner)
-    if not slowest:  # little memory: microbatches ever farther apart, at last one after another
+    if not slowest:  # little memory: microbatches ever farther apart, finally one after another
         yield from _spread(placement, m, costs, limits, name, split)
 
 

@@ -1,7 +1,7 @@
-"""F and B in the order of a building block of slices, and every W where its rank would wait or where memory is full.
+"""F and B in the order of a building block of slices; each W fills a wait of its rank or frees full memory.
 
 A block of slices has whole periods of rest between the last F of a slice and its first B, in which other slices run. At
-the beginning and at the end of a step there are none, so W in its slot would hold up what follows.
+the beginning and at the end of a step there are none, so W in its slot would delay the following ops.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zbc.compiler.search.table import Table
 
 
 class Played(NamedTuple):
-    """What makes such an order again for other microbatches."""
+    """The recipe that makes such an order again for other microbatches."""
 
     block: AnyBlock
 
 
 def played(problem: Problem, table: Table, order: Sequence[int]) -> list[int] | None:
-    """A rank-major order like `order` but for its W; None if it stops, for want of memory or of an input."""
+    """A rank-major order like `order` but for its W; None if it stops, for lack of memory or of an input."""
     step = problem.n_stages * problem.m  # numbers of F, then of B, then of W
     todo = [deque(op for op in order[low:high] if op < 2 * step) for low, high in pairwise(table.first)]
     missing, ready = list(table.count), [0.0] * problem.size

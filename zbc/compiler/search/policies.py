@@ -1,7 +1,7 @@
 """List-scheduler policies that between them lose little on any instance: a fixed portfolio.
 
 Chosen offline by greedy cover over a grid of policies on some hundred instances (published profiles, memory limits from
-half to twice that of 1F1B, even and uneven stages). Of those of one chunk, the five that wait for half an op and more
+half to twice 1F1B's, even and uneven stages). Among the one-chunk policies, the five that wait for half an op and more
 were added on eighty instances with half to seven eighths. Columns as in listing.py.
 """
 

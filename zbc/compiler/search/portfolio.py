@@ -5,7 +5,7 @@
 3. Rounds, until the budget is spent or the lower bound is reached: a chain of mutations of the best genes, then
    annealings of many orders, longer ones of fewer, each round longer than the one before.
 With more than 4p microbatches all that runs on 4p of them; its best recipes are decoded in full, and half of the work
-goes into annealing those. What is done never depends on the budget, only how much of it, so that more is never worse.
+goes into annealing those. The budget never changes the steps, only their number, so that more is never worse.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from zbc.compiler.search.policies import policies
 from zbc.compiler.search.problem import Problem
 from zbc.compiler.search.rounds import Filling
 
-# Op visits per second, cautiously: what turns seconds of budget into work.
+# Op visits per second, a cautious estimate, to convert seconds of budget into work.
 PLAIN_RATE, COMPILED_RATE = 5_000_000, 100_000_000
-FINALISTS = 4  # recipes found with fewer microbatches that are decoded in full
-REPEATED = 2  # orders found with fewer microbatches that are repeated
+FINALISTS = 4  # recipes found with fewer microbatches and decoded in full
+REPEATED = 2  # orders found with fewer microbatches and repeated
 FIRST_BLOCKS, FIRST_PLAYED = 3, 24
 LEAST_TRIED, FAST_VISITS, PATTERN_VISITS = 8, 4_000_000, 8_000_000
 FIRST_CHAIN, FIRST_MOVES, GROWTH = 60, 4.0, 2.0
-WIDTHS = (4, 4, 8)  # of the first brackets; the last one of all that follow
+WIDTHS = (4, 4, 8)  # of the first brackets; the last one for all others
 WARM = 0.02  # of chains, in periods
 HEATS = (0.03, 0.03, 0.03, 0.03, 0.15)  # of annealing, in mean op times, in turn
-# With few ops an order is a dead end sooner, and there is work enough to leave many: hotter, and more brackets.
+# With few ops an order is a dead end sooner, and the work suffices to leave many: hotter, and more brackets.
 SMALL, SMALL_HEATS, SMALL_GROWTH = 150, (0.1, 0.5, 2.0), 1.4
 
 
@@ -59,7 +59,7 @@ class Effort:
 
 
 class SearchResult(NamedTuple):
-    """The best order, or None if nothing fits, and the recipes that the fast tier liked best."""
+    """The best order, or None if nothing fits, and the recipes that did best in the fast tier."""
 
     best: Candidate | None
     liked: list[Recipe]
@@ -76,7 +76,7 @@ def search(
 ) -> SearchResult:
     """The best order found for `problem`. `target` is a lower bound at which to stop.
 
-    What a smaller effort tries is the beginning of what a larger one tries.
+    The steps of a smaller effort are a prefix of those of a larger one.
     """
     full = Bench(problem, engine, objective)
     for origin, order in orders:
@@ -108,7 +108,7 @@ def _recipes(bench: Bench) -> list[Recipe]:
 
 
 def _in_turn(small: Bench, full: Bench, effort: Effort, target: float) -> None:
-    """Search with few microbatches and with all of them, each with half of what has been spent so far."""
+    """Searches with few microbatches and with all of them, each with half of the work spent so far."""
     rounds = {
         small: chain(_patterns(small, 0.0), _rounds(small, effort.seed, 0.0)),
         full: _rounds(full, effort.seed, target, carried=small.problem.size),
@@ -128,7 +128,7 @@ def _in_turn(small: Bench, full: Bench, effort: Effort, target: float) -> None:
 
 
 def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe | Candidate]) -> None:
-    """Decode the best recipes found with few microbatches for all of them, each once; and the best building block."""
+    """Decodes the best recipes found with few microbatches for all of them, each once; and the best building block."""
     known = [c for c in small.roots if c.recipe is not None]
     blocks = [c for c in known[most:] if isinstance(c.recipe, AnyBlock | Played)]
     for candidate in known[:most] + blocks[:1]:
@@ -138,7 +138,7 @@ def _carry(small: Bench, full: Bench, most: int, carried: set[Recipe | Candidate
 
 
 def _repeat(small: Bench, full: Bench, carried: set[Recipe | Candidate]) -> None:
-    """Repeat the best orders found with few microbatches, each once."""
+    """Repeats the best orders found with few microbatches, each once."""
     for candidate in small.found[:REPEATED]:
         if candidate not in carried and not full.over:
             carried.add(candidate)
@@ -146,7 +146,7 @@ def _repeat(small: Bench, full: Bench, carried: set[Recipe | Candidate]) -> None
 
 
 def _fast_tier(bench: Bench, target: float) -> None:
-    """Policies and learned genes in turn, best first; of large problems only as many as a second or so allows."""
+    """Policies and learned genes in turn, best first; for large problems only as many as about a second allows."""
     v = bench.problem.v
     known: list[tuple[Recipe, str]] = [(Filling(fill), "rounds") for fill in (True, False)] if v == 2 else []
     blocks = [(genes, f"building block {index}") for index, genes in enumerate(learned(v))]
@@ -164,7 +164,7 @@ def _fast_tier(bench: Bench, target: float) -> None:
 
 
 def _patterns(bench: Bench, target: float) -> Iterator[bool]:
-    """Building blocks, of large problems only as many as a fixed share of work allows."""
+    """Building blocks; for large problems only as many as a fixed share of work allows."""
     began = bench.spent
     known: list[tuple[Recipe, str]] = [(block, "block") for block in patterns.fitting(bench.problem)]
     known += [(Played(block), "block, W in gaps") for block in patterns.in_flight(bench.problem)]
@@ -178,10 +178,9 @@ def _patterns(bench: Bench, target: float) -> Iterator[bool]:
 def _rounds(bench: Bench, seed: int, target: float, *, carried: int = 0) -> Iterator[bool]:
     """Brackets of growing length, a step at a time, while the budget lasts.
 
-    A bracket makes new roots by a chain, anneals the best of what there is (WIDTHS), the better half of these twice as
-    long, and so on down to one. Half of what it starts from is what earlier brackets ended with, half has not been
-    annealed yet. Where roots are `carried` from a problem of so many ops, there are no chains, and it begins with as
-    few moves as there.
+    A bracket makes new roots by a chain, anneals the best candidates (WIDTHS), the better half of these twice as long,
+    and so on down to one. Half of its candidates are results of earlier brackets, half have not been annealed yet. If
+    roots are `carried` from a problem of that many ops, there are no chains, and it begins with as few moves as there.
     """
     objective, rng = bench.objective, Random(seed)
     heats, growth = (SMALL_HEATS, SMALL_GROWTH) if bench.problem.size <= SMALL else (HEATS, GROWTH)
@@ -211,7 +210,7 @@ def _rounds(bench: Bench, seed: int, target: float, *, carried: int = 0) -> Iter
 
 
 def _chain(bench: Bench, length: int, rng: Random, target: float, *, fresh: bool) -> Iterator[bool]:
-    """Mutate genes, accepting a worse one now and then; starts from the best known, or afresh."""
+    """Mutates genes, accepting a worse vector now and then; starts from the best known, or from a random one."""
     v = bench.problem.v
     known = [c for c in bench.roots if isinstance(c.recipe, Genes)]
     current: Candidate | None = None

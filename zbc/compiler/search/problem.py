@@ -1,4 +1,4 @@
-"""A scheduling request as numbers: what the search reads, and orders back as programs."""
+"""A scheduling request as numbers that the search reads, and the conversion of orders back to programs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from zbc.ir import Kind, Placement, Program, nth
 
 UNLIMITED = 1e15
 KINDS = (Kind.F, Kind.B, Kind.W)
-Exact = tuple[tuple[float, ...], tuple[float, ...]]  # ms and change of what is held, slice by slice
+Exact = tuple[tuple[float, ...], tuple[float, ...]]  # ms and change of the units held, slice by slice
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """m units through the stages of one pipe; times in ms, memory in activation units.
 
-    A unit is a microbatch, or one of its `slices`: then f, b, w and what is kept are means over them, and `exact` has,
-    for F, B and W of each stage, ms and change of what is held of each slice in the order in which the stage runs them.
-    `lag[s]` is the transfer between stages s-1 and s, `limit[r]` what rank r may hold, `stages[r]` its stages in path
-    order. How ops are numbered is in table.py; rows are sorted by kind, F, B, W, then by stage.
+    A unit is a microbatch, or one of its `slices`: then f, b, w and the kept units are means over them, and `exact`
+    has, for F, B and W of each stage, ms and change of the units held of each slice in the order in which the stage
+    runs them. `lag[s]` is the transfer between stages s-1 and s, `limit[r]` the limit of rank r, `stages[r]` its stages
+    in path order. Ops are numbered as in table.py; rows are sorted by kind, F, B, W, then by stage.
     """
 
     placement: Placement
@@ -53,7 +53,7 @@ class Problem:
             m=m,
             rank=list(placement.pipes[0]),
             stages=[placement.stages_of(r) for r in range(p)],
-            f=list(map(float, costs.column("f"))),  # compiled kernels tell them from whole numbers
+            f=list(map(float, costs.column("f"))),  # compiled kernels distinguish them from ints
             b=list(map(float, costs.column("b"))),
             w=list(map(float, costs.column("w"))),
             lag=[0.0, *map(float, costs.links[0].values())],
@@ -74,7 +74,7 @@ class Problem:
 
     @property
     def v(self) -> int:
-        """Legs of the way from the first stage to the last: the stages of each rank where all have equally many."""
+        """Legs of the path from the first stage to the last: the stages per rank if all have equally many."""
         return -(-self.n_stages // self.p)
 
     @property
@@ -115,7 +115,7 @@ class Problem:
         )
 
     def room(self) -> list[float]:
-        """What each rank may hold with an F: its limit less the most that a B leaves beyond what it frees."""
+        """Units each rank may hold with an F: its limit less the most that a B leaves beyond the units it frees."""
         if self.slices > 1:
             growth = [max(0.0, *change) for _, change in self.exact[1]]
         else:
@@ -141,7 +141,7 @@ class Problem:
         return [min((b_start[s] for s in stages), default=0.0) for stages in self.stages]
 
     def reserves(self) -> list[float]:
-        """Rank by rank, for each of its stages, how many microbatches an unhindered warm-up would start."""
+        """Rank by rank, for each of its stages, the number of microbatches that an unhindered warm-up would start."""
         f_start, b_start = self.earliest()
         result = []
         for stages, limit in zip(self.stages, self.limit, strict=True):

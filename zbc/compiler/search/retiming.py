@@ -1,7 +1,7 @@
-"""The times that a move changes, and no others; kernels like listing.py, which read the columns of table.py.
+"""Updates only the times that a move changes; kernels like listing.py, which read the columns of table.py.
 
-Of each place two times are kept: when its op ends, and how long the step goes on after that (`tail`). With them a look
-at the moved ops alone tells most moves that make the step longer; what is left is timed again where it changes.
+Each place has two times: the end of its op, and the length of the step after that (`tail`). With them the moved ops
+alone reveal most moves that make the step longer; for the rest, changed times are computed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from heapq import heappop, heappush
 
 from zbc.compiler.search.table import Links, Numbers
 
-CYCLE = 100  # times that a tail is computed on average after which they are in a cycle
+CYCLE = 100  # computations per tail, on average, that indicate a cycle
 # (order, position, end, tail, queued): the ops by place, the place of each op, its two times by place, and by place
-# whether it is waiting to be timed, 0 or 1.
+# whether it is queued for timing, 0 or 1.
 Course = tuple[Numbers, Numbers, Numbers, Numbers, Numbers]
-Notes = tuple[Numbers, Numbers]  # places whose end a move has changed, and what it was
-# (length, lowest, highest, waits, feeds), see table.py. What is called for every move takes columns one by one: taking
-# a tuple apart costs about as much as such a call.
+Notes = tuple[Numbers, Numbers]  # places whose end a move has changed, and the old ends
+# (length, lowest, highest, waits, feeds), see table.py. Kernels called for every move take columns one by one:
+# unpacking a tuple costs about as much as such a call.
 Ops = tuple[Numbers, Numbers, Numbers, Links, Links]
 
 
@@ -36,9 +36,9 @@ def time_near(
     places: Numbers,
     times: Numbers,
 ) -> tuple[int, bool]:
-    """Time the places `low` to `high` after a move within them, as if nothing else changed.
+    """Times the places `low` to `high` after a move within them, as if nothing else changed.
 
-    Returns how many times it changed, which it notes, and whether no op waits for a later one of its rank.
+    Returns the number of times it changed, which it notes, and whether no op waits for a later one of its rank.
     """
     r = rank[order[low]]
     time = end[low - 1] if low > lowest[low] else 0.0
@@ -77,7 +77,7 @@ def too_long(
     end: Numbers,
     tail: Numbers,
 ) -> bool:
-    """Whether the step takes more than `most` by the new times of `low` to `high` and the tails of other places."""
+    """Whether the step takes more than `most`, by the new times of `low` to `high` and the tails of other places."""
     r = rank[order[low]]
     behind = length[order[high + 1]] + tail[high + 1] if high < highest[high] else tail[high]
     for k in range(high, low - 1, -1):
@@ -97,10 +97,10 @@ def too_long(
 
 
 def time_far(i: int, j: int, changed: int, most: float, ops: Ops, course: Course, notes: Notes) -> tuple[int, bool]:
-    """Time what the new times of the places from i to j, after a move between them, change elsewhere.
+    """Times all other places affected by the new times from i to j, after a move between them.
 
-    Returns as `time_near`, and counts on from `changed`. In the order of the times before, so that hardly anything is
-    timed twice. Ops that wait for one another come later and later, until one exceeds `most`.
+    Returns as `time_near`, and counts on from `changed`. In the order of the old times, so that hardly any place is
+    timed twice. Ops in a cycle of waits get later and later, until one exceeds `most`.
     """
     length, lowest, highest, waits, feeds = ops
     order, position, end, tail, queued = course
@@ -162,7 +162,7 @@ def time_far(i: int, j: int, changed: int, most: float, ops: Ops, course: Course
 
 
 def take_back(changed: int, notes: Notes, end: Numbers) -> None:
-    """Give the `changed` places that are noted the times they had."""
+    """Restores the old times of the `changed` noted places."""
     places, times = notes
     while changed > 0:
         changed -= 1
@@ -170,10 +170,10 @@ def take_back(changed: int, notes: Notes, end: Numbers) -> None:
 
 
 def tails(low: int, high: int, by_makespan: bool, ops: Ops, course: Course) -> int:
-    """Compute the tails again that follow from the order of places `low` to `high`; returns how many.
+    """Recomputes the tails affected by the order of places `low` to `high`; returns their number.
 
-    A tail is the longest way from the end of the op at a place to the end of a rank, less what comes before the first
-    op of that rank where it is the span that counts. In a cycle of ops they would grow without end: it is left.
+    A tail is the longest path from the end of the op at a place to the end of a rank, less the time before the first op
+    of that rank if the span counts. In a cycle of ops tails would grow forever: then it stops.
     """
     length, lowest, highest, waits, feeds = ops
     order, position, end, tail, queued = course
@@ -233,7 +233,7 @@ def tails(low: int, high: int, by_makespan: bool, ops: Ops, course: Course) -> i
 
 
 def tails_of_starts(first: Numbers, by_makespan: bool, ops: Ops, course: Course, begin: Numbers) -> int:
-    """The same for the ranks whose first op ends at another time than in `begin`, which is brought up to date."""
+    """Recomputes tails for ranks whose first op ends at another time than in `begin`, which is updated."""
     end = course[2]
     count = 0
     for r in range(len(begin)):

@@ -1,11 +1,11 @@
-"""The V placement of two chunks filled round by round at the real op times, where memory allows what 1F1B takes.
+"""The V placement of two chunks filled round by round at the real op times, if memory allows 1F1B's peak.
 
 Warm-up: each rank starts as many F of its first chunk as fit before its second chunk's first input arrives, leaving
-room for what that chunk will need; then ranks further down catch up with those above. After that, rounds: every rank
-runs one B, then one F, of the chunk whose input is there. A W fills a gap it fits in, frees memory when a B or F needs
-it, or runs when waiting would make its rank the idlest of all. An open filling keeps the last kind of W out of gaps
-before F and before B of the way down. As ranks look no further than one round, warm-up and drain have one shape at any
-number of ranks.
+room for that chunk's needs; then ranks further down catch up with those above. After that, rounds: every rank runs one
+B, then one F, of the chunk whose input has arrived. A W fills a gap it fits in, frees memory when a B or F needs it, or
+runs when waiting would make its rank the idlest of all. An open filling keeps the last kind of W out of gaps before F
+and before B of the way down. As ranks look no further than one round, warm-up and drain have one shape for any number
+of ranks.
 
 Source: the heuristic for ZB-V of arXiv 2401.10241, section 6.
 """
@@ -24,13 +24,13 @@ NEVER = float("inf")
 
 
 class Filling(NamedTuple):
-    """Whether W may run in a gap too small for it; what makes such an order again for other microbatches."""
+    """Whether W may run in a gap too small for it; a recipe to make such an order again for other microbatches."""
 
     fill: bool
 
 
 def filled(problem: Problem, recipe: Filling) -> list[int] | None:
-    """A rank-major order for a V placement of two chunks with room for it, else None; so of slices."""
+    """A rank-major order for a V placement of two chunks with room for it; None otherwise, and for slices."""
     p = problem.p
     if problem.slices > 1 or problem.v != 2 or problem.rank != [*range(p), *range(p - 1, -1, -1)]:
         return None
@@ -39,7 +39,7 @@ def filled(problem: Problem, recipe: Filling) -> list[int] | None:
 
 
 class _Rounds:
-    """Ranks as they are filled. `step` runs an op; everything else chooses which."""
+    """Ranks as they are filled. `step` runs an op; the other methods choose it."""
 
     def __init__(self, problem: Problem, fill: bool) -> None:
         p, n = problem.p, problem.n_stages
@@ -59,7 +59,7 @@ class _Rounds:
         return len(self.ends[kind][self.stage[r][chunk]])
 
     def arrival(self, kind: int, r: int, chunk: int) -> float:
-        """When the input of the next such op of rank r is there; NEVER if it is not made yet."""
+        """ms when the input of rank r's next such op arrives; NEVER if it is not made yet."""
         s = self.stage[r][chunk]
         i = len(self.ends[kind][s])
         before, lag = (s - 1, s) if kind == F else (s + 1, s + 1)
@@ -74,7 +74,7 @@ class _Rounds:
         return self.held[r] + times * self.change[kind][self.stage[r][chunk]] <= self.problem.limit[r] + ROOM
 
     def step(self, kind: int, r: int, chunk: int) -> bool:
-        """Run the next such op; False if its input or its memory is missing."""
+        """Runs the next such op; False if its input or its memory is missing."""
         s = self.stage[r][chunk]
         ends = self.ends[kind][s]
         arrived = 0.0 if kind == W else self.arrival(kind, r, chunk)
@@ -95,7 +95,7 @@ class _Rounds:
         self.step(W, r, self.pending[r].popleft())
 
     def warm_up(self) -> bool:
-        """Forwards only, until every rank can begin to take turns; False if memory does not reach."""
+        """Forwards only, until every rank can begin its rounds; False if memory does not suffice."""
         p, m = self.p, self.m
         done = all(self.step(F, r, DOWN) for r in range(p))
         for r in reversed(range(p)):
@@ -136,19 +136,19 @@ class _Rounds:
         return sum(map(len, self.order)) == self.problem.size
 
     def backward(self, r: int) -> int:
-        """The chunk whose B comes next."""
+        """The chunk of the next B."""
         if self.count(B, r, DOWN) >= self.count(B, r, UP):
             return UP
         down = r == self.p - 1 or self.count(B, r, UP) == self.m or self.arrival(B, r, DOWN) < NEVER
         return DOWN if down else UP
 
     def forward(self, r: int) -> int:
-        """The chunk whose F comes next."""
+        """The chunk of the next F."""
         ready = self.count(F, r, UP) < self.count(F, r, DOWN) and self.arrival(F, r, UP) < NEVER
         return UP if ready else DOWN
 
     def settle(self, kind: int, r: int, chunk: int, fill: bool) -> None:
-        """Run one op of this round, and before it the W that fit, that memory asks for, or that idleness does."""
+        """Runs one op of this round, after any W that fit before it, that memory demands, or that idleness demands."""
         arrived = self.arrival(kind, r, chunk)
         if arrived == NEVER or self.count(kind, r, chunk) == self.m:
             return

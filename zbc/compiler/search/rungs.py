@@ -1,17 +1,17 @@
-"""Which memory limits are searched for a limit: a fixed grid, so that more memory only ever adds candidates.
+"""The memory limits that are searched for a given limit: a fixed grid, so that more memory only ever adds candidates.
 
-A search under a limit is a heuristic; under a larger one it may do a little worse. What is found under every limit of a
-grid that does not exceed the given one, taken together, cannot: a larger limit includes all of it. The grid is the same
-for all limits of a problem. Its coarse rungs are searched, its fine ones only try what did well on the coarse rung
-below. In activation units, up to what 1F1B holds (p); beyond, each doubling of the limit doubles the steps:
+A search under a limit is a heuristic; under a larger one it may do a little worse. The best of all grid limits up to
+the given one cannot: a larger limit includes all of them. The grid is the same for all limits of a problem. Its coarse
+rungs are searched, its fine ones only try recipes that did well on the coarse rung below. In activation units, up to
+1F1B's peak (p); beyond, each doubling of the limit doubles the steps:
 
     ranks      coarse   fine
     1 and 2    1/4      1/40
     3 to 5     1/2      1/20
     6 and up   1        1/10
 
-Of microbatches in k slices the steps are a k-th of these.
-Where ranks have limits of their own, a rung takes the same from each of them, down to the least it needs.
+With microbatches in k slices the steps are a k-th of these. If ranks have limits of their own, a rung subtracts the
+same from each of them, down to the least it needs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from zbc.compiler.search.feasible import least
 from zbc.compiler.search.problem import Problem
 
 FINE = 10  # fine rungs for a coarse one
-SLACK = 1e-6  # limits this close are one, as in every comparison of memory
+SLACK = 1e-6  # limits this close are equal, as in every comparison of memory
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The rungs of one problem. A rung is named by the limit of the rank that has the largest."""
+    """The rungs of one problem. A rung is named by the limit of the rank with the largest."""
 
     problem: Problem
     least: tuple[float, ...]
-    below: tuple[float, ...]  # by how much each rank's limit is less than the largest
+    below: tuple[float, ...]  # each rank's limit below the largest
     top: float  # the limit itself; no more than `everything`
     everything: float  # a rung of its own: all microbatches fit at once
-    unit: float  # what each op holds, where all ops hold the same: only multiples of it make a difference; else 0
+    unit: float  # the memory of each op if all are equal: only its multiples matter; else 0
 
     @classmethod
     def of(cls, problem: Problem) -> Grid:
@@ -52,7 +52,7 @@ class Grid:
         return cls(problem, tuple(least(problem)), below, min(largest, everything), everything, unit)
 
     def at(self, rung: float) -> Problem:
-        """The problem under the limits of a rung; never more than its own, never less than some order needs."""
+        """The problem under the limits of a rung; at most its own, at least those for which an order exists."""
         limits = []
         for rank, (need, below) in enumerate(zip(self.least, self.below, strict=True)):
             limit = max(need, rung - below)
@@ -62,7 +62,7 @@ class Grid:
         return replace(self.problem, limit=limits)
 
     def coarse(self) -> Iterator[float]:
-        """The coarse rungs from the largest within the limits down to one at which no rank has more than it needs."""
+        """Yields coarse rungs from the largest within the limits down to one at which ranks have only their need."""
         rung = self.top if self.top >= self.everything else _floor(self.problem.p, self.top, self.problem.slices)
         lowest = min(need + below for need, below in zip(self.least, self.below, strict=True))
         while True:
@@ -72,7 +72,7 @@ class Grid:
             rung = _below(self.problem.p, rung, self.problem.slices)
 
     def fine(self, low: float, high: float) -> Iterator[float]:
-        """The fine rungs above `low`, up to and with `high`, from the largest down."""
+        """Yields the fine rungs above `low`, up to and including `high`, from the largest down."""
         parts = FINE * self.problem.slices
         rung = _floor(self.problem.p, high, parts)
         while rung > low + SLACK:
@@ -81,7 +81,7 @@ class Grid:
 
 
 def whole(limits: Sequence[float], needs: Sequence[float]) -> list[tuple[float, ...]]:
-    """Limits rounded down to coarse rungs where the ranks' needs allow, and all smaller such limits, largest first."""
+    """Limits rounded down to coarse rungs if the ranks' needs allow, and all smaller such limits, largest first."""
     p, found = len(limits), list[tuple[float, ...]]()
     rung = _floor(p, max(limits), 1)
     while not found or any(limit > need for limit, need in zip(found[-1], needs, strict=True)):
@@ -92,7 +92,7 @@ def whole(limits: Sequence[float], needs: Sequence[float]) -> list[tuple[float, 
 
 
 def _below(p: int, rung: float, parts: int) -> float:
-    """The next smaller rung; a share of a large one, from which nothing can be told that is as small as SLACK."""
+    """The next smaller rung; at large limits a relative step, since a step of SLACK would be lost in rounding."""
     return _floor(p, rung - max(2 * SLACK, 1e-9 * rung), parts)
 
 

@@ -31,11 +31,11 @@ def annealed(
     target: float = 0.0,
     seed: int = 0,
 ) -> Iterator[tuple[Program, bool]]:
-    """Ever better orders that shifting single ops of `program` leads to, whose backwards are split, within the limits.
+    """Yields ever better orders within the limits, reached by shifting single ops of `program`, whose backwards are
+    split, each with whether its annealing ran to its end; if so, any larger effort yields it, too.
 
-    With each comes whether its annealing was done to its end; those that were come for any larger effort, too. "Better"
-    is by span or makespan of the ops alone. `seconds` are turned into a number of op visits, so that an order can be
-    made again. Stops at `target` ms.
+    "Better" is by span or makespan of the ops alone. `seconds` are converted to a number of op visits, so that an order
+    can be made again. Stops at `target` ms.
     """
     engine = Engine(available())
     numbered = _Numbered(program, costs)
@@ -79,7 +79,7 @@ def _reached(engine: Engine, table: Any, order: Any, objective: str, target: flo
 
 
 class _Numbered:
-    """The ops of a program as those of rows, `rows`. Units of a row: the microbatches of a pipe, in their order."""
+    """The ops of a program as ops of rows, `rows`. Units of a row: the microbatches of a pipe, in their order."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.like = program

@@ -4,8 +4,8 @@ A slot is a turn, not a time. With S stages per pipe, a microbatch that starts a
 
     F s at slot  t + s,    B s (or BW s) at slot  t + 2S - 1 - s,    W s right after its B
 
-Whatever starts are chosen, the ops of each rank in the order of their slots are an order that ends: what an op needs
-from another rank has a smaller slot, and ops that share a slot do not need each other.
+For any starts, the ops of each rank in the order of their slots are an order without deadlock: an op's inputs from
+another rank have smaller slots, and ops that share a slot do not need each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def in_units(placement: Placement, m: int, unit: int) -> list[Start]:
     """Units of `unit` microbatches, dealt to the pipes in turn, two slots apart within a pipe.
 
     With even p and two pipes, or one, a unit of p fills the slots of every rank without two ops in one, and the next
-    unit begins where its ops come into the slots that are left.
+    unit begins where its ops fit into the remaining slots.
     """
     pipes, stages = len(placement.pipes), placement.stages
     period = max(2 * stages, 2 * stages * unit // placement.ranks)
@@ -34,13 +34,13 @@ def in_units(placement: Placement, m: int, unit: int) -> list[Start]:
 
 
 def steady(placement: Placement, m: int, distance: int, offset: int) -> list[Start]:
-    """Microbatches of a pipe `distance` slots apart, without units; the second pipe `offset` slots behind the first."""
+    """Microbatches of a pipe `distance` slots apart, without units; the second pipe `offset` slots after the first."""
     pipes = len(placement.pipes)
     return [(i // pipes * distance + i % pipes * offset, i % pipes) for i in range(m)]
 
 
 def full_distance(placement: Placement) -> int:
-    """The distance at which the slots of a rank are just filled, with a backward in one piece."""
+    """The distance that just fills the slots of a rank, with fused backwards."""
     return 2 * placement.stages * len(placement.pipes) // placement.ranks
 
 

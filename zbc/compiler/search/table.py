@@ -1,9 +1,9 @@
-"""Every op of a search as a number, and what the kernels read about it: flat columns, filled from the rows of ops.py.
+"""Every op of a search as a number, and the kernels' input: flat columns, filled from the rows of ops.py.
 
 Ops of one kind, stage and pipe are a *row* of ops: number `base + unit`, units in the order in which the stage runs
-them: forwards by microbatch and slice, backwards with the slices of a microbatch in reverse. What an op of a row waits
-for is known without any order: the writer of a value that it reads is the op of another row for the same unit. A kind
-that ops.py has a row for therefore needs no kernel of its own.
+them: forwards by microbatch and slice, backwards with the slices of a microbatch in reverse. The dependencies of a
+row's op are known without any order: the writer of a value that it reads is the op of another row for the same unit. A
+kind that ops.py has a row for therefore needs no kernel of its own.
 
 A *place* is an index into a rank-major order: rank r has the places `first[r]` up to `first[r + 1]`.
 """
@@ -24,9 +24,9 @@ _ACROSS = {At.SOURCES: At.SINKS, At.SINKS: At.SOURCES}  # the two ends of an edg
 
 
 class SearchRow(NamedTuple):
-    """The ops of one kind, stage and pipe. `ms` each, `change` of what the rank holds, in activation units.
+    """The ops of one kind, stage and pipe: `ms` each, and `change` of the rank's activation units.
 
-    Those of the slices of a microbatch, in the order of the row, where they are not all the same.
+    If slices of a microbatch differ, one value for each slice, in the order of the row.
     """
 
     kind: Kind
@@ -39,36 +39,36 @@ class SearchRow(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What timing and list scheduling read."""
+    """The columns read by timing and list scheduling."""
 
-    first: Numbers  # by rank, and after the last the number of ops
-    rank: Numbers  # by op, as all that follow
+    first: Numbers  # by rank, and after the last rank the number of ops
+    rank: Numbers  # by op, as all following columns
     length: Numbers  # ms
     change: Numbers
-    count: Numbers  # of ops that it waits for
-    waits: Links  # ops whose results it needs; lag: ms from their end until these are there
-    feeds: Links  # the same from the other side: ops that wait for its result
+    count: Numbers  # number of ops that it waits for
+    waits: Links  # ops whose results it needs; lag: ms from their end to the arrival
+    feeds: Links  # the reverse links: ops that wait for its result
 
 
 class Fences(NamedTuple):
-    """What annealing reads besides: the ops of its own rank that an op may not pass."""
+    """Further columns for annealing: the ops of its own rank that an op may not pass."""
 
     lowest: Numbers  # by place: the first place of its rank
     highest: Numbers  # and the last
-    beside: Links  # the unit before and after it in its row, and what it needs from and makes for its own unit
+    beside: Links  # the previous and the next unit of its row, and its dependencies within its own unit
 
 
 class _Link(NamedTuple):
-    """From the ops of a row to those of another, for the unit that is `shift` further on."""
+    """A link from the ops of a row to those of another, for the unit that is `shift` further on."""
 
     row: int
     shift: int = 0
     lag: float = 0.0
-    turned: bool = False  # one of them is a row of forwards, the other one of backwards
+    turned: bool = False  # one row is of forwards, the other of backwards
 
 
 class Rows:
-    """Rows numbered one after another, and how they depend on each other.
+    """Rows numbered one after another, and their dependencies.
 
     `lag(a, b, pipe)` are the ms from stage a to stage b.
     """
@@ -85,7 +85,7 @@ class Rows:
         self._waits = [list(dict.fromkeys(self._awaited(k))) for k in range(len(rows))]
 
     def op(self, kind: Kind, stage: int, unit: int, pipe: int = 0) -> int:
-        """Number of an op."""
+        """The number of an op."""
         return self.base[self.number[kind, stage, pipe]] + unit
 
     def bases(self, kind: Kind, pipe: int = 0) -> list[int]:
@@ -94,7 +94,7 @@ class Rows:
 
     @property
     def first(self) -> list[int]:
-        """By rank the first place of an order, and after the last the number of ops."""
+        """By rank the first place of an order, and after the last rank the number of ops."""
         counts = [0] * self.placement.ranks
         for row in self.rows:
             counts[row.rank] += row.units
@@ -113,7 +113,7 @@ class Rows:
         )
 
     def change(self) -> list[float]:
-        """What each op adds to what its rank holds, in activation units."""
+        """Units that each op adds to its rank, in activation units."""
         return self.column([row.change for row in self.rows])
 
     def fences(self) -> Fences:
@@ -129,19 +129,19 @@ class Rows:
 
     @property
     def needs(self) -> list[list[_Link]]:
-        """By row what its ops need, and no order of their rank is known that has it before them."""
+        """By row the dependencies of its ops: on edges from other stages, if any, else within their unit."""
         return [waits or own for waits, own in zip(self._waits, self._own, strict=True)]
 
     def fed(self) -> Links:
-        """Of each op those that need it."""
+        """For each op the ops that need it."""
         return self._links(_reversed(self.needs))
 
     def column(self, values: Sequence[Any]) -> list[Any]:
-        """By op what is given by row, of numbers for each slice in turn."""
+        """Expands values by row to values by op; tuples have a value for each slice in turn."""
         return [x for row, value in zip(self.rows, values, strict=True) for x in _spread(value, row.units)]
 
     def _of_unit(self, row: SearchRow) -> Iterator[_Link]:
-        """Rows of the same stage whose values a row reads, unit by unit."""
+        """Yields the rows of the same stage whose values a row reads, unit by unit."""
         for ref in row.kind.row.reads:
             maker = self._makers.get(ref) if ref.at is At.OWN else None
             if maker is not None:
@@ -149,9 +149,9 @@ class Rows:
                 yield _Link(self.number[maker, row.stage, row.pipe], turned=across)
 
     def _awaited(self, k: int) -> Iterator[_Link]:
-        """Rows at the other end of the edges that a row reads from, not those that its rank's order has before it.
+        """Yields rows at the other end of the edges that a row reads from, except rows implied by its rank's order.
 
-        At the loss the path of a microbatch turns: there the backward waits for what the forward of its stage kept.
+        At the loss the path of a microbatch turns: there the backward waits for its own stage's forward.
         """
         row = self.rows[k]
         for ref in row.kind.row.reads:
@@ -170,7 +170,7 @@ class Rows:
         for row, mine in zip(self.rows, links, strict=True):
             last = [-1] * row.units
             for link in mine:
-                low, high = max(0, -link.shift), row.units - max(0, link.shift)  # units that have such a one
+                low, high = max(0, -link.shift), row.units - max(0, link.shift)  # units with such a link
                 edges = range(len(others), len(others) + high - low)
                 there = self.base[link.row] + link.shift
                 if link.turned:
@@ -181,7 +181,7 @@ class Rows:
                 after += last[low:high]
                 last[low:high] = edges
             head += last
-        return head, others or [-1], lags or [0.0], after or [-1]  # numba cannot tell what is in no list
+        return head, others or [-1], lags or [0.0], after or [-1]  # numba cannot infer the type of an empty list
 
 
 def _spread(value: Any, units: int) -> list[Any]:
@@ -189,7 +189,7 @@ def _spread(value: Any, units: int) -> list[Any]:
 
 
 def _makers(kinds: set[Kind]) -> dict[Ref, Kind]:
-    """For what an op may read, as its row has it, the kind that makes it."""
+    """The kind that makes each value an op may read, by the reader's reference."""
     made = [(ref, kind) for kind in sorted(kinds) for ref in kind.row.writes]
     return {Ref(ref.what, _ACROSS.get(ref.at, ref.at)): kind for ref, kind in made}
 

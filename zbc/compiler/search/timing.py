@@ -1,13 +1,13 @@
-"""When the ops of an order run, and what that costs; kernels like listing.py, which read the columns of table.py.
+"""Times of the ops of an order, and its step time; kernels like listing.py, which read the columns of table.py.
 
-Times are kept by place, so that the times of a part of a rank are a slice.
+Times are stored by place, so that the times of a part of a rank are a slice.
 """
 
 from __future__ import annotations
 
 from zbc.compiler.search.table import Numbers, Table
 
-SAME = 1e-12  # steps this much alike have settled
+SAME = 1e-12  # relative difference of steps in steady state
 NOT_YET = -1.0  # the end of an op that has not run
 
 
@@ -18,9 +18,9 @@ def locate(order: Numbers, position: Numbers) -> None:
 
 
 def run(table: Table, order: Numbers, position: Numbers, begin: Numbers, end: Numbers) -> bool:
-    """Time `order`, rank r not before `begin[r]`: fills `end` by place; returns whether all ops ran.
+    """Times `order`, rank r not before `begin[r]`: fills `end` by place; returns whether all ops ran.
 
-    Run each rank until its next op waits for one that has not run, then go where a result is awaited.
+    Runs each rank until its next op waits for one that has not run, then a rank whose awaited result exists.
     """
     first, rank, length = table.first, table.rank, table.length
     waits, source, lag, after = table.waits
@@ -28,7 +28,7 @@ def run(table: Table, order: Numbers, position: Numbers, begin: Numbers, end: Nu
         end[place] = NOT_YET
     p = len(begin)
     reached = [first[r] for r in range(p)]
-    wanted = [-1] * p  # the place each rank waits for; who waits for rank r: head[r], link[head[r]], ...
+    wanted = [-1] * p  # the place each rank waits for; ranks waiting for rank r: head[r], link[head[r]], ...
     head = [-1] * p
     link = [-1] * p
     stack = [p - 1 - r for r in range(p)]
@@ -87,7 +87,7 @@ def measure(table: Table, order: Numbers, position: Numbers, begin: Numbers, end
 
 
 def steps(table: Table, order: Numbers, end: Numbers) -> tuple[float, float, float]:
-    """Of a timed order: (longest span, makespan, mean span)."""
+    """(longest span, makespan, mean span) of a timed order."""
     first, length = table.first, table.length
     p = len(first) - 1
     span = 0.0
@@ -108,7 +108,7 @@ def steps(table: Table, order: Numbers, end: Numbers) -> tuple[float, float, flo
 
 
 def period(table: Table, order: Numbers, position: Numbers, begin: Numbers, end: Numbers, most: int) -> float:
-    """What a step costs when steps follow one another without a barrier, as `simulate.steady_state` has it.
+    """ms of a step when steps follow one another without a barrier, as in `simulate.steady_state`.
 
     For an order that does not block; overwrites `begin` and `end`. At most `most` steps, fewer once all ranks take
     equally long.
