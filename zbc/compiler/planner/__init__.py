@@ -1,1 +1,1 @@
-"""What a job leaves open, decided by one loop: variants of the job, one evaluation of each, moves around the best."""
+"""Decides the open settings of a job in one loop: variants, one evaluation of each, moves around the best."""

@@ -1,6 +1,6 @@
-"""The one evaluation of all that a job leaves open: a variant is ordered, completed, timed and weighed as its plan is.
+"""Evaluates a variant of a job with open settings: it is ordered, completed, timed and weighed as its plan would be.
 
-What is kept is the shortest step that fits; what was looked at; and why others cannot be.
+Keeps the shortest step that fits, all evaluated variants, and the reasons why others are impossible.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ SPARED, BOTH = "selective+offload", "recompute+offload"
 
 
 class Best:
-    """The best order that fits, so far, of equally good ones the first; and why others do not do."""
+    """The best order that fits so far, the first of equals; and the reasons why others do not fit."""
 
     def __init__(self, job: Job, table: Sequence[estimate.Layer]) -> None:
         self.job, self.table, self.step = job, table, INF
         self.ordered: Ordered | None = None
         self.looks = 0
-        self.compiled = False  # whether kernels are loaded for the fast tier, too: it pays where many searches follow
-        self.all_looked = False  # nothing else could be better for its schedule
-        self.weighed = dict[str, float | None]()  # ms of a step by what happens to activations; None: does not fit
+        self.compiled = False  # whether kernels are loaded for the fast tier, too: it pays before many searches
+        self.all_looked = False  # whether nothing else could be better for its schedule
+        self.weighed = dict[str, float | None]()  # ms of a step by activation policy; None: does not fit
         self._known = dict[tuple[Case, Choice, float, bool], tuple[float, float]]()
         self._too_large: tuple[float, Ordered] | None = None
-        self._refused: list[tuple[bool, float, ZbcError]] = []  # whether it is about more than memory, the least limit
+        self._refused: list[tuple[bool, float, ZbcError]] = []  # whether the error is not about memory, the least limit
 
     def look(self, case: Case, choice: Choice, seconds: float = 0.0, *, quick: bool = False) -> tuple[float, float]:
-        """By what share a variant is above the limits (0: it fits), and ms of its step; infinite where it cannot be
-        better or cannot be at all. A `quick` look is at one order of a search, not at those for smaller limits."""
+        """The share by which a variant exceeds the limits (0: it fits), and ms of its step; both infinite if it cannot
+        be better or is impossible. A `quick` look evaluates one order of a search, without those for smaller limits."""
         quick = quick and case.rough
         key = case, choice, seconds, quick
         if key not in self._known:
@@ -73,7 +73,7 @@ class Best:
         return found
 
     def _rules_out(self, case: Case, setup: Setup) -> bool:
-        """Whether none of its orders can be better; bounds know nothing of overlap, nor of copies to the host."""
+        """Whether none of its orders can be better; bounds include neither overlap nor offload copies."""
         known = not case.job.costs.overlap and not case.moves
         return known and setup.least_step >= self.step * (1 - SAME)
 
@@ -83,7 +83,7 @@ class Best:
             yield setup.quick(seconds, **compiled)
             return
         yield planned(setup, seconds, beat=self.step, **compiled)
-        if case.roomy:  # they may use all there is
+        if case.roomy:  # they may use all memory
             for place, lower in enumerate(setup.lowered()):
                 if place and (case.size > LARGE or self._rules_out(case, lower)):
                     return
@@ -111,25 +111,25 @@ class Best:
         return [*found.items()]
 
     def too_large(self, case: Case, choice: Choice) -> None:
-        """What no order can make fit, so that it takes no look."""
+        """Records a choice that no order can make fit, without evaluating it."""
         self.weighed.setdefault(_named(case, choice), None)
 
     def nearest(self) -> tuple[Case, Choice] | None:
-        """What is the least too large, where nothing fits."""
+        """The choice that exceeds the limits least, if nothing fits."""
         known = [(*score, k, *key[:2]) for k, (key, score) in enumerate(self._known.items()) if score[0] < INF]
         return min(known, key=lambda entry: entry[:3])[3:] if known else None
 
     def refuse(self, error: ZbcError, needed: float = INF) -> None:
-        """A variant that cannot be, and the limit from which it could."""
+        """Records an impossible variant, and the limit from which it would be possible."""
         self._refused.append((error.code != "E303", needed, error))
 
     def refuse_for(self, case: Case, choice: Choice, error: ZbcError) -> None:
-        """One that needs the least memory of its case."""
+        """Records the variant of a case with the least memory as impossible."""
         needed = smallest(self.job, case.placement, case.costs(choice), split=case.card.splits_backward)
         self.refuse(error, needed if own_limit(case.card.name, 1) is None else INF)
 
     def answer(self) -> Ordered:
-        """The best. If nothing fits, raises what names the least limit, or answers with what checks will refuse."""
+        """The best order. If nothing fits, raises the error with the least limit, or returns one that is too large."""
         if self.ordered is None and self._refused:
             elsewhere, _, error = min(self._refused, key=lambda entry: entry[:2])
             if not elsewhere or self._too_large is None:
@@ -152,7 +152,7 @@ class Best:
 
 
 def over_of(job: Job, ordered: Ordered) -> float:
-    """By what share an order is above the limits of its job; 0 if it fits."""
+    """The share by which an order exceeds the limits of its job; 0 if it fits."""
     if not limited(job):
         return 0.0
     device = job.hardware.memory_gib is not None  # then receive buffers count
@@ -168,14 +168,14 @@ def over_of(job: Job, ordered: Ordered) -> float:
     return 0.0
 
 
-# ---- what may happen to activations ----------------------------------------------------------------------------------
+# ---- activation policies ---------------------------------------------------------------------------------------------
 
 
 def activations(job: Job, case: Case) -> Iterator[Memory]:
-    """The answers to `memory.activations = "auto"`: kept or recomputed as the partition has it. And, where memory is
-    limited, recomputed selectively, from one of each rank's stages to all, of which some recompute as a whole; and,
-    where copies have a known speed, copied to the host, with the stages that recompute as well from none to all. First
-    are those of each rank whose activations live longest."""
+    """Yields the candidates for `memory.activations = "auto"`: kept or recomputed as the partition decides. If memory
+    is limited, also selective recompute, of one stage per rank to all, some of them fully recomputed; and, if the speed
+    of copies is known, offloaded, with none to all of the stages recomputed as well. Each rank's stages with the
+    longest-lived activations come first."""
     yield job.memory
     if AUTO in job.memory.chosen() and case.optional and limited(job):
         others = (replace(job, memory=memory) for memory in _less(job, case))
@@ -183,7 +183,7 @@ def activations(job: Job, case: Case) -> Iterator[Memory]:
 
 
 def _less(job: Job, case: Case) -> Iterator[Memory]:
-    """Those that hold less, whatever the job excludes."""
+    """Yields the policies with less memory, before the job's exclusions."""
     place = places(case.placement)
     counts = sorted({*(count for count in (1, 2) if count <= max(place)), max(place) + 1})
 

@@ -1,4 +1,4 @@
-"""One schedule of a job, with its partition and the stages that recompute left open: where to begin, and bounds."""
+"""One schedule of a job, with open partition and open recompute stages: starting points, neighbours, and bounds."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from zbc.ir import Placement
 from zbc.job.sections import Memory
 from zbc.job.spec import Job
 
-SMALL = 4000  # ops up to which partitions that are even in memory are always looked at
+SMALL = 4000  # ops up to which partitions that are even in memory are always evaluated
 TINY = 1e-9  # of a limit
-STATE = 16.0  # bytes that stay with a parameter: weight, gradient and two moments
-WEIGHT = 4.0  # of one that is frozen, at most
-SUBSETS = 64  # of stages that may recompute, all of which are tried
+STATE = 16.0  # resident bytes per parameter: weight, gradient and two moments
+WEIGHT = 4.0  # of a frozen one, at most
+SUBSETS = 64  # sets of recomputing stages up to which all are tried
 
 
 class Case:
-    """A schedule of a job whose activations are decided but for stages that may recompute.
+    """A schedule of a job with decided activations except for stages that may recompute.
 
-    Raises E1xx where it cannot be; with `roomy`, two pipes may hold more than the limit that is theirs by name.
+    Raises E1xx if it is impossible; with `roomy`, two pipes may exceed the limit that their schedule's name implies.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Case:
         refuse_placement(job, self.placement, self.first, card.name)
 
     def with_memory(self, memory: Memory) -> Case:
-        """The same with something decided about activations."""
+        """This case with decided activations."""
         return Case(replace(self.job, memory=memory), self.table, self.card, self.v, roomy=self.roomy)
 
     @property
@@ -75,18 +75,18 @@ class Case:
 
     @cached_property
     def rough(self) -> bool:
-        """Whether a quick look may see less than a whole one: one order, not the best of several."""
+        """Whether a quick look may see less than a full one: one order, not the best of several."""
         if self.moves or not (self.card.searched or self.job.vocabulary):
             return False
         return unseen(self.job, self.first) or self.roomy or limited(self.job)
 
     @cached_property
     def first(self) -> Costs:
-        """What its ops cost on the partition that it starts from."""
+        """Costs of its ops on the starting partition."""
         return self.costs(self.start)
 
     def setup(self, choice: Choice) -> Setup:
-        """Raises E303 where no order keeps to the limit."""
+        """Raises E303 if no order keeps to the limit."""
         return Setup.of(self.job, self.table, self.card, self.placement, self.v, choice)
 
     def costs(self, choice: Choice) -> Costs:
@@ -94,7 +94,7 @@ class Case:
         return pricing.build(job, self.placement, choice.stages, self.table)
 
     def times(self, recompute: frozenset[int], *, split: bool | None = None) -> list[list[float]]:
-        """[stage][layer] ms, with the stages that the job itself has recompute, the backward as the schedule has it."""
+        """[stage][layer] ms, including the job's own recompute stages, with the schedule's form of backward."""
         split = self.card.splits_backward if split is None else split
         return times(self.job, self.table, estimate.slow_of(self.job, self.placement), recompute, split=split)
 
@@ -110,7 +110,7 @@ class Case:
 
     @cached_property
     def least_step(self) -> float:
-        """ms that no order on any partition can beat: the work of a rank that has its share of the whole."""
+        """A lower bound in ms for all orders on all partitions: the work of a rank with an equal share."""
         if self.job.costs.overlap and (self.moves or not self.movable):
             return 0.0
         if self.moves or not self.movable:
@@ -121,7 +121,7 @@ class Case:
         return self.job.schedule.microbatches * share * (1 - self.job.costs.overlap) * (1 - 1e-9)
 
     def short(self, choice: Choice) -> float:
-        """By what share the least that any order of this schedule holds is above the limits; 0 if it is not."""
+        """The share by which the least memory of any order of this schedule exceeds the limits; 0 if it does not."""
         where, costs = self.placement, self.costs(choice)
         over = shortage(self.job, where, costs, split=self.card.splits_backward)
         if (own := own_limit(self.card.name, where.ranks, costs)) is not None:
@@ -130,11 +130,11 @@ class Case:
 
     @cached_property
     def hopeless(self) -> bool:
-        """Whether no partition fits: what stays on the ranks is too large for all of them together."""
+        """Whether no partition fits: the resident state is too large for all ranks together."""
         return hopeless(self.job, self.placement, self.first)
 
     def missing(self, choice: Choice) -> tuple[float, float]:
-        """`short` as a score: nothing is known of its step."""
+        """`short` as a score, with an unknown step."""
         return self.short(choice), 0.0
 
     def loads(self, recompute: frozenset[int]) -> Loads:
@@ -143,7 +143,7 @@ class Case:
 
     @property
     def _additive(self) -> bool:
-        """Whether a stage costs the sum of its layers; it need not where times were given for stages or ranks."""
+        """Whether a stage costs the sum of its layers; it need not if times were given for stages or ranks."""
         return self.job.costs.f is None or self.job.costs.per == "layer"
 
     def below(self, step: float, most: int) -> list[Choice] | None:
@@ -164,13 +164,13 @@ class Case:
                 found += [Choice(one, recompute) for one in points]
         return found if len(found) <= most else None
 
-    # ---- where to begin, and where to go from there ------------------------------------------------------------------
+    # ---- starting points and neighbours ------------------------------------------------------------------------------
 
     @cached_property
     def starts(self) -> list[Choice]:
         """Even in time, in blocks, in memory, in time and memory; and recompute from the first stage to all.
 
-        None of them depends on how large a limit is, so with more memory there are never fewer that fit.
+        None of them depends on the size of a limit, so with more memory no fewer fit.
         """
         if not self.free:
             return [self.start]
@@ -185,7 +185,7 @@ class Case:
 
     @cached_property
     def counts(self) -> list[int]:
-        """Of stages that recompute where planning begins: none, 1, 2, 4, .., all."""
+        """Numbers of recomputing stages at which planning begins: none, 1, 2, 4, .., all."""
         most, found = len(self.optional), [0]
         while found[-1] < most:
             found.append(min(most, 2 * found[-1] or 1))
@@ -193,15 +193,16 @@ class Case:
 
     @cached_property
     def fitting(self) -> list[Choice]:
-        """The starts that may fit: a search finds nothing for others. What orders made by hand hold is seen of them."""
+        """The starts that may fit: searching the others is useless. Hand-made orders are evaluated for their memory."""
         known = not self.card.searched or self.moves
         return [choice for choice in self.starts if known or not self.short(choice)]
 
     def _even_in_memory(self) -> Iterator[Choice]:
-        """By what layers keep, as often as a stage holds it; on a device also by what stays; and mixed with their time.
+        """Even in layers' activations, times their number on a stage; on a device also in resident state; mixed with
+        time.
 
-        How often is known of schedules made by hand. A search holds one microbatch at least; as many as 1F1B is a
-        guess, which is not worth a proof that the last layer is where it should be.
+        The number is known for hand-made schedules. A search holds one microbatch at least; as many as 1F1B is a guess,
+        and not worth proving the last layer's place optimal.
         """
         job, searched, flights = self.job, self.card.searched, [[1] * self.stages]
         if searched:
@@ -227,9 +228,9 @@ class Case:
                     yield Choice(even(memory, Placement(self.placement.pipes[:1])))
 
     def neighbours(self, choice: Choice) -> list[Choice]:
-        """A layer from a stage to another; another stage that recomputes, as it is and with layers even again.
+        """A layer moved to another stage; another stage that recomputes, with the layers as they are and even again.
 
-        Those whose busiest rank has least to do come first.
+        Sorted by the work of the busiest rank, least first.
         """
         stages, found = range(self.stages), list[Choice]()
         if self.movable:
@@ -242,7 +243,7 @@ class Case:
         return sorted(dict.fromkeys(found), key=lambda one: _weight(known[one.recompute].of(one.points)))
 
     def shifted(self, points: Points, rng: Random) -> Points:
-        """A layer of some stage at some other."""
+        """A layer of a random stage moved to a random other stage."""
         givers = [s for s in range(self.stages) if points[s + 1] - points[s] > 1]
         return moved(points, rng.choice(givers), rng.randrange(self.stages)) or points
 
@@ -252,7 +253,7 @@ def _weight(loads: Sequence[float]) -> tuple[float, float]:
 
 
 def _mixed(times: Weights, memory: Weights) -> list[list[float]]:
-    """Time and memory, each by its share of the whole."""
+    """Time and memory, each as its share of the whole."""
     whole = [sum(map(sum, table)) or 1.0 for table in (times, memory)]
     return [
         [a / whole[0] + b / whole[1] for a, b in zip(*rows, strict=True)] for rows in zip(times, memory, strict=True)

@@ -1,12 +1,12 @@
-"""The best order of a job: over what happens to activations, partitions and recompute for one schedule or for all.
+"""Finds the best order of a job: over activation policies, partitions and recompute, for one schedule or for all.
 
-1. Looks: every variant is planned from each place where its partition may begin, a searched order by the fast part of
-   its search; those with the least lower bound first, and none whose bound is not below the best step.
-2. Moves: the best variants are left for a better neighbour while there is one, and begun again a few moves away.
-3. The budget goes to the searched orders that look best.
+1. Looks: every variant is planned from each starting partition, a searched order by the fast part of its search;
+   variants with the least lower bound first, and none whose bound is not below the best step.
+2. Moves: from the best variants to a better neighbour while there is one, and again from a few moves away.
+3. The budget goes to the best looking searched orders.
 
-All of it is scored by the step of the complete plan. What a larger budget looks at begins with what a smaller one does;
-a small one has no moves, so that with more memory, which lets more variants fit, it is never worse.
+All of it is scored by the step of the complete plan. The looks of a larger budget begin with those of a smaller one; a
+small one has no moves, so that with more memory, which lets more variants fit, it is never worse.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from zbc.compiler.schedules import SCHEDULES, ScheduleCard
 from zbc.errors import ZbcError
 from zbc.job.spec import Job
 
-# Searched schedules in the order in which they are asked: of equally good ones the first is taken.
+# Searched schedules in the order of evaluation: of equally good ones the first is taken.
 SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb")
-CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying where the job leaves them open
+CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying if the job leaves them open
 WOVEN: dict[str, Any] = {"early": 1, "overlap": True}
-SMALL_BUDGET = 0.02  # seconds up to which nothing is moved
-IMPROVED, SHARES = 2, (0.75, 0.25)  # variants that are moved; of the budget, to searched orders that look best
+SMALL_BUDGET = 0.02  # seconds up to which there are no moves
+IMPROVED, SHARES = 2, (0.75, 0.25)  # variants that are moved; shares of the budget for the best looking searched orders
 MOVES, OPS = 400, 2_000_000  # variants for moves at most, and ops in all of them
-SEARCHING, WEAVING = 8, 3  # as how many an op counts in a search, and where meetings of all ranks are woven in
+SEARCHING, WEAVING = 8, 3  # factors on the ops of a search, and with vocabulary collectives
 LEAST = 400  # looks for the least memory
-PATIENCE, FAR = 6, 0.3  # starts without anything better; how often recompute changes where both are open
+PATIENCE, FAR = 6, 0.3  # starts without improvement; share of moves that change recompute if both are open
 
 Score = tuple[float, float]
 
 
 def entrants(job: Job) -> Iterator[tuple[ScheduleCard, int | None]]:
-    """Every schedule with the chunks worth trying; those by hand last, when most of them can be ruled out."""
+    """Yields every schedule with the chunks worth trying; hand-made ones last, when most of them can be ruled out."""
     asked = job.schedule.chunks
     for name in (*SEARCHED, *(name for name, card in SCHEDULES.items() if not card.searched)):
         card = SCHEDULES[name]
@@ -53,8 +53,8 @@ def entrants(job: Job) -> Iterator[tuple[ScheduleCard, int | None]]:
 
 
 def woven(job: Job, card: ScheduleCard) -> Iterator[Job]:
-    """The job with one more forward in the warm-up, so that pairs are groups which hide exchanges inside of ops, where
-    it has some and leaves that open."""
+    """Yields the job with one more forward in the warm-up, so that pairs become overlap groups that hide exchanges
+    inside of ops, if it has exchanges and leaves these options open."""
     exchanges, asked = max(job.parallel.tp, job.parallel.ep) > 1, job.schedule
     if exchanges and {*WOVEN} <= {*card.options} and asked.early is None and asked.overlap is None:
         yield replace(job, schedule=asked.model_copy(update=WOVEN))
@@ -66,9 +66,9 @@ def planned(
     cards: Iterable[tuple[ScheduleCard, int | None]],
     budget: float | None = None,
 ) -> Ordered:
-    """The best order among these schedules; searches take about `budget` seconds in all (None: what is usual).
+    """The best order among these schedules; searches take about `budget` seconds in all (None: the schedule's default).
 
-    Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
+    Raises E1xx (impossible as requested) or E303 (memory_limit below the need of any order).
     """
     best, cases = _looked(job, table, list(cards))
     if best.ordered is None:
@@ -87,7 +87,7 @@ def planned(
 def glance(
     job: Job, table: Sequence[estimate.Layer], cards: Iterable[tuple[ScheduleCard, int | None]]
 ) -> Ordered | None:
-    """The best order that fits as far as looks tell. Raises E1xx as `planned`."""
+    """The best order that fits, found by looks only; None if none fits. Raises E1xx as `planned`."""
     return _looked(job, table, list(cards))[0].ordered
 
 
@@ -102,7 +102,7 @@ def _looked(
 
 
 def _cases(best: Best, cards: Sequence[tuple[ScheduleCard, int | None]]) -> Iterator[Case]:
-    """What there is to look at, least bound first. Raises why, if there is one schedule and it cannot be."""
+    """Yields the cases to look at, least bound first. Raises the error if the only schedule is impossible."""
     found, job = list[Case](), best.job
     for card, chunks in cards:
         for one in (job, *woven(job, card)) if len(cards) > 1 else (job,):
@@ -118,8 +118,8 @@ def _cases(best: Best, cards: Sequence[tuple[ScheduleCard, int | None]]) -> Iter
 
 
 def _look(best: Best, case: Case) -> None:
-    """At a case from all its starts, then at all orders of the best. Of searched ones at those that may fit: a search
-    finds nothing for others."""
+    """Looks at a case from all its starts, then at all orders of the best one; for searched schedules only at starts
+    that may fit, as a search finds nothing for others."""
     if case.least_step >= best.step * (1 - SAME):
         return
     for choice in case.starts:
@@ -132,7 +132,7 @@ def _look(best: Best, case: Case) -> None:
 
 
 def _fewest(best: Best, case: Case) -> None:
-    """Look for the fewest stages that have to recompute, from the first one on, between those of the starts."""
+    """Bisects for the fewest recomputing stages, counted from the first, between the counts of the starts."""
     few, most, known = 0, len(case.optional), {case.even(frozenset(case.optional[:n])): n for n in case.counts}
     for choice in case.starts:
         if (count := known.get(choice)) is not None:
@@ -146,8 +146,8 @@ def _fewest(best: Best, case: Case) -> None:
 
 
 def _least_memory(best: Best, cases: Sequence[Case]) -> None:
-    """Look at what needs the least memory, or say why even that cannot be: of each searched schedule by what any order
-    of it holds, of those made by hand from what is the least too large."""
+    """Looks at the variants with the least memory, or records why even these are impossible: for each searched schedule
+    by the least memory of any order, for hand-made ones starting from the variant that exceeds its limit least."""
     for case in cases:
         if case.free and case.card.searched:
             known = [] if case.hopeless else case.below(INF, LEAST) or []
@@ -168,7 +168,7 @@ def _least_memory(best: Best, cases: Sequence[Case]) -> None:
 
 
 def _improve(best: Best, case: Case, choice: Choice) -> None:
-    """Move layers and recompute, first from what looks best; look at all there are, if they are few."""
+    """Moves layers and recompute, starting from the best looking choice; looks at all choices if they are few."""
     price = case.size * (SEARCHING if case.card.searched else 1) * (WEAVING if case.job.vocabulary else 1)
     most = max(2, min(MOVES, OPS // price))
     best.compiled = True
@@ -182,8 +182,8 @@ def _improve(best: Best, case: Case, choice: Choice) -> None:
 
 
 def _climbed(case: Case, at: Choice, score: Callable[[Choice], Score], most: int) -> Choice:
-    """The best choice that is found from here: a better neighbour as long as there is one, then again from a few moves
-    away from the best. At most `most` choices are scored."""
+    """The best choice found from here: a better neighbour as long as there is one, then again from a few moves away
+    from the best. At most `most` choices are scored."""
     known, rng, idle = {at: score(at)}, Random(0), 0
     best, least = at, known[at]
     while idle < PATIENCE and len(known) < most:
@@ -209,12 +209,12 @@ def _climbed(case: Case, at: Choice, score: Callable[[Choice], Score], most: int
 
 
 def _less(one: Score, other: Score) -> bool:
-    """Less above the limits, or as much and a shorter step."""
+    """Whether a score exceeds the limits less, or equally with a shorter step."""
     return one[0] < other[0] - SAME or (one[0] <= other[0] + SAME and one[1] < other[1] * (1 - SAME))
 
 
 def _kicked(case: Case, choice: Choice, rng: Random) -> Choice:
-    """A few moves away."""
+    """A choice a few random moves away."""
     points, recompute = choice.points, choice.recompute
     for _ in range(2 + int(rng.random() * 3)):
         if case.optional and (not case.movable or rng.random() < FAR):
@@ -225,7 +225,7 @@ def _kicked(case: Case, choice: Choice, rng: Random) -> Choice:
 
 
 def _search(best: Best, budget: float | None) -> None:
-    """The budget for the searched orders that look best; where there is but one partition, all of it for that."""
+    """Spends the budget on the best looking searched orders; all of it on one if there is only one."""
     found = [(case, choice) for case, choice in best.ranked() if case.card.searched]
     for share, (case, choice) in zip(SHARES if len(found) > 1 else (1.0,), found, strict=False):
         seconds = (case.card.budget if budget is None else budget) * share
@@ -234,7 +234,7 @@ def _search(best: Best, budget: float | None) -> None:
 
 
 def _with_recompute(error: TooTight, cases: Sequence[Case]) -> ZbcError:
-    """The error with the limit that would do if stages recomputed as well, where that is less."""
+    """The error with the limit that would suffice if stages recomputed as well, if that is less."""
     case, hint = cases[0], error.hint
     both = {str(s): BOTH if case.job.memory.offloads(s) else case.job.memory.of(s) for s in range(case.stages)}
     one = case.with_memory(case.job.memory.model_copy(update={"activations": both}))
