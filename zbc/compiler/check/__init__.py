@@ -1,11 +1,10 @@
 """The proof that a program can run: complete, paired, free of deadlock.
 
-The order of the checks is the order in which their answers mean something:
-1. complete: what runs, where, and in what order on each rank. Everything else is about these ops.
-2. pairing: what travels between them. Which send meets which receive is only clear among complete ops.
-3. deadlock: whether what is there and meets ever happens.
-The first check that fails reports all it finds and the later ones do not run: an op that is missing or a message
-without an end would come up there once more, as something that never comes.
+The order of the checks is the order in which their answers are meaningful: 1. complete: the ops, their ranks, and their
+order on each rank. Everything else is about these ops. 2. pairing: the messages between them. Sends match receives only
+among complete ops. 3. deadlock: whether all of these ops happen. The first check that fails reports all its problems
+and the later ones do not run: a missing op or a message without an end would come up there once more, as something that
+never comes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = [
 
 
 def check_all(program: Program) -> None:
-    """Raise what the first failing check finds: E202, E205, E206, then E203, E204, then E201.
+    """Raise all problems of the first failing check: E202, E205, E206, then E203, E204, then E201.
 
     Returns for exactly the programs that run to their end under every timing of ranks and messages.
     """
@@ -40,7 +39,7 @@ def check_all(program: Program) -> None:
 
 
 def check_graph(graph: Graph) -> None:
-    """The same of a program whose graph is made. Of steps without a flush also E210, and all of it of any number."""
+    """`check_all` for a given graph. For steps without a flush also E210, and all of it for any number of steps."""
     if graph.cyclic is not None:
         check_steps(graph.cyclic)
         return

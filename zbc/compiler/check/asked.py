@@ -1,6 +1,6 @@
-"""Does a plan keep to its job: has it what the job asks for, and no more than it may freeze and has memory for?
+"""Checks that a plan conforms to its job: all requested features, no more freezing than allowed, and memory that fits.
 
-The other checks ask whether an order can run; these, whether it is one of those that the job allows.
+The other checks ask whether an order can run; these, whether the job allows it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from zbc.plan.directory import Manifest
 
 
 def check_asked(manifest: Manifest, program: Program) -> None:
-    """Raise E202 for what of the job is missing and for layers that are frozen against its [freeze]; E301, E302 and
-    E305 for what does not fit.
+    """Raise E202 for features of the job that are missing and for layers frozen against its [freeze]; E301, E302 and
+    E305 for memory that does not fit.
 
-    Of a program that the other checks let pass. Memory is not known where microbatches have slices that the job does
-    not speak of.
+    For a program that passes the other checks. Memory is not known if microbatches have slices that the job does not
+    describe.
     """
     job = recall.job_of(manifest)
     table = estimate.layers(job)
@@ -39,9 +39,9 @@ def check_asked(manifest: Manifest, program: Program) -> None:
 
 
 def missing_problems(job: Job, program: Program) -> Iterator[ZbcError]:
-    """E202 for each setting of a job of which nothing is in its complete program: a pass has left it out.
+    """Yields E202 for each setting of a job without any trace in its complete program: a pass has left it out.
 
-    Copies to the host and frozen layers are not asked for: a program may do without.
+    Offload copies and frozen layers are not required: a program may do without.
     """
     kinds, parallel, sync = {op.kind for ops in program.ranks for op in ops}, job.parallel, job.optimizer.sync
     words = {Kind.S, Kind.T, Kind.I, Kind.E}
@@ -68,7 +68,7 @@ def missing_problems(job: Job, program: Program) -> Iterator[ZbcError]:
 
 
 def freeze_problems(program: Program, most: float, layers: Sequence[int]) -> Iterator[ZbcError]:
-    """What is frozen though it may not be, given how many layers of each stage have weight gradients."""
+    """Yields frozen shares that are not allowed, given the number of layers of each stage with weight gradients."""
     for rank, step, op in program:
         if op.share == WHOLE or not op.kind.makes_part:
             continue

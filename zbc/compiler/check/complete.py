@@ -1,8 +1,8 @@
-"""Does every microbatch go through every stage once, on the right ranks, in an order each rank can run?
+"""Checks that every microbatch goes through every stage once, on the right ranks, in an order each rank can run.
 
-Read off the cells of the graph: whatever an op reads is written before, on its rank; what is written is written once
-and used; every unit's `part` of the gradients exists once, over all pipes; step-level ops are on all their ranks. Where
-the graph has no fault the answer takes no walk of its own; where it has, the ops are looked at once more for words.
+Read off the cells of the graph: every value an op reads is written before, on its rank; written values are written once
+and used; every unit's `part` of the gradients exists once, over all pipes; step-level ops are on all their ranks. If
+the graph has no fault this takes no walk of its own; else the ops are examined once more for the problem texts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from zbc.ops import COUNTED, EXPERTS, TIED, VALUES, VOCABULARY, WORDS, Kind, Lan
 
 
 def check_complete(program: Program) -> None:
-    """Raise what is wrong with a program before any message moves: E202, E205, E206, E208.
+    """Raise the problems of a program before any message moves: E202, E205, E206, E208.
 
-    E202: ops missing, repeated or out of range. E205: ops on a rank that does not hold their stage. E206: ops that
-    come before what they need on their own rank. E208: weights that come and go are not there, or too many are.
-    Transfers are checked for range, rank and order only.
+    E202: ops missing, repeated or out of range. E205: ops on a rank that does not hold their stage. E206: ops that come
+    before their dependencies on their own rank. E208: gathered weights are missing, or too many are resident. Transfers
+    are checked for range, rank and order only.
     """
     raise_found(complete_problems(build(program)))
 
@@ -75,7 +75,7 @@ def _outside(g: Graph) -> Iterator[ZbcError]:
         yield ZbcError("E202", text, where=g.where(i), hint="drop it")
 
 
-_NOBODYS = {  # of owners that are no stage
+_NOBODYS = {  # owners other than stages
     TIED: "no weight is shared by two stages, or the stages step it",
     WORDS: "there is one replica, or stages hold the vocabulary",
     EXPERTS: "each replica has all experts, or nobody else has these",
@@ -88,7 +88,7 @@ def _twice(g: Graph, again: int, first: int) -> ZbcError:
 
 
 def _units_are_whole(g: Graph) -> bool:
-    """Whether every microbatch went through all stages of one pipe and left nothing behind, by the cells alone."""
+    """Whether every microbatch went through all stages of one pipe and left nothing, by the cells alone."""
     if g.lost or g.unmet or any(cell != MESSAGE for _, cell, _ in g.again):
         return False
     layout, parts = g.layout, dict[int, list[int]]()  # stage -> how often each unit's gradients were made
@@ -105,7 +105,7 @@ def _units_are_whole(g: Graph) -> bool:
 
 
 def _may_not_stay(g: Graph, key: CellKey) -> bool:
-    """Whether a value has to be gone when the step is over. What travels is the pairing's business."""
+    """Whether a value has to be freed by the end of the step. The pairing check handles values that are sent."""
     if VALUES[key.what].stays or key.end == FAR:
         return False
     return VALUES[key.what].scope != "edge" or not g.layout.crosses(key.home, key.place)
@@ -138,7 +138,7 @@ class _Unit(NamedTuple):
 
 
 class _Units:
-    """The ops of each unit, for words: what is repeated, what is missing, what is made in vain."""
+    """The ops of each unit, for problem texts: repeated ops, missing ops, unused values."""
 
     def __init__(self, g: Graph) -> None:
         self.g = g
@@ -191,7 +191,7 @@ class _Units:
             yield ZbcError("E202", text, hint=f"add it on rank {names.rank_of(g, unit.op(kind))}")
 
     def _repeats(self, one: Kind, other: Kind) -> bool:
-        """Whether `one` makes, or uses up, what `other` does too; of two that do as much, the first says so."""
+        """Whether `one` makes or frees a value that `other` does, too; the smaller, else the first, reports it."""
         a, b = self.g.layout.rows[one], self.g.layout.rows[other]
         if one is other or not ({*a.writes} & {*b.writes} or {*a.frees} & {*b.frees}):
             return False
@@ -199,7 +199,7 @@ class _Units:
         return size < more or (size == more and self.kinds.index(one) < self.kinds.index(other))
 
     def _lacking(self, there: set[Kind]) -> list[tuple[Kind, str]]:
-        """The kinds without which a unit is not whole, and what would do instead."""
+        """The kinds without which a unit is incomplete, with their alternatives as text."""
         rows, found = self.g.layout.rows, dict[Kind, str]()
         while True:
             present = [rows[kind] for kind in self.kinds if kind in there or kind in found]
@@ -222,7 +222,7 @@ class _Units:
             found[kinds[-1]] = " (or its B and W)" if len(kinds) > 1 else ""
 
     def values(self) -> Iterator[ZbcError]:
-        """What other ops of units find missing, make twice or leave behind: those of passes, by their rows alone."""
+        """Yields values of unit ops that are missing, made twice or left over: ops of passes, by their rows alone."""
         g, cells = self.g, self.g.layout.cells
         late = late_writers(g)
         too_late = {cell for _, cell in late}
@@ -247,15 +247,15 @@ class _Units:
                         )
 
     def _explains_itself(self, op: int) -> bool:
-        """Whether an op is one of those that `repeated` and `missing` speak of, or closes a step."""
+        """Whether `repeated` and `missing` cover an op, or it closes a step."""
         return self.g.ops[op].kind.computes or self.g.layout.rows[self.g.ops[op].kind].scope in _WIDE
 
     def _travels(self, cell: int) -> bool:
-        """Whether a cell is of an edge: the pairing speaks of it."""
+        """Whether a cell is of an edge, which the pairing check covers."""
         return VALUES[self.g.layout.key_of(cell)[0].what].scope == "edge"
 
     def _by_computing(self, key: CellKey) -> bool:
-        """Whether all ops that make and use a value compute, so that `missing` has spoken of it."""
+        """Whether all ops that make and use a value compute, so that `missing` has covered it."""
         rows = {kind: row for kind, row in self.g.layout.rows.items() if kind in self.g.layout.kinds}
         kinds = [kind for kind, row in rows.items() if any(ref.what == key.what for ref in (*row.writes, *row.frees))]
         return all(kind.computes or rows[kind].lane is Lane.LINK for kind in kinds)
@@ -265,7 +265,7 @@ _WIDE = (Scope.STAGE, Scope.RANK)
 
 
 def _groups(g: Graph) -> Iterator[ZbcError]:
-    """After every OVERLAP stand an F and another op, in either order, of different microbatches: neither needs the
+    """After every OVERLAP come an F and another op, in either order, of different microbatches: neither needs the
     other."""
     for mark in g.marks:
         pair = g.ops[mark + 1 : min(mark + 3, g.first[g.rank(mark) + 1])]
@@ -278,7 +278,7 @@ def _groups(g: Graph) -> Iterator[ZbcError]:
 
 
 def _step_ops(g: Graph) -> Iterator[ZbcError]:
-    """Ops that close a step come together and everywhere; sums and gathers on all ranks that share something or none.
+    """Ops that close a step come together and everywhere; collectives on all ranks that share an owner or on none.
 
     A step is closed either by a barrier or ahead of it.
     """
@@ -308,14 +308,14 @@ def _step_ops(g: Graph) -> Iterator[ZbcError]:
 
 
 def _always(program: Program, op: Op, closing: set[str]) -> bool:
-    """Whether a step that is closed so has to have an op."""
+    """Whether a step with these closing ops must have an op."""
     if op.kind.row.closes:
         return op.kind.row.closes in closing
     return bool(closing) and program.shared(op)
 
 
 def _wide_ops(g: Graph) -> Iterator[Op]:
-    """The step-level ops a program may have: those of ranks, of other owners than stages, then stage by stage."""
+    """Yields the step-level ops a program may have: of ranks, of owners other than stages, then stage by stage."""
     program = g.program
     renews = program.sharded and not program.resident
     yield from (Op(kind, 0) for kind in Kind if kind.rank_wide)
@@ -347,7 +347,7 @@ def _out_of_order(g: Graph) -> Iterator[ZbcError]:
     seen: set[int] = set()
     for early, late in found:
         if g.ops[late].kind.stage_wide and late in seen:
-            continue  # all that waits for a stage's op: the first says enough
+            continue  # ops that wait for a stage's op: the first problem is enough
         seen.add(late)
         text = f"program: {g.ops[early]} comes before {g.ops[late]}, which it needs"
         hint = f"move step {g.place(late)[1]} before step {g.place(early)[1]}"
@@ -355,7 +355,7 @@ def _out_of_order(g: Graph) -> Iterator[ZbcError]:
 
 
 def _averaged(g: Graph) -> Iterator[ZbcError]:
-    """An AVERAGE changes weights, so all ops of a step that use them come behind it."""
+    """An AVERAGE changes weights, so all ops of a step that use them come after it."""
     began: dict[int, int] = {}
     rank = -1
     for i, op in enumerate(g.ops) if g.program.averages else ():
@@ -372,7 +372,7 @@ def _averaged(g: Graph) -> Iterator[ZbcError]:
 
 
 def late_reads(g: Graph) -> Iterator[tuple[int, int]]:
-    """The ops that find empty what an op after them on their rank makes: (op, that op). Of weights E208 speaks."""
+    """Yields (op, a later op on its rank that writes the cell it finds empty). E208 covers weights."""
     writers = late_writers(g)
     for one in g.unmet:
         key = g.layout.key_of(one.cell)[0]
@@ -383,7 +383,7 @@ def late_reads(g: Graph) -> Iterator[tuple[int, int]]:
 
 
 def late_writers(g: Graph) -> dict[tuple[int, int], int]:
-    """(op, cell it finds empty) -> the first op after it on its rank that writes the cell, where there is one."""
+    """(op, cell it finds empty) -> the first later op on its rank that writes the cell, if any."""
     wanted: dict[int, list[int]] = {}
     for one in g.unmet:
         wanted.setdefault(one.cell, []).append(one.op)

@@ -1,8 +1,8 @@
-"""Are the copies of activations to the host and back whole and in order?
+"""Checks that offload copies are complete and in order.
 
-Of what an F keeps there is none of the three ops or each of them once, on the F's rank: F, OFFLOAD, RELEASE, RELOAD and
-then its B or BW. The cells of the graph would refuse all else too, but not say which of the three is wrong. A second
-time round is legal by its cells and refused here: a plan has one slab on the host for each activation.
+For the activations of an F there is none of the three ops or each of them once, on the F's rank: F, OFFLOAD, RELEASE,
+RELOAD and then its B or BW. The cells of the graph would refuse all else too, but not say which of the three is wrong.
+A second round is legal by its cells and refused here: a plan has one slab on the host for each activation.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from zbc.errors import ZbcError
 from zbc.ir import COPY, Key
 from zbc.ops import Kind
 
-ORDER = (Kind.F, Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD, Kind.B)  # BW stands where B does
+ORDER = (Kind.F, Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD, Kind.B)  # BW in place of B
 
 
 def copy_problems(g: Graph) -> Iterator[ZbcError]:
-    """E206 for copies that are repeated, lack one of the others, or come too early."""
+    """Yields E206 for copies that are repeated, lack one of the others, or come too early."""
     if not COPY & g.layout.kinds:
         return
     lost = {i for i, _ in g.lost}
@@ -44,7 +44,7 @@ def copy_problems(g: Graph) -> Iterator[ZbcError]:
 
 
 def _of_one(g: Graph, at: dict[Kind, int]) -> Iterator[ZbcError]:
-    """Of the copies of one activation."""
+    """Yields the problems with the copies of one activation."""
     there = next(kind for kind in ORDER if kind in COPY and kind in at)
     for kind in ORDER:
         if kind in COPY and kind not in at:

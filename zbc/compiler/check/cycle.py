@@ -1,9 +1,9 @@
 """The shortest cycle of waits among the ops that never run, found with networkx.
 
-What counts is which op waits for which op of another rank, or for a later one of its own; that an op stands after
-another on its rank costs nothing. Nodes are (START, op), its beginning; (END, op), the end of an op that holds up its
-rank; for a collective, which a rank starts and does not wait for, (NEXT, op), when it is the next one in the queue of
-its rank, and (OVER, op). Whatever is in no cycle is trimmed before the search.
+Waits of an op for an op of another rank, or for a later one of its own, count 1; the order of a rank counts 0. Nodes
+are (START, op), its beginning; (END, op), the end of an op that blocks its rank; for a collective, which a rank starts
+without waiting for it, (NEXT, op), its turn in the queue of its rank, and (OVER, op), its completion. Nodes in no cycle
+are trimmed before the search.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from zbc.compiler.graph import Graph
 from zbc.ops import Kind
 
 START, END, NEXT, OVER = range(4)
-WINDOW = 40_000  # stuck ops that are looked at: the first ones of each rank; some cycle is among them
-EFFORT = 400  # waits through which a shortest cycle is looked for, those where ranks stop first
+WINDOW = 40_000  # stuck ops examined: the first ones of each rank; some cycle is among them
+EFFORT = 400  # waits through which a shortest cycle is searched, at the first stops of ranks
 
 Node = tuple[int, int]
 
 
 class CycleWait(NamedTuple):
-    """One wait of a cycle; `behind` is the op that holds up the target's rank, if not the target itself."""
+    """One wait of a cycle; `behind` is the op that blocks the target's rank, if not the target itself."""
 
     op: int
     target: int
@@ -38,9 +38,9 @@ class CycleWait(NamedTuple):
 
 
 def shortest_cycle(g: Graph, done: bytearray, *, blocking_sends: bool = False) -> list[CycleWait]:
-    """The lines of a cycle with few waits, each held up by the next and the last by the first; [] if there is none.
+    """The lines of a cycle with few waits, each blocked by the next and the last by the first; [] if there is none.
 
-    The fewest there are, unless more than `EFFORT` waits are in cycles.
+    The fewest possible, unless more than `EFFORT` waits are in cycles.
     """
     graph = nx.DiGraph()
     for a, b, weight in _Waits(g, done, blocking_sends).edges():
@@ -66,19 +66,19 @@ def shortest_cycle(g: Graph, done: bytearray, *, blocking_sends: bool = False) -
 
 
 def holds(g: Graph, done: bytearray, op: int, *, blocking_sends: bool) -> bool:
-    """Whether an op has begun and its end, which its rank waits for, never comes."""
+    """Whether an op has begun and its event, for which its rank waits, never completes."""
     event = g.party[op]
     return event >= 0 and not done[event] and blocks(g, op, blocking_sends=blocking_sends)
 
 
 def blocks(g: Graph, op: int, *, blocking_sends: bool) -> bool:
-    """Whether an op ends with its event."""
+    """Whether an op blocks its rank until its event is completed."""
     kind: Kind = g.ops[op].kind
     return g.layout.rows[kind].blocks or (blocking_sends and kind.is_send)
 
 
 def _trim(graph: nx.DiGraph) -> None:
-    """Remove what is in no cycle because nothing leads to it, or from it."""
+    """Removes nodes that are in no cycle because no edge leads to them, or from them."""
     off = [v for v in graph if not graph.in_degree(v) or not graph.out_degree(v)]
     while off:
         near = {w for v in off for w in (*graph.predecessors(v), *graph.successors(v))} - set(off)
@@ -87,7 +87,7 @@ def _trim(graph: nx.DiGraph) -> None:
 
 
 class _Waits:
-    """The waits of what never happens, as edges (who, for whom, 1; 0 where that is the order of a rank)."""
+    """The waits of nodes that never happen, as edges (waiter, target, 1; 0 for the order of a rank)."""
 
     def __init__(self, g: Graph, done: bytearray, blocking_sends: bool) -> None:
         self.g, self.done, self.blocking_sends = g, done, blocking_sends
@@ -103,7 +103,7 @@ class _Waits:
         return blocks(self.g, i, blocking_sends=self.blocking_sends)
 
     def _queues(self) -> dict[int, int]:
-        """Per collective that is not over, the one before it in the queue of its rank, -1 for none."""
+        """For each unfinished collective, the previous one in the queue of its rank, -1 for none."""
         found: dict[int, int] = {}
         last: dict[int, int] = {}
         for i in sorted(i for ops in self.g.met.values() for i in ops if self.g.ops[i].kind.is_collective):
@@ -127,7 +127,7 @@ class _Waits:
             yield (START, i), (START, late), 1
 
     def _needs(self, i: int) -> Iterator[tuple[Node, Node, int]]:
-        """What an op reads, or its group does."""
+        """Yields the waits of an op for its inputs, or its group's."""
         g, done, n = self.g, self.done, len(self.g.ops)
         for node in g.pred[g.ptr[i] : g.ptr[i + 1]]:
             if not done[node]:
@@ -139,7 +139,7 @@ class _Waits:
                     yield from self._for_event((START, i), node)
 
     def _for_event(self, who: Node, event: int) -> Iterator[tuple[Node, Node, int]]:
-        """`who` waits for a message: for its ends that never come; or for a collective, to be over."""
+        """Yields the waits of `who` for a message's ends that never come, or for a collective's completion."""
         g, done, n = self.g, self.done, len(self.g.ops)
         if event < 0 or done[event]:
             return
@@ -153,7 +153,7 @@ class _Waits:
                     yield who, (START, end), 1
 
     def _collectives(self) -> Iterator[tuple[Node, Node, int]]:
-        """One is over when all who meet in it have come to it and are done with those before it in their queues."""
+        """A collective completes when all its ranks have come to it and completed the earlier ones in their queues."""
         g, done = self.g, self.done
         for i, before in self.queued.items():
             yield (OVER, i), (NEXT, i), 0

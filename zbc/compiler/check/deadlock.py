@@ -1,13 +1,12 @@
-"""Can the ranks of a program come to wait for each other forever?
+"""Checks that the ranks of a program can never wait for each other forever.
 
-Contract each matched send and receive into one message; let a message wait for both its ends and for the message
-before it in its channel, an op for the op before it on its rank and for what it reads, a collective for all its ranks.
-A program ends under every timing exactly when these waits have no cycle: nothing that happens takes away what something
-else waits for, so there is no race to lose.
+Contract each matched send and receive into one message; let a message wait for both its ends and for the message before
+it in its channel, an op for the op before it on its rank and for its inputs, a collective for all its ranks. A program
+ends under every timing exactly when these waits have no cycle: no event disables another, so there are no races.
 
-Data-parallel replicas of the pipeline run the same ops and meet only in collectives, each rank its own like. So a cycle
-through several replicas, with the number of the replica left out, is one in the program, and one in the program is one
-in every replica: the program alone is looked at.
+Data-parallel replicas of the pipeline run the same ops and meet only in collectives, each rank its counterparts. So a
+cycle through several replicas, with the number of the replica left out, is one in the program, and one in the program
+is one in every replica: the program alone is checked.
 """
 
 from __future__ import annotations
@@ -21,22 +20,22 @@ from zbc.compiler.graph import FREED, Graph, build, happens, run
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
 
-LONGEST = 12  # lines of a cycle that are shown
+LONGEST = 12  # shown lines of a cycle
 
 
 def check_deadlock(program: Program, *, blocking_sends: bool = False) -> None:
-    """Raise E201, with the ops that wait for each other and the ops that wait for what never comes.
+    """Raise E201, with the ops that wait for each other and the ops that wait for something that never comes.
 
     A step ends when every op has run and every message it started has moved. With `blocking_sends` a SEND ends only
-    when its message has moved, as in a transport without buffers; receives are posted ahead all the same.
-    Programs without transfers wait across ranks for each other's compute ops. Any program may be asked about, also one
-    that the other checks reject.
+    when its message has moved, as in a transport without buffers; receives are posted ahead all the same. Programs
+    without transfers wait across ranks for each other's compute ops. Accepts any program, including one that the other
+    checks reject.
     """
     raise_found(deadlock_problems(build(program), blocking_sends=blocking_sends))
 
 
 def survives_blocking_sends(program: Program) -> bool:
-    """Whether a program also ends when every SEND holds up its rank until its message has moved."""
+    """Whether a program also ends when every SEND blocks its rank until its message has moved."""
     graph = build(program)
     return happens(graph, run(graph, blocking_sends=True)[1])
 
@@ -75,7 +74,7 @@ def _title(g: Graph, ops: list[int]) -> str:
 
 
 def _hint(g: Graph, lines: list[tuple[int, int, int | None]]) -> str:
-    """The smallest change that opens the cycle: a receive can always come earlier, other ops with what they need."""
+    """The smallest change that opens the cycle: a receive can always come earlier, other ops with their inputs."""
     if len(lines) > 1 and any(g.ops[op].kind.is_collective for op, _, _ in lines):
         return "let all ranks meet in the same order, each after the work it closes"
     moves = [(target - behind, target, behind) for _, target, behind in lines if behind is not None]
@@ -84,7 +83,7 @@ def _hint(g: Graph, lines: list[tuple[int, int, int | None]]) -> str:
         _, late, behind = min(receives)
         rank, step = g.place(behind)
         return f"post {names.named(g, g.ops[late])} on rank {rank} before step {step}, in the order of its channel"
-    # An op of another microbatch does not need what it is to overtake.
+    # An op of another microbatch does not depend on the ops it is to overtake.
     others = [move for move in moves if len(lines) == 1 or g.ops[move[1]][2:4] != g.ops[move[2]][2:4]]
     if others:
         _, late, behind = min(others)
@@ -94,7 +93,7 @@ def _hint(g: Graph, lines: list[tuple[int, int, int | None]]) -> str:
 
 
 def _never_comes(g: Graph) -> Iterator[ZbcError]:
-    """One problem for each thing that is waited for and never comes."""
+    """Yields one problem for each awaited op or message that never comes."""
     waiters: dict[str, set[int]] = {}
     for i, sentence in _missed(g):
         waiters.setdefault(sentence, set()).add(i)
@@ -108,7 +107,7 @@ def _never_comes(g: Graph) -> Iterator[ZbcError]:
 
 
 def _missed(g: Graph) -> Iterator[tuple[int, str]]:
-    """(op, what it waits for in vain), as sentences."""
+    """Yields (op, a sentence on the awaited thing that never comes)."""
     n = len(g.ops)
     for i, code in g.lost:
         what = "a tensor for {} never comes" if code == "E203" else "what {} works on never comes"
@@ -155,7 +154,7 @@ def _missed(g: Graph) -> Iterator[tuple[int, str]]:
 
 
 def _before(g: Graph, event: int) -> Iterator[list[int]]:
-    """The ops of the collectives that began to meet before this one."""
+    """The ops of the collectives that began before this one."""
     return (ops for other, ops in g.met.items() if other < event)
 
 

@@ -1,14 +1,14 @@
-"""What a program survives besides any timing: that its ranks wait for more than the proof lets them wait for.
+"""Whether a program also survives ranks that wait for more than the proof assumes.
 
 A GPU is driven by a host that enqueues the ops of its rank in order and goes on; each channel has a stream of its own.
-Then a program runs as the proof has it. Two things make a rank wait for more:
+Then a program runs as proved. Two things make a rank wait for more:
 
-- The host waits for the whole device in the midst of a step: memory is short and the allocator returns blocks to the
+- The host waits for the whole device in the middle of a step: memory is short and the allocator returns blocks to the
   driver, a kernel is loaded at its first use, a user's layer calls torch.cuda.synchronize(). Then an op waits for every
   transfer and every collective that its rank has started, also for a receive that was posted early.
-- All streams of a device share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). Then what cannot start holds up all
-  that its rank has enqueued behind it; a transfer cannot start before those of its channel that were started earlier
-  are over, a collective not before the earlier collectives are.
+- All streams of a device share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1). Then an op that cannot start blocks
+  all later ops that its rank has enqueued; a transfer cannot start before the earlier ones of its channel are
+  completed, a collective not before the earlier collectives are.
 
 A plan need not survive either: a run must then not do the one and must not set the other.
 """
@@ -22,11 +22,11 @@ from zbc.ops import Lane
 
 
 class Survival(NamedTuple):
-    """What a program also runs under."""
+    """Conditions that a program also survives."""
 
-    blocking_sends: bool  # a SEND holds up its rank until its message has moved
-    device_waits: bool  # any op waits for all that its rank has started
-    one_queue: bool  # what cannot start holds up what its rank enqueued behind it
+    blocking_sends: bool  # a SEND blocks its rank until its message has moved
+    device_waits: bool  # any op waits for all started transfers and collectives of its rank
+    one_queue: bool  # an op that cannot start blocks all later ones enqueued by its rank
 
     def __and__(self, other: Survival) -> Survival:
         return Survival(*(a and b for a, b in zip(self, other, strict=True)))
@@ -36,7 +36,7 @@ class Survival(NamedTuple):
 
 
 def survival(g: Graph) -> Survival:
-    """What a program survives that passed every check; of steps without a flush, three in a row."""
+    """The survival of a program that passed every check; for steps without a flush, of three in a row."""
     g = g if g.cyclic is None else of_steps(g.cyclic, 3)
     return Survival(
         happens(g, run(g, blocking_sends=True)[1]),
@@ -46,7 +46,7 @@ def survival(g: Graph) -> Survival:
 
 
 def device_waits(g: Graph) -> dict[int, list[int]]:
-    """Per op that takes its rank's time the events that its rank has started since the last one."""
+    """For each op that takes its rank's time, the events that its rank has started since the previous one."""
     found: dict[int, list[int]] = {}
     lanes, row_of, party = _lanes(g), g.row_of, g.party
     for rank in range(len(g.first) - 1):
@@ -62,7 +62,7 @@ def device_waits(g: Graph) -> dict[int, list[int]]:
 
 
 def one_queue(g: Graph) -> dict[int, list[int]]:
-    """Per transfer or collective the event before it on its stream: that of its channel, or of all collectives."""
+    """For each transfer or collective, the previous event on its stream: of its channel, or of all collectives."""
     found: dict[int, list[int]] = {}
     lanes, row_of, party, line_of, n = _lanes(g), g.row_of, g.party, g.line_of, len(g.ops)
     for rank in range(len(g.first) - 1):

@@ -1,4 +1,4 @@
-"""Whether the forward-only program of a placement is right: the same questions as for a step, without its backward."""
+"""Checks the forward-only program of a placement: as for a step, without its backward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_forward(program: Program) -> None:
 
 
 def _words(program: Program) -> list[ZbcError]:
-    """Of a vocabulary that all ranks share: what is not once on each rank for each unit."""
+    """Problems of vocabulary ops that are not exactly once on each rank for each unit."""
     units = product(SHARED, range(program.microbatches), range(program.slices))
     wanted = Counter(Op(kind, 0, mb, 0, part) for kind, mb, part in units)
     problems = []

@@ -1,4 +1,4 @@
-"""Raising what a check found: all of it counted, the first of it shown."""
+"""Raises the problems of a check: all of them counted, the first ones shown."""
 
 from __future__ import annotations
 

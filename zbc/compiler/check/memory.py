@@ -1,7 +1,6 @@
-"""Does every rank's peak fit what the job allows?
+"""Checks that every rank's peak fits the job's limits.
 
-`schedule.memory_limit` bounds activations, `hardware.memory_gib`, less what is kept
-free of it, everything a rank holds.
+`schedule.memory_limit` bounds activations; `hardware.memory_gib`, less its reserve, bounds everything a rank holds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def check_memory(job: Job, memory: list[RankMemory], costs: Costs) -> None:
 
 
 def check_host(job: Job, program: Program, costs: Costs) -> None:
-    """Raise E305 if the copies of a rank take more of its host than hardware.host_gib."""
+    """Raise E305 if the offload copies of a rank take more of its host than hardware.host_gib."""
     room = job.hardware.host_gib
     if room is None:
         return
@@ -40,7 +39,7 @@ def check_host(job: Job, program: Program, costs: Costs) -> None:
 
 
 def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:
-    """By what share of a limit the rank that is furthest above it exceeds it; 0 or less where all fit."""
+    """The share by which the fullest rank exceeds its limit; 0 or less if all fit."""
     found = [-1.0]
     if job.rooms is not None and costs.bytes is not None:
         found.append(max(rank.bytes / room for rank, room in zip(memory, job.rooms, strict=True)) - 1)

@@ -1,4 +1,4 @@
-"""What checks call things: the op that would make a value, use it, or be the other end of a message."""
+"""Names for problem texts: the op that would make a value, use it, or be the other end of a message."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from zbc.ops import VALUES, Kind, Lane, Ref
 
 
 def maker(g: Graph, cell: int) -> Op:
-    """The op that writes a cell, whether or not the program has it. Where several kinds would do, one of those that the
-    program uses."""
+    """The op that writes a cell, whether or not the program has it. If several kinds could, one that the program
+    uses."""
     key, unit = g.layout.key_of(cell)
     if key.end == FAR and VALUES[key.what].scope == "edge" and g.layout.explicit:
         return transfer(g, key.what, key.home, key.place, unit, sends=False)
@@ -27,7 +27,7 @@ def user(g: Graph, cell: int) -> Op:
 
 
 def chosen(g: Graph, kinds: list[Kind]) -> Kind:
-    """Of kinds that would do as well one that the program uses, the last of them if there is none."""
+    """One of these kinds that the program uses, or the last of them."""
     return next((kind for kind in kinds if kind in g.layout.kinds), kinds[-1])
 
 
@@ -65,7 +65,7 @@ def ends(g: Graph, message: int) -> tuple[Op, Op]:
 
 
 def travelling(g: Graph) -> Iterator[int]:
-    """The messages between stages: those of values on edges."""
+    """Yields the messages between stages, i.e. of values on edges."""
     for (_, message), base, stop in zip(g.layout.channels, g.layout.firsts, g.layout.stops, strict=True):
         if message.edge >= 0:
             yield from range(base, stop)

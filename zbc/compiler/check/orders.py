@@ -1,9 +1,9 @@
-"""Do plans for unequal numbers of microbatches start their collectives in one order?
+"""Checks that plans for unequal numbers of microbatches start their collectives in one order.
 
-Replicas of a step that run different plans meet in sums of gradients and gathers of weights. Each rank starts its own
-one after the other, so all plans must list those of a rank in one order. What is one-sided is no meeting: ranks do not
-wait for each other there, whatever its order. Where the ranks of a pipeline meet for each microbatch, plans have other
-numbers of these: replicas then meet before the first of them or behind the last.
+Replicas of a step that run different plans meet in collectives on gradients and weights. Each rank starts its own one
+after the other, so all plans must list those of a rank in one order. One-sided operations don't count: ranks do not
+wait for each other there, in any order. If the ranks of a pipeline meet for each microbatch, plans have different
+numbers of these: replicas then meet before the first of them or after the last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ONE_SIDED = frozenset({Kind.GATHER, Kind.SCATTER, Kind.REDUCE})
 
 
 def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
-    """E209 for each rank whose collectives stand in another order than in the first program."""
+    """Yields E209 for each rank whose collectives are in another order than in the first program."""
     first = programs[0]
     for program in programs:
         for rank, (mine, theirs) in enumerate(zip(program.ranks, first.ranks, strict=True)):
@@ -39,13 +39,13 @@ def _meetings(ops: Sequence[Op], *, one_sided: bool) -> list[Op]:
 
 
 def _amid(meetings: Sequence[Op]) -> bool:
-    """Whether replicas meet between what the ranks of a pipeline meet in."""
+    """Whether replicas meet in between the collectives within a pipeline."""
     inner = [k for k, op in enumerate(meetings) if op.kind.unit_wide]
     return bool(inner) and inner[-1] - inner[0] >= len(inner)
 
 
 def _from(ops: Sequence[Op], others: Sequence[Op]) -> str:
-    """The ops from the first that differs."""
+    """The ops from the first difference on."""
     same = next((k for k, (a, b) in enumerate(zip(ops, others, strict=False)) if a != b), min(len(ops), len(others)))
     rest = [str(op) for op in ops[same : same + 6]]
     return ("... " if same else "") + (", ".join(rest) or "none left") + (", ..." if len(ops) > same + 6 else "")

@@ -1,7 +1,7 @@
-"""Does every tensor that has to travel have one send and one receive, in the same order at both ends of a channel?
+"""Checks that every tensor between ranks has one send and one receive, in the same order at both ends of a channel.
 
-Channels are strictly FIFO, so the k-th send from rank a to rank b is what the k-th receive on b from a gets, whatever
-the two are called.
+Channels are strictly FIFO, so the k-th receive on rank b from rank a gets the k-th send from a to b, whatever the two
+are called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def check_pairing(program: Program) -> None:
 
 
 def pairing_problems(g: Graph) -> Iterator[ZbcError]:
-    """The problems of `check_pairing`, one by one. Of each channel in disorder the first message that disagrees."""
+    """The problems of `check_pairing`, one by one. For each channel in disorder the first message that disagrees."""
     if not g.layout.explicit:
         return
     broken: set[Channel] = set()
@@ -46,7 +46,7 @@ def pairing_problems(g: Graph) -> Iterator[ZbcError]:
 
 
 def _unpaired(g: Graph) -> list[int]:
-    """The messages that lack an end although something makes, sends, receives or uses them."""
+    """The messages that lack an end although an op makes, sends, receives or uses them."""
     found = [x for x, (s, r) in enumerate(zip(g.sender, g.receiver, strict=True)) if (s < 0) is not (r < 0)]
     wanted = {x for x in found if g.layout.meaning(x)[0].edge >= 0}
     if g.unmet or g.lost or _left_over(g):
@@ -58,7 +58,7 @@ def _unpaired(g: Graph) -> list[int]:
 
 
 def _left_over(g: Graph) -> bool:
-    """Whether something that is to be sent is still there."""
+    """Whether a value that should have been sent remains."""
     layout = g.layout
     for key, base in layout.columns.items():
         travels = VALUES[key.what].scope == "edge" and layout.crosses(key.home, key.place)
@@ -68,7 +68,7 @@ def _left_over(g: Graph) -> bool:
 
 
 def _both_sides(g: Graph, message: int) -> Iterator[Op]:
-    """The ops that would make or use what a message carries."""
+    """Yields the ops that would make or use the tensor of a message."""
     meaning, unit = g.layout.meaning(message)
     mb, part = divmod(unit, g.layout.slices)
     source, sink = g.layout.edges[meaning.edge]
@@ -127,7 +127,7 @@ def _carries_nothing(g: Graph, i: int, code: str) -> ZbcError:
 
 
 def _outward(op: Op) -> bool:
-    """Whether a transfer has to do with the output of its stage, or with the gradient of that."""
+    """Whether a transfer concerns the output of its stage, or its gradient."""
     row = op.kind.row
     return any(ref.at.name == "SINKS" for ref in (*row.reads, *row.writes))
 

@@ -1,10 +1,9 @@
-"""Can the forwards before REDO be run again by themselves?
+"""Checks that the forwards before REDO can be run again by themselves.
 
-On a verdict that was not assumed every rank drops what the ops before its REDO made, waits for the messages it has
-still to get from such ops, and runs them again. So before REDO stand only kinds that may be run again, of a message
-both ends stand before REDO or both after it, and what a forward before REDO needs is made before REDO. Then the second
-run is the first one over again, messages and all, after everything the first run did: it cannot come to a deadlock that
-the first would not.
+If the verdict differs from the assumed one, every rank drops the results of the ops before its REDO, waits for
+outstanding messages from such ops, and runs them again. So only repeatable kinds may come before REDO, a message has
+both ends before REDO or both after it, and the inputs of a forward before REDO are made before REDO. Then the second
+run repeats the first one, messages and all, after all of it: it cannot deadlock where the first would not.
 
 REDO repeats a part of the list; no value that an op reads or writes says so.
 """
@@ -20,7 +19,7 @@ from zbc.ops import Kind
 
 
 def redo_problems(g: Graph) -> Iterator[ZbcError]:
-    """E206 for what may not stand before REDO, and for each message that only one end of would come again."""
+    """Yields E206 for ops not allowed before REDO, and for messages of which only one end would be repeated."""
     if Kind.REDO not in g.layout.kinds:
         return
     redo: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Are weights that come and go there whenever they are needed, and never more of them than there is room for?"""
+"""Checks that gathered weights are resident whenever they are needed, and never more of them than there is room for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from zbc.ops import COUNTED, TIED, WORDS, Scope, experts_of, owner_text
 
 
 def resident_problems(g: Graph) -> list[ZbcError]:
-    """E208 for each op that finds the weights of its stage missing, gathers or frees them in vain, or gathers more
-    than `resident` stages; nothing where weights stay."""
+    """E208 for each op that finds the weights of its stage missing, gathers or frees them in vain, or gathers more than
+    `resident` stages; [] if weights stay."""
     return list(_resident(g)) if g.program.resident else []
 
 
@@ -21,7 +21,7 @@ def _resident(g: Graph) -> Iterator[ZbcError]:
     needs = {kind for kind, row in g.layout.rows.items() if any(ref.what == "weights" for ref in row.reads)}
     lost = {i for i, _ in g.lost}
     for rank in range(len(program.ranks)):
-        there: dict[int, bool] = {}  # stages and experts whose weights are there, and whether an op has used them
+        there: dict[int, bool] = {}  # resident stages and experts, and whether an op has used their weights
         for i in g.mine(rank):
             op = g.ops[i]
             if i in lost or op.kind.row.scope not in (Scope.UNIT, Scope.STAGE):
@@ -42,7 +42,7 @@ def _resident(g: Graph) -> Iterator[ZbcError]:
 
 
 def number_problems(g: Graph) -> Iterator[ZbcError]:
-    """E202 for each op that may come several times in a step and is not numbered as it comes."""
+    """Yields E202 for each op that may come several times in a step and is not numbered in order."""
     count: dict[tuple[int, Kind, int], int] = {}
     lost = {i for i, _ in g.lost}
     for i, op in enumerate(g.ops) if COUNTED & g.layout.kinds else ():
@@ -56,7 +56,7 @@ def number_problems(g: Graph) -> Iterator[ZbcError]:
 
 
 def scatter_problems(g: Graph) -> Iterator[ZbcError]:
-    """E206 for each SCATTER behind the REDUCE that completes the gradients of its stage."""
+    """Yields E206 for each SCATTER after the REDUCE that completes the gradients of its stage."""
     for rank in range(len(g.program.ranks)) if Kind.SCATTER in g.layout.kinds else ():
         reduced = dict[int, int]()
         for i in g.mine(rank):
@@ -69,7 +69,7 @@ def scatter_problems(g: Graph) -> Iterator[ZbcError]:
 
 
 def _wrong(op: Op, owner: int, there: dict[int, bool], needs: set[Kind], room: int) -> tuple[str, str] | None:
-    """What is wrong with an op of an owner, given those whose weights are there, and what to do."""
+    """The error of an op of an owner, given the resident owners, and its fix; None if it is right."""
     stage, here, full = owner_text(owner), owner in there, [one for one in there if one >= 0]
     if op.kind is Kind.GATHER and here:
         return f"{op} gathers weights that are there", "drop it, or free them before"

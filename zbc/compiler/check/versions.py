@@ -1,14 +1,14 @@
-"""Whether steps without a flush are right with two versions of the weights, and go on forever.
+"""Checks that steps without a flush are right with two versions of the weights, and go on forever.
 
-The ops of a rank are the body of a cycle. Batch t runs on the weights that the steps up to t - 2 made, while STEP of
-batch t - 1 is still to come on its stage. Two versions are there, so per stage, in the order of the list:
+The ops of a rank are the body of a cycle. Batch t runs on the weights made by the steps up to t - 2, while STEP of
+batch t - 1 is still to come on its stage. There are two versions, so per stage, in the order of the list:
 
     (a)  no F of batch t before STEP of batch t - 2
-    (b)  no B or BW of batch t before STEP of batch t - 1: what it adds to gradients would be stepped with those
+    (b)  no B or BW of batch t before STEP of batch t - 1, which would step its gradients, too
 
-What is to hold of one step (complete, paired, free of deadlock) is asked of three in a row: all that two bodies have
-between them is there. That a cycle goes on follows from where its ranks stand when all have come as far as they can
-with k bodies: if that is the same, seen from the end, with k + 1, it is the same for ever.
+The checks of one step (complete, paired, free of deadlock) run on three in a row: these contain all relations between
+two bodies. A cycle goes on forever if the positions in which its ranks stop with k bodies are the same, counted from
+the end, as with k + 1.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from zbc.compiler.graph.graph import run
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
 
-ROW = 3  # steps in a row that are checked as one program
+ROW = 3  # consecutive steps checked as one program
 
 
 def check_steps(program: Program) -> None:
-    """Raise what the first failing check finds: E202, E205, E206, E210, then E203, E204, then E201."""
+    """Raise all problems of the first failing check: E202, E205, E206, E210, then E203, E204, then E201."""
     raise_found(version_problems(program))
     graph = of_steps(program, ROW)
     for problems in (complete_problems, pairing_problems, deadlock_problems):
@@ -38,11 +38,11 @@ def check_steps(program: Program) -> None:
     raise_found(_stops(program))
 
 
-# ---- E210, and what closes a step ------------------------------------------------------------------------------
+# ---- E210, and the ends of a step ------------------------------------------------------------------------------
 
 
 def version_problems(program: Program) -> Iterator[ZbcError]:
-    """What is wrong with the versions that ops read, and with what closes the step of each stage."""
+    """Yields problems with the versions that ops read, and with the ops that close the step of each stage."""
     for rank, ops in enumerate(program.ranks):
         yield from _strangers(program, rank)
         for stage in program.placement.stages_of(rank):
@@ -56,7 +56,7 @@ def version_problems(program: Program) -> Iterator[ZbcError]:
 
 
 def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
-    """Ops that have no place in steps without a flush, or on this rank."""
+    """Yields ops that have no place in steps without a flush, or on this rank."""
     mine = program.placement.stages_of(rank)
     for step, op in enumerate(program.ranks[rank]):
         wide = op.kind.stage_wide or op.kind.rank_wide or op.kind.unit_wide
@@ -72,7 +72,7 @@ def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
 
 
 def _between(program: Program, rank: int, stage: int, steps: Sequence[int]) -> Iterator[ZbcError]:
-    """Where a stage steps on its own, behind every few backwards: that they are equally many."""
+    """Checks for equally many backwards between STEPs, if a stage steps on its own after every few of them."""
     ops, each = program.ranks[rank], program.microbatches // len(steps) * program.slices
     for number, (first, last) in enumerate(pairwise((-1, *steps))):
         found = sum(op.kind.makes_part and op.stage == stage and op.mb < NEXT for op in ops[first + 1 : last])
@@ -85,7 +85,7 @@ def _between(program: Program, rank: int, stage: int, steps: Sequence[int]) -> I
 
 
 def _around(program: Program, rank: int, stage: int, step: int) -> Iterator[ZbcError]:
-    """What stands on the wrong side of the STEP of a stage."""
+    """Yields ops on the wrong side of the STEP of a stage."""
     ops = program.ranks[rank]
     sums = [i for i, op in enumerate(ops) if op == Op(Kind.REDUCE, stage)]
     if len(sums) != program.shared(Op(Kind.REDUCE, stage)):
@@ -111,7 +111,7 @@ def _around(program: Program, rank: int, stage: int, step: int) -> Iterator[ZbcE
 
 
 def _stops(program: Program) -> Iterator[ZbcError]:
-    """Nothing if its steps go on forever."""
+    """Yields nothing if the steps go on forever."""
     before, most = None, program.placement.ranks + ROW
     for steps in range(ROW, ROW + most):
         left = _left(program, steps)
@@ -124,7 +124,7 @@ def _stops(program: Program) -> Iterator[ZbcError]:
 
 
 def _left(program: Program, steps: int) -> tuple[int, ...]:
-    """How many ops each rank has left where it stops for want of what later bodies send, after so many bodies."""
+    """The ops each rank has left after `steps` bodies, when it stops for lack of messages from later bodies."""
     longer = of_steps(program, steps + 1).program
     own = [_length(program, rank, steps) for rank in range(len(program.ranks))]
     graph = build(replace(longer, ranks=tuple(ops[:count] for ops, count in zip(longer.ranks, own, strict=True))))
@@ -133,6 +133,6 @@ def _left(program: Program, steps: int) -> tuple[int, ...]:
 
 
 def _length(program: Program, rank: int, steps: int) -> int:
-    """Ops of units in so many bodies of a rank, and what comes before the first."""
+    """The number of unit ops in `steps` bodies of a rank, with the ones before the first."""
     ops = [op for op in program.ranks[rank] if not op.kind.stage_wide]
     return sum(op.mb >= NEXT for op in ops) + steps * len(ops)

@@ -1,4 +1,4 @@
-"""Whether every rank runs its share of a vocabulary once for each slice of each microbatch."""
+"""Checks that every rank runs the ops of its vocabulary shard once for each slice of each microbatch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from zbc.ops import Kind
 
 
 def kinds_of(sums: int) -> list[Kind]:
-    """What each rank runs for each unit, in the order of their needs."""
+    """Kinds of ops that each rank runs for each unit, in the order of their dependencies."""
     return [kind for kind in Kind if kind.unit_wide and (kind is not Kind.SUM or sums == 2)]
 
 
 def vocabulary_problems(g: Graph) -> Iterator[ZbcError]:
-    """E202: ops of units that all ranks run are missing or repeated."""
+    """Yields E202 for missing or repeated ops of units that all ranks run."""
     program = g.program
     if not program.vocabulary or _whole(g):
         return
@@ -41,7 +41,7 @@ def vocabulary_problems(g: Graph) -> Iterator[ZbcError]:
 
 
 def _whole(g: Graph) -> bool:
-    """Whether there is nothing to say, by numbers alone."""
+    """Whether there are no problems, by numbers alone."""
     program = g.program
     wanted = len(kinds_of(program.vocabulary)) * program.microbatches * program.slices
     for rank in range(program.placement.ranks):
