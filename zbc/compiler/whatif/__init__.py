@@ -1,1 +1,1 @@
-"""What a plan would be like if something were different."""
+"""Plans of changed jobs: comparisons, advice, noise, and single what-ifs."""

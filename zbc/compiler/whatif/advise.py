@@ -1,10 +1,10 @@
-"""What to train a model with on so many GPUs: the best few of pp, dp, cp, tp, ep, schedule, recompute and shards.
+"""Recommends settings to train a model on given GPUs: the best of pp, dp, cp, tp, ep, schedule, recompute, shards.
 
-1. Whether weights, gradients and optimizer state fit at all, all of them shared out among all GPUs.
-2. Every shape of the world, with each way to share out what replicas have, is planned as 1F1B with few microbatches,
-   three times: all stages recompute, or what is cheap, or nothing. What memory forces in between counts by its share.
-3. The SHAPES that come out best are planned with each of KINDS, where recompute and layers are chosen by stage.
-4. The best are planned whole, as the jobs that can be written of them.
+1. Whether weights, gradients and optimizer state fit at all, fully sharded over all GPUs.
+2. Every shape of the world, with each way to shard over replicas, is planned as 1F1B with few microbatches, three
+   times: all stages recompute, or only cheap ops, or nothing. A mix forced by memory counts by its share.
+3. The best SHAPES are planned with each of KINDS, with recompute and layers chosen by stage.
+4. The best are planned in full, as complete jobs that can be written to files.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ KINDS = (
     BASELINE,
     "interleaved-1f1b",
     "zb-v",
-)  # that other trainers have, too; `zbc compare` of the job ranks the others
-SHARDS = ("optimizer", "all")  # ZeRO-1; and weights and gradients too, as FSDP
-SHAPES, ROWS, OF_SHAPE = 4, 5, 2  # that are planned; rows, and those of one shape at most
-SPARE = 1.03  # of the room or a guess, what is no difference yet
+)  # available in other trainers, too; `zbc compare` of the job ranks the others
+SHARDS = ("optimizer", "all")  # ZeRO-1; weights and gradients too, as in FSDP
+SHAPES, ROWS, OF_SHAPE = 4, 5, 2  # numbers of planned shapes, of rows, and of rows per shape at most
+SPARE = 1.03  # ratio of memory or guesses up to which they count as equal
 
 
 class State(NamedTuple):
-    """What stays on the GPUs, whatever the order."""
+    """Resident state on the GPUs, for any order."""
 
     parameters: int
     bytes: float  # weights, gradients, masters and optimizer state of one whole model
-    room: float | None  # bytes of a GPU, less what is kept free
+    room: float | None  # bytes of a GPU, less the reserve
     gpus: int
 
     @property
@@ -53,13 +53,13 @@ class State(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Bytes on each GPU where all of it is shared out."""
+        """Bytes on each GPU if all of it is sharded."""
         return self.bytes / self.gpus
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One answer: a job with nothing left open, and its plan."""
+    """One recommendation: a complete job, and its plan."""
 
     document: toml.Document
     compiled: Compiled
@@ -79,28 +79,28 @@ class Row:
 
     @property
     def recompute(self) -> tuple[int, int]:
-        """How many stages recompute, and how many there are."""
+        """The number of stages that recompute, and of all stages."""
         stages = self.compiled.program.placement.stages
         return sum(self.job.memory.recomputes(s) for s in range(stages)), stages
 
     @property
     def selective(self) -> int:
-        """How many stages make again what is cheap alone; their time counts as computing."""
+        """The number of stages with selective recompute only; its time counts as computing."""
         return sum(self.job.memory.spares(s) for s in range(self.recompute[1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The best first."""
+    """Recommendations, the best first."""
 
     rows: tuple[Row, ...]
     state: State
-    shapes: int  # that were looked at, with what replicas share out
-    planned: int  # of these, with each schedule
+    shapes: int  # number evaluated, with all ways to shard
+    planned: int  # of these, planned with each schedule
 
 
 class _Shape(NamedTuple):
-    """A shape with what its replicas share out, as 1F1B."""
+    """A shape with its sharding, as 1F1B."""
 
     guess: float  # ms of a sample
     number: int
@@ -109,7 +109,7 @@ class _Shape(NamedTuple):
 
 
 def state_of(document: toml.Document) -> State:
-    """What a model needs wherever it is cut. Raises E301 where all GPUs together have no room for it, and E1xx."""
+    """The resident state of a model, however it is split. Raises E301 if all GPUs together have no room for it."""
     alone = {("parallel", "world"): 1, ("schedule", "kind"): "1f1b"}
     alone |= {("parallel", axis): 1 for axis in ("tp", "ep", "cp")}
     alone |= {("schedule", "batch"): document.values["schedule"].get("microbatch_size", 1)}
@@ -143,10 +143,10 @@ def _too_large(job: Job, state: State) -> ZbcError:
 
 
 def advise(document: toml.Document, done: Callable[[str, float], None] = lambda text, share: None) -> Advice:
-    """The best rows for a document with a world and a batch that says nothing of shapes, schedule and shards.
+    """The best rows for a document with a world and a batch but no shapes, schedule and shards.
 
-    `done` is called with what is going on and how much of it is done. Raises E1xx, and E301 where nothing fits, with
-    what is the least too large.
+    `done` is called with the current activity and its progress. Raises E1xx, and E301 if nothing fits, with the least
+    too large variant.
     """
     state = state_of(document)
     every = [*_shapes(document)]
@@ -178,11 +178,11 @@ LOOKING, PLANNING, FINISHING = "looking at shapes", "planning the best shapes", 
 
 
 def _shapes(document: toml.Document) -> Iterator[tuple[world.Shape, toml.Document]]:
-    """Every shape that can be, with each way to share out what replicas have."""
+    """Yields every possible shape, with each way to shard over replicas."""
     for shard in SHARDS:
         made = _with(document, {("parallel", "shard"): shard, ("schedule", "kind"): BASELINE})
         found = world.read(made)
-        if isinstance(found, toml.Document):  # there is but one
+        if isinstance(found, toml.Document):  # there is only one
             own, parallel = found, found.values["parallel"]
             found = world.World(
                 own, (world.Shape(parallel["pp"], parallel["dp"], own.values["schedule"]["microbatches"]),)
@@ -202,7 +202,7 @@ def _weighed(document: toml.Document, shape: world.Shape) -> world.Weighed:
 def _guess(
     document: toml.Document, shape: world.Shape, state: State, least: list[tuple[int, world.Shape, ZbcError]]
 ) -> float | None:
-    """ms of a sample as 1F1B, where what does not fit is recomputed; None where that does not fit, either."""
+    """ms of a sample as 1F1B, with as much recompute as memory needs; None if even that does not fit."""
     whole = {("partition", "mode"): "uniform", ("memory", "activations"): "recompute"}
     again = _weighed(_with(document, whole), shape)
     if again.sample_ms is None or again.peak_bytes is None:
@@ -223,13 +223,13 @@ def _guess(
 
 
 def _remember(least: list[tuple[int, world.Shape, ZbcError]], row: world.Weighed) -> None:
-    """What is too large, by how much it needs."""
+    """Records a variant that is too large, with the bytes it needs."""
     if row.error is not None and row.peak_bytes is not None:
         least.append((row.peak_bytes, row.shape, row.error))
 
 
 def _best(found: Sequence[_Shape]) -> list[_Shape]:
-    """The best shapes, each with the first way to share out that is as good as any other."""
+    """The best shapes, each with the first way to shard that is as good as any other."""
     of = dict[world.Shape, _Shape]()
     for one in found:
         if one.shape not in of or one.guess < of[one.shape].guess / SPARE:
@@ -238,7 +238,7 @@ def _best(found: Sequence[_Shape]) -> list[_Shape]:
 
 
 def _few(rows: Sequence[tuple[float, int, toml.Document, world.Shape]]) -> Iterator[toml.Document]:
-    """The first, few of each shape."""
+    """Yields the first rows, few of each shape."""
     of = Counter[world.Shape]()
     for _, _, document, shape in rows:
         if of[shape] < OF_SHAPE and of.total() < ROWS:
@@ -247,7 +247,7 @@ def _few(rows: Sequence[tuple[float, int, toml.Document, world.Shape]]) -> Itera
 
 
 def _whole(document: toml.Document) -> Iterator[Row]:
-    """The job with its partition and what recomputes written down, planned as `zbc plan` plans it."""
+    """Yields the job with its partition and recompute written down, planned as by `zbc plan`."""
     try:
         job = _job(document)
         found = compile_job(job, suggest=False, budget=0.0)
@@ -265,7 +265,7 @@ def _whole(document: toml.Document) -> Iterator[Row]:
 def _nothing_fits(
     state: State, document: toml.Document, least: Sequence[tuple[int, world.Shape, ZbcError]]
 ) -> ZbcError:
-    """The E301 of what is the least too large, which says what would do."""
+    """The E301 of the least too large variant, with a fix that would fit."""
     if not least:
         text = f"does not fit: {size(state.share)} of weights, gradients and optimizer leave no room for activations"
         return ZbcError("E301", text, hint="use more GPUs, or GPUs with more memory")
@@ -276,11 +276,11 @@ def _nothing_fits(
     return ZbcError("E301", text, where=document.where(("hardware", "memory_gib")), hint=hint, details=error.details)
 
 
-# ---- what decides ----------------------------------------------------------------------------------------------------
+# ---- comparison ------------------------------------------------------------------------------------------------------
 
 
 def spent(row: Row) -> dict[str, float]:
-    """What a GPU does in the step, ms of a sample and GPU, of the mean rank: together the time of a sample."""
+    """The time of the mean rank in a step by activity, as ms of a sample and GPU: together the time of a sample."""
     report, parallel = row.compiled.report, row.job.parallel
     stages = [s for s in range(row.recompute[1]) if row.job.memory.recomputes(s)]
     again = row.compiled.costs.total("f", stages) * row.job.schedule.microbatches / parallel.pp
@@ -296,7 +296,7 @@ def spent(row: Row) -> dict[str, float]:
 
 
 def decides(rows: Sequence[Row]) -> str:
-    """In what the best row is ahead of the next of another shape, in a line: what makes up at least half a percent."""
+    """The lead of the best row over the next of another shape, in a line: all parts of at least half a percent."""
     best = rows[0]
     other = next((row for row in rows[1:] if row.shape != best.shape), None)
     if other is None:
@@ -316,7 +316,7 @@ def _job(document: toml.Document) -> Job:
 
 
 def _with(document: toml.Document, changes: Mapping[tuple[str, str], Any]) -> toml.Document:
-    """With other values."""
+    """The document with other values."""
     tables = dict(document.values)
     for (table, key), value in changes.items():
         tables[table] = {**tables.get(table, {}), key: value}

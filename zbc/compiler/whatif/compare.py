@@ -1,7 +1,7 @@
 """One job under several schedules and settings, ranked.
 
-A swept key of the schedule, the ranks or the memory is a choice, and rows that differ in choices compete. One of
-[hardware], [costs] or [model] is how the world is: rows are ranked and held against each other within one world only.
+A swept key of the schedule, the ranks or the memory is a choice, and rows that differ in choices compete. A key of
+[hardware], [costs] or [model] describes the world: rows are ranked and compared within one world only.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ class ComparedPlan:
     settings: tuple[Setting, ...]
     report: Report | None = None
     transfers: float = 0.0  # messages a rank sends per step, on average
-    step_ms: float = 0.0  # what a step costs by the job's objective
-    settled_ms: float = 0.0  # what one costs with its optimizer, once steps follow one another
-    bound_ms: float = 0.0  # what no order of the same placement can beat, by the same objective
-    sequences: int = 1  # a step trains on
+    step_ms: float = 0.0  # ms of a step by the job's objective
+    settled_ms: float = 0.0  # ms of a step with its optimizer, in steady state
+    bound_ms: float = 0.0  # lower bound for the same placement, by the same objective
+    sequences: int = 1  # sequences per step
     bent: bool = False  # whether memory keeps it from the partition that is most even in time
-    baseline_ms: float | None = None  # what 1F1B takes per sequence in the same settings, with its optimizer
+    baseline_ms: float | None = None  # ms of 1F1B per sequence in the same settings, with its optimizer
     front: bool = False  # whether no other row of its world is as fast with less memory, or faster with as little
-    shared: bool = False  # whether all ranks share its vocabulary
-    exchanged: float | None = None  # peak units if slices were even, where they are not
-    noisy: float | None = None  # how much longer a step is on the mean, as a share, where op times vary; if asked for
+    shared: bool = False  # whether it uses vocabulary parallelism
+    exchanged: float | None = None  # peak units if slices were even, unless they are
+    noisy: float | None = None  # mean slowdown of a step under noise, as a share; if requested
     error: ZbcError | None = None
 
     @property
     def name(self) -> str:
-        """Its schedule, with what no setting says: how many slices its microbatches have, and whether all ranks share
-        the vocabulary: `zb-auto k=8 +vocabulary`."""
+        """Its schedule, with properties that no setting says: its number of slices, and vocabulary parallelism:
+        `zb-auto k=8 +vocabulary`."""
         slices, told = 0 if self.report is None else len(self.report.slices), dict(self.settings)
         parts = [self.schedule]
         parts += [f"k={slices}"] if slices > 1 and "schedule.slices" not in told else []
@@ -73,18 +73,18 @@ class ComparedPlan:
 
     @property
     def sequence_ms(self) -> float:
-        """The time of a step for each of its sequences: comparable where microbatches are swept."""
+        """The time of a step per sequence: comparable if microbatches are swept."""
         return self.step_ms / self.sequences
 
     @property
     def speedup(self) -> float | None:
-        """How much faster than 1F1B, per sequence; None where 1F1B cannot be planned."""
+        """The speedup over 1F1B, per sequence; None if 1F1B cannot be planned."""
         mine = self.settled_ms / self.sequences
         return None if self.baseline_ms is None or not mine else self.baseline_ms / mine
 
     @property
     def world(self) -> tuple[Setting, ...]:
-        """Its settings that are not for the user to choose."""
+        """Its settings that are not the user's choice."""
         return tuple(setting for setting in self.settings if setting[0].startswith(WORLD))
 
     @property
@@ -94,7 +94,7 @@ class ComparedPlan:
 
     @property
     def gap(self) -> float:
-        """How far the step is above its bound, as a share of the bound."""
+        """The excess of the step over its bound, as a share of the bound."""
         return max(0.0, self.step_ms / self.bound_ms - 1) if self.bound_ms > 0 else 0.0
 
 
@@ -103,7 +103,7 @@ Planner = Callable[[str, tuple[Setting, ...]], ComparedPlan]  # by schedule and 
 
 def combinations(schedules: Sequence[str], sweeps: Sequence[str]) -> list[tuple[str, tuple[Setting, ...]]]:
     """Every schedule with every combination of swept values. Raises E104 (schedule) or E109 (sweep)."""
-    kept = {AUTO, *LIMITS}  # what is no other name of a schedule, or says more than that
+    kept = {AUTO, *LIMITS}  # names that are not aliases of a schedule, or say more
     names = list(dict.fromkeys(_named(n, kept) for n in schedules))
     axes = [_axis(sweep) for sweep in sweeps]
     return [(name, settings) for settings in itertools.product(*axes) for name in names]
@@ -147,7 +147,7 @@ def compare(
 ) -> list[ComparedPlan]:
     """A row for each combination: world by world, the least time per sequence first, unplanned ones last.
 
-    Calls `done` after each row. Raises what makes all of them impossible, if it is one and the same problem.
+    Calls `done` after each row. If all rows fail with one and the same problem, raises it.
     """
     rows = []
     for schedule, settings in wanted:
@@ -163,7 +163,7 @@ def compare(
 
 
 def _refuse_mistyped(rows: Sequence[ComparedPlan]) -> None:
-    """Raise what a swept value is refused for as such, under whatever schedule: it was meant otherwise."""
+    """Raise the error of a swept value that is refused as such under all schedules: it was mistyped."""
     for row in rows:
         if row.error is not None and {each.code for each in row.error.errors} <= MISTYPED:
             alike = [other.error for other in rows if other.settings == row.settings]
@@ -172,7 +172,7 @@ def _refuse_mistyped(rows: Sequence[ComparedPlan]) -> None:
 
 
 def beside_baseline(rows: Sequence[ComparedPlan], plan: Planner) -> Iterator[ComparedPlan]:
-    """The same rows with what 1F1B takes in their settings, which is planned where it was not asked for."""
+    """The same rows with the time of 1F1B in their settings, which is planned if it was not requested."""
     known = {row.settings: row for row in rows if row.schedule == BASELINE}
     for row in rows:
         if row.report is None:
@@ -187,7 +187,7 @@ def beside_baseline(rows: Sequence[ComparedPlan], plan: Planner) -> Iterator[Com
 
 
 def _held(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> float:
-    """What the fullest rank holds: bytes, or activation units where bytes are not known of all rows."""
+    """Peak of the fullest rank: bytes, or activation units if bytes are not known for all rows."""
     if one.report is None:
         return 0.0
     known = all(other.report is None or other.report.bytes_known for other in rows)
@@ -203,7 +203,7 @@ def _undominated(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> bool:
         for other in rows
         if other.report is not None and other.world == one.world
     ]
-    near = 1 + 1e-9  # times that differ in their last bits are one
+    near = 1 + 1e-9  # times that differ in their last bits are equal
     return not any(
         ms <= mine[0] * near and held <= mine[1] * near and (ms * near < mine[0] or held * near < mine[1])
         for ms, held in others
@@ -212,10 +212,10 @@ def _undominated(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What all rows of a comparison are planned from: a job file or plan directory with `overrides`.
+    """The source of all rows of a comparison: a job file or plan directory with `overrides`.
 
-    `profile` is the file of measured costs to plan with, instead of what the job names; searched orders take about
-    `budget` seconds (None: what the schedule takes by default).
+    `profile` is the file of measured costs to plan with, instead of the job's; searched orders take about `budget`
+    seconds (None: the schedule's default).
     """
 
     path: Path
@@ -225,7 +225,7 @@ class Asked:
     noise: Noise | None = None
 
     def settled(self, wanted: Iterable[tuple[str, tuple[Setting, ...]]]) -> tuple[Asked, tuple[Weighed, ...]]:
-        """The same with pp and dp chosen once for all rows, and from what; nothing changes where they are swept."""
+        """The same with pp and dp chosen once for all rows, and the weighed shapes; unchanged if they are swept."""
         swept = {key for _, settings in wanted for key, _ in settings}
         if swept & {f"parallel.{key}" for key in ("world", "pp", "dp")}:
             return self, ()
@@ -238,7 +238,7 @@ class Asked:
         return self, ()
 
     def both_ways(self, wanted: Sequence[Candidate]) -> list[Candidate]:
-        """The same, each with its vocabulary at the ends and shared by all ranks, where the job leaves that open."""
+        """The same rows, each with its vocabulary at the ends and vocabulary parallel, if the job leaves that open."""
         with suppress(ZbcError):  # the rows will say what is wrong
             job = load_job(self.path, self.overrides, None, self.profile, sketch=True)
             if job.parallel.vocabulary == "auto" and all(_VOCABULARY not in dict(settings) for _, settings in wanted):
@@ -251,16 +251,16 @@ class Asked:
         return list(wanted)
 
     def remark(self) -> str | None:
-        """What is to be said of all rows: that a device was forgotten."""
+        """A remark on all rows: that a device was forgotten."""
         with suppress(ZbcError):
             return gpu.forgotten(load_job(self.path, self.overrides, None, self.profile, sketch=True).hardware)
         return None
 
     def __call__(self, schedule: str, settings: tuple[Setting, ...]) -> ComparedPlan:
-        """One job planned, or why it cannot be."""
+        """One planned job, or its error."""
         try:
             asked = self._job(schedule, settings)
-            # What most of it will run, or runs on the mean.
+            # The configuration of most steps, or the mean one.
             alone = replace(
                 asked,
                 schedule=asked.schedule.model_copy(update={"ramp": []}),
@@ -309,7 +309,7 @@ class Asked:
 
 
 def _swept(error: ZbcError, settings: Sequence[Setting]) -> ZbcError:
-    """The error with the places of swept values as they were given."""
+    """The error with the locations of swept values as they were given."""
     given = {f"--set {key}={value}": f"--sweep {key}={value}" for key, value in settings}
     if not any(each.where in given for each in error.errors):
         return error
@@ -324,7 +324,7 @@ def _swept(error: ZbcError, settings: Sequence[Setting]) -> ZbcError:
 
 def _exchanged(compiled: Compiled) -> float | None:
     """Peak units of the fullest rank if its slices had equally many tokens and ranks shared out their attention, which
-    would take as long; None where slices have equally many, or there are none."""
+    would take as long; None if slices have equally many, or there are none."""
     if len({one.tokens for one in compiled.report.slices}) < 2:
         return None
     return max(one.units for one in peaks(compiled.program, compiled.costs.evened()))

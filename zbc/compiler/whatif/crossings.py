@@ -1,9 +1,9 @@
-"""Where schedules change places as a number of the world grows: link speed, latency, the time of a transfer.
+"""The values of a number of the world (link speed, latency, the time of a transfer) at which schedules change places.
 
-A comparison knows the order of its rows at the values it was swept over. Where two of them stand the other way round at
-two neighbouring values, the value between at which they are level is found by planning both again and again, at
-the middle of what is left. Where they stand the same way round at both, they may have changed places twice: if the one
-behind could be ahead in between, by what it takes at its better end, both are planned in the middle as well.
+A comparison knows the order of its rows at the swept values. If two of them are in opposite orders at two neighbouring
+values, the value between at which they are level is found by planning both again and again, at the middle of the
+remaining interval. If they are in the same order at both, they may have swapped twice: if the slower one could be ahead
+in between, by its time at its better end, both are planned in the middle as well.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import combinations, pairwise
 
 from zbc.compiler.whatif.compare import WORLD, ComparedPlan, Planner, Setting
 
-Candidate = tuple[str, tuple[Setting, ...]]  # a schedule, and what else was chosen
-Pair = tuple[str, tuple[Setting, ...], frozenset[Candidate]]  # of a key, in a world
+Candidate = tuple[str, tuple[Setting, ...]]  # a schedule, and its other choices
+Pair = tuple[str, tuple[Setting, ...], frozenset[Candidate]]  # (key, world, candidates)
 
 SAME = 1e-9  # times this close, relatively, are level
 CLOSE = 2e-3  # an interval this narrow, relatively, is a point
@@ -25,15 +25,15 @@ CUTS = 24
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """As `key` grows beyond `at`, `after` takes the place of `before`."""
+    """As `key` grows beyond `at`, `after` overtakes `before`."""
 
     key: str
     at: float
     before: Candidate
     after: Candidate
-    ms: float  # per sequence, of both there
-    world: tuple[Setting, ...]  # other settings that were swept
-    leading: bool  # whether nothing is faster there
+    ms: float  # per sequence, of both at this value
+    world: tuple[Setting, ...]  # other swept settings
+    leading: bool  # whether nothing is faster at this value
 
     @property
     def pair(self) -> Pair:
@@ -41,7 +41,7 @@ class Crossing:
 
 
 def sweeps(rows: Sequence[ComparedPlan], plan: Planner) -> Iterator[Sweep]:
-    """Every number of the world that was swept over two values and more, in each world of the others."""
+    """Yields every number of the world that was swept over two values and more, in each world of the others."""
     for key in dict.fromkeys(key for one in rows for key, _ in one.settings if key.startswith(WORLD)):
         worlds: dict[tuple[Setting, ...], list[ComparedPlan]] = {}
         for one in rows:
@@ -59,7 +59,7 @@ def _number(text: str) -> float | None:
 
 
 class Sweep:
-    """One key in one world: times per sequence at any value of it, planned where no row has them."""
+    """One key in one world: times per sequence at any value of it, planned if no row has them."""
 
     def __init__(self, key: str, world: tuple[Setting, ...], rows: Sequence[ComparedPlan], plan: Planner) -> None:
         self.key, self.world, self._plan = key, world, plan
@@ -69,10 +69,10 @@ class Sweep:
         for one in rows:
             if (value := _number(dict(one.settings)[key])) is not None:
                 self._known[(one.schedule, one.choice), value] = _ms(one)
-        self.values = sorted({value for _, value in self._known})  # those that were swept
+        self.values = sorted({value for _, value in self._known})  # the swept ones
 
     def ms(self, candidate: Candidate, value: float) -> float:
-        """Infinite where there is no plan."""
+        """ms per sequence; infinite if there is no plan."""
         place = candidate, value
         if place not in self._known:
             schedule, choice = candidate
@@ -88,7 +88,7 @@ class Sweep:
         return 1 if a < b else -1
 
     def first(self, among: Sequence[Candidate], value: float) -> Candidate:
-        """The fastest there. Those that are not faster at either side than another one is here are not planned."""
+        """The fastest at this value. Candidates slower at both sides than another one is here are not planned."""
         best, least = among[0], math.inf
         for candidate in sorted(among, key=lambda candidate: self._least(candidate, value)):
             if self._least(candidate, value) < least and (ms := self.ms(candidate, value)) < least:
@@ -96,7 +96,7 @@ class Sweep:
         return best
 
     def _least(self, candidate: Candidate, value: float) -> float:
-        """What it takes at the better of the two swept values around: times grow with the key, or shrink with it."""
+        """The time at the better of the two swept values around: times are monotonic in the key."""
         if (candidate, value) in self._known:
             return self._known[candidate, value]
         low = max(one for one in self.values if one <= value)
@@ -104,9 +104,9 @@ class Sweep:
         return min(self.ms(candidate, low), self.ms(candidate, high))
 
     def hidden(self, behind: Candidate, leader: Candidate, low: float, high: float) -> float | None:
-        """A value between at which one that is behind at both ends is ahead, as far as the middle can tell.
+        """A value in between at which a candidate that is slower at both ends is ahead, as far as the middle can tell.
 
-        Nothing is planned where that cannot be: times grow with the number that is swept, or shrink with it.
+        Nothing is planned if that is impossible: times grow with the swept number, or shrink with it.
         """
         least = min(self.ms(behind, low), self.ms(behind, high))
         if high - low <= CLOSE * abs(high) or not least < max(self.ms(leader, low), self.ms(leader, high)):
@@ -117,10 +117,10 @@ class Sweep:
         return middle
 
     def level(self, before: Candidate, after: Candidate, low: float, high: float, *, leading: bool) -> Crossing:
-        """Where `after`, behind at `low`, overtakes `before`, behind at `high`.
+        """The value at which `after`, slower at `low`, overtakes `before`, slower at `high`.
 
-        Intervals are halved by ratio while they are wide, then cut where a straight line between the ends is level
-        (the times of one order are made of straight lines), and in the middle where that did not help.
+        Intervals are halved by ratio while they are wide, then cut where a straight line between the ends is level (the
+        times of one order are piecewise linear), and in the middle if that did not help.
         """
         ends = [self._lead(before, after, value) for value in (low, high)]
         halve = False
@@ -148,12 +148,12 @@ class Sweep:
         return Crossing(self.key, at, before, after, ms, self.world, leading)
 
     def _lead(self, before: Candidate, after: Candidate, value: float) -> float:
-        """ms by which `before` is ahead; not a number where neither has a plan."""
+        """ms by which `before` is ahead; not a number if neither has a plan."""
         return self.ms(after, value) - self.ms(before, value)
 
 
 def _middle(low: float, high: float) -> float:
-    """By ratio where the interval is wide."""
+    """The middle, by ratio if the interval is wide."""
     return math.sqrt(low * high) if low > 0 and high > 2 * low else (low + high) / 2
 
 
@@ -162,7 +162,7 @@ def _ms(one: ComparedPlan) -> float:
 
 
 def crossings(plan: Planner, rows: Sequence[ComparedPlan], *, every: bool = False) -> list[Crossing]:
-    """Where the fastest changes, by key, world and value; with `every`, also where any two candidates change places."""
+    """Values where the fastest changes, by key, world and value; with `every`, also where any two swap."""
     found = []
     for sweep in sweeps(rows, plan):
         leaders = [*_changes(sweep, sweep.candidates, sweep.values)]
@@ -175,11 +175,11 @@ def crossings(plan: Planner, rows: Sequence[ComparedPlan], *, every: bool = Fals
 def _changes(
     sweep: Sweep, among: Sequence[Candidate], values: Sequence[float], *, leading: bool = True
 ) -> Iterator[Crossing]:
-    """Where the fastest of some changes between two neighbouring values; a third one may be it for a while."""
+    """Yields crossings of the fastest candidate between neighbouring values; a third one may be fastest for a while."""
     for low, high in pairwise(values):
         before, after = sweep.first(among, low), sweep.first(among, high)
         if sweep.ahead(before, after, low) <= 0 or sweep.ahead(after, before, high) <= 0:
-            # Another may take the place of one that is the fastest at both values, and give it back.
+            # Another may overtake the fastest one at both values, and fall back again.
             found = (sweep.hidden(other, before, low, high) for other in among if other != before)
             middle = next((value for value in found if value is not None), None)
             if middle is not None:
@@ -194,7 +194,7 @@ def _changes(
 
 
 def _pairs(sweep: Sweep) -> Iterator[Crossing]:
-    """Where any two candidates change places; values at which they are level, or one has no plan, do not count."""
+    """Yields crossings of any two candidates; values at which they are level, or one has no plan, do not count."""
     for pair in combinations(sweep.candidates, 2):
         apart = [value for value in sweep.values if sweep.ahead(*pair, value)]
         yield from _changes(sweep, pair, apart, leading=False)
@@ -208,7 +208,7 @@ def _among(one: Crossing, leaders: Sequence[Crossing]) -> bool:
 
 
 def changed(rows: Sequence[ComparedPlan]) -> set[Pair]:
-    """The pairs that stand another way round at two of the values that were swept; nothing is planned."""
+    """The pairs in opposite orders at two of the swept values; nothing is planned."""
     found = set()
     for sweep in sweeps(rows, lambda schedule, settings: rows[0]):
         for one, other in combinations(sweep.candidates, 2):

@@ -1,12 +1,12 @@
-"""What a step costs when op times are not what they were said to be: the same order, simulated again and again.
+"""The time of a step when op times differ from the predicted ones: the same order, simulated many times.
 
 Noise is of two kinds. **Jitter**: the time of every op and every transfer is multiplied by a factor of its own, drawn
 from a lognormal distribution with mean 1 and the given standard deviation. **A straggler**: in each trial all ops of
 one rank take longer by a given share, rank after rank in turn, so that every rank is the slow one equally often.
 
-The order is what was planned; nothing is planned again. With the optimizer's barrier a trial is one step, and its time
-the makespan. Without it trials are steps in a row: each rank goes on where it ended, and a step's time is what it adds
-to the end of the last rank. Sums of gradients and the optimizer keep their times.
+The order is as planned; nothing is planned again. With the optimizer's barrier a trial is one step, and its time the
+makespan. Without it trials are consecutive steps: each rank continues from its own end, and a step's time is its
+increment of the last rank's end. Collectives on gradients and the optimizer keep their times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TRIALS = 200
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Shares of the predicted times: the standard deviation of each, and what one rank takes longer."""
+    """Shares of the predicted times: the standard deviation of each, and the slowdown of one rank."""
 
     jitter: float = 0.0
     straggler: float = 0.0
@@ -45,7 +45,7 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Steps under noise, in ms, and where the time of their critical paths went, as shares that sum to 1."""
+    """Steps under noise, in ms, and the composition of their critical paths, as shares that sum to 1."""
 
     predicted: float
     steps: tuple[float, ...]
@@ -71,7 +71,7 @@ class Spread:
         return fmean(self.steps)
 
     def slower(self, ms: float) -> float:
-        """How much longer than predicted, as a share of that."""
+        """The excess over the predicted time, as a share of it."""
         return ms / self.predicted - 1 if self.predicted > 0 else 0.0
 
 
@@ -99,7 +99,7 @@ def spread(program: Program, costs: Costs, noise: Noise, *, barrier: bool = True
 
 
 def _median(steps: Sequence[float], slow: Sequence[int], rank: int) -> float:
-    """Of the steps in which `rank` was the slow one; not a number if there was none."""
+    """The median of the steps in which `rank` was the slow one; not a number if there was none."""
     mine = [step for step, other in zip(steps, slow, strict=True) if other == rank]
     return median(mine) if mine else math.nan
 
@@ -111,7 +111,7 @@ def _makespan(timeline: Timeline) -> float:
 def _trials(noise: Noise, ranks: int, *, barrier: bool) -> Iterator[tuple[int, bool]]:
     """The slow rank of each step, -1 for none, and whether the step counts.
 
-    Without a barrier a rank stays slow for its share of the steps, behind some in which the new pace settles.
+    Without a barrier a rank stays slow for its share of the steps, after some in which the new pace settles.
     """
     if barrier:
         yield from ((trial % ranks if noise.straggler else -1, True) for trial in range(noise.trials))
@@ -144,7 +144,7 @@ def _steps(graph: Graph, costs: Costs, noise: Noise, *, barrier: bool) -> Iterat
 
 
 def _draw(rng: random.Random, times: list[float], nodes: Iterable[int], jitter: float) -> None:
-    """Give the time of each of these nodes a factor of its own: lognormal, mean 1, standard deviation `jitter`."""
+    """Multiplies the time of each of these nodes by its own factor: lognormal, mean 1, deviation `jitter`."""
     if jitter == 0:
         return
     sigma = math.sqrt(math.log1p(jitter * jitter))

@@ -1,4 +1,4 @@
-"""What a job would cost under other schedules, as far as can be said at once: for the summary of a plan."""
+"""Step times of a job under other schedules, as far as quickly known: for the summary of a plan."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from zbc.ir import Kind
 from zbc.job.spec import Job
 
 BASELINE = "1f1b"
-TRIED = ("v-auto", "zb-auto", "bitpipe-zb", "chimera-zb", "zb-h1")  # what is the fastest of most jobs, for little time
-LARGE = 20_000  # F, B and W of a step beyond which nothing but 1F1B is tried
-SMALL = 5_000  # up to which the nearest of those tried is planned with each of its partitions
-NEAR = 0.03  # of a step, within which that may make it the faster one
-HARDLY = 0.05  # of the memory of the fullest rank, below which recompute saves nothing to speak of
-WORTH = 0.01  # of a step, below which a schedule is not named
+TRIED = ("v-auto", "zb-auto", "bitpipe-zb", "chimera-zb", "zb-h1")  # the fastest for most jobs, quickly planned
+LARGE = 20_000  # F, B and W of a step beyond which only 1F1B is tried
+SMALL = 5_000  # up to which the best of these is planned with each of its partitions, if near
+NEAR = 0.03  # of a step, within which that may make it faster
+HARDLY = 0.05  # of the memory of the fullest rank, below which recompute saves too little
+WORTH = 0.01  # of a step, below which a faster schedule is not reported
 
 
 class Other(NamedTuple):
@@ -34,19 +34,19 @@ class Other(NamedTuple):
 
     schedule: str
     ms: float
-    bytes: float | None = None  # of its fullest rank, where known
+    bytes: float | None = None  # of its fullest rank, if known
 
 
 class Others(NamedTuple):
-    """None where there is none."""
+    """The baseline, and a faster schedule; None if there is none."""
 
     baseline: Other | None
     faster: Other | None
 
 
 def others(compiled: Compiled, until: Until | None = None) -> Others:
-    """1F1B, and the fastest of a few schedules if it is clearly faster, as the fastest search finds them: of those that
-    there is time for."""
+    """1F1B, and the fastest of a few schedules if it is clearly faster, by the fastest search, as many as there is time
+    for."""
     until = until or Until(math.inf)
     job, schedule = compiled.job, compiled.job.schedule
     named = schedule.plugin is None and schedule.file is None
@@ -66,8 +66,8 @@ def others(compiled: Compiled, until: Until | None = None) -> Others:
 
 
 def kept(compiled: Compiled, until: Until | None = None) -> Other | None:
-    """The same without recompute, where that is clearly faster and holds hardly more: B runs a forward again then, and
-    what it leaves for a W that comes later is what F kept. None where it is not so, or not known at once."""
+    """The same schedule without recompute, if clearly faster with hardly more memory: with recompute B runs a forward
+    again, and leaves F's activations for a later W anyway. None if not so, or not known at once."""
     job, schedule = compiled.job, compiled.job.schedule
     apart = {op.stage for ops in compiled.program.ranks for op in ops if op.kind is Kind.B}
     again = {stage.stage for stage in compiled.report.cut.stages if stage.recompute}
@@ -88,14 +88,13 @@ def baseline(job: Job) -> Other | None:
 
 
 def speedup(base: Other | None, ms: float) -> float | None:
-    """How many times as fast as 1F1B a step of so many ms is, as reports have it."""
+    """The speedup over 1F1B of a step of `ms`, as in reports."""
     return None if base is None or not ms else round(base.ms / ms, 9)
 
 
 def quick(job: Job, name: str, *, every: bool = False) -> Other | None:
-    """None where it cannot be, does not fit, or where it takes a search to find out whether it does. Of a searched
-    schedule one partition is tried, or `every` one that a comparison starts from.
-    """
+    """None if impossible, too large, or if only a search could tell whether it fits. For a searched schedule one
+    partition is tried, or `every` one that a comparison starts from."""
     card = SCHEDULES[name]
     chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
     changes: dict[str, Any] = {"kind": name, "chunks": chunks, "plugin": None, "file": None, "ramp": []}

@@ -5,7 +5,7 @@
     stages = [{ ms = 2.0, replicas = 3 }, { ms = 1.0 }]
 
 Each token goes through all stages in order; token i runs on replica i mod r of a stage of r. A worker takes its tokens
-in their order, and hands them on in no time.
+in their order, and passes them on in no time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zbc.job.wording import convert, unknown
 
 
 class Stage(Section):
-    """One stage: what a token takes in it, and its workers."""
+    """One stage: ms per token, and its workers."""
 
     ms: Ms
     replicas: Count = 1
@@ -42,7 +42,7 @@ class Pipeline(Section):
 
 
 class Serial(NamedTuple):
-    """A pipeline and when its tokens run."""
+    """A pipeline and the timeline of its tokens."""
 
     pipeline: Pipeline
     timeline: Timeline

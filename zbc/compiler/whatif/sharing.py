@@ -1,4 +1,4 @@
-"""What a model's output layer costs a pipeline, and what it would cost if all ranks shared it: for the summary."""
+"""The cost of a model's output layer in a pipeline, and with vocabulary parallelism: for the summary."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from zbc.compiler.deciding import shareable
 from zbc.compiler.whatif.others import LARGE, WORTH, quick
 from zbc.host.until import Until
 
-HEAVY = 1.0  # blocks, from which on an output layer is worth a thought
-FEW = 500  # F, B and W of a step up to which each partition is tried; of more that took longer than the plan itself
+HEAVY = 1.0  # blocks, from which on an output layer is worth considering
+FEW = 500  # F, B and W of a step up to which each partition is tried; above, that took longer than the plan itself
 
 
 class Sharing(NamedTuple):
-    """An output layer that takes as long as some `blocks`, and a step with it elsewhere, by the fast search."""
+    """An output layer that takes as long as `blocks` blocks, and a step with it in the other place."""
 
     blocks: float
     shared: bool  # now
     ms: float  # of a step with its optimizer, the other way
-    bytes: float | None  # of the fullest rank then, where known
+    bytes: float | None  # of the fullest rank then, if known
 
     @property
     def other(self) -> str:
         return "ends" if self.shared else "shared"
 
     def pays(self, ms: float) -> bool:
-        """Whether that is clearly faster than `ms`."""
+        """Whether the other way is clearly faster than `ms`."""
         return self.ms < ms * (1 - WORTH)
 
 
 def sharing(compiled: Compiled, until: Until | None = None) -> Sharing | None:
-    """None where the output layer is light, cannot be shared, or it takes a search to say what that would give, or
-    longer than there is time."""
+    """None if the output layer is light, cannot be shared, or the comparison takes a search, or longer than the
+    remaining time."""
     job, schedule = compiled.job, compiled.job.schedule
     named = schedule.plugin is None and schedule.file is None
     ops = 3 * compiled.program.placement.stages * schedule.microbatches * job.slices

@@ -1,4 +1,4 @@
-"""Why a step is not shorter: its critical path, what binds it, and what a little more of something would give."""
+"""Why a step is not shorter: its critical path, the binding constraint, and gains from a little more of something."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Path:
     by_kind: dict[str, float]
     by_rank: dict[int, float]
     transfers: float
-    changes: int  # how often it moves to another rank
-    by_slice: dict[int, float]  # of a microbatch, where it has several
+    changes: int  # number of moves to another rank
+    by_slice: dict[int, float]  # of a microbatch, if it has several
 
     @property
     def total(self) -> float:
@@ -37,22 +37,22 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """A change of the job and what a sequence of the batch would then cost, against now."""
+    """A change of the job and the resulting time per sequence, compared with the plan."""
 
     change: str
     ms: float  # per step of the changed job
-    factor: float  # time per sequence, over that of the plan
+    factor: float  # time per sequence, relative to the plan
 
 
 def critical_path(compiled: Compiled) -> Path:
-    """Where the time of the critical path of a plan goes (see `chain`)."""
+    """The composition of a plan's critical path (see `chain`)."""
     rank = _longest(compiled)
     begin = compiled.timeline.first_start(rank) if compiled.job.objective != "makespan" else 0.0
     return path_of(compiled.timeline, rank, begin)
 
 
 def path_of(timeline: Timeline, rank: int, begin: float = 0.0) -> Path:
-    """Where the time of the critical path goes that ends `rank`'s step, back to `begin` ms."""
+    """The composition of the critical path that ends `rank`'s step, back to `begin` ms."""
     graph = timeline.graph
     by_kind: dict[str, float] = {}
     by_rank: dict[int, float] = {}
@@ -77,10 +77,10 @@ def path_of(timeline: Timeline, rank: int, begin: float = 0.0) -> Path:
 
 
 def chain(timeline: Timeline, rank: int, begin: float = 0.0) -> Iterator[int]:
-    """The nodes of the critical path that ends `rank`'s step, from the last one back to `begin` ms: ops, and between
-    them messages and collectives.
+    """Yields the nodes of the critical path that ends `rank`'s step, from the last one back to `begin` ms: ops, and
+    between them messages and collectives.
 
-    Before each node comes what kept it waiting: the node before it on its rank, else the last it waited for.
+    Each node is preceded by the one it waited for: the node before it on its rank, else its last dependency.
     """
     graph, marks = timeline.graph, set(timeline.graph.marks)
     node = _last(timeline, rank)
@@ -95,7 +95,7 @@ def chain(timeline: Timeline, rank: int, begin: float = 0.0) -> Iterator[int]:
 
 
 def _last(timeline: Timeline, rank: int) -> int:
-    """What a rank's step ends with: its last op, or a collective that is over after it."""
+    """The last node of a rank's step: its last op, or a collective that ends after it."""
     ops, graph = timeline.ops(rank), timeline.graph
     last, closes = ops[-1] if ops else -1, timeline.closes(rank)
     if closes <= timeline.last_end(rank) + SAME:
@@ -114,7 +114,7 @@ def _longest(compiled: Compiled) -> int:
 
 
 def binds(compiled: Compiled) -> str:
-    """What stands between this step and a shorter one, as far as the bound and the memory tell."""
+    """The constraint that binds this step, as far as the bound and the memory tell."""
     found, job = compiled.report, compiled.job
     bound = found.lower_bound_ms(job.objective)
     busiest = max(rank.busy_ms for rank in found.per_rank)
@@ -131,7 +131,7 @@ def binds(compiled: Compiled) -> str:
 
 
 def bent_by_memory(compiled: Compiled) -> bool:
-    """Whether a memory limit keeps a plan from the partition that is most even in time, without recomputation."""
+    """Whether a memory limit keeps a plan from the partition that is most even in time, without recompute."""
     job, program = compiled.job, compiled.program
     if compiled.found.recompute:
         return True
@@ -164,8 +164,7 @@ def _full(compiled: Compiled) -> bool:
 
 
 def what_ifs(compiled: Compiled, until: Until | None = None) -> Iterator[WhatIf]:
-    """Changed jobs beside the job itself, all planned with the fast tier of the search to compare alike, as long as
-    there is time."""
+    """Yields changed jobs, planned like the job itself with the fast tier of the search, as long as there is time."""
     until = until or Until(math.inf)
     if until.over(2 * compiled.report.compile_seconds):  # of the job itself and one other
         return
@@ -201,7 +200,7 @@ def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
 
 
 def _moved(compiled: Compiled) -> tuple[int, int, list[int]] | None:
-    """The blocks per stage with one moved from the dearest stage to the cheapest."""
+    """The blocks per stage with one moved from the slowest stage to the fastest."""
     counts = [sum(name.startswith("layers.") for name in part) for part in compiled.layers]
     f, b, w = map(compiled.costs.column, ("f", "b", "w"))
     stages = sorted(range(compiled.costs.stages), key=lambda s: f[s] + b[s] + w[s])
@@ -214,7 +213,7 @@ def _moved(compiled: Compiled) -> tuple[int, int, list[int]] | None:
 
 
 def _fast(job: Job) -> float | None:
-    """ms of a step as planned with `--budget 0`; None where there is no plan."""
+    """ms of a step as planned with `--budget 0`; None if there is no plan."""
     try:
         return compile_job(job, suggest=False, budget=0.0).step_ms
     except ZbcError:

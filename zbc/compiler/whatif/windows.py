@@ -1,7 +1,7 @@
-"""The windows in which a rank idles: when, for how long, why, and how much memory is free meanwhile.
+"""The idle windows of a rank: start, length, cause, and the memory free meanwhile.
 
-Busy time and windows tile the makespan of every rank. Within a window nothing that takes a rank's time runs there;
-transfers and sums may.
+Busy time and windows tile the makespan of every rank. Within a window no op that takes a rank's time runs there;
+transfers and collectives may.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Window(NamedTuple):
     """`start_ms` counts from the beginning of the step. `before` is the op that ends it, "" at the end of the step.
 
     Causes: "warm_up" (before the rank's first op), "message" (between ops, for a tensor of another rank), "sums" (after
-    its last op, until its last sum of gradients is over) and "drain" (after that). `free_bytes`: what no weights,
-    gradients, optimizer state or activations take at any moment of it; None where that is not known.
+    its last op, until its last collective is completed) and "drain" (after that). `free_bytes`: bytes not taken by
+    weights, gradients, optimizer state or activations at any moment of it; None if not known.
     """
 
     start_ms: float
@@ -32,7 +32,7 @@ class Window(NamedTuple):
 
 
 def windows(timeline: Timeline, rank: int) -> Iterator[Window]:
-    """Of one rank, in order, without what is free."""
+    """Yields the windows of one rank, in order, without free memory."""
     ops, graph = timeline.ops(rank), timeline.graph
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     free, cause = begin, "warm_up"
@@ -52,7 +52,7 @@ def windows(timeline: Timeline, rank: int) -> Iterator[Window]:
 def with_memory(
     timeline: Timeline, program: Program, costs: Costs, room: float | None, rank: int
 ) -> tuple[Window, ...]:
-    """The same with what is free of `room` bytes."""
+    """The windows with the part of `room` bytes that is free."""
     found = tuple(windows(timeline, rank))
     points = list(over_time(timeline, program, rank, costs)) if room is not None else []
     if room is None or not points:
@@ -70,7 +70,7 @@ def _most(window: Window, times: Sequence[float], held: Sequence[float], base: f
 
 
 class Bubbles(NamedTuple):
-    """Of every rank of a pipeline."""
+    """Idle windows of every rank of a pipeline."""
 
     name: str
     makespan_ms: float
