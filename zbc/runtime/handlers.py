@@ -1,4 +1,4 @@
-"""What each op does on a rank: the ops of the pipeline (core/ops.py), and those of features."""
+"""The handler of each op: ops of the pipeline (core/ops.py), and ops of features."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The executor: ops of the pipeline itself, and what they read and leave. It names no feature."""
+"""The executor: ops of the pipeline itself, and the state that they read and write. It names no feature."""

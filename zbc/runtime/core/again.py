@@ -1,12 +1,12 @@
-"""What B makes again in place of keeping it: cheap functions between linear layers (selective recompute).
+"""Selective recompute: B recomputes cheap functions between linear layers, F does not keep their results.
 
-    y = linear(made_again(f, x))        F keeps x, not f(x), where the slot of its forward `spares`
+    y = linear(made_again(f, x))        F keeps x, not f(x), if the slot of its forward `spares`
 
-The linear layer needs f(x) for its weight gradient, and f its own graph for the gradient of x: both ask one `Remade`,
-which runs f again, once, when the first of them comes to it. Gradients of parameters inside f are added as ever.
+The linear layer needs f(x) for its weight gradient, and f its own graph for the gradient of x: both use one `Remade`,
+which runs f again, once, on the first use. Gradients of parameters inside f are accumulated as usual.
 
-A forward may depend on more than its input: on the slice that runs, on the lengths of samples, on random numbers.
-Whoever sees to one of these adds to `around` a function that returns what makes it so again.
+A forward may depend on more than its input: on the current slice, on the lengths of samples, on random numbers. Modules
+that manage such a context add to `around` a function that captures it and returns a context manager that restores it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zbc.runtime.core.slot import current_slot
 from zbc.runtime.seeding import RNG_LOCK
 
-GATHERED, CHEAP = 1, 2  # what a slot spares
+GATHERED, CHEAP = 1, 2  # levels of `Slot.spares`
 Around = Callable[[], AbstractContextManager[object]]
 around: list[Callable[[], Around | None]] = []
 
 
 class Remade:
-    """One call of a function, which can be made again until its backward is over."""
+    """One call of a function, which can be recomputed until its backward has completed."""
 
     __slots__ = ("_made", "_value", "around", "function", "node", "readers")
 
@@ -42,11 +42,11 @@ class Remade:
             self.around.append(lambda: torch.autocast(device.type, dtype))
         self._made: tuple[list[Tensor], GradientEdge] | None = None
         self._value: Tensor | None = None
-        self.readers = 0  # that will ask for its value
+        self.readers = 0  # number of calls of `value` to come
         self.node: Any = None
 
     def graph(self) -> tuple[list[Tensor], GradientEdge]:
-        """Its inputs as leaves, and its output in a graph of their own."""
+        """Its inputs as leaves and the edge of its recomputed output, in a graph of their own."""
         if self._made is None:
             needs = self.node.needs_input_grad[2:]
             leaves = [x.detach().requires_grad_(need) for x, need in zip(self.node.saved_tensors, needs, strict=False)]
@@ -65,7 +65,7 @@ class Remade:
         return self._made
 
     def value(self) -> Tensor:
-        """What it made, which the last of its readers has alone."""
+        """The recomputed output, dropped here when its last reader has it."""
         self.graph()
         found, self.readers = self._value, self.readers - 1
         assert found is not None
@@ -74,7 +74,7 @@ class Remade:
         return found
 
     def release(self) -> None:
-        """Its backward is over."""
+        """Frees everything: its backward has completed."""
         self._made = self._value = self.node = None
         self.around.clear()
 
@@ -82,7 +82,7 @@ class Remade:
 class _MadeAgain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, remade: Remade, count: int, *tensors: Tensor) -> Tensor:
-        """`tensors`: so many inputs, and the parameters inside the function."""
+        """`tensors`: `count` inputs, then the parameters inside the function."""
         inputs = tensors[:count]
         ctx.remade, ctx.parameters, remade.node = remade, tensors[count:], ctx
         ctx.save_for_backward(*inputs)
@@ -107,7 +107,7 @@ def made_again(
     what: int = CHEAP,
     draws: bool = False,
 ) -> Tensor:
-    """`function(*inputs)`, a new tensor, which B makes again where the slot spares `what`; `inside`: the modules with
+    """`function(*inputs)`, a new tensor, which B recomputes if the slot spares level `what`; `inside`: modules with
     parameters that the function runs; `draws`: it may draw random numbers."""
     slot = current_slot()
     if slot is None or slot.spares < what or not torch.is_grad_enabled():
@@ -124,9 +124,9 @@ def made_again(
 
 
 def selective(module: nn.Module) -> nn.Module:
-    """Have a cheap module of yours (a norm, a dropout, an activation, an attention without weights of its own) run
-    again in the backward of stages with `memory.activations = "selective"`, in place of what it and the linear layer
-    behind it would keep. Its arguments are tensors, its result is a new one. Changes the module, and returns it."""
+    """Recomputes a cheap module of yours (a norm, a dropout, an activation, an attention without weights of its own)
+    in the backward of stages with `memory.activations = "selective"`, so that neither it nor the next linear layer
+    keeps its result. Its arguments are tensors, its result is a new one. Changes the module, and returns it."""
     module.forward = MethodType(_forward, module)  # a method follows copies of the module
     return module
 
@@ -136,7 +136,7 @@ def _forward(module: nn.Module, *inputs: Tensor) -> Tensor:
 
 
 def _drawing(device: torch.device) -> Around:
-    """The random numbers that come now."""
+    """A context that restores the generators' present state."""
     state = torch.get_rng_state()
     there = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
@@ -152,5 +152,5 @@ def _drawing(device: torch.device) -> Around:
 
 
 def remade_of(x: Tensor) -> Remade | None:
-    """What makes a tensor again; None where it is kept."""
+    """The `Remade` that recomputes a tensor; None if the tensor is kept."""
     return getattr(x, "_remade", None)

@@ -1,10 +1,10 @@
-"""Gradients that have their memory for themselves.
+"""Parameter gradients that share memory with another tensor are copied.
 
-The first gradient of a parameter in a step is taken over from the walk of the graph, not copied, and later ones are
-added to it in place. What autograd takes over may be a view of a tensor that something else in a pipeline still needs:
-the output gradient of a linear layer whose W waits in a slot, or the input gradient of the stage on its way to the rank
-before. In `linear(x) + bias.view(shape)` all of these are one piece of memory. Autograd looks at who else holds the
-tensor, not at who holds its memory; within one walk that does no harm, between two walks it does.
+Autograd takes over the first gradient of a parameter in a step from the backward pass without a copy, and adds later
+ones to it in place. That first gradient may be a view of a tensor that the pipeline still needs: the output gradient of
+a linear layer whose W waits in a slot, or the input gradient of the stage on its way to the previous rank. In
+`linear(x) + bias.view(shape)` all of these are one storage. Autograd checks the references to the tensor, not the
+references to its storage; that is safe within one backward pass, but not across two.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from zbc.runtime.core.private import shares_memory
 
 
 class Alone:
-    """Looks at the gradients of a stage until each has been seen once in a step."""
+    """Checks the gradients of a stage until each has been checked once in a step."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._all = [p for p in parameters if p.requires_grad]
         self._step, self._unseen = -1, list[nn.Parameter]()
 
     def look(self, step: int) -> None:
-        """To be called after every backward: copies the gradients that are new and hold shared memory."""
+        """Copies new gradients whose storage is shared; to be called after every backward."""
         if step != self._step:
             self._step, self._unseen = step, self._all
         if not self._unseen:

@@ -1,4 +1,4 @@
-"""Which rank answers for what: in the norm of all gradients, and in what is written down of the weights."""
+"""The parameters that a rank reports: in the norm of all gradients, and in saved weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def counted(worker: Worker) -> list[StageOptimizer]:
-    """The stages whose gradients this rank answers for in the norm of all.
+    """The optimizers of the stages whose gradients this rank reports in the norm of all.
 
-    Of several copies of a stage the one in pipe 0 of the first pipeline counts; where they share out its optimizer,
-    each counts its part, and where replicas do not sum gradients each counts its own.
+    Of several replicas of a stage the one in pipe 0 of the first pipeline reports; if they shard its optimizer, each
+    reports its shard, and if replicas do not sum gradients, each reports its own.
     """
     rank, placement = worker.plan.rank, worker.placement
-    ep, found = worker.plan.manifest.ep, list[StageOptimizer]()  # so many replicas have all experts together
+    ep, found = worker.plan.manifest.ep, list[StageOptimizer]()  # `ep` replicas hold all experts together
     for owner, optimizer in worker.optimizers.items():
         stage, first = (experts_of(owner), ep) if owner <= EXPERTS else (owner, 1)
         alone = owner == WORDS or placement.rank_of(stage) == rank
@@ -30,10 +30,10 @@ def counted(worker: Worker) -> list[StageOptimizer]:
 
 
 def primary(worker: Worker) -> dict[str, nn.Parameter]:
-    """The weights that are written down from this rank: each of the model's on one rank, in the first pipeline."""
+    """The weights that this rank saves: each weight of the model is saved by one rank, in the first pipeline."""
     rank, placement = worker.plan.rank, worker.placement
     mine = [s for s in worker.stages if worker.copy == 0 and placement.rank_of(s) == rank]
-    ep = worker.plan.manifest.ep  # so many replicas have all experts together
+    ep = worker.plan.manifest.ep  # `ep` replicas hold all experts together
     mine += [experts_of(s) for s in worker.stages if worker.copy < ep and placement.rank_of(s) == rank]
     found = {name: p for s in mine for name, p in worker.optimizers[s].parameters.items()}
     for feature in worker.features:
@@ -42,7 +42,7 @@ def primary(worker: Worker) -> dict[str, nn.Parameter]:
 
 
 def squares(worker: Worker) -> dict[str, Tensor]:
-    """Sums of squares of the gradients this rank answers for, by parameter name; see `StageOptimizer.squares`."""
+    """Sums of squares of the gradients this rank reports, by parameter name; see `StageOptimizer.squares`."""
     found = {name: value for optimizer in counted(worker) for name, value in optimizer.squares().items()}
     for feature in worker.features:
         found = feature.answers(worker, found)

@@ -1,11 +1,11 @@
-"""Sums of gradients over ranks: one flat vector for all parameters of a stage, started and finished apart.
+"""Gradient buckets: one all-reduce of a flat vector for all parameters of a stage, started and finished separately.
 
-    REDUCE     start: the gradients move into the vector, and the sum goes on beside what still runs
-    VALIDATE   finish: the sums are there, and gradients are views of the vector
+    REDUCE     start: the gradients are moved into the vector; the all-reduce overlaps with the ops that follow
+    VALIDATE   finish: the all-reduce has completed, and gradients are views of the vector
 
-The order in the vector is that of the parameters. After them stands one entry each that says whether a rank had a
-gradient at all: where none had, there is none after the sum either, and an optimizer leaves that parameter alone. A
-rank that had all of them need not look, which a GPU would have to be waited for.
+The vector has the gradients in the order of the parameters, then one entry per parameter that counts the ranks that had
+a gradient: if none had, there is none after the sum either, and the optimizer skips that parameter. A rank that had all
+gradients need not read these entries, for which it would have to wait on a GPU.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from zbc.runtime.transports.transport import Pending, Transport
 
 
 class GradientSum(Protocol):
-    """What REDUCE and TIE work on."""
+    """A gradient reduction that REDUCE or TIE starts."""
 
     def start(self, transport: Transport) -> None:
-        """Start the sum over the ranks that hold a copy of the parameters; they have no gradients until it is over."""
+        """Starts the reduction over all replicas of the parameters; they have no gradients until it has completed."""
 
     def finish(self) -> None:
-        """Wait until it is there."""
+        """Waits until it has completed."""
 
 
 class Bucket:
-    """Gradients summed in full on each of `ranks`."""
+    """Gradients all-reduced over `ranks`."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], ranks: tuple[int, ...]) -> None:
         trained = sorted((p for p in parameters if p.requires_grad), key=lambda p: str(gradient_type(p)))
         self._groups = [list(group) for _, group in groupby(trained, gradient_type)]
         self._ranks = ranks
-        self._flats: list[tuple[Pending, Tensor, bool]] = []  # and whether there were all gradients here
+        self._flats: list[tuple[Pending, Tensor, bool]] = []  # and whether this rank had all gradients
 
     def start(self, transport: Transport) -> None:
         if self._flats:
@@ -58,13 +58,13 @@ class Bucket:
 
 
 def absent(size: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """In place of a parameter with gradients of `dtype` that others of the ranks sum, and this one has not; it takes no
-    room."""
+    """A placeholder for a parameter that other ranks of the sum have and this one has not, with gradients of `dtype`;
+    it takes no memory."""
     return _Absent(torch.zeros((), dtype=dtype, device=device).expand(size))
 
 
 class _Absent(nn.Parameter):
-    """Has no gradient before a sum, nor after one."""
+    """A parameter without a gradient, before and after a sum."""
 
 
 def gradient_type(parameter: nn.Parameter) -> torch.dtype:
@@ -73,12 +73,12 @@ def gradient_type(parameter: nn.Parameter) -> torch.dtype:
 
 
 def flags(present: Sequence[bool], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """1.0 for each that is there, 0.0 for the others; made once where a device would wait for them."""
+    """1.0 for each that is present, 0.0 for the others; cached, since a copy to the device would block."""
     return constant(tuple(map(float, present)), dtype, device)
 
 
 def _flatten(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Move the gradients into one vector, zeros where there is none, and whether there is one after them."""
+    """Moves the gradients into one vector, zeros for missing ones, followed by a flag for each that is present."""
     first = parameters[0]
     sizes = [p.numel() for p in parameters]
     flat = torch.empty(sum(sizes) + len(sizes), dtype=gradient_type(first), device=first.device)
@@ -98,7 +98,7 @@ def _flatten(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _spread(flat: Tensor, parameters: Sequence[nn.Parameter], every: bool) -> None:
-    """Make the parts of a summed vector the gradients; `every`: no rank can have had none of one."""
+    """Makes the parts of a summed vector the gradients; `every`: this rank had all of them, so none is missing."""
     *parts, present = torch.split_with_sizes(flat, [*(p.numel() for p in parameters), len(parameters)])
     found = [1.0] * len(parts) if every else present.tolist()
     for part, parameter, there in zip(parts, parameters, found, strict=True):

@@ -1,13 +1,13 @@
-"""Several tensors between two layers, carried as one: what is sent, kept and handed on stays a single tensor.
+"""Several tensors between two layers, packed into one: stages send, keep and pass on a single tensor.
 
-A layer that returns a tuple is given a `forward` that packs it, byte by byte, into a tensor of float32 without a
-meaning of its own; the layer behind it gets the tuple back as its arguments:
+A layer that returns a tuple is given a `forward` that packs its bytes into one float32 tensor, the carrier; the next
+layer gets the tuple back as its arguments:
 
     | tensors that gradients flow through | tensors without: masks, tables, whole numbers |
     0                                     back                                          size
 
-Only the first part comes back as a gradient (`back` numbers of it). Nothing ever computes with what is packed: it is
-copied, so every bit arrives. How a layer's are packed is found when the layers run for the first time, without data
+Only the first part comes back as a gradient (`back` numbers of it). The packed values are only copied, never computed
+with, so every bit arrives. The packing of a layer's tensors is determined when the layers first run, without data
 (training/probing/shapes.py).
 """
 
@@ -24,18 +24,18 @@ from zbc.runtime.core.tensors import Laid, TensorSpec
 from zbc.runtime.features.slicing import now
 
 _ALIGN = 16  # bytes: of the largest type, complex128
-_WIDTH = 4  # bytes of a number of what carries
+_WIDTH = 4  # bytes of a number of a carrier
 
 
 class Part(NamedTuple):
-    """Where a tensor of the tuple lies: its form, and from which number on; `flows`: gradients come back through it."""
+    """The place of a tensor in a carrier: its layout and its first number; `flows`: it gets a gradient."""
 
     laid: Laid
     start: int
     flows: bool
 
     def of(self, carrier: Tensor) -> Tensor:
-        """Its place in a carrier, or in the part of one that comes back, as the tensor lies there."""
+        """A view of the tensor inside a carrier, or inside a carrier's gradient."""
         shape, dtype = self.laid.spec
         count = torch.Size(shape).numel()
         numbers = -(-count * dtype.itemsize // _WIDTH)
@@ -71,11 +71,11 @@ class Packing(NamedTuple):
 
     @property
     def gradient(self) -> TensorSpec:
-        """Of what comes back."""
+        """The spec of a carrier's gradient."""
         return TensorSpec((self.back,), torch.float32)
 
     def pack(self, tensors: Sequence[Tensor], where: str) -> Tensor:
-        """Raises E505 for other tensors than there were at first; `where` names the layer."""
+        """The tensors as one carrier. Raises E505 for tensors of other specs than at first; `where` names the layer."""
         found = [TensorSpec.of(tensor) for tensor in tensors]
         wanted = [part.laid.spec for part in self.parts]
         if found != wanted:
@@ -86,11 +86,11 @@ class Packing(NamedTuple):
         return packed
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Outputs of several stages as the input of one, which is a leaf: their gradients are `parted`."""
+        """Outputs of several stages as the input of one, a leaf: `parted` splits its gradient."""
         return _fill(self, torch.zeros(self.size, device=tensors[0].device), tensors)
 
     def parted(self, grad: Tensor) -> list[Tensor]:
-        """The gradient of each of them; zeros for those that none flows to."""
+        """The gradient of each tensor; zeros for tensors without one."""
         parts = (part.of(grad) if part.flows else part.laid.zeros(grad.device) for part in self.parts)
         return [part.contiguous() for part in parts]
 
@@ -99,11 +99,11 @@ class Packing(NamedTuple):
         return found
 
     def example(self, device: torch.device | None = None) -> Tensor:
-        """Tensors with numbers drawn for them, whole ones and masks zeros, packed."""
+        """A carrier of random values; integers and masks are zeros."""
         return _fill(self, torch.zeros(self.size), [part.laid.spec.drawn() for part in self.parts]).to(device)
 
     def widened(self, grad: Tensor) -> Tensor:
-        """What came back as the gradient of all that was sent: zeros for the rest, which nobody reads."""
+        """A carrier's gradient extended to the carrier's size: zeros for the rest, which are never read."""
         if len(grad) == self.size:
             return grad
         whole = grad.new_zeros(self.size)
@@ -158,20 +158,20 @@ Ways = Mapping[int | None, tuple[Packing | None, Packing | None]]  # by the rows
 
 
 def rows() -> int | None:
-    """Of the slice of a microbatch that runs."""
+    """Rows of the current slice; None outside of slices."""
     inside = now()
     return None if inside is None else inside.part.rows
 
 
 class Adapted:
-    """The `forward` of a layer that takes or returns several tensors; in a `trial` what gets a gradient shows."""
+    """The `forward` of a layer that takes or returns several tensors; a `trial` may find new ones with a gradient."""
 
     def __init__(self, name: str, forward: Callable[..., Any], ways: Ways, *, trial: bool) -> None:
         self.name, self.forward, self._ways, self._trial = name, forward, ways, trial
 
     @property
     def way(self) -> tuple[Packing | None, Packing | None]:
-        """How what it takes and what it gives are packed now."""
+        """The current packings of its input and of its output."""
         return self._ways.get(rows(), (None, None))
 
     def __call__(self, x: Tensor) -> Any:
@@ -188,7 +188,7 @@ class Adapted:
         return given.pack(y, self.name)
 
     def _refuse_new(self, y: tuple[Tensor, ...], given: Packing) -> None:
-        """Raise E509 for a tensor that wants a gradient and has no room for one."""
+        """Raises E509 for a tensor that requires a gradient and has no room for one."""
         for index, (tensor, part) in enumerate(zip(y, given.parts, strict=False)):
             if tensor.requires_grad and not part.flows:
                 text = f"run: tensor {index} of layer {self.name} wants a gradient, which trials did not show"
@@ -197,7 +197,7 @@ class Adapted:
 
 
 def adapt(name: str, module: nn.Module, ways: Ways, *, trial: bool = False) -> nn.Module:
-    """Let `module` take and return one tensor, where it has several; it may have been adapted before."""
+    """Makes `module` take and return one tensor in place of several; it may have been adapted before."""
     if isinstance(module.forward, Adapted):
         module.forward = module.forward.forward
     if any(one is not None for way in ways.values() for one in way):
@@ -210,6 +210,6 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def example_for(module: nn.Module, takes: TensorSpec) -> Tensor:
-    """Made-up input for a layer, on the CPU."""
+    """Random input for a layer, on the CPU."""
     layout = module.forward.way[0] if isinstance(module.forward, Adapted) else None
     return takes.drawn() if layout is None else layout.example()

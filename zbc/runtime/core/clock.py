@@ -1,4 +1,4 @@
-"""How long a rank computed, without what it waited; on a GPU also where it is, and how far its host may be ahead."""
+"""Compute time of a rank, without its waits; on a GPU also its current op, and how far its host may run ahead."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 
 from zbc.runtime.core.progress import Progress
 
-Busy = Callable[[], float]  # seconds, known once compute has ended: waits for that
+Busy = Callable[[], float]  # seconds; waits until the compute has ended
 
 
 class Clock(Protocol):
-    """How long a rank computes."""
+    """Measures the compute time of a rank."""
 
     def start(self) -> float:
-        """Compute begins; its inputs are there. What this returns is for `stop`."""
+        """Compute begins; its inputs have arrived. Returns a time to be passed to `stop`."""
 
     def stop(self, began: float) -> None:
         """Compute ends."""
 
     def read(self) -> Busy:
-        """Seconds between starts and stops since the last read, to be asked for when they are needed."""
+        """Seconds between starts and stops since the last read, as a function to call when they are needed."""
 
 
 class WallClock:
-    """For devices that compute while the call lasts."""
+    """For devices whose ops complete before the call returns."""
 
     start = staticmethod(time.perf_counter)
 
@@ -43,7 +43,7 @@ class WallClock:
 
 
 def clock_for(device: torch.device, progress: Progress) -> Clock:
-    """The clock of a device: events on CUDA, whose ops go on when a call returns, else the host's."""
+    """The clock of a device: events on CUDA, whose ops run asynchronously, otherwise the host's clock."""
     if device.type != "cuda":
         return WallClock()
     from zbc.runtime.cuda import CudaClock

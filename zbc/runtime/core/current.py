@@ -1,4 +1,4 @@
-"""What is current on a thread: the slot, the slice, the rows, what layers add to."""
+"""Thread-local current objects: the slot, the slice, the rows, the auxiliary losses of layers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ T = TypeVar("T")
 
 
 class Current(threading.local, Generic[T]):
-    """One on each thread; None at first."""
+    """A value per thread; None at first."""
 
     value: T | None = None
 
     def swap(self, value: T | None) -> T | None:
-        """Make this current and return what was before: `using` without the cost of a generator."""
+        """Makes `value` current and returns the previous one: `using` without the cost of a generator."""
         before, self.value = self.value, value
         return before
 
     @contextmanager
     def using(self, value: T | None) -> Iterator[None]:
-        """Make this current in here."""
+        """Makes `value` current in its body."""
         before = self.swap(value)
         try:
             yield

@@ -1,7 +1,7 @@
-"""How a step ends: what its ranks agree on, when its result is known, and what may still be under way behind it.
+"""The end of a step: the verdict of its ranks, when its result is known, and work that may still be pending after it.
 
 `Barrier` is the ordinary end: all ranks learn the verdict before any weight changes. Others are `Ahead` (ahead.py: the
-verdict comes in the next step) and `Cycle` (cycle.py: steps follow one another without a flush).
+verdict arrives in the next step) and `Cycle` (cycle.py: steps follow one another without a flush).
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 
 class Ending(Protocol):
-    """Of all steps of one plan."""
+    """How all steps of one plan end."""
 
     every: int = 0  # microbatches from one step of a stage to its next; 0: all
 
     def keyed(self, ops: Iterable[Op]) -> Iterable[Op]:
-        """All ops of a plan as they may be keyed."""
+        """All ops of a plan under every key that they may have."""
         return ops
 
     def opens(self, worker: Worker, step: int) -> None:
         """A step begins."""
 
     def closes(self, worker: Worker, began: float) -> StepResult | None:
-        """All ops have run, since `began`. The result of the latest step that is final, None if it was given before."""
+        """All ops since `began` have run. Returns the result of the latest final step, None if returned before."""
 
     def finish(self, worker: Worker) -> StepResult | None:
-        """Make the last step final where that is still to be done; its result, None if `closes` has given it."""
+        """Makes the last step final if it is not yet; returns its result, None if `closes` has returned it."""
         return None
 
     def due(self, worker: Worker, mb: int) -> bool:
-        """Whether what a microbatch leaves has to be used up when a step is over."""
+        """Whether values stored for a microbatch must be consumed by the end of a step."""
         return True
 
     def follows(self, worker: Worker) -> bool:
-        """Whether some of the next step has run, so that it has to come."""
+        """Whether some ops of the next step have run, so that the next step must run, too."""
         return False
 
 
@@ -60,7 +60,7 @@ class Barrier(Ending):
 
 
 def close(worker: Worker, *, drain: bool) -> None:
-    """Check that the step used up everything; with `drain`, wait until what was sent has arrived."""
+    """Checks that the step consumed all stored values; with `drain`, waits until its messages have arrived."""
     refuse_left(worker)
     for feature in worker.features:
         feature.closes(worker)
@@ -70,7 +70,7 @@ def close(worker: Worker, *, drain: bool) -> None:
 
 
 def refuse_left(worker: Worker) -> None:
-    """Raise E703 for what a finished step should have used up and did not."""
+    """Raises E703 for values that a finished step should have consumed but did not."""
     left = leftovers(worker)
     if left:
         shown = [*left[1:8], *([f"and {len(left) - 8} more"] if len(left) > 8 else [])]

@@ -1,4 +1,4 @@
-"""The runtime loop: run every op of a rank's plan, in the order written."""
+"""The runtime loop: runs every op of a rank's plan, in the order of the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Step(Protocol):
 
 
 def run_ops(worker: Worker) -> None:
-    """Every op of a step, in order."""
+    """Runs every op of a step, in order."""
     progress, now = worker.progress, time.monotonic
     for index, (handler, op, text) in enumerate(worker.script):
         progress.index, progress.op, progress.since = index, text, now()
@@ -35,17 +35,18 @@ def run_ops(worker: Worker) -> None:
 def run_step(
     worker: Worker, step: int, *, stop: bool = False, loop: Callable[[Worker], None] = run_ops
 ) -> StepResult | None:
-    """One training step of one rank. `stop` asks all ranks to end after this step; `StepResult.stop` says whether to.
+    """Runs one training step of one rank. `stop` asks all ranks to end after this step; `StepResult.stop` is their
+    decision.
 
-    `loop` runs the ops; one that looks at them, too, stands in tracing.py. Backward runs on this thread on every
-    device: torch's own thread for a GPU knows neither the slot that is current here nor its locks, and ranks as
-    threads would share it.
+    `loop` runs the ops; tracing.py has one that also records them. Backward runs on this thread on every device:
+    torch's own thread for a GPU knows neither the current slot of this thread nor its locks, and ranks that are threads
+    would share it.
 
-    Without a barrier the result is that of the step before, None in the first: `finish` has that of the last one. Of a
-    plan without a flush `worker.ends` says whether one comes all the same, since something stands behind the step.
+    Without a barrier the result is the previous step's, None in the first; `finish` returns the last one's. In a plan
+    without a flush `worker.ends` says whether to flush anyway, since something runs between this step and the next.
     An exception from an op keeps its type and gets a note naming rank, op (counted from 0), step and the op itself.
-    `step` counts from 0 and decides which data are read; texts for people count steps from 1, as the console does.
-    Raises E703 if the plan leaves something unused behind or does not agree on the result.
+    `step` counts from 0 and decides which data are read; messages to users count steps from 1, as the console does.
+    Raises E703 if the plan leaves values unused or has no op that agrees on the result.
     """
     worker.stop, before = stop, _enter(worker, step)
     progress, now = worker.progress, time.monotonic
@@ -78,7 +79,7 @@ def run_step(
 
 
 def _enter(worker: Worker, step: int) -> StepResult | None:
-    """Turn to what runs this step. Where that changes the step before becomes final; its result if that was to do."""
+    """Selects the PhaseRun of this step. If it changes, makes the previous step final; returns its result, if any."""
     run = worker.run_of(step)
     if run is worker.phase_run:
         return None
@@ -88,5 +89,5 @@ def _enter(worker: Worker, step: int) -> StepResult | None:
 
 
 def finish(worker: Worker) -> StepResult | None:
-    """Make the last step final where that is still to be done; returns its result, None if `run_step` has."""
+    """Makes the last step final if it is not yet; returns its result, None if `run_step` has returned it."""
     return worker.phase_run.ending.finish(worker)

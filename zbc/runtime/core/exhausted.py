@@ -1,7 +1,7 @@
-"""A rank that runs out of memory: how that shows, and the room that it keeps to say so.
+"""Out-of-memory errors: how to recognise them, and memory reserved for reporting them.
 
-What is left then may not do for a thread, or for the text of an error. So a rank keeps some address space, which costs
-no memory as long as nobody writes to it, and gives it back when an allocation fails.
+The memory left then may not suffice for a thread, or for the text of an error. So a rank reserves some address space,
+which costs no memory as long as it is not written to, and frees it when an allocation fails.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _kept: list[mmap.mmap] = []
 
 
 def keep_room() -> None:
-    """Take the room, once per process."""
+    """Reserves the address space, once per process."""
     if not _kept:
         _kept.append(mmap.mmap(-1, _ROOM))
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether `error` says that there is no more memory, of a device or of the host; if so the room is given back."""
+    """Whether `error` is an out-of-memory error, of a device or of the host; if so, frees the reserved space."""
     refused = isinstance(error, RuntimeError) and re.search("DefaultCPUAllocator|bad_alloc", str(error)) is not None
     found = refused or isinstance(error, MemoryError | torch.OutOfMemoryError)
     if found and _kept:
@@ -35,13 +35,13 @@ def ran_out(error: BaseException) -> bool:
 
 
 def asked(error: BaseException) -> str | None:
-    """What it asked for, if it says so."""
+    """The size of the failed allocation, as text, if the error names it."""
     match = _ASKED.search(str(error))
     return None if match is None else match[2] or size(int(match[1]))
 
 
 def predicted(manifest: Manifest, rank: int) -> str:
-    """What the plan says about the memory of a rank, as a note to an error."""
+    """The plan's prediction of a rank's peak memory, as a note to an error."""
     per_rank = manifest.predicted.get("per_rank")
     peak = per_rank[manifest.topology.of(rank).pp]["peak_bytes"] if per_rank else 0
     if not peak:

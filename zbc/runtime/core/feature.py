@@ -1,8 +1,8 @@
-"""What a plan may ask for beside the pipeline itself, as the executor sees it: hooks around the ops of a step.
+"""Optional features of a plan: hooks that the executor calls around the ops of a step.
 
-A feature that only adds ops needs none of this: a row in zbc/ops.py and a handler in the table of handlers.py. One that
-has state between ops, or does something where every step begins and ends, is a `Feature` of the worker; one that does
-something around ops of other features wraps their handlers: `with_weights` (gathers.py) and `in_rows` (packing.py) when
+A feature that only adds ops needs no hooks: a row in zbc/ops.py and a handler in the table of handlers.py. A feature
+that has state between ops, or acts at the start or end of every step, is a `Feature` of the worker; one that acts
+around ops of other features wraps their handlers: `with_weights` (gathers.py) and `in_rows` (packing.py) when
 the script is made, `with_added` (added.py) in the table.
 """
 
@@ -33,9 +33,9 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True)
 class Context:
-    """What a feature of a rank of the run is built from: `plans` are those of all phases, the last one is what the
-    training comes to; `shared` is what other ranks share with this one; `tied` are weights that stages share, with
-    those stages, the owner's first."""
+    """The arguments from which a rank's features are built: `plans` has one per phase, the last one's is the final
+    phase; `shared` holds objects shared with other ranks; `tied` maps each weight that stages share to these stages,
+    the owner's first."""
 
     plans: Sequence[RankPlan]
     stages: Mapping[int, Stage]
@@ -51,84 +51,84 @@ class Context:
 
 
 class Feature:
-    """Every hook may be left out."""
+    """Hooks, all of them optional."""
 
-    meets = False  # whether ranks meet inside of the ops that run layers
+    meets = False  # whether there are collectives inside the ops that run layers
 
     def opens(self, worker: Worker) -> None:
         """A step begins."""
 
     def begins(self, worker: Worker) -> None:
-        """The first step is to come; all ranks are here."""
+        """Called before the first step, once all ranks have started."""
 
     def keeps(self, run: PhaseRun, stage: Stage, key: Key) -> Keeps | None:
-        """What else than the graph on the device is kept between F and B; None: that."""
+        """How state is kept between F and B; None: as the graph on the device."""
 
     def source(self, op: Op) -> Source | None:
-        """Where an op of a stage that no other one feeds finds what it reads; None: in the data, or in the loss."""
+        """The source of an op's input if no other stage feeds its stage; None: the data, or the loss."""
 
     def reader(self, worker: Worker, op: Op) -> int | None:
-        """Who reads what an op of a stage makes that no other one reads; None: nobody, or the loss."""
+        """The reader of an op's output if no other stage reads it; None: no reader, or the loss."""
 
     def lays(self, run: PhaseRun, stage: int) -> Callable[[Tensor], Tensor] | None:
-        """What the output of a stage is made before others read it."""
+        """A function applied to the output of a stage before its readers get it; None: unchanged."""
 
     def steps(self, worker: Worker, op: Op) -> None:
-        """An owner of weights, such as a stage, has been stepped."""
+        """The weights of an owner, such as a stage, have been updated."""
 
     def reduces(self, worker: Worker, op: Op) -> None:
-        """The gradients of an owner are about to be summed over its copies."""
+        """The gradients of an owner are about to be all-reduced over its replicas."""
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
-        """The gradients of these stages are about to be asked for: once per step."""
+        """The gradients of these stages are about to be read: once per step."""
 
     def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
-        """What this rank answers for of what it has, by parameter: in the norm, and in what is written of weights."""
+        """Filters `found`, by parameter, to the entries that this rank reports in the norm or writes as weights."""
         return found
 
     def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
-        """What is told of a step beside losses and norms, by its place in the vector: of some microbatches, or all."""
+        """Values of a step other than losses and norms, by index in the vector: of some microbatches, or all."""
         return {}
 
     def closes(self, worker: Worker) -> None:
-        """All ops of a step have run; blocks until what they started is over."""
+        """All ops of a step have run; blocks until the work that they started has completed."""
 
     def tells(self, worker: Worker, result: StepResult) -> StepResult:
-        """What else is to be said of a step."""
+        """Returns the result of a step with this feature's entries added."""
         return result
 
     def repeats(self, worker: Worker) -> None:
-        """The forwards of a step are about to run again: drop what they have made."""
+        """The forwards of a step are about to run again: drops their outputs."""
 
     def leftovers(self, worker: Worker) -> list[str]:
-        """What a finished step should have used up and did not."""
+        """Descriptions of values that a finished step should have consumed but did not."""
         return []
 
     def gathers(self, worker: Worker) -> None:
-        """Something between steps needs whole weights."""
+        """Makes the full weights resident for a task between steps."""
 
     def evaluates(self, worker: Worker) -> None:
         """An evaluation is about to run."""
 
     def trains(self, worker: Worker) -> None:
-        """An evaluation is over."""
+        """An evaluation has completed."""
 
     def kept(self, stage: int) -> Mapping[str, Tensor]:
-        """What checkpoints keep of a stage besides, by names of its own; all ranks with a copy have the same."""
+        """Additional tensors of a stage for checkpoints, by the feature's own names; the same on all its replicas."""
         return {}
 
     def saves(self, worker: Worker) -> None:
         """A checkpoint is about to be written."""
 
     def ends(self) -> None:
-        """The rank is done: end the threads that work for it."""
+        """The rank has finished: ends the feature's threads."""
 
 
 F = TypeVar("F", bound=Feature)
 
 
 class Features:
-    """Those of a rank, one of a kind."""
+    """The features of a rank, at most one of each type."""
 
     def __init__(self, features: Iterable[Feature]) -> None:
         self._found = {type(one): one for one in features}
@@ -137,11 +137,11 @@ class Features:
         return iter(self._found.values())
 
     def find(self, kind: type[F]) -> F | None:
-        """None where the plan does not ask for it."""
+        """The feature of that type; None if the plan does not need it."""
         return cast("F | None", self._found.get(kind))
 
     def of(self, kind: type[F]) -> F:
-        """Raises E703 where the plan does not ask for it."""
+        """The feature of that type. Raises E703 if the plan does not need it."""
         found = self.find(kind)
         if found is None:
             text = f"run: an op needs what this plan was not made for: {kind.__name__.lower()}"

@@ -1,10 +1,10 @@
-"""Muon: momentum of a matrix made nearly orthogonal, as a step (K. Jordan et al. 2024); AdamW for all else.
+"""Muon: orthogonalised momentum of a matrix as its update (K. Jordan et al. 2024); AdamW for all other parameters.
 
-    M = mu M + (1 - mu) G                      a rank's part of a matrix keeps its part of M
-    O = orthogonal((1 - mu) G + mu M)          of the whole matrix: ranks that share it collect it
-    P = P (1 - lr decay) - lr scale(shape) O   each its part
+    M = mu M + (1 - mu) G                      a rank's shard of a matrix keeps its shard of M
+    O = orthogonal((1 - mu) G + mu M)          of the whole matrix: ranks gather its shards
+    P = P (1 - lr decay) - lr scale(shape) O   each rank updates its shard
 
-The same numbers as `torch.optim.Muon`, which knows whole matrices only.
+The same numbers as `torch.optim.Muon`, which supports whole matrices only.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch import Tensor, nn
 from zbc.job import spec
 from zbc.job.sections import ROUNDS, OptimizerGroup
 
-OUTER = ("embed.", "head.")  # of built-in models: whose matrices are tables of words, which AdamW steps
+OUTER = ("embed.", "head.")  # layers of built-in models whose matrices are vocabulary tables: AdamW updates them
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
 
 class Whole(NamedTuple):
-    """A matrix of which each of several ranks has a part: the whole of a tensor like it, which blocks, and a part."""
+    """A sharded matrix: `collect` gathers the whole from a shard and blocks, `of` returns the shard of a whole."""
 
     collect: Callable[[Tensor], Tensor]
     of: Callable[[Tensor], Tensor]
 
 
 def of_groups(options: spec.Optimizer, name: str) -> OptimizerGroup | None:
-    """What [[optimizer.groups]] says of a parameter, or a piece of one: the first that names it."""
+    """The first of [[optimizer.groups]] that names a parameter, or a piece of one; None if none does."""
     name = name.partition("[")[0]
     return next((one for one in options.groups if any(fnmatchcase(name, known) for known in one.names)), None)
 
 
 def is_matrix(options: spec.Optimizer, name: str, parameter: Tensor) -> bool:
-    """Whether Muon steps it."""
+    """Whether Muon updates the parameter."""
     if options.kind != "muon" or parameter.dim() != 2 or name.startswith(OUTER):
         return False
     group = of_groups(options, name)
@@ -46,7 +46,7 @@ def is_matrix(options: spec.Optimizer, name: str, parameter: Tensor) -> bool:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """The matrix with all singular values near 1, by Newton-Schulz in bfloat16; rows and columns stay."""
+    """The matrix with all singular values near 1, by Newton-Schulz in bfloat16; the shape is unchanged."""
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
     wide = x if x.shape[0] <= x.shape[1] else x.T
@@ -58,13 +58,13 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def scale_of(shape: Sequence[int], how: Literal["rms", "original"]) -> float:
-    """What a step of a matrix of this shape is multiplied by: "rms" makes it as large as AdamW's (2502.16982)."""
+    """The factor of an update of a matrix of this shape: "rms" gives it the RMS of AdamW's (arXiv:2502.16982)."""
     rows, columns = shape
     return 0.2 * math.sqrt(max(rows, columns)) if how == "rms" else math.sqrt(max(1.0, rows / columns))
 
 
 class Muon(torch.optim.Optimizer):
-    """`wholes`: of the parameters of which this rank has a part."""
+    """Updates matrices; `wholes` has those of which this rank has a shard."""
 
     def __init__(
         self, groups: Iterable[dict[str, Any]], options: spec.Optimizer, wholes: Mapping[nn.Parameter, Whole]
@@ -105,7 +105,7 @@ class Together(torch.optim.Optimizer):
         self._link()
 
     def _link(self) -> None:
-        """Groups and state are shared."""
+        """Shares groups and state with the parts."""
         groups = iter(self.param_groups)
         for one in self._parts:
             one.param_groups = [next(groups) for _ in one.param_groups]
@@ -130,7 +130,7 @@ def muon(
 
 
 def grouped(options: spec.Optimizer, named: Mapping[str, nn.Parameter], times: float = 1.0) -> list[dict[str, Any]]:
-    """The groups of parameters that are stepped alike; `times` is what the rate of a step is multiplied by."""
+    """Groups of parameters with the same rate and weight decay; `times` multiplies the rate."""
     found = dict[tuple[float, float], list[nn.Parameter]]()
     for name, parameter in named.items():
         group = of_groups(options, name)

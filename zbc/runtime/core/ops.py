@@ -1,4 +1,4 @@
-"""What the ops of the pipeline itself do on a rank: one function per kind. Stores are in state.py."""
+"""Handlers of the ops of the pipeline itself: one function per kind. Stores are in state.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zbc.runtime.core.validate import peak_bytes
 
 
 def forward(worker: Worker, op: Op) -> None:
-    """F: run the stage on its input; the output goes along its edges, or into the loss."""
+    """F: runs the stage on its input; the output is stored on its edges, or added to the loss."""
     route = worker.routes[op]
     key, stage, takes, gives = route.key, route.stage, route.takes, route.gives
     if key in worker.kept or takes is None or gives is None:
@@ -30,7 +30,7 @@ def forward(worker: Worker, op: Op) -> None:
     number, slot = worker.number(key.mb), Slot() if route.slotted else None
     x = None if takes.waits else takes.take(worker, number)
     finish = gives.finish(worker, number)
-    x = takes.take(worker, number) if x is None else x  # last, so that what comes is used at once
+    x = takes.take(worker, number) if x is None else x  # last, so that a message is used as soon as it arrives
     if x.dtype is not stage.takes.dtype or x.shape != stage.takes.shape:
         raise mismatch(f"the input of F {key.name}", x, stage.takes)
     clock = worker.clock
@@ -42,11 +42,11 @@ def forward(worker: Worker, op: Op) -> None:
     clock.stop(began)
 
 
-_NOTHING = Inputs([], lambda index, x: x, lambda index: nullcontext(), 0)  # a backward that ends where it begins
+_NOTHING = Inputs([], lambda index, x: x, lambda index: nullcontext(), 0)  # its backward does nothing
 
 
 def backward(worker: Worker, op: Op) -> None:
-    """BW: both halves in one walk of the graph. B: the gradient of the stage input; that of weights waits for W."""
+    """BW: both gradients in one backward pass. B: the gradient of the stage input; those of weights wait for W."""
     route = worker.routes[op]
     key, stage, takes, gives = route.key, route.stage, route.takes, route.gives
     left = worker.kept.pop(key, None)
@@ -72,7 +72,7 @@ def backward(worker: Worker, op: Op) -> None:
 
 
 def _walk(worker: Worker, op: Op, left: Left, grad: Tensor | None) -> None:
-    """Go back through the graph. With B the weight gradients of split layers stay in the slot, for W."""
+    """Runs the backward of the graph. With B the weight gradients of split layers stay in the slot, for W."""
     slot, halved = left.slot, op.kind is Kind.B
     if slot is None:
         if halved:
@@ -93,7 +93,7 @@ def _walk(worker: Worker, op: Op, left: Left, grad: Tensor | None) -> None:
 
 
 def backward_weight(worker: Worker, op: Op) -> None:
-    """W: the weight gradients that B left."""
+    """W: computes the weight gradients that B deferred."""
     slot = worker.slots.pop(op.key, None)
     if slot is None:
         raise ZbcError("E703", f"run: W {op.key.name}: its B has not run")
@@ -106,7 +106,7 @@ def backward_weight(worker: Worker, op: Op) -> None:
 
 
 def send(worker: Worker, op: Op) -> None:
-    """SEND_F, SEND_B: start sending what lies on an edge; from here on only the transport holds it."""
+    """SEND_F, SEND_B: starts sending the tensor of an edge; from here on only the transport holds it."""
     message, peer = worker.routes[op][2:4]
     tensor = None if message is None else worker.edges.pop(message, None)
     if tensor is None or message is None:
@@ -115,7 +115,7 @@ def send(worker: Worker, op: Op) -> None:
 
 
 def receive(worker: Worker, op: Op) -> None:
-    """RECV_F, RECV_B: post the buffer for what an edge brings; who reads it waits."""
+    """RECV_F, RECV_B: posts the buffer for the tensor of an edge; the op that reads it waits."""
     route = worker.routes[op]
     if route.message is not None and route.buffer is not None:
         worker.transport.post(worker.renamed.get(route.message, route.message), route.buffer(), route.peer)
@@ -125,7 +125,7 @@ def receive(worker: Worker, op: Op) -> None:
 
 
 def reduce(worker: Worker, op: Op) -> None:
-    """REDUCE: start to sum the gradients of an owner over all that hold a copy."""
+    """REDUCE: starts the all-reduce of an owner's gradients over all its replicas."""
     one = worker.sums[op]
     for feature in worker.features:
         feature.reduces(worker, op)
@@ -148,7 +148,7 @@ def validate(worker: Worker, op: Op) -> None:
 
 
 def optimizer_step(worker: Worker, op: Op) -> None:
-    """STEP: clip, update an owner's weights unless the verdict is to skip, and drop its gradients."""
+    """STEP: clips, updates an owner's weights unless the verdict is to skip, and drops its gradients."""
     if (verdict := worker.verdict) is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
     worker.before_update()

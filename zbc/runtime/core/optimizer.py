@@ -1,7 +1,7 @@
 """The optimizer of one stage on one rank, behind one interface.
 
-Handlers know stages by `StageOptimizer` alone: whether the weights that forward reads are what the optimizer updates,
-a low-precision copy of it, or a part of it that other ranks complete is the business of the implementation.
+Handlers use `StageOptimizer` only. Its implementations differ in the weights that forward reads: the ones the optimizer
+updates, a low-precision copy of them, or weights of which this rank updates a shard.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ NO_WHOLES: Mapping[str, Whole] = {}
 
 
 class Held(NamedTuple):
-    """What a checkpoint keeps of a parameter: its elements from `start` on, in memory order, and the optimizer's state.
+    """A checkpoint's entry of a parameter: its elements from `start` on, in memory order, and the optimizer's state.
 
-    `shape` is that of the whole parameter. `tensor` is what the optimizer steps, a master or the parameter itself, and
-    what its state is kept for; of a parameter that does not train it is the parameter.
+    `shape` is the whole parameter's. `tensor` is the tensor that the optimizer updates and has state for, a master or
+    the parameter itself; if the parameter does not train, it is the parameter.
     """
 
     name: str
     start: int
     shape: tuple[int, ...]
     tensor: nn.Parameter
-    shared: bool = True  # other ranks with a copy of the stage hold the same
+    shared: bool = True  # other ranks with a replica of the stage hold the same
 
 
 class StageOptimizer(Protocol):
-    """One stage's weights and what updates them.
+    """One stage's weights and their optimizer.
 
-    `parameters`: the working weights, those that forward reads and whose `.grad` backward fills, by global name.
+    `parameters`: the working weights, which forward reads and whose `.grad` backward fills, by global name.
     `optimizer`: the torch optimizer that holds the state; None if nothing of the stage trains here.
-    `apart`: other ranks with a copy of the stage step other parts of it; `mirrored`: others have the same part.
+    `apart`: other ranks with a replica of the stage update other shards; `mirrored`: others have the same shard.
     """
 
     @property
@@ -60,32 +60,32 @@ class StageOptimizer(Protocol):
     def optimizer(self) -> torch.optim.Optimizer | None: ...
 
     def squares(self) -> dict[str, Tensor]:
-        """Sums of squares of each gradient this rank answers for, one float64 number per chunk, by global name."""
+        """Sums of squares of each gradient this rank reports, one float64 number per chunk, by global name."""
 
     def step(self, scale: float | None) -> None:
-        """Multiply the gradients by `scale` (None: leave them) and update the working weights with them."""
+        """Multiplies the gradients by `scale` (None: unchanged) and updates the working weights with them."""
 
     def commit(self, scale: float | None) -> None:
-        """The same of masters and the optimizer's state alone: the working weights stay as they are."""
+        """As `step`, for masters and the optimizer's state only: the working weights stay as they are."""
 
     def drop(self) -> None:
-        """End the step: drop the gradients, and the casts of weights that may have changed."""
+        """Ends the step: drops the gradients, and the casts of weights that may have changed."""
 
     def stepped(self, transport: Transport, *, skipped: bool) -> None:
-        """A step is over: let other ranks have what they are to have of it."""
+        """Sends other ranks their parts of the updated state, after a step."""
 
     def held(self) -> list[Held]:
-        """What this rank would write down. Together the ranks with a copy of the stage hold all of it."""
+        """This rank's entries of a checkpoint. Together the ranks with a replica of the stage hold all of it."""
 
     def incomplete(self) -> list[Held]:
-        """Working weights of which other ranks hold parts."""
+        """Working weights that are sharded over other ranks, too."""
 
     def loaded(self) -> None:
-        """What is held, and all of what is incomplete, has been overwritten from outside."""
+        """The tensors of `held`, and the full `incomplete` weights, have been overwritten from outside."""
 
 
 class InPlace:
-    """The ordinary one: torch's optimizer updates the working weights themselves."""
+    """The default `StageOptimizer`: torch's optimizer updates the working weights themselves."""
 
     apart = mirrored = False
 
@@ -117,7 +117,7 @@ class InPlace:
             cast.forget()
 
     def stepped(self, transport: Transport, *, skipped: bool) -> None:
-        """Nobody else needs what was stepped here."""
+        """Does nothing: no other rank needs the result of this step."""
 
     def held(self) -> list[Held]:
         return [Held(name, 0, tuple(p.shape), p) for name, p in self.parameters.items()]
@@ -132,8 +132,8 @@ class InPlace:
 class Masters(InPlace):
     """Working weights that are copies: the optimizer updates master weights, which are then published.
 
-    Working weights that are `lowered` to another type have float32 masters and gradients, and so is the sum of their
-    gradients over microbatches; others have masters of their own type.
+    Working weights that are `lowered` to another type have float32 masters and gradients, summed over microbatches in
+    float32; others have masters of their own type.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Masters(InPlace):
         self.commit(scale)
         self.publish()
 
-    def drop(self) -> None:  # casts go where weights are published
+    def drop(self) -> None:  # casts are dropped when weights are published
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -175,14 +175,14 @@ class Masters(InPlace):
         self._step(self._pairs)
 
     def publish(self) -> None:
-        """Write the working weights again from the masters."""
+        """Rewrites the working weights from the masters."""
         self._publish(self._pairs)
 
     def tentative(self) -> None:
-        """Write the working weights as if the step were taken as it is; masters, state and gradients stay.
+        """Writes the working weights as if the step were taken unclipped; masters, state and gradients stay unchanged.
 
-        The update runs on copies of the masters and their state, by the very code that `commit` runs on themselves, so
-        that it has the same bits. Copies live for a few parameters at a time.
+        The update runs on copies of the masters and their state, by the same code as `commit`, so that the results are
+        bitwise equal. Copies exist for a few parameters at a time.
         """
         optimizer = self.optimizer
         if optimizer is None:
@@ -215,17 +215,17 @@ class Masters(InPlace):
 
     def _publish(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
         for parameter, master in pairs:
-            parameter.data.copy_(master.data)  # leaves no version behind: graphs made before this are of no use
+            parameter.data.copy_(master.data)  # keeps the version: no graph made before this is used again
         for cast in self._casts:
             cast.forget()
 
 
 class OptimizerOver:
-    """A `StageOptimizer` around another one: as that, but for what its own class says."""
+    """A `StageOptimizer` that wraps another one: subclasses override some methods."""
 
     def __init__(self, inner: StageOptimizer) -> None:
         self._inner = inner
-        self.also = list[str]()  # what others keep of a parameter, in the state of its optimizer
+        self.also = list[str]()  # keys of wrappers in the optimizer's state of a parameter
 
     @property
     def apart(self) -> bool:
@@ -272,7 +272,7 @@ Found = TypeVar("Found")
 
 
 def inside(optimizer: StageOptimizer, kind: type[Found]) -> Found | None:
-    """The one of that type: itself, or one that it is around."""
+    """The optimizer of that type: `optimizer` itself or one that it wraps; None if there is none."""
     while not isinstance(optimizer, kind):
         if not isinstance(optimizer, OptimizerOver):
             return None
@@ -281,14 +281,14 @@ def inside(optimizer: StageOptimizer, kind: type[Found]) -> Found | None:
 
 
 def also_kept(optimizer: StageOptimizer, key: str) -> None:
-    """An optimizer around this one leaves something of each parameter's shape in its state: checkpoints know of it."""
+    """Registers for checkpoints that a wrapper keeps a tensor of each parameter's shape under `key` in the state."""
     while isinstance(optimizer, OptimizerOver):
         optimizer.also.append(key)
         optimizer = optimizer._inner
 
 
 def set_rate(stage: StageOptimizer, rate: float) -> None:
-    """The learning rate of the steps from here on."""
+    """Sets the learning rate for the following steps."""
     for group in () if stage.optimizer is None else stage.optimizer.param_groups:
         group["lr"] = rate * group.get("times", 1.0)
 
@@ -305,7 +305,7 @@ def build_optimizer(
     """The optimizer that a job asks for, over the parameters of one stage.
 
     `lowered` is the type that forward reads, if it is not the parameters' own; `ahead`: steps may be tentative;
-    `wholes`: of the parameters that other ranks have other parts of.
+    `wholes`: for parameters that are sharded over ranks.
     """
     if lowered is None and not ahead:
         return InPlace(options, parameters, casts, wholes)
@@ -313,7 +313,7 @@ def build_optimizer(
 
 
 def _scale(parameters: Iterable[nn.Parameter], scale: float | None) -> None:
-    """Multiply the gradients by `scale`, in place."""
+    """Multiplies the gradients by `scale`, in place."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if scale is not None and grads:
         scale_all(grads, scale)
@@ -324,8 +324,8 @@ def _copy(value: Any) -> Any:
 
 
 def kept_by(options: spec.Optimizer, *, matrix: bool = False) -> dict[str, bool]:
-    """What the optimizer keeps for a parameter, by name, and whether it has the parameter's shape or is one number;
-    `matrix`: of one that Muon steps."""
+    """The optimizer's state of a parameter: for each tensor, by name, whether it has the parameter's shape or is one
+    number; `matrix`: for a parameter that Muon updates."""
     tried = nn.Parameter(torch.zeros((2, 2) if matrix else 2))
     tried.grad = torch.zeros_like(tried)
     optimizer = torch_optimizer(options.model_copy(update={"groups": []}), {"": tried})
@@ -341,7 +341,7 @@ def torch_optimizer(
 ) -> torch.optim.Optimizer | None:
     """`torch.optim` AdamW, Adam or SGD, or Muon, over the parameters that train; None if none does.
 
-    On cuda the fused kernels: one launch for all parameters instead of several per parameter.
+    On cuda it uses the fused kernels: one launch for all parameters instead of several per parameter.
     """
     trained = {name: p for name, p in named.items() if p.requires_grad}
     if not trained:

@@ -1,4 +1,4 @@
-"""The types weights and gradients have."""
+"""The dtypes of weights and gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import nn
 
 
 def lower_precision(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> None:
-    """Turn floating-point parameters into `dtype`; those that train collect their gradients in float32.
+    """Casts floating-point parameters to `dtype`; those that train accumulate their gradients in float32.
 
-    None leaves all as it is.
+    None leaves all parameters as they are.
     """
     if dtype is None:
         return

@@ -1,4 +1,4 @@
-"""What a rank says about itself: where it is now, and what a finished step was like."""
+"""Reports of a rank: its current op, the result of a finished step, the result of an evaluation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(slots=True)
 class Progress:
-    """The op a rank is in. Its own thread writes, the watchdog thread reads; a torn read is a moment old, no more.
+    """The current op of a rank. Its own thread writes, the watchdog thread reads; a torn read is only slightly stale.
 
     `index` counts from 0 like the lines of a plan file; `since` is `time.monotonic()` when the op began; `waiting`
     says that the rank is blocked in a receive or a collective.
 
-    On a device that works later than it is told to, this is where the host is, and `behind(now)` where the device is.
+    On an asynchronous device this is the op that the host is in; `behind(now)` is the one that the device is in.
     """
 
     step: int = 0
@@ -23,26 +23,26 @@ class Progress:
     waiting: bool = False
     since: float = 0.0
     behind: Callable[[float], Progress] | None = None
-    thread: int | None = None  # the one the op runs on, if not the rank's own
+    thread: int | None = None  # the thread that runs the op, if not the rank's own
 
     def seen(self, now: float) -> Progress:
-        """Where the rank is at `now` (`time.monotonic`), its device included."""
+        """The progress at `now` (`time.monotonic`), the device's if it is asynchronous."""
         return self if self.behind is None else self.behind(now)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One training step, as its ranks have agreed on it; all but `seconds` and `sums_hidden` is the same on every rank.
+    """The result of one training step; all but `seconds` and `sums_hidden` is the same on every rank.
 
     `loss` is the mean over microbatches, `grad_norm` the norm of all gradients before clipping, `stop` whether a rank
-    asked to end here, `skipped` that the norm was not finite and no weight changed, `redone` that forwards of the step
-    after it ran twice, because it did not stand as they assumed. `seconds` is this rank's wall time.
-    `busy_seconds` (per rank) is time inside compute ops without waiting; `peak_bytes` (per rank) is device memory
-    allocated at most during the step on cuda, and the largest resident size of the process so far on cpu.
-    `sums_hidden` is the share of the time of sums inside of ops (from their start until the op went on) in which this
-    rank computed; None where there are none, where a rank does not see them (on cuda), and in steps without a barrier.
-    `added` is what layers added to the loss (added.py), a mean over microbatches as well; `routed` the rows that each
-    expert of each block got.
+    asked to end here, `skipped` that the norm was not finite and no weight changed, `redone` that forwards of the next
+    step ran twice, because this step's update was not the one they assumed. `seconds` is this rank's wall time.
+    `busy_seconds` (per rank) is time inside compute ops without waiting; `peak_bytes` (per rank) is the peak of device
+    memory allocated during the step on cuda, and the peak resident size of the process so far on cpu.
+    `sums_hidden` is the share of the time of all-reduces inside ops (from their start until the op resumed) in which
+    this rank computed; None if there are none, if a rank cannot measure them (on cuda), and in steps without a barrier.
+    `added` is the sum of the auxiliary losses of layers (added.py), a mean over microbatches as well; `routed` is the
+    number of rows routed to each expert of each block.
     `bad_gradients` names the parameters whose gradients, `bad_losses` the microbatches whose losses were not finite.
     """
 
@@ -62,11 +62,11 @@ class StepResult:
     routed: tuple[float, ...] = ()
 
     def of(self, step: int, seconds: float, *, redone: bool = False) -> StepResult:
-        """The result of a step, which took so long on this rank."""
+        """This result with the number of its step and its wall time on this rank."""
         return replace(self, step=step, seconds=seconds, redone=redone)
 
     def clip(self, largest: float | None) -> float | None:
-        """What to multiply gradients with so that their norm is at most `largest`; None to leave them.
+        """The factor for gradients that limits their norm to `largest`; None to leave them unchanged.
 
         As torch.nn.utils.clip_grad_norm_: min(1, largest / (norm + 1e-6)).
         """

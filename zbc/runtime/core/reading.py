@@ -1,4 +1,4 @@
-"""What ops read of the data."""
+"""Reading the data of a microbatch or a slice, for ops."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def read(
     part: Part | None,
     group: str = "",
 ) -> tuple[Tensor, float]:
-    """The inputs or targets of a microbatch on the rank's device, or those of a slice; and the slice's share in the
-    loss. Of inputs for several groups of layers those for one `group`. Each microbatch is looked up once, for all its
-    slices. Raises E505 for sequences of another length."""
+    """The inputs or targets of a microbatch, or of a slice of it, on the rank's device; and the slice's share in the
+    loss. `group` selects the inputs of a group of layers if there are several. Each microbatch is looked up once, for
+    all its slices. Raises E505 for sequences of another length."""
     if batches is None:
         raise ZbcError("E703", "run: this rank reads no data, and its plan asks for some")
     look_up = batches.inputs if kind == "inputs" else batches.targets

@@ -1,12 +1,12 @@
 """Buffers that a forward changes, such as the running statistics of BatchNorm.
 
 In a pipeline several microbatches are between F and B at once, and with recompute a forward runs twice. So a forward
-never writes into a tensor that another microbatch may still need: a copy takes the buffer's place. What backward saved
-stays as it was, a second forward starts from what the first one found, and each microbatch changes the buffers once, in
-the order of the forwards. A buffer may also come to be in the first forward only: until then it is absent.
+never writes into a tensor that another microbatch may still need: a copy replaces the buffer. Tensors saved for
+backward stay unchanged, a recomputed forward starts from the buffers of the first one, and each microbatch updates the
+buffers once, in the order of the forwards. A buffer that only the first forward creates is absent until then.
 
-What a forward *decides*, such as the experts that tokens meet, the second one takes over: a tie that it broke otherwise
-would give the gradients of another model.
+A recomputed forward reuses the *decisions* of the first one, such as the experts chosen for tokens: if it broke a tie
+differently, the gradients would be those of another model.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Kept = Tensor | Literal["absent"] | None
 
 
 def places(layer: nn.Module, names: Sequence[str]) -> tuple[Place, ...]:
-    """Where the buffers `names` of a layer are kept."""
+    """The owning module and local name of each of the buffers `names` of a layer."""
     modules = dict(layer.named_modules(remove_duplicate=False))
     split = [name.rpartition(".") for name in names]
     return tuple((modules[path], key) for path, _, key in split)
 
 
 def present(buffers: Sequence[Place]) -> list[Kept]:
-    """What is in the places; for `put_back`."""
+    """The current buffers, to be passed to `put_back`."""
     return [module._buffers.get(name, "absent") for module, name in buffers]
 
 
 def put_back(buffers: Sequence[Place], values: Sequence[Kept]) -> None:
-    """Put `values` into the places."""
+    """Sets the buffers to `values`."""
     for (module, name), value in zip(buffers, values, strict=True):
         if isinstance(value, str):
             module._buffers.pop(name, None)
@@ -45,7 +45,7 @@ def put_back(buffers: Sequence[Place], values: Sequence[Kept]) -> None:
 
 
 def renew(buffers: Sequence[Place]) -> list[Kept]:
-    """Put a copy into each place; return what was there, which nobody writes to any more."""
+    """Replaces each buffer by a copy; returns the previous ones, which are never written to again."""
     before = present(buffers)
     put_back(buffers, _copies(before))
     return before
@@ -53,7 +53,7 @@ def renew(buffers: Sequence[Place]) -> list[Kept]:
 
 @contextmanager
 def as_before(buffers: Sequence[Place], before: Sequence[Kept]) -> Iterator[None]:
-    """The buffers as an earlier forward found them; afterwards they are as they were."""
+    """Runs its body with copies of the buffers `before` that an earlier forward started from, then restores them."""
     now = present(buffers)
     try:
         put_back(buffers, _copies(before))
@@ -64,7 +64,7 @@ def as_before(buffers: Sequence[Place], before: Sequence[Kept]) -> Iterator[None
 
 @contextmanager
 def left_alone(buffers: Sequence[Place]) -> Iterator[None]:
-    """What runs in here writes to copies; afterwards places have what they had."""
+    """Runs its body on copies of the buffers, then restores them."""
     before = renew(buffers)
     try:
         yield
@@ -73,7 +73,7 @@ def left_alone(buffers: Sequence[Place]) -> Iterator[None]:
 
 
 class Decisions:
-    """What the forward of a layer decided for one microbatch, in order."""
+    """The decisions of a layer's forward for one microbatch, in order."""
 
     __slots__ = ("_made", "_next")
 
@@ -88,7 +88,7 @@ class Decisions:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """The forward runs in here, for the first time or again."""
+        """To run a forward in, for the first time or again."""
         self._next = 0
         with _decisions.using(self):
             yield
@@ -98,7 +98,7 @@ _decisions = Current[Decisions]()
 
 
 def decided(make: Callable[[], Tensor]) -> Tensor:
-    """What `make` returns, without a gradient; in a forward that runs again for its backward, what it did before."""
+    """Returns `make()`, without a gradient; a forward recomputed for backward gets the value of the first one."""
     decisions = _decisions.value
     return make() if decisions is None else decisions.take(make)
 

@@ -1,13 +1,13 @@
-"""Where an op of a stage finds what it reads and lays what it makes: looked up once per plan.
+"""Routes: the source of an op's input and the sink of its output, looked up once per plan.
 
-What may be special about a stage (it reads the data, ends in the loss, has several neighbours; activations that move;
-layers that are frozen) is said by which parts a route has, some of features. The ops (ops.py) are the same for all:
+Special properties of a stage (it reads the data, ends in the loss, has several neighbours; offloaded activations;
+frozen layers) are the parts of its routes, some supplied by features. The ops (ops.py) are the same for all stages:
 
     F    x = takes.take();  y, left = keeps.forward(x);  left.grad = gives.give(y);  kept[key] = left
     B    left = keeps.back(kept.pop(key));  grad = left.grad or takes.take();  left.tape.backward(grad);  gives.give(..)
 
-A value of an edge lies in `Worker.edges`, keyed by the message that it is or would be, until its SEND or the stage that
-reads it takes it out.
+The value of an edge is in `Worker.edges`, keyed by its message (sent or not), until its SEND or the stage that reads it
+pops it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Finish = Callable[[Tensor], Tensor]
 
 @dataclass(slots=True)
 class Left:
-    """What F leaves for B: the input, which collects its gradient, or the parcel where it moves; the way back; what
-    that starts with, at the loss; the slot, None where backward is one op and the layers are torch's own."""
+    """Saved by F for B: the input, which receives its gradient, or its parcel if activations are offloaded; the tape;
+    the gradient of the loss, at the last stage; the slot, None if backward is one op on torch's own layers."""
 
     entry: Any  # Tensor | Parcel
     tape: Tape
@@ -51,11 +51,11 @@ class Left:
 
 
 class Source(Protocol):
-    """Where an op finds a tensor."""
+    """Supplies the input of an op."""
 
     @property
     def waits(self) -> bool:
-        """Whether to ask for it last, so that it is used as soon as it comes."""
+        """Whether to take it last, so that it is used as soon as it arrives."""
 
     def take(self, worker: Worker, number: int) -> Tensor: ...
 
@@ -73,7 +73,7 @@ class Data:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """Another stage of this rank has laid it down."""
+    """The output of another stage of this rank."""
 
     edge: Message
     missing: str
@@ -88,7 +88,7 @@ class Here:
 
 @dataclass(frozen=True, slots=True)
 class Comes:
-    """A message brings it; `laid` as it lies in memory in one process."""
+    """The tensor of a message; `laid` gives it the memory layout that it has in one process."""
 
     edge: Message
     laid: Callable[[Tensor], Tensor] | None = None
@@ -101,7 +101,7 @@ class Comes:
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Tensors of several stages, in their order, made one."""
+    """Tensors of several stages, in their order, joined into one."""
 
     sources: tuple[Source, ...]
     join: Callable[[list[Tensor]], Tensor]
@@ -112,7 +112,7 @@ class Several:
 
 
 def total(found: list[Tensor]) -> Tensor:
-    """A gradient by all stages that read an output, in their order: a sum of three depends on it."""
+    """The sum of an output's gradients from all its readers, in their order, on which the sum of three depends."""
     return functools.reduce(torch.add, found)
 
 
@@ -120,7 +120,7 @@ def total(found: list[Tensor]) -> Tensor:
 
 
 class Sink(Protocol):
-    """Where what an op makes goes; of a loss, what its backward begins with."""
+    """Takes the output of an op; for a loss, returns the gradient that its backward starts from."""
 
     def finish(self, worker: Worker, number: int) -> Finish: ...
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> Tensor | None: ...
@@ -128,7 +128,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Along edges, where SENDs look and stages of this rank; `each` makes a tensor for each of several."""
+    """Stores on edges, for SENDs and stages of this rank; `each` makes one tensor per edge."""
 
     edges: tuple[Message, ...]
     stage: Stage
@@ -149,7 +149,7 @@ class Edges:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """Into the loss of the step."""
+    """Adds to the loss of the step."""
 
     stage: Stage
 
@@ -163,7 +163,7 @@ class Losses:
         return functools.partial(slice_loss, worker.loss, target, share)
 
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> Tensor | None:
-        # mse_loss leaves its number in a storage as large as its input; on a device nobody waits for it here.
+        # The storage of mse_loss's result is as large as its input. A device's loss is not waited for here.
         loss = tensor.item() if worker.on_host else tensor.detach().clone()
         weight, share = worker.weight(number), worker.phase_run.share(tensor)
         loss = loss if weight == 1.0 else loss * weight
@@ -173,7 +173,7 @@ class Losses:
 
 @dataclass(frozen=True, slots=True)
 class Measures(Losses):
-    """Into the loss of an evaluation, each microbatch by the targets that count in it."""
+    """Adds to the loss of an evaluation, each microbatch weighted by the number of its targets that count."""
 
     def finish(self, worker: Worker, number: int) -> Finish:
         target, share = read(worker, worker.source, "targets", number, self.stage.part)
@@ -187,7 +187,7 @@ class Measures(Losses):
 
 
 def slice_loss(function: Loss, target: Tensor, share: float, output: Tensor) -> Tensor:
-    """What a slice adds to the loss of its microbatch. Raises E505 as `stage_loss`."""
+    """The contribution of a slice to the loss of its microbatch. Raises E505 as `stage_loss`."""
     if share == 0.0:  # no target counts: a mean over none would be no number
         return (output * 0.0).sum()
     return stage_loss(function, target, output) * share
@@ -206,11 +206,11 @@ def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
     return loss
 
 
-# ---- what is kept between F and B ----------------------------------------------------------------------------
+# ---- kept between F and B ------------------------------------------------------------------------------------
 
 
 class Keeps:
-    """The graph, on the device."""
+    """Keeps the graph, on the device."""
 
     def forward(
         self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
@@ -221,16 +221,16 @@ class Keeps:
         return y.detach(), Left(x, tape, slot)
 
     def back(self, worker: Worker, op: Op, left: Left) -> Left:
-        """Before backward."""
+        """The saved state with its activations on the device, before backward."""
         return left
 
     def zeros(self, entry: Any) -> Tensor:
-        """The gradient of an input that has none."""
+        """The gradient of an input that received none."""
         return torch.zeros_like(entry)
 
 
 class Evaluates(Keeps):
-    """Nothing: no backward follows."""
+    """Keeps nothing: no backward follows."""
 
     def forward(
         self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
@@ -245,26 +245,26 @@ KEEPS, EVALUATES = Keeps(), Evaluates()
 
 
 class Route(NamedTuple):
-    """What the plan and the placement fix about an op."""
+    """The properties of an op that the plan and the placement fix."""
 
     key: Key
     stage: Stage
-    message: Message | None = None  # a transfer's
-    peer: int = -1  # its other end, in the run
+    message: Message | None = None  # of a transfer
+    peer: int = -1  # the rank of the run at its other end
     takes: Source | None = None  # None: a backward that begins at the loss
     gives: Sink | None = None  # None: a backward that ends at the data
     keeps: Keeps = KEEPS
-    slotted: bool = False  # whether layers that split their backward are to do so, which costs more than torch's own
-    buffer: Callable[[], Tensor] | None = None  # for what a receive brings
+    slotted: bool = False  # whether layers may split their backward, which costs more than torch's own layers
+    buffer: Callable[[], Tensor] | None = None  # makes the buffer of a receive
 
     @property
     def brought(self) -> Message | None:
-        """The one message that brings what a compute op reads, or a transfer's own."""
+        """The only message that a compute op reads, or a transfer's own."""
         return self.takes.edge if isinstance(self.takes, Comes) else self.message
 
 
 def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
-    """None for ops that are of no stage. Raises E203, E205 for a plan of another rank."""
+    """The route of an op; None for ops without a stage. Raises E203, E205 for a plan of another rank."""
     kind, placement, here = op.kind, worker.placement, op.stage
     if kind.row.scope in (Scope.RANK, Scope.EVERY) or here < 0:
         return None
@@ -335,10 +335,10 @@ def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
 
 
 def _laid(lays: Callable[[Tensor], Tensor], count: int, y: Tensor) -> list[Tensor]:
-    """An output for each of its readers."""
+    """The same output for each of its readers."""
     return [lays(y)] * count
 
 
 def _first(size: int, grad: Tensor) -> list[Tensor]:
-    """Of a gradient what goes back."""
+    """The part of a gradient that is sent back."""
     return [grad[:size]]

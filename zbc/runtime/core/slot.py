@@ -1,16 +1,16 @@
-"""Where weight-gradient work waits between the two halves of a backward.
+"""Slots: deferred weight-gradient work between the two halves of a backward.
 
 A `Slot` belongs to one (stage, microbatch). It is current while the stage's forward runs, and every layer that can
-split its backward takes it along in its autograd context:
+split its backward saves it in its autograd context:
 
     F    slot = Slot(); with using(slot): y = stage(x)
     B    slot.split = True; backward(y)     each layer returns its input gradient and defers the rest: slot.defer(fn)
-    W    slot.run()                         runs what was deferred
+    W    slot.run()                         runs the deferred work
 
-With `split` left False the same backward computes everything at once (BW). Pairing goes through the slot a layer took
-at forward time, never through an order: B and W of different microbatches may come in any order, on any thread.
+With `split` left False the same backward computes everything at once (BW). B and W are paired by the slot that a layer
+saved in its forward, never by an order: those of different microbatches may run in any order, on any thread.
 
-Layers of users can take part: read `current_slot()` in forward, call `slot.defer` in backward.
+Layers of users can defer work, too: read `current_slot()` in forward, call `slot.defer` in backward.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Slot:
     def __init__(self, frozen: Iterable[nn.Parameter] = ()) -> None:
         self.split = False
         self.frozen = frozenset(map(id, frozen))  # parameters that this microbatch does not train
-        self.fills = False  # split, and W follows its B at once: what is deferred may run where the B waits
-        self.spares = 0  # what B makes again: nothing, what ranks gather, or all that is cheap (again.py)
+        self.fills = False  # split, and W follows its B at once: deferred work may run while the B waits
+        self.spares = 0  # level of recompute: nothing, gathered tensors, or all that is cheap (again.py)
         self._work: list[Callable[[], None]] = []
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Keep `work` for W, or run it now if this backward is not split. To be called from a layer's backward.
+        """Keeps `work` for W, or runs it now if this backward is not split. To be called from a layer's backward.
 
         `work` computes gradients without recording and adds them with `accumulate`. It should hold detached tensors:
         one that still has its `grad_fn` keeps the graph alive until W.
@@ -50,14 +50,14 @@ class Slot:
                 work()
 
     def run(self, between: Callable[[int], None] | None = None) -> None:
-        """W: run the deferred work in the order it was deferred, releasing what each piece holds as it ends.
+        """W: runs the deferred work in the order it was deferred, freeing the tensors of each piece when it ends.
 
-        `between` is called after each piece, with how many are left.
+        `between` is called after each piece, with the number of pieces left.
         """
         work = self._work[::-1]
         self._work.clear()
         before, current = torch.is_grad_enabled(), _slots.value
-        if self.frozen:  # for `accumulate`; otherwise none is current, and what runs a forward here defers nothing
+        if self.frozen:  # for `accumulate`; otherwise none is current, and a forward that runs here defers nothing
             swap_slot(self)
         set_grad_enabled(False)
         try:
@@ -84,20 +84,20 @@ def current_slot() -> Slot | None:
 
 
 def call_between(function: Callable[[int], None] | None) -> None:
-    """Have W on this thread call `function` between the weight gradients of two layers, with how many are left."""
+    """Sets a function that W on this thread calls between the weight gradients of two layers, with the number left."""
     _between.value = function
 
 
 def between() -> Callable[[int], None] | None:
-    """What W calls between the weight gradients of two layers."""
+    """The function that W calls between the weight gradients of two layers."""
     return _between.value
 
 
 def accumulate(parameter: Tensor, grad: Tensor) -> None:
-    """Add `grad` to `parameter.grad` as autograd does: take it over the first time, add in place afterwards.
+    """Adds `grad` to `parameter.grad` as autograd does: stores it the first time, adds in place afterwards.
 
-    Low-precision parameters may collect their gradients in float32: `parameter.grad_dtype` says so. A layer that does
-    not ask whether its parameters are frozen in this microbatch has computed one for nothing: it is dropped.
+    Low-precision parameters may accumulate their gradients in float32, given by `parameter.grad_dtype`. A gradient of a
+    parameter that is frozen in this microbatch is dropped: layers need not check.
     """
     if not isinstance(parameter, nn.Parameter):
         parameter = _original(parameter)
@@ -113,10 +113,10 @@ def accumulate(parameter: Tensor, grad: Tensor) -> None:
 
 
 def accumulate_product(parameter: Tensor, grad: Tensor, rows: Tensor) -> None:
-    """Add `grad` (N, out) transposed times `rows` (N, in) to `parameter.grad` (out, in) as the product is computed.
+    """Adds `grad` (N, out) transposed times `rows` (N, in) to `parameter.grad` (out, in) inside the product.
 
     One kernel in place of a product, a cast and a sum: equal to `accumulate` to rounding. A CPU multiplies in one type
-    only; there, narrow products are cast and added as ever.
+    only; there, narrow products are cast and added by `accumulate`.
     """
     if not isinstance(parameter, nn.Parameter):
         parameter = _original(parameter)
@@ -141,14 +141,14 @@ def _is_frozen(parameter: Tensor) -> bool:
     return slot is not None and bool(slot.frozen) and id(parameter) in slot.frozen
 
 
-# Where activations may move, hooks see to what a forward saves, and autograd then hands out another tensor for a saved
-# parameter each time it is asked: parameters by what they have in common with it.
+# If activations may be offloaded, hooks process saved tensors, and autograd then returns a new tensor for a saved
+# parameter on each access: parameters are looked up by the properties that such tensors share with them.
 _Place = tuple[int, int, torch.Size, tuple[int, ...]]
 _parameters: WeakValueDictionary[_Place, nn.Parameter] = WeakValueDictionary()
 
 
 def know(parameters: Iterable[nn.Parameter]) -> None:
-    """Let `accumulate` find these parameters by what forwards save of them."""
+    """Lets `accumulate` find these parameters by the tensors that forwards save for them."""
     for parameter in parameters:
         _parameters[_place(parameter)] = parameter
 
@@ -159,5 +159,5 @@ def _place(tensor: Tensor) -> _Place:
 
 
 def _original(tensor: Tensor) -> Tensor:
-    """The parameter that a saved tensor is; the tensor itself where activations stay."""
+    """The parameter of a saved tensor; the tensor itself if activations are not offloaded."""
     return _parameters.get(_place(tensor), tensor) if len(_parameters) else tensor

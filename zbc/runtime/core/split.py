@@ -2,7 +2,7 @@
 
 `split_backward` replaces the `forward` of such modules, one instance at a time. The replacement takes the current
 `Slot` (slot.py) along; without one, outside a pipeline step, it is the ordinary forward. Only these layers are split:
-they hold the arithmetic. Norms, biases of norms and everything else get their gradients in B.
+they do most of the arithmetic. Norms, biases of norms and everything else get their gradients in B.
 
 Between B and W a slot holds the input and the output gradient of each deferred layer and nothing else of the graph.
 Accumulation follows autograd (`p.grad = g`, then add), so W in microbatch order gives the bits of a fused backward.
@@ -28,8 +28,8 @@ from zbc.runtime.core.slot import Slot, accumulate, accumulate_product, current_
 
 
 class _Linear(torch.autograd.Function):
-    """`y = x w^T + b`. `low` is w in the autocast type, or None outside autocast; `remade`: what makes x again;
-    `fused`: the weight gradient is added to its sum inside the product."""
+    """`y = x w^T + b`. `low` is w in the autocast type, or None outside autocast; `remade` recomputes x; `fused`: the
+    weight gradient is added to its sum inside the product."""
 
     @staticmethod
     def forward(
@@ -105,11 +105,11 @@ class SplitLinear:
 
     @property
     def low(self) -> Tensor | None:
-        """The cast that is kept now, if any."""
+        """The cached cast, if any."""
         return None if self._low is None else self._low[1]
 
     def cast(self, dtype: torch.dtype) -> Tensor | None:
-        """The weight in that type, kept until it changes; None where autocast leaves it as it is."""
+        """The weight in that type, cached until it changes; None if autocast leaves the weight as it is."""
         weight = self.module.weight
         if weight.dtype == torch.float64:  # as autocast, which leaves those alone
             return None
@@ -122,8 +122,8 @@ class SplitLinear:
         return low[1]
 
     def adopt(self, dtype: torch.dtype) -> Tensor:
-        """Room for the weight in that type, which counts as its cast: for who brings it in place of the weight. What is
-        in it is undefined; it is the tensor of before, if that was freed."""
+        """Installs an uninitialised tensor of that type as the cast, for a caller that gathers the cast and not the
+        weight. Reuses the previous tensor if its bytes were freed."""
         weight, low = self.module.weight, self._low
         if low is None or low[0] != weight._version or low[1].dtype != dtype:
             self._low = low = weight._version, torch.empty_like(weight, dtype=dtype, requires_grad=False), weight
@@ -132,24 +132,24 @@ class SplitLinear:
         return low[1]
 
     def free(self) -> None:
-        """Give back the bytes of the cast: graphs that need it for their backward keep the tensor."""
+        """Frees the bytes of the cast; graphs that need it for their backward keep the tensor object."""
         if self._low is not None:
             self._low[1].untyped_storage().resize_(0)
 
     def refill(self) -> None:
-        """Cast again into the tensor that was freed, once the weight is there."""
+        """Casts again into the freed tensor, once the weight is resident."""
         if self._low is not None:
             _, low, weight = self._low
             low.untyped_storage().resize_(low.nbytes)
             low.data.copy_(weight.data)  # `data` leaves no version behind, or autograd would refuse those graphs
 
     def exchange(self, low: tuple[int, Tensor, Tensor] | None) -> tuple[int, Tensor, Tensor] | None:
-        """Have the cast of another version of the weight instead; the one before."""
+        """Installs the cast of another version of the weight; returns the previous one."""
         before, self._low = self._low, low
         return before
 
     def forget(self) -> None:
-        """Drop the cast weight; called after each optimizer step, also for writes that leave no version behind."""
+        """Drops the cast; called after each optimizer step, since some writes do not change the weight's version."""
         self._low = None
 
 
@@ -192,11 +192,11 @@ class SplitEmbedding:
         return _apply(_Embedding, input, module.weight, padding, slot)
 
 
-# ---- any layer with one input, by keeping its own small graph -------------------------------------------------
+# ---- any layer with one input, which keeps a graph of its own -------------------------------------------------
 
 
 class _Leaf(torch.autograd.Function):
-    """Runs `function(x)` as a graph of its own; B asks that graph for the input gradient, W for the parameters'."""
+    """Runs `function(x)` as a graph of its own: B computes its input gradient, W its parameters' gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], slot: Slot, *parameters: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ def _accumulate_all(parameters: tuple[Tensor, ...], grads: tuple[Tensor | None, 
 
 
 class SplitLeaf:
-    """The `forward` of one module with a single input whose parameter gradients can wait, whatever it computes."""
+    """The `forward` of any module with a single input, whose parameter gradients can wait."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -265,10 +265,10 @@ _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 
 
 def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT, *, fused: bool = False) -> list[Patch]:
-    """Let every layer of `kinds` inside `root` defer its weight gradient; return the patches installed. `fused`: linear
-    layers add theirs to its sum inside the product.
+    """Lets every layer of `kinds` inside `root` defer its weight gradient; returns the installed patches. `fused`:
+    linear layers add theirs to its sum inside the product.
 
-    A module stays as it is, and its weight gradient is computed in B, if patching could change what it does: it has a
+    A module stays as it is, and its weight gradient is computed in B, if patching could change its behaviour: it has a
     forward of its own (subclass or instance), hooks, parametrizations, gradient hooks on its parameters, parameters
     without elements, sparse or renormalised embeddings, or lies inside a compiled module.
     """
@@ -284,10 +284,10 @@ def split_backward(root: nn.Module, kinds: tuple[type[nn.Module], ...] = SPLIT, 
 
 
 def refuse_wrapped(name: str, layer: nn.Module) -> None:
-    """Raise E507 for data-parallel wrappers and sharded parameters inside `layer`.
+    """Raises E507 for data-parallel wrappers and sharded parameters inside `layer`.
 
     Their hooks fire when autograd accumulates a gradient, which a deferred W bypasses: gradients would silently not
-    be summed over ranks, and the collectives would run in an order no plan knows.
+    be summed over ranks, and the collectives would run in an order unknown to the plan.
     """
     for path, module in layer.named_modules():
         wrapper = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
@@ -320,7 +320,7 @@ _HOOKS = (
 
 
 def plain(module: nn.Module) -> bool:
-    """Whether the module computes what its class says with plain leaf parameters, and nobody listens in."""
+    """Whether the module has its class's forward, plain leaf parameters, and no hooks."""
     if "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS):
         return False
     own = module._parameters
@@ -330,10 +330,10 @@ def plain(module: nn.Module) -> bool:
 
 
 def _own(module: nn.Module) -> bool:
-    """Whether the weights of a module are parameters now, and not what torch.func.functional_call put in their place:
-    the gradient of that goes on through the graph, and its values are other ones from call to call.
+    """Whether the weights of a module are parameters now. If torch.func.functional_call has replaced them by tensors,
+    these pass gradients on through the graph and change from call to call.
 
-    Nor are they while torch.vmap or another transform of torch.func runs."""
+    False while torch.vmap or another transform of torch.func runs."""
     if transforming():
         return False
     for parameter in module._parameters.values():

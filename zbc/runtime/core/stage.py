@@ -1,4 +1,4 @@
-"""One stage of the model on this rank: its layers, its parameters by global name, and what goes in and out."""
+"""One stage of the model on this rank: its layers, its parameters by global name, its input and output specs."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from zbc.runtime.features.added import adding_to, current_adding
 
 @dataclass(frozen=True)
 class Traits:
-    """What tries with made-up numbers found out of a layer's forward (training/probing)."""
+    """Properties of a layer's forward, found by trials with random data (training/probing)."""
 
     random: bool = False
     overwrites: bool = False
     remembers: tuple[str, ...] = ()  # names of buffers inside the layer
     whole: bool = False
-    carries: tuple[str, ...] = ()  # attributes inside the layer that its output follows
-    mixes: tuple[str, ...] = ()  # attributes that hold what a backward needs
+    carries: tuple[str, ...] = ()  # attributes inside the layer that its output depends on
+    mixes: tuple[str, ...] = ()  # attributes that hold tensors that a backward needs
 
 
 @dataclass(frozen=True)
 class StageLayer:
-    """A layer of a stage, and what the runtime knows of its forward."""
+    """A layer of a stage, and the known properties of its forward."""
 
     name: str
     module: nn.Module
     traits: Traits
     buffers: tuple[Place, ...] = ()  # those its forward changes
-    compiled: Callable[[Tensor], Tensor] | None = None  # its forward in training, if that is another
-    wary: bool = False  # seeded though no trial saw it draw: another layer of its stage does
-    suspect: bool = False  # some layer of the rank draws from a generator that nobody seeds
+    compiled: Callable[[Tensor], Tensor] | None = None  # its compiled forward for training, if any
+    wary: bool = False  # seeded though it did not draw in trials: another layer of its stage draws unexpectedly
+    suspect: bool = False  # some layer of the rank draws from an unseeded generator
 
     @functools.cached_property
     def call(self) -> Callable[[Tensor], Tensor]:
@@ -59,7 +59,7 @@ class StageLayer:
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether nothing needs to be done around its forward."""
+        """Whether its forward can be called directly: no seed, check, copy of its input or of buffers is needed."""
         return not (self.seeded or self.suspect or self.traits.overwrites or self.buffers)
 
     @property
@@ -70,12 +70,12 @@ class StageLayer:
 
 @dataclass
 class Stage:
-    """`takes` is the input of one microbatch, `gives` the output (None behind the last stage, where the loss is).
+    """`takes` is the input of one microbatch, `gives` the output (None for the last stage, which ends in the loss).
 
-    `flows`: the input may get a gradient; `passed`: a trial saw that of the output arrive (training/probing/shapes.py).
-    `laid`: how the input lies in memory in one process, if known.
-    `recompute`: F keeps the inputs of the layers only, and backward runs each of them again. `spares`: what
-    backward makes again otherwise (again.py).
+    `flows`: the input may get a gradient; `passed`: in a trial the output got one (training/probing/shapes.py).
+    `laid`: the memory layout of the input in one process, if known.
+    `recompute`: F keeps the inputs of the layers only, and backward runs each of them again. `spares`: the level of
+    selective recompute otherwise (again.py).
     """
 
     index: int
@@ -92,18 +92,18 @@ class Stage:
     parameters: dict[str, nn.Parameter] = field(init=False)
     casts: list[SplitLinear] = field(default_factory=list)
     laid: Laid | None = None
-    came: Packing | None = None  # how its input is packed, if it is several tensors
-    goes: Packing | None = None  # how its output is
-    part: Part | None = None  # the slice of microbatches that this one runs; None: whole ones
-    asleep: frozenset[int] = frozenset()  # layers, by their place, that are frozen in the forward that runs
-    reads: str = ""  # the group whose data it reads, where data are of several
-    inputs: tuple[int, ...] = ()  # the stages whose outputs are its arguments, where they are several
+    came: Packing | None = None  # the packing of its input, if that is several tensors
+    goes: Packing | None = None  # the packing of its output, if that is several tensors
+    part: Part | None = None  # the slice of microbatches that it runs; None: whole microbatches
+    asleep: frozenset[int] = frozenset()  # layers, by index, that are frozen in the current forward
+    reads: str = ""  # the group of layers whose data it reads, if there are several groups
+    inputs: tuple[int, ...] = ()  # the stages whose outputs are its arguments, if there are several
     fused: bool = False  # whether its linear layers add up weight gradients inside their products
     watched: bool = False  # whether some forward may draw random numbers though no trial did: layers of users
-    slices: tuple[Stage, ...] = ()  # where microbatches come in slices, the stage for each; this one is for the rest
+    slices: tuple[Stage, ...] = ()  # the stage of each slice, if microbatches have slices; this one is for the rest
 
     def at(self, part: int) -> Stage:
-        """What runs that slice of a microbatch."""
+        """The stage that runs slice `part` of a microbatch."""
         return self.slices[part] if self.slices else self
 
     def __post_init__(self) -> None:
@@ -112,24 +112,24 @@ class Stage:
         }
 
     def seed_all(self, *, suspect: bool = False) -> None:
-        """Seed every layer from now on: some other one has drawn, so any may.
+        """Seeds every layer from now on: one has drawn unexpectedly, so any may.
 
-        With `suspect`, find out which one draws from a generator that nobody seeds: E509 in its next forward.
+        With `suspect`, also finds the layer that draws from an unseeded generator: E509 in its next forward.
         """
-        self.watched = False  # a thread that looks cannot have the lock for itself
+        self.watched = False  # a thread that shares the lock to check for draws cannot hold it exclusively
         self.layers = tuple(replace(layer, wary=True, suspect=suspect) for layer in self.layers)
         self.__dict__.pop("_calls", None)
 
     @functools.cached_property
     def alone(self) -> Alone:
-        """Keeps the gradients apart from what the runtime still needs. First asked for when parameters are settled."""
+        """Copies gradients that share memory with tensors in use. First accessed when the parameters are final."""
         return Alone(self.parameters.values())
 
     @contextmanager
     def resting(self, layers: frozenset[int]) -> Iterator[list[nn.Parameter]]:
-        """Freeze some layers, by their place, in the forwards in here, and where a backward runs these again; what is
-        frozen."""
-        _ = self._first_trained  # kept from the first time on, so not to be looked for while layers are frozen
+        """Freezes some layers, by index, in the forwards of its body, also when a backward runs them again; yields the
+        frozen parameters."""
+        _ = self._first_trained  # cached, so it must be computed before layers are frozen
         modules = [self.layers[index].module for index in layers]
         frozen = [p for module in modules for p in module.parameters() if p.requires_grad]
         before, self.asleep = self.asleep, layers
@@ -144,7 +144,7 @@ class Stage:
 
     @functools.cached_property
     def casts_weights(self) -> bool:
-        """Whether its linear layers keep casts of their weights for all microbatches."""
+        """Whether its linear layers cache casts of their weights over microbatches."""
         return not isinstance(self.autocast, nullcontext)
 
     @property
@@ -161,12 +161,12 @@ class Stage:
         slot: Slot | None,
         parcel: Parcel | None = None,
     ) -> tuple[Tensor, Tape]:
-        """What `finish` makes of the stage's output (a message, the loss), and what backward needs.
+        """`finish` of the stage's output (a message, the loss), and the tape for backward.
 
-        With a parcel around it, that learns whose turn it is.
+        A parcel is told which layer runs.
 
-        Draws of dropout depend on (seed, step, microbatch, layer) alone. Where a layer draws for the first time, which
-        no trial showed, the forward runs again with every layer seeded.
+        Draws of dropout depend on (seed, step, microbatch, layer) alone. If a layer draws that did not draw in trials,
+        the forward runs again with every layer seeded.
         """
         if not self.watched:
             return self._forward(x, step, mb, finish, slot, parcel)
@@ -228,17 +228,17 @@ class Stage:
 
     @functools.cached_property
     def _calls(self) -> tuple[tuple[Callable[[Tensor], Tensor], StageLayer | None], ...]:
-        """The forward of each layer, and the layer where more is to be done."""
+        """The forward of each layer, and the layer if it is not `plain`."""
         return tuple((layer.call, None if layer.plain else layer) for layer in self.layers)
 
     @property
     def buffers(self) -> list[Place]:
-        """Where those are that forwards change."""
+        """The buffers that forwards change."""
         return [place for layer in self.layers for place in layer.buffers]
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Of its layers."""
+        """The names of its layers."""
         return tuple(layer.name for layer in self.layers)
 
     @functools.cached_property
@@ -247,7 +247,7 @@ class Stage:
         return self.takes.maker(self.device)
 
     def empty_from(self, source: int) -> Tensor:
-        """A buffer for the output of one of the several stages that it reads."""
+        """A buffer for the output of `source`, one of several stages that it reads."""
         if self.came is None:
             raise TypeError(f"stage {self.index} has one input")
         return self.came.parts[self.inputs.index(source)].laid.spec.empty(self.device)
@@ -259,17 +259,17 @@ class Stage:
 
     @functools.cached_property
     def returned(self) -> TensorSpec | None:
-        """The gradient of its output as it comes: of several tensors those alone that have one."""
+        """The spec of its output's gradient as it arrives: of several tensors only those that have one."""
         return self.gives if self.goes is None else self.goes.gradient
 
     def arrived(self, x: Tensor) -> Tensor:
-        """An input that a transfer brought, which is contiguous, as it lies in one process: layers may look at that."""
+        """A received input, which is contiguous, in the memory layout of one process, on which layers may depend."""
         return x if self.laid is None else self.laid.lay(x)
 
     def evaluate(self, x: Tensor, finish: Callable[[Tensor], Tensor], *place: object) -> Tensor:
-        """What `finish` makes of the stage's output, with nothing kept for a backward.
+        """`finish` of the stage's output, without saving anything for a backward.
 
-        What draws random numbers even so draws from a seed made of `place`.
+        Layers that draw random numbers even in evaluation use a seed made of `place`.
         """
         before, given = swap_slot(Slot()), x
         try:
@@ -285,7 +285,7 @@ class Stage:
         return self.evaluate(given, finish, *place)
 
     def _evaluate(self, layer: StageLayer, x: Tensor, *place: object) -> Tensor:
-        if layer.traits.overwrites:  # what it is given may be a weight, or a table that a layer returned
+        if layer.traits.overwrites:  # its input may be a weight, or a table that a layer returned
             x = x.clone()
         with drawing(self.device, seed_of(*place, layer.name)) if layer.seeded else nullcontext():
             y: Tensor = layer.module(x)
@@ -323,7 +323,7 @@ class Stage:
             if layers[index].compiled is None:
                 with torch.no_grad():
                     x = run(index, x)
-            else:  # as backward will run it again: what torch compiles for no gradient has other bits
+            else:  # as in the recompute: code compiled for no gradient has other results in the last bits
                 x = run(index, input_of(index, x, first)).detach()
         return x, Inputs(inputs, run, again, first)
 
@@ -339,7 +339,7 @@ class Stage:
                 return layer.call(x)
 
     def _draw(self, step: int, mb: int, layer: StageLayer) -> int:
-        """The seed of what a layer draws."""
+        """The seed of a layer's random draws."""
         return seed_of(self.seed, step, mb, layer.name)
 
     @functools.cached_property
@@ -349,7 +349,7 @@ class Stage:
         return next((index for index, found in enumerate(trained) if found), len(self.layers))
 
     def fit(self, y: Tensor) -> Tensor:
-        """The output as the next stage expects it. Raises E505 if it is not."""
+        """The output in the spec of the next stage's input. Raises E505 if its shape or type does not fit."""
         gives = self.gives
         if gives is None or (y.dtype is gives.dtype and y.shape == gives.shape):
             return y
@@ -360,12 +360,12 @@ class Stage:
 
 
 def _name(error: BaseException, layer: StageLayer, x: Tensor) -> None:
-    """Say which layer raised, and for what; an error of zbc's own says so itself."""
+    """Notes on an error the layer that raised it and its input; errors of zbc name them already."""
     if not isinstance(error, ZbcError):
         error.add_note(f"in layer {layer.name}, for {TensorSpec.of(x)}")
 
 
 def mismatch(what: str, found: Tensor, wanted: TensorSpec) -> ZbcError:
-    """E505 for a tensor that is not what the plan says; `what` names it."""
+    """E505 for a tensor with another spec than the plan's; `what` names it."""
     text = f"run: {what} is {TensorSpec.of(found)}, it must be {wanted}"
     return ZbcError("E505", text, hint="every microbatch has the same shapes; layers must not depend on the data")

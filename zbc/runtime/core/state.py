@@ -1,13 +1,13 @@
-"""What one rank holds while it runs a plan: the `Worker`, and where each op finds its things.
+"""The state of one rank while it runs a plan: the `Worker` and its stores.
 
-A tensor's way through a rank, keyed by `ir.Key` (stage, microbatch, pipe, slice) or by the edge:
+The path of a tensor through a rank, keyed by `ir.Key` (stage, microbatch, pipe, slice) or by the edge:
 
     RECV_F -> F -> kept[key] until B; edges[message] until SEND_F, or until the F here that reads it
     OFFLOAD .. RELEASE .. RELOAD: from kept[key] into away[key] and back
     RECV_B -> B -> slots[key] until W; edges[message] until SEND_B, or until the B here that reads it
 
-What an op reads, makes and uses up is what its row in zbc/ops.py says; `STORES` says where such a value lies, and
-route.py where each op looks.
+The row of an op in zbc/ops.py lists the values it reads, makes and consumes; `STORES` maps such values to stores, and
+route.py maps each op to its entries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Script = list[Entry]
 
 
 class BatchSource(Protocol):
-    """Where the microbatches of every step come from, as tensors on the CPU."""
+    """The data of every step, by microbatch, as tensors on the CPU."""
 
     @property
     def count(self) -> int: ...  # samples
@@ -59,49 +59,49 @@ class BatchSource(Protocol):
         return self.targets(step, mb)
 
     def own(self, whole: Tensor) -> Tensor:
-        """Of these, this rank's."""
+        """This rank's part of `whole`."""
         return whole
 
     def weight(self, step: int, mb: int) -> float | None:
-        """By the targets that count; None: as all others, or as their dealer says."""
+        """A microbatch's weight by its targets that count; None: equal weights, or `Work.weight`."""
         return None
 
     def close(self) -> None:
-        """End the threads that read."""
+        """Ends the reader threads."""
         return
 
 
 class Work:
-    """What each replica gets of a step: as much as all others. Others deal samples out (training/data/unequal.py)."""
+    """Each replica's share of a step, here equal ones. A subclass deals out unequal ones (training/data/unequal.py)."""
 
-    most = 0  # microbatches for a replica, which are numbered over all replicas; 0: as many as its plan has
+    most = 0  # maximum microbatches of a replica, which are numbered over all replicas; 0: the number in its plan
 
     def count(self, step: int, replica: int) -> int | None:
-        """Microbatches of a replica; None: as many as the phase has."""
+        """The number of microbatches of a replica; None: the phase's."""
         return None
 
     def weight(self, step: int, number: int) -> float:
-        """What a microbatch counts."""
+        """The weight of a microbatch in the loss of the step."""
         return 1.0
 
     def rows(self, step: int, number: int) -> Rows | None:
-        """Lengths of the samples in the rows of a microbatch; None where each row is one."""
+        """Lengths of the samples in the rows of a microbatch; None if each row is one sample."""
         return None
 
     def follow(self, phases: Phases) -> None:
-        """Have the steps begin where `phases` says."""
+        """Starts the steps from the position of `phases`."""
 
 
 @dataclass
 class PhaseRun:
-    """What a rank runs in one phase of the training."""
+    """The plan, script and routes of a rank in one phase of the training, or in evaluations."""
 
     plan: RankPlan
     layout: VectorLayout
     script: Script
     ending: Ending = field(default_factory=Barrier)
     routes: dict[Op, Route] = field(default_factory=dict)
-    trains: bool = True  # not of an evaluation, which has data of its own
+    trains: bool = True  # False for an evaluation, which has data of its own
     batches: BatchSource | None = None
     first: int = 0  # the number of this replica's first microbatch among those of all replicas of the pipeline
     _shares: dict[torch.dtype, Tensor] = field(default_factory=dict)
@@ -113,12 +113,12 @@ class PhaseRun:
 
     @functools.cached_property
     def halves(self) -> frozenset[Key]:
-        """Whose W is an op of its own."""
+        """The keys whose W is a separate op."""
         return frozenset(op.key for op in self.ending.keyed(self.plan.ops) if op.kind is Kind.B)
 
     def share(self, loss: Tensor) -> Tensor:
-        """The gradient of a step's loss, a mean over the microbatches of all replicas, by the loss of one. Where stages
-        step on their own, of a mean over those of one such step."""
+        """The derivative of a step's loss, a mean over the microbatches of all replicas, by the loss of one. If stages
+        step without a flush, the mean is over the microbatches of one stage's step."""
         share = self._shares.get(loss.dtype)
         if share is None:
             share = self._shares[loss.dtype] = loss.new_tensor(self.portion)
@@ -126,19 +126,19 @@ class PhaseRun:
 
     @functools.cached_property
     def portion(self) -> float:
-        """`share` as a number; losses that come as parts of the step's are taken as they are."""
+        """`share` as a number; 1 if losses are already parts of the step's loss."""
         layout = self.layout
         of = 1 if layout.weighted else self.ending.every or layout.microbatches // layout.apart * layout.tell
         return 1.0 / of
 
     def weigh(self, worker: Worker, number: int, target: Tensor, share: float) -> float:
-        """What the mean over the targets of a microbatch, or of a slice of it that is `share` of it, counts."""
+        """The weight of a mean over the targets of a microbatch, or of a slice that has `share` of them."""
         return share * worker.weight(number)
 
 
 @dataclass(repr=False)
 class Worker:
-    """One rank at work. The only mutable object of the runtime; after a step every store is empty."""
+    """The state of one rank. The only mutable object of the runtime; after a step every store is empty."""
 
     phase_runs: list[PhaseRun]  # by phase
     phases: Phases
@@ -152,14 +152,14 @@ class Worker:
     rate: Callable[[Phases, int], float]  # the learning rate of a step
     features: Features
     sums: dict[Op, GradientSum] = field(default_factory=dict)  # of each REDUCE of the plan
-    work: Work = field(default_factory=lambda: Work())  # what each replica gets of a step
+    work: Work = field(default_factory=lambda: Work())  # each replica's share of a step
     warnings: tuple[str, ...] = ()  # for the console, before the first step
 
-    watched: bool = False  # whether generators that nobody seeds are looked at: layers of users may draw from them
-    suspicious: bool = False  # whether each layer is
+    watched: bool = False  # whether unseeded generators are checked: layers of users may draw from them
+    suspicious: bool = False  # whether they are checked around each layer
     step: int = 0
     stop: bool = False
-    ends: bool = True  # whether something comes between this step and the next
+    ends: bool = True  # whether something runs between this step and the next
     verdict: StepResult | None = None
     progress: Progress = field(default_factory=Progress)
     results: list[StepResult] = field(default_factory=list)
@@ -172,8 +172,8 @@ class Worker:
     reading: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)  # of slices to come
     evaluation: PhaseRun | None = None
     summing: list[GradientSum] = field(default_factory=list)  # started, not finished
-    copied: torch.cuda.Event | None = None  # when the state that is copied to the host may change
-    renamed: dict[Letter, Letter] = field(default_factory=dict)  # what messages of this step that came twice are called
+    copied: torch.cuda.Event | None = None  # from when on the state being copied to the host may change
+    renamed: dict[Letter, Letter] = field(default_factory=dict)  # new names of messages sent twice in this step
 
     def __repr__(self) -> str:
         return f"<worker {self.topology.name(self.rank)}>"  # not its weights, the bytes of which may be gone
@@ -196,7 +196,7 @@ class Worker:
             self.prepare(run)
 
     def suspect(self, drawn: bool) -> None:
-        """Where a step has `drawn` from a generator that nobody seeds, look at each layer of the next one."""
+        """If a step has `drawn` from an unseeded generator, checks each layer in the next step."""
         if drawn != self.suspicious:
             self.suspicious = drawn
             for stage in self.stages.values():
@@ -213,7 +213,7 @@ class Worker:
 
     @property
     def source(self) -> BatchSource | None:
-        """The data of what runs: of training, or of evaluation."""
+        """The data of the current PhaseRun: training's or evaluation's."""
         return self.batches if self.phase_run.trains else self.phase_run.batches
 
     @property
@@ -225,31 +225,31 @@ class Worker:
         return self.phase_run.script
 
     def run_of(self, step: int) -> PhaseRun:
-        """What runs a step."""
+        """The PhaseRun of a step."""
         count = self.work.count(step, self.replica)
         if count is None:
             return self.phase_runs[self.phases.index(step)]
         return next(run for run in self.phase_runs if run.count == count)
 
     def resume(self, step: int, position: int) -> None:
-        """Go on with a training whose steps before `step` took `position` samples."""
+        """Resumes a training whose steps before `step` used `position` samples."""
         self.phases = self.phases.resumed(step, position)
         self.work.follow(self.phases)
         if self.batches is not None:
             self.batches.follow(self.phases)
 
     def portion(self, number: int, part: Part | None) -> float:
-        """What a loss of a microbatch, or of a slice of it, counts in a mean over those of a step."""
+        """The weight of the loss of a microbatch, or of a slice of it, in the mean over a step."""
         whole = self.phase_run.portion * self.work.weight(self.step, number)
         return whole if part is None else whole * part.rows / part.length
 
     def weight(self, number: int) -> float:
-        """What a microbatch counts in the loss of its step, the sum of all; where that is a mean, 1 on the mean."""
+        """The weight of a microbatch in the loss of its step, a sum over all; if that is a mean, 1 on average."""
         known = None if self.batches is None else self.batches.weight(self.step, number)
         return self.work.weight(self.step, number) if known is None else known
 
     def wait(self, message: Letter) -> Tensor:
-        """Block until a posted message is there."""
+        """Blocks until a posted message has arrived."""
         progress = self.progress
         progress.waiting = True
         tensor = self.transport.wait(self.renamed.get(message, message))
@@ -257,7 +257,7 @@ class Worker:
         return tensor
 
     def wait_for(self, what: str, pending: Pending) -> None:
-        """Block until a collective has happened, which is said of the op that runs."""
+        """Blocks until a collective has completed; `progress` shows `what` next to the current op."""
         progress = self.progress
         text, progress.op, progress.waiting = progress.op, f"{progress.op}, waits for {what}", True
         pending.wait()
@@ -272,27 +272,27 @@ class Worker:
     def vector(
         self, squares: Mapping[str, Tensor], losses: Mapping[int, Tensor | float], busy: float, peak: int
     ) -> Tensor:
-        """What this rank tells all others of a step; see validate.py."""
+        """This rank's entries of the vector of a step; see validate.py."""
         rank, device, replica = self.rank, self.device, self.apart
         return self.layout.vector(
             squares, losses, rank=rank, stop=self.stop, busy=busy, peak=peak, device=device, replica=replica
         )
 
     def learn(self, vector: Tensor) -> StepResult:
-        """What all ranks agreed on: the one place in a step where the host reads what the device computed."""
+        """The verdict of all ranks: the only place in a step where the host reads values computed by the device."""
         self.progress.waiting = True
         verdict = self.layout.read(vector, self.apart)
         self.progress.waiting = False
         return verdict
 
     def before_update(self) -> None:
-        """Have the device wait until the state before is copied, if a checkpoint does so beside the steps."""
+        """Makes the device wait for the copy of the previous state, if a checkpoint copies it in the background."""
         if self.copied is not None:
             self.copied.wait()
             self.copied = None
 
     def finish_sums(self) -> None:
-        """Block until every sum of gradients that was started is there."""
+        """Blocks until every gradient all-reduce that was started has completed."""
         self.progress.waiting = True
         for one in self.summing:
             one.finish()
@@ -300,27 +300,27 @@ class Worker:
         self.progress.waiting = False
 
     def entries(self, which: Callable[[Key], bool] = lambda key: True) -> dict[int, Tensor | float]:
-        """What features tell of a step."""
+        """The features' entries of the vector of a step."""
         return {place: one for feature in self.features for place, one in feature.entries(self, which).items()}
 
     def settle(self, *stages: int) -> None:
-        """Have all gradients of these stages as the optimizer is to see them; blocks."""
+        """Completes all gradients of these stages for the optimizer; blocks."""
         self.finish_sums()
         for feature in self.features:
             feature.settles(self, stages)
 
     def number(self, mb: int) -> int:
-        """The number of a microbatch among those of all replicas of the pipeline: what it reads and draws depend on."""
+        """A microbatch's number over all replicas of the pipeline, which determines its data and random draws."""
         return self.phase_run.first + mb % self.phase_run.count
 
     @property
     def apart(self) -> int:
-        """Its place among the replicas that each answer for themselves, or groups of these; else 0."""
+        """Its index among the replicas, or groups of them, that report gradients separately; otherwise 0."""
         return self.replica * self.layout.apart // self.topology.dp
 
     @property
     def within(self) -> int:
-        """Its place among the copies that sum gradients together."""
+        """Its index among the replicas that sum gradients together."""
         dp = self.topology.dp
         return self.copy // dp * (dp // self.layout.apart) + self.copy % (dp // self.layout.apart)
 
@@ -330,7 +330,7 @@ class Worker:
         return self.topology.rank(self.replica, part, self.at)
 
     def prepare(self, run: PhaseRun) -> None:
-        """Look up where the ops of a phase find their things."""
+        """Looks up the routes of the ops of a phase."""
         ops = run.ending.keyed(run.plan.ops)
         run.routes = {op: route for op in ops if (route := route_of(self, run, op)) is not None}
 
@@ -340,7 +340,7 @@ class Worker:
         return found
 
     def drop_repeated(self) -> None:
-        """Drop what the ops have made that REDO runs again."""
+        """Drops the outputs of the ops that REDO runs again."""
         self.edges = {edge: tensor for edge, tensor in self.edges.items() if not edge.forward}
         for store in STORES[1:]:
             if REPEATED.issuperset(store.values):
@@ -350,7 +350,7 @@ class Worker:
         self.reading.clear()
 
     def close(self) -> None:
-        """End the threads that work for this rank."""
+        """Ends the threads of this rank."""
         self.transport.close()
         for feature in self.features:
             feature.ends()

@@ -1,4 +1,4 @@
-"""The stores of a worker: what lies there, and what is said of what is left when a step is over."""
+"""The stores of a worker: their values, and messages for values left over at the end of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Store(NamedTuple):
-    """A store of a worker: the values that it holds, and what is said of a key that is left when a step is over."""
+    """A store of a worker: the values that it holds, and the message for a key left over at the end of a step."""
 
     name: str
     values: tuple[str, ...]  # of `ops.VALUES`
@@ -25,12 +25,12 @@ STORES = (
     Store("slots", ("left",), "B {} has no W"),
     Store("away", ("host",), "what F {} left went to the host and was never fetched back"),
 )
-# What the ops make that REDO runs again.
+# The values made by ops that REDO runs again.
 REPEATED = frozenset(ref.what for kind in Kind if kind.row.repeats for ref in kind.row.writes)
 
 
 def leftovers(worker: Worker) -> list[str]:
-    """What a finished step should have used up and did not."""
+    """Messages for values that a finished step should have consumed but did not."""
 
     def late(mb: int) -> bool:
         return worker.phase_run.ending.due(worker, mb)
@@ -49,7 +49,7 @@ def leftovers(worker: Worker) -> list[str]:
 
 
 def _left_on(worker: Worker, edge: Message) -> str:
-    """What is said of a value that is left on an edge."""
+    """The message for a value left over on an edge."""
     placement = worker.placement
     sent = placement.crosses(edge.source, edge.sink, edge.pipe)
     name = Key(edge.source if sent or placement.branches else edge.sink, *edge[2:]).name

@@ -1,11 +1,11 @@
-"""What F leaves for the backward of one microbatch: the graph it recorded, or only the inputs of its layers.
+"""Tapes: the state that F saves for the backward of one microbatch, its graph or only the inputs of its layers.
 
-    Graph      B and BW walk the graph of the whole stage
-    Inputs     B and BW go through the layers from the last to the first: run its forward again on the input that was
-               kept, walk the graph of this one layer, and drop both
+    Graph      B and BW run the backward of the whole stage's graph
+    Inputs     B and BW go through the layers from the last to the first: they run its forward again on the saved
+               input, run the backward of this layer, and drop both
 
 With `Inputs` each layer's forward runs twice per microbatch, in F and in its backward, whether that is split or not:
-what W needs waits in the slot as it does without recompute.
+the slot keeps the tensors that W needs, as without recompute.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from zbc.runtime.core.private import engine
 
 
 class Tape(Protocol):
-    """What F left of one microbatch."""
+    """The saved state of one microbatch."""
 
     def backward(self, grad: Tensor | None) -> None:
-        """Add the gradients of the stage's input and of the weights, those that do not wait in the slot.
+        """Accumulates the gradients of the stage's input and of the weights, except those deferred to the slot.
 
         The microbatch's slot has to be current, for layers that run their forward again. `grad` is the gradient of the
-        stage's output, of its dtype. Once only: it releases what F kept.
+        stage's output, of its dtype. To be called once: it frees the saved state.
         """
 
 
 class RecordedGraph:
-    """The autograd graph of the whole stage. It keeps no output: that one's memory goes with the SEND."""
+    """The autograd graph of the whole stage. It does not keep the output, which is freed after its SEND."""
 
     __slots__ = ("_edge",)
 
@@ -51,10 +51,10 @@ class RecordedGraph:
 
 
 class Inputs:
-    """The inputs of a stage's layers; `run(i, x)` is the forward of layer i, the loss included where it ends in one.
+    """The inputs of a stage's layers; `run(i, x)` is the forward of layer i, and the loss after the last stage's last.
 
-    `again(i)` surrounds the second forward and the backward of layer i. `first` is the first layer after whose input
-    something trains: there the way back ends.
+    `again(i)` is the context of the second forward and the backward of layer i. `first` is the layer where backward
+    ends: the first one whose input or parameters need a gradient.
     """
 
     __slots__ = ("_again", "_first", "_run", "inputs")
@@ -71,12 +71,12 @@ class Inputs:
     def backward(self, grad: Tensor | None) -> None:
         while len(self.inputs) > self._first:
             grad = self._layer(grad)
-            if grad is None:  # a stage's first layer ends here; so does one that passes no gradient on
+            if grad is None:  # the stage's input, or the input of a layer, has no gradient
                 break
         self.inputs.clear()
 
     def _layer(self, grad: Tensor | None) -> Tensor | None:
-        """Backward of the last layer that is left: the gradient of its input, None if it has none."""
+        """Runs the backward of the last remaining layer; returns the gradient of its input, None if it has none."""
         x = self.inputs.pop()
         index = len(self.inputs)
         x = input_of(index, x, self._first)
@@ -87,7 +87,7 @@ class Inputs:
 
 
 def input_of(index: int, x: Tensor, first: int) -> Tensor:
-    """What layer `index` of a stage takes when its backward is to follow; what nobody trains needs no gradient."""
-    if not index:  # the stage's own, made for this
+    """The input of layer `index` for a forward with a backward; without a gradient if no layer before it trains."""
+    if not index:  # the stage's own input, which already is a leaf
         return x
     return x.detach().requires_grad_(index > first and (x.is_floating_point() or x.is_complex()))

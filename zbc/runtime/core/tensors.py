@@ -1,4 +1,4 @@
-"""Tensors as the plan knows them: their shape, type and place in memory, and what makes a loss of two."""
+"""Specifications of tensors in a plan: shape, dtype and memory layout; the type of a loss function."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # of an output and its target: one nu
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor from the CPU on `device`; the copy does not block."""
+    """Copies a CPU tensor to `device` without blocking."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=256)
 def constant(values: tuple[int, ...] | tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers on `device`, made once: to carry them there blocks. Not to be written to."""
+    """A tensor of `values` on `device`, cached since its copy to the device blocks. Not to be written to."""
     return torch.tensor(values, dtype=dtype, device=device)
 
 
@@ -42,13 +42,13 @@ class TensorSpec(NamedTuple):
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def drawn(self, device: torch.device | None = None, *, below: int = 1) -> Tensor:
-        """Made-up numbers, drawn on the CPU; whole ones and masks are `below` it, from 0 on: by default zeros, which
-        every table knows."""
+        """Random values, drawn on the CPU; integers and masks are in [0, `below`): by default zeros, which are valid
+        indices of every table."""
         made = torch.randn(self.shape, dtype=self.dtype) if self.numbers else torch.randint(below, self.shape)
         return made.to(device, self.dtype)
 
     def maker(self, device: torch.device) -> Callable[[], Tensor]:
-        """Makes tensors like this with whatever in them, in two thirds of the time that torch.empty takes."""
+        """Returns a function that makes uninitialised tensors of this shape and dtype, in 2/3 of torch.empty's time."""
         like = torch.empty((), dtype=self.dtype, device=device).expand(self.shape)  # takes no room itself
         return functools.partial(torch.empty_like, like, memory_format=torch.contiguous_format)
 
@@ -57,14 +57,14 @@ class TensorSpec(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """A tensor and how it lies in memory; `strides` is None where it is contiguous."""
+    """The spec and memory layout of a tensor; `strides` is None if it is contiguous."""
 
     spec: TensorSpec
     strides: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> Laid:
-        """As a copy of the tensor lies: of a slice or an expanded tensor that is without gaps and in full."""
+        """The layout of a copy of the tensor: dense, also if the tensor is a slice or expanded."""
         with torch.no_grad():
             strides = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
         contiguous = strides is None or torch.empty(tensor.shape, device="meta").stride() == strides
@@ -77,7 +77,7 @@ class Laid(NamedTuple):
         return torch.empty_strided(shape, self.strides, dtype=dtype, device=device).zero_()
 
     def lay(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor as this one lies."""
+        """Copies a contiguous tensor into this layout."""
         if self.strides is None:
             return tensor
         return torch.empty_strided(tensor.shape, self.strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

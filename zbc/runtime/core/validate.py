@@ -1,4 +1,4 @@
-"""What ranks agree on at the end of a step: one vector, summed over all ranks.
+"""The vector by which ranks agree on the result of a step: one all-reduce over all ranks.
 
 Each rank fills its own entries and leaves the others zero, so the sum is exact and every rank reads the same numbers:
 
@@ -8,9 +8,9 @@ Each rank fills its own entries and leaves the others zero, so the sum is exact 
     per rank                              busy seconds                       the rank
     per rank                              peak bytes                         the rank
 
-Since the norm is made of one number per chunk, it is the same double for every cut of the model, and for every way in
-which copies share out the optimizer. Of several replicas the first one answers for the gradients, and each for
-the losses of its own microbatches; where replicas do not sum gradients, each has entries of its own for those.
+Since the norm is computed from one number per chunk, it is the same double for every partition of the model and of its
+optimizer state. Of several replicas the first one reports the gradients, and each one the losses of its own
+microbatches; if replicas do not sum gradients, each has its own gradient entries.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class VectorLayout:
-    """Which entry of the vector means what."""
+    """The meaning of each entry of the vector."""
 
     parameters: tuple[str, ...]  # of the whole model, sorted
     microbatches: int  # of all replicas
     ranks: int  # of all replicas
     sizes: tuple[int, ...] = ()  # elements of each parameter; by default each has one chunk
     apart: int = 1  # replicas that do not sum their gradients
-    weighted: bool = False  # losses come as parts of the step's, not as those of equal microbatches
+    weighted: bool = False  # losses are parts of the step's loss, not means of equal microbatches
     routed: int = 0  # experts of all blocks
-    tell: int = 1  # ranks that each have a mean over their own tokens for the loss of a microbatch
+    tell: int = 1  # ranks that each report a mean over their own tokens as the loss of a microbatch
 
     @functools.cached_property
     def _places(self) -> dict[str, int]:
-        """Where the entries of each parameter begin."""
+        """The index of the first entry of each parameter."""
         counts = map(chunks, self.sizes) if self.sizes else (1 for _ in self.parameters)
         starts = list(accumulate(counts, initial=0))
         return dict(zip(self.parameters, starts, strict=False)) | {"": starts[-1]}
@@ -62,7 +62,7 @@ class VectorLayout:
 
     @property
     def _norms(self) -> int:
-        """Entries before those of the losses."""
+        """The number of entries before the losses."""
         return self._count * self.apart
 
     @property
@@ -71,7 +71,7 @@ class VectorLayout:
 
     @property
     def _flag(self) -> int:
-        """Where it says whether to stop: behind losses of microbatches, what layers added to them, loads of experts."""
+        """The index of the stop flag: after losses of microbatches, auxiliary losses of layers, loads of experts."""
         return self._norms + self.microbatches + 1 + self.routed
 
     def vector(
@@ -86,9 +86,9 @@ class VectorLayout:
         device: torch.device,
         replica: int = 0,
     ) -> Tensor:
-        """One rank's entries, on `device`: sums of squares per chunk by parameter name, losses by microbatch, and
-        behind them, by the number of microbatches, what layers added, and behind that loads of experts.
-        `replica`: whose gradients, where they are not summed."""
+        """One rank's entries, on `device`: sums of squares per chunk by parameter name; losses by microbatch, and after
+        them, keyed by the number of microbatches, the auxiliary losses of layers, then loads of experts.
+        `replica`: the replica of these gradients, if replicas do not sum them."""
         count, flag = self._norms, self._flag
         base = replica * self._count
         where = [base + at for name, value in squares.items() for at in self._entries(name, value.numel())]
@@ -99,12 +99,12 @@ class VectorLayout:
         return make(self.size, where, found, own, device)
 
     def _entries(self, name: str, count: int) -> range:
-        """Those of a parameter that is cut into `count` chunks."""
+        """The indices of the entries of a parameter with `count` chunks."""
         start = self._places[name]
         return range(start, start + count)
 
     def read(self, vector: Tensor, replica: int = 0) -> StepResult:
-        """What a summed vector says of a step; with the gradients of one replica, where they are not summed."""
+        """The result of a step from its summed vector; with the gradients of `replica`, if they are not summed."""
         values = vector.tolist()
         count, flag = self._norms, self._flag
         end = count + self.microbatches
@@ -140,9 +140,9 @@ def _width(one: Tensor | float) -> int:
 def _written(
     size: int, where: Sequence[int], found: Sequence[Tensor | float], own: Sequence[float], device: torch.device
 ) -> Tensor:
-    """A float64 vector of zeros but for `where`, there what was found and then one's own: number by number.
+    """A float64 vector of zeros, except for the numbers of `found` and then `own` at the indices `where`.
 
-    A kernel that runs once per step takes ten times as long as in a loop, so on the CPU none is asked.
+    A kernel that runs once per step takes ten times as long as in a loop, so on the CPU this uses none.
     """
     row = array("d", bytes(8 * size))
     numbers = [number for one in found for number in (one.view(-1).tolist() if isinstance(one, Tensor) else (one,))]
@@ -154,7 +154,7 @@ def _written(
 def _copied(
     size: int, where: Sequence[int], found: Sequence[Tensor | float], own: Sequence[float], device: torch.device
 ) -> Tensor:
-    """The same without waiting for the device: places are a constant there, own numbers come from pinned memory."""
+    """As `_written`, without waiting for the device: `where` is a constant there, `own` comes from pinned memory."""
     tensors = [torch.as_tensor(one, device=device).view(-1).double() for one in found]
     tensors.append(to_device(torch.frombuffer(array("d", own), dtype=torch.float64), device))
     vector = torch.zeros(size, dtype=torch.float64, device=device)
@@ -162,7 +162,7 @@ def _copied(
 
 
 def chunks(size: int) -> int:
-    """Into how many chunks a parameter of `size` elements is cut."""
+    """The number of chunks of a parameter of `size` elements."""
     return max(1, -(-size // CHUNK))
 
 
@@ -190,7 +190,7 @@ def _square(wide: Tensor) -> Tensor:
 
 
 def _together(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
-    """The same for a GPU, where a launch takes longer than most of the sums."""
+    """As `_one_by_one`, for a GPU, where a launch takes longer than most of the sums."""
     if not parts:
         return {}
     norms = norms_of([part for some in parts.values() for part in some])
@@ -198,12 +198,12 @@ def _together(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
     return dict(zip(parts, squares, strict=True))
 
 
-# Sizes are the process's either way; what else is asked for takes twice as long for all of its threads.
+# Sizes are the process's either way; RUSAGE_SELF takes twice as long, since it adds up the other values of all threads.
 _ANY = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Device memory allocated at most since `reset_peak` on cuda; on cpu the largest resident size of the process."""
+    """Peak of device memory allocated since `reset_peak` on cuda; on cpu the peak resident size of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(_ANY).ru_maxrss
@@ -211,6 +211,6 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin again what `peak_bytes` counts; on a CPU nothing does."""
+    """Resets the peak that `peak_bytes` returns, on cuda; a CPU's cannot be reset."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
