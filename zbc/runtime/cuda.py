@@ -1,8 +1,8 @@
-"""What only GPUs use: the clock of streams, copies to the host beside compute, ranks as threads that share a GPU.
+"""Code for GPUs only: a clock of stream events, offload overlapped with compute, ranks as threads that share a GPU.
 
-No test on a CPU runs this but with stand-ins (tests/runtime/test_clock.py, test_copying.py, test_streams.py);
-tests/runtime/test_on_a_gpu.py and bench/gpu.py do. Others that name CUDA do so in a line: transports/network.py (NCCL),
-chains.py and features/windows.py (a stream beside), seeding.py and core/validate.py (generators, peaks of memory).
+Tests on a CPU run it with stand-ins only (tests/runtime/test_clock.py, test_copying.py, test_streams.py);
+tests/runtime/test_on_a_gpu.py and bench/gpu.py run it. A few lines elsewhere use CUDA: transports/network.py (NCCL),
+chains.py and features/windows.py (side streams), seeding.py and core/validate.py (generators, peaks of memory).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from zbc.runtime.transports.transport import Letter
 
 # ---- the clock -----------------------------------------------------------------------------------------------
 
-# How many compute ops the host of a GPU may have started that have not ended. While one runs the next one is launched.
-# Driver queues hold a thousand launches, many ops: with that lead sent tensors would stay, and nobody could tell where
-# a rank hangs.
+# Compute ops that the host of a GPU may have started and that have not ended. While one runs the next one is launched.
+# Driver queues hold a thousand launches, many ops: with that lead sent tensors would not be freed, and the watchdog
+# could not tell in which op a rank hangs.
 LEAD = 2
 
 
 @dataclass(slots=True)
 class _Sum:
-    """Of the times of ops between two reads."""
+    """The sum of the times of ops between two reads."""
 
     seconds: float = 0.0
     open: int = 0  # ops that have not ended, as far as the host knows
@@ -40,7 +40,7 @@ class _Sum:
 
 @dataclass(slots=True)
 class _Mark:
-    """A compute op that the host has started: events on the stream where its inputs are there and where it ends."""
+    """A compute op that the host has started: events on the stream after its inputs have arrived and at its end."""
 
     place: Progress
     sum: _Sum
@@ -50,20 +50,20 @@ class _Mark:
 
 
 class CudaClock:
-    """For cuda, where a call only enqueues work: events around it on the stream.
+    """For cuda, where a call only enqueues work: measures it by events on the stream.
 
-    Waits for events of the stream that computes only, never for the whole device: posted receives would have to end
-    first. `start` waits for the op `LEAD` ops before to end; a proven plan allows that, since a rank's compute ops end
-    one after the other there.
+    Waits for events of the compute stream only, never for the whole device: that would wait for posted receives, too.
+    `start` waits for the end of the op `LEAD` ops before; a proven plan allows that, since a rank's compute ops end in
+    order.
     """
 
     def __init__(self, device: torch.device, progress: Progress) -> None:
         self._device, self._progress = device, progress
-        self._marks: deque[_Mark] = deque()  # those that have not ended, as far as the host knows
+        self._marks: deque[_Mark] = deque()  # ops that have not ended, as far as the host knows
         self._free: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._sum = _Sum()
-        self._seen: tuple[_Mark | None, bool] = (None, False)  # by `behind` the last time
-        self._since = 0.0  # when it saw that first
+        self._seen: tuple[_Mark | None, bool] = (None, False)  # the last state seen by `behind`
+        self._since = 0.0  # when it first saw that state
         progress.behind = self.behind
 
     def start(self) -> float:
@@ -91,7 +91,7 @@ class CudaClock:
         return busy
 
     def _settle(self) -> None:
-        """Wait until the oldest op has ended, and count it."""
+        """Waits until the oldest op has ended, and adds its time."""
         mark = self._marks[0]
         mark.end.synchronize()
         mark.sum.seconds += mark.begin.elapsed_time(mark.end) / 1e3
@@ -100,15 +100,15 @@ class CudaClock:
         self._free.append((mark.begin, mark.end))
 
     def behind(self, now: float) -> Progress:
-        """The op the device is in, seen from the watchdog's thread; it waits until what the op needs is there.
+        """The op the device is in, seen from the watchdog's thread; `waiting` until the op's inputs have arrived.
 
-        Where the device has done all that it was told to: where the host is.
+        If the device has completed all its work, this is the op that the host is in.
         """
         torch.cuda.set_device(self._device)
         try:
             mark = next((mark for mark in tuple(self._marks) if not (mark.ended and _passed(mark.end))), None)
             begun = mark is not None and _passed(mark.begin)
-        except RuntimeError:  # the device has failed, which the rank's own thread will find
+        except RuntimeError:  # the device has failed, which the rank's own thread will report
             return self._progress
         if self._seen[0] is not mark or self._seen[1] is not begun:
             self._seen, self._since = (mark, begun), now
@@ -129,12 +129,12 @@ def _passed(event: torch.cuda.Event) -> bool:
 
 
 class _Recorded(NamedTuple):
-    """A copy on a stream, over when its event is."""
+    """A copy on a stream, completed when its event is."""
 
     event: torch.cuda.Event
 
     def result(self) -> None:
-        """The host goes on; the stream of compute waits."""
+        """Makes the compute stream wait; the host does not."""
         torch.cuda.current_stream().wait_event(self.event)
 
     def done(self) -> bool:
@@ -142,8 +142,8 @@ class _Recorded(NamedTuple):
 
 
 class StreamCopier:
-    """Copies on a GPU. No host waits for a device, and no memory changes its stream: what is copied out is released
-    behind the compute stream's wait for the copy, what comes back is taken on that stream."""
+    """Copies on a GPU. The host never waits for the device, and no memory changes its stream: offloaded memory is freed
+    after the compute stream's wait for the copy, memory to reload into is allocated on that stream."""
 
     spans: list[list[Any]] | None = None
 
@@ -152,7 +152,7 @@ class StreamCopier:
         self._out, self._back = _stream(device), _stream(device)
 
     def slab(self, size: int) -> Tensor:
-        """Pinned. Raises E619. It may stop the device for a moment, so slabs are made once and kept."""
+        """Pinned host memory. Raises E619. Allocation may stall the device, so slabs are made once and kept."""
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
@@ -167,17 +167,17 @@ class StreamCopier:
         pass
 
     def out(self, slab: Slab, pieces: Sequence[Piece]) -> _Recorded:
-        """Behind the F that made the pieces, and behind the last copy out of this slab: it may be read still."""
+        """Offloads after the F that made the pieces, and after the last copy that reads this slab."""
         pairs = [(slab.memory[at : at + storage.nbytes()], bytes_of(storage)) for storage, at in pieces]
         return self._copy(self._out, slab.read, pairs)
 
     def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> _Recorded:
-        """Behind who had the memory before, and behind the parcel's own copy out."""
+        """Reloads after the previous use of the memory, and after the parcel's own offload."""
         pairs = [(bytes_of(storage), slab.memory[at : at + storage.nbytes()]) for storage, at in pieces]
         return self._copy(self._back, gone, pairs)
 
     def _copy(self, stream: torch.cuda.Stream, last: Ticket | None, pairs: list[tuple[Tensor, Tensor]]) -> _Recorded:
-        """Behind what the compute stream has been given, and behind `last`."""
+        """Copies after the work enqueued on the compute stream so far, and after `last`."""
         now = _now()  # of the compute stream, which is another one inside
         with torch.cuda.stream(stream):
             for event in (now, last.event) if isinstance(last, _Recorded) else (now,):
@@ -210,18 +210,17 @@ def _now(*, timed: bool = False) -> torch.cuda.Event:
 class StreamHub(Hub):
     """A hub whose ranks each have a stream of their own, current in their threads.
 
-    A thread comes to a message or a collective when its host does; what is to be moved may still be computed then. So
-    who sends records an event, and the stream of who takes waits for it; whoever comes last to a collective computes it
-    on its own stream, after the events of all, and each member's stream waits for its end. No host waits for a device
-    here.
+    A thread reaches a message or a collective while its tensors may still be computed. So a sender records an event,
+    for which the receiver's stream waits; the last rank to reach a collective computes it on its own stream, after the
+    events of all ranks, and the stream of each rank waits for its end. The host never waits for the device here.
     """
 
     def __init__(self, ranks: int, *, inside: Iterable[tuple[int, ...]] = ()) -> None:
         super().__init__(ranks, inside=inside)
-        self._made: dict[tuple[int, Letter], torch.cuda.Event] = {}  # (to, message) -> when its tensor is there
+        self._made: dict[tuple[int, Letter], torch.cuda.Event] = {}  # (to, message) -> when its tensor is computed
 
     def put(self, source: int, message: Letter, tensor: Tensor, peer: int) -> None:
-        self._made[peer, message] = _now()  # before anybody can take it
+        self._made[peer, message] = _now()  # before the receiver can take it
         super().put(source, message, tensor, peer)
 
     def take(self, rank: int, message: Letter, peer: int) -> Tensor:
@@ -246,7 +245,8 @@ class StreamHub(Hub):
 
 
 def _after(event: torch.cuda.Event, *tensors: Tensor) -> None:
-    """Let the current stream wait, and use these tensors of another one: their memory stays theirs until it has."""
+    """Makes the current stream wait for `event` before it uses `tensors` of another stream; their memory is not reused
+    before that use has completed."""
     stream = torch.cuda.current_stream()
     stream.wait_event(event)
     for tensor in tensors:

@@ -1,8 +1,8 @@
 """Random numbers that depend on names, never on which rank draws them or when.
 
 Initial weights are seeded per layer, active randomness in a forward (dropout) per (step, microbatch, layer). Both use
-the default generators of torch, which ranks running as threads share: `RNG_LOCK` is held from seeding to the last draw,
-and shared by forwards that are not known to draw, of which it is looked at whether they did.
+the default generators of torch, which ranks running as threads share: `RNG_LOCK` is held from seeding to the last draw.
+Forwards that are not known to draw hold it shared, and are checked for draws afterwards.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from torch import nn
 from zbc.errors import ZbcError
 from zbc.runtime.core.private import Dropouts
 
-PATIENCE = 2.0  # seconds for which those that draw wait for those that look
+PATIENCE = 2.0  # seconds for which a thread that draws waits for threads that check for draws
 
 
 class _Lock:
-    """Held by one thread that draws, as often as it likes, or shared by any number of those that look."""
+    """A reentrant lock, held by one thread that draws or shared by any number of threads that check for draws."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._none_looks = threading.Condition(self._lock)
         self._looking = 0
-        self._round = 0  # goes up where those that look are no longer waited for
+        self._round = 0  # increases when threads that share it are no longer waited for
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        # A forward may hang, or wait for another rank. What is drawn meanwhile it takes for its own: it runs again.
+        # A forward may hang, or wait for another rank. It then takes draws of others for its own, and runs again.
         if self._looking and not self._none_looks.wait_for(lambda: not self._looking, PATIENCE):
             self._looking, self._round = 0, self._round + 1
 
@@ -46,7 +46,7 @@ class _Lock:
         self._lock.release()
 
     def share(self) -> int:
-        """Begin to look, in the round that `leave` is told."""
+        """Starts to share the lock; returns the round to be passed to `leave`."""
         with self._lock:
             self._looking += 1
             return self._round
@@ -60,7 +60,7 @@ class _Lock:
 
 
 RNG_LOCK = _Lock()
-_READING = threading.RLock()  # while generators outside of torch are seeded for data, which is undone
+_READING = threading.RLock()  # held while generators outside of torch are seeded for data, until they are restored
 
 
 def seed_of(*parts: object) -> int:
@@ -71,7 +71,7 @@ def seed_of(*parts: object) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Run with torch's CPU generator at `seed`, alone, and put its state back afterwards."""
+    """Seeds torch's CPU generator with `seed`, holds it exclusively in the body, and restores its state afterwards."""
     with RNG_LOCK, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -79,7 +79,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawing(device: torch.device, seed: int) -> Iterator[None]:
-    """Run a forward that draws random numbers on `device`, alone, from `seed` on."""
+    """Seeds the generators of `device` with `seed` and holds them exclusively, for a forward that draws."""
     with RNG_LOCK:
         torch.default_generator.manual_seed(seed)  # 2 us; torch.manual_seed, which visits every device, takes 375
         if device.type == "cuda":
@@ -89,9 +89,9 @@ def drawing(device: torch.device, seed: int) -> Iterator[None]:
 
 @contextmanager
 def reading() -> Iterator[Callable[[int], None]]:
-    """Have the generators of torch, Python and numpy alone; what it yields seeds them all.
+    """Holds the generators of torch, Python and numpy exclusively; yields a function that seeds all of them.
 
-    For what is read of data: every rank has to draw the same for a sample. Afterwards each is as before.
+    For reading data: every rank has to draw the same for a sample. Restores the generators afterwards.
     """
     numpy: Any = importlib.import_module("numpy.random") if "numpy" in sys.modules else None
     with RNG_LOCK, _READING:
@@ -105,7 +105,7 @@ def reading() -> Iterator[Callable[[int], None]]:
                 numpy.seed([number & 0xFFFFFFFF, number >> 32])
 
         try:
-            if numpy is not None:  # another generator in its place: to put a state back takes 50 us
+            if numpy is not None:  # swaps the generator: restoring its state would take 50 us
                 numpy.set_bit_generator(_instead())
             yield seed
         finally:
@@ -121,8 +121,8 @@ def _instead() -> Any:
 
 
 class Look:
-    """Around a forward on `device` that is not known to draw: no thread draws meanwhile, and then `drew` says whether
-    it did."""
+    """The context of a forward on `device` that is not known to draw: no other thread draws meanwhile; `drew` says
+    afterwards whether the forward drew."""
 
     __slots__ = ("_before", "_device", "_round", "drew")
 
@@ -135,14 +135,14 @@ class Look:
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
-            # Nothing of a forward that failed: perhaps there is no memory left to look with, which would hide why.
+            # Not after a failure: without free memory the check would fail, too, and hide the first error.
             self.drew = kind is None and _position(self._device) != self._before
         finally:
             RNG_LOCK.leave(self._round)
 
 
 def _position(device: torch.device) -> tuple[bytes, int]:
-    """Where the generators stand: of Mersenne Twister its counters and the first words, which a refill changes."""
+    """The positions of the generators: Mersenne Twister's counters and first words, which a refill changes."""
     state = torch.default_generator.get_state()
     offset = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else 0
     return ctypes.string_at(state.data_ptr(), _HEAD), offset
@@ -152,9 +152,9 @@ _HEAD = 128  # bytes of 5056
 
 
 def unseeded() -> dict[str, object]:
-    """The states of generators outside of torch, by what they are called; numpy's only where somebody imported it."""
+    """The states of generators outside of torch, by their names in messages; numpy's only if it was imported."""
     numpy: Any = sys.modules.get("numpy.random")
-    with _READING:  # not as a rank beside this one, in the same process, has just seeded them
+    with _READING:  # not the states that another rank in this process has set for its data
         found: dict[str, object] = {"Python's random module": random.getstate()}
         if numpy is not None:
             state = numpy.get_state(legacy=False)["state"]
@@ -163,7 +163,7 @@ def unseeded() -> dict[str, object]:
 
 
 def moved(before: Mapping[str, object]) -> str | None:
-    """The generator outside of torch that has been drawn from since."""
+    """The name of a generator outside of torch whose state differs from `before`; None if there is none."""
     return next((what for what, state in unseeded().items() if before.get(what, state) != state), None)
 
 
@@ -176,7 +176,7 @@ def draws_unseeded(layer: str, source: str) -> ZbcError:
 
 @contextmanager
 def accused(layer: str) -> Iterator[None]:
-    """Raise E509 if the forward in here draws from a generator outside of torch."""
+    """Raises E509 if the forward in its body draws from a generator outside of torch."""
     with RNG_LOCK:
         before = unseeded()
         yield
@@ -188,8 +188,8 @@ def accused(layer: str) -> Iterator[None]:
 def draws(module: nn.Module) -> bool:
     """Whether a forward of `module` in training draws random numbers.
 
-    Recognised are dropout modules with p > 0, a number above 0 in an attribute named `dropout` or `dropout_p` (as
-    attention and recurrent modules have it), and a true attribute `zbc_random`, for layers that draw by other means.
+    Recognises dropout modules with p > 0, a number above 0 in an attribute named `dropout` or `dropout_p` (as in
+    attention and recurrent modules), and a true attribute `zbc_random`, for layers that draw by other means.
     """
     return any(_draws(inner) for inner in module.modules())
 

@@ -1,1 +1,1 @@
-"""How messages and collectives go between ranks: processes, threads, and what stands around either."""
+"""Transports for messages and collectives between ranks: for processes, for threads, and wrappers of these."""

@@ -1,4 +1,4 @@
-"""A transport around another one: what traces, fills waits, or takes another way to the same end."""
+"""Wrappers of a transport: the base of those that trace, fill waits, or send through the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zbc.runtime.transports.transport import Letter, Pending, Ranks, Shared, The
 
 
 class Through(NamedTuple):
-    """A `Pending` that is waited for as `how` does."""
+    """A `Pending` whose `wait` calls `how`."""
 
     inner: Pending
     how: Callable[[Pending], None]
@@ -25,13 +25,13 @@ class Through(NamedTuple):
 
 
 class Around:
-    """A `Transport` that is as its `inner` one, but for what its own class says."""
+    """A `Transport` that delegates to its `inner` one: subclasses override some methods."""
 
     def __init__(self, inner: Transport) -> None:
         self.rank, self.inner = inner.rank, inner
 
     def started(self, pending: Pending, *, gather: bool) -> Pending:
-        """What is to be waited for in place of a collective that was started: a gather, or one that sums or sends."""
+        """Wraps a collective that was started: a gather, or another one."""
         return pending
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:

@@ -1,4 +1,4 @@
-"""A thread that does what may have to wait, so that the rank's own thread need not."""
+"""A thread for calls that may block, so that the rank's own thread does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 class Background:
-    """Runs calls one after the other, in the order in which they were given; ends when it is closed or dropped."""
+    """Runs calls one after the other, in the order in which they were submitted; ends when it is closed or dropped."""
 
     def __init__(self, name: str) -> None:
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -24,7 +24,7 @@ class Background:
         self._end = weakref.finalize(self, self._todo.put, None)
 
     def start(self, call: Callable[[], Value]) -> Future[Value]:
-        """What the call will return or raise; it runs without autograd."""
+        """Submits a call, which runs without autograd; returns the future of its result."""
         found = Future[Value]()
 
         def run() -> None:
@@ -38,13 +38,13 @@ class Background:
         return found
 
     def close(self) -> None:
-        """Block until all calls are over."""
+        """Blocks until all calls have completed."""
         self._end()
         self._thread.join()
 
 
 def _run_all(todo: SimpleQueue[Callable[[], None] | None]) -> None:
-    torch.set_num_threads(torch.get_num_threads())  # a new thread has OpenMP's own idea of it
+    torch.set_num_threads(torch.get_num_threads())  # a new thread starts with OpenMP's default
     while (run := todo.get()) is not None:
         run()
-        del run  # which holds tensors
+        del run  # it holds tensors

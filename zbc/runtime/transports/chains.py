@@ -1,7 +1,7 @@
-"""A collective, arithmetic on what it brought, another collective: while the rank itself computes.
+"""Chains: a collective, arithmetic on its result, another collective, overlapped with the rank's own compute.
 
-On gloo somebody has to wait for the first one and start the second: a thread does, chain by chain in the order in which
-the rank starts them, which all ranks share. On CUDA a stream of its own waits, and no thread is needed.
+On gloo a thread waits for the first collective and starts the second, chain by chain, in the order in which the rank
+starts them, the same on all ranks. On CUDA a side stream waits, and no thread is needed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Second = Callable[[Tensor], dist.Work]
 
 
 class Chain(Protocol):
-    """What was started, as a `dist.Work`."""
+    """A started chain, as a `dist.Work`."""
 
     def wait(self) -> object: ...
     def is_completed(self) -> bool: ...
 
 
 class Chains(Protocol):
-    """Where chains run."""
+    """Runs chains."""
 
     def start(self, first: First, make: Callable[[], Tensor], second: Second) -> Chain:
-        """Start `first` now; when it is over, `make`, and `second` with what that returns."""
+        """Starts `first` now; when it has completed, calls `make`, and `second` with its result."""
 
     def close(self) -> None: ...
 
 
 class ThreadChains:
-    """In a thread; `first` starts in the rank's own, so that it keeps its place among other collectives."""
+    """Runs chains in a thread; `first` starts in the rank's own, to keep its order among other collectives."""
 
     def __init__(self) -> None:
         self._background = Background("zbc-chains")
@@ -56,7 +56,7 @@ class ThreadChains:
 
 
 class Threaded:
-    """What a thread does, as a `dist.Work`."""
+    """Work of a thread, as a `dist.Work`."""
 
     def __init__(self, found: Future[Any]) -> None:
         self._found = found
@@ -69,7 +69,7 @@ class Threaded:
 
 
 class StreamChains:
-    """On a stream of its own, behind what the current one has been given. Has not run on GPUs."""
+    """Runs chains on a side stream, after the work enqueued on the current stream. Has not run on GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

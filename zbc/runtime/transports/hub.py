@@ -1,9 +1,9 @@
 """All ranks in one process: a transport whose ranks are threads.
 
-Strict where networks are lenient: shapes, dtypes and peers of each message are checked, a receive buffer holds NaN
-until its message is in it, and when all ranks wait for something that cannot come they are told so at once. A message
-is in its buffer when it was waited for, so that whoever does not wait computes with NaN; a `prompt` hub puts it there
-as soon as it is sent and posted for, as networks do, and the sender is rid of it.
+It is stricter than networks: it checks shapes, dtypes and peers of each message, fills receive buffers with NaN, and
+raises at once when all ranks wait and none can go on. A message is copied into its buffer by `wait`, so that a reader
+that does not wait computes with NaN; a `prompt` hub copies it as soon as it is both sent and posted, as networks do,
+and no longer holds the sender's tensor.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from zbc.runtime.transports.transport import Letter, Pending, Ranks, Shared, The
 
 
 class Offer(NamedTuple):
-    """What a rank brings to a collective, and where it wants the result."""
+    """A rank's arguments to a collective: its tensor, and the tensor for the result."""
 
     what: Literal["sum", "scatter", "gather", "broadcast", "reduce", "swap"]
     source: Tensor
     target: Tensor
-    ready: torch.cuda.Event | None = None  # when both may be used, where ranks have streams
-    root: int = -1  # whose tensor is sent, or who gets the sum
-    then: Then | None = None  # what follows a gather
+    ready: torch.cuda.Event | None = None  # when both may be used, if ranks have streams
+    root: int = -1  # the rank whose tensor is sent, or that gets the sum
+    then: Then | None = None  # the reduce after a gather
     rows: tuple[int, ...] = ()  # of a swap, for each rank
 
 
@@ -40,23 +40,23 @@ class Round:
     ranks: tuple[int, ...]
     offers: dict[int, Offer] = field(default_factory=dict)
     over: bool = False
-    ended: torch.cuda.Event | None = None  # when it is over on the device, where ranks have streams
+    ended: torch.cuda.Event | None = None  # when it has completed on the device, if ranks have streams
 
 
 class Hub:
-    """The meeting point. `end(rank)` is the transport of a rank; `leave(rank)` says that its thread has ended."""
+    """The state shared by all ranks. `end(rank)` is the transport of a rank; `leave(rank)` ends its participation."""
 
     def __init__(self, ranks: int, *, prompt: bool = False, inside: Iterable[tuple[int, ...]] = ()) -> None:
-        """`inside`: ranks that meet inside of ops."""
+        """`inside`: sets of ranks with collectives inside of ops."""
         self._lock = threading.Lock()
         self._buffers: dict[tuple[int, Letter], Tensor] | None = {} if prompt else None
         self._wake = [threading.Condition(self._lock) for _ in range(ranks)]
         self._letters: dict[tuple[int, Letter], tuple[int, Tensor]] = {}  # (to, message) -> from, tensor
-        self._rounds: dict[tuple[tuple[int, ...], int], Round] = {}  # ranks, how often they met before -> who is there
-        self._joined: dict[tuple[int, tuple[int, ...]], int] = {}  # rank, ranks -> how many it has started
+        self._rounds: dict[tuple[tuple[int, ...], int], Round] = {}  # ranks, number of the collective -> its state
+        self._joined: dict[tuple[int, tuple[int, ...]], int] = {}  # rank, ranks -> collectives that it has started
         self._queues: list[deque[tuple[tuple[int, ...], int]]] = [deque() for _ in range(ranks)]
-        self._shared: dict[tuple[tuple[int, ...], int], dict[int, Tensor]] = {}  # ranks, how often -> memory of each
-        self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}  # rank -> what it waits for
+        self._shared: dict[tuple[tuple[int, ...], int], dict[int, Tensor]] = {}  # ranks, number -> memory of each rank
+        self._blocked: dict[int, tuple[Callable[[], bool], str]] = {}  # rank -> condition and text of its wait
         self._left: set[int] = set()
         self._failure: tuple[int, str] | None = None
         self.ranks = ranks
@@ -66,7 +66,7 @@ class Hub:
         return HubTransport(self, rank)
 
     def leave(self, rank: int) -> None:
-        """The rank will not call again; whoever waits for it is told."""
+        """The rank makes no more calls; raises in the others if all of them wait and none can go on."""
         with self._lock:
             self._left.add(rank)
             if self._stuck():
@@ -89,14 +89,14 @@ class Hub:
             self._deliver((peer, message))
 
     def post(self, rank: int, message: Letter, buffer: Tensor) -> None:
-        """Say where a message may go before it is waited for."""
+        """Registers the buffer of a message, for a `prompt` hub."""
         if self._buffers is not None:
             with self._lock:
                 self._buffers[rank, message] = buffer
                 self._deliver((rank, message))
 
     def _deliver(self, place: tuple[int, Letter]) -> None:
-        """Put a message that is there into the buffer that is there, if it fits; whether it does is for `take`."""
+        """Copies a message that was sent into its posted buffer, if it fits; `take` raises if it does not."""
         if self._buffers is None or place not in self._letters or place not in self._buffers:
             return
         buffer, (source, tensor) = self._buffers.pop(place), self._letters[place]
@@ -104,7 +104,7 @@ class Hub:
             self._letters[place] = source, buffer.copy_(tensor)
 
     def take(self, rank: int, message: Letter, peer: int) -> Tensor:
-        """Wait for a message and take it out."""
+        """Waits for a message and removes it from the hub."""
         place = rank, message
         with self._lock:
             self._block(rank, lambda: place in self._letters, f"{message.recv} from rank {peer}")
@@ -116,7 +116,7 @@ class Hub:
         return tensor
 
     def there(self, rank: int, message: Letter) -> bool:
-        """Whether `take` would return, or raise, at once."""
+        """Whether `take` would return or raise at once."""
         with self._lock:
             return (rank, message) in self._letters or self._failure is not None
 
@@ -125,13 +125,13 @@ class Hub:
         return self._failure is not None
 
     def drain(self, rank: int) -> None:
-        """Wait until nothing that `rank` sent is left."""
+        """Waits until all messages from `rank` were taken."""
         with self._lock:
             self._block(rank, lambda: not self._unread(rank), "the delivery of what it sent")
 
     def join(self, rank: int, offer: Offer, ranks: tuple[int, ...]) -> Round:
-        """Start to meet `ranks`. A rank's collectives happen in the order in which it starts them, as on one device;
-        only those inside of ops do not queue behind sums that were started before."""
+        """Starts a collective of `ranks`. A rank's collectives run in the order in which it starts them, as on one
+        device; only collectives inside of ops do not queue after sums that were started before."""
         with self._lock:
             self._check()
             if rank not in ranks:
@@ -149,12 +149,12 @@ class Hub:
             return meeting
 
     def complete(self, rank: int, meeting: Round) -> None:
-        """Wait until a collective has happened."""
+        """Waits until a collective has completed."""
         with self._lock:
             self._block(rank, lambda: meeting.over, f"a sum over ranks {', '.join(map(str, meeting.ranks))}")
 
     def share(self, rank: int, memory: Tensor, ranks: tuple[int, ...], number: int) -> list[Tensor]:
-        """Wait for the memory of all `ranks`, the `number`th that they share."""
+        """Waits for the memory of all `ranks` in their `number`th call."""
         with self._lock:
             found = self._shared.setdefault((ranks, number), {})
             found[rank] = memory
@@ -164,12 +164,12 @@ class Hub:
             return [found[r] for r in ranks]
 
     def alive(self) -> None:
-        """Raise E702 once a rank failed."""
+        """Raises E702 once a rank has failed."""
         with self._lock:
             self._check()
 
     def _meet(self) -> None:
-        """Let every collective happen that is the next of all its ranks."""
+        """Runs every collective that is first in the queues of all its ranks."""
         waiting = True
         while waiting:
             waiting = False
@@ -188,7 +188,7 @@ class Hub:
         if following:
             made = [then.make() for then in following]
             _combine([Offer("reduce", one, one, root=following[0].root) for one in made], meeting.ranks)
-        meeting.offers.clear()  # whoever still waits for a meeting that is over holds nothing of it
+        meeting.offers.clear()  # ranks that still wait for it do not hold its tensors
         meeting.over = True
         for r in meeting.ranks:
             self._wake[r].notify()
@@ -218,7 +218,7 @@ class Hub:
             condition.notify_all()
 
     def _stuck(self) -> bool:
-        """Every rank that still runs waits, and none has what it waits for."""
+        """Whether every running rank is blocked, and none can go on."""
         return (
             bool(self._blocked)
             and len(self._blocked.keys() | self._left) == self.ranks
@@ -238,7 +238,7 @@ class Hub:
 
 
 def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
-    """Do what the ranks of a collective asked for, all of them the same; sums are in the order of the ranks."""
+    """Runs a collective, for which all offers are of one kind; sums are in the order of the ranks."""
     if offers[0].what == "swap":
         parts = [torch.split(offer.source, list(offer.rows)) for offer in offers]
         for place, offer in enumerate(offers):
@@ -260,13 +260,13 @@ def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
             for row, other in zip(offer.target, offers, strict=True):
                 row.copy_(other.source)
         return
-    if what == "scatter":  # without a temporary: what a rank needs is weighed
+    if what == "scatter":  # without a temporary: the memory of ranks is measured
         for index, offer in enumerate(offers):
             offer.target.copy_(offers[0].source[index])
             for other in offers[1:]:
                 offer.target.add_(other.source[index])
         return
-    total = offers[0].target  # source and target are one; without a temporary, too
+    total = offers[0].target  # source and target are the same tensor; no temporary here, too
     for offer in offers[1:]:
         total += offer.source
     for rank, offer in zip(ranks, offers, strict=True):
@@ -274,7 +274,7 @@ def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
             offer.target.copy_(total)
     for rank, offer in zip(ranks, offers, strict=True):
         if what == "reduce" and rank != root:
-            offer.target.fill_(torch.nan)  # as lenient networks may: it is nobody's
+            offer.target.fill_(torch.nan)  # undefined on networks
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
-"""Tensors between processes: torch.distributed with gloo (CPU) or NCCL (CUDA).
+"""The transport between processes: torch.distributed with gloo (CPU) or NCCL (CUDA).
 
 Every ordered pair of ranks that exchange tensors has a 2-rank process group of its own. With one communicator per
 *unordered* pair even 1F1B has a cycle of waits on NCCL; with one per direction it has none, and the messages of a
-direction are FIFO, which is what the compiler proves. On gloo each message of a step also has its own tag: a plan whose
-order is wrong hangs, where the watchdog sees it, instead of handing a tensor to the wrong receive.
+direction are FIFO, as the compiler's proof assumes. On gloo each message of a step also has its own tag: a plan with a
+wrong order hangs and is reported by the watchdog, instead of delivering a tensor to the wrong receive.
 
 On CUDA the calls only enqueue: `wait` makes the current stream wait for the message, and the host runs ahead as far as
-clock.py lets it. NCCL raises nothing there; what failed shows in its work objects (sends.py). Only the watchdog is to
-end a run that stands still, so the limits of groups lie far above its own.
+clock.py lets it. NCCL raises nothing there; failures are read from its work objects (sends.py). Only the watchdog is to
+end a run that hangs, so the timeouts of groups are far above its own.
 
-Sums of gradients have groups of their own, one for each set of ranks that hold copies of a stage, and start without
-waiting. All ranks start them in one order; on NCCL each group has a stream of its own, so that they overlap with each
+Gradient all-reduces have groups of their own, one for each set of ranks with replicas of a stage, and start without
+blocking. All ranks start them in one order; on NCCL each group has a stream of its own, so that they overlap with each
 other and with transfers, and a rank that started two of them in another order than the others could wait forever.
 """
 
@@ -45,13 +45,13 @@ from zbc.topology import At
 _MAX_TAG = 2**31
 
 Lost = Callable[[BaseException], ZbcError]  # makes the error of a transfer that failed
-_Way = tuple[Callable[..., dist.Work], int, int, Lost]  # what starts a message, the rank of its other end, its tag
-_Out = tuple[Callable[..., dist.Work], int, int, Lost, Sends]  # and what keeps it while it is under way
-_Sum = tuple[Callable[..., dist.Work], Lost]  # what starts a sum
+_Way = tuple[Callable[..., dist.Work], int, int, Lost]  # function that starts a message, rank of its other end, its tag
+_Out = tuple[Callable[..., dist.Work], int, int, Lost, Sends]  # and the Sends that keep it while it is in flight
+_Sum = tuple[Callable[..., dist.Work], Lost]  # function that starts a sum
 
 
 def bind_loopback() -> None:
-    """All ranks are on this machine: keep gloo off its network. Has to come before the process group."""
+    """Restricts gloo to loopback, for ranks on one machine. To be called before the process group is made."""
     names = {name for _, name in socket.if_nameindex()}
     for name in ("lo", "lo0"):
         if name in names:
@@ -60,7 +60,7 @@ def bind_loopback() -> None:
 
 
 def directions(placement: Placement) -> list[tuple[int, int]]:
-    """The ordered pairs (from, to) of ranks between which tensors travel, in the order all ranks create groups."""
+    """The ordered pairs (from, to) of ranks that exchange tensors, in the order in which all ranks create groups."""
     pairs = {
         pair
         for pipe in range(len(placement.pipes))
@@ -72,10 +72,10 @@ def directions(placement: Placement) -> list[tuple[int, int]]:
 
 
 def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The ordered pairs in rounds, in each of which a rank meets at most one other one.
+    """The ordered pairs in rounds, in each of which a rank is in at most one pair.
 
-    Ranks that go through their own pairs round by round never wait for each other in a cycle, and for a chain of any
-    length in four rounds only: those from even to odd ranks first, then the others.
+    Ranks that go through their own pairs round by round never wait for each other in a cycle. A chain of any length
+    takes four rounds: pairs of an even rank and the next one first, then the others.
     """
     found: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []
@@ -92,24 +92,24 @@ def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 def of_replica(
     manifest: Manifest, replica: int, pairs: Iterable[tuple[int, int]], at: At = ()
 ) -> list[tuple[int, int]]:
-    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas, at one place along its inner axes."""
+    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas, at one index along its inner axes."""
     rank = manifest.topology.rank
     return [(rank(replica, a, at), rank(replica, b, at)) for a, b in pairs]
 
 
 def signalled(manifest: Manifest) -> list[tuple[int, int]]:
-    """The ordered pairs of ranks of a pipeline between which the numbers of a step without a barrier go."""
+    """The ordered pairs of ranks of a pipeline that exchange NORM and VERDICT signals, in steps without a barrier."""
     if Kind.NORM.value not in manifest.capabilities:
         return []
     return [pair for r in range(manifest.ranks - 1) for pair in ((r, r + 1), (r + 1, r))]
 
 
 def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
-    """The sets of ranks of the run that sum over something, besides all of them, in the order they create groups.
+    """The sets of ranks of the run with collectives, besides all ranks, in the order in which they create groups.
 
-    The holders of each stage that has more than one, over all replicas, and those of a weight that the first and
-    the last stage share; the replicas of a rank that share out its weights; without a barrier also the last ranks of
-    all replicas, which make the verdict; and the ranks that meet inside of ops.
+    The replicas of each stage that has several, and the holders of a weight that the first and the last stage share;
+    the replicas of a rank that shard its weights; without a barrier also the last ranks of all replicas, which make
+    the verdict; and the ranks with collectives inside of ops.
     """
     run = manifest.topology
     sums = [Op(Kind.REDUCE, stage) for stage in range(manifest.stages)]
@@ -120,19 +120,19 @@ def gatherings(manifest: Manifest) -> list[tuple[int, ...]]:
     groups |= run.inside
     if Kind.NORM.value in manifest.capabilities:
         groups.add(judges(manifest))
-    if manifest.resident:  # replicas of one rank share out its weights
+    if manifest.resident:  # replicas of one rank shard its weights
         groups |= {run.ranks((rank,), at) for rank in range(run.pp) for at in run.every}
-    if manifest.ep:  # experts are held by every so many replicas of a rank
+    if manifest.ep:  # experts have replicas in every `ep`th replica of a rank
         of = [Op(kind, experts_of(s)) for kind in (Kind.REDUCE, Kind.GATHER) for s in range(manifest.stages)]
         groups |= {meeting(manifest, op, rank) for op in of for rank in range(run.world)}
-    if manifest.flushless:  # a stage's norm, of all parts of it
+    if manifest.flushless:  # a stage's norm, over all its shards
         groups |= {run.held(rank) for rank in range(run.pp)}
     groups |= set(pipelines(manifest))
     return sorted(ranks for ranks in groups if 1 < len(ranks) < manifest.topology.world)
 
 
 def swapping(manifest: Manifest) -> list[tuple[int, ...]]:
-    """The ranks of the run that share out the experts of their blocks, in the order in which they make groups."""
+    """The sets of ranks of the run that shard the experts of their blocks, in the order in which they make groups."""
     run, ep = manifest.topology, manifest.ep
     blocks = [range(first, first + ep) for first in range(0, run.dp, ep)] if ep else []
     seats = itertools.product(blocks, range(run.pp), run.every)
@@ -140,8 +140,8 @@ def swapping(manifest: Manifest) -> list[tuple[int, ...]]:
 
 
 def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:
-    """The ranks of the run that are one replica of the pipeline, where those share the vocabulary; else nothing. With
-    ranks that share layers one share of each."""
+    """The ranks of each replica of the pipeline, if it is vocabulary parallel; otherwise nothing. With tensor or
+    context parallelism, one set per index along these axes."""
     if manifest.vocabulary is None:
         return []
     run = manifest.topology
@@ -150,7 +150,7 @@ def pipelines(manifest: Manifest) -> list[tuple[int, ...]]:
 
 
 class Network:
-    """One rank's end; a `Transport`. `dist.init_process_group` has run, and all ranks build theirs together."""
+    """The `Transport` of one rank. `dist.init_process_group` has run; all ranks construct theirs together."""
 
     def __init__(self, manifest: Manifest, device: torch.device, timeout: timedelta) -> None:
         placement = manifest.to_placement()
@@ -167,14 +167,14 @@ class Network:
                 groups |= self._groups(ways, timeout, swift)
         self._circles: dict[Ranks, Any] = {tuple(range(run.world)): dist.group.WORLD}
         self._circles |= self._groups(gatherings(manifest), timeout)
-        self._swaps = self._groups(swapping(manifest), timeout)  # inside of ops: no sum is in their way
-        # For the sums behind gathers: they start whenever those are over.
+        self._swaps = self._groups(swapping(manifest), timeout)  # inside of ops: they do not queue after sums
+        # For the reduces that follow gathers: they start whenever the gather has completed.
         self._after = self._groups((ranks for ranks in pipelines(manifest) if len(ranks) > 1), timeout)
-        self._there: dict[Letter, _Out] = {}  # of what this rank sends
-        self._here: dict[Letter, _Way] = {}  # of what it receives
+        self._there: dict[Letter, _Out] = {}  # of messages that this rank sends
+        self._here: dict[Letter, _Way] = {}  # of messages that it receives
         self._sums: dict[tuple[int, ...], _Sum] = {}
         self._posted: dict[Letter, tuple[dist.Work | Threaded, Tensor, Lost]] = {}
-        self._sends: dict[int, Sends] = {}  # by the rank they go to
+        self._sends: dict[int, Sends] = {}  # by receiver
         most = 4 * len(placement.edges) * manifest.microbatches * len(placement.pipes) * manifest.slices
         if most > _MAX_TAG:
             raise ZbcError("E703", f"run: {most} messages in one step are more than gloo has tags for")
@@ -186,7 +186,7 @@ class Network:
             way = self._there[message] = *self._way(message, peer, sending=True), self._sends_to(peer)
         start, number, tag, lost, sends = way
         tensor = tensor.contiguous()
-        if tensor.is_neg() or tensor.is_conj():  # a view that says what its memory does not
+        if tensor.is_neg() or tensor.is_conj():  # a lazy view: its memory has other values
             tensor = tensor.resolve_neg().resolve_conj()
         try:
             work = start([view_as_real(tensor) if tensor.is_complex() else tensor], number, tag)
@@ -224,7 +224,7 @@ class Network:
         if found is None:
             return True
         work, buffer, lost = found
-        if not self._nccl and not isinstance(work, Threaded):  # gloo says so only to who waits: a thread does
+        if not self._nccl and not isinstance(work, Threaded):  # gloo cannot be polled: a thread waits
             work = Threaded(self._arrivals.start(work.wait))
             self._posted[message] = work, buffer, lost
         return work.is_completed()
@@ -274,7 +274,7 @@ class Network:
         self.start_sum(tensor, ranks).wait()
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
-        # That a rank is gone is seen by those that exchange tensors with it, and by who started the ranks.
+        # The failure of a rank is detected by its peers in messages, and by the launcher.
         if device.type == "cuda":
             try:
                 return Shared(symmetric(size, self._circle(ranks), len(ranks), device), _nobody_told)
@@ -284,7 +284,7 @@ class Network:
         return Shared(shared_memory.share(size, self.rank, ranks, partial(self._say, ranks)), _nobody_told)
 
     def _say(self, ranks: tuple[int, ...], word: bytes) -> list[bytes]:
-        """A word of each of `ranks`."""
+        """All-gathers `word` over `ranks`."""
         mine = torch.zeros(shared_memory.NAME, dtype=torch.uint8)
         if word:
             mine[: len(word)] = torch.frombuffer(bytearray(word), dtype=torch.uint8)
@@ -296,7 +296,7 @@ class Network:
         return pending
 
     def _collective(self, ranks: tuple[int, ...], start: Callable[..., dist.Work | None]) -> Pending:
-        """Start a collective in the group of `ranks`."""
+        """Starts a collective in the group of `ranks`."""
         group, lost = self._circle(ranks), partial(self._lost_sum, ranks)
         try:
             return _Collective(_started(start(group=group, async_op=True)), lost)
@@ -306,7 +306,7 @@ class Network:
     def _groups(
         self, sets: Iterable[Ranks], timeout: timedelta, make_options: Callable[[], Any] | None = None
     ) -> dict[Ranks, Any]:
-        """Of sets of ranks, for which all ranks make groups in this order, those that this one is in."""
+        """Makes a group for each of `sets`, in this order on all ranks; returns those that this rank is in."""
         made = [(ranks, _group(ranks, timeout, make_options)) for ranks in sets]
         return {ranks: group for ranks, group in made if self.rank in ranks}
 
@@ -326,12 +326,12 @@ class Network:
         return group
 
     def _sum(self, ranks: tuple[int, ...]) -> _Sum:
-        """How a sum starts, looked up once: dist.all_reduce takes as long until it comes to starting one."""
+        """The function that starts a sum, looked up once: the lookup in dist.all_reduce takes as long as the start."""
         way = self._sums[ranks] = self._backend(self._circle(ranks)).allreduce, partial(self._lost_sum, ranks)
         return way
 
     def _backend(self, group: Any) -> Any:
-        """What does a group's work. A group that is asked itself looks that up every time, a sixth of a call's cost."""
+        """The backend of a group. The group's own methods look it up on every call, a sixth of the call's cost."""
         return group._get_backend(self._device) if hasattr(group, "_get_backend") else group
 
     def _lost_sum(self, ranks: tuple[int, ...], error: BaseException) -> ZbcError:
@@ -348,10 +348,10 @@ class Network:
                 sends.drain()
 
     def close(self) -> None:
-        """To be called when all that this rank sent and posted is done; gloo's threads of a group end with it."""
+        """To be called when all sends and receives of this rank have completed; ends gloo's threads of each group."""
         for sends in self._sends.values():
             sends.close()
-        self.__dict__.pop("_arrivals", None)  # whose thread ends with it
+        self.__dict__.pop("_arrivals", None)  # its thread ends with it
         if "_chains" in self.__dict__:
             self._chains.close()
         self._there.clear()
@@ -364,9 +364,9 @@ class Network:
             table.clear()
 
     def _way(self, message: Letter, peer: int, *, sending: bool) -> _Way:
-        """How a message goes.
+        """The function, rank and tag that start a message.
 
-        Looked up once: dist.isend and irecv ask again each time, which takes as long as the transfer's start itself.
+        Looked up once: dist.isend and irecv do so on each call, which takes as long as starting the transfer.
         """
         group = self._pair(*((self.rank, peer) if sending else (peer, self.rank)), message)
         number, lost = dist.get_group_rank(group, peer), partial(self._lost, message, peer, sending)
@@ -374,8 +374,8 @@ class Network:
         return backend.send if sending else backend.recv, number, self._tag(message), lost
 
     def _sends_to(self, peer: int) -> Sends:
-        """What keeps the messages to a rank, which are delivered in order: what one has taken is not to stay until
-        another, that is slower, has taken its own."""
+        """The sends to a rank, which complete in order: separate for each receiver, so that tensors delivered to one
+        are not kept until a slower one has received its own."""
         if peer not in self._sends:
             self._sends[peer] = EventSends() if self._nccl else ThreadSends()
         return self._sends[peer]
@@ -389,7 +389,7 @@ class Network:
             raise ZbcError("E703", text, where=f"rank {self.rank}") from None
 
     def _tag(self, message: Letter) -> int:
-        """A number of its own for each message of a step. NCCL has no tags."""
+        """A unique number for each message of a step; 0 on NCCL, which has no tags."""
         if self._nccl or isinstance(message, Signal):
             return 0
         again = isinstance(message, Again)
@@ -404,10 +404,10 @@ class Network:
         return ZbcError("E702", f"run: {name(self.rank)} lost {name(peer)} at {op}", details=[_first_line(error)])
 
     def _connect(self, device: torch.device) -> None:
-        """Use every group once, in an order that all ranks share: that in which they were made, see `rounds`.
+        """Uses every group once, in the order in which they were made, the same on all ranks; see `rounds`.
 
-        NCCL builds a communicator at its first use and both ends block meanwhile: done on the way, that is a wait the
-        plan knows nothing of. What a large transfer needs besides is for training/warm.py.
+        NCCL builds a communicator at its first use, which blocks both ends: within a step that would be a wait that is
+        not in the plan. training/warm.py sets up the additional resources of large transfers.
         """
         number = torch.zeros(1, device=device)
         groups = [(pair, table[pair]) for table in (self._pairs, self._signals) for pair in table]
@@ -425,13 +425,13 @@ class Network:
             _started(dist.all_reduce(number, group=group, async_op=True)).wait()
 
 
-# Blocks of a GPU that one transfer may take, unless NCCL_MAX_CTAS says otherwise: a posted receive holds its own until
-# the message comes. Not measured.
+# Thread blocks of a GPU that one transfer may use, unless NCCL_MAX_CTAS is set: a posted receive holds its blocks until
+# the message arrives. Not measured.
 _BLOCKS = 4
 
 
 def _swift() -> Any:
-    """Options of NCCL for a group of transfers: they go before what computes, and leave most of the GPU to it."""
+    """Options of NCCL for a group of transfers: priority over compute, and few thread blocks."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if "NCCL_MAX_CTAS" not in os.environ:
         options.config.min_ctas, options.config.max_ctas = 1, _BLOCKS
@@ -441,7 +441,7 @@ def _swift() -> Any:
 def _group(ranks: tuple[int, ...], timeout: timedelta, make_options: Callable[[], Any] | None = None) -> Any:
     """A process group of `ranks`, made by all ranks in one order.
 
-    Not by those in it alone: such groups have names that depend on how many others a rank is in (torch 2.13), so that
+    Not by its members only: the names of such groups depend on the number of groups a rank is in (torch 2.13), so that
     two ranks would wait for each other under different names.
     """
     options = None
@@ -451,7 +451,7 @@ def _group(ranks: tuple[int, ...], timeout: timedelta, make_options: Callable[[]
     return dist.new_group(list(ranks), timeout=timeout, pg_options=options)
 
 
-_SUM = dist.AllreduceOptions()  # a sum that nobody waits for, as dist.all_reduce asks for one
+_SUM = dist.AllreduceOptions()  # as dist.all_reduce with async_op=True
 _SUM.asyncOp = True
 
 # torch renames these; the old names warn where the new ones exist.
@@ -460,7 +460,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class _Done:
-    """A `Pending` that nobody else takes part in."""
+    """The `Pending` of a collective of one rank."""
 
     def wait(self) -> None:
         return None
@@ -496,6 +496,6 @@ def _started(work: dist.Work | None) -> dist.Work:
 
 
 def _first_line(error: BaseException) -> str:
-    """What the backend says, without the place in its own sources and without its advice."""
+    """The backend's message, without its source location and without its advice."""
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return re.split(r"\. (?=[A-Z])", re.sub(r"^\[\S+:\d+\] ", "", first))[0][:200]

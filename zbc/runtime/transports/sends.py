@@ -1,4 +1,4 @@
-"""Tensors under way: kept alive until they are delivered, dropped soon after, never waited for in between."""
+"""Sends in flight: their tensors are kept alive until delivered and freed soon after, without blocking the rank."""
 
 from __future__ import annotations
 
@@ -13,32 +13,31 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 
-_LOOK_S = 0.005  # how often the thread looks for sends that follow each other closely
-_CLOSELY = 500  # sends per second: from here on it is not woken for each
+_LOOK_S = 0.005  # the interval in which the thread polls for sends at high rates
+_CLOSELY = 500  # sends per second: above this rate it is not woken for each
 
 
-_Send = tuple[dist.Work, Tensor, Callable[[BaseException], ZbcError]]  # and what makes the error of its failure
+_Send = tuple[dist.Work, Tensor, Callable[[BaseException], ZbcError]]  # the last makes the error of its failure
 
 
 class Sends(Protocol):
     """Started sends until they are delivered."""
 
     def add(self, work: dist.Work, tensor: Tensor, lost: Callable[[BaseException], ZbcError]) -> None:
-        """Keep a started send; `lost` makes the error of its failure."""
+        """Keeps a started send; `lost` makes the error of its failure."""
 
     def drain(self) -> None:
-        """Block until all are delivered. Raises what `lost` made of the first that failed."""
+        """Blocks until all are delivered. Raises the error that `lost` makes for the first failure."""
 
     def close(self) -> None:
-        """Let go."""
+        """Releases all sends."""
 
 
 class EventSends:
-    """For NCCL, whose work objects know without waiting whether they are done: those to one rank, which arrive in
-    order.
+    """For NCCL, whose work objects can be polled: the sends to one rank, which complete in order.
 
-    NCCL never raises: a send that failed is done, too, and says so when it is asked. `drain` does not block the host
-    either; it has the stream that computes wait, so that what reuses the memory comes after the send.
+    NCCL never raises: a failed send is completed, too, and returns its exception on request. `drain` does not block the
+    host; it makes the compute stream wait, so that the memory is reused after the send only.
     """
 
     def __init__(self) -> None:
@@ -65,7 +64,7 @@ class EventSends:
 
 
 def _check(send: _Send) -> None:
-    """Raise what `lost` makes of a failure, if a send that is done has failed."""
+    """Raises the error that `lost` makes, if a completed send has failed."""
     work, _, lost = send
     error = work.exception()
     if error is not None:
@@ -73,11 +72,11 @@ def _check(send: _Send) -> None:
 
 
 class ThreadSends:
-    """For gloo, whose work objects do not know before somebody waits: a thread does.
+    """For gloo, whose work objects complete only in a call of `wait`: a thread calls it.
 
-    Waking a thread costs the rank more than starting a send. So where sends follow each other closely the thread looks
-    for new ones by itself, two hundred times a second, and what was delivered meanwhile is kept that much longer: with
-    ops of a millisecond, a few tensors. Where they do not, each wakes it, and stays until it is delivered.
+    Waking a thread costs the rank more than starting a send. So at high rates the thread polls for new sends, two
+    hundred times a second, and tensors delivered meanwhile are kept that much longer: with ops of a millisecond, a few
+    tensors. At low rates each send wakes the thread, and its tensor is freed as soon as it is delivered.
     """
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ class ThreadSends:
         self._begun = self._asked = self._ended = 0  # the last is written by the thread only, the others by the rank's
         self._failure: ZbcError | None = None
         self._asleep = self._draining = self._closed = self._close = False
-        self._counted, self._since = 0, time.monotonic()  # of those that ended, how many had by then
+        self._counted, self._since = 0, time.monotonic()  # sends that had ended at that time
         self._wake, self._changed = threading.Event(), threading.Condition()
         threading.Thread(target=self._reap, name="zbc-sends", daemon=True).start()
 
@@ -98,9 +97,9 @@ class ThreadSends:
             self._wake.set()
 
     def drain(self) -> None:
-        """Where a step ends with what all ranks do all is delivered: to ask is quicker than to wake the thread."""
+        """After the collective at a step's end all sends are delivered: asking is faster than waking the thread."""
         failure = self._ask()
-        if not self._over() and self._failure is None:  # the thread has one in its hands
+        if not self._over() and self._failure is None:  # the thread is waiting for a send
             self._draining = True
             with self._changed:
                 self._changed.wait_for(lambda: self._over() or self._failure is not None)
@@ -114,7 +113,7 @@ class ThreadSends:
         return self._ended + self._asked == self._begun
 
     def _ask(self) -> ZbcError | None:
-        """Wait here for what the thread has not come to; the error of the first that failed, after which none is."""
+        """Waits here for the sends that the thread has not taken; stops at the first failure and returns its error."""
         while self._under_way and self._failure is None:
             try:
                 work, _, lost = self._under_way.popleft()
@@ -151,19 +150,19 @@ class ThreadSends:
                     self._changed.notify_all()
 
     def _rest(self) -> None:
-        """Return when there is something to do."""
+        """Waits until there is work."""
         if self._closely():
             self._wake.wait(_LOOK_S)
             self._wake.clear()
             return
         self._wake.clear()
-        self._asleep = True  # set before the last look: what `add` appends after that look finds it set
+        self._asleep = True  # before the last check, so that an `add` after it sees the flag
         if not self._under_way and not self._closed:
             self._wake.wait()
         self._asleep = False
 
     def _closely(self) -> bool:
-        """Whether sends followed each other closely when last counted: at every look, or as soon as they do."""
+        """Whether the rate of sends is high, measured every `_LOOK_S` seconds, or earlier as soon as it is."""
         now = time.monotonic()
         passed, ended = now - self._since, self._ended + self._asked
         close = ended - self._counted > _CLOSELY * max(passed, _LOOK_S)

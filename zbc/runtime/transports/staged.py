@@ -1,8 +1,8 @@
-"""Processes that share a GPU: their tensors travel over gloo, by way of the host's memory.
+"""Processes that share a GPU: their tensors are sent over gloo, through the host's memory.
 
-NCCL refuses two ranks on one GPU. What a rank sends is copied to pinned memory first, and what arrives there back to
-the GPU. A host waits for its stream where it sends or starts a collective, which the proof allows: by then all that the
-stream has to do can happen. It is slow, and for trials. On a CPU the copies are copies, so that it can be tried there.
+NCCL refuses two ranks on one GPU. Tensors are copied to pinned memory before they are sent, and back to the GPU when
+they have arrived. The host waits for its stream when it sends or starts a collective, which the proof allows: nothing
+enqueued there depends on later ops. It is slow, and for trials. It also works on a CPU, where tests run it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Staged(Around):
     def __init__(self, inner: Transport, device: torch.device) -> None:
         super().__init__(inner)
         self._device = device
-        self._buffers: dict[Letter, Tensor] = {}  # on the device, of what is posted
+        self._buffers: dict[Letter, Tensor] = {}  # on the device, of posted messages
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
         self.inner.send(message, self._down(tensor), peer)
@@ -82,11 +82,11 @@ class Staged(Around):
         self._buffers.clear()
 
     def _room(self, like: Tensor) -> Tensor:
-        """Memory of the host for a tensor; what is pinned is used again once copies from it are over."""
+        """Host memory for a tensor; pinned memory is reused once copies from it have completed."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._device.type == "cuda")
 
     def _down(self, tensor: Tensor) -> Tensor:
-        """A copy on the host, complete."""
+        """A completed copy on the host."""
         host = self._room(tensor).copy_(tensor, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -94,8 +94,8 @@ class Staged(Around):
 
 
 class _Landing(NamedTuple):
-    """A `Pending`: a collective on the host, and where what it brings goes: pairs on the host and on the device, which
-    are known by then."""
+    """A `Pending`: a collective on the host, then copies to the device: `pairs` of host and device tensors, which are
+    known once it has completed."""
 
     inner: Pending
     pairs: list[tuple[Tensor, Tensor]]

@@ -1,7 +1,7 @@
-"""How tensors move between ranks. Handlers see only this protocol; `hub.py` and `network.py` implement it.
+"""The transport of tensors between ranks. Handlers use only this protocol; `hub.py` and `network.py` implement it.
 
-Messages are matched by what they are (`ir.Message`: direction, stage, microbatch, pipe, slice), never by arrival
-order. Shapes and dtypes are fixed by the plan: the receiver owns the buffer before the message comes.
+Messages are matched by identity (`ir.Message`: direction, stage, microbatch, pipe, slice), never by arrival
+order. Shapes and dtypes are fixed by the plan: the receiver has the buffer before the message arrives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zbc.ir import Kind, Message
 
 
 class Again(NamedTuple):
-    """A message of a forward that runs again."""
+    """A message that a repeated forward (REDO) sends again."""
 
     message: Message
 
@@ -30,7 +30,7 @@ class Again(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """Numbers from a rank to the next (NORM) or back (VERDICT), once a step."""
+    """Numbers from a rank to the next (NORM) or back (VERDICT), once per step."""
 
     kind: Kind
 
@@ -48,32 +48,32 @@ Ranks = tuple[int, ...]
 
 
 class Then(NamedTuple):
-    """What follows a gather at once, beside the rank's own work: when all rows are there every rank calls `make`, and
-    what that returns is summed into that of rank `root` of the run."""
+    """A reduce that follows a gather, in the background: once all rows have arrived every rank calls `make`, and the
+    results are reduced to rank `root` of the run."""
 
     make: Callable[[], Tensor]
     root: int
 
 
 class Pending(Protocol):
-    """A collective that was started. Those of one rank happen in the order in which it starts them.
+    """A collective that was started. A rank's collectives run in the order in which it starts them.
 
-    It holds its tensors until it was waited for: on cuda another stream works on them, and memory that is given back is
-    used again at once.
+    It holds its tensors until `wait` has returned: on cuda another stream works on them, and freed memory is reused at
+    once.
     """
 
     def wait(self) -> None:
-        """Block until it has happened (on cuda: make the current stream wait)."""
+        """Blocks until it has completed (on cuda: makes the current stream wait)."""
 
     def ready(self) -> bool:
-        """Whether it has happened; also where `wait` would raise."""
+        """Whether it has completed; True also if `wait` would raise."""
 
 
 class Shared(NamedTuple):
-    """Memory of several ranks that all of them see."""
+    """Memory of several ranks that all of them can access."""
 
     tensors: list[Tensor]  # of bytes, by rank
-    alive: Callable[[], None]  # raises E702 once a rank is known to have failed; from any thread
+    alive: Callable[[], None]  # raises E702 once a rank is known to have failed; may be called from any thread
 
 
 class Transport(Protocol):
@@ -82,50 +82,50 @@ class Transport(Protocol):
     rank: int
 
     def send(self, message: Letter, tensor: Tensor, peer: int) -> None:
-        """Start sending; return at once. The transport keeps `tensor` alive until it is delivered."""
+        """Starts a send; returns at once. The transport keeps `tensor` alive until it is delivered."""
 
     def post(self, message: Letter, buffer: Tensor, peer: int) -> None:
-        """Announce the buffer a message is to arrive in; return at once."""
+        """Posts the buffer of a message; returns at once."""
 
     def wait(self, message: Letter) -> Tensor:
-        """Block until a posted message is in its buffer; return the buffer."""
+        """Blocks until a posted message is in its buffer; returns the buffer."""
 
     def ready(self, message: Letter) -> bool:
-        """Whether a posted message is there; also where `wait` would raise."""
+        """Whether a posted message has arrived; True also if `wait` would raise."""
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Pending:
-        """Start to sum `tensor` in place over `ranks`, which all call this."""
+        """Starts an all-reduce (sum) of `tensor` in place over `ranks`, which all call this."""
 
     def start_scatter(self, parts: Tensor, mine: Tensor, ranks: tuple[int, ...]) -> Pending:
-        """Start to sum `parts` over `ranks`; its row of the result (one per rank) goes into each rank's `mine`."""
+        """Starts a reduce-scatter (sum) of `parts`, one row per rank, over `ranks`; each gets its row in `mine`."""
 
     def start_gather(self, mine: Tensor, parts: Tensor, ranks: tuple[int, ...], then: Then | None = None) -> Pending:
-        """Start to collect every rank's `mine` as the rows of `parts`; with `then` it is over when that is."""
+        """Starts an all-gather of every rank's `mine` into the rows of `parts`; `then` is part of the collective."""
 
     def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Ranks) -> Pending:
-        """Start to give each of `ranks` its rows of `mine`, `out` of them, and to take theirs into `parts`, `into` of
-        them; inside of an op, so that it waits for no sum that was started before."""
+        """Starts an all-to-all: sends `out[i]` rows of `mine` to the i-th of `ranks` and receives `into[i]` rows from
+        it into `parts`; inside an op, so that it does not queue after sums that were started before."""
 
     def start_broadcast(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        """Start to send the `tensor` of rank `root` of the run to all `ranks`, into theirs."""
+        """Starts a broadcast of the `tensor` of rank `root` of the run into that of all `ranks`."""
 
     def start_reduce(self, tensor: Tensor, root: int, ranks: tuple[int, ...]) -> Pending:
-        """Start to sum `tensor` over `ranks` into that of rank `root`; those of the others are lost."""
+        """Starts a reduce (sum) of `tensor` over `ranks` to rank `root`; the other ranks' tensors are lost."""
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        """Sum `tensor` in place over `ranks`, which all call this; blocks."""
+        """Sums `tensor` in place over `ranks`, which all call this; blocks."""
 
     def share(self, size: int, ranks: tuple[int, ...], device: torch.device) -> Shared:
-        """`size` bytes of zeros of each of `ranks`, which all call this; blocks. Raises E620 where they cannot."""
+        """`size` zero bytes of each of `ranks` as shared memory; all call this; blocks. Raises E620 if impossible."""
 
     def watch(self, pending: Pending, *, gather: bool) -> Pending:
-        """What is to be waited for in place of a gather, or a sum, that goes by way of such memory."""
+        """Wraps a gather, or a sum, through shared memory, for wrappers that observe waits."""
 
     def finish_step(self, *, drain: bool = True) -> None:
-        """Block until every started send is delivered, unless `drain` is False.
+        """Blocks until every started send is delivered, unless `drain` is False.
 
         Raises E703 if a posted message was never waited for.
         """
 
     def close(self) -> None:
-        """Release what the transport holds; no further calls."""
+        """Releases the transport's resources; no further calls."""
