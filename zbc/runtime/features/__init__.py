@@ -1,6 +1,6 @@
-"""What a plan may ask for beside the pipeline, each with its ops, its state and its hooks (core/feature.py).
+"""Optional features of a plan, each with its ops, its state and its hooks (core/feature.py).
 
-A module with a function `build(context) -> Feature | None` is all that a feature needs to be found.
+A feature is a module here with a function `build(context) -> Feature | None`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Tokens of a microbatch that several ranks share out (context parallel; gathers as in arXiv 2407.21783, 3.3.2).
+"""Context parallelism: the tokens of a microbatch are sharded over ranks (gathers as in arXiv 2407.21783, 3.3.2).
 
-Of 2n chunks of a sequence rank i of n has the chunks i and 2n-1-i, so that causal attention is as much for each. A
-block treats its tokens alone but for attention, which meets the keys and values of all ranks:
+Of 2n chunks of a sequence rank i of n has the chunks i and 2n-1-i, which balances causal attention. Only attention
+needs the tokens of other ranks, namely their keys and values:
 
-    F   they are gathered, and each chunk of queries attends to those up to its own end
-    B   their gradients are summed, for each rank those of its own tokens
+    F   an all-gather of keys and values; each chunk of queries attends to those up to its own end
+    B   a reduce-scatter of their gradients
     W   none
 
-Of a sequence that is cut into slices each slice is shared out so; what earlier slices have gathered stays.
+If a sequence has slices, each slice is sharded like this; keys and values gathered for earlier slices are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zbc.runtime.features.tensor_parallel import Group
 
 
 def rows_of(cuts: Sequence[int], place: int, ranks: int) -> Tensor:
-    """The places of a rank's tokens in their sequence, slice by slice; `cuts`: where slices begin, and the end."""
+    """Positions of a rank's tokens in their sequence, slice by slice; `cuts`: starts of slices, then the length."""
     found = list[Tensor]()
     for start, stop in pairwise(cuts):
         size = (stop - start) // (2 * ranks)
@@ -36,18 +36,18 @@ def rows_of(cuts: Sequence[int], place: int, ranks: int) -> Tensor:
 
 
 class Spread(NamedTuple):
-    """How the tokens of a microbatch are shared out among the ranks of `group`."""
+    """Attention of a microbatch whose tokens are sharded over the ranks of `group`."""
 
     group: Group
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap: float | None = None) -> Any:
-        """As slicing.attention, of this rank's tokens: (batch, heads, own tokens, features)."""
+        """As slicing.attention, for this rank's tokens: (batch, heads, own tokens, features)."""
         keys, values = _Gather.apply(k, v, self.group)  # type: ignore[no-untyped-call]
-        # Queries alone: a view of what queries, keys and values come from would keep all of it.
+        # A copy of the queries: a view would keep the joint tensor of queries, keys and values.
         return attend(q.contiguous(), keys, values, partial(self._mix, Limits(window, cap)), self.group.size)
 
     def _mix(self, limits: Limits, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Of two chunks of queries, with the keys of all tokens up to the end of their slice."""
+        """Attention of two chunks of queries to the keys of all tokens up to the end of their slice."""
         size, place, ranks = q.shape[-2] // 2, self.group.place, self.group.size
         past = keys.shape[-2] - 2 * ranks * size
         ends = [past + (chunk + 1) * size for chunk in (place, 2 * ranks - 1 - place)]
@@ -57,8 +57,8 @@ class Spread(NamedTuple):
 
 
 class _Seen(torch.autograd.Function):
-    """Keys and values up to one end, and up to another; their gradients are added in one place, which autograd's own
-    would each have of their own."""
+    """Keys and values up to one end, and up to another; their gradients are added into one buffer, whereas autograd
+    would make one for each view."""
 
     @staticmethod
     def forward(ctx: Any, keys: Tensor, values: Tensor, first: int, second: int) -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ class _Seen(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Keys and values of all tokens, in their order; of their gradients the sum over ranks, of a rank's own tokens."""
+    """All-gathers keys and values of all tokens, in their order; backward reduce-scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:

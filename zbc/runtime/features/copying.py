@@ -1,9 +1,9 @@
-"""Copies of activations to the host and back, beside the compute of a rank.
+"""Copies that offload and reload activations, overlapped with the compute of a rank.
 
     ThreadCopier   ranks on a CPU: a thread copies into slabs of ordinary memory, one copy at a time
     StreamCopier   ranks on a GPU: a stream for each direction, and slabs of pinned memory (runtime/cuda.py)
 
-What is copied are whole storages, `Piece`s of a slab. Who needs the end of a copy asks its ticket.
+Whole storages are copied, each to its `Piece` of a slab. The ticket of a copy waits for its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Ticket(Protocol):
     """A copy that was started."""
 
     def result(self) -> object:
-        """Let the compute of the rank wait for its end. Raises what the copy raised."""
+        """Makes the compute of the rank wait for its end. Raises the copy's error."""
 
     def done(self) -> bool: ...
 
@@ -37,7 +37,7 @@ class Slab:
 
 
 class Piece(NamedTuple):
-    """A storage on the device, and where in the slab its bytes go."""
+    """A storage on the device, and the offset of its bytes in the slab."""
 
     storage: UntypedStorage
     at: int
@@ -47,29 +47,29 @@ _Copy = Callable[[Slab, Sequence[Piece]], None]
 
 
 class Copier(Protocol):
-    """What copies for one rank. With a list in `spans` it adds to it, for each copy in the order in which they are
-    started, when it begins and ends: ns, or on a GPU events, which are known once compute has waited for the copy."""
+    """Copies for one rank. If `spans` is a list, it appends the start and end of each copy, in the order in which they
+    are started: ns, or on a GPU events, which are completed once compute has waited for the copy."""
 
     spans: list[list[Any]] | None
 
     def slab(self, size: int) -> Tensor:
-        """Bytes of the host."""
+        """`size` bytes of host memory."""
 
     def take(self, size: int) -> UntypedStorage:
-        """Memory on the device for what comes back."""
+        """Memory on the device to reload into."""
 
     def out(self, slab: Slab, pieces: Sequence[Piece]) -> Ticket: ...
     def release(self, storage: UntypedStorage) -> None:
-        """Nobody needs it on the device any more; called behind the wait for the copy out."""
+        """Frees the device memory of an offloaded storage; called after the wait for its offload."""
 
     def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> Ticket:
-        """Copy into the pieces, behind `gone`, the copy out of the same parcel."""
+        """Reloads the pieces, after `gone`, the offload of the same parcel."""
 
     def close(self) -> None: ...
 
 
 class HostMemory:
-    """What copiers on a CPU have in common: device and host are the same memory."""
+    """The base of copiers on a CPU: device and host are the same memory."""
 
     spans: list[list[Any]] | None = None
 
@@ -109,7 +109,7 @@ class ThreadCopier(HostMemory):
 
 
 def copy_out(slab: Slab, pieces: Sequence[Piece]) -> None:
-    """By memmove, which lets other threads run; torch's own copy would wake as many threads as there are cores."""
+    """Copies by memmove, which releases the GIL; torch's own copy would wake as many threads as there are cores."""
     start = slab.memory.data_ptr()
     for storage, at in pieces:
         ctypes.memmove(start + at, storage.data_ptr(), storage.nbytes())

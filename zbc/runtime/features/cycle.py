@@ -1,11 +1,11 @@
 """Steps that follow one another without a flush.
 
-The plan has the body of a cycle. A run of steps begins with what the body says of the next step (the prologue), and
-ends with the body without that (the epilogue); both are made here from the body. Microbatches of even and odd steps
-have keys of their own, [0, m) and [m, 2m), so that those of two steps lie in the stores and travel side by side.
+The plan has the body of a cycle, which includes ops of the next step. A run of steps begins with these ops alone (the
+prologue), and ends with the body without them (the epilogue); both are derived here from the body. Microbatches of even
+and odd steps have separate keys, [0, m) and [m, 2m), so that those of two steps can be in the stores and in flight.
 
-No rank waits for the others at the end of a step. What they tell each other of it (loss, norm, whether to stop) is
-summed while the next step runs, and read at its end.
+No rank waits for the others at the end of a step. The vector of a step (loss, norm, whether to stop) is all-reduced
+while the next step runs, and read at its end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Handler = Callable[["Worker", Op], None]
 
 @dataclass
 class Told:
-    """A step that the ranks have told each other of, or are about to."""
+    """A step whose vector is being all-reduced."""
 
     step: int
     seconds: float
@@ -48,21 +48,21 @@ class Told:
 
 @dataclass
 class Cycle(Ending):
-    """What a plan without a flush needs besides its ops; `limit` is the largest norm of a stage's gradients."""
+    """The `Ending` of a plan without a flush; `limit` is the largest norm of a stage's gradients."""
 
     ops: tuple[Op, ...]
     texts: tuple[str, ...]
     microbatches: int
     handlers: dict[Kind, Handler]
     limit: float | None
-    every: int = 0  # microbatches from one step of a stage to its next, where stages step on their own
+    every: int = 0  # microbatches from one step of a stage to its next, if a stage steps several times per step
     running: bool = False  # whether forwards of the next step have run
     told: Told | None = None
-    squares: dict[str, Tensor] = field(default_factory=dict)  # of the step that runs
+    squares: dict[str, Tensor] = field(default_factory=dict)  # of the current step
     _scripts: dict[tuple[bool, bool, bool], Script] = field(default_factory=dict)
 
     def _key(self, op: Op, *, odd: bool) -> Op:
-        """An op with the key of its microbatch, in the body of an even or an odd step."""
+        """An op with its microbatch renumbered, in the body of an even or an odd step."""
         if op.kind.stage_wide:
             return op
         ahead = op.mb >= NEXT
@@ -72,7 +72,7 @@ class Cycle(Ending):
         return (self._key(op, odd=odd) for odd in (False, True) for op in ops)
 
     def script(self, step: int, *, ends: bool) -> Script:
-        """What runs in a step: `ends`, if there is none to come right behind it."""
+        """The script of a step; `ends`: no step follows it directly."""
         key = (step % 2 == 1, not self.running, ends)
         if key not in self._scripts:
             before = self._part(odd=not key[0], own=False) if key[1] else []
@@ -80,7 +80,7 @@ class Cycle(Ending):
         return self._scripts[key]
 
     def _part(self, *, odd: bool, own: bool | None) -> Script:
-        """The ops of this step, or of the next one alone; None: both. What is alone is of the step that runs."""
+        """The body's ops of its `own` step only, or of the next step only, then run as this step's; None: both."""
         found: Script = []
         for op, text in zip(self.ops, self.texts, strict=True):
             ahead = op.mb >= NEXT
@@ -93,14 +93,14 @@ class Cycle(Ending):
         return found
 
     def opens(self, worker: Worker, step: int) -> None:
-        """Set out what runs in this step."""
+        """Selects the script of this step."""
         worker.phase_run.script = self.script(step, ends=worker.ends)
         if not self.running:
             for stage in worker.stages:
                 versions_of(worker, stage).begin(step, worker.transport)
 
     def closes(self, worker: Worker, began: float) -> StepResult | None:
-        """Tell the others of the step; returns the one before, which they have told of."""
+        """Starts the all-reduce of the step's vector; returns the result of the previous step."""
         first, step, m = worker.phase_run.first, worker.step, self.microbatches
         own = [mb for mb in worker.losses if mb // m == step % 2]
         losses = {first + mb % m: worker.losses.pop(mb) for mb in own}
@@ -122,7 +122,7 @@ class Cycle(Ending):
         return before
 
     def finish(self, worker: Worker) -> StepResult | None:
-        """What the ranks have told each other of the last step; waits for it."""
+        """Waits for the all-reduced vector of the last step; returns its result, None if there is none."""
         told, self.told = self.told, None
         if told is None:
             return None
@@ -130,7 +130,7 @@ class Cycle(Ending):
         return worker.learn(told.vector).of(told.step, told.seconds)
 
     def due(self, worker: Worker, mb: int) -> bool:
-        """Forwards of the next step may have run."""
+        """Whether a microbatch is one of this step, not of the next, whose forwards may have run."""
         return worker.ends or mb // self.microbatches == worker.step % 2
 
     def follows(self, worker: Worker) -> bool:
@@ -138,7 +138,7 @@ class Cycle(Ending):
 
 
 def versions_of(worker: Worker, stage: int) -> Unflushed:
-    """The weights of a stage. Raises E703 where there is one version only."""
+    """The optimizer of a stage for steps without a flush. Raises E703 if it is another one."""
     found = worker.optimizers[stage]
     if not isinstance(found, TwoVersions | OneVersion):
         text = "run: the plan has steps without a flush, and its optimizer is for steps with one"
@@ -150,7 +150,7 @@ def _of_this(handler: Handler) -> Handler:
     def run(worker: Worker, op: Op) -> None:
         weights = versions_of(worker, op.stage)
         gathers = worker.features.of(Gathers)
-        if gathers.coming and gathers.arrived(op):  # long before the newest weights are read, as a rule
+        if gathers.coming and gathers.arrived(op):  # usually long before the newest weights are read
             weights.newest()
             gathers.ready(worker, op)
         weights.before(op, worker.step)
@@ -176,16 +176,16 @@ def _of_next(handler: Handler) -> Handler:
 
 
 def stage_step(worker: Worker, op: Op) -> None:
-    """STEP: clip by the stage's own norm, update its weights unless a gradient is not finite, drop the gradients."""
+    """STEP: clips by the stage's own norm, updates its weights unless a gradient is not finite, drops the gradients."""
     cycle, stage = cycle_of(worker), versions_of(worker, op.stage)
     worker.settle(op.stage)
-    stage.newest()  # which is where the last GATHER is to put them
+    stage.newest()  # the last GATHER writes into the newest version
     worker.features.of(Gathers).ready(worker, op)
     worker.before_update()
     squares = stage.squares()
     for feature in worker.features:
         squares = feature.answers(worker, squares)
-    if stage in counted(worker):  # of a stage that steps several times the last one counts, or what is not finite
+    if stage in counted(worker):  # if a stage steps several times, the last one is reported, or one that is not finite
         bad = {name: old for name, old in cycle.squares.items() if not torch.isfinite(old).all()}
         cycle.squares |= squares | bad
     norm = math.sqrt(_over_parts(worker, stage, math.fsum(n for one in squares.values() for n in one.tolist())))
@@ -199,7 +199,7 @@ def stage_step(worker: Worker, op: Op) -> None:
 
 
 def _over_parts(worker: Worker, stage: Unflushed, own: float) -> float:
-    """The sum of a number over the ranks that have other parts of a stage's gradients."""
+    """The sum of a number over the ranks that have the other shards of a stage's gradients."""
     run, rank = worker.topology, worker.rank
     ranks = run.held(run.of(rank).pp) if stage.apart else run.beside("tp", rank)
     if len(ranks) == 1:

@@ -1,11 +1,11 @@
-"""Experts that replicas of a rank share out: each has its own, and rows go to them and come back.
+"""Expert parallelism: replicas of a rank shard the experts, and exchange rows of tokens by all-to-all.
 
-    F   rows to the ranks that have their experts, and what these give back: two swaps, behind one of how many
-    B   the same of gradients, the other way round
+    F   an all-to-all of counts, one that dispatches rows to the ranks of their experts, one that combines the outputs
+    B   the same for gradients, in reverse
     W   none
 
-All ranks of a group run the same ops in the same order. What is waited for may be hidden as the sums of ranks that
-share layers are (tensor_parallel.py): by weight gradients of the same op, or by the other op of a group.
+All ranks of a group run the same ops in the same order. Their waits may be hidden like the all-reduces of tensor
+parallelism (tensor_parallel.py): by weight gradients of the same op, or by the other op of an overlap group.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from zbc.runtime.features.tensor_parallel import Group
 
 
 class Swaps(NamedTuple):
-    """What this rank does with others of `group` in the experts of a block; None: it has all of them."""
+    """The experts of a block, sharded over the ranks of `group`; None: this rank has all of them."""
 
     group: Group | None = None
 
     def own(self, experts: nn.ModuleDict) -> nn.ModuleDict:
-        """Of all experts of a block this rank's, under the names that they have there."""
+        """This rank's experts, of all experts of a block, under their names there."""
         if self.group is None:
             return experts
         each = len(experts) // self.group.size
@@ -37,7 +37,7 @@ class Swaps(NamedTuple):
         return nn.ModuleDict(dict(islice(experts.items(), first, first + each)))
 
     def run(self, rows: Tensor, counts: Tensor, experts: Iterable[nn.Module]) -> Tensor:
-        """What all experts make of `rows` (N, H), which lie expert after expert, `counts` (E) of each; `experts` are
+        """The experts' outputs for `rows` (N, H), which are sorted by expert, `counts` (E) for each; `experts` are
         this rank's. All ranks of the group call this together."""
         if self.group is None:
             parts = torch.split(rows, counts.tolist())
@@ -45,11 +45,11 @@ class Swaps(NamedTuple):
         size, each = self.group.size, len(counts) // self.group.size
         got = torch.empty_like(counts)
         self.group.swap(counts, (each,) * size, got, (each,) * size)
-        come = got.view(size, each)  # by the rank that they come from
+        come = got.view(size, each)  # by source rank
         out, into = counts.view(size, each).sum(1).tolist(), come.sum(1).tolist()
         mine = _swapped(rows, out, into, self.group)
         kind = torch.arange(each, device=rows.device).repeat(size).repeat_interleave(got)
-        order = kind.argsort(stable=True)  # by expert, of one by the rank that they come from
+        order = kind.argsort(stable=True)  # by expert, then by source rank
         parts = torch.split(mine.index_select(0, order), come.sum(0).tolist())
         made = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
         return _swapped(made.index_select(0, order.argsort()), into, out, self.group)
@@ -77,15 +77,15 @@ def _swapped(rows: Tensor, out: list[int], into: list[int], group: Group) -> Ten
 
 
 def experts(group: Group | None = None) -> Swaps:
-    """In a layer of yours with experts: `own(modules)` are those that this rank keeps, and `run(rows, counts, modules)`
-    what all experts make of rows of tokens, wherever these experts are. `group`: the replicas that share them out, as
-    the layer's method `share_experts(group)` is given it (docs/experts.md); without one all are here."""
+    """For a layer of yours with experts: `own(modules)` returns the experts that this rank keeps, `run(rows, counts,
+    modules)` the outputs of all experts for rows of tokens, on whichever ranks they are. `group`: the replicas that
+    shard the experts, as passed to the layer's `share_experts(group)` (docs/experts.md); None: all are on this rank."""
     return Swaps(group)
 
 
 def share(name: str, layer: nn.Module, group: Group) -> Iterator[str]:
-    """Have the modules of a layer keep this rank's experts; what the names of these parameters begin with. Raises E119
-    where a user's module names none, or cannot share them."""
+    """Makes the modules of a layer keep this rank's experts only; yields the prefixes of their parameters' names.
+    Raises E119 if a user's module names none, or cannot shard them."""
     for path, module in [*layer.named_modules()]:
         told = getattr(module, "share_experts", None)
         if callable(told):
@@ -100,7 +100,7 @@ def share(name: str, layer: nn.Module, group: Group) -> Iterator[str]:
 
 
 def split(parameters: Mapping[str, nn.Parameter], experts: Iterable[str]) -> tuple[dict[str, nn.Parameter], ...]:
-    """The parameters of a stage without those under these names, and those."""
+    """The parameters of a stage that are not under these names, and those that are."""
     starts = tuple(f"{name}." for name in experts)
     own = {name: p for name, p in parameters.items() if name.startswith(starts)}
     return {name: p for name, p in parameters.items() if name not in own}, own

@@ -1,8 +1,8 @@
-"""Work of a user's own in the time in which a rank waits: a transport around the one that moves the tensors.
+"""A user's task that fills a rank's waits (bubbles): a wrapper of the transport.
 
-A wait is as long as it was the last time the rank came to it, a step of training before. While what is awaited is not
-there, and a step of the task still ends within that, the task takes one. So the first training step measures, and a
-wait that gets shorter is overrun once, by one step of the task at most.
+The length of a wait is predicted by the same wait in the previous training step. While the awaited operation has not
+completed, and a step of the task would end within that time, the task takes a step. So the first training step only
+measures, and a wait that gets shorter is overrun once, by one step of the task at most.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from zbc.job.userobject import IN_A_RANK
 from zbc.runtime.transports.around import Around, Through
 from zbc.runtime.transports.transport import Letter, Pending, Transport
 
-_RECENT = 8  # steps of a task, of which the longest says how long the next may take
-_LOOK_S = 5e-5  # between two looks at a GPU
+_RECENT = 8  # steps of a task, the longest of which predicts the time of the next
+_LOOK_S = 5e-5  # between two polls of a GPU
 
 Result = TypeVar("Result")
 
 
 class Task(Protocol):
-    """What a filler's factory makes. `seconds` and `bytes` may be left out."""
+    """The object that a filler's factory returns. `seconds` and `bytes` are optional."""
 
-    seconds: float  # that a step takes, at most
-    bytes: int  # of the device's memory that it needs
+    seconds: float  # upper bound of the time of a step
+    bytes: int  # device memory that it needs
 
     def step(self) -> None:
-        """A piece of work, short beside the waits. StopIteration says that there is no more."""
+        """Does a piece of work, short compared with the waits. Raises StopIteration when there is no more."""
 
 
 class Filled(NamedTuple):
-    """What became of the waits of a rank."""
+    """The use of a rank's waits."""
 
     steps: int  # of the task
-    seconds: float  # in them
-    waited: float  # seconds that the rank waited in all, those included
+    seconds: float  # of these steps
+    waited: float  # seconds that the rank waited in all, the task's steps included
 
     def __str__(self) -> str:
         share = self.seconds / self.waited if self.waited else 0.0
@@ -48,7 +48,7 @@ class Filled(NamedTuple):
 
 
 class Filling(Around):
-    """Does steps of a task while a rank waits; `tell` is told why the task ended."""
+    """Runs steps of a task while a rank waits; `tell` is called with the reason when the task ends."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Filling(Around):
     ) -> None:
         super().__init__(inner)
         self.task, self.device, self.tell, self.now = task, device, tell, now
-        self._known: dict[Hashable, float] = {}  # seconds of each wait, when it came last
+        self._known: dict[Hashable, float] = {}  # last seconds of each wait
         self._took: deque[float] = deque(maxlen=_RECENT)
         self._sums = self._steps = 0  # collectives of this step; steps of the task
         self._filled = self._waited = 0.0
@@ -80,12 +80,12 @@ class Filling(Around):
         self.inner.finish_step(drain=drain)
 
     def summed(self, pending: Pending) -> None:
-        """Wait for a collective; those of a step come in the same order in each."""
+        """Waits for a collective, identified by its number in the step: each step has them in the same order."""
         self._sums += 1
         self.awaited(self._sums, pending.ready, pending.wait)
 
     def awaited(self, place: Hashable, ready: Callable[[], bool], wait: Callable[[], Result]) -> Result:
-        """Do steps of the task until what is awaited is there, or the next one could end too late; then wait."""
+        """Runs steps of the task until `ready` returns True, or the next one could end too late; then calls `wait`."""
         if self.task is None:
             return wait()
         if self.device.type == "cuda":
@@ -99,7 +99,7 @@ class Filling(Around):
             at = now()
             self._filled += at - last
             late = ready()
-            if late:  # it came in between: how long before the end, nobody knows
+            if late:  # completed during the task's step, at an unknown time
                 self._known[place] = last - began
         while self.device.type == "cuda" and not ready():
             time.sleep(_LOOK_S)
@@ -110,11 +110,11 @@ class Filling(Around):
         return found
 
     def _longest(self) -> float:
-        """What the next step of the task may take."""
+        """The maximum predicted time of the task's next step, in seconds."""
         return max(getattr(self.task, "seconds", None) or 0.0, max(self._took, default=0.0))
 
     def _step(self, task: Task) -> None:
-        """One step; what it raises ends the task and not the run."""
+        """Runs one step; an error ends the task and not the run."""
         began = self.now()
         try:
             with torch.enable_grad():

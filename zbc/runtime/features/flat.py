@@ -1,4 +1,4 @@
-"""Weights in one storage, whose bytes go and come back under the same parameters."""
+"""Weights in one storage, whose bytes are freed and restored under the same parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Flat:
 
     @property
     def bytes(self) -> int:
-        """Those that are there now."""
+        """The bytes allocated now."""
         return 0 if self._storage is None else self._storage.nbytes()
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -42,6 +42,6 @@ class Flat:
             self._storage.resize_(0)
 
     def restore(self) -> None:
-        """Take the bytes again; what is in them is undefined."""
+        """Allocates the bytes again, uninitialised."""
         if self._storage is not None and not self.bytes:
             self._storage.resize_(self._whole)

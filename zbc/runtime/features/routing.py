@@ -1,8 +1,8 @@
-"""Loads of experts: who tells them, and biases of routers that even them (arXiv 2408.15664).
+"""Loads of experts, and router biases that balance them (arXiv 2408.15664).
 
-Every F tells how many rows each expert of a block got; VALIDATE adds them up over all ranks. Where routers have a bias,
-STEP moves that of an expert by `rate` towards the mean load of its block: up where it got less, down where it got more.
-The bias decides which experts a token meets, not with what weight.
+Every F reports the number of rows of each expert of a block; VALIDATE sums them over all ranks. If routers have a bias,
+STEP changes an expert's by `rate`: up if its load was below the mean of its block, down if it was above. The bias
+affects the choice of experts for a token, not their weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Routed(Protocol):
-    """A layer with a router, whose `count` experts are those from `place` on of all blocks."""
+    """A layer with a router; its `count` experts have the indices from `place` on among those of all blocks."""
 
     place: int | None
     count: int
@@ -47,7 +47,7 @@ class Routing(Feature):
 
 
 def number_blocks(name: str, layer: nn.Module, count: int) -> list[Routed]:
-    """The routers of a layer `layers.3`, told which experts of all blocks theirs are."""
+    """The routers of a layer `layers.3`; sets the index of their first expert among those of all blocks."""
     inside: list[object] = [*layer.modules()]
     found = [one for one in inside if isinstance(one, Routed)]
     for one in found:
@@ -64,7 +64,7 @@ def build(context: Context) -> Routing | None:
 
 
 def experts_of_all_blocks(planning: Mapping[str, Mapping[str, object]]) -> int:
-    """How many there are in a model, which the sections of a plan describe."""
+    """The number of experts of a model, from the sections of a plan."""
     model = planning.get("model", {})
     experts, layers = model.get("experts"), model.get("layers")
     return experts * layers if isinstance(experts, int) and isinstance(layers, int) else 0

@@ -1,7 +1,7 @@
-"""A stage as it runs one slice of its microbatches: shapes of its own, and what it keeps of the slices before.
+"""A stage for one slice of its microbatches: with shapes of its own, and the keys and values of earlier slices.
 
-Layers, weights and what looks after gradients are those of the whole stage. Keys and values that later slices attend to
-stay from the first forward of a microbatch to its last backward; see slicing.py.
+It shares layers, weights and checks of gradients with the whole stage. Keys and values that later slices attend to
+are kept from the first forward of a microbatch to its last backward; see slicing.py.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zbc.runtime.seeding import seed_of
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
 
-_NO_STEP = -1  # of an evaluation
+_NO_STEP = -1  # the step of an evaluation
 
 
 @dataclass
 class StageSlice(Stage):
-    """`pasts` is shared by all slices of the stage: by step and number of the microbatch."""
+    """A stage for one slice; all slices of a stage share `pasts`, keyed by step and number of the microbatch."""
 
     whole: Stage | None = None
     pasts: dict[tuple[int, int], Pasts] = field(default_factory=dict)
@@ -80,14 +80,14 @@ class StageSlice(Stage):
 
 
 def _number(place: tuple[object, ...]) -> int:
-    """The microbatch, which is the last word of where an evaluation is."""
+    """The microbatch, the last element of an evaluation's `place`."""
     number = place[-1]
     assert isinstance(number, int)
     return number
 
 
 class _Last:
-    """The way back of the first slice, which is the last to come: nothing of the microbatch is kept behind it."""
+    """The tape of the first slice, whose backward is the last one of a microbatch: frees its keys and values."""
 
     __slots__ = ("_at", "_pasts", "_tape")
 
@@ -100,7 +100,7 @@ class _Last:
 
 
 def in_slices(stage: Stage, parts: list[Part], shapes: list[dict[str, Any]]) -> None:
-    """Have a stage run slices; `shapes` are its `takes`, `gives`, `laid`, `came` and `goes` of each."""
+    """Makes the stages of a stage's slices; `shapes` are the `takes`, `gives`, `laid`, `came` and `goes` of each."""
     shared = {one.name: getattr(stage, one.name) for one in fields(Stage) if one.init}
     pasts = dict[tuple[int, int], Pasts]()
     stage.slices = tuple(
@@ -110,7 +110,7 @@ def in_slices(stage: Stage, parts: list[Part], shapes: list[dict[str, Any]]) -> 
 
 
 class SlicePasts(Feature):
-    """What stages keep of the slices before: nothing behind a step."""
+    """Keys and values of earlier slices: all are freed by the end of a step."""
 
     def repeats(self, worker: Worker) -> None:
         for pasts in self._of(worker):

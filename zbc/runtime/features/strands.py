@@ -1,12 +1,12 @@
-"""Two pieces of work in turns, each on a thread of its own, of which one runs at any moment.
+"""Two pieces of work as coroutines: each has a thread of its own, and one of them runs at any moment.
 
-Whoever has the turn runs until it gives it away (`Pair.turn`) or ends. When that happens depends on the two alone,
-never on time: ranks that run the same two hand over at the same places, so that what they start together (sums over the
-ranks that share layers) has one order on all of them.
+A piece runs until it yields its turn (`Pair.turn`) or ends. The order of turns depends on the two pieces only, never on
+time: ranks that run the same pieces switch at the same points, so that their collectives (all-reduces of tensor
+parallelism) start in the same order.
 
-A thread each, since what is left in the middle may be a walk of autograd's graph, which has its place on the stack of
-its thread. What torch keeps per thread goes along: grad mode, the device with its stream, the number of threads of
-kernels, and that a backward runs on the thread that asks for it. Slots, packed rows and autocast are entered inside of
+They need threads since a piece may yield within autograd's backward, whose state is on the stack of its thread. The
+second thread gets torch's thread-local settings: grad mode, the device with its stream, the number of threads of
+kernels, and that a backward runs on the thread that calls it. Slots, packed rows and autocast are entered inside of
 an op, so each thread has its own.
 """
 
@@ -23,7 +23,7 @@ Work = Callable[[], None]
 
 
 class Left(BaseException):
-    """Raised where a piece of work gives its turn away, and the other one has failed."""
+    """Raised in a piece of work that yields its turn, if the other one has failed."""
 
 
 class _Current(threading.local):
@@ -35,15 +35,15 @@ _local = _Current()
 
 
 def current_pair() -> Pair | None:
-    """Whose turns this thread takes part in; None where work runs alone."""
+    """The pair that this thread belongs to; None if work runs alone."""
     return _local.pair
 
 
 class Pair:
     """The thread that calls `run`, which runs the first piece, and another one, which runs the second.
 
-    `switched` is told of the side (0 or 1) that is to run from now on. A failure of either ends both: `run` raises it,
-    and the other piece is left with `Left` where it last gave its turn away.
+    `switched` is called with the side (0 or 1) that runs from now on. A failure of either ends both: `run` raises it,
+    and the other piece ends with `Left` at the point where it last yielded its turn.
     """
 
     def __init__(self, device: torch.device, switched: Callable[[int], None] = lambda side: None) -> None:
@@ -55,15 +55,15 @@ class Pair:
         self._error: BaseException | None = None
         self._failed = False
         self._settings: tuple[bool, torch.cuda.Stream | None] = (True, None)
-        self._known: dict[Hashable, int] = {}  # what a piece was called -> how often it waited
+        self._known: dict[Hashable, int] = {}  # name of a piece -> number of its waits
         self._names: tuple[Hashable, Hashable] = (None, None)
         self.begun = [0, 0]  # waits of each side
-        self._rest = 0  # pieces of a side that waits for nothing, until it gives its turn away
+        self._rest = 0  # parts that a side without waits runs until it yields its turn
         self._thread: threading.Thread | None = None  # from the first run on
         self._threads = 1
 
     def run(self, first: Work, second: Work, names: tuple[Hashable, Hashable] = (None, None)) -> None:
-        """Run both to their ends, `first` first. `names` are what to remember their numbers of waits under."""
+        """Runs both to their ends, `first` first. `names`: keys under which their numbers of waits are stored."""
         if self._thread is None:
             self._threads = torch.get_num_threads()
             self._thread = threading.Thread(target=self._serve, name="zbc-strand", daemon=True)
@@ -81,7 +81,7 @@ class Pair:
             if not self._over[1]:
                 self._give(1)
         except Left:
-            pass  # the error of the other one is the cause
+            pass  # caused by the error of the other one
         except BaseException:
             self._over[0] = True
             self._abandon()
@@ -95,11 +95,11 @@ class Pair:
         self._known |= zip(names, self.begun, strict=True)
 
     def thread_of(self, side: int) -> int | None:
-        """The thread of a side; None for that of `run`."""
+        """The thread of a side; None for the thread that calls `run`."""
         return self._thread.ident if side and self._thread is not None else None
 
     def turn(self) -> None:
-        """Let the other one run until it gives the turn back; it returns at once where that one has ended."""
+        """Runs the other piece until it yields; returns at once if that one has ended."""
         if self._failed:
             raise Left
         side = _local.side
@@ -112,13 +112,13 @@ class Pair:
             self._switched(side)
 
     def pause(self) -> None:
-        """Something that this side is to wait for has begun: `turn`, and count it."""
+        """Counts a wait of this side for an operation just started, and yields the turn."""
         self.begun[_local.side] += 1
         self.turn()
 
     def part_done(self, left: int) -> None:
-        """One of several parts of a piece that waits for nothing is done, `left` are to come: give the turn away now
-        and then, so that there is one left for each wait of the other side."""
+        """Called after each part of a piece without waits, with the number of parts `left`: yields the turn from time
+        to time, so that parts remain for each wait of the other side."""
         other = 1 - _local.side
         if self._over[other] or not left:
             return
@@ -130,22 +130,22 @@ class Pair:
             self.turn()
 
     def close(self) -> None:
-        """End the thread, unless the second piece was left in the middle by an interrupt: it ends with the process."""
+        """Ends the thread, unless an interrupt left the second piece unfinished: it then ends with the process."""
         if self._thread is not None and self._second is None:
             self._thread = None
             self._wake[1].release()
 
     def _give(self, side: int) -> None:
-        """Let that side run, and wait for one's own turn."""
+        """Runs that side, and waits for the turn to come back."""
         self._turn = side
         self._switched(side)
         self._wake[side].release()
         self._wake[1 - side].acquire()
 
     def _abandon(self) -> None:
-        """The first piece has failed: leave the second one."""
+        """Ends the second piece, after the first one has failed."""
         self._failed = True
-        if self._turn:  # interrupted while the other side runs: that one ends where it would give its turn away
+        if self._turn:  # interrupted while the other side runs: that one ends when it yields its turn
             return
         if not self._over[1]:
             self._wake[1].release()
@@ -153,7 +153,7 @@ class Pair:
         self._error = None
 
     def _serve(self) -> None:
-        torch.set_num_threads(self._threads)  # until torch itself asks, a new thread has OpenMP's own idea of it
+        torch.set_num_threads(self._threads)  # a new thread starts with OpenMP's default
         while True:
             self._wake[1].acquire()
             second = self._second

@@ -1,12 +1,12 @@
-"""How the two ops of a group run where ranks share layers: in turns, so that each computes while the other's sum runs.
+"""Interleaved ops of an overlap group with tensor parallelism: each computes during the other's all-reduce.
 
-A *unit* is what an op computes between two sums: norm, qkv, attention and proj of a block, or its norm and MLP. Where a
-unit ends in a sum, that is started and the other op goes on with its next unit; the sum is waited for when the turn
-comes back. An op without sums (W, and what is left of a BW) gives its turn away between the weight gradients of two
-layers. Each op does what it does alone, in its own order: what comes out has the same bits.
+A *unit* is the part of an op between two all-reduces: norm, qkv, attention and proj of a block, or its norm and MLP. At
+the end of a unit an op starts its all-reduce and yields to the other op, which runs its next unit; it waits for the
+all-reduce when its turn comes back. An op without all-reduces (W, and the weight gradients of a BW) yields between the
+weight gradients of two layers. Each op runs its own computation unchanged: results are bitwise equal.
 
-Both ops begin when both have their inputs, as the plan's prediction has it. Without shared layers, and where `reason`
-says why, the two run one after the other.
+Both ops begin when both have their inputs, as in the plan's prediction. Without collectives inside of ops, and in the
+cases of `_reason`, the two run one after the other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Handler = Callable[["Worker", Op], None]
 
 
 class Together:
-    """The `Clock` of a group: one time for both ops, from when both have their inputs to when both have ended."""
+    """The `Clock` of a group: one interval for both ops, from when both have their inputs to when both have ended."""
 
     def __init__(self, inner: Clock, pair: Pair) -> None:
         self._inner, self._pair = inner, pair
@@ -62,16 +62,16 @@ class Units:
     """Runs the groups of a rank."""
 
     worker: Worker = field(repr=False)
-    stamp: Callable[[], Any] | None = None  # the time, where it is recorded who had the turn when
-    turns: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # op in the script, since when
-    _ops: tuple[tuple[int, str], tuple[int, str]] = ((0, ""), (0, ""))  # of the group that runs: place and text
+    stamp: Callable[[], Any] | None = None  # the clock by which turns are recorded, if they are
+    turns: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # index of the op in the script, start
+    _ops: tuple[tuple[int, str], tuple[int, str]] = ((0, ""), (0, ""))  # of the current group: index and text
 
     def __post_init__(self) -> None:
         self._pair = Pair(self.worker.device, self._switched)
         self.close = self._pair.close
 
     def run(self, first: Entry, second: Entry) -> None:
-        """Both ops of a group, in turns."""
+        """Runs both ops of a group, in turns."""
         worker, progress = self.worker, self.worker.progress
         self._ops = (progress.index, first.text), (progress.index + 1, second.text)
         clock = worker.clock
@@ -82,7 +82,7 @@ class Units:
             worker.clock, progress.thread = clock, None
 
     def _switched(self, side: int) -> None:
-        """What is said of the rank, and recorded, is of the op that has the turn."""
+        """Sets the rank's progress to the op that has the turn, and records the turn."""
         progress = self.worker.progress
         progress.index, progress.op = self._ops[side]
         progress.since, progress.thread = time.monotonic(), self._pair.thread_of(side)
@@ -93,7 +93,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Entry:
-    """An op of a group as the script has it."""
+    """The script's entry of an op of a group."""
 
     handler: Handler
     op: Op
@@ -104,12 +104,12 @@ class Entry:
 
     @property
     def name(self) -> tuple[Kind, int]:
-        """Ops with one name have as many sums."""
+        """A name; ops of the same name have the same number of all-reduces."""
         return self.op.kind, self.op.stage
 
 
 class Braids(Feature):
-    """Groups whose ops run in turns: `units` runs them, if there are any; `in_turn` says why others do not."""
+    """Groups with interleaved ops: `units` runs them, if any; `in_turn`: why others run one after the other."""
 
     def __init__(self) -> None:
         self.units: Units | None = None
@@ -122,7 +122,7 @@ class Braids(Feature):
 
 
 def braid(worker: Worker) -> None:
-    """Let the groups of a worker's plans run in turns, where they can. To be called when all else of it is there."""
+    """Interleaves the groups of a worker's plans if possible. To be called when the worker is complete otherwise."""
     if not worker.meets:
         return
     braids = worker.features.of(Braids)
@@ -149,7 +149,7 @@ def braid(worker: Worker) -> None:
 
 
 def _put(run: PhaseRun, at: int) -> None:
-    """Let the first op of the group at `at` run both, and the second one nothing more."""
+    """Makes the first op of the group at index `at` run both ops, and the second one nothing."""
     first, second = (Entry(*run.script[at + i]) for i in (1, 2))
 
     def both(worker: Worker, op: Op) -> None:
@@ -168,7 +168,7 @@ def _put(run: PhaseRun, at: int) -> None:
 
 
 def _reason(worker: Worker, run: PhaseRun, *ops: Op) -> str | None:
-    """Why two ops run one after the other; None if they need not, "" if there is nothing to gain."""
+    """The reason why two ops run one after the other; None if they can be interleaved, "" if that gains nothing."""
     if not any(op.kind is Kind.F for op in ops) or not all(op.kind.computes for op in ops):
         return ""
     if run.plan.manifest.slices > 1:
@@ -188,14 +188,14 @@ def _reason(worker: Worker, run: PhaseRun, *ops: Op) -> str | None:
 
 
 def _apart(stage: Stage, device: torch.device) -> None:
-    """Keep casts of weights inside of each op: autocast's own store is one for all threads, and a cast that a forward
-    without a graph left there has no gradient."""
+    """Disables autocast's cache of casts: it is shared by all threads, and a cast cached by a forward without a graph
+    has no gradient."""
     if not isinstance(stage.autocast, nullcontext):
         stage.autocast = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 
 def overlap(worker: Worker, op: Op) -> None:
-    """OVERLAP: a mark. How the two ops after it run is written into the script; see units.py."""
+    """OVERLAP: a mark, does nothing. `braid` changes the script entries of the two ops after it."""
 
 
 def build(context: Context) -> Braids:

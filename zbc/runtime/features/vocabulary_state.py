@@ -1,6 +1,6 @@
-"""What a rank holds of a vocabulary that all ranks of its pipeline share: its rows, and units on their way.
+"""The state of a rank's vocabulary shard: its rows, and units in flight.
 
-A unit is a microbatch or a slice of it. A unit's way, all of it keyed by (microbatch, slice):
+A unit is a microbatch or a slice of it. The path of a unit through the stores, all keyed by (microbatch, slice):
 
     I -> looked until E; given -> GIVE -> coming, for F of the first stage on its rank
     SPREAD -> coming until S -> told -> MEET -> met until T; with 1 sum also coming, for B of the last stage on its rank
@@ -43,7 +43,7 @@ Unit = tuple[int, int]  # microbatch, slice
 
 
 class Met(NamedTuple):
-    """What a collective brings to those who wait for it."""
+    """The key of a collective's result."""
 
     kind: Kind
     mb: int
@@ -54,7 +54,7 @@ class Met(NamedTuple):
 
 
 class Coming(Protocol):
-    """A collective that was started, and what it brings."""
+    """A collective in flight, and its result."""
 
     pending: Pending
 
@@ -63,31 +63,31 @@ class Coming(Protocol):
 
 @dataclass
 class Bringing:
-    """A `Coming`: what is to be there lies in `tensor`, and goes on as `spec`, of the same number of elements."""
+    """A `Coming` whose result is `tensor`, converted to `spec`, which has the same number of elements."""
 
     pending: Pending
     tensor: Tensor
     spec: TensorSpec
 
     def result(self) -> Tensor:
-        return self.tensor.view(self.spec.shape).to(self.spec.dtype).detach()  # a view would hold it
+        return self.tensor.view(self.spec.shape).to(self.spec.dtype).detach()  # a view would hold its base
 
 
 @dataclass
 class Meeting:
-    """A MEET: what all ranks told, (ranks, 3, N), and with 1 sum what is added up behind that, which is kept where it
-    is wanted `here`. Also a `Coming`."""
+    """A MEET: the softmax statistics of all ranks, (ranks, 3, N), and with 1 sum the reduce of the gradient after it,
+    whose result is kept if this rank needs it (`here`). Also a `Coming`."""
 
     told: Told
     parts: Tensor
-    spec: TensorSpec  # of the gradient that comes of it
+    spec: TensorSpec  # of the reduced gradient
     here: bool
     pending: Pending = field(init=False)
     made: Tensor | None = None
     _found: tuple[Tensor, Tensor] | None = None
 
     def known(self) -> tuple[Tensor, Tensor]:
-        """Log of the sum of exp over all words, and the target's logit, once all parts are there."""
+        """Log of the sum of exp over the vocabulary, and the target's logit, once all parts have arrived."""
         if self._found is None:
             self._found = combine(self.parts)
         return self._found
@@ -106,9 +106,9 @@ class Meeting:
 
 @dataclass
 class Vocabulary(Feature):
-    """One rank's share. `ranks` are those of its pipeline, as ranks of the run, ascending, `bounds[0]` the words of
-    each; `replicas` are the ranks of the run with the same words. Of ranks that share layers, `group`, the one at
-    `place` has `bounds[place]`."""
+    """One rank's vocabulary shard. `ranks` are the ranks of its pipeline, numbered in the run, ascending; `bounds[0]`
+    has the words of each; `replicas` are the ranks of the run with the same words. In a tensor parallel `group`, the
+    pipeline of the rank at `place` has the words of `bounds[place]`."""
 
     output: Output
     embedding: Embedding
@@ -116,13 +116,13 @@ class Vocabulary(Feature):
     ranks: tuple[int, ...]
     bounds: Sequence[Sequence[tuple[int, int]]]
     replicas: tuple[int, ...]
-    first: int  # of them the one with the first stage
-    last: int  # and with the last
+    first: int  # the one of `ranks` with the first stage
+    last: int  # the one with the last stage
     last_stage: int
     sums: int
-    slices: Sequence[Part]  # none: microbatches are whole
+    slices: Sequence[Part]  # empty: microbatches are whole
     inputs: Sequence[TensorSpec]  # of the first stage, by slice
-    outputs: Sequence[TensorSpec]  # of the last
+    outputs: Sequence[TensorSpec]  # of the last stage, by slice
     group: Group | None
 
     looked: dict[Unit, Own] = field(default_factory=dict)
@@ -131,13 +131,13 @@ class Vocabulary(Feature):
     met: dict[Unit, Meeting] = field(default_factory=dict)
     parts: dict[Unit, Tensor] = field(default_factory=dict)
     coming: dict[Met, Coming] = field(default_factory=dict)
-    sent: list[tuple[Pending, Tensor]] = field(default_factory=list)  # for others; held until they have it
+    sent: list[tuple[Pending, Tensor]] = field(default_factory=list)  # for others; held until delivered
 
     def slice_of(self, op: Op) -> Part | None:
         return self.slices[op.slice] if self.slices else None
 
     def start(self, kind: Kind, unit: Unit, pending: Pending, tensor: Tensor, spec: TensorSpec, *, here: bool) -> None:
-        """Note a collective: whose result is wanted `here`, or by others only."""
+        """Registers a collective whose result is needed `here`, or only by other ranks."""
         self.forget()
         if here:
             self.coming[Met(kind, *unit)] = Bringing(pending, tensor, spec)
@@ -152,15 +152,15 @@ class Vocabulary(Feature):
         return Meets(kind, op.mb, op.slice)
 
     def reader(self, worker: Worker, op: Op) -> int:
-        """All ranks together are behind the last stage, and before the first."""
+        """The reader of an output: after the last stage and before the first one, all ranks together."""
         return len(worker.placement.pipes[0]) if op.kind.gives is At.SINKS else -1
 
     def forget(self) -> None:
-        """Let go of what others have."""
+        """Frees tensors that the other ranks have received."""
         self.sent = [one for one in self.sent if not one[0].ready()]
 
     def arrive(self, worker: Worker, met: Met) -> Tensor:
-        """What a collective brings here; blocks. Raises E703 if it was not started."""
+        """The result of a collective; blocks. Raises E703 if it was not started."""
         self.forget()
         coming = self.coming.pop(met, None)
         if coming is None:
@@ -169,7 +169,7 @@ class Vocabulary(Feature):
         return coming.result()
 
     def closes(self, worker: Worker) -> None:
-        """Block until others have what they were to have."""
+        """Blocks until the other ranks have received all tensors."""
         worker.progress.waiting = True
         for pending, _ in self.sent:
             pending.wait()
@@ -177,7 +177,7 @@ class Vocabulary(Feature):
         worker.progress.waiting = False
 
     def whole(self, name: str, transport: Transport) -> Tensor:
-        """All rows of a table, which all ranks of the pipeline call for together; blocks."""
+        """All rows of a table; all ranks of the pipeline call this together; blocks."""
         mine = self.optimizer.parameters[name].detach()
         words = sorted((own, part, i) for part, each in enumerate(self.bounds) for i, own in enumerate(each))
         most, width = max(high - low for (low, high), *_ in words), mine.shape[1]
@@ -188,7 +188,7 @@ class Vocabulary(Feature):
         return torch.cat([every[part, i, : high - low] for (low, high), part, i in words])
 
     def leftovers(self, worker: Worker) -> list[str]:
-        """What a finished step should have used up and did not."""
+        """Messages for values that a finished step should have consumed but did not."""
         stores: Iterable[tuple[str, Mapping[Unit, object]]] = (
             ("the words that I {} looked up have no E", self.looked),
             ("what I {} looked up was never given", self.given),
@@ -206,7 +206,7 @@ def _name(mb: int, part: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Meets:
-    """A collective of all ranks brings it."""
+    """The result of a collective of all ranks."""
 
     kind: Kind
     mb: int
@@ -218,13 +218,13 @@ class Meets:
 
 
 class Looked(Keeps):
-    """The graph, without what was looked up where that needs no more of it than a gradient."""
+    """Keeps the graph, and frees the looked-up embeddings if backward needs only their gradient."""
 
     def forward(
         self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
     ) -> tuple[Tensor, Left | None]:
         found = super().forward(worker, stage, x, number, finish, slot)
-        again = stage.recompute or stage.spares  # its forward runs again, from what came in
+        again = stage.recompute or stage.spares  # its forward runs again, from its input
         if not again and users(x.untyped_storage()) == 2:
             x.data = x.new_empty(1).expand_as(x)
         return found
@@ -237,17 +237,17 @@ LOOKED = Looked()
 
 
 class OfRows(OptimizerOver):
-    """The optimizer of parameters that are rows of larger ones, as a `StageOptimizer` that says of which."""
+    """The optimizer of parameters that are rows of larger ones, as a `StageOptimizer` of the larger ones."""
 
     def __init__(self, inner: StageOptimizer, first: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """They begin with row `first`; `shapes` are those of the whole parameters."""
+        """The rows begin at `first`; `shapes` are the shapes of the whole parameters."""
         super().__init__(inner)
         self._shapes = shapes
         self._starts = {name: first * shape[1] for name, shape in shapes.items()}
 
     def squares(self) -> dict[str, Tensor]:
-        """Those of rows stand where they would in all of the parameter. Where a chunk of that lies on two ranks each
-        has a number for it, and they are summed."""
+        """Sums of squares at the index of their chunk in the whole parameter. If a chunk is spread over two ranks, each
+        has a number for it, and these are summed."""
         found = {}
         for name, sums in self._inner.squares().items():
             shape = self._shapes[name]

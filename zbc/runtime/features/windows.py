@@ -1,23 +1,23 @@
-"""Windows (as in MPI): memory of one replica of a stage that the others read and write, in place of collectives.
+"""One-sided windows (as in MPI): memory of a replica of a stage that others read and write, without collectives.
 
 Each replica has one, with
 
-    weights   the part of the stage's weights that it steps
-    slots     one for each replica: the gradients that this one has for that part
-    counters  the step that the weights are for, and the step for which its gradients are in the slots of all
+    weights   the shard of the stage's weights that it steps
+    slots     one per replica: that replica's gradients for the shard
+    counters  the step that the weights are for, and the step for which its gradients are in all slots
 
-and what its ops do there is
+and its ops do the following:
 
-    GATHER    wait until the weights of all are those of this step, and copy them
-    SCATTER   add gradients to this rank's slots in all windows
-    REDUCE    the same, then the counter
-    VALIDATE  wait for the counters of all, then add the slots in the order of the ranks: bits do not depend on timing
-    STEP      write the new weights, then the counter
+    GATHER    waits until the weights of all are those of this step, and copies them
+    SCATTER   adds gradients to this rank's slots in all windows
+    REDUCE    the same, then increments the counter
+    VALIDATE  waits for the counters of all, then adds the slots in rank order: results do not depend on timing
+    STEP      writes the new weights, then increments the counter
 
-A replica copies the last weights of a step before it counts its gradients, and every STEP follows the counters of all:
-so nobody copies weights that change. Weights of the next step say that their owner has added its slots, which may then
-be written again. Replicas wait for each other once per step, so each may gather in an order of its own, and as often as
-its plan says (arXiv 2601.19362).
+A replica has copied the weights of a step before it increments the counter of its gradients, and every STEP waits for
+all counters: so no weights change while they are copied. New weights imply that their owner has added its slots, which
+may then be written again. Replicas synchronise once per step, so each may gather in its own order, and as often as its
+plan says (arXiv 2601.19362).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from zbc.runtime.features.flat import ALIGNED
 from zbc.runtime.transports.background import Background
 from zbc.runtime.transports.transport import Transport
 
-_SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two looks at counters
+_SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two polls of counters
 _COUNTER = 8  # bytes: an int64
-_WEIGHTS, _GRADIENTS = 0, 1  # places of the counters
+_WEIGHTS, _GRADIENTS = 0, 1  # indices of the counters
 _CPU = torch.device("cpu")
 
 
 class Window:
-    """This rank's, and its view of those of all `ranks`, which open theirs together.
+    """This rank's window, and its view of the windows of all `ranks`, which open theirs together.
 
-    `weights`: bytes of its part of the weights; `slot`: elements of type `kind` that the gradients of one part take.
+    `weights`: bytes of its shard of the weights; `slot`: elements of type `kind` of the gradients of one shard.
     """
 
     def __init__(
@@ -69,20 +69,20 @@ class Window:
 
     @property
     def weights(self) -> Tensor:
-        """What others copy from this rank; `publish` once it is written."""
+        """The weights that others copy from this rank; `publish` once they are written."""
         return self._weights[self._mine]
 
     @property
     def slots(self) -> list[Tensor]:
-        """Where this rank's gradients go, by owner; `post` once they are written."""
+        """The slots of this rank's gradients, by owner; `post` once they are written."""
         return [slots[self._mine] for slots in self._slots]
 
     def publish(self) -> None:
-        """The weights are there for the step to come."""
+        """Marks the weights as written for the next step."""
         self._count(_WEIGHTS, self._step)
 
     def fetch(self, copy: Callable[[list[Tensor]], None]) -> Fetch:
-        """Call `copy` with the weights of all, by owner, once they are there, beside the ops that follow."""
+        """Calls `copy` with the weights of all, by owner, once they are written, overlapped with the following ops."""
         step = self._step
 
         def run() -> None:
@@ -92,17 +92,17 @@ class Window:
         return self._copier.start(run)
 
     def post(self) -> SlotSum:
-        """All of this rank's gradients of the step are in the slots."""
+        """Marks this rank's gradients of the step as written."""
         self._step += 1
         self._count(_GRADIENTS, self._step)
         return SlotSum(self, self._step)
 
     def posted(self, step: int) -> bool:
-        """Whether those of all are there."""
+        """Whether all ranks have written their gradients of a step."""
         return self._all_count(_GRADIENTS, step)
 
     def added(self, step: int) -> Tensor:
-        """The sum of this rank's slots, in the first of them; blocks."""
+        """The sum of this rank's slots, added into the first of them; blocks."""
         self._wait(_GRADIENTS, step)
         slots = self._slots[self._mine]
         for other in slots[1:]:
@@ -133,7 +133,7 @@ class SlotSum:
 
     def __init__(self, window: Window, step: int) -> None:
         self._window, self._step = window, step
-        self.total: Tensor  # once it was waited for
+        self.total: Tensor  # after `wait`
 
     def wait(self) -> None:
         self.total = self._window.added(self._step)
@@ -143,8 +143,8 @@ class SlotSum:
 
 
 class WindowCopier:
-    """A thread that waits for weights and copies them; on CUDA in a stream of its own, behind what the current one has
-    been given. Has not run on GPUs."""
+    """A thread that waits for weights and copies them; on CUDA in a side stream, after the work enqueued on the current
+    stream. Has not run on GPUs."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -167,7 +167,7 @@ class WindowCopier:
         return Fetch(self._background.start(work))
 
     def after(self, count: Callable[[], None]) -> None:
-        """Call `count` once what the current stream has been given is done: on a CPU that is now."""
+        """Calls `count` once the work enqueued on the current stream has completed: on a CPU, at once."""
         if self._stream is None:
             count()
         else:
@@ -175,7 +175,7 @@ class WindowCopier:
 
 
 class Fetch:
-    """What a `WindowCopier` has begun, as a `Pending`."""
+    """A copy started by a `WindowCopier`, as a `Pending`."""
 
     def __init__(self, found: Future[torch.cuda.Event | None]) -> None:
         self._found = found
@@ -193,8 +193,8 @@ _turn = threading.Lock()
 
 
 def fence() -> None:
-    """What this thread wrote before is seen by others before what it writes next, and likewise for what it reads:
-    a lock that is given back and taken again is a barrier, also where memory is not ordered as on x86."""
+    """A memory barrier: earlier writes of this thread are visible before later ones, likewise for reads. Releasing and
+    taking a lock is a barrier, also if memory is not ordered as on x86."""
     for _ in range(2):
         _turn.acquire()
         _turn.release()
