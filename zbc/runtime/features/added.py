@@ -1,8 +1,8 @@
-"""What layers tell of a step: losses that they add to the training's own, such as those that balance experts (arXiv
-2101.03961, section 2.2), and the loads of experts.
+"""Values that layers report during a step: auxiliary losses, such as load balancing of experts (arXiv 2101.03961,
+section 2.2), and the loads of experts.
 
-A layer that puts a gradient into its backward itself does so once per microbatch, so in a step of m microbatches it
-counts m times, where the loss is their mean. `add_loss` sees to that, and `loss_scale` says by how much to multiply.
+A gradient that a layer adds in its own backward counts once per microbatch, m times in a step of m microbatches, but
+the loss is their mean. `add_loss` corrects for that, and `loss_scale` returns the factor.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 
 class Adding:
-    """What the forward of one microbatch in a stage adds; `scale`: what a loss of it counts by in that of the step."""
+    """Values reported by the forward of one microbatch in a stage; `scale`: the weight of its loss in the step's."""
 
     __slots__ = ("loads", "scale", "total")
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
         self.total: Tensor | None = None
-        self.loads: list[tuple[int, Tensor]] = []  # from which expert of all blocks on, rows of each
+        self.loads: list[tuple[int, Tensor]] = []  # index of the first expert among all blocks, rows of each
 
 
 class Added(Feature):
-    """What layers add on this rank in a step, by the stage and microbatch whose forward it is."""
+    """The values that layers report on this rank in a step, by the key of their forward."""
 
     def __init__(self) -> None:
         self._found: dict[Key, Tensor] = {}
@@ -43,14 +43,14 @@ class Added(Feature):
         if adding.total is not None:
             self._found[key] = adding.total
         if adding.loads:
-            self._loads[key] = adding.loads[:]  # a forward that is run again tells them again
+            self._loads[key] = adding.loads[:]  # a copy: a recomputed forward reports them again
 
     def repeats(self, worker: Worker) -> None:
         self._found.clear()
         self._loads.clear()
 
     def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
-        """Behind the losses; what is told goes. None where no layer adds. Ranks that share layers have the same."""
+        """Entries after the losses, removed here. Empty without reports, and on all but the first inner rank."""
         values, found = [self._found.pop(key) for key in list(self._found) if which(key)], dict[int, Tensor | float]()
         at, loads = worker.layout.microbatches, [key for key in list(self._loads) if which(key)]
         told = [load for key in loads for load in self._loads.pop(key)]
@@ -66,7 +66,7 @@ class Added(Feature):
 
 
 def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
-    """An F whose layers may add to the loss."""
+    """Wraps the handler of F: collects the values that its layers report."""
 
     def run(worker: Worker, op: Op) -> None:
         adding = Adding(worker.portion(worker.number(op.mb), worker.routes[op].stage.part))
@@ -81,30 +81,30 @@ def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], 
 
 
 _current = Current[Adding]()
-adding_to = _current.using  # have layers add to it
+adding_to = _current.using  # the context in which layers report to it
 
 
 def current_adding() -> Adding | None:
-    """What layers of this thread add to; None outside of a training's forward."""
+    """The object that layers of this thread report to; None outside of a training's forward."""
     return _current.value
 
 
 def loss_scale() -> float:
-    """What a gradient of this forward counts by in its step: 1 over the microbatches of a step, of all replicas, and of
-    a slice its share of the sequence. 1.0 outside of a training.
+    """The weight of this forward's gradients in the step: 1 / (microbatches of a step, over all replicas), for a slice
+    times its share of the sequence. 1.0 outside of a training.
 
-    A layer multiplies with it what it puts into a backward itself, in an autograd function of its own. Ask for it in
-    the forward.
+    A layer multiplies by it the gradients that it adds in its own backward, in an autograd function of its own. To be
+    called in the forward.
     """
     adding = _current.value
     return 1.0 if adding is None else adding.scale
 
 
 def add_loss(x: Tensor, value: Tensor) -> Tensor:
-    """`x` as it is; where its gradient passes, `value`, one number, is minimised besides the loss.
+    """Returns `x`; if the result is used in its place, `value`, one number, is minimised in addition to the loss.
 
-    What a step adds is the mean over its microbatches, summed over all calls: `added_loss` in metrics.jsonl.
-    Use what is returned in place of `x`. Raises ValueError if `value` is not one number.
+    `added_loss` in metrics.jsonl is the sum over all calls of the mean over the step's microbatches. Raises ValueError
+    if `value` is not one number.
     """
     if value.numel() != 1 or not value.is_floating_point():
         shape = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
@@ -118,14 +118,14 @@ def add_loss(x: Tensor, value: Tensor) -> Tensor:
 
 
 def tell_load(place: int, counts: Tensor) -> None:
-    """Of the forward that runs: the rows of so many experts, from the `place`th of all blocks on."""
+    """Reports the rows of experts in the current forward; the first has index `place` among those of all blocks."""
     adding = _current.value
     if adding is not None:
         adding.loads.append((place, counts))
 
 
 class _Added(torch.autograd.Function):
-    """Passes x on; gives `value` the gradient `scale`."""
+    """Returns x; backward gives `value` the gradient `scale`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, scale: float) -> Tensor:

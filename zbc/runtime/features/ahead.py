@@ -1,15 +1,15 @@
-"""Ops of a step without a barrier (arXiv 2401.10241, section 4): tentative weights, a verdict that comes later.
+"""Ops of a step without a barrier (arXiv 2401.10241, section 4): tentative weights, a verdict that arrives later.
 
-    TENTATIVE  the weights that forward reads become what a step without clipping would make of them; nothing else does
-    NORM       the numbers that make the gradient norm, the loss and the rest go from rank to rank, each adding its own;
+    TENTATIVE  updates only the weights that forward reads, as a step without clipping would
+    NORM       the vector of gradient norm, loss and the rest goes from rank to rank, each adding its own entries;
                every entry comes from one rank, so the sum is exact in any order
-    VERDICT    the sums of all come back from the last rank; with several replicas, their last ranks add up first
-    REDO       if the step is to be clipped or skipped: step so, publish the weights, drop what the forwards since have
-               made, wait for what is still on its way to them, and run them again, messages and all
-    COMMIT     otherwise: the ordinary step, in place; the weights that forward reads have its bits already
+    VERDICT    the sum comes back from the last rank; with several replicas, their last ranks all-reduce it first
+    REDO       if the step is to be clipped or skipped: steps accordingly, publishes the weights, drops the outputs of
+               the forwards since, waits for messages still in flight to them, and runs them again with their messages
+    COMMIT     otherwise: the ordinary step, in place; the weights that forward reads already have its values
 
-Nothing is ever computed backwards: until COMMIT or REDO, master weights, optimizer state and gradients are those of the
-step before.
+No update is ever reversed: until COMMIT or REDO, master weights, optimizer state and gradients are those before the
+step.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ NORM, VERDICT = Signal(Kind.NORM), Signal(Kind.VERDICT)
 
 @dataclass
 class TentativeStep:
-    """A step whose verdict may be unknown; its gradients are where backward left them until the step is `final`."""
+    """A step whose verdict may be unknown; its gradients stay in `.grad` until the step is `final`."""
 
     step: int
     losses: dict[int, Tensor | float]
     busy: Busy
     peak: int
     seconds: float
-    sums: Tensor | None = None  # of all ranks, on the last one
+    sums: Tensor | None = None  # over all ranks, on the last one
     verdict: StepResult | None = None
     final: bool = False
     redone: bool = False
-    added: Mapping[int, Tensor | float] = field(default_factory=dict)  # by layers, as `Worker.entries` has it
+    added: Mapping[int, Tensor | float] = field(default_factory=dict)  # auxiliary losses, as in `Worker.entries`
 
     def result(self) -> StepResult | None:
-        """The step as the ranks agreed on it; None before they have."""
+        """The result of the step; None before its verdict."""
         return None if self.verdict is None else self.verdict.of(self.step, self.seconds, redone=self.redone)
 
 
 class Ahead(Ending):
-    """The verdict of a step comes while the next one runs, or at the end of what runs.
+    """The verdict of a step arrives during the next one, or at the end of the run.
 
-    `again` is what REDO runs: the ops before it that make or move tensors. `outstanding` are the messages they receive
-    and do not use. `buffers` are those that forwards change, `found` what was in them when the step began.
+    `again` are the ops that REDO runs: those before it that make or send tensors. `outstanding` are the messages they
+    receive and do not use. `buffers` are the buffers that forwards change, `found` their values when the step began.
     """
 
     def __init__(self, again: Script, outstanding: list[Message], buffers: tuple[Place, ...]) -> None:
@@ -74,7 +74,7 @@ class Ahead(Ending):
 
     @classmethod
     def of(cls, worker: Worker, run: PhaseRun) -> Ahead:
-        """For a plan with REDO."""
+        """The ending of a plan with REDO."""
         kinds = [op.kind for op in run.plan.ops]
         again = [entry for entry in run.script[: kinds.index(Kind.REDO)] if entry[1].kind.row.scope in UNIT_SCOPES]
         messages = [(op.kind, run.routes[op].brought) for _, op, _ in again]
@@ -88,7 +88,7 @@ class Ahead(Ending):
             self.found = present(self.buffers)  # forwards change copies of these
 
     def closes(self, worker: Worker, began: float) -> StepResult | None:
-        """Put the step away until its verdict comes."""
+        """Keeps the step as pending until its verdict arrives; returns the result of the previous step."""
         before = self.pending
         losses, added = dict(worker.losses), worker.entries()
         worker.losses.clear()
@@ -119,9 +119,9 @@ class Ahead(Ending):
 
 
 def tentative(worker: Worker, op: Op) -> None:
-    """TENTATIVE: write a stage's working weights as if its step stood, once its gradients are summed over replicas.
+    """TENTATIVE: writes a stage's working weights as if its step were final, once its gradients are all-reduced.
 
-    The learning rate stays until the next one: COMMIT and REDO come before it and belong to this step.
+    The learning rate stays set until the next one: COMMIT and REDO come before it and belong to this step.
     """
     worker.settle(op.stage)
     worker.before_update()
@@ -131,7 +131,7 @@ def tentative(worker: Worker, op: Op) -> None:
 
 
 def norm(worker: Worker, op: Op) -> None:
-    """NORM: add this rank's sums of the last step to those of the ranks before, and pass them on."""
+    """NORM: adds this rank's entries of the last step to the vector of the previous ranks, and passes it on."""
     pending = _ahead(worker, op).pending
     if pending is None:
         return
@@ -151,7 +151,7 @@ def norm(worker: Worker, op: Op) -> None:
 
 
 def verdict(worker: Worker, op: Op) -> None:
-    """VERDICT: take the sums of all ranks from the next one and pass them back."""
+    """VERDICT: receives the vector of all ranks from the next one and passes it back."""
     pending = _ahead(worker, op).pending
     if pending is None:
         return
@@ -167,7 +167,7 @@ def verdict(worker: Worker, op: Op) -> None:
 
 
 def redo(worker: Worker, op: Op) -> None:
-    """REDO: where the last step does not stand as it was assumed, set it right and run the forwards since again."""
+    """REDO: if the last step is to be clipped or skipped, corrects it and runs the forwards since again."""
     ahead = _ahead(worker, op)
     pending = ahead.pending
     if pending is None or _settle(worker, pending):
@@ -187,7 +187,7 @@ def redo(worker: Worker, op: Op) -> None:
 
 
 def _settle(worker: Worker, pending: TentativeStep) -> bool:
-    """Whether the last step stands; if not, step as the verdict says and write the working weights again."""
+    """Whether the last step is final as assumed; if not, steps by the verdict and writes the working weights again."""
     verdict = pending.verdict
     if verdict is None:
         raise ZbcError("E703", "run: the verdict of the last step is not known", hint="plan again")
@@ -200,7 +200,7 @@ def _settle(worker: Worker, pending: TentativeStep) -> bool:
             optimizer.commit(scale)
         masters.publish()
         optimizer.drop()
-        if (sharded := inside(optimizer, Sharded)) is not None:  # all its copies are here, in this order
+        if (sharded := inside(optimizer, Sharded)) is not None:  # all its replicas do this, in the same order
             worker.features.of(Gathers).start(worker, sharded)
     worker.features.of(Gathers).finish(worker)
     pending.final = pending.redone = True
@@ -208,7 +208,7 @@ def _settle(worker: Worker, pending: TentativeStep) -> bool:
 
 
 def commit(worker: Worker, op: Op) -> None:
-    """COMMIT: the ordinary step of a stage, unless REDO has made it."""
+    """COMMIT: makes the ordinary step of a stage, unless REDO has made it."""
     pending, optimizer = _ahead(worker, op).pending, worker.optimizers[op.stage]
     if pending is not None and not pending.final:
         optimizer.commit(None)
@@ -216,8 +216,8 @@ def commit(worker: Worker, op: Op) -> None:
 
 
 def _signal(worker: Worker, signal: Signal, peer: int) -> Tensor:
-    """Numbers of `peer`, posted for right before they are waited for: on a GPU what is posted takes part of it until
-    it comes, and kernels that run for the first time may wait for that."""
+    """Receives a signal from `peer`, posted right before the wait: on a GPU a posted receive occupies thread blocks
+    until its message arrives, and the first launch of a kernel may wait for that."""
     buffer = torch.empty(worker.layout.size, dtype=torch.float64, device=worker.device)
     worker.transport.post(signal, buffer, peer)
     return worker.wait(signal)
@@ -230,7 +230,7 @@ def _ahead(worker: Worker, op: Op) -> Ahead:
 
 
 def masters_of(worker: Worker, op: Op) -> Masters:
-    """The optimizer of a stage's masters, or of the pieces of them that are this rank's."""
+    """The optimizer of a stage's masters, or of this rank's pieces of them."""
     optimizer = worker.optimizers[op.stage]
     masters = inside(optimizer, Masters)
     if masters is None:
@@ -244,13 +244,13 @@ def _not_ahead(what: str) -> ZbcError:
 
 
 def _before(worker: Worker) -> int | None:
-    """The rank that NORM comes from."""
+    """The rank that sends NORM to this one; None on the first rank."""
     part = worker.plan.rank
     return worker.seat(part - 1) if part > 0 else None
 
 
 def _after(worker: Worker) -> int | None:
-    """The rank that VERDICT comes from."""
+    """The rank that sends VERDICT to this one; None on the last rank."""
     part = worker.plan.rank
     return worker.seat(part + 1) if part + 1 < worker.topology.pp else None
 

@@ -1,12 +1,12 @@
-"""Replicas that average their weights instead of summing their gradients, a part at a time and beside training.
+"""Replicas that average their weights instead of their gradients, one part at a time, overlapped with training.
 
-    step k    AVERAGE s: what was sent in the step before lands; then part k of the stage's weights is sent
+    step k    AVERAGE s: applies the average started in the previous step; then starts that of part k of the weights
 
-What lands is the mean of what all replicas sent, less what this one did (after AsyncMesh, arXiv 2601.22442): what it
-has learned meanwhile stays. With `ema` e a weight gets d = e d' + (1 - e) (mean - sent), d' being what it got the last
-time its part was averaged. Without a delay the step waits, and the part becomes the mean.
+It adds the difference between the mean over replicas and this replica's weights as sent (after AsyncMesh, arXiv
+2601.22442): its updates since are kept. With `ema` e a weight is changed by d = e d' + (1 - e) (mean - sent), d' being
+the change when its part was averaged last. Without a delay the step waits, and the part becomes the mean.
 
-The parts are equal pieces of all weights of a stage laid end to end, in turn; whose turn it is follows from the step.
+The parts are equal pieces of the concatenated weights of a stage, averaged in turn; the step determines the part.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Sent(NamedTuple):
-    """A part that is on its way: where it goes, what this replica sent, what becomes the sum of all."""
+    """An average in flight: the part, this replica's weights as sent, the buffer of the sum over replicas."""
 
     part: int
     mine: Tensor
@@ -37,16 +37,16 @@ class _Sent(NamedTuple):
 
 
 class Averaging:
-    """The weights of one owner on one rank; `ranks` hold the same, one of each replica."""
+    """Averages the weights of one owner over `ranks`, one of each replica."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], ranks: tuple[int, ...], asked: Average) -> None:
         self._parameters, self.ranks, self._asked = list(parameters), ranks, asked
         self._size = sum(p.numel() for p in self._parameters)
         self._sent: _Sent | None = None
-        self._last: dict[int, Tensor] = {}  # by part, what it got when it landed
+        self._last: dict[int, Tensor] = {}  # by part, its last change
 
     def turn(self, step: int, transport: Transport) -> None:
-        """What an AVERAGE of a step does."""
+        """Runs the AVERAGE of a step: applies the last average, and starts the next if one is due."""
         self.land()
         asked = self._asked
         if step % asked.every:
@@ -59,7 +59,7 @@ class Averaging:
             self.land()
 
     def land(self) -> None:
-        """Add what the others found, if anything is on its way."""
+        """Applies the average in flight, if any."""
         if self._sent is None:
             return
         (part, mine, total, pending), self._sent = self._sent, None
@@ -78,14 +78,14 @@ class Averaging:
         _spread(found, views, Tensor.add_)
 
     def forget(self) -> None:
-        """Drop what is on its way, and what landed before: all replicas are about to be alike."""
+        """Drops the average in flight, and all last changes: all replicas are about to be equal."""
         if self._sent is not None:
             self._sent.pending.wait()
         self._sent = None
         self._last.clear()
 
     def _views(self, part: int) -> list[Tensor]:
-        """The pieces of the weights that make up a part, flat."""
+        """The pieces of weights in a part, as flat views."""
         low, high = (self._size * (part + k) // self._asked.parts for k in (0, 1))
         found, start = [], 0
         for parameter in self._parameters:
@@ -97,27 +97,27 @@ class Averaging:
 
 
 def _spread(values: Tensor, views: Sequence[Tensor], put: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Copy or add consecutive values to views of weights."""
+    """Copies or adds consecutive values to views of weights."""
     for view, piece in zip(views, torch.split(values, [view.numel() for view in views]), strict=True):
         put(view, piece)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All of a tensor that lies in memory in one piece, whatever the order of its dimensions."""
+    """A flat view of a tensor that is dense in memory, with any order of its dimensions."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class Averages(Feature):
-    """By owner of weights."""
+    """The averages of a rank, by owner of weights."""
 
     def __init__(self, stages: Mapping[int, Averaging]) -> None:
         self.stages = stages
 
     def saves(self, worker: Worker) -> None:
-        """Make all replicas alike: weights, and what the optimizer keeps, become means."""
+        """Makes all replicas equal: weights and optimizer states become means."""
         for owner, one in sorted(self.stages.items()):
             one.forget()
-            if owner == TIED:  # all of their stages have them
+            if owner == TIED:  # they are among the weights of their stages
                 continue
             optimizer = worker.optimizers[owner]
             state = {} if optimizer.optimizer is None else optimizer.optimizer.state
@@ -128,13 +128,13 @@ class Averages(Feature):
 
 
 def average(worker: Worker, op: Op) -> None:
-    """AVERAGE: what was sent in the step before lands, and the next part of an owner's weights is sent."""
+    """AVERAGE: applies the average of the previous step, and starts that of the next part of an owner's weights."""
     worker.before_update()
     worker.features.of(Averages).stages[op.stage].turn(worker.step, worker.transport)
 
 
 def meet(ranks: tuple[int, ...], tensors: Sequence[Tensor], transport: Transport) -> None:
-    """Make each of these tensors its mean over all ranks, which bring them in one order; blocks."""
+    """Replaces each tensor by its mean over all ranks, which pass them in the same order; blocks."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         mine = [tensor for tensor in tensors if tensor.dtype is dtype]
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in mine])

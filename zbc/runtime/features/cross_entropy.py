@@ -1,9 +1,9 @@
-"""The cross entropy of built-in heads where it is more than torch's: over words that ranks share, with a z loss, with
-label smoothing, or by chunks.
+"""The cross entropy of built-in heads with more options than torch's: a sharded vocabulary, a z loss, label smoothing,
+chunks.
 
-By chunks there are logits of so many tokens at once. F keeps the output layer's input and one number per token,
-log(sum of exp); B makes the logits of a chunk again, and both gradients of them. The weight gradient is B's too where
-W is apart: it is made of the gradients of logits, so that W would have to keep them whole or make them a third time.
+With chunks only the logits of a chunk of tokens exist at once. F saves the output layer's input and one number per
+token, log(sum of exp); B recomputes the logits of a chunk, and makes both gradients from them. The weight gradient is
+part of B even if W is a separate op: W would have to keep the gradients of all logits or recompute them once more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zbc.runtime.features.words import Terms
 
 
 class Chunks(NamedTuple):
-    """Logits of `size` tokens at once, of what goes into `layer`; divided by `scale`, then capped."""
+    """Logits of `size` tokens at once, the output of `layer` divided by `scale`, then capped."""
 
     layer: nn.Linear
     size: int
@@ -30,7 +30,7 @@ class Chunks(NamedTuple):
     cap: float | None = None
 
     def multiplier(self) -> Tensor:
-        """The weight in the type that products are in."""
+        """The weight in the type of products."""
         weight, kind, patch = self.layer.weight, self.layer.weight.device.type, self.layer.forward
         if not torch.is_autocast_enabled(kind):
             return weight.detach()
@@ -44,14 +44,14 @@ class Chunks(NamedTuple):
         return found if self.cap is None else found.div_(self.cap).tanh_().mul_(self.cap)
 
     def back(self, d: Tensor, logits: Tensor | None) -> Tensor:
-        """The gradient of the layer's output, of that of its `logits`, which are given where they are capped."""
+        """The gradient of the layer's output from the gradient `d` of the logits; `logits` are given if capped."""
         if self.cap is not None and logits is not None:
             d.mul_(logits.div_(self.cap).square_().neg_().add_(1))
         return d if self.scale == 1.0 else d.div_(self.scale)
 
 
 class How(NamedTuple):
-    """The words of this rank begin with `first`, those of other ranks of a `group` are elsewhere."""
+    """Options of a cross entropy; with a vocabulary sharded over `group` this rank has the words from `first` on."""
 
     terms: Terms
     group: Group | None = None
@@ -64,8 +64,8 @@ class How(NamedTuple):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The mean over targets that count of what `Terms.losses` says. `x` (N, words of this rank) are logits, or by
-    chunks (N, H) what goes into the layer with `weight`.
+    """The mean of `Terms.losses` over targets that count. `x` are logits (N, words of this rank), or with chunks the
+    inputs (N, H) of the layer with `weight`.
 
     Ranks exchange three numbers per token; see words.py.
     """
@@ -107,7 +107,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _found(x: Tensor, targets: Tensor, how: How) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor]]:
-    """What goes into products, and their other factor; what `words.combine` finds."""
+    """Both factors of the products, inputs and weight, and the results of `words.combine`."""
     chunks, told = how.chunks, list[Tensor]()
     by = None if chunks is None else chunks.multiplier()
     x = x if by is None else x.to(by.dtype)
@@ -122,7 +122,7 @@ def _found(x: Tensor, targets: Tensor, how: How) -> tuple[Tensor, Tensor | None,
 
 
 def _gradient(d: Tensor, log: Tensor, targets: Tensor, share: Tensor, how: How) -> Tensor:
-    """In place, of the loss by logits: of `d`, the softmax."""
+    """The gradient of the loss by logits, computed in place from `d`, the softmax."""
     if how.terms.z:
         d *= how.terms.soft(torch.ones_like(log), log)[:, None]
     how.terms.less(d, words.own(targets, how.first, d.shape[-1]))
@@ -131,7 +131,7 @@ def _gradient(d: Tensor, log: Tensor, targets: Tensor, share: Tensor, how: How) 
 
 
 def _learn(weight: Tensor, grad: Tensor | None, slot: Slot | None) -> Tensor | None:
-    """Add a gradient to a weight's, or return it for autograd to do so."""
+    """Accumulates a weight's gradient, or returns it for autograd to do so."""
     if grad is None or slot is None:
         return None if grad is None else grad.to(weight.dtype)
     with torch.no_grad():
@@ -142,8 +142,8 @@ def _learn(weight: Tensor, grad: Tensor | None, slot: Slot | None) -> Tensor | N
 def cross_entropy(
     vocab: int, terms: Terms = words.PLAIN, group: Group | None = None, chunks: Chunks | None = None
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of logits (..., words of this rank), or with `chunks` of what they are made from, and `targets` (...);
-    ranks of a group find it together."""
+    """The loss function of logits (..., words of this rank), or with `chunks` of the inputs of the output layer, and
+    `targets` (...); the ranks of a group compute it together."""
     how = _how(vocab, terms, group, chunks)
 
     def loss(x: Tensor, targets: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def cross_entropy(
 
 
 def log_probabilities(vocab: int, group: Group | None, chunks: Chunks | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Those of `targets` (...), 0 where one does not count, of what `cross_entropy` takes."""
+    """As `cross_entropy`, a function that returns the log probabilities of `targets` (...), 0 if one does not count."""
     how = _how(vocab, words.PLAIN, group, chunks)
 
     def found(x: Tensor, targets: Tensor) -> Tensor:

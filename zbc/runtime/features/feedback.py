@@ -1,7 +1,7 @@
-"""Error feedback for gradients that come a step late (after arXiv 2606.30634).
+"""Error feedback for gradients that are delayed by one step (after arXiv 2606.30634).
 
-Each step is taken by the update that belonged to the one before, u(t - 1) in place of u(t). What that was off by is
-known a step later, and the next update makes it good:
+Each step applies the update of the previous one, u(t - 1) in place of u(t). The error is known a step later, and the
+next update corrects it:
 
     W(t + 1) = W(t) + u(t - 1) + c (u(t - 1) - u(t - 2))
 """
@@ -12,11 +12,11 @@ import torch
 
 from zbc.runtime.core.optimizer import Masters, OptimizerOver, StageOptimizer, also_kept, inside
 
-FED = "fed"  # what checkpoints have of a parameter: its last update
+FED = "fed"  # key of a parameter's last update in the optimizer's state, for checkpoints
 
 
 class Feedback(OptimizerOver):
-    """A `StageOptimizer` whose steps make good, by a `share`, what the last one was off by."""
+    """A `StageOptimizer` whose steps correct a `share` of the last step's error."""
 
     def __init__(self, inner: StageOptimizer, share: float) -> None:
         super().__init__(inner)

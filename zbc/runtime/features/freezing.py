@@ -1,14 +1,14 @@
-"""Which layers of a stage are frozen in which microbatch, and what that does to the gradients of a step.
+"""Layer freezing: the layers of a stage that are frozen in each microbatch, and the scaling of a step's gradients.
 
-An op `W s1 m3 75%` leaves out a quarter of the stage's layers: whole layers, whose parameters get no gradient from that
-microbatch. Layers take turns. Think of them in a ring: each op, in the order of the microbatches of all replicas,
-freezes as many as it says, beginning where the one before ended, and a step goes on where the step before ended. So
-within a step the layers of a stage rest equally often, give or take once, and who comes first moves on. It follows from
+An op `W s1 m3 75%` freezes a quarter of the stage's layers: whole layers, whose parameters get no gradient from that
+microbatch. Layers take turns in a ring: each op, in the order of the microbatches of all replicas, freezes its number
+of layers, starting after the last one frozen by the previous op, also across steps. So within a step the layers of a
+stage are frozen equally often, up to one, and the first layer changes from step to step. The turns depend on
 (seed, step, stage, microbatch) alone.
 
-The gradient of a layer is the mean over the microbatches in which it was trained: the sum of shares 1/m that backward
-leaves is scaled by m over their number. A layer that was trained in none has no gradient, and its weights, the state of
-the optimizer included, stay as they are.
+The gradient of a layer is the mean over the microbatches in which it was trained: the sum of terms weighted 1/m that
+backward accumulates is scaled by m over their number. A layer that was trained in none has no gradient, and its weights
+and optimizer state stay as they are.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 class Turns:
     """The turns of one stage in the steps of one plan.
 
-    `frozen` is how many of its `layers` each microbatch of a replica freezes; layers are named by their place in the
-    stage. The first `after` steps freeze none. So many neighbouring replicas freeze alike as are `together`: what one
-    of them leaves out of experts that they share out is of the rows of all.
+    `frozen` is the number of its `layers` that each microbatch of a replica freezes; layers are given by their index in
+    the stage. The first `after` steps freeze none. Groups of `together` neighbouring replicas freeze the same layers:
+    the gradient of a sharded expert is made from the rows of all of them.
     """
 
     def __init__(
         self, frozen: Sequence[int], layers: Sequence[int], *, replicas: int, after: int, seed: int, together: int = 1
     ) -> None:
         self._frozen, self._layers, self._after, self._together = frozen, layers, after, together
-        # By number of a microbatch of all replicas, of those that freeze alike of the first.
+        # By number of a microbatch over all replicas, counting one replica of each group that freezes the same.
         self._before = [0, *accumulate(list(frozen) * (replicas // together))]
         self._first = seed % len(layers)
         self.microbatches = len(frozen) * replicas
@@ -67,7 +67,7 @@ class Turns:
         return frozenset(ring[(start + turn) % len(ring)] for turn in range(count))
 
     def trained(self, step: int) -> dict[int, int]:
-        """In how many microbatches of a step, over all replicas, each layer is trained."""
+        """For each layer the number of microbatches of a step, over all replicas, in which it is trained."""
         if step < self._after:
             return dict.fromkeys(self._layers, self.microbatches)
         start, size = self._start(step), len(self._layers)
@@ -77,7 +77,7 @@ class Turns:
 
 
 def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) -> Turns | None:
-    """The turns of a stage of which this rank runs `ops`; None where nothing is frozen."""
+    """The turns of a stage of which this rank runs `ops`; None if nothing is frozen."""
     shares = {op.mb: op.share for op in ops if op.kind.makes_part and op.stage == stage.index}
     layers = [i for i, one in enumerate(stage.layers) if any(p.requires_grad for p in one.module.parameters())]
     frozen = [round(len(layers) * (WHOLE - shares.get(mb, WHOLE)) / WHOLE) for mb in range(manifest.microbatches)]
@@ -91,9 +91,9 @@ def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) ->
 
 
 def scale(stage: Stage, optimizer: StageOptimizer, turns: Turns, step: int) -> None:
-    """Make the gradients of a stage, summed over all replicas, means over the microbatches in which layers trained.
+    """Scales a stage's gradients, summed over all replicas, to means over the microbatches that trained each layer.
 
-    Raises E509 for a layer that has gradients from none.
+    Raises E509 for a layer that has gradients although none trained it.
     """
     of = {
         f"{layer.name}.{name}": i for i, layer in enumerate(stage.layers) for name, _ in layer.module.named_parameters()
@@ -111,7 +111,7 @@ def scale(stage: Stage, optimizer: StageOptimizer, turns: Turns, step: int) -> N
 
 @dataclass(frozen=True, slots=True)
 class Rests(Keeps):
-    """Some layers are frozen in turn."""
+    """Runs forwards with some layers frozen."""
 
     turns: Turns
 
@@ -119,19 +119,19 @@ class Rests(Keeps):
         self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
     ) -> tuple[Tensor, Left | None]:
         with stage.resting(self.turns.resting(worker.step, number)) as frozen:
-            slot = Slot(frozen) if frozen else slot  # which sees to it that layers of users do not train either
+            slot = Slot(frozen) if frozen else slot  # it drops gradients that users' layers compute for frozen ones
             return KEEPS.forward(worker, stage, x, number, finish, slot)
 
 
 class Resting(Feature):
-    """Layers that take turns, by plan and stage; gradients of those that were frozen in some microbatches become means
-    over the others."""
+    """The turns by plan and stage; scales gradients of layers that were frozen in some microbatches to means over the
+    others."""
 
     def __init__(self, turns: Iterable[tuple[RankPlan, Mapping[int, Turns]]]) -> None:
         self._turns = {id(plan): found for plan, found in turns}
 
     def of(self, run: PhaseRun) -> Mapping[int, Turns]:
-        """By stage."""
+        """The turns of a phase, by stage."""
         return self._turns.get(id(run.plan), {})
 
     def keeps(self, run: PhaseRun, stage: Stage, key: Key) -> Keeps | None:
@@ -146,7 +146,7 @@ class Resting(Feature):
 
 
 def _gradients(optimizer: StageOptimizer) -> Iterator[tuple[str, Tensor]]:
-    """What this rank steps with, and of which parameter it is."""
+    """The gradients with which this rank updates, and the names of their parameters."""
     if (sharded := inside(optimizer, Sharded)) is not None:
         return sharded.gradients()
     return ((name, p.grad) for name, p in optimizer.parameters.items() if p.grad is not None)

@@ -1,4 +1,4 @@
-"""Weights and gradients that ranks share out: GATHER, FREE, SCATTER, and who waits for them (sharded.py)."""
+"""Sharded weights and gradients: GATHER, FREE, SCATTER, and the waits of ops that need them (sharded.py)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ if TYPE_CHECKING:
 
 
 class Gathers(Feature):
-    """`stages` (or other owners) whose weights other ranks step parts of; `gathered`: those that a step gathers before
-    ops use them, so that between steps they are not here, or are those of before the last one; `freed`: those of them
-    that go in between."""
+    """`stages` (or other owners) with sharded weights; `gathered`: those that a step gathers before ops use them, so
+    that between steps their weights are freed, or those before the last step; `freed`: those whose weights are freed
+    within a step."""
 
     def __init__(self, stages: dict[int, Sharded], *, gathers: bool, frees: bool) -> None:
         self.stages = stages
         self.gathered = [one for _, one in sorted(stages.items())] if gathers else []
         self.freed = [one for owner, one in sorted(stages.items()) if owner != WORDS] if gathers and frees else []
         self.coming: list[Sharded] = []
-        self.leaving: list[Sharded] = []  # sums of gradients under way
+        self.leaving: list[Sharded] = []  # with reductions of gradients in flight
 
     def lays(self, run: PhaseRun, stage: int) -> Callable[[Tensor], Tensor] | None:
         if not run.plan.manifest.with_w:
-            return None  # a layer may give a weight, which is gone before the next stage reads it
+            return None  # a layer may return a weight, which is freed before the next stage reads it
         return lambda y: y.clone() if self.takes_away(stage, y) else y
 
     def begins(self, worker: Worker) -> None:
-        """Where replicas take weights from each other's memory: open the windows, all ranks together, once the weights
-        to begin with are there."""
+        """Opens the windows for a one-sided exchange, on all ranks together, once the initial weights are loaded."""
         if worker.plan.manifest.one_sided:
             copier = WindowCopier(worker.device)
             for one in self.freed:
@@ -66,7 +65,7 @@ class Gathers(Feature):
         self.coming.append(one)
 
     def finish(self, worker: Worker, *some: Sharded) -> None:
-        """Block until weights that other ranks stepped are here: those of `some` stages, or all."""
+        """Blocks until gathered weights have arrived: of `some` stages, or of all."""
         worker.progress.waiting = True
         for one in some or tuple(self.coming):
             if one in self.coming:
@@ -75,13 +74,13 @@ class Gathers(Feature):
         worker.progress.waiting = False
 
     def ready(self, worker: Worker, op: Op) -> None:
-        """Block until the weights that an op reads are here."""
+        """Blocks until the weights that an op reads are resident."""
         for owner in (op.owner, experts_of(op.owner)) if self.coming else ():
             if owner in self.stages:
                 self.finish(worker, self.stages[owner])
 
     def arrived(self, op: Op) -> bool:
-        """Whether the weights that an op reads are under way and here by now."""
+        """Whether the gather of an op's weights is in flight and has completed."""
         return (one := self.stages.get(op.owner)) in self.coming and one is not None and one.arrived
 
     def gathers(self, worker: Worker) -> None:
@@ -90,12 +89,12 @@ class Gathers(Feature):
             self.finish(worker)
 
     def free(self) -> None:
-        """Give back the room of all weights that a step will gather."""
+        """Frees all weights that a step will gather."""
         for one in self.freed:
             one.free()
 
     def takes_away(self, stage: int, tensor: Tensor) -> bool:
-        """Whether the bytes of a tensor go with the weights of a stage."""
+        """Whether the bytes of a tensor are freed with the weights of a stage."""
         own = (self.stages.get(owner) for owner in (stage, experts_of(stage)))
         return any(one is not None and one.takes_away(tensor) for one in own)
 
@@ -106,17 +105,17 @@ class Gathers(Feature):
 
 
 def gather(worker: Worker, op: Op) -> None:
-    """GATHER: start to collect the weights of a stage from the ranks that each stepped a part of them."""
+    """GATHER: starts the all-gather of a stage's weights from the ranks that each updated a shard."""
     worker.features.of(Gathers).start(worker, worker.features.of(Gathers).of(op))
 
 
 def free(worker: Worker, op: Op) -> None:
-    """FREE: give back the room of a stage's weights."""
+    """FREE: reshards a stage, freeing the bytes of its weights."""
     worker.features.of(Gathers).of(op).free()
 
 
 def scatter(worker: Worker, op: Op) -> None:
-    """SCATTER: start to sum what gradients of a stage there are so far; those that follow add up."""
+    """SCATTER: starts the reduce-scatter of a stage's gradients so far; later ones are added to its result."""
     one = worker.features.of(Gathers).of(op)
     for feature in worker.features:
         feature.reduces(worker, op)
@@ -124,7 +123,7 @@ def scatter(worker: Worker, op: Op) -> None:
 
 
 def with_weights(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
-    """An op that reads weights which other ranks step parts of."""
+    """Wraps the handler of an op that reads sharded weights."""
 
     def run(worker: Worker, op: Op) -> None:
         gathers = worker.features.of(Gathers)

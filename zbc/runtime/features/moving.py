@@ -1,4 +1,4 @@
-"""A moving average of the weights: of what each rank steps, in checkpoints, and what evaluations use."""
+"""Exponential moving average (EMA) of the weights that each rank updates, saved in checkpoints, used by evaluations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zbc.runtime.features.gathers import Gathers
 if TYPE_CHECKING:
     from zbc.runtime.core.state import Worker
 
-MEAN = "ema"  # what checkpoints have of a parameter: its average
+MEAN = "ema"  # key of a parameter's average in the optimizer's state, for checkpoints
 
 
 class Mean(OptimizerOver):
-    """A `StageOptimizer` that keeps the average of what it steps: `decay` of it stays in each step."""
+    """A `StageOptimizer` that keeps the EMA of the weights it updates, with the factor `decay` per step."""
 
     def __init__(self, inner: StageOptimizer, decay: float) -> None:
         super().__init__(inner)
@@ -34,7 +34,7 @@ class Mean(OptimizerOver):
 
     @torch.no_grad()
     def _behind(self, step: Callable[[float | None], None], scale: float | None) -> None:
-        """Step, and move the average."""
+        """Steps, and updates the average."""
         optimizer, stepped = self.optimizer, [one.tensor for one in self._inner.held() if one.tensor.requires_grad]
         first = [] if optimizer is None else [one for one in stepped if MEAN not in optimizer.state.get(one, {})]
         begun = [(one, one.data.clone()) for one in first]  # the average begins with the weights before the first step
@@ -49,7 +49,7 @@ class Mean(OptimizerOver):
                 mean.lerp_(one.data, 1 - self._decay)
 
     def swap(self) -> None:
-        """Have the average in place of the weights, or the other way round."""
+        """Swaps the average and the weights."""
         state = {} if self.optimizer is None else self.optimizer.state
         for one in self._inner.held():
             if (mean := state.get(one.tensor, {}).get(MEAN)) is not None:
@@ -61,25 +61,25 @@ class Mean(OptimizerOver):
 
 
 def with_mean(options: spec.Optimizer, inner: StageOptimizer) -> StageOptimizer:
-    """The same with an average of what it steps, where a job asks for one."""
+    """The optimizer with an EMA of its weights, if the job sets one."""
     return inner if options.ema is None else Mean(inner, options.ema)
 
 
 class Moving(Feature):
-    """Of all owners of a rank."""
+    """The averages of all owners of a rank."""
 
     def __init__(self, means: list[Mean]) -> None:
         self._means = means
 
     def evaluates(self, worker: Worker) -> None:
-        """The average takes the place of the weights, also of those that other ranks step parts of."""
+        """Swaps averages and weights, and gathers sharded weights again."""
         if not self._means:
             return
         for one in self._means:
             one.swap()
         gathers = worker.features.of(Gathers)
         for dealt in gathers.stages.values():
-            if dealt not in gathers.gathered:  # which are collected anyway, as something between steps needs them
+            if dealt not in gathers.gathered:  # these are gathered anyway for a task between steps
                 gathers.start(worker, dealt, whole=True)
                 gathers.finish(worker)
         for stage in worker.stages.values():

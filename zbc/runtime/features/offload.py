@@ -1,4 +1,4 @@
-"""Activations that go to the host and come back: OFFLOAD, RELEASE, RELOAD, and what F and B do for it (parcels.py)."""
+"""Activation offload: OFFLOAD, RELEASE, RELOAD, and the saving of activations in F and B (parcels.py)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from zbc.runtime.features.parcels import Parcel, Pool
 
 
 class Offloads(Feature):
-    """Host memory for what moves, and what moves: `plans` are those of all phases."""
+    """Host memory for offloaded activations, and the keys that are offloaded; `plans` are the plans of all phases."""
 
     def __init__(self, plans: Sequence[RankPlan], stages: Mapping[int, Stage], device: torch.device) -> None:
         self._plans, self._stages, self._device = plans, stages, device
         self._keys = {id(plan): frozenset(op.key for op in plan.ops if op.kind is Kind.OFFLOAD) for plan in plans}
 
     def of(self, run: PhaseRun) -> frozenset[Key]:
-        """What moves in a phase."""
+        """The keys whose activations are offloaded in a phase."""
         return self._keys.get(id(run.plan), frozenset())
 
     def keeps(self, run: PhaseRun, stage: Stage, key: Key) -> Keeps | None:
@@ -41,7 +41,7 @@ class Offloads(Feature):
 
     @functools.cached_property
     def pool(self) -> Pool:
-        """Of the phase that moves most."""
+        """Slabs for the maximum number of parcels of any phase."""
         counts: dict[int, int] = {}
         for plan in self._plans:
             for stage, count in plan.manifest.slabs(plan.rank).items():
@@ -55,8 +55,8 @@ class Offloads(Feature):
 
 
 class Moves(Keeps):
-    """To the host and back: what it keeps is in a parcel. `anchor`: what parcels let gradients flow to; it never has
-    one."""
+    """Keeps activations in a parcel, which may be offloaded. `anchor`: a leaf to which gradients of stage inputs flow;
+    it never gets one."""
 
     def __init__(self, pool: Pool, anchor: Tensor) -> None:
         self._pool, self._anchor = pool, anchor
@@ -77,7 +77,7 @@ class Moves(Keeps):
         return y.detach(), Left(parcel, tape, slot)
 
     def back(self, worker: Worker, op: Op, left: Left) -> Left:
-        """This rank's own copy is waited for, so it holds the others up."""
+        """Waits for the reload; `progress` names it, since the rank then delays other ranks."""
         progress = worker.progress
         text = progress.op
         if left.entry.coming():
@@ -91,7 +91,7 @@ class Moves(Keeps):
 
 
 def offload(worker: Worker, op: Op) -> None:
-    """OFFLOAD: start to copy what F keeps; what nobody else holds goes."""
+    """OFFLOAD: starts to copy the activations of F to the host, except those with other references."""
     key = op.key
     found = worker.kept.get(key)
     _parcel(op, found).offload(op)
@@ -100,14 +100,14 @@ def offload(worker: Worker, op: Op) -> None:
 
 
 def release(worker: Worker, op: Op) -> None:
-    """RELEASE: once that copy is over, let go of what F keeps."""
+    """RELEASE: waits for that copy, and frees the activations on the device."""
     key = op.key
     _parcel(op, worker.away.get(key)).release(op)
     worker.kept.pop(key, None)
 
 
 def reload(worker: Worker, op: Op) -> None:
-    """RELOAD: start to copy back; B or BW waits."""
+    """RELOAD: starts to copy them back; B or BW waits."""
     key = op.key
     found = worker.away.pop(key, None)
     _parcel(op, found).reload(op)

@@ -1,7 +1,7 @@
-"""Rows of a microbatch that hold several samples, which do not see each other and begin at position 0 each.
+"""Packed rows of a microbatch: several samples per row, without attention between them, each from position 0.
 
-A forward runs inside of `packed`, which says how long the samples of each row are; attention and positions ask for it.
-What is left of a row is padding: nothing sees it, and its targets do not count.
+A forward runs inside of `packed`, which sets the lengths of the samples of each row for attention and positions. The
+rest of a row is padding: no token attends to it, and its targets do not count.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ packed = _current.using  # forwards, or backwards that run them again, on rows o
 
 
 def rows_now() -> Rows | None:
-    """Those of the microbatch that runs on this thread; None where a row is one sample."""
+    """The rows of this thread's current microbatch; None if a row is one sample."""
     return _current.value
 
 
 @functools.lru_cache(maxsize=64)
 def places(rows: Rows, length: int, device: torch.device) -> Tensor:
-    """The place of each token in its sample: (rows, length) int64; padding begins anew, too."""
+    """The position of each token in its sample: (rows, length) int64; padding starts from 0, too."""
     found = torch.zeros(len(rows), length, dtype=torch.int64)
     for row, lengths in zip(found, rows, strict=True):
         row.copy_(torch.cat([torch.arange(n) for n in (*lengths, length - sum(lengths))]))
@@ -57,14 +57,14 @@ def each_alone(
 
 
 def _zeros(like: Tensor, mixed: list[Tensor]) -> Tensor:
-    """Of the type that attention has."""
+    """Zeros of the dtype that attention returns."""
     kind = like.device.type
     low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else like.dtype
     return like.new_zeros(like.shape, dtype=mixed[0].dtype if mixed else low)
 
 
 def in_rows(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
-    """An op of a microbatch whose rows hold several samples."""
+    """Wraps the handler of an op whose microbatch has packed rows."""
 
     def run(worker: Worker, op: Op) -> None:
         with packed(worker.work.rows(worker.step, worker.number(op.mb))):

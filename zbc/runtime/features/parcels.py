@@ -1,17 +1,17 @@
-"""What F leaves for B as a parcel that goes to the host and comes back.
+"""Parcels: the saved activations of a microbatch, which are offloaded to the host and reloaded.
 
     kept --OFFLOAD--> going --RELEASE--> away --RELOAD--> coming --B, BW--> back
 
-Any other order is E703. While F runs, what autograd saves goes through hooks into the parcel, each storage once; where
-layers run again in the backward, their inputs are the parcel. A storage stays on the device
+Any other order is E703. While F runs, hooks collect the tensors that autograd saves in the parcel, each storage once;
+with recompute, the parcel has the inputs of the layers. A storage stays on the device
 
-    if it is small (`SMALL`), a parameter, whole numbers, as inputs and targets are (masks do move), or not plain
+    if it is small (`SMALL`), a parameter, of integers, like inputs and targets (masks are offloaded), or not plain
     memory of this device
-    if it was there before F and is not the stage's input, or anybody else holds it at OFFLOAD: buffers, casts of
-    weights, tables, what a layer keeps in an attribute. Letting go of it would free nothing
-    if it is the stage's output, which is sent or handed on
+    if it existed before F and is not the stage's input, or has other references at OFFLOAD: buffers, casts of
+    weights, tables, attributes of a layer. Offloading it would free nothing
+    if it is the stage's output, which is sent or passed on
 
-The hooks switch off autograd's own look at tensors that change after they are saved, so it is done here (E514).
+The hooks disable autograd's own check for tensors that change after they are saved, so it is done here (E514).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _WHOLE = {torch.int16, torch.int32, torch.int64}
 
 
 class Pool:
-    """The slabs of a rank: so many for each stage as the plan says, all made for its first parcel, and used again.
+    """The slabs of a rank: the plan has their number per stage; they are made for the first parcel, and reused.
 
-    Where a layer keeps more of one microbatch than of another, a slab grows.
+    A slab grows if a layer saves more for one microbatch than for another.
     """
 
     def __init__(self, copier: Copier, counts: dict[int, int]) -> None:
@@ -46,7 +46,7 @@ class Pool:
         self.slabs: list[Slab] = []
 
     def take(self, op: Op, size: int) -> Slab:
-        """Raises E703 where the ops move more at once than the plan says."""
+        """A free slab of `size` bytes. Raises E703 if more parcels are offloaded at once than the plan has slabs."""
         free = self._free.get(op.stage)
         if free is None:
             free = self._free[op.stage] = [Slab(self.copier.slab(size)) for _ in range(self._counts.get(op.stage, 0))]
@@ -62,12 +62,12 @@ class Pool:
         self._free[stage].append(slab)
 
     def wait(self, ticket: Ticket) -> None:
-        """Let the compute of the rank wait for a copy."""
+        """Makes the compute of the rank wait for a copy."""
         ticket.result()
 
 
 class _Kept:
-    """A storage of the parcel; `seen` is a tensor in it, to ask for its version."""
+    """A storage of the parcel; `seen` is a tensor in it, whose version is checked."""
 
     __slots__ = ("at", "layer", "seen", "size", "storage", "version")
 
@@ -92,7 +92,7 @@ class _View(NamedTuple):
 
 
 class _Stays(NamedTuple):
-    """A tensor that stays as it is."""
+    """A tensor that is not offloaded."""
 
     tensor: Tensor
     version: int
@@ -105,9 +105,9 @@ def _changed(layer: str) -> ZbcError:
 
 
 class Parcel:
-    """Of one forward of `x`, which `with parcel.hooks():` surrounds.
+    """The saved activations of one forward of `x`, which runs inside `with parcel.hooks():`.
 
-    It stands for the stage's input, whose gradient is in `grad`.
+    It takes the place of the stage's input, whose gradient is in `grad`.
     """
 
     def __init__(self, pool: Pool, x: Tensor) -> None:
@@ -119,29 +119,29 @@ class Parcel:
         self._slab: Slab | None = None
         self._ticket: Ticket | None = None
         self._form = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")  # of the input
-        self._inputs: list[Tensor] | None = None  # of the layers, where they run again
+        self._inputs: list[Tensor] | None = None  # of the layers, with recompute
         self._packed: list[_View | _Stays] = []
         self._flows = False
 
     def hooks(self) -> saved_tensors_hooks:
-        """Not kept, for they hold the parcel: what it holds is to go with its last user, not when Python looks."""
+        """New hooks, not cached: they reference the parcel, which would then be freed by garbage collection only."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     # ---- F --------------------------------------------------------------------------------------------------
 
     def enter(self, x: Tensor, anchor: Tensor) -> Tensor:
-        """The stage's input as what no leaf holds."""
+        """The stage's input as a tensor that is not a leaf, so that it can be offloaded."""
         entered: Tensor = _Enter.apply(anchor, x, self)  # type: ignore[no-untyped-call]
         return entered
 
     def naming(self, calls: Iterable[Any], names: Iterable[str]) -> Iterator[Any]:
-        """The same calls; errors name the layer whose turn it is."""
+        """Yields the same calls; records the name of the current layer, for errors."""
         for call, name in zip(calls, names, strict=True):
             self.layer = name
             yield call
 
     def adopt(self, inputs: list[Tensor], names: Iterable[str], *, flows: bool) -> None:
-        """Take the inputs of the layers out of their list, until they are back."""
+        """Moves the inputs of the layers from their list into the parcel, until they are reloaded."""
         self._inputs, self._flows = inputs, flows
         for x, name in zip(inputs, names, strict=True):
             self.layer = name
@@ -149,12 +149,12 @@ class Parcel:
         inputs.clear()
 
     def forget(self) -> None:
-        """F begins again: what it has kept so far is not its."""
+        """Drops the tensors collected so far: F begins again."""
         self._found.clear()
         self._packed.clear()
 
     def leave(self, *outside: Tensor) -> None:
-        """F is over; these tensors are not the parcel's: the stage's output, an input that was there before."""
+        """Called after F: removes tensors that are not offloaded: the stage's output, an input that existed before."""
         for tensor in outside:
             self._found.pop(tensor.untyped_storage()._cdata, None)
 
@@ -178,16 +178,16 @@ class Parcel:
             raise ZbcError("E703", f"run: what F left is used while it is {self.state}")
         return torch.empty(0, dtype=dtype, device=self.device).set_(kept.storage, offset, shape, stride)
 
-    # ---- the way there and back -----------------------------------------------------------------------------
+    # ---- offload and reload ---------------------------------------------------------------------------------
 
     def offload(self, op: Op) -> None:
-        """OFFLOAD. Raises E514."""
+        """OFFLOAD: starts the copy to the host. Raises E514."""
         self._turn(op, "kept", "going")
         size = 0
         for kept in self._found.values():
             kept.look()
             if kept.storage is None or users(kept.storage) > 2:  # `seen` and the storage itself
-                continue  # and `seen` goes on being looked at
+                continue  # stays on the device, and `seen` is checked again
             kept.seen, kept.at = None, size
             size += -(-kept.size // _ALIGN) * _ALIGN
             self._moved.append(kept)
@@ -196,7 +196,7 @@ class Parcel:
         self._ticket = self.pool.copier.out(self._slab, self._pieces())
 
     def release(self, op: Op) -> None:
-        """RELEASE: the copy is there; the memory on the device goes."""
+        """RELEASE: waits for the copy, and frees the memory on the device."""
         self._turn(op, "going", "away")
         self.pool.wait(self._awaited())
         for kept in self._moved:
@@ -205,7 +205,7 @@ class Parcel:
             kept.storage = None
 
     def reload(self, op: Op) -> None:
-        """RELOAD: take memory, start to copy back."""
+        """RELOAD: allocates memory, starts the copy back."""
         self._turn(op, "away", "coming")
         gone, slab = self._awaited(), self._slab
         assert slab is not None
@@ -214,9 +214,9 @@ class Parcel:
         self._ticket = slab.read = self.pool.copier.back(slab, self._pieces(), gone)
 
     def arrive(self, op: Op) -> Tensor | Parcel:
-        """B, BW: wait for what comes back; what the gradient of the stage's input will be in.
+        """B, BW: waits for the reload; returns the object that will have the stage input's gradient in `grad`.
 
-        From here on only the graph holds what came, so each tensor goes when it was used.
+        From here on only the graph holds the reloaded tensors, so each is freed after its last use.
         """
         self._turn(op, "coming", "back")
         self.pool.wait(self._awaited())
@@ -231,16 +231,16 @@ class Parcel:
         return self._inputs[0].requires_grad_(self._flows)
 
     def coming(self) -> bool:
-        """Whether a copy is under way that who comes next has to wait for."""
+        """Whether a copy is in flight that the next op has to wait for."""
         return self._ticket is not None and not self._ticket.done()
 
     def zeros(self) -> Tensor:
-        """The gradient of an input that nothing depends on."""
+        """The gradient of an input on which nothing depends."""
         return torch.zeros_like(self._form, device=self.device)
 
     @property
     def moved(self) -> int:
-        """Bytes that go to the host."""
+        """Bytes that are offloaded."""
         return sum(kept.size for kept in self._moved)
 
     def _pieces(self) -> list[Piece]:
@@ -267,7 +267,7 @@ def _movable(tensor: Tensor, device: torch.device) -> bool:
 
 
 class _Enter(torch.autograd.Function):
-    """The stage's input, behind `anchor`, a leaf that takes no gradient: that of the input goes into the parcel."""
+    """Connects the stage's input to `anchor`, a leaf that gets no gradient: the input's gradient goes to the parcel."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, parcel: Parcel) -> Tensor:
@@ -278,7 +278,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         parcel = ctx.parcel
         grad, stride = grads[0], parcel._form.stride()
-        if grad.stride() != stride:  # as autograd lays the gradient of a leaf
+        if grad.stride() != stride:  # in the layout of the leaf, as autograd does
             grad = torch.empty_strided(grad.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
         parcel.grad = grad
         return None, None, None

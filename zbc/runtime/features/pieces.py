@@ -1,4 +1,4 @@
-"""Pieces of parameters: what the ranks that share out a stage deal among themselves, and the rows they send of it."""
+"""Pieces of parameters, which are dealt to the ranks that shard a stage, and the rows of their messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 def cut(parameters: Mapping[str, nn.Parameter], whole: Collection[str] = ()) -> list[Piece]:
-    """The pieces of all parameters, in order. Those that are `whole`, or not contiguous in memory, have one."""
+    """The pieces of all parameters, in order. Parameters that are `whole`, or not contiguous in memory, have one."""
     pieces = []
     for name, parameter in parameters.items():
         count = parameter.numel()
@@ -44,7 +44,7 @@ def deal(pieces: Sequence[Piece], ranks: int) -> list[list[Piece]]:
 
 
 class Row:
-    """The pieces of a rank, as its part of a message has them: first those that go as they are."""
+    """The pieces of a rank in the order of its message: first those in their own type."""
 
     def __init__(self, share: Sequence[Piece], low: Mapping[str, SplitLinear]) -> None:
         self._share = list(share)
@@ -53,25 +53,25 @@ class Row:
         self.wide, self.low = (sum(piece.size for piece in some) for some in (self._wide, self._low))
 
     def parts(self, lowers: bool) -> tuple[list[Piece], list[Piece]]:
-        """As they are, and in the lower type."""
+        """The pieces in their own type, and in the lower type."""
         return (self._wide, self._low) if lowers else (self._share, [])
 
 
 def weights_read_low(trained: Mapping[str, nn.Parameter], casts: Iterable[SplitLinear]) -> dict[str, SplitLinear]:
-    """The weights of linear layers, which ops read as casts alone, by name."""
+    """The weights of linear layers that ops read as casts only, by name."""
     by_weight = {id(cast.module.weight): cast for cast in casts}
     found = {name: by_weight[id(p)] for name, p in trained.items() if id(p) in by_weight and p.is_contiguous()}
     return {name: cast for name, cast in found.items() if cast.module.weight.dtype == torch.float32}
 
 
 def places_in(row: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:
-    """Where the elements of each piece are in a row."""
+    """A view of the elements of each piece in a row."""
     sizes = [piece.size for piece in pieces]
     return list(torch.split_with_sizes(row[: sum(sizes)], sizes)) if sizes else []
 
 
 def part_of(tensor: Tensor, piece: Piece, *, keep_shape: bool = False) -> Tensor:
-    """The elements of a piece: a view where `tensor` is contiguous or the piece is all of it and keeps its shape."""
+    """The elements of a piece: a view if `tensor` is contiguous, or if the piece is all of it and `keep_shape`."""
     whole = piece.size == tensor.numel()
     if whole and keep_shape:
         return tensor

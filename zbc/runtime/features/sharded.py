@@ -1,24 +1,24 @@
-"""ZeRO-1: the ranks with a copy of a stage share out its optimizer (arXiv 1910.02054, section 5.1).
+"""ZeRO: the replicas of a stage shard its optimizer state (arXiv 1910.02054, section 5.1), gradients and weights.
 
-Parameters are cut into *pieces* of at most CHUNK elements, the grid in which gradient norms are summed, and the pieces
-are dealt to the ranks as evenly as they go (zbc/plan/dealing.py). A rank keeps state for its own pieces only:
+Parameters are split into *pieces* of at most CHUNK elements, the grid in which gradient norms are summed, and the
+pieces are dealt to the ranks as evenly as possible (zbc/plan/dealing.py). A rank has state for its own pieces only:
 
-    REDUCE   every rank gets the sum of the gradients of its pieces (a reduce-scatter)
-    STEP     and updates them, in place: a piece is a view of the working weights
-    SCATTER  the same of what gradients there are so far, where they are shared out: parts of all sums add up
-    GATHER   all ranks collect all pieces (an all-gather), before the next step uses them
+    REDUCE   a reduce-scatter gives every rank the sum of the gradients of its pieces
+    STEP     updates them in place: a piece is a view of the working weights
+    SCATTER  with sharded gradients, a reduce-scatter of the gradients so far; the results are accumulated
+    GATHER   an all-gather of all pieces, before the next step uses them
 
-Without a barrier the pieces are stepped tentatively, and gathered so; where a step does not stand they are stepped as
-it is to be, and gathered once more.
+Without a barrier the pieces are updated tentatively, and gathered; if a step is then clipped or skipped they are
+updated accordingly, and gathered once more.
 
-Where weights are *freed*, a rank has those of a stage only while its ops need them: all are views of one storage,
-whose bytes FREE gives back and GATHER takes again, so that graphs which wait for their backward find them in place. The
-pieces then have storage of their own. Weights that ops read in a lower type alone come in that type, straight to where
-the layer keeps its cast: half the bytes on their way, and no room for the weight itself.
+If weights are *freed* (resharded), a rank has the weights of a stage only while its ops need them: all are views of one
+storage, whose bytes FREE releases and GATHER allocates again, so that graphs that wait for their backward still
+reference them. The pieces then have storage of their own. Weights that ops read only in a lower type are gathered in
+that type, straight into the layer's cast: half the bytes are sent, and the weight itself takes no memory.
 
 On one host ranks may read weights from each other's memory and write gradients into it: no collectives (windows.py).
 
-Element by element that is the arithmetic of the ordinary optimizer.
+Element by element, updates are the same as those of an unsharded optimizer.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ from zbc.runtime.transports.transport import Pending, Transport
 
 
 class Sum(NamedTuple):
-    """A sum by way of a window."""
+    """A reduction of gradients through a window."""
 
     pending: Pending
     slots: SlotSum
-    every: bool  # whether all of its gradients were here
+    every: bool  # whether this rank had all gradients
 
 
 NO_CASTS: Mapping[str, Tensor] = {}
 
 
 class Sharded(OptimizerOver):
-    """The optimizer of a stage that `ranks` hold copies of, as a `StageOptimizer` and a `GradientSum`.
+    """The optimizer of a stage with replicas on `ranks`, as a `StageOptimizer` and a `GradientSum`.
 
-    Where several ranks of a pipeline hold the stage, those of one of them in all replicas may share out its weights
-    among themselves; gradients are then summed `among` all, and each keeps its part.
+    If several ranks of a pipeline hold the stage, weights may be sharded over one of them in all replicas; gradients
+    are then all-reduced `among` all holders, and each keeps its shard.
 
-    `whole` names parameters that this rank steps all of, and that are summed elsewhere. `lowered` is the type that
+    `whole` names parameters that this rank updates unsharded, and that are summed elsewhere. `lowered` is the type that
     forward reads, if it is not the parameters' own: a rank then has float32 masters of its pieces only. `frees`: the
-    weights go and come back within a step, those that layers read as casts in the type `low`; `scatters`: gradients are
-    summed after each run of backwards; `cycles`: steps follow one another without a flush.
+    weights are freed and gathered within a step, those that layers read as casts in the type `low`; `scatters`:
+    gradients are reduced after each run of backwards; `cycles`: steps follow one another without a flush.
     """
 
     apart = True
@@ -92,8 +92,8 @@ class Sharded(OptimizerOver):
         cycles: bool = False,
     ) -> None:
         self._all, self._options = parameters, options
-        self._later = not (ahead or cycles)  # what others stepped is here only once the next step has gathered it
-        self._quiet = frees or cycles  # graphs go on after weights were written
+        self._later = not (ahead or cycles)  # other ranks' updates arrive only in the next step's gather
+        self._quiet = frees or cycles  # graphs are still used after weights were written
         self._casts, self._frees = tuple(casts), frees
         self._ranks, self._mine = ranks, ranks.index(rank)
         self._among = among if len(among) > len(ranks) else ()
@@ -106,29 +106,29 @@ class Sharded(OptimizerOver):
         self._matrices = {name for name, p in self._trained.items() if is_matrix(options, name, p)}
         self._shares = deal(cut(self._trained, self._matrices), len(ranks))
         self._length = max(sum(piece.size for piece in share) for share in self._shares)
-        self._width = self._length + max(map(len, self._shares))  # and whether each piece has a gradient
+        self._width = self._length + max(map(len, self._shares))  # with a flag per piece that has a gradient
         self._own = {piece: nn.Parameter(self._place(piece)) for piece in self._shares[self._mine]}
         self._whole = {name: parameters[name] for name in sorted(whole)}
         working = {str(piece): p for piece, p in self._own.items()} | self._whole
         super().__init__(build_optimizer(options, working, self._casts, wholes, lowered=lowered, ahead=ahead))
-        if lowered is not None:  # the masters are made; the pieces are views of weights that are lowered only now
+        if lowered is not None:  # masters exist by now; only now the weights are lowered, and pieces are views of them
             lower_precision((p for name, p in parameters.items() if name not in whole), lowered)
             self.moved()
         first = next(iter(self._own.values()), None) if lowered is None else None
-        self._type = torch.float32 if first is None else first.dtype  # of what is stepped
+        self._type = torch.float32 if first is None else first.dtype  # of the tensors that are updated
         self._kind, self._low = low, weights_read_low(self._trained, self._casts) if frees and low is not None else {}
         wide = [p for name, p in self._trained.items() if p.is_contiguous() and name not in self._low]
         self._flat = Flat(wide) if frees else None
-        self._there = frees  # whether weights of which casts are enough are here
+        self._there = frees  # whether weights that are read as casts only are resident
         self._rows = [Row(share, self._low) for share in self._shares]
         self._message = max(row.wide for row in self._rows), max(row.low for row in self._rows)
         self.scatters = scatters
-        # Under way, in the order of their start: parts of all ranks, this one's, whether all gradients were here
+        # In flight, in the order of their start: shards of all ranks, this one's, whether this rank had all gradients
         self._sums: list[tuple[Pending, Tensor, Tensor, bool]] = []
-        self._added: tuple[Tensor, bool] | None = None  # the parts of sums that are over; likewise
-        self._weights: tuple[Pending, Tensor, bool] | None = None  # and whether casts come in place of weights
+        self._added: tuple[Tensor, bool] | None = None  # the accumulated result of completed ones; likewise
+        self._weights: tuple[Pending, Tensor, bool] | None = None  # and whether casts are gathered, not weights
         self._window: Window | None = None  # in place of collectives
-        self._in_slots: set[str] | None = None  # the parameters whose gradients of this step are there
+        self._in_slots: set[str] | None = None  # the parameters whose gradients of this step are in slots
         self._slot_sum: Sum | None = None
         self._fetch: Pending | None = None
 
@@ -137,7 +137,7 @@ class Sharded(OptimizerOver):
         return self._all
 
     def squares(self) -> dict[str, Tensor]:
-        """Zeros stand for the chunks that other ranks answer for."""
+        """Sums of squares per chunk; zeros for the chunks that other ranks report."""
         found = squares_of({name: p.grad for name, p in self._whole.items() if p.grad is not None})
         own = squares_of({piece: p.grad for piece, p in self._own.items() if p.grad is not None})
         if not own:
@@ -179,22 +179,22 @@ class Sharded(OptimizerOver):
         self.drop()
 
     def moved(self) -> None:
-        """The weights lie elsewhere: so do the pieces, which are views of them."""
+        """Updates the pieces, which are views of the weights, after the weights got other storage."""
         for piece, parameter in self._own.items():
             parameter.data = self._place(piece)
 
     @property
     def mirrored(self) -> bool:
-        """Whether other ranks of a pipeline have the same parts."""
+        """Whether other ranks of a pipeline have the same shards."""
         return bool(self._among)
 
     @property
     def dealt(self) -> frozenset[str]:
-        """The parameters of which ranks hold pieces."""
+        """The sharded parameters."""
         return frozenset(self._trained)
 
     def collect(self, name: str, transport: Transport) -> tuple[Tensor, dict[str, Tensor]]:
-        """All of a parameter that is dealt, and what the optimizer keeps for it; all with a copy call this, blocks."""
+        """A whole sharded parameter, and its optimizer state; all ranks with a replica call this; blocks."""
         kept, shape = kept_by(self._options, matrix=name in self._matrices), self._trained[name].shape
         wide = [key for key in kept if kept[key]] + self.also
         single = [key for key in kept if not kept[key]]
@@ -212,7 +212,7 @@ class Sharded(OptimizerOver):
             for row, value in zip(rows, (tensor.data, *(found.get(key) for key in wide)), strict=True):
                 if value is not None:
                     row[at : at + piece.size].copy_(value.reshape(-1))
-            if found:  # every piece of a parameter has been stepped as often
+            if found:  # every piece of a parameter has had the same number of steps
                 rest.copy_(torch.stack([*(found[key].to(rest) for key in single), rest.new_ones(())]))
             at += piece.size
         parts = mine.new_empty(len(self._ranks), len(mine))
@@ -232,7 +232,7 @@ class Sharded(OptimizerOver):
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Of what this rank steps, once they are summed, with the names of the parameters that they are parts of."""
+        """The reduced gradients of this rank's pieces and whole parameters, with their parameters' names."""
         found = [(piece.name, p.grad) for piece, p in self._own.items()]
         found += [(name, p.grad) for name, p in self._whole.items()]
         return ((name, grad) for name, grad in found if grad is not None)
@@ -260,14 +260,14 @@ class Sharded(OptimizerOver):
         self._sums.append((transport.start_scatter(parts, mine, self._ranks), parts, mine, every))
 
     def scatter(self, transport: Transport) -> None:
-        """Start to sum the gradients that there are so far."""
+        """Starts the reduction of the gradients so far."""
         if self._window is None:
             self.start(transport)
         else:
             self._put(self._window)
 
     def _post(self, window: Window, transport: Transport) -> Sum:
-        """Put the last gradients of a step into the slots of their owners, and say so."""
+        """Writes the last gradients of a step into the slots of their owners, and marks them as written."""
         if self._slot_sum is not None:
             raise ZbcError("E703", "run: a sum of gradients was started twice", where=f"rank {transport.rank}")
         there = self._put(window)
@@ -278,7 +278,7 @@ class Sharded(OptimizerOver):
         return Sum(transport.watch(slots, gather=False), slots, all(piece.name in there for piece in self._own))
 
     def _put(self, window: Window) -> set[str]:
-        """Move the gradients into slots, or add them to those of this step; the names of all that came so far."""
+        """Moves the gradients into slots, or adds them to earlier ones; returns the names of all so far."""
         before, there = self._in_slots, {name for name, p in self._trained.items() if p.grad is not None}
         if before is None and len(there) < len(self._trained):
             for row in window.slots:
@@ -288,7 +288,7 @@ class Sharded(OptimizerOver):
         return self._in_slots
 
     def _move(self, parts: Iterable[Tensor], *, add: bool = False) -> set[str]:
-        """Move the gradients into their rows, or `add` them there; the names of those there were."""
+        """Moves the gradients into their rows, or `add`s them there; returns their names."""
         there = {name: p.grad for name, p in self._trained.items() if p.grad is not None}
         targets, sources = list[Tensor](), list[Tensor]()
         for row, share in zip(parts, self._shares, strict=True):
@@ -302,17 +302,17 @@ class Sharded(OptimizerOver):
         return set(there)
 
     def poll(self) -> bool:
-        """Let go of the messages whose sums are over; whether none is under way."""
+        """Frees the messages of completed reductions; returns whether none is in flight."""
         while self._sums and self._sums[0][0].ready():
             self._collect()
         return not self._sums
 
     def _collect(self) -> None:
-        """Wait for the first sum that is under way, and add its part to those before."""
+        """Waits for the first reduction in flight, and adds this rank's shard to the earlier results."""
         pending, _, mine, every = self._sums.pop(0)
         pending.wait()
         before = self._added
-        mine = mine.clone() if self._among else mine  # and let go of the parts of others
+        mine = mine.clone() if self._among else mine  # frees the shards of others
         self._added = (mine, every) if before is None else (before[0].add_(mine), before[1] or every)
 
     def finish(self) -> None:
@@ -333,7 +333,7 @@ class Sharded(OptimizerOver):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def start_gather(self, transport: Transport, *, whole: bool = False) -> None:
-        """Start to collect the weights that the other ranks stepped; `whole`: none of them as casts."""
+        """Starts the gather of the weights that the other ranks updated; `whole`: none of them as casts."""
         if not self._trained:
             return
         if self._flat is not None:
@@ -351,7 +351,7 @@ class Sharded(OptimizerOver):
         mine = torch.zeros(size, dtype=torch.uint8, device=first.device)
         self._fill(mine, lowers)
         parts = torch.empty(rows, size, dtype=torch.uint8, device=first.device)
-        self._weights = transport.start_gather(mine, parts, self._ranks), parts, lowers  # what was started holds `mine`
+        self._weights = transport.start_gather(mine, parts, self._ranks), parts, lowers  # the gather holds `mine`
 
     @property
     def arrived(self) -> bool:
@@ -359,7 +359,7 @@ class Sharded(OptimizerOver):
         return self._weights is None or self._weights[0].ready()
 
     def finish_gather(self) -> None:
-        """Wait until they are there, and put them in place."""
+        """Waits for the gather, and writes the weights."""
         if self._fetch is not None:
             self._fetch.wait()
             self._fetch = None
@@ -373,8 +373,8 @@ class Sharded(OptimizerOver):
         self._refill(lowers=lowers)
 
     def open_window(self, transport: Transport, copier: WindowCopier) -> None:
-        """From now on what a step gathers and sums goes by way of memory that the ranks share; all of them call this,
-        and blocks."""
+        """Opens a window of shared memory for all later gathers and reductions within steps; all ranks call this;
+        blocks."""
         if not self._trained:
             return
         first = next(iter(self._trained.values()))
@@ -387,24 +387,24 @@ class Sharded(OptimizerOver):
         self.publish()
 
     def publish(self) -> None:
-        """Have the other ranks take what this one has stepped."""
+        """Publishes the updated pieces of this rank in its window."""
         if self._window is not None:
             self._fill(self._window.weights, lowers=bool(self._low))
             self._window.publish()
 
     def _fill(self, row: Tensor, lowers: bool) -> None:
-        """Write this rank's pieces into what others get."""
+        """Writes this rank's pieces into its message."""
         for places, pieces in zip(self._split(row, lowers), self._rows[self._mine].parts(lowers), strict=True):
             copy_all(places_in(places, pieces), [self._own[piece].detach().reshape(-1) for piece in pieces])
 
     def _adopted(self, lowers: bool) -> dict[str, Tensor]:
-        """Room for what comes as casts."""
+        """Uninitialised casts to gather into."""
         if not lowers or self._kind is None:
             return {}
         return {name: cast.adopt(self._kind) for name, cast in self._low.items()}
 
     def _spread(self, parts: Iterable[Tensor], casts: Mapping[str, Tensor], lowers: bool) -> None:
-        """Put the rows of all ranks in place."""
+        """Copies the rows of all ranks into weights and casts."""
         targets, sources = list[Tensor](), list[Tensor]()
         for index, (message, row) in enumerate(zip(parts, self._rows, strict=True)):
             if self._frees or index != self._mine:
@@ -415,7 +415,7 @@ class Sharded(OptimizerOver):
         copy_all(targets, sources)
 
     def _refill(self, *, lowers: bool) -> None:
-        """Make the other casts anew."""
+        """Recomputes the casts that were not gathered."""
         for cast in self._casts:
             if not self._frees:
                 cast.forget()
@@ -423,7 +423,7 @@ class Sharded(OptimizerOver):
                 cast.refill()
 
     def _row_bytes(self, lowers: bool) -> int:
-        """Bytes that each rank sends."""
+        """Bytes of each rank's message."""
         width = next(iter(self._trained.values())).element_size()
         if not lowers or self._kind is None:
             return self._length * width
@@ -431,21 +431,21 @@ class Sharded(OptimizerOver):
         return -(-found // 8) * 8  # so that the rows of all ranks can be read as numbers
 
     def _split(self, message: Tensor, lowers: bool) -> tuple[Tensor, Tensor]:
-        """The two parts of a message: of weights as they are, and in the lower type."""
+        """The two parts of a message: weights in their own type, and in the lower type."""
         first = next(iter(self._trained.values()))
         wide = (self._message[0] if lowers else self._length) * first.element_size()
         kind = self._kind if lowers and self._kind is not None else first.dtype
         return message[:wide].view(first.dtype), message[wide:].view(kind)
 
     def _bring_back(self) -> None:
-        """Room for the weights themselves where casts are enough in a step."""
+        """Allocates the weights that a step reads as casts only."""
         for name in self._low:
             parameter = self._trained[name]
             parameter.data.untyped_storage().resize_(parameter.nbytes)
         self._there = True
 
     def free(self) -> None:
-        """Give back the bytes of the weights."""
+        """Frees the bytes of the weights."""
         if self._flat is not None:
             self._flat.free()
             for cast in self._casts:
@@ -456,19 +456,19 @@ class Sharded(OptimizerOver):
             self._there = False
 
     def takes_away(self, tensor: Tensor) -> bool:
-        """Whether FREE would take the bytes of a tensor, which is a view of a weight."""
+        """Whether FREE would free the bytes of a tensor, since it is a view of a weight."""
         return self._flat is not None and self._flat.holds(tensor)
 
     @property
     def freeable(self) -> int:
-        """Bytes that FREE would give back now."""
+        """Bytes that FREE would free now."""
         low = [cast.low for cast in self._low.values()]
         there = sum(one.untyped_storage().nbytes() for one in low if one is not None)
         return 0 if self._flat is None else self._flat.bytes + there
 
     @property
     def kept(self) -> int:
-        """Bytes of this rank's parts of the weights, where those are freed, and of its window."""
+        """Bytes of this rank's shard of the weights, if weights are freed, and of its window."""
         own = sum(p.nbytes for p in self._own.values()) if self._frees else 0
         return own + (0 if self._window is None else self._window.bytes)
 
@@ -476,9 +476,9 @@ class Sharded(OptimizerOver):
         if piece.name in casts:
             return part_of(casts[piece.name].data, piece, keep_shape=True)
         parameter = self._trained[piece.name]
-        # What is written through `data` leaves no version behind.
+        # Writes through `data` do not change the version.
         return part_of(parameter.data if self._quiet else parameter.detach(), piece, keep_shape=True)
 
     def _place(self, piece: Piece) -> Tensor:
-        """What this rank steps of a piece."""
+        """The tensor that this rank updates for a piece."""
         return self._view(piece).clone() if self._frees else self._view(piece)

@@ -1,4 +1,4 @@
-"""Memory that the processes of a host share: a file that exists only until all of them have mapped it."""
+"""Shared memory of the processes of a host: a file that exists only until all of them have mapped it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 
-NAME = 256  # bytes, in which a path goes from rank to rank
+NAME = 256  # bytes of the message with which ranks exchange paths
 _FOLDER = Path("/dev/shm")
 COLLECTIVE = 'set parallel.exchange = "collective"'
 
-Exchange = Callable[[bytes], list[bytes]]  # what each rank says to all
+Exchange = Callable[[bytes], list[bytes]]  # an all-gather over the ranks
 
 
 def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> list[Tensor]:
-    """`size` bytes of zeros of each of `ranks`, which all call this. Raises E620 where one cannot make or see them."""
+    """`size` zero bytes of each of `ranks`, which all call this. Raises E620 if one cannot make or map them."""
     made, problem = _make(size)
     names = exchange(b"" if made is None else os.fsencode(made))
     found = list[Tensor]()
@@ -35,7 +35,7 @@ def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> l
         except (OSError, RuntimeError) as error:
             text = f"run: rank {rank} cannot see the memory of rank {one}: they are on two hosts, or in two containers"
             problem = ZbcError("E620", text, details=[str(error).splitlines()[0][:200]], hint=COLLECTIVE)
-    said = exchange(b"" if problem is None else b"!")  # nobody is still to open one
+    said = exchange(b"" if problem is None else b"!")  # all ranks have mapped all files
     if made is not None:
         Path(made).unlink(missing_ok=True)
     if problem is not None:
@@ -52,7 +52,7 @@ def _make(size: int) -> tuple[str | None, ZbcError | None]:
     try:
         handle, path = tempfile.mkstemp(prefix="zbc-", dir=folder)
         try:
-            getattr(os, "posix_fallocate", _extend)(handle, 0, size)  # room that is missing is missed here, not later
+            getattr(os, "posix_fallocate", _extend)(handle, 0, size)  # too little memory is an error here, not later
         finally:
             os.close(handle)
         if len(os.fsencode(path)) >= NAME:

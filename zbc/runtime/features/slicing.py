@@ -1,12 +1,12 @@
-"""Slices of a microbatch along its sequence, and the attention that sees across them.
+"""Sequence chunks ("slices") of a microbatch, as in Seq1F1B, and attention across them.
 
-A forward runs in one slice, rows [start, stop) of a sequence of `length`, which `now` tells what is inside of it. A
-layer that treats every token alone needs nothing; one that mixes tokens does so through `attention`.
+A forward runs on one slice, rows [start, stop) of a sequence of `length`; `now` returns it. A layer that treats every
+token separately needs no change; one that mixes tokens does so through `attention`.
 
-`Past` holds K and V of one attention of one microbatch, in one buffer each, and while its backward runs, their
-gradients. F of a slice writes its rows and attends to rows [0, stop); B adds the gradients of rows [0, stop) and takes
-out its own, which are complete because slices come back in reverse. So each slice keeps one ordinary graph with one
-root, and what splits the backward of linear layers does so unchanged. The graphs of all slices share the buffers.
+`Past` holds K and V of one attention of one microbatch, in one buffer each, and during backward their gradients. F of a
+slice writes its rows and attends to rows [0, stop); B adds the gradients of rows [0, stop) and returns those of its own
+rows, which are complete because backwards run in reverse order. So each slice has one ordinary graph with one root, and
+splitting the backward of linear layers works unchanged. The graphs of all slices share the buffers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 class Past:
     """K and V of one attention for one microbatch, (.., length, features), and their gradients.
 
-    Raises E703 for slices whose forwards do not come in order, or whose backwards not in reverse.
+    Raises E703 if the forwards of slices do not run in order, or their backwards not in reverse.
     """
 
     __slots__ = ("_grads", "_left", "_written", "keys", "length", "values")
@@ -65,15 +65,15 @@ class Past:
 
     @property
     def nbytes(self) -> int:
-        """What it holds."""
+        """Bytes of K, V and their gradients."""
         held = (self.keys, self.values, *(self._grads or ()))
         return sum(tensor.untyped_storage().nbytes() for tensor in held if tensor is not None)
 
     def write(self, start: int, stop: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write rows [start, stop); K and V of rows [0, stop), as views with versions of their own.
+        """Writes rows [start, stop); returns K and V of rows [0, stop), as views with separate version counters.
 
-        What earlier slices saved is not written to, so their versions have nothing to tell. With recompute a forward
-        comes again, right before its backward; its rows are there.
+        Rows saved by earlier slices are not written to, so their versions need not change. With recompute a forward
+        runs again right before its backward, when its rows are already written.
         """
         if start != self._written and not (stop == self._left and self.keys is not None):
             text = f"run: forward of rows [{start}, {stop}): the next to run are those that begin at {self._written}"
@@ -87,7 +87,7 @@ class Past:
         return self.keys.data[..., :stop, :], self.values.data[..., :stop, :]
 
     def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Add gradients of rows [0, stop); those of [start, stop), which are complete now."""
+        """Adds gradients of rows [0, stop); returns those of [start, stop), which are complete now."""
         if stop != self._left:
             text = f"run: backward of rows [{start}, {stop}): the next to come are those that end at {self._left}"
             raise ZbcError("E703", text, hint="plan again")
@@ -104,11 +104,11 @@ class Past:
         return found[0].clone(), found[1].clone()
 
 
-Pasts = dict[tuple[str, int], Past]  # of one stage and microbatch: by layer, and which attention in it
+Pasts = dict[tuple[str, int], Past]  # of one stage and microbatch: by layer and index of the attention in it
 
 
 class Inside:
-    """One forward of a layer in a slice; `pasts` is None where only shapes are asked for."""
+    """One forward of a layer in a slice; `pasts` is None if only shapes are computed."""
 
     __slots__ = ("_calls", "_layer", "part", "pasts")
 
@@ -117,7 +117,7 @@ class Inside:
         self._layer, self._calls = layer, 0
 
     def past(self, ranks: int = 1) -> Past | None:
-        """That of the next attention of the layer: in every slice they come in the same order. `ranks` share tokens."""
+        """The Past of the layer's next attention, in the same order in every slice; tokens are sharded over `ranks`."""
         if self.pasts is None:
             return None
         key = self._layer, self._calls
@@ -133,13 +133,13 @@ within = _current.using  # the forward of a layer in a slice
 
 
 def now() -> Inside | None:
-    """What runs on this thread; None outside of a slice, where forwards have whole microbatches, and where torch
-    compiles: compiled layers run no slices."""
+    """The current slice of this thread; None if forwards have whole microbatches, and while torch compiles: compiled
+    layers run no slices."""
     return None if torch.compiler.is_compiling() else _current.value
 
 
 def _again() -> Around | None:
-    """The same slice at the same place of its layer, for what runs again."""
+    """A context with the same slice and attention index, for a recompute."""
     inside = now()
     if inside is None:
         return None
@@ -152,7 +152,7 @@ around.append(_again)
 
 
 def first_row() -> int:
-    """The place in the sequence of the first row of what a forward is given."""
+    """The position in the sequence of the first row of the current forward."""
     inside = now()
     return 0 if inside is None else inside.part.start
 
@@ -161,9 +161,9 @@ def first_row() -> int:
 
 
 def share_of(target: Tensor, part: Part) -> float:
-    """The share that a slice has in the mean over its microbatch, whose targets on the CPU these are.
+    """The weight of a slice in the mean over its microbatch; `target` has the microbatch's targets, on the CPU.
 
-    Of whole numbers those count that are not IGNORED; 0 where none does.
+    Integer targets count unless they are IGNORED; 0 if none counts.
     """
     if target.is_floating_point() or target.is_complex():
         return part.rows / part.length
@@ -176,8 +176,8 @@ def share_of(target: Tensor, part: Part) -> float:
 
 
 def positions(x: Tensor) -> Tensor:
-    """The places of the tokens of `x` (batch, tokens, ..) in their sequence: (tokens,) int64, on its device; where rows
-    hold several samples, (batch, tokens)."""
+    """Positions of the tokens of `x` (batch, tokens, ..) in their sequence: (tokens,) int64, on its device; for packed
+    rows, (batch, tokens)."""
     rows = rows_now()
     if rows is not None:
         return places(rows, x.shape[1], x.device)
@@ -186,8 +186,8 @@ def positions(x: Tensor) -> Tensor:
 
 
 class Limits(NamedTuple):
-    """Of attention: a token sees so many up to itself, all before it without a `window`; scores s become
-    cap tanh(s / cap)."""
+    """Limits of attention: a token attends to the last `window` tokens, itself included, None: to all before it; scores
+    s become cap tanh(s / cap)."""
 
     window: int | None = None
     cap: float | None = None
@@ -199,10 +199,10 @@ _FREE = Limits()
 def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap: float | None = None) -> Tensor:
     """Causal attention, (batch, heads, tokens, features) each; K and V may have fewer heads, which queries share.
 
-    `window`: tokens that one sees, itself included; `cap`: scores s, behind the scale, become cap tanh(s / cap).
+    `window`: number of tokens that one attends to, itself included; `cap`: scaled scores s become cap tanh(s / cap).
 
-    In a slice of a microbatch its tokens attend to those of the slices before, too; where rows hold several samples,
-    to those of their own. Else it is torch's scaled_dot_product_attention where that knows how.
+    Tokens of a slice also attend to earlier slices; in packed rows, tokens attend to their own sample only. Uses
+    torch's scaled_dot_product_attention if it supports the arguments.
     """
     rows, mix = rows_now(), functools.partial(causal, limits=Limits(window, cap))
     return attend(q, k, v, mix) if rows is None else each_alone(mix, q, k, v, rows)
@@ -212,8 +212,8 @@ Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mix: Mix, ranks: int = 1) -> Tensor:
-    """What `mix` makes of queries, and of keys and values up to the end of what runs: in a slice those before, too.
-    `ranks` share the queries, and each has all the keys and values."""
+    """Applies `mix` to queries and to all keys and values so far: in a slice including those of earlier slices.
+    Queries are sharded over `ranks`, each of which has all keys and values."""
     inside = now()
     past = None if inside is None else inside.past(ranks)
     if inside is None or past is None:
@@ -230,7 +230,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mix: Mix, ranks: int = 1) -> Tensor:
 
 
 class _Attend(torch.autograd.Function):
-    """Attention of a slice as a small graph of its own, on views of the buffers: nothing is copied or runs twice."""
+    """Attention of a slice as a small graph of its own, on views of the buffers, without copies or recompute."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, past: Past, start: int, stop: int, mix: Mix) -> Tensor:
@@ -251,7 +251,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """Queries, keys and values as what no leaf holds, so that queries can move; gradients end here."""
+    """Queries, keys and values as tensors that are not leaves, so that queries can be offloaded; gradients end here."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -259,12 +259,12 @@ class _Enter(torch.autograd.Function):
 
 
 def _alone(q: Tensor) -> Tensor:
-    """Queries with a storage of their own: a view of what queries, keys and values come from would keep all of it."""
+    """Queries with a storage of their own: a view would keep the joint tensor of queries, keys and values."""
     return q.detach() if q.untyped_storage().nbytes() == q.numel() * q.element_size() else q.detach().clone()
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:
-    """Attention of the last rows to all rows up to their own."""
+    """Causal attention of the last rows: each attends to all rows up to its own."""
     rows, length, grouped = q.shape[-2], k.shape[-2], k.shape[-3] < q.shape[-3]
     if limits.cap is not None or (limits.window or length) < length:
         return _limited(q, k, v, limits)
@@ -278,11 +278,11 @@ def causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped)
 
 
-CHUNK = 512  # queries whose scores there are at once
+CHUNK = 512  # queries whose scores exist at once
 
 
 def _limited(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> Tensor:
-    """The same, chunk by chunk of queries, each with those keys alone that one of them sees."""
+    """As `causal`, chunk by chunk of queries, each with only the keys that one of them attends to."""
     rows, length, grouped = q.shape[-2], k.shape[-2], k.shape[-3] < q.shape[-3]
     window, mixed = limits.window or length, list[Tensor]()
     for start in range(0, rows, CHUNK):
@@ -290,7 +290,7 @@ def _limited(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> Tensor:
         stop = length - rows + start + some.shape[-2]
         first = max(0, stop - some.shape[-2] + 1 - window)
         keys, values = k[..., first:stop, :], v[..., first:stop, :]
-        keeps = type(q) is Tensor and not torch.compiler.is_compiling()  # a mask without values serves nobody else
+        keeps = type(q) is Tensor and not torch.compiler.is_compiling()  # a mask without values is of no use later
         mask = (_lower_right if keeps else _mask)(some.shape[-2], stop - first, window, q.dtype, q.device)
         if limits.cap is None:
             mixed.append(functional.scaled_dot_product_attention(some, keys, values, mask, enable_gqa=grouped))
@@ -300,8 +300,8 @@ def _limited(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> Tensor:
 
 
 class _Capped(torch.autograd.Function):
-    """softmax(cap tanh(s / cap) + mask) v of scores s = q k^T / sqrt(features), which are computed again for the
-    backward: nothing is kept but q, k and v. Scores are float32 at least."""
+    """softmax(cap tanh(s / cap) + mask) v for scores s = q k^T / sqrt(features), which backward recomputes: only q, k
+    and v are saved. Scores are float32 at least."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cap: float) -> Tensor:
@@ -326,7 +326,7 @@ class _Capped(torch.autograd.Function):
 
 
 def _by_keys(x: Tensor, k: Tensor) -> Tensor:
-    """(.., heads, rows, features) with the heads that share one of the keys beside each other, in a dimension more."""
+    """(.., heads, rows, features) with an additional dimension for the query heads that share a key head."""
     return x.view(*x.shape[:-3], k.shape[-3], -1, *x.shape[-2:])
 
 
@@ -338,7 +338,7 @@ def _weights(q: Tensor, k: Tensor, mask: Tensor, cap: float) -> tuple[Tensor, Te
 
 
 def _mask(rows: int, length: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to the scores: one for all graphs, which keep it, of type `dtype`, as torch would turn it into."""
+    """An additive mask in `dtype`, so that torch does not convert it; cached, since graphs keep it."""
     seen = (
         torch.ones(rows, length, dtype=torch.bool, device=device).tril(length - rows).triu(length - rows - window + 1)
     )

@@ -1,19 +1,19 @@
-"""Layers that several ranks share: each has a part of every large weight (tensor parallel, arXiv 1909.08053).
+"""Tensor parallelism: each rank of a group has a shard of every large weight (arXiv 1909.08053).
 
-A linear layer that is cut by its outputs comes first, one cut by its inputs behind it; between them each rank works on
-its own columns. Both meet the whole tensors outside through two functions:
+A column parallel linear layer is followed by a row parallel one; between them each rank has its own columns. Two
+functions enclose the pair:
 
-    Group.enter    forward: nothing             backward: the sum of the ranks' gradients
-    Group.leave    forward: the sum of outputs  backward: nothing
+    Group.enter    forward: nothing                    backward: all-reduce of the gradients
+    Group.leave    forward: all-reduce of the outputs  backward: nothing
 
-so F has one sum per pair of linear layers, B another, W none; in a BW the weight gradients that are due run beside the
-sum. With a shared sequence (arXiv 2205.05198) each rank has its part of the tokens outside of them:
+so F has one all-reduce per pair of linear layers, B another, W none; in a BW it overlaps with the deferred weight
+gradients. With sequence parallelism (arXiv 2205.05198) tokens are sharded outside of the pair:
 
-    Group.enter    forward: the tokens of all                backward: the sum of the gradients of one's own tokens
-    Group.leave    forward: the sum of outputs of one's own  backward: the gradients of all
+    Group.enter    forward: all-gather of tokens           backward: reduce-scatter of the gradients
+    Group.leave    forward: reduce-scatter of the outputs  backward: all-gather of the gradients
 
-All ranks of a group run the same ops in the same order,
-and get the same bits from every sum: what they hold whole, such as norms, stays alike without being compared.
+All ranks of a group run the same ops in the same order, and every all-reduce gives them the same bits: parameters that
+are not sharded, such as those of norms, stay equal without a comparison.
 """
 
 from __future__ import annotations
@@ -44,47 +44,47 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Meter:
-    """Seconds of sums since it was read: from their start until this rank came back to them and had them, and of that
-    what it waited there."""
+    """Seconds of collectives since the last `read`: from their start until this rank had waited for them, and the part
+    of that in which it waited."""
 
     under_way: float = 0.0
     waited: float = 0.0
 
     def read(self) -> float | None:
-        """The share of the first that was not waited for; None where there was no sum."""
+        """The share of that time in which this rank did not wait; None if there was no collective."""
         found = None if self.under_way <= 0 else 1 - self.waited / self.under_way
         self.under_way = self.waited = 0.0
         return found
 
 
 class Group(NamedTuple):
-    """The ranks of a run that share the layers of this one, which has part `place`."""
+    """The ranks of a run that shard layers (or tokens, experts) with this one, which has index `place` among them."""
 
     ranks: tuple[int, ...]
     place: int
     transport: Transport
-    sequence: bool = False  # whether each has its part of the tokens between the layers
-    meter: Meter | None = None  # of what is waited for, where that can be seen
+    sequence: bool = False  # sequence parallel: tokens are sharded between the layers
+    meter: Meter | None = None  # of waits, if they can be measured
 
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     def bounds(self, count: int) -> tuple[int, int]:
-        """From where to where this rank's part of `count` rows goes."""
+        """The first row of this rank's shard of `count` rows, and the row after its last."""
         return bounds(count, self.place, self.size)
 
     def start(self, tensor: Tensor) -> Pending:
-        """Start to sum it in place."""
+        """Starts the all-reduce of a tensor in place."""
         return self.transport.start_sum(tensor, self.ranks)
 
     def hidden(self) -> float | None:
-        """Of the time of sums since this was asked last: the share in which this rank did something else."""
+        """The share of the time of collectives since the last call in which this rank did other work."""
         return None if self.meter is None else self.meter.read()
 
     def settle(self, pending: Pending, slot: Slot | None = None) -> None:
-        """Wait for what was started just now, with something else to do meanwhile: first the weight gradients of
-        `slot` that are due, where they belong to the same op, then the other op of a group that this one is in."""
+        """Waits for a collective that was just started, overlapped with other work: first the deferred weight gradients
+        of `slot`, if they belong to the same op, then the other op of the overlap group, if any."""
         began, pair = time.perf_counter(), current_pair()
         if slot is not None and slot.fills:
             slot.run()
@@ -100,52 +100,52 @@ class Group(NamedTuple):
     def swap(
         self, mine: Tensor, out: Sequence[int], into: Tensor, came: Sequence[int], slot: Slot | None = None
     ) -> None:
-        """Give each rank its rows of `mine`, `out` of them, and take theirs, `came` of them; blocks like `settle`."""
+        """All-to-all of rows, `out` and `came` of them per rank, from `mine` to `into`; blocks like `settle`."""
         self.settle(self.transport.start_swap(mine.contiguous(), out, into, came, self.ranks), slot)
 
     def collect(self, mine: Tensor) -> Tensor:
-        """Every rank's tensor, all of one shape: (size, ...); blocks."""
+        """All-gathers tensors of one shape: (size, ...); blocks."""
         parts = mine.new_empty((self.size, mine.numel()))
         self.settle(self.transport.start_gather(mine.reshape(-1), parts, self.ranks))
         return parts.view(self.size, *mine.shape)
 
     def enter(self, x: Tensor) -> Tensor:
-        """What all ranks have, into layers of which each has a part."""
+        """The input of sharded layers."""
         return _apply(_Meets, x, self, *((_all, _own) if self.sequence else (_same, _sum)))
 
     def leave(self, x: Tensor) -> Tensor:
-        """What each rank has a term of: the sum."""
+        """The output of sharded layers, of which each rank has a term."""
         return _apply(_Meets, x, self, *((_own, _all) if self.sequence else (_sum, _same)))
 
     def whole(self, x: Tensor) -> Tensor:
-        """Of all tokens what each rank has of its own, for what all do alike: so are its gradients."""
+        """All-gathers tokens for a computation that all ranks repeat, and whose gradients are equal on all."""
         return _apply(_Meets, x, self, _all, _part)
 
     def tokens(self, x: Tensor) -> tuple[Tensor, Pending]:
-        """Start to collect (batch, tokens, ...) of all ranks, each of which has its own; `joined` when it is there."""
+        """Starts the all-gather of sharded tokens (batch, tokens, ...); `joined` makes the result, after the wait."""
         parts = x.new_empty((self.size, x.numel()))
         return parts, self.transport.start_gather(x.reshape(-1), parts, self.ranks)
 
     def joined(self, parts: Tensor, x: Tensor) -> Tensor:
-        """What `tokens` has collected, of tensors like `x`."""
+        """The tokens that `tokens` has gathered, from tensors like `x`."""
         return torch.cat(list(parts.view(self.size, *x.shape)), 1)
 
     def scatter(self, x: Tensor) -> tuple[Tensor, Pending]:
-        """Start to sum (batch, tokens, ...) over all ranks, for each its part of the tokens."""
+        """Starts the reduce-scatter of (batch, tokens, ...) along tokens."""
         parts = torch.stack(x.chunk(self.size, 1))
         mine = torch.empty_like(parts[0])
         return mine, self.transport.start_scatter(parts.view(self.size, -1), mine.view(-1), self.ranks)
 
     def join(self, x: Tensor, count: int) -> Tensor:
-        """What each rank has some of the last `count` features of, as `bounds` says: all of them."""
+        """All-gathers the last dimension, `count` features sharded by `bounds`."""
         return _apply(_Join, x, self, count)
 
 
 @dataclass
 class Shared:
-    """The ranks of `group` share the layers of this one, those of `swaps` its experts, whose parameters have names that
-    begin with one of `experts`, those of `tokens` the tokens of its microbatches. `cuts`: the parameters of which each
-    of a group has a part; `partial`: those that are whole here, of whose gradients each has a part."""
+    """The groups of this rank: `group` for tensor, `swaps` for expert, `tokens` for context parallelism. `experts`:
+    prefixes of the names of experts' parameters; `cuts`: the parameters sharded over `group`; `partial`: unsharded
+    parameters, of whose gradients each rank of the group has a term."""
 
     group: Group | None
     swaps: Group | None
@@ -156,9 +156,9 @@ class Shared:
 
 
 class SharedLayers(Feature):
-    """Gradients of which each rank of a group has a part are summed before the replicas sum theirs; those of `rest`,
-    whose stages no REDUCE sums, at the end of the step. And of a step, in how much of the time of its sums inside of
-    ops this rank did something else."""
+    """Sums the `partial` gradients over the group, before replicas sum theirs; for the stages of `rest`, which have no
+    REDUCE, at the end of the step. Also measures the share of the time of collectives inside of ops that was hidden by
+    other work."""
 
     def __init__(self, context: Context) -> None:
         shared = context.shared
@@ -171,7 +171,7 @@ class SharedLayers(Feature):
         self.rest = sorted(found.keys() - reduced)
 
     def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
-        """What is no part of anything counts on the first of the ranks that share layers."""
+        """Only the first rank of the group reports unsharded parameters."""
         rows = worker.optimizers[WORDS].parameters if WORDS in worker.optimizers else {}
         own = {*self.cuts, *rows}
         return {name: one for name, one in found.items() if name in own} if worker.share else found
@@ -185,7 +185,7 @@ class SharedLayers(Feature):
                 self.complete(worker, stage)
 
     def complete(self, worker: Worker, stage: int) -> None:
-        """Blocks."""
+        """Sums the partial gradients of a stage over the group; blocks."""
         found = [p for p in self._parameters.get(stage, ()) if p.grad is not None]
         if self.group is None or not found:
             return
@@ -198,7 +198,7 @@ class SharedLayers(Feature):
         worker.progress.waiting = False
 
     def opens(self, worker: Worker) -> None:
-        self._read()  # what stood between steps does not count
+        self._read()  # drops the time between steps
 
     def tells(self, worker: Worker, result: StepResult) -> StepResult:
         return replace(result, sums_hidden=self._read())
@@ -208,8 +208,8 @@ class SharedLayers(Feature):
 
 
 class Cut(NamedTuple):
-    """Which part of a weight a rank of a group of `ranks` has: along `dim` of its whole `shape` a share of each of the
-    `blocks` that lie there one after the other."""
+    """The shard of a weight on one of `ranks`: along `dim` of the whole `shape` its part of each of the consecutive
+    `blocks`."""
 
     shape: tuple[int, ...]
     dim: int
@@ -219,17 +219,17 @@ class Cut(NamedTuple):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """From where to where, block by block."""
+        """The bounds of its part of each block."""
         starts = accumulate(self.blocks, initial=0)
         shares = (bounds(block, self.place, self.ranks) for block in self.blocks)
         return [(start + low, start + high) for start, (low, high) in zip(starts, shares, strict=False)]
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part, as a tensor of its own."""
+        """The shard of `whole`, as a new tensor."""
         return torch.cat([whole.narrow(self.dim, low, high - low) for low, high in self.ranges], self.dim)
 
     def collect(self, part: Tensor, group: Group) -> Tensor:
-        """The whole, of the parts that all ranks have; blocks."""
+        """All-gathers the whole weight from the ranks' shards; blocks."""
         cuts = [self._replace(place=place) for place in range(self.ranks)]
         sizes = [math.prod(cut.part) for cut in cuts]
         flat = functional.pad(part.reshape(-1), (0, max(sizes) - part.numel()))
@@ -242,18 +242,18 @@ class Cut(NamedTuple):
 
     @property
     def part(self) -> tuple[int, ...]:
-        """The shape of the part."""
+        """The shape of the shard."""
         width = sum(high - low for low, high in self.ranges)
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
 
 def bounds(count: int, place: int, ranks: int) -> tuple[int, int]:
-    """From where to where the part of one of so many ranks goes, of `count` rows."""
+    """The first of `count` rows in the shard of rank `place` of `ranks`, and the row after its last."""
     return count * place // ranks, count * (place + 1) // ranks
 
 
 class _Meets(torch.autograd.Function):
-    """What `there` makes of a tensor, and `back` of its gradient."""
+    """Applies the collective `there` to a tensor, and `back` to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Meeting, back: Meeting) -> Tensor:
@@ -276,7 +276,7 @@ def _sum(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
 
 
 def _all(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
-    """The tokens of all."""
+    """All-gathers tokens."""
     parts, pending = group.tokens(x)
     group.settle(pending, slot)
     return group.joined(parts, x)
@@ -287,7 +287,7 @@ def _part(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
 
 
 def _own(group: Group, x: Tensor, slot: Slot | None) -> Tensor:
-    """The sum of one's own tokens."""
+    """Reduce-scatters tokens."""
     mine, pending = group.scatter(x)
     group.settle(pending, slot)
     return mine
@@ -316,7 +316,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
 
 
 def look_up(group: Group, table: nn.Module, first: int, rows: int) -> Callable[[Tensor], Tensor]:
-    """An embedding of which this rank has the `rows` from `first` on."""
+    """The forward of an embedding of which this rank has the `rows` from `first` on."""
 
     def forward(tokens: Tensor) -> Tensor:
         row, mine = words.own(tokens, first, rows)

@@ -1,4 +1,4 @@
-"""Weights that several stages share: each stage has a gradient of its own, and one rank answers for them."""
+"""Tied weights: each stage that shares one has a gradient of its own, and one rank reports it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ties(Feature):
         return {name: one for name, one in found.items() if name not in self.homes or self.homes[name][0] in own}
 
     def ranks(self, worker: Worker, name: str) -> tuple[int, ...]:
-        """Those of the run that hold a shared weight."""
+        """The ranks of the run that hold a shared weight."""
         ranks = {rank for stage in self.homes[name] for rank in worker.placement.holders(stage)}
         return worker.topology.ranks(sorted(ranks), worker.at)
 

@@ -1,16 +1,16 @@
-"""The weights of a stage whose steps follow one another without a flush.
+"""Weight versions of a stage whose steps follow one another without a flush.
 
-TwoVersions (arXiv 2006.09503). Before STEP of batch t the newer version is what the steps up to t - 1 made, the older
-one what those up to t - 2 made. Batch t runs on the older one, batch t + 1 on the newer one. STEP copies the newer into
-the older, makes that the parameters' data, and steps it in place: what was older is the newest then.
+TwoVersions (arXiv 2006.09503). Before STEP of batch t the newer version has the steps up to t - 1, the older one those
+up to t - 2. Batch t runs on the older one, batch t + 1 on the newer one. STEP copies the newer into the older, makes
+the copy the parameters' data, and updates it in place: it then is the newest.
 
-Graphs that batch t + 1 has recorded hold what is now the older version, and its storage does not change until they are
-used up. Autograd counts versions per parameter, not per storage, and would take the step for a change of what they
-saved: so the count is kept.
+Graphs recorded by batch t + 1 hold the version that has become the older one, whose storage does not change until their
+backward. Autograd counts versions per parameter, not per storage, and would take the step for a change of their saved
+tensors: so the version counter is preserved.
 
-OneVersion, for stages that step on their own: a backward finds other weights than its forward did, as many steps later
-as there were in between, and that is what this training is. With a lookahead a forward runs on the weights as they
-would be at its backward if all steps until then were like the last one.
+OneVersion, for stages that step within a batch: between the forward and the backward of a microbatch the weights change
+by some steps, and its gradient is applied anyway (asynchronous training). With a lookahead a forward runs on the
+weights extrapolated to its backward, as if all steps until then were like the last one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.features.sharded import Sharded
 from zbc.runtime.transports.transport import Transport
 
-OLDER = "older"  # what checkpoints have of a parameter beside the optimizer's own state
+OLDER = "older"  # key of a parameter's older weights in the optimizer's state, for checkpoints
 
 
 class TwoVersions(OptimizerOver):
-    """A `StageOptimizer` that knows which weights a batch runs on. Between runs of steps the newest are there.
+    """A `StageOptimizer` with two versions of its weights. Between runs of steps the newest are the parameters' data.
 
-    `casts` of weights are kept for either version.
+    `casts` of weights are cached for each version.
     """
 
     def __init__(self, inner: StageOptimizer, casts: Iterable[SplitLinear] = ()) -> None:
@@ -46,13 +46,13 @@ class TwoVersions(OptimizerOver):
         self._newer = [p.data for p in self._trained]
         self._older = [p.data.clone() for p in self._trained]
         self._casts = tuple(casts)
-        self._lows: list[tuple[int, Tensor, Tensor] | None] = [None] * len(self._casts)  # casts of the others
-        self.newer = True  # whether the newer ones are the parameters'
-        self._partial = False  # of the older ones other ranks have parts
+        self._lows: list[tuple[int, Tensor, Tensor] | None] = [None] * len(self._casts)  # casts of the other version
+        self.newer = True  # whether the parameters' data are the newer version
+        self._partial = False  # whether only this rank's shards of the older version are valid
         self.steps = 0  # taken so far, skipped ones too
 
     def begin(self, step: int, transport: Transport) -> None:
-        """Steps follow one another from here on, after `step` of them; blocks after a checkpoint was read."""
+        """Starts a run of steps after `step` steps; after a checkpoint was read, gathers the older version (blocks)."""
         self.steps = step
         dealt = inside(self._inner, Sharded) if self._partial else None
         if dealt is not None:
@@ -65,14 +65,14 @@ class TwoVersions(OptimizerOver):
         self._partial = False
 
     def before(self, op: Op, batch: int) -> None:
-        """Have the parameters be what an op of a batch runs on."""
+        """Sets the parameters to the version that an op of a batch runs on."""
         self.turn_to(batch)
 
     def after(self, op: Op) -> None:
-        """The op is over."""
+        """Called after the op."""
 
     def turn_to(self, batch: int) -> None:
-        """Have the parameters be the version that a batch runs on. Raises E703 where it is not here."""
+        """Sets the parameters to the version that a batch runs on. Raises E703 if there is no such version."""
         ahead = batch - self.steps
         if ahead not in (0, 1):
             text = f"run: an op of step {batch + 1} reads weights that are not here: {self.steps} steps are made"
@@ -80,7 +80,7 @@ class TwoVersions(OptimizerOver):
         self._show(newer=ahead == 1)
 
     def newest(self) -> None:
-        """Have the parameters be what the last step made."""
+        """Sets the parameters to the newest version."""
         self._show(newer=True)
 
     def step(self, scale: float | None) -> None:
@@ -95,7 +95,7 @@ class TwoVersions(OptimizerOver):
         self._keep()
 
     def loaded(self) -> None:
-        """The newest weights were overwritten, and with the optimizer's state the older ones, where there were any."""
+        """The newest weights were overwritten, and with the optimizer's state the older ones, if it has any."""
         for older, newer in zip(self._older, self._newer, strict=True):
             older.copy_(newer)
         read_older(self._inner, dict(zip(self._names, self._older, strict=True)))
@@ -135,7 +135,7 @@ class TwoVersions(OptimizerOver):
 class OneVersion(OptimizerOver):
     """A `StageOptimizer` that steps while microbatches are between their forward and their backward.
 
-    `lookahead`: how many steps forwards look ahead, 0 for none.
+    `lookahead`: the number of steps by which forwards extrapolate weights, 0 for none.
     """
 
     newer = True
@@ -149,15 +149,15 @@ class OneVersion(OptimizerOver):
         looks = self._trained if lookahead else []
         self._before = [p.data.clone() for p in looks]  # the last step
         self._aside = [torch.empty_like(p.data) for p in looks]
-        self._read: dict[Key, int] = {}  # the steps that were made when a microbatch's forward ran
+        self._read: dict[Key, int] = {}  # steps made before a microbatch's forward
         self.steps = 0
-        self.stalest = 0  # of all gradients so far, by how many steps the most delayed one came late
+        self.stalest = 0  # largest delay of a gradient so far, in steps
 
     def begin(self, step: int, transport: Transport) -> None:
-        """Steps follow one another from here on."""
+        """Starts a run of steps."""
 
     def before(self, op: Op, batch: int) -> None:
-        """Count how late a gradient is; have a forward look ahead."""
+        """For a backward, updates the largest delay; for a forward, extrapolates the weights."""
         if op.kind is not Kind.F:
             read = self._read.pop(op.key, self.steps)  # a W comes after its B
             self.stalest = max(self.stalest, self.steps - read)
@@ -170,7 +170,7 @@ class OneVersion(OptimizerOver):
             self._forget()
 
     def after(self, op: Op) -> None:
-        """A forward has looked ahead: back to the weights."""
+        """Restores the weights after a forward with a lookahead."""
         if op.kind is Kind.F and self._lookahead and self._trained:
             copy_all([p.data for p in self._trained], self._aside)
             self._forget()
@@ -180,7 +180,7 @@ class OneVersion(OptimizerOver):
             cast.forget()
 
     def newest(self) -> None:
-        """They always are."""
+        """Does nothing: the only version is the newest."""
 
     def step(self, scale: float | None) -> None:
         if self._before:
@@ -209,8 +209,8 @@ class OneVersion(OptimizerOver):
 
 
 def keep_older(inner: StageOptimizer, older: Mapping[str, Tensor]) -> None:
-    """Leave older weights, by name, where checkpoints look. Adam takes a state that is not empty for its own, so not
-    before it has made that: until then they are those that there are."""
+    """Stores older weights, by name, in the optimizer's state, for checkpoints. Not before Adam has made its own state,
+    for which it would take this one: until then older weights are the current ones."""
     for stepped, before in _parts(inner, older):
         state = _state_of(inner, stepped)
         if state or isinstance(inner.optimizer, torch.optim.SGD):
@@ -218,14 +218,14 @@ def keep_older(inner: StageOptimizer, older: Mapping[str, Tensor]) -> None:
 
 
 def read_older(inner: StageOptimizer, older: Mapping[str, Tensor]) -> None:
-    """Overwrite older weights, or this rank's parts of them, with what a checkpoint left there."""
+    """Overwrites older weights, or this rank's shards of them, with those that a checkpoint put into the state."""
     for stepped, before in _parts(inner, older):
         if OLDER in (state := _state_of(inner, stepped)):
             before.copy_(state[OLDER])
 
 
 def _parts(inner: StageOptimizer, older: Mapping[str, Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """What is stepped here, and what there is of that in older weights."""
+    """Each tensor that this rank updates, and the same elements of the older weights."""
     for one in inner.held():
         if (whole := older.get(one.name)) is not None:
             size = one.tensor.numel()

@@ -1,19 +1,19 @@
-"""Embedding and output layer that all ranks of a pipeline share, each with some words (arXiv 2411.05288).
+"""Vocabulary parallelism: embedding and output layer sharded over all ranks of a pipeline (arXiv 2411.05288).
 
-    I       looks this rank's words up, 0 for others
-    GIVE    adds those up on the first stage's rank
-    SPREAD  the last stage's output, to all ranks
-    S       logits of this rank's words, and what words.py tells of them
-    MEET    what all tell, to all ranks
+    I       looks up this rank's words, 0 for others
+    GIVE    reduces these to the first stage's rank
+    SPREAD  broadcasts the last stage's output
+    S       logits of this rank's words, and their softmax statistics (words.py)
+    MEET    all-gathers the statistics
     T       the gradient of the output layer's rows
-    SUM     adds up the gradient of the last stage's output, where T makes it
-    TAKE    the gradient of what GIVE gave, to all ranks
+    SUM     reduces the gradient of the last stage's output, if T makes it
+    TAKE    broadcasts the gradient of the first stage's input
     E       the gradient of the embedding's rows
 
-With 1 sum S makes its part of the output's gradient, too, before it knows the sum over all words: `soft @ weight` less
-the target's row. MEET then scales it, `exp(largest - log) * .. `, and adds up at once. With 2 sums T makes it.
+With 1 sum S makes its part of the output's gradient, too, before it knows the sum over all words: `soft @ weight` minus
+the target's row. MEET then scales it, `exp(maximum - log) * .. `, and reduces it at once. With 2 sums T makes it.
 
-Statistics, and what is summed over ranks, are float32 at least, whatever the model's type.
+Statistics and reduced tensors are float32 at least, whatever the model's type.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from zbc.runtime.features.words import IGNORED, PLAIN, Own, Terms
 
 @dataclass
 class Told:
-    """What S leaves of N tokens: for T `hidden` (N, H), `soft` (N, rows) and, of capped logits, their `slope` by those
-    before, (N, rows); for MEET `mine` (3, N); with 1 sum `spread` and `row`, both (N, H), the terms of the gradient of
-    `hidden`. `weight` (N): of each token in the loss of its
-    microbatch, which has the share `step` in that of a step.
+    """The results of S for N tokens: for T `hidden` (N, H), `soft` (N, rows) and, for capped logits, the derivative
+    `slope` of the cap, (N, rows); for MEET `mine` (3, N); with 1 sum `spread` and `row`, both (N, H), the terms of the
+    gradient of `hidden`. `weight` (N): the weight of each token in the loss of its microbatch, which has the weight
+    `step` in the loss of a step.
     """
 
     hidden: Tensor
@@ -48,24 +48,24 @@ class Told:
     spread: Tensor | None = None
     row: Tensor | None = None
     slope: Tensor | None = None
-    said: Tensor | None = None  # for MEET in place of `mine`: of all ranks that share layers
+    said: Tensor | None = None  # for MEET in place of `mine`: merged over tensor parallel ranks
     terms: Terms = PLAIN
 
     @property
     def factor(self) -> Tensor:
-        """(N): of each token in the loss of a step."""
+        """(N): the weight of each token in the loss of a step."""
         return self.weight * self.step
 
     def loss(self, log: Tensor, logit: Tensor) -> Tensor:
-        """What these tokens add to the loss of their microbatch."""
+        """The contribution of these tokens to the loss of their microbatch."""
         return (self.terms.losses(log, logit) * self.weight).where(self.weight != 0, self.weight).sum()
 
     def scale(self, log: Tensor) -> Tensor:
-        """(N): what makes `soft` the softmax over all words, and with a z loss that of its gradient."""
+        """(N): the factor that makes `soft` the softmax over all words, and with a z loss that of its gradient."""
         return self.terms.soft((self.mine[0] - log).exp(), log)
 
     def part(self, log: Tensor) -> Tensor:
-        """This rank's part of the gradient of `hidden` (N, H), where S has made its terms; they are used up."""
+        """This rank's part of the gradient of `hidden` (N, H), if S has made its terms, which are consumed."""
         spread, row = self.spread, self.row
         if spread is None or row is None:
             raise TypeError("S has left no terms of the gradient")
@@ -76,8 +76,7 @@ class Told:
 class Output:
     """This rank's rows of the output layer, `weight` (rows, H), the words from `first` on.
 
-    `dtype`: what products are in under autocast, if that is another type than the weight's; `cap`: logits x become
-    cap tanh(x / cap).
+    `dtype`: the type of products under autocast, if it is not the weight's; `cap`: logits x become cap tanh(x / cap).
     """
 
     def __init__(
@@ -100,9 +99,9 @@ class Output:
     def tell(
         self, hidden: Tensor, targets: Tensor, weight: Tensor, step: float, *, early: bool, keep: bool = True
     ) -> Told:
-        """S: of `hidden` (.., H) and `targets` (..); `weight` and `step` as in `Told`, one number for all that count.
+        """S, for `hidden` (.., H) and `targets` (..); `weight` and `step` as in `Told`, one number for all that count.
 
-        `early`: make the terms of the gradient, too; without `keep` nothing is left for T.
+        `early`: makes the terms of the gradient, too; without `keep` nothing is saved for T.
         """
         by = self._multiplier()
         flat, wanted = hidden.detach().reshape(-1, hidden.shape[-1]).to(by.dtype), targets.reshape(-1)
@@ -112,7 +111,7 @@ class Output:
             turned = logits.div_(self._cap).tanh_()
             slope, logits = 1 - turned * turned, turned.mul_(self._cap)
         mine, soft = words.tell(logits, target, self._terms, over=True)
-        weights = weight.to(soft.dtype) * (wanted != IGNORED)  # where none counts that is no number, as a mean is
+        weights = weight.to(soft.dtype) * (wanted != IGNORED)  # nan if none counts, like a mean
         left, bent = (soft, slope) if keep else (soft.new_empty(0), None)
         told = Told(flat, left, target, mine, weights, step, slope=bent, terms=self._terms)
         if early:
@@ -127,9 +126,8 @@ class Output:
         return told
 
     def learn(self, told: Told, log: Tensor, *, part: bool) -> Tensor | None:
-        """T: add the gradient of the rows; `part`: this rank's part of the gradient of `hidden`, (N, H).
-
-        What S left is used up: `soft` becomes the gradient of the logits.
+        """T: accumulates the gradient of the rows; with `part` returns this rank's part of the gradient of `hidden`,
+        (N, H). Consumes `told`: `soft` becomes the gradient of the logits.
         """
         d = self._terms.less(told.soft.mul_(told.scale(log)[:, None]), told.target)
         if told.slope is not None:
@@ -153,20 +151,20 @@ class Embedding:
         self.weight, self.first, self.padding = weight, first, padding
 
     def look_up(self, tokens: Tensor) -> tuple[Own, Tensor]:
-        """I: (.., H), 0 for other ranks' words; which are this rank's, and learn."""
+        """I: the tokens that are this rank's and train, and embeddings (.., H), 0 for other ranks' words."""
         found = words.own(tokens, self.first, len(self.weight))
         looked = functional.embedding(found.row, self.weight.detach()).masked_fill_(~found.mine[..., None], 0.0)
         learns = found if self.padding is None else found._replace(mine=found.mine & (tokens != self.padding))
         return learns, looked
 
     def learn(self, looked: Own, grad: Tensor) -> None:
-        """E: add the gradient (.., H) of the embeddings to this rank's rows."""
+        """E: adds the gradient (.., H) of the embeddings to this rank's rows."""
         weight = self.weight
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight, dtype=gradient_type(weight))
         into, rows = weight.grad, looked.row.reshape(-1)
         own = grad.reshape(-1, grad.shape[-1]).to(into.dtype) * looked.mine.reshape(-1, 1)
-        if into.is_cuda:  # index_add_ adds there in any order
+        if into.is_cuda:  # where index_add_ is not deterministic
             into.index_put_((rows,), own, accumulate=True)
         else:
             into.index_add_(0, rows, own)

@@ -1,4 +1,4 @@
-"""What ops of a vocabulary do that all ranks share; see vocabulary.py. Stores are in vocabulary_state.py."""
+"""Handlers of the ops of a parallel vocabulary; see vocabulary.py. Stores are in vocabulary_state.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Value = TypeVar("_Value")
 
 
 def look_up(worker: Worker, op: Op) -> None:
-    """I: this rank's words of the inputs; zeros where they are others'."""
+    """I: looks up this rank's words of the inputs; zeros for the words of other ranks."""
     shared, unit = shared_of(worker, op)
     tokens, _ = read(worker, worker.source, "inputs", worker.number(op.mb), shared.slice_of(op))
     began = worker.clock.start()
@@ -34,13 +34,13 @@ def look_up(worker: Worker, op: Op) -> None:
 
 
 def give(worker: Worker, op: Op) -> None:
-    """GIVE: start to add up what all looked up, on the first stage's rank, whose F waits."""
+    """GIVE: starts the reduce of all ranks' embeddings to the first stage's rank, whose F waits."""
     shared, unit = shared_of(worker, op)
     _reduce(worker, op, _take(shared.given, unit, op, "its I has not run"), shared.first, shared.inputs[op.slice])
 
 
 def take(worker: Worker, op: Op) -> None:
-    """TAKE: start to send the gradient of the first stage's input to all; E waits."""
+    """TAKE: starts the broadcast of the gradient of the first stage's input; E waits."""
     shared, _ = shared_of(worker, op)
     _broadcast(worker, op, Message(0, -1, op.mb, 0, op.slice), shared.first, shared.inputs[op.slice])
 
@@ -58,15 +58,15 @@ def embedding_gradient(worker: Worker, op: Op) -> None:
 
 
 def spread(worker: Worker, op: Op) -> None:
-    """SPREAD: start to send the last stage's output to all; S waits."""
+    """SPREAD: starts the broadcast of the last stage's output; S waits."""
     shared, _ = shared_of(worker, op)
     edge = Message(shared.last_stage, shared.last_stage + 1, op.mb, 0, op.slice)
     _broadcast(worker, op, edge, shared.last, shared.outputs[op.slice])
 
 
 def tell(worker: Worker, op: Op) -> None:
-    """S: this rank's words of the output layer; with 1 sum its terms of the input gradient, too. Ranks that share its
-    layers have words of their own, and tell others what they find together."""
+    """S: the softmax statistics of this rank's words; with 1 sum its terms of the input gradient, too. Tensor parallel
+    ranks have different words, and merge their statistics for the other ranks of the pipeline."""
     shared, unit = shared_of(worker, op)
     part, training = shared.slice_of(op), worker.phase_run.trains
     targets, share = read(worker, worker.source, "targets", worker.number(op.mb), part)
@@ -83,8 +83,8 @@ def tell(worker: Worker, op: Op) -> None:
 
 
 def meet(worker: Worker, op: Op) -> None:
-    """MEET: start to bring what S found to all; with 1 sum, behind it, to add up the gradient of the last stage's
-    output on its rank, whose B waits. T waits."""
+    """MEET: starts the all-gather of the statistics of S; with 1 sum followed by the reduce of the gradient of the last
+    stage's output to its rank, whose B waits. T waits."""
     shared, unit = shared_of(worker, op)
     told = _take(shared.told, unit, op, "its S has not run")
     mine = (told.mine if told.said is None else told.said).contiguous()
@@ -112,13 +112,13 @@ def output_gradient(worker: Worker, op: Op) -> None:
 
 
 def add_up(worker: Worker, op: Op) -> None:
-    """SUM: start to add up the gradient of the last stage's output on its rank, whose B waits."""
+    """SUM: starts the reduce of the gradient of the last stage's output to its rank, whose B waits."""
     shared, unit = shared_of(worker, op)
     _reduce(worker, op, _take(shared.parts, unit, op, "its T has not run"), shared.last, shared.outputs[op.slice])
 
 
 def settle(worker: Worker) -> None:
-    """Behind forwards alone: wait for what MEET brings, for the loss; nothing is kept for backwards."""
+    """After forwards without backwards: waits for the statistics of MEET, adds the losses, and frees all units."""
     shared = worker.features.find(Vocabulary)
     if shared is None:
         return
@@ -131,7 +131,7 @@ def settle(worker: Worker) -> None:
 
 
 def _count_loss(worker: Worker, shared: Vocabulary, mb: int, meeting: Meeting, log: Tensor, logit: Tensor) -> None:
-    """The last stage's rank answers for the losses, as it does where it has the whole output layer."""
+    """Adds the loss on the last stage's rank, which reports losses as it does with a whole output layer."""
     if worker.rank == shared.last:
         found = meeting.told.loss(log, logit)
         worker.losses[mb] = worker.losses.get(mb, 0.0) + (found.item() if worker.on_host else found)
@@ -141,12 +141,12 @@ def _count_loss(worker: Worker, shared: Vocabulary, mb: int, meeting: Meeting, l
 
 
 def shared_of(worker: Worker, op: Op) -> tuple[Vocabulary, Unit]:
-    """This rank's share, and the unit of an op."""
+    """This rank's vocabulary shard, and the unit of an op."""
     return worker.features.of(Vocabulary), (op.mb, op.slice)
 
 
 def _broadcast(worker: Worker, op: Op, edge: Message, root: int, spec: TensorSpec) -> None:
-    """Start to send what the rank `root` has on an edge to all."""
+    """Starts the broadcast of the tensor that rank `root` has on an edge."""
     shared, unit = shared_of(worker, op)
     if worker.rank != root:
         tensor = torch.empty(spec.shape, dtype=spec.dtype, device=worker.device)
@@ -157,7 +157,7 @@ def _broadcast(worker: Worker, op: Op, edge: Message, root: int, spec: TensorSpe
 
 
 def _reduce(worker: Worker, op: Op, tensor: Tensor, root: int, spec: TensorSpec) -> None:
-    """Start to add up what all ranks have, on the rank `root`."""
+    """Starts the reduce of all ranks' `tensor` to rank `root`."""
     shared, unit = shared_of(worker, op)
     pending = worker.transport.start_reduce(tensor, root, shared.ranks)
     shared.start(op.kind, unit, pending, tensor, spec, here=worker.rank == root)
