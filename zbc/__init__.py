@@ -3,17 +3,17 @@
     zbc.load(path, settings, schedule)             a Job, a Plan, or a Run, whichever the path is
     zbc.plan(job, budget=None)                     a Plan
     zbc.compare(job, schedules, sweep=..)          a row for each schedule, the fastest first
-    zbc.graph(plan)                                what waits for what, as a networkx.DiGraph
+    zbc.graph(plan)                                ops and their dependencies, as a networkx.DiGraph
     zbc.torch_schedule(plan, stages, loss_fn)      torch's own pipelining runtime with the order of a plan
-    zbc.forward(run, plan, out)                    a row for each sample, by the ranks of a plan, as a file
+    zbc.forward(run, plan, out)                    inference: a file with a row per sample, by the ranks of a plan
     zbc.Plan, zbc.Run, zbc.ZbcError                see help(zbc.Plan)
-    zbc.attention(q, k, v), zbc.positions(x)       in layers of yours that run in slices of a sequence
-    zbc.add_loss(x, value), zbc.loss_scale()       in layers of yours that have losses of their own
-    zbc.selective(module)                          in layers of yours that recompute selectively
-    zbc.experts(group), zbc.decided(make)          in layers of yours with experts that replicas share out
+    zbc.attention(q, k, v), zbc.positions(x)       for your layers that run in slices of a sequence
+    zbc.add_loss(x, value), zbc.loss_scale()       for your layers with losses of their own
+    zbc.selective(module)                          for your layers that recompute selectively
+    zbc.experts(group), zbc.decided(make)          for your layers with experts that replicas share out
 
-But for the last seven, they mirror the commands. All are imported when first used, so that `import zbc` costs nothing.
-None but those seven, `zbc.torch_schedule` and `zbc.forward` needs torch. docs/python.md has examples.
+All but the last seven mirror the commands. Each is imported when first used, so that `import zbc` costs nothing.
+Only those seven, `zbc.torch_schedule` and `zbc.forward` need torch. docs/python.md has examples.
 """
 
 from __future__ import annotations

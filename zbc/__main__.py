@@ -1,4 +1,4 @@
-"""`python -m zbc`, which is also what torchrun starts."""
+"""`python -m zbc`, also started by torchrun."""
 
 from zbc.cli import main
 

@@ -5,14 +5,14 @@
     plan = zbc.plan(zbc.load("job.toml"))       # `zbc plan`; nothing is written until plan.write(folder)
     plan = zbc.load("plan")                     # a plan directory
     plan = zbc.load("order.csv")                # a torch pipelining CSV, at F = B = W = 1 per rank
-    run = zbc.load("runs/plan-1")               # a run directory; run.report() holds it against its plan
+    run = zbc.load("runs/plan-1")               # a run directory; run.report() compares it with its plan
 
     zbc.compare("job.toml", ["1f1b", "zb-v"])   # `zbc compare`: a row per schedule, the fastest first
     plan.check()                                # `zbc check`: raises a ZbcError that names the ops
     plan.simulate().makespan                    # ms; when each op runs
-    zbc.graph(plan)                             # the same as a networkx.DiGraph, with what waits for what
+    zbc.graph(plan)                             # its ops and their dependencies as a networkx.DiGraph
 
-Torch is never imported. Everything raises `zbc.ZbcError` for what a user can mend.
+Torch is never imported. Problems that a user can fix are raised as `zbc.ZbcError`.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _NOTEBOOK = 32  # ranks a notebook shows
 
 @dataclass(frozen=True)
 class Plan:
-    """An order of ops on ranks, with what they cost: from a plan directory, a job, or another tool's file.
+    """An order of ops on ranks, with their costs: from a plan directory, a job, or another tool's file.
 
-    `manifest` is there for plans that were read from a directory, `compiled` for those made from a job just now,
-    `sheet` for those read from a CSV file.
+    `manifest` is set for a plan read from a directory, `compiled` for one just planned from a job, `sheet` for one
+    read from a CSV file.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Plan:
     manifest: plans.Manifest | None = None
     compiled: Compiled | None = None
     sheet: torch_csv.Sheet | None = None
-    ramp: tuple[Plan, ...] = ()  # what a training begins with
+    ramp: tuple[Plan, ...] = ()  # the plans of the first steps of a training, with fewer microbatches
 
     def __repr__(self) -> str:
         return f"<zbc.Plan {title(self.program)}>"
@@ -92,9 +92,9 @@ class Plan:
 
     @cached_property
     def costs(self) -> Costs:
-        """What the ops cost: the job's; F = B = W = 1 per rank and free transfers where there is no job.
+        """Costs of the ops, from the job; without a job F = B = W = 1 per rank, and transfers are free.
 
-        Raises E124 for an order of slices of microbatches.
+        Raises E124 for an order of slices of microbatches without a job.
         """
         if self.compiled is not None:
             return self.compiled.costs
@@ -124,37 +124,37 @@ class Plan:
 
     @cached_property
     def complete(self) -> Program:
-        """The program with its transfers and step-level ops; what a CSV holds gets them as any schedule does."""
+        """The program with its transfers and step-level ops; an order from a CSV file is lowered first."""
         return self.program if self.sheet is None else Lowering().lower(Context(self.program, self.costs)).program
 
     @property
     def barrier(self) -> bool:
-        """Whether a step ends everywhere before the next begins, as the optimizer of the job has it."""
+        """Whether a step ends on all ranks before the next begins: `optimizer.sync` of the job is "before-step"."""
         job = self.compiled.job if self.compiled is not None else None
         if self.manifest is not None:
             return bool(self.manifest.planning.get("optimizer", {}).get("sync", "before-step") == "before-step")
         return job is None or job.optimizer.sync == "before-step"
 
     def strip(self, steps: int = 1, *, barrier: bool | None = None) -> Strip:
-        """The timelines of `steps` consecutive steps; whether all ranks end one first, the job's optimizer decides."""
+        """Timelines of `steps` consecutive steps; `barrier`: all ranks end a step first, by default as in the job."""
         waits = self.barrier if barrier is None else barrier
         return repeated(self.timeline, self.program, self.costs, steps, barrier=waits)
 
     def survives_blocking_sends(self) -> bool:
-        """Whether the order also works where a send ends only when it has been received."""
+        """Whether the order is free of deadlock also if a send blocks until it is received."""
         return survives_blocking_sends(self.complete)
 
     def simulate(self) -> Timeline:
-        """When each op runs, in ms: `makespan`, `span`, both bubble rates, `idle(rank)`, and one entry per op."""
+        """Start and end of each op, in ms, with `makespan`, `span`, both bubble rates and `idle(rank)`."""
         return self.timeline
 
     def bubbles(self) -> Bubbles:
-        """When each rank idles, why, and how much memory is free then, as `zbc bubbles` lists it."""
+        """Idle windows of each rank with their cause and the memory free in them, as `zbc bubbles` lists them."""
         return Bubbles.of(self.name, self.timeline, self.program, self.costs, self._room)
 
     @property
     def _room(self) -> float | None:
-        """Bytes that a rank may hold; None where nobody said."""
+        """Memory limit per rank in bytes; None if the job sets none."""
         if self.compiled is not None:
             return self.compiled.job.room
         return None if self.manifest is None else recall.job_of(self.manifest).room
@@ -166,7 +166,7 @@ class Plan:
         return spread(self.program, self.costs, noise, barrier=self.barrier)
 
     def drawn(self, steps: int = 1, *, barrier: bool | None = None) -> Drawn:
-        """What pictures of this plan are made from. Raises ValueError for `steps` below 1."""
+        """Data to draw this plan from, as `zbc.viz` takes it. Raises ValueError for `steps` below 1."""
         if steps < 1:
             raise ValueError(f"steps={steps}: a picture has one step at least")
         found = self.compiled if self.compiled is not None else self.manifest
@@ -184,7 +184,7 @@ class Plan:
     ) -> str:
         """The timeline as an SVG document, `width` px wide; `zoom` is a window in ms, `ranks` leaves out all others.
 
-        Raises ValueError for what is not there to be shown.
+        Raises ValueError for an empty window, or ranks that the plan does not have.
         """
         if zoom is not None and not 0 <= zoom[0] < zoom[1]:
             raise ValueError(f"zoom={zoom}: write (from, to) in ms")
@@ -192,7 +192,7 @@ class Plan:
         return svg.draw([self.drawn(steps)], sheet)
 
     def html(self, *, ranks: Sequence[int] | None = None, steps: int = 1) -> str:
-        """The timeline as one HTML file to zoom and search in; it loads nothing."""
+        """The timeline as one self-contained HTML file to zoom and search in."""
         return html.draw([self.drawn(steps)], self._shown(ranks))
 
     def _shown(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -212,16 +212,16 @@ class Plan:
         return terminal.draw([self.drawn(steps)], view).plain
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the picture, of the first ranks only where there are very many."""
+        """The SVG picture for a notebook, of the first 32 ranks at most."""
         return self.svg(width=960, ranks=range(min(_NOTEBOOK, self.timeline.ranks)))
 
     def export(self, target: str, *, csv_name: str = "order.csv", dialect: str | None = None) -> dict[str, str]:
         """The plan in another tool's form, one of `EXPORTS`: file name suffix -> text, the main file first.
 
-        `csv_name` is where torchtitan's settings look for their CSV file. `dialect` is one of `DIALECTS[target]`, by
-        default the first: of torch-csv, "compute_comms" has the transfers too, as torch reads them up to 2.14,
-        "compute_comms-2.15" as it does since; of torchtitan it is the version. Raises E413 for what the tool cannot
-        express.
+        `csv_name` is the path of the CSV file in torchtitan's settings. `dialect` is one of `DIALECTS[target]`, by
+        default the first: for torch-csv "compute_comms" adds the transfers as torch reads them up to 2.14, and
+        "compute_comms-2.15" as later versions do; for torchtitan it is the version. Raises E413 if the tool cannot
+        express the plan.
         """
         if target not in EXPORTS:
             raise ZbcError("E413", f"export: no target {target!r}", hint=f"there are {', '.join(EXPORTS)}")
@@ -233,7 +233,7 @@ class Plan:
         return EXPORTS[target](self, dialect or next(iter(forms), ""), csv_name)
 
     def described(self, target: str) -> plans.Manifest:
-        """The manifest, also of a plan that was not written; E413 where there is no model to speak of."""
+        """The manifest, also of a plan that was not written. Raises E413 for an order without a model."""
         if self.manifest is not None:
             return self.manifest
         if self.compiled is not None:
@@ -243,7 +243,7 @@ class Plan:
         raise ZbcError("E413", text, hint=hint)
 
     def diff(self, other: Plan, *, compute_only: bool = True) -> list[RankDifference]:
-        """Rank by rank, which ops stay in order, which moved, and which only one of both plans has."""
+        """Per rank, the ops that kept their order, those that moved, and those that only one of the plans has."""
         pair = (self.program, other.program) if compute_only else (self.complete, other.complete)
         return difference(*pair, compute_only=compute_only)
 
@@ -257,7 +257,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory, as `zbc run` leaves it: its numbers per step and, where steps were recorded, their trace."""
+    """A run directory, as `zbc run` writes it: its metrics per step and, if steps were recorded, their trace."""
 
     folder: Path
     trace: Trace | None
@@ -267,7 +267,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: str | Path) -> Run:
-        """A run directory. Raises E430 (it is none), E431 (its trace is damaged), E4xx (the copy of its plan)."""
+        """Reads a run directory. Raises E430 (it is none), E431 (its trace is damaged), E4xx (the copy of its plan)."""
         folder = Path(folder)
         if has_trace(folder):
             return cls(folder, read_trace(folder))
@@ -289,11 +289,11 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """What metrics.jsonl says of each step; `loss`, `step_ms` and the rest."""
+        """The line of metrics.jsonl for each step: `loss`, `step_ms` and so on."""
         return list(read_log(self.folder).steps)
 
     def report(self) -> RunReport:
-        """`zbc report`: predicted against measured, and where the time went; as text, its summary.
+        """`zbc report`: predicted and measured times, and causes of the difference; its str() is the summary.
 
         Raises E430 if no step was recorded.
         """
@@ -305,7 +305,7 @@ class Run:
         return Bubbles.of(found.name, found.strip.steps[0], found.program, found.costs, self.plan._room)
 
     def drawn(self, steps: int = 1, *, first: int | None = None) -> list[Drawn]:
-        """What pictures of this run are made from: the prediction, and `steps` recorded steps from `first` on."""
+        """Data to draw this run from: the prediction, and `steps` recorded steps from `first` on."""
         return recorded.drawn(self.recorded, steps, first=first)
 
     def svg(self, *, width: int = 1000, zoom: tuple[float, float] | None = None, steps: int = 1) -> str:
@@ -317,7 +317,7 @@ class Run:
         return html.draw(self.drawn(steps))
 
     def perfetto(self, *, steps: int = 1) -> str:
-        """The same as a Chrome trace for Perfetto, with what ranks waited for and their transfers."""
+        """The same as a Chrome trace for Perfetto, with the causes of waits, and transfers."""
         return perfetto.draw(self.drawn(steps))
 
     def text(self, *, width: int = 100, steps: int = 1) -> str:
@@ -325,7 +325,7 @@ class Run:
         return terminal.draw(self.drawn(steps), terminal.View(width=width)).plain
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """The SVG picture for a notebook."""
         return self.svg(width=960)
 
 
@@ -355,7 +355,8 @@ def _graphml(plan: Plan, *_: str) -> dict[str, str]:
     return {".graphml": graphml.dumps(graph(plan))}
 
 
-# target -> what writes it, from a dialect and a name for the CSV file: suffix -> text. The order is that of --help.
+# target -> its writer, which takes a plan, a dialect and a name for the CSV file and returns suffix -> text.
+# The order is that of --help.
 EXPORTS: dict[str, Callable[[Plan, str, str], dict[str, str]]] = {
     "torch-csv": _torch_csv,
     "torchtitan": _torchtitan,
@@ -396,8 +397,8 @@ def plan(job: Job | str | Path, *, budget: float | None = None) -> Plan:
         plan = zbc.plan(zbc.load("job.toml", ["schedule.microbatches=16"], "zb-v"), budget=10)
         print(plan.text())
 
-    `job`: a job file, a plan directory for its job, or what `zbc.load` made of one. `budget`: seconds to search, by
-    default what the schedule takes. Raises `zbc.ZbcError`: E1xx (the job), E2xx (its order), E3xx (it does not fit).
+    `job`: a job file, a plan directory (its job is planned), or a Job from `zbc.load`. `budget`: seconds to search, by
+    default the schedule's own. Raises `zbc.ZbcError`: E1xx (the job), E2xx (its order), E3xx (it does not fit).
     """
     if budget is not None and budget < 0:
         raise ValueError(f"budget={budget}: seconds to search, 0 or more")
@@ -422,7 +423,7 @@ def compare(
         for row in zbc.compare("job.toml", ["1f1b", "zb-v"], sweep=["schedule.microbatches=8,16"]):
             print(row)                          # or row.report.makespan_ms, row.report.peak_bytes, row.settings ..
 
-    What cannot be planned comes last, with `error` in place of `report`. Raises that error if it is the same for all.
+    Rows that cannot be planned come last, with `error` in place of `report`. Raises that error if all rows have it.
     """
     wanted = combinations(schedules or list(SCHEDULES), sweep)
     asked, _ = Asked(Path(job), tuple(settings), budget=budget).settled(wanted)
@@ -430,7 +431,7 @@ def compare(
 
 
 def graph(plan: Plan) -> nx.DiGraph:
-    """What waits for what in a step, and when: ops, messages and collectives as nodes, whose names are texts of ops.
+    """A step as a graph of dependencies: nodes are ops, messages and collectives, named by the texts of their ops.
 
     Nodes carry op, kind, rank, step, start and end (ms); edges kind ("order", "value", "message", "collective",
     "group") and value ("act", "grad" ..). See zbc/interop/digraph.py. Raises E201 if the order can never finish.
@@ -441,10 +442,10 @@ def graph(plan: Plan) -> nx.DiGraph:
 
 
 def open_plan(path: str | Path) -> Plan:
-    """What a path stands for as a plan: a job is planned, of a recorded run it is what ran, all else is read."""
+    """Loads a path as a plan: a job is planned; a recorded run gives the plan that ran."""
     return as_plan(load(path))
 
 
 def as_plan(found: Job | Plan | Run) -> Plan:
-    """What was loaded as a plan: a job is planned, of a recorded run it is what ran."""
+    """Turns a loaded object into a plan: a job is planned; a recorded run gives the plan that ran."""
     return plan(found) if isinstance(found, Job) else found.plan if isinstance(found, Run) else found

@@ -1,7 +1,7 @@
-"""The command line: the list of commands, and how each ends.
+"""The command line: the list of commands, and their exit codes.
 
-Each module of commands imports what it needs inside its commands, so that `zbc --help` stays fast. Everything that
-commands call raises `ZbcError` or returns.
+Modules of commands import inside their commands, so that `zbc --help` stays fast. Everything that commands call raises
+`ZbcError` or returns.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ app.add_typer(data.data, name="data")
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one command and exit: 0 ok, 1 bug, 2 usage, 3 config, 4 plan, 5 infeasible, 6 environment, 7 run failed.
 
-    A command whose reader goes away (`zbc schedules | head -1`) ends quietly, with the code of a closed pipe. Where
-    nothing can be said on stderr the exit code still tells.
+    A command whose reader goes away (`zbc schedules | head -1`) ends quietly, with the code of a closed pipe. The exit
+    code is also right if stderr cannot be written.
     """
     open_missing()
     code = _code(argv)
@@ -140,7 +140,7 @@ def _code(argv: Sequence[str] | None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return EXIT_PIPE
-    except SystemExit as left:  # typer's own way out; of a closed pipe it makes a 1
+    except SystemExit as left:  # typer's own exit, which turns a closed pipe into 1
         if isinstance(left.__context__, BrokenPipeError):
             return EXIT_PIPE
         return left.code if isinstance(left.code, int) else 0

@@ -1,4 +1,4 @@
-"""Everything zbc raises on purpose, and how it reads on a console.
+"""All errors that zbc raises on purpose, and their text on a console.
 
     error[E131] partition: layers do not add up
       --> zbc.toml:14:10   layers_per_stage sums to 31, model.layers is 32
@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 EXIT_BUG = 1
-MISTYPED = frozenset({"E101", "E102", "E103"})  # of a file or value that nothing could take
+MISTYPED = frozenset({"E101", "E102", "E103"})  # a file or value that cannot be read at all
 RUN_FAILED = 7
 EXIT_INTERRUPTED = 130
 _OPTION = re.compile(r"(?<![\w`-])--(?P<name>set|sweep|schedule|profile|budget) (?P<value>'[^']*'|[^\s,;)`]+)")
-_SHOWN, _LONGEST = 20, 1200  # problems at once, and characters of a line, on a console
-_LINE = 90  # characters of a place and a hint that still share a line
+_SHOWN, _LONGEST = 20, 1200  # most problems at once, and characters of a line, on a console
+_LINE = 90  # most characters of a place and a hint that share a line
 # family -> exit code: 1 config, 2 program, 3 infeasible, 4 plan files, 5 data and user code, 6 environment, 7 run
 _EXIT = {"1": 3, "2": 4, "3": 5, "4": 4, "5": 6, "6": 6, "7": RUN_FAILED}
 
@@ -28,7 +28,7 @@ class ZbcError(Exception):
     """A problem the user can fix. The CLI prints it without a traceback.
 
     `code` is stable (`zbc explain CODE` has the long text), `where` is `file:line:column` or `rank 2 step 17`,
-    `details` are further lines that show the evidence, `hint` is a fix that works.
+    `details` are further lines with the evidence, `hint` is a fix that works.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ZbcError(Exception):
 
     @property
     def errors(self) -> Sequence[ZbcError]:
-        """The single problems; a plain error is its own only one."""
+        """The single problems: for a plain error itself."""
         return (self,)
 
     @property
@@ -62,7 +62,7 @@ class ZbcError(Exception):
         return self._text(self.hint)
 
     def in_python(self) -> ZbcError:
-        """The same in the words of Python: keyword arguments in place of options."""
+        """The same error for callers from Python: keyword arguments in place of options."""
         words = [None if text is None else as_arguments(text) for text in (self.message, self.where, self.hint)]
         return _rebuild(self.code, words[0] or "", words[1], words[2], tuple(map(as_arguments, self.details)))
 
@@ -86,12 +86,12 @@ class ZbcError(Exception):
         }
 
     def __str__(self) -> str:
-        """What a traceback shows; the command line prints `render()`."""
+        """The text in a traceback; the command line prints `render()`."""
         return self.in_python().render()
 
 
 def as_arguments(text: str) -> str:
-    """`--set schedule.chunks=2` as settings=['schedule.chunks=2'], and so on; commands to type stay as they are."""
+    """`--set schedule.chunks=2` as settings=['schedule.chunks=2'], and so on; commands in backticks are unchanged."""
     if text.startswith("--set "):  # a place, which is one setting to its end
         return f"settings=[{text.removeprefix('--set ')!r}]"
     parts = re.split(r"(`[^`]*`)", text)
@@ -107,7 +107,7 @@ def _argument(found: re.Match[str]) -> str:
 
 
 def _clipped(line: str) -> str:
-    """A line without the middle of what is far too long to read: the value of somebody's who pasted a file."""
+    """A line without its middle if it is far too long, as with a pasted file for a value."""
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 4 :]}"
 
 
@@ -116,7 +116,7 @@ def _rebuild(code: str, message: str, where: str | None, hint: str | None, detai
 
 
 def unwritten(path: Path, error: OSError) -> str:
-    """Why `path` cannot be written; of a file where a folder has to be, which one that is."""
+    """Why `path` cannot be written; names the file if one is in place of a folder above it."""
     above = next((place for place in path.parents if os.path.isfile(place)), None)  # where a name may be too long
     return error.strerror or str(error) if above is None else f"{above} is a file"
 
@@ -140,7 +140,7 @@ class Problems(ZbcError):
         return Problems(error.in_python() for error in self._errors)
 
     def render(self) -> str:
-        """As of each alone, but a hint that one has in common with the next is shown there."""
+        """The texts of all problems; a hint that several in a row share is shown once, with the last."""
         shown = self._errors[:_SHOWN]
         nexts = [*(error.hint for error in shown[1:]), None]
         texts = [

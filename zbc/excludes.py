@@ -1,9 +1,8 @@
-"""What does not go together: the one table of it, a row for each pair, with the reason.
+"""The one table of features that exclude each other, a row for each pair, with the reason.
 
-A trait is what a job can have: a setting, or a property of the schedule that it names or that is chosen for it. Each
-pair stands once. It is impossible, which its reason says, or nobody has written it yet. Jobs are refused by it when
-they are read, and again when another job is made of them; every candidate of a choice is asked, too. `zbc explain
-limits` and docs/limits.md print it.
+A trait is a setting of a job, or a property of its schedule, named or chosen. Each pair is listed once: its reason says
+why it is impossible, or is UNWRITTEN if it could be built. Jobs are checked when they are read, and again when another
+job is derived from them; so is every candidate of a choice. `zbc explain limits` and docs/limits.md print the table.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ Where = Callable[[tuple[str, ...]], str]
 
 
 class Trait(NamedTuple):
-    """`key` is where a job has it, `there` whether a value of the key is it; without `there` the schedule has it.
+    """`key`: the setting of a job. `there`: whether a value of the key has the trait; None: the schedule has it.
 
-    Messages call it `text`, by default the key.
+    `text`: its name in messages, by default the key.
     """
 
     key: str
@@ -36,7 +35,7 @@ class Trait(NamedTuple):
         return self.text or self.key
 
     def of(self, sections: Sections) -> bool:
-        """Whether a job of these sections has it."""
+        """Whether a job with these sections has the trait."""
         table, _, key = self.key.partition(".")
         value = getattr(sections.get(table), key, None)
         return self.there is not None and value is not None and self.there(value)
@@ -72,7 +71,7 @@ def _listed(value: object) -> bool:
 
 
 def _given(value: object) -> bool:
-    return True  # a value of None is no trait
+    return True  # `Trait.of` never asks about None
 
 
 TRAITS = {
@@ -138,8 +137,8 @@ TRAITS = {
     "trace": Trait("run.trace", text="--trace"),
     "forward": Trait("run.forward", text="--forward"),
 }
-FLUSHLESS = {"two-versions": "two versions", "asynchronous": "asynchronous"}  # their traits by optimizer.sync
-# Names of several traits of one key, as rows are written.
+FLUSHLESS = {"two-versions": "two versions", "asynchronous": "asynchronous"}  # optimizer.sync -> trait
+# Names that rows use for several traits at once.
 SEVERAL = {
     "sliced": ("slices", "open slices"),
     "tied": ("tied embeddings", "ties"),
@@ -152,14 +151,14 @@ SEVERAL = {
     "sharded": ("sharded optimizer", "sharded weights", "sharded gradients", "sharded all"),
     "vocabulary": ("shared vocabulary", "open vocabulary"),
 }
-UNWRITTEN = ""  # a reason that is none: it could be built
+UNWRITTEN = ""  # the reason of a pair that could be built
 DROP = "drop one of them"
 
 
 class Excludes(NamedTuple):
-    """A trait and what it excludes: names, several with | between them, with the reason and maybe what to do.
+    """A trait and the traits that it excludes: names joined by |, each with the reason and maybe a fix.
 
-    Its errors name the place of the trait, or `at_other` that of the other one.
+    Errors point to the setting of the trait, with `at_other` to the excluded one.
     """
 
     trait: str
@@ -356,7 +355,7 @@ ROWS = (
 
 
 class Exclusion(NamedTuple):
-    """Two traits that no job can have both of; `at` is the one whose place is named."""
+    """Two traits that no job can have together; `at` is the one whose setting an error points to."""
 
     one: str
     other: str
@@ -370,7 +369,7 @@ class Exclusion(NamedTuple):
         return f"exclude each other: {self.why}" if self.why else "do not go together yet"
 
     def error(self, where: Where | None = None, schedule: str = "", of: str = "config") -> ZbcError:
-        """`schedule` is the name of the one that has the other trait; `of`: what is wrong."""
+        """`schedule`: name of the schedule that has the other trait; `of`: the first word of the message."""
         one, other = (TRAITS[name].label for name in (self.one, self.other))
         text = f"{of}: {one} and {f'{schedule}, {other},' if schedule else other} {self.reason}"
         return ZbcError(self.code, text, where=where and where(TRAITS[self.at].place), hint=self.hint)
@@ -394,7 +393,7 @@ PAIRS = tuple(_pairs())
 
 
 def clashes(sections: Sections, more: Collection[str] = ()) -> Iterator[Exclusion]:
-    """The pairs that a job of these sections has, `more` being traits of its schedule."""
+    """The excluded pairs that a job with these sections has; `more`: traits of its schedule."""
     there = {name for name, trait in TRAITS.items() if trait.of(sections)}.union(more)
     return (pair for pair in PAIRS if pair.one in there and pair.other in there)
 
@@ -405,17 +404,17 @@ def problems(sections: Sections, where: Where) -> Iterator[ZbcError]:
 
 
 def of_schedule(sections: Sections, where: Where, name: str, traits: Collection[str]) -> Iterator[ZbcError]:
-    """Why a job of these sections cannot have the schedule of this name, which has these traits."""
+    """Errors of a job with these sections under the schedule of this name, which has these traits."""
     return (pair.error(where, name) for pair in clashes(sections, traits) if pair.other in traits)
 
 
 def refused(one: str, other: str, of: str, schedule: str = "") -> ZbcError:
-    """That of two traits that were found together where no job is at hand."""
+    """The error of two traits that were found together, without a place: no job is at hand."""
     return next(pair for pair in PAIRS if pair[:2] == (one, other)).error(None, schedule, of)
 
 
 def of_plan(there: Collection[str]) -> Iterator[ZbcError]:
-    """What a runtime says of a plan with these traits, which zbc does not make: E406."""
+    """E406 of a runtime for each excluded pair of a plan's traits; zbc makes no such plan."""
     for pair in PAIRS:
         if pair.one in there and pair.other in there:
             text = f"run: the plan has {TRAITS[pair.one].label} and {TRAITS[pair.other].label}, which {pair.reason}"
@@ -423,7 +422,7 @@ def of_plan(there: Collection[str]) -> Iterator[ZbcError]:
 
 
 def table(word: str = "") -> Iterator[tuple[str, str, str]]:
-    """What each trait excludes, and why, of traits that are called by a word: texts for people."""
+    """Rows (trait, excluded traits, reason) as text, of the traits whose names contain `word`."""
     for row in ROWS:
         one = _called(_single(row.trait), "")
         for names, reason in row.excludes.items():
@@ -433,7 +432,7 @@ def table(word: str = "") -> Iterator[tuple[str, str, str]]:
 
 
 def _called(names: Iterable[str], word: str) -> str:
-    """`parallel.shard = "weights" or "all"`, and other keys behind it; those with a word."""
+    """Labels that contain `word`, values of a key joined: `parallel.shard = "weights" or "all", parallel.cp`."""
     found = dict[str, str]()
     for label in (TRAITS[name].label for name in names):
         key, _, value = label.partition(" = ")

@@ -1,4 +1,4 @@
-"""`zbc.forward`: a data set once through the ranks of a plan, from Python. Its ranks load torch."""
+"""`zbc.forward`: one inference pass over a data set by the ranks of a plan, from Python. Its ranks load torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def forward(
     threads: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """`zbc run PLAN --forward OUT` with the weights of a run's newest checkpoint, by ranks on this machine: the file, a
-    row for each sample of the plan's data set. `steps`: of so many batches at most; `tell` takes lines.
+    """`zbc run PLAN --forward OUT` with the weights of a run's newest checkpoint, on ranks of this machine.
 
-    Raises E612 for a run without checkpoints, and as `zbc run`.
+    Returns the path of the file: a row for each sample of the plan's data set. `steps`: batches at most; `tell` gets
+    lines of progress. Raises E612 for a run without checkpoints, and the errors of `zbc run`.
     """
     from zbc.training.launch import launch
     from zbc.training.launch.options import RunOptions

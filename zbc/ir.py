@@ -1,22 +1,22 @@
 """The program representation shared by the compiler, the plan files and the runtime.
 
-A `Program` holds one list of `Op` per rank, in execution order. Passes map programs to programs; nothing here is
-ever mutated. An op prints as one line and `Op.parse` reads that line back, so plan files, golden tests and error
+A `Program` holds one list of `Op` per rank, in execution order. Passes map programs to programs; all values are
+frozen. An op prints as one line and `Op.parse` reads that line back, so plan files, golden tests and error
 messages all show the same text:
 
     F s1 m0          forward of stage 1, microbatch 0
     B s3 m2 up       input gradient, pipe 1 (the upward direction of a bidirectional schedule); pipe 2 and on: `pipe2`
     F s1 m0.2        slice 2 of a microbatch cut along its sequence
     SEND_F s1 m0 >r2 the peer rank follows from the placement; it is printed for the reader
-    RECV_F s4 m0 from s1 <r1, SEND_B s4 m0 to s1 >r1: where a stage has several inputs, or its output several readers
+    RECV_F s4 m0 from s1 <r1, SEND_B s4 m0 to s1 >r1: if a stage has several inputs, or its output several readers
     REDUCE s0        of an owner of weights, such as a stage: no microbatch
-    REDUCE v         of the rows of a vocabulary that all ranks share; REDUCE t: of weights that stages share;
-    REDUCE e3        of the experts of stage 3 that this rank has, of those that replicas share out
+    REDUCE v         of this rank's rows of a shared vocabulary; REDUCE t: of weights that stages share;
+    REDUCE e3        of this rank's experts of stage 3, with expert parallelism
     VALIDATE         rank-wide: no stage
     W s1 m3 75%      three quarters of the stage's layers get their weight gradients, the others are frozen (also BW)
-    S m3.1           of every rank, for slice 1 of microbatch 3: no stage; of a vocabulary that all ranks share
-    OVERLAP          a mark: the two ops after it are one group
-    F s0 m0 next     of the next step, where steps follow one another without a flush
+    S m3.1           on every rank, for slice 1 of microbatch 3: no stage; with a shared vocabulary
+    OVERLAP          a mark: the two ops after it are one overlap group
+    F s0 m0 next     of the next step, if steps follow one another without a flush
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from zbc.topology import Topology, inner_of
 
 Edge = tuple[int, int]  # (source stage, sink stage)
 
-# Which coordinates ops of a kind print: their stage, their microbatch (and slice).
+# Whether ops of a kind print (their stage, their microbatch and slice).
 _PRINTS = {
     kind: (kind.row.scope in (Scope.UNIT, Scope.STAGE), kind.row.scope in (Scope.UNIT, Scope.EVERY)) for kind in Kind
 }
-COPY = frozenset({Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD})  # of what F keeps, to the host and back
+COPY = frozenset({Kind.OFFLOAD, Kind.RELEASE, Kind.RELOAD})  # activation offload and reload
 _KINDS = {kind.value: kind for kind in Kind}
 _OWNERS = {letter: owner for owner, letter in OWNERS.items()}
 WHOLE = 100  # percent
-IN_A_ROW = "in a row"  # what `repeated` adds to a program's history
+IN_A_ROW = "in a row"  # added to a program's history by `repeated`
 NEXT = 1 << 30  # `Op.mb` of microbatch k of the next step is NEXT + k
 _OP = re.compile(
     r"(?P<kind>[A-Z_]+)(?: s(?P<stage>\d{1,9})| (?P<owner>[vt]|e\d{1,9}))?"
@@ -54,12 +54,12 @@ _OP = re.compile(
 
 
 class Op(NamedTuple):
-    """One step of one rank: `kind` of work on `stage` for microbatch `mb` of `pipe`, sequence part `slice`.
+    """One op of one rank: `kind` of work on `stage` for microbatch `mb` of `pipe`, sequence part `slice`.
 
-    Where a kind is of an owner of weights `stage` may be WORDS, TIED or what `experts_of` a stage says.
-    `mb` is NEXT and more for a microbatch of the next step.
-    `share` is for W and BW: the percentage of the stage's layers that get weight gradients; the others are frozen.
-    `other` is for transfers of a stage with several edges on that side: the stage at the other end.
+    `stage`: for kinds of an owner of weights also WORDS, TIED or `experts_of(stage)`.
+    `mb`: NEXT + k for microbatch k of the next step.
+    `share`: for W and BW, the percentage of the stage's layers that get weight gradients; the others are frozen.
+    `other`: for transfers of a stage with several edges on that side, the stage at the other end.
     """
 
     kind: Kind
@@ -72,12 +72,12 @@ class Op(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What the op works on: (stage, microbatch, pipe, slice)."""
+        """The op's (stage, microbatch, pipe, slice)."""
         return Key(self.stage, self.mb, self.pipe, self.slice)
 
     @property
     def owner(self) -> int:
-        """Whose weights it is about."""
+        """The owner of the weights it uses."""
         return WORDS if self.kind.unit_wide else self.stage
 
     def __str__(self) -> str:
@@ -103,9 +103,9 @@ class Op(NamedTuple):
 
 
 def turned(n: int, slices: int) -> int:
-    """The unit (microbatch x slice) of a stage's n-th backward: slices of a microbatch come back in reverse.
+    """The unit (microbatch x slice) of a stage's n-th backward: backwards take slices of a microbatch in reverse.
 
-    Read the other way round, when a unit's backward comes: it is its own inverse.
+    It is its own inverse: given a unit, the position of its backward.
     """
     return n - n % slices + slices - 1 - n % slices
 
@@ -117,7 +117,7 @@ def nth(kind: Kind, stage: int, n: int, slices: int) -> Op:
 
 
 class Key(NamedTuple):
-    """The share of a step that tensors belong to."""
+    """The unit of a step that tensors belong to."""
 
     stage: int
     mb: int
@@ -132,7 +132,7 @@ class Key(NamedTuple):
 
 def parse_line(text: str) -> tuple[Op, int | None]:
     """An op and the peer rank printed after it, if any. Raises E404 for anything else."""
-    text = "REDUCE t" if text == "TIE" else text  # as plans had it before
+    text = "REDUCE t" if text == "TIE" else text  # its name in older plans
     match = _OP.fullmatch(text)
     kind = _KINDS.get(match["kind"]) if match else None
     if match is None or kind is None:
@@ -170,7 +170,7 @@ def _not_an_op(text: str) -> ZbcError:
 
 
 class Message(NamedTuple):
-    """A tensor on its way from the stage that makes it to the one that reads it: an output, or a gradient back."""
+    """A tensor sent from the stage that makes it to the stage that reads it: an output, or an input gradient."""
 
     source: int
     sink: int
@@ -190,12 +190,12 @@ class Message(NamedTuple):
 
     @property
     def send(self) -> Op:
-        """The op that starts the message on the maker's rank, for messages to people: see `Placement.send`."""
+        """The op that starts the message on the maker's rank, for error messages; plans use `Placement.send`."""
         return Op(Kind.SEND_F if self.forward else Kind.SEND_B, self.source, *self[2:])
 
     @property
     def recv(self) -> Op:
-        """The op that posts its buffer on the reader's rank, likewise."""
+        """The op that posts its buffer on the reader's rank, for error messages; plans use `Placement.recv`."""
         return Op(Kind.RECV_F if self.forward else Kind.RECV_B, self.sink, *self[2:])
 
 
@@ -206,13 +206,13 @@ def chain(stages: int) -> tuple[Edge, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank holds which stage, and which stage reads what which other one makes.
+    """The rank of each stage, and the edges between stages.
 
     `pipes[pipe][stage]` is the rank. One pipe for ordinary schedules; bidirectional schedules hold each stage twice,
-    once per direction. A pipe need not have a stage on every rank, nor a rank as many stages as another.
+    once per direction. A pipe may leave out ranks, and ranks may differ in their number of stages.
 
-    `edges` are (source, sink), the same in every pipe: F of the sink reads what F of the source makes, and backward of
-    the source reads what that of the sink makes. Stages are numbered along them: source < sink. Left out: a chain.
+    `edges` are (source, sink), the same in every pipe: F of the sink reads the output of F of the source, and backward
+    of the source reads the input gradient of the sink. Always source < sink. By default the stages are a chain.
     """
 
     pipes: tuple[tuple[int, ...], ...]
@@ -234,12 +234,12 @@ class Placement:
 
     @classmethod
     def looped(cls, p: int, v: int) -> Placement:
-        """Stages dealt round and round: stage s on rank s mod p."""
+        """Stages dealt round-robin: stage s on rank s mod p."""
         return cls((tuple(s % p for s in range(p * v)),))
 
     @classmethod
     def vshape(cls, p: int, v: int = 2) -> Placement:
-        """Stages go down the ranks and back up: 0 1 .. p-1 p-1 .. 1 0, `v` legs."""
+        """Stages down the ranks and back up: 0 1 .. p-1 p-1 .. 1 0, `v` legs."""
         down, up = tuple(range(p)), tuple(reversed(range(p)))
         return cls((tuple(r for leg in range(v) for r in (up if leg % 2 else down)),))
 
@@ -259,13 +259,13 @@ class Placement:
 
     @property
     def chunks(self) -> int | None:
-        """The stages that each rank has in each pipe; None where they differ in number."""
+        """The number of stages per rank and pipe; None if it is not the same for all."""
         counts = {pipe.count(rank) for pipe in self.pipes for rank in range(self.ranks)}
         return counts.pop() if len(counts) == 1 else None
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """The ranks of each stage, where each rank has one stage and some stage has several ranks; () elsewhere."""
+        """The number of ranks of each stage, if each rank has one stage and some stage has several ranks; else ()."""
         if len(self.pipes) == 1:
             return ()
         counts = tuple(len(set(self.holders(s))) for s in range(self.stages))
@@ -295,32 +295,32 @@ class Placement:
         return self._sinks[stage]
 
     def beside(self, stage: int, side: At | None) -> tuple[int, ...]:
-        """The stages at the other end of the edges on one side of `stage` (see `Kind.takes`); none without a side."""
+        """The stages at the other end of the edges on one side of `stage` (see `Kind.takes`); () if `side` is None."""
         return self._sources[stage] if side is At.SOURCES else self._sinks[stage] if side is At.SINKS else ()
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The stages without sources or without sinks, ascending: those of a chain are its first and its last."""
+        """The stages without sources or without sinks, ascending: in a chain the first and the last."""
         return tuple(s for s in range(self.stages) if not (self._sources[s] and self._sinks[s]))
 
     def crosses(self, a: int, b: int, pipe: int = 0) -> bool:
-        """Whether the two stages of an edge live on different ranks, so that a tensor has to travel."""
+        """Whether the two stages of an edge are on different ranks, so that the edge needs a transfer."""
         return self.pipes[pipe][a] != self.pipes[pipe][b]
 
     def links(self, pipe: int = 0) -> tuple[tuple[int, int], ...]:
-        """The ranks at both ends of each edge, in the order of the edges; the same rank twice where nothing travels."""
+        """The ranks at both ends of each edge, in the order of the edges; equal if there is no transfer."""
         homes = self.pipes[pipe]
         return tuple((homes[a], homes[b]) for a, b in self.edges)
 
     @property
     def branches(self) -> bool:
-        """Whether stages are more than a chain."""
+        """Whether the stages are not a chain."""
         return self.edges != chain(self.stages)
 
     def far(self, op: Op) -> int | None:
-        """The stage at the other end of a transfer; None where it names no edge: it leads out of the pipeline.
+        """The stage at the other end of a transfer; None if the op names no edge: it leads out of the pipeline.
 
-        An op names an edge by the stage at one end of it; of a stage with several on that side by both.
+        An op names an edge by the stage at one end, and by both if that stage has several edges on that side.
         """
         others = self.beside(op.stage, op.kind.takes or op.kind.gives)
         if len(others) == 1:
@@ -328,7 +328,7 @@ class Placement:
         return op.other if op.other in others else None
 
     def message(self, op: Op) -> Message | None:
-        """What a transfer carries; None for other ops, and for one that names no edge."""
+        """The message of a transfer; None for other ops, and for a transfer that names no edge."""
         kind, stage, mb, pipe, part, *_ = op
         if not kind.is_transfer or pipe >= len(self.pipes) or stage >= self.stages:
             return None
@@ -351,7 +351,7 @@ class Placement:
         return op._replace(other=far) if several else op
 
     def peer(self, op: Op) -> int | None:
-        """The rank at the other end of a transfer; None where it has no message."""
+        """The rank at the other end of a transfer; None if the op has no message."""
         message = self.message(op)
         if message is None:
             return None
@@ -364,29 +364,29 @@ class Placement:
 
 
 def groups(ops: Sequence[Op]) -> dict[int, int]:
-    """For every step inside a group, its OVERLAP included, the step of that OVERLAP."""
+    """Position of each op of an overlap group, its OVERLAP included -> position of that OVERLAP."""
     return {step: first for first, op in enumerate(ops) if op.kind.is_mark for step in range(first, first + 3)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTraits:
-    """What of a program its ops alone do not say: the one list of it, which plans keep and layouts depend on."""
+    """Properties of a program that its ops do not show: the one list of them, stored in plans."""
 
-    dp: int = 1  # replicas of the pipeline; each runs these ops, and collectives meet over all of them
-    cp: int = 1  # ranks of a run that share the tokens of each rank's microbatches, and run its ops
-    tp: int = 1  # ranks of a run that share the layers of each rank, and run its ops
+    dp: int = 1  # data parallelism: replicas of the pipeline; each runs these ops, collectives are over all of them
+    cp: int = 1  # context parallelism: ranks of a run that share the tokens of each rank's microbatches
+    tp: int = 1  # tensor parallelism: ranks of a run that share the layers of each rank
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, that share a node
-    order: tuple[int, ...] = ()  # which rank of the run takes each seat of its topology; (): as numbered
+    order: tuple[int, ...] = ()  # seat of the topology -> rank of the run; (): as numbered
     tied: bool = False  # several stages share a weight
-    ties: tuple[int, ...] = ()  # the stages that share weights, where `tied`; (): those at the ends of the pipeline
-    vocabulary: int = 0  # sums per unit of an output layer and an embedding that all ranks share; 0: stages have them
-    sharded: bool = False  # the ranks with a copy of a stage share out the work of its STEP, and GATHER the weights
-    resident: int = 0  # stages whose gathered weights a rank has room for; 0: weights stay, a step begins by renewing
-    with_w: bool = False  # where weights are freed: W needs them, too
-    scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
-    one_sided: bool = False  # weights that are freed, and their gradients, travel without a meeting of the replicas
-    ep: int = 0  # neighbouring replicas that share out the experts of each block; 0: each has all of them
-    averages: int = 0  # replicas average weights and sum no gradients: 1, which lands a step later; 2, at once
+    ties: tuple[int, ...] = ()  # the stages that share weights, if `tied`; (): both ends of the pipeline
+    vocabulary: int = 0  # vocabulary parallel: sums per unit of the output layer; 0: the end stages have whole layers
+    sharded: bool = False  # the ranks with a copy of a stage share out its STEP, and GATHER the weights
+    resident: int = 0  # max unsharded stages of a rank; 0: weights stay, and are gathered once per step
+    with_w: bool = False  # if weights are freed: W needs them, too
+    scatters: bool = False  # gradients are reduce-scattered after each run of backwards of a stage
+    one_sided: bool = False  # weights that are freed, and their gradients, travel without collectives
+    ep: int = 0  # expert parallelism: neighbouring replicas that share out the experts of a block; 0: each has all
+    averages: int = 0  # replicas average weights and sum no gradients: 1, applied a step later; 2, at once
     flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
 
 
@@ -396,7 +396,7 @@ _ALL = attrgetter(*TRAITS)
 
 @dataclass(frozen=True, slots=True)
 class Program(ProgramTraits):
-    """Per rank, the ops in execution order. Compute-only schedules and complete plans are both Programs."""
+    """The ops of each rank in execution order: a compute-only schedule, or a complete plan."""
 
     placement: Placement
     microbatches: int
@@ -417,13 +417,13 @@ class Program(ProgramTraits):
 
     @property
     def traits(self) -> tuple[object, ...]:
-        """In the order of TRAITS."""
+        """The values of the fields TRAITS, in that order."""
         found: tuple[object, ...] = _ALL(self)
         return found
 
     @property
     def topology(self) -> Topology:
-        """The axes of a run of it."""
+        """The topology of a run of this program."""
         where = self.placement
         return Topology(
             where.ranks,
@@ -439,7 +439,7 @@ class Program(ProgramTraits):
 
     @property
     def copies(self) -> int:
-        """The ranks of a run that hold the same part of each rank's layers."""
+        """The number of ranks of a run that hold the same part of a pipeline rank's layers."""
         return self.dp * self.cp
 
     @property
@@ -449,7 +449,7 @@ class Program(ProgramTraits):
 
     @property
     def patches(self) -> tuple[str, ...]:
-        """What of `ops.PATCHES` changes the rows of its ops."""
+        """Names of the `ops.PATCHES` that apply to its rows."""
         there = {
             "vocabulary": self.vocabulary > 0,
             "two sums": self.vocabulary > 1,
@@ -463,7 +463,7 @@ class Program(ProgramTraits):
 
     @property
     def grouped(self) -> bool:
-        """Whether it has groups."""
+        """Whether it has overlap groups."""
         return any(op.kind.is_mark for ops in self.ranks for op in ops)
 
     @property
@@ -473,23 +473,23 @@ class Program(ProgramTraits):
 
     @property
     def alone(self) -> bool:
-        """Whether no rank sums gradients with another: one replica, one pipe, no shared weight."""
+        """Whether gradients are never summed across ranks: one replica, one pipe, no shared weight."""
         return self.topology.alone and not self.tied
 
     def owners(self, rank: int) -> tuple[int, ...]:
-        """Whose weights a rank steps: its stages, their experts where replicas share these out, and its rows of a
-        vocabulary that all share."""
+        """The owners that a rank steps: its stages, their experts with expert parallelism, and its rows of a shared
+        vocabulary."""
         stages = self.placement.stages_of(rank)
         experts = tuple(map(experts_of, stages)) if self.ep else ()
         return (*stages, *experts, *([WORDS] if self.vocabulary else []))
 
     def averaged(self, rank: int) -> tuple[int, ...]:
-        """Whose weights a rank averages with its replicas: those that stages share count for themselves."""
+        """The owners that a rank averages with its replicas; weights that stages share are an owner of their own."""
         shares = self.tied and any(stage in self.tying for stage in self.placement.stages_of(rank))
         return (*self.owners(rank), *([TIED] if shares else [])) if self.averages else ()
 
     def members(self, op: Op) -> tuple[int, ...]:
-        """The ranks of one replica that run a step-level op, ascending; a collective meets them in all replicas."""
+        """The ranks of one replica that run a step-level op, ascending; a collective is over them in all replicas."""
         placement = self.placement
         if op.kind.rank_wide or op.kind.unit_wide or op.stage == WORDS:
             return tuple(range(placement.ranks))
@@ -506,7 +506,7 @@ class Program(ProgramTraits):
         return self.ties or self.placement.ends
 
     def holders(self, op: Op) -> int:
-        """How many ranks meet in a collective: over all replicas of the pipeline, but for one of units."""
+        """The size of a collective's group: over all replicas of the pipeline, for a collective of units over one."""
         if op.kind is Kind.AVERAGE:
             return self.copies // (self.ep or 1) if self.averages else 1
         replicas = 1 if op.kind.unit_wide else self.copies if op.kind.is_barrier else self.together
@@ -515,30 +515,30 @@ class Program(ProgramTraits):
 
     @property
     def together(self) -> int:
-        """Copies that have gradients and weights in common: where replicas average weights those of one, or of
-        neighbours that share out experts."""
+        """The number of copies with the same gradients and weights: if replicas average weights, only the copies in one
+        replica, or in neighbours that share out experts."""
         return (self.ep or 1) * self.cp if self.averages else self.copies
 
     def apart(self, op: Op) -> bool:
-        """Whether a rank meets its own replicas alone in a collective: over its words, or weights that it frees."""
+        """Whether a collective is over a rank's own replicas only: of its words, averages, or weights that it frees."""
         return op.stage == WORDS or op.kind is Kind.AVERAGE or (op.kind is Kind.GATHER and self.resident > 0)
 
     def shared(self, op: Op) -> bool:
-        """Whether a collective has anybody to meet."""
+        """Whether a collective has more than one member."""
         return self.holders(op) > 1
 
     def where(self) -> dict[Op, tuple[int, int]]:
-        """The (rank, step) at which each op runs; only for ops that run once (not collectives)."""
+        """Op -> (rank, step), for ops that run once: no collectives, no marks."""
         return {op: (rank, step) for rank, step, op in self if not (op.kind.is_collective or op.kind.is_mark)}
 
     @property
     def cyclic(self) -> bool:
-        """Whether its ops are the body of a cycle, and not yet so many steps in a row."""
+        """Whether its ops are the body of a cycle, not yet unrolled by `repeated`."""
         return self.flushless and self.history[-1] != IN_A_ROW
 
     @property
     def freezes(self) -> bool:
-        """Whether layers are frozen in some op."""
+        """Whether some op leaves out weight gradients of frozen layers."""
         return any(op.share != WHOLE for ops in self.ranks for op in ops)
 
     def text(self, rank: int, step: int) -> str:
@@ -550,10 +550,9 @@ class Program(ProgramTraits):
 
 
 def repeated(program: Program, steps: int) -> Program:
-    """So many steps of a program without a flush, as one program whose microbatches go on from step to step.
+    """Unrolls `steps` steps of a program without a flush into one program, with microbatches numbered through.
 
-    What its ops say of the next step comes one step earlier: first that of step 0 alone, at the end nothing of a step
-    that is not to come.
+    Ops of the next step run one step earlier: the program begins with those of step 0, and the last step has none.
     """
     m = program.microbatches
 

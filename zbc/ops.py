@@ -1,15 +1,15 @@
-"""What every op means, once: one row per kind. Order, messages, proof, times, memory and pictures are read from it.
+"""The meaning of every op, one row per kind. Order, messages, proof, times, memory and pictures are read from it.
 
-A *value* is something a rank has: `kept` of stage 2, microbatch 5. An op reads values, writes values and frees some of
-those it reads; it runs on a *lane*. An op of the compute lane takes the rank's time. An op of any other lane only
-starts an *event* and goes on: what it writes is there when the event is over, and who reads it waits.
+A *value* is data that a rank holds: `kept` of stage 2, microbatch 5. An op reads values, writes values and frees some
+of the values it reads; it runs on a *lane*. An op of the compute lane takes the rank's time. An op of any other lane
+is asynchronous: it starts an *event*, its outputs exist once the event has completed, and their readers wait for that.
 
-    F       reads   act of the edges in      writes  act of the edges out, kept     frees  what it read
-    B       reads   kept, grad of the        writes  grad of the edges in, left     frees  what it read
+    F       reads   act of the edges in      writes  act of the edges out, kept     frees  its inputs
+    B       reads   kept, grad of the        writes  grad of the edges in, left     frees  its inputs
                     edges out
     W       reads   left                     writes  part                           frees  left
 
-A row is all that a new kind needs besides its cost column, its handler in the runtime and the pass that places it.
+A new kind needs a row, a cost column, a handler in the runtime and a pass that places it; nothing else.
 
 An *owner* has parameters, ranks that hold them and a sum of their gradients: each stage, the rows of a vocabulary that
 a rank has, the weights that stages share, and the experts of a stage that replicas share out. Ops of weights (REDUCE,
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(StrEnum):
-    """What an op does. This enum is the glossary."""
+    """The work of an op. This enum is the glossary."""
 
     F = "F"  # forward of one stage for one microbatch
     B = "B"  # backward, gradient of the stage input
@@ -40,28 +40,28 @@ class Kind(StrEnum):
     REDUCE = "REDUCE"  # start summing an owner's gradients over all ranks that hold a replica of it; VALIDATE waits
     VALIDATE = "VALIDATE"  # all ranks agree on loss, gradient norm and whether to step: a barrier
     STEP = "STEP"  # optimizer step of one owner
-    TENTATIVE = "TENTATIVE"  # write a stage's weights as if its step stood unclipped; all else of the optimizer stays
+    TENTATIVE = "TENTATIVE"  # write a stage's weights as if its step were final and unclipped; keep optimizer states
     NORM = "NORM"  # of the last step: wait for the sums of the ranks before, add this rank's, pass them to the next
     VERDICT = "VERDICT"  # of the last step: wait for the verdict of the next rank (the last one makes it), pass it back
-    REDO = "REDO"  # if the last step does not stand: step as the verdict says, then run the forwards before this again
+    REDO = "REDO"  # if the verdict rejects the last step: step as it says, then run the forwards before this again
     COMMIT = "COMMIT"  # make the last step of one stage final: the ordinary optimizer step, unless REDO made it
-    OFFLOAD = "OFFLOAD"  # start copying what F keeps to the host, once F is over; does not wait
-    RELEASE = "RELEASE"  # wait for that copy, then let go of what F keeps on the device
-    RELOAD = "RELOAD"  # take the memory again and start copying back; the B or BW that needs it waits
-    GATHER = "GATHER"  # start collecting a stage's weights from the ranks that each stepped a part of them
-    # An output layer and an embedding whose words all ranks share out. What starts goes on; who needs the result waits.
-    SPREAD = "SPREAD"  # start sending the last stage's output to all ranks
-    S = "S"  # logits of this rank's words: their maximum, sum of exp and target's; with 1 sum its part of the gradient
-    MEET = "MEET"  # start combining over all ranks what S made; with 1 sum that gives B of the last stage its gradient
+    OFFLOAD = "OFFLOAD"  # start copying the activations that F saves to the host, after F; does not wait
+    RELEASE = "RELEASE"  # wait for that copy, then free these activations on the device
+    RELOAD = "RELOAD"  # allocate the memory again and start copying back; the B or BW that needs it waits
+    GATHER = "GATHER"  # start the all-gather of a stage's weights from the ranks that each stepped a part of them
+    # A vocabulary-parallel output layer and embedding. "Start": asynchronous, the op that needs the result waits.
+    SPREAD = "SPREAD"  # start the broadcast of the last stage's output to all ranks
+    S = "S"  # logits of this rank's words: maximum, sum of exp, target's logit; with 1 sum its part of the gradient
+    MEET = "MEET"  # start the all-reduce of the results of S; with 1 sum that gives B of the last stage its gradient
     T = "T"  # gradient of this rank's rows of the output layer; with 2 sums also its part of the last stage's gradient
-    SUM = "SUM"  # 2 sums: start adding up those parts on the last stage's rank, whose B waits
+    SUM = "SUM"  # 2 sums: start the reduce of these parts to the last stage's rank, whose B waits
     I = "I"  # look up this rank's words
-    GIVE = "GIVE"  # start adding up what was looked up on the first stage's rank, whose F waits
-    TAKE = "TAKE"  # start sending the gradient of the first stage's input to all ranks
+    GIVE = "GIVE"  # start the reduce of the looked-up rows to the first stage's rank, whose F waits
+    TAKE = "TAKE"  # start the broadcast of the gradient of the first stage's input to all ranks
     E = "E"  # add it to the gradient of this rank's rows of the embedding
-    SCATTER = "SCATTER"  # start summing what gradients of a stage there are so far into the parts that ranks step
+    SCATTER = "SCATTER"  # start the reduce-scatter of a stage's gradients so far into the parts that ranks step
     AVERAGE = "AVERAGE"  # start averaging a share of a stage's weights over the replicas, which sum no gradients then
-    FREE = "FREE"  # give back the room of a stage's weights; the parts that ranks step stay
+    FREE = "FREE"  # reshard: free a stage's gathered weights; the parts that ranks step stay
 
     # Hashing by value keeps dict look-ups of ops in C; Enum's own __hash__ is a Python call.
     __hash__ = str.__hash__
@@ -73,21 +73,21 @@ class Kind(StrEnum):
     is_send: bool
     is_recv: bool
     is_mark: bool  # no work of its own: binds the two ops after it
-    is_collective: bool  # all ranks that take part meet
+    is_collective: bool
     sums: bool  # a collective that sums gradients
     is_barrier: bool  # a collective that its rank waits for
     stage_wide: bool  # once per owner, on each rank that holds it
     rank_wide: bool  # once on every rank
     unit_wide: bool  # once on every rank for each unit: ranks of one replica meet
-    takes: At | None  # on which edges of its stage it reads: SOURCES, SINKS; None where it reads on none
-    gives: At | None  # the same of what it writes
+    takes: At | None  # the edges of its stage that it reads: SOURCES or SINKS; None: no edge
+    gives: At | None  # the edges that it writes, likewise
     makes_part: bool  # its result is a share of the gradients of its stage's weights
 
 
 WORDS = -1  # the owner of a rank's rows of a vocabulary that all ranks share
 TIED = -2  # the owner of the weights that several stages share; each of these stages steps its copy
-OWNERS = {WORDS: "v", TIED: "t"}  # as ops print those that are no stage: `REDUCE v`
-EXPERTS = -3  # the owner of the experts of stage s, which replicas share out, is EXPERTS - s: `REDUCE e3`
+OWNERS = {WORDS: "v", TIED: "t"}  # how ops print owners that are no stage: `REDUCE v`
+EXPERTS = -3  # EXPERTS - s owns the experts of stage s, which replicas share out: `REDUCE e3`
 
 
 def experts_of(stage: int) -> int:
@@ -96,7 +96,7 @@ def experts_of(stage: int) -> int:
 
 
 def owner_text(owner: int) -> str:
-    """As ops print it: `s3`, `e3`, `v`."""
+    """The owner as ops print it: `s3`, `e3`, `v`."""
     return f"s{owner}" if owner >= 0 else OWNERS.get(owner) or f"e{experts_of(owner)}"
 
 
@@ -105,23 +105,23 @@ class Scope(Enum):
 
     UNIT = "stage, microbatch, slice"  # on the rank that holds the stage
     EVERY = "microbatch, slice"  # on every rank
-    STAGE = "owner"  # on every rank that holds the stage, or what else `Op.stage` names
+    STAGE = "owner"  # on every rank that holds the owner named by `Op.stage`
     RANK = "rank"
 
 
 class Lane(Enum):
-    """Where an op runs. One at a time per rank and lane, in the order in which they are started."""
+    """The queue that an op runs on: one op at a time per rank and lane, in the order in which they are started."""
 
     COMPUTE = "compute"
     LINK = "link"  # a message: one queue per pair of ranks and direction
-    COLLECTIVE = "collective"  # all members meet: one queue per rank
+    COLLECTIVE = "collective"  # over all members: one queue per rank
     OUT = "out"  # copy to the host
     BACK = "back"  # copy from the host
     MARK = "mark"  # no work: binds the two ops after it
 
 
 class At(Enum):
-    """Whose value a row speaks of, seen from the op."""
+    """The holder of a value that a row refers to, relative to the op."""
 
     OWN = "its own stage, microbatch, slice (as far as the value has them)"
     SOURCES = "on the edges from the stages it reads"
@@ -140,21 +140,21 @@ class At(Enum):
 
 
 class Ref(NamedTuple):
-    """A value, and whose."""
+    """A reference to a value: its name and its holder."""
 
     what: str
     at: At = At.OWN
 
 
 class Value(NamedTuple):
-    """What a rank can have: of a unit (stage, microbatch, slice), an edge between stages, a stage, or of itself.
+    """Data that a rank can hold: per unit (stage, microbatch, slice), per edge between stages, per stage, per rank.
 
-    A "share" is of a rank and a slice of a microbatch: what each rank has of a layer that all share.
+    A "share" is per rank and slice of a microbatch: the rank's part of a layer that all ranks share.
     """
 
     scope: str  # "edge", "unit", "share", "stage", "rank"
-    memory: str = ""  # category of the ledger; "" for what takes no memory of its own
-    stays: bool = False  # may be there when the step is over
+    memory: str = ""  # category of the ledger; "": it takes no memory of its own
+    stays: bool = False  # may outlive the step
     text: str = ""  # for messages
 
 
@@ -191,7 +191,7 @@ VALUES = {
 
 
 class Look(NamedTuple):
-    """Letters in the first and the second pipe, what they mean, the fills of even and odd microbatches, and the ink.
+    """Letters in the first and the second pipe, their meaning, the fills of even and odd microbatches, and the ink.
 
     `shades` are the fills on a terminal, in numbers of its 256 colours; the ink is the same.
     """
@@ -211,17 +211,17 @@ class Row(NamedTuple):
     lane: Lane
     reads: tuple[Ref, ...] = ()
     writes: tuple[Ref, ...] = ()
-    frees: tuple[Ref, ...] = ()  # of what it reads
+    frees: tuple[Ref, ...] = ()  # some of `reads`
     cost: str = ""  # column of Costs; "" takes no time
     blocks: bool = False  # the compute lane waits for its event
-    early: bool = False  # its event begins when what it reads is there, not when its rank comes to it
+    early: bool = False  # its event begins when its inputs exist, not when its rank comes to it
     closes: str = ""  # which end of a step it belongs to: "barrier" or "ahead"
     repeats: bool = False  # may stand before REDO, which runs it again
     family: str = ""  # what a search policy places it as: "forward", "input" or "weight" (gradients)
     look: Look | None = None  # None: pictures leave it out
-    needs: str = ""  # of an owner's bytes, the names of those that it takes while it runs
-    goes_on: str = ""  # of these, those that are there until its event is over
-    place: str = ""  # where in a step it has to be, as an error says it
+    needs: str = ""  # names of the owner's bytes that it takes while it runs
+    goes_on: str = ""  # names of the owner's bytes that it takes until its event has completed
+    place: str = ""  # its position in a step, for errors
     places: Mapping[int, str] = MappingProxyType({})  # the same of other owners than stages
     idle: str = ""  # why it has nothing to work on in a program without its feature
 
@@ -233,7 +233,7 @@ def _refs(text: str) -> tuple[Ref, ...]:
 
 
 def _look(letters: str, name: str, fills: str, shades: tuple[int, ...], ink: str = "#000000") -> Look:
-    """Of one letter, fill or shade both are made."""
+    """A look; a single letter, fill or shade is used for both pipes, or for even and odd microbatches."""
     each = fills.split()
     return Look(letters[0], letters[-1], name, (each[0], each[-1]), (shades[0], shades[-1]), ink)
 
@@ -289,7 +289,7 @@ ROWS: dict[Kind, Row] = {
     Kind.SEND_B: Row(_UNIT, _LINK, reads=_refs("grad@SOURCES"), frees=_refs("grad@SOURCES")),
     Kind.RECV_B: Row(_UNIT, _LINK, writes=_refs("grad@SINKS")),
     Kind.OVERLAP: Row(_RANK, Lane.MARK),
-    # ---- activations to the host and back
+    # ---- activation offload
     Kind.OFFLOAD: Row(
         _UNIT,
         Lane.OUT,
@@ -397,7 +397,7 @@ ROWS: dict[Kind, Row] = {
         needs="step",
         place="one COMMIT for each stage a rank holds, after REDO and before its first B or BW",
     ),
-    # ---- weights in shares
+    # ---- sharded weights
     Kind.GATHER: Row(
         _STAGE,
         _COLLECTIVE,
@@ -426,7 +426,7 @@ ROWS: dict[Kind, Row] = {
             WORDS: "every rank averages its words, before its first I",
         },
     ),
-    # ---- gradients in shares
+    # ---- sharded gradients
     Kind.SCATTER: Row(
         _STAGE,
         _COLLECTIVE,
@@ -435,7 +435,7 @@ ROWS: dict[Kind, Row] = {
         idle="gradients are not shared out",
     ),
 }
-# ---- a vocabulary that all ranks share
+# ---- vocabulary parallel
 _EVERY = Scope.EVERY
 ROWS |= {
     Kind.SPREAD: Row(
@@ -508,7 +508,7 @@ Rows = dict[Kind, Row]
 
 
 class RowPatch(NamedTuple):
-    """What a feature of a program changes of a row: references that it adds and takes away, and columns.
+    """The change of a row by a feature of a program: references that it adds and removes, and columns.
 
     Patches of several features add up, so that a program may have any of them.
     """
@@ -517,7 +517,7 @@ class RowPatch(NamedTuple):
     reads: str = ""
     writes: str = ""
     frees: str = ""
-    without: str = ""  # values that are neither read, written nor freed any more, unless they are added
+    without: str = ""  # values no longer read, written or freed, unless they are added
     columns: tuple[tuple[str, Any], ...] = ()
 
     def of(self, row: Row) -> Row:
@@ -532,25 +532,25 @@ class RowPatch(NamedTuple):
 
 _TURN = ("turn@LAST", "bottom@FIRST", "turn@LAST")
 PATCHES: dict[str, tuple[RowPatch, ...]] = {
-    # All ranks share the vocabulary: its ends of the pipeline wait for all of them; with one sum or two.
+    # Vocabulary parallel: both ends of the pipeline wait for collectives of all ranks, with one sum or two.
     "vocabulary": (
         RowPatch(Kind.F, "input@FIRST", "top@LAST", "input@FIRST"),
         RowPatch(Kind.B, *_TURN),
         RowPatch(Kind.BW, *_TURN),
     ),
     "two sums": (RowPatch(Kind.MEET, without="turn@LAST"), RowPatch(Kind.T, writes="dtop")),
-    # Weights come and go within a step: STEP updates this rank's share alone, which is there from the start and is
-    # gathered as often as it takes.
+    # Weights are unsharded and resharded within a step: STEP updates only this rank's shard, which exists from the
+    # start and is gathered as often as needed.
     "resident": (
         RowPatch(Kind.GATHER, "shard", without="shard"),
         RowPatch(Kind.STEP, "shard", "", "shard", without="weights"),
     ),
-    # W needs the weights, too: of layers that keep a graph of their own.
+    # W needs the weights, too, if layers keep a graph of their own.
     "weights for W": (RowPatch(Kind.W, "weights weights@EXPERTS"),),
     # Replicas average their weights and a step waits for that.
     "waits for averages": (RowPatch(Kind.AVERAGE, columns=(("blocks", True),)),),
-    # Steps follow one another without a flush: there is no verdict, a stage steps once its gradients are summed. What
-    # it reads of units is a matter of the list, since each step has its own (check/versions.py).
+    # Steps follow one another without a flush: there is no verdict, a stage steps once its gradients are summed.
+    # REDUCE reads the parts of its own step only, which check/versions.py checks on the list of ops.
     "flushless": (
         RowPatch(Kind.REDUCE, without="part@UNITS clean"),
         RowPatch(Kind.STEP, "total", "", "total", without="verdict weights shard clean", columns=(("closes", ""),)),
@@ -561,7 +561,7 @@ PATCHES: dict[str, tuple[RowPatch, ...]] = {
 
 @functools.lru_cache(maxsize=256)
 def rows_with(features: tuple[str, ...]) -> Rows:
-    """The rows of a program that has these of `PATCHES`."""
+    """The rows of a program with these names of `PATCHES`."""
     rows = dict(ROWS)
     for name in features:
         for patch in PATCHES[name]:
@@ -570,20 +570,20 @@ def rows_with(features: tuple[str, ...]) -> Rows:
 
 
 VOCABULARY = frozenset(kind for kind, row in ROWS.items() if row.scope is _EVERY)
-COUNTED = frozenset({Kind.GATHER, Kind.FREE, Kind.SCATTER})  # may stand several times in a step; `Op.mb` counts them
+COUNTED = frozenset({Kind.GATHER, Kind.FREE, Kind.SCATTER})  # may occur several times in a step; `Op.mb` counts them
 
-NUMBERED = COUNTED | {Kind.STEP}  # whose number an op prints
+NUMBERED = COUNTED | {Kind.STEP}  # kinds whose ops print their number
 
 UNIT_SCOPES = frozenset({Scope.UNIT, Scope.EVERY})
 
 
 def _side(refs: tuple[Ref, ...]) -> At | None:
-    """On which edges of a stage there is a value of these; an op reads on one side of its stage and writes on one."""
+    """The side of a stage that the edge values of `refs` are on; an op reads on one side and writes on one."""
     return next((ref.at for ref in refs if VALUES[ref.what].scope == "edge"), None)
 
 
 def _answer(kind: Kind, row: Row) -> None:
-    """Answer the questions to a kind once; a look-up of an attribute is all they cost later."""
+    """Sets the attributes of a kind that follow from its row, so that each costs one attribute look-up later."""
     kind.row = row
     kind.computes = row.lane is Lane.COMPUTE and row.scope in UNIT_SCOPES and bool(row.cost)
     kind.is_transfer = row.lane is Lane.LINK

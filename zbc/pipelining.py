@@ -1,11 +1,11 @@
-"""torch.distributed.pipelining: its runtime with the order of a plan, and the orders of its own schedules.
+"""torch.distributed.pipelining: its runtime with the order of a plan, and the orders of its schedules.
 
     place = plan.program.placement
     stages = [PipelineStage(part(s), s, place.stages, device) for s in place.stages_of(rank)]
     schedule = zbc.torch_schedule(plan, stages, loss_fn)
     schedule.step(x, target=y)
 
-Of what torch calls private, a plan runs on `_PipelineScheduleRuntime` and its `_load_csv` alone (torch 2.13 and 2.15).
+The only private names of torch that a plan uses are `_PipelineScheduleRuntime` and `_load_csv` (torch 2.13 and 2.15).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from zbc.host.torch_version import release
 from zbc.interop import torch_csv
 from zbc.ir import Kind, Program
 
-_PLAIN = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}  # torch runs these from code, its table of 1F1B is another
+_PLAIN = {"Schedule1F1B": "1f1b", "ScheduleGPipe": "gpipe"}  # run from code in torch; its table of 1F1B differs
 _LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
 _V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 NAMES = (*_PLAIN, *_LOOPED, *_V)
-_TURNS = (2, 13)  # from which on stages that are neighbours may share a rank
+_TURNS = (2, 13)  # the first torch with neighbouring stages on one rank
 
 
 def torch_schedule(
@@ -40,7 +40,7 @@ def torch_schedule(
     """Torch's pipelining runtime for the `PipelineStage`s of this rank, with the order of a plan (or its path).
 
     `loss_fn(output, target)` is a mean over a microbatch. `options` are those of torch's schedules, such as
-    `args_chunk_spec`. Raises E413 for a plan torch has no words for, E416 for stages that are not the plan's.
+    `args_chunk_spec`. Raises E413 for a plan that torch cannot express, E416 for stages that are not the plan's.
     """
     order = open_plan(plan) if isinstance(plan, str | Path) else plan
     text = torch_csv.dumps(order.program)
@@ -59,7 +59,7 @@ def torch_schedule(
 
 
 def _problems(program: Program, stages: Sequence[Any]) -> Iterator[str]:
-    """Why these stages would hang or be trained wrongly with this order."""
+    """Reasons why these stages would hang or train wrongly with this order."""
     placement = program.placement
     if not stages:
         yield "there are none; every rank has stages of its own"
@@ -87,9 +87,9 @@ def _list(numbers: Sequence[int]) -> str:
 
 
 def own_order(name: str, ranks: int, microbatches: int, chunks: int = 2) -> str:
-    """The order of torch's schedule class of this name, with `chunks` stages per rank where it takes several, as CSV.
+    """The order of torch's schedule class of this name as CSV, with `chunks` stages per rank if it takes several.
 
-    Raises ValueError where torch has none of these numbers.
+    Raises ValueError if torch has no such schedule for these numbers.
     """
     if name in _PLAIN:
         return torch_csv.dumps(find(_PLAIN[name]).make(Request(ranks, microbatches)))

@@ -1,4 +1,4 @@
-"""Numbers and lines as people read them."""
+"""Formats numbers and lines for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CONTROL = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160)) if
 
 
 def visible(text: str) -> str:
-    """The text as a terminal may be shown it: what would steer one is written as \\u001b."""
+    """The text with control characters escaped as \\u001b, safe to print on a terminal."""
     return text.translate(_CONTROL)
 
 
@@ -30,14 +30,14 @@ def fixed(value: float, digits: int = 4) -> str:
 
 
 def aligned(values: Sequence[float], digits: int = 4) -> list[str]:
-    """A column of numbers with as many decimals as the largest has at `digits` significant digits."""
+    """A column of numbers, all with the decimals that the largest has at `digits` significant digits."""
     most = fixed(max((abs(value) for value in values), default=0.0), digits)
     decimals = len(most.partition(".")[2])
     return [f"{value:.{decimals}f}" for value in values]
 
 
 def at_least(value: float, digits: int = 4) -> str:
-    """The least number of at most `digits` significant digits that is not below a positive `value`."""
+    """A positive `value` rounded up to `digits` significant digits."""
     step = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
     return short(math.ceil(value / step - 1e-9) * step, digits)
 

@@ -1,14 +1,14 @@
-"""The axes of a run, and which of its ranks is which rank of which replica of the pipeline.
+"""The axes of a run, and the mapping of its ranks to replicas and ranks of the pipeline.
 
-Ranks of a run are numbered node by node. A node that holds `node[0]` neighbouring ranks of the pipeline, of `node[1]`
-replicas each, has those of one replica next to each other:
+Ranks of a run are numbered node by node. A node holds `node[0]` neighbouring ranks of the pipeline, of `node[1]`
+replicas each; ranks of one replica are next to each other:
 
     pp 4, dp 2, node (4, 1)     rank 0..3 are replica 0, rank 4..7 replica 1
     pp 4, dp 2, node (2, 2)     rank 0 1 | 2 3 are replica 0 | 1, pipeline ranks 0 1; rank 4 5 | 6 7 the same of 2 3
 
-The axes of INNER are inside of each rank above, the last one innermost: with tp 2 it is two neighbours, 2r and 2r + 1,
-that share its layers, with cp 2 and tp 2 four, of which 4r and 4r + 2 have the same part of them. With an `order` the
-ranks above are seats, and `order[seat]` is the one of the run that takes it.
+The axes of INNER subdivide each rank r above, the last axis innermost: with tp 2 it becomes the neighbours 2r and
+2r + 1, which share its layers; with cp 2 and tp 2 four ranks, of which 4r and 4r + 2 hold the same part. With an
+`order` the ranks above are seats, and `order[seat]` is the rank of the run that takes the seat.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from typing import Any, NamedTuple
 
 
 class Axis(NamedTuple):
-    """Ranks that run one list of ops beside each other."""
+    """Ranks that run the same list of ops in parallel."""
 
     name: str
-    parts: bool  # whether each has a part of the layers; else all of them, for some of the tokens
+    parts: bool  # each rank has a part of the layers; else the whole layers, for a part of the tokens
 
 
 INNER = (Axis("cp", parts=False), Axis("tp", parts=True))
-At = tuple[int, ...]  # where a rank is along the axes of INNER; (): first along all
+At = tuple[int, ...]  # coordinates of a rank along the axes of INNER; (): all 0
 ONE = (1,) * len(INNER)
 
 
 def inner_of(traits: Any) -> At:
-    """How many ranks something with a field for each axis of INNER has along them."""
+    """Number of ranks along each axis of INNER, read from the fields of these names."""
     return tuple(getattr(traits, axis.name) for axis in INNER)
 
 
 class Place(NamedTuple):
-    """A rank of the run by the axes: its replica of the pipeline, its rank there, where it is along those of INNER."""
+    """Coordinates of a rank of the run: replica of the pipeline, rank in the pipeline, coordinates along INNER."""
 
     dp: int
     pp: int
@@ -48,17 +48,17 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """How many there are of everything a step is shared out among; `node[0]` divides `pp`, `node[1]` divides `dp`."""
+    """The size of each axis that a step is split along; `node[0]` divides `pp`, `node[1]` divides `dp`."""
 
     pp: int  # ranks of one pipeline
-    dp: int = 1  # replicas of the pipeline; each runs its ops, and collectives meet over all of them
+    dp: int = 1  # replicas of the pipeline; each runs its ops, and collectives are over all of them
     pipes: int = 1  # directions of a pipeline
-    node: tuple[int, int] | None = None  # what shares a node; None: replicas follow one another
+    node: tuple[int, int] | None = None  # pipeline ranks, and replicas of each, on a node; None: replica by replica
     slices: int = 1  # of a microbatch
     microbatches: int = 1  # of a step, in each replica
     inner: At = ONE  # ranks along each axis of INNER
     order: tuple[int, ...] = ()  # seat -> rank of the run; (): as numbered
-    replicas: tuple[int, ...] = ()  # ranks of each stage, where stages have one rank or more each; (): elsewhere
+    replicas: tuple[int, ...] = ()  # number of ranks of each stage, if stages have replicas of their own; else ()
     hosts: tuple[str, ...] = ()  # of each rank of a run, once they are known
 
     @property
@@ -68,7 +68,7 @@ class Topology:
 
     @property
     def width(self) -> int:
-        """The ranks of a run that are one rank of a pipeline."""
+        """The number of ranks of a run per rank of a pipeline."""
         return math.prod(self.inner)
 
     @property
@@ -78,12 +78,12 @@ class Topology:
 
     @property
     def copies(self) -> int:
-        """The ranks of a run that are one rank of the pipeline and have the same part of its layers."""
+        """The number of ranks of a run that hold the same part of a pipeline rank's layers."""
         return self.dp * self.width // self.parts
 
     @property
     def parts(self) -> int:
-        """Into how many parts layers are cut."""
+        """The number of parts that layers are split into."""
         return math.prod(count for count, axis in zip(self.inner, INNER, strict=True) if axis.parts)
 
     @property
@@ -92,30 +92,30 @@ class Topology:
         return self.copies == self.pipes == 1
 
     def along(self, name: str) -> int:
-        """How many ranks there are along an axis of INNER."""
+        """The number of ranks along an axis of INNER."""
         return self.inner[_NUMBER[name]]
 
     @property
     def every(self) -> Iterator[At]:
-        """Each place along the axes of INNER, in the order of ranks."""
+        """All coordinates along the axes of INNER, in the order of ranks."""
         return product(*map(range, self.inner))
 
     def part(self, at: At) -> int:
-        """The number of the part of layers that ranks at this place have."""
+        """The number of the part of the layers that ranks at these coordinates hold."""
         found = 0
         for count, where, axis in zip(self.inner, at or (0,) * len(INNER), INNER, strict=True):
             found = found * count + where if axis.parts else found
         return found
 
     def copy(self, rank: int) -> int:
-        """The number of a rank among `copies`: first come those of all replicas that are first along INNER."""
+        """The index of a rank among its `copies`: replicas innermost, then axes of INNER without parts."""
         place, found = self.of(rank), 0
         for count, where, axis in zip(self.inner, place.at, INNER, strict=True):
             found = found if axis.parts else found * count + where
         return found * self.dp + place.dp
 
     def rank(self, dp: int, pp: int, at: At = ()) -> int:
-        """The rank of the run that is rank `pp` of replica `dp`, at this place along the axes of INNER."""
+        """The rank of the run for rank `pp` of replica `dp`, at coordinates `at` along INNER."""
         return self._seat(dp, pp) * self.width + self._inside(at)
 
     def _seat(self, dp: int, pp: int) -> int:
@@ -131,33 +131,33 @@ class Topology:
         return found
 
     def ranks(self, of: Iterable[int], at: At = ()) -> tuple[int, ...]:
-        """The ranks of the run that are these ranks of the pipeline, in any replica, with the part of layers that those
-        at this place have; ascending."""
+        """The ranks of the run, ascending, for these ranks of the pipeline in any replica, that hold the same part of
+        the layers as the ranks at `at`."""
         seats, part = {self._seat(dp, pp) * self.width for pp in {*of} for dp in range(self.dp)}, self.part(at)
         alike = [self._inside(one) for one in self.every if self.part(one) == part]
         return tuple(sorted(seat + one for seat in seats for one in alike))
 
     def held(self, pp: int) -> tuple[int, ...]:
-        """The ranks of the run that are one of a pipeline, in any replica; ascending."""
+        """The ranks of the run for rank `pp` of a pipeline, in any replica; ascending."""
         return tuple(sorted(self.rank(dp, pp, at) for dp in range(self.dp) for at in self.every))
 
     def beside(self, name: str, rank: int) -> tuple[int, ...]:
-        """The ranks of the run that are where one of them is but along an axis of INNER, ascending."""
+        """The group of a rank along an axis of INNER: ranks that differ in this coordinate only, ascending."""
         count, step = self.along(name), math.prod(self.inner[_NUMBER[name] + 1 :])
         first = rank - rank // step % count * step
         return tuple(range(first, first + count * step, step))
 
     def circles(self, name: str) -> set[tuple[int, ...]]:
-        """All that are beside each other along an axis of INNER; none along one of a single rank."""
+        """All groups along an axis of INNER; empty if the axis has size 1."""
         return {self.beside(name, rank) for rank in range(self.world)} if self.along(name) > 1 else set()
 
     @property
     def inside(self) -> set[tuple[int, ...]]:
-        """The ranks of the run that meet inside of ops."""
+        """The groups of ranks that communicate inside of ops."""
         return {ranks for axis in INNER for ranks in self.circles(axis.name)}
 
     def of(self, rank: int) -> Place:
-        """Where a rank of the run is."""
+        """The coordinates of a rank of the run."""
         along, across = self.node or (self.pp, 1)
         at = list[int]()
         for count in reversed(self.inner):
@@ -171,7 +171,7 @@ class Topology:
 
     @property
     def axes(self) -> str:
-        """` (2 pp x 2 dp)`, behind a number of ranks; nothing where that says it."""
+        """` (2 pp x 2 dp)`, to follow a number of ranks; empty if the only axis is pp."""
         if self.dp == self.width == 1:
             return ""
         counts = [(self.dp, "dp"), *zip(self.inner, (axis.name for axis in INNER), strict=True)]
@@ -181,7 +181,7 @@ class Topology:
     def name(self, rank: int) -> str:
         """A rank of the run for messages: `rank 5`, with replicas `rank 5 [dp 1, pp 1]`, also `[pp 1, tp 0]`.
 
-        With an order `[pp 1]`; of stages with replicas `[stage 0, replica 1]`; on several machines ` on node-2`.
+        With an order `[pp 1]`; with replicas of stages `[stage 0, replica 1]`; on several machines also ` on node-2`.
         """
         if len(set(self.hosts)) > 1 and 0 <= rank < len(self.hosts):
             return f"{replace(self, hosts=()).name(rank)} on {self.hosts[rank]}"
