@@ -117,7 +117,7 @@ def _rebuild(code: str, message: str, where: str | None, hint: str | None, detai
 
 def unwritten(path: Path, error: OSError) -> str:
     """Why `path` cannot be written; names the file if one is in place of a folder above it."""
-    above = next((place for place in path.parents if os.path.isfile(place)), None)  # where a name may be too long
+    above = next((place for place in path.parents if os.path.isfile(place)), None)  # isfile takes too long names
     return error.strerror or str(error) if above is None else f"{above} is a file"
 
 

@@ -216,8 +216,8 @@ class Row(NamedTuple):
     blocks: bool = False  # the compute lane waits for its event
     early: bool = False  # its event begins when its inputs exist, not when its rank comes to it
     closes: str = ""  # which end of a step it belongs to: "barrier" or "ahead"
-    repeats: bool = False  # may stand before REDO, which runs it again
-    family: str = ""  # what a search policy places it as: "forward", "input" or "weight" (gradients)
+    repeats: bool = False  # may come before REDO, which runs it again
+    family: str = ""  # its class in a search policy: "forward", "input" or "weight" (gradients)
     look: Look | None = None  # None: pictures leave it out
     needs: str = ""  # names of the owner's bytes that it takes while it runs
     goes_on: str = ""  # names of the owner's bytes that it takes until its event has completed
@@ -238,7 +238,7 @@ def _look(letters: str, name: str, fills: str, shades: tuple[int, ...], ink: str
     return Look(letters[0], letters[-1], name, (each[0], each[-1]), (shades[0], shades[-1]), ink)
 
 
-_INPUTS = "kept grad@SINKS kv dkv@LATER"  # of a backward: it reads them, and nobody reads them after it
+_INPUTS = "kept grad@SINKS kv dkv@LATER"  # a backward reads and frees them
 _UNIT, _STAGE, _RANK = Scope.UNIT, Scope.STAGE, Scope.RANK
 _COMPUTE, _LINK, _COLLECTIVE = Lane.COMPUTE, Lane.LINK, Lane.COLLECTIVE
 

@@ -39,7 +39,7 @@ def torch_schedule(
 ) -> schedules._PipelineScheduleRuntime:
     """Torch's pipelining runtime for the `PipelineStage`s of this rank, with the order of a plan (or its path).
 
-    `loss_fn(output, target)` is a mean over a microbatch. `options` are those of torch's schedules, such as
+    `loss_fn(output, target)` is a mean over a microbatch. `options` go to torch's schedule, such as
     `args_chunk_spec`. Raises E413 for a plan that torch cannot express, E416 for stages that are not the plan's.
     """
     order = open_plan(plan) if isinstance(plan, str | Path) else plan

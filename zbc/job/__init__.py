@@ -1,1 +1,1 @@
-"""From the TOML of a job to the job, with every problem of it at its place."""
+"""Reads jobs from TOML, and reports every problem with its place."""

@@ -1,9 +1,9 @@
-"""`[adapter]`: small matrices beside linear layers that train in place of them (LoRA, arXiv 2106.09685).
+"""`[adapter]`: low-rank matrices that train in place of the weights of linear layers (LoRA, arXiv 2106.09685).
 
     y = W x + b + alpha / rank B A x        A: rank x inputs, B: outputs x rank, 0 at first; all else is frozen
 
-A linear layer of a built-in model may be several layers of its Hugging Face folder, one below the other: each of these
-that is a target has an adapter of its own, as it has there.
+A linear layer of a built-in model may stack several layers of its Hugging Face folder: each target among these has an
+adapter of its own, as in Hugging Face.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Adapter(Section):
-    """`[adapter]`: what trains in place of the weights of a model."""
+    """`[adapter]`: low-rank matrices that train in place of the weights of a model."""
 
     rank: Annotated[int, Field(ge=0, le=65_536)] = Field(
         0, description="of what is added to the matrices of linear layers (LoRA); 0: the weights themselves train"
@@ -40,22 +40,22 @@ class Adapter(Section):
 
     @property
     def scale(self) -> float:
-        """What is added counts so many times."""
+        """The factor of the adapter's output, alpha / rank."""
         return 1.0 if self.alpha is None or not self.rank else self.alpha / self.rank
 
     @property
     def timed(self) -> dict[str, object]:
-        """What times of layers depend on; {} without adapters."""
+        """The settings that times of layers depend on; {} without adapters."""
         return {"rank": self.rank, "targets": self.targets} if self.rank else {}
 
     def names(self, *called: str) -> bool:
-        """Whether a linear layer that is called so, in several places, is a target."""
+        """Whether a linear layer with these names is a target."""
         ends = [".".join(parts[i:]) for name in called if (parts := name.split(".")) for i in range(len(parts))]
         return any(fnmatchcase(end, target) for end in ends for target in self.targets)
 
 
 class Part(NamedTuple):
-    """Of the outputs of a linear layer, those from `start` to `stop`, which have an adapter: `name` in files."""
+    """Outputs `start` to `stop` of a linear layer, which have an adapter of their own: `name` in files."""
 
     name: str
     start: int
@@ -63,12 +63,12 @@ class Part(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name inside of the layer."""
+        """Its name within the layer."""
         return self.name.rpartition(".")[2]
 
 
 def parts(adapter: Adapter, model: Model, linear: str, outputs: int) -> list[Part]:
-    """Those of the linear layer that is called `layers.3.qkv` and has so many outputs; [] where it is no target."""
+    """The parts with adapters of a linear layer (`layers.3.qkv`) with `outputs` outputs; [] if it is no target."""
     if not model.builtin:
         return [Part(linear, 0, outputs)] if adapter.names(linear) else []
     found, start = list[Part](), 0
@@ -82,19 +82,19 @@ def parts(adapter: Adapter, model: Model, linear: str, outputs: int) -> list[Par
 
 
 def linears(model: Model) -> tuple[str, ...]:
-    """Those of a block of a built-in model."""
+    """Names of the linear layers in a block of a built-in model."""
     return ("qkv", "proj", "gate_up" if model.family == "llama" else "up", "down")
 
 
 def called(model: Model) -> Iterator[tuple[str, ...]]:
-    """The names of the linear layers of a built-in model's blocks: its own, and those of its Hugging Face folder."""
+    """The names of each linear layer of a built-in model's blocks: its own, then its names in a Hugging Face folder."""
     for i in range(model.layers if model.builtin else 0):
         for linear in (f"layers.{i}.{name}" for name in linears(model)):
             yield linear, *(one.name.removesuffix(".weight") for one in hfnames.parts(model, f"{linear}.weight"))
 
 
 def unknown(adapter: Adapter, layers: Iterable[Sequence[str]], where: str | None = None) -> Iterator[ZbcError]:
-    """E110 for targets that no linear layer is; `layers`: the names of each."""
+    """E110 for targets that match no linear layer; `layers`: the names of each layer."""
     known = list(layers)
     for target in adapter.targets if adapter.rank else ():
         if not any(adapter.model_copy(update={"targets": [target]}).names(*names) for names in known):
@@ -108,5 +108,5 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
     adapter, model = draft.sections.get("adapter"), draft.sections.get("model")
     if adapter is None or not (adapter.rank and adapter.targets) or model is None or not model.builtin or model.experts:
         return
-    few = model.model_copy(update={"layers": min(model.layers, LAYERS)})  # of more layers another rule complains
+    few = model.model_copy(update={"layers": min(model.layers, LAYERS)})  # another rule rejects more layers
     yield from unknown(adapter, called(few), draft.document.where(("adapter", "targets")))

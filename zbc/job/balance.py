@@ -1,4 +1,4 @@
-"""`[data] balance = "length"`: what it goes with."""
+"""`[data] balance = "length"`: the settings that it needs and excludes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ALONE = ("tokens_per_microbatch", "max_microbatches")
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
-    """E103, E110 and E117."""
+    """E103, E110 and E117 for settings that contradict it."""
     data, planned = draft.sections.get("data"), draft.sections.get("schedule")
     if data is None or planned is None:
         return

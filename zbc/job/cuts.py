@@ -1,7 +1,7 @@
-"""Where the sequence of a microbatch is cut into slices: equal time under causal attention, equal length, or as given.
+"""Partitions the sequence of a microbatch into slices: of equal time under causal attention, equal length, or as given.
 
-A token at position t costs `linear + attend t`: the weights it meets, and the keys it attends to. So tokens [a, b) take
-linear (b - a) + attend (b^2 - a^2) / 2, and the places that make slices of equal time are roots of a quadratic. Forward
+A token at position t costs `linear + attend t`: its matrix products, and the keys it attends to. So tokens [a, b) take
+linear (b - a) + attend (b^2 - a^2) / 2, and the boundaries of slices of equal time are roots of a quadratic. Forward
 and backward of attention and of products keep this ratio; only W has no attention. Real kernels have steps and a floor:
 `from_measured` takes any time of (a, b) that grows with b and falls with a.
 """
@@ -19,12 +19,12 @@ from zbc.job.sections import Hardware, Parallel, Schedule
 from zbc.job.slice_times import SliceTimes
 
 MULTIPLE = {"cuda": 128, "cpu": 1}  # of tokens: tiles of the kernels
-Cuts = tuple[int, ...]  # where slices begin, and the end of the sequence
-_STEPS = 60  # of a bisection
+Cuts = tuple[int, ...]  # starts of the slices, and the end of the sequence
+_STEPS = 60  # of the bisection
 
 
 def cuts_of(job: Job) -> Cuts:
-    """The places of a job with several slices; () for one slice."""
+    """The boundaries of a job's slices; () for one slice."""
     count, length = job.slices, job.model.seq_len
     if count == 1 or length is None:
         return ()
@@ -39,14 +39,14 @@ def cuts_of(job: Job) -> Cuts:
 
 
 def multiple_of(hardware: Hardware, parallel: Parallel | None) -> int:
-    """Tokens of which slices are multiples: tiles of the kernels, and equal parts for the ranks that share tokens."""
+    """Tokens that slices are multiples of: tiles of the kernels, and equal parts for the ranks that share tokens."""
     if parallel is None:
         return MULTIPLE[hardware.device]
     return lcm(MULTIPLE[hardware.device], parallel.sent, 2 * parallel.cp if parallel.cp > 1 else 1)
 
 
 def shares_of(job: Job, cuts: Cuts) -> dict[str, list[float]]:
-    """The parts of a block's F, B and W that each slice takes, by a profile's times of slices or by operations."""
+    """Each slice's shares of a block's F, B and W, from a profile's times of slices or from operations."""
     times = SliceTimes.of(job.profile)
     if times is None:
         mixed = share(cuts, *flops(job.model))
@@ -57,7 +57,7 @@ def shares_of(job: Job, cuts: Cuts) -> dict[str, list[float]]:
 
 
 def flops(model: Model) -> tuple[float, float]:
-    """Of a block's forward per token, and per token and key; (1, 0) where the model's sizes are not known."""
+    """Operations of a block's forward per token, and per token and key; (1, 0) if the model's sizes are not known."""
     if not model.builtin or model.hidden is None:
         return 1.0, 0.0
     queries = (model.heads or 1) * model.head_width
@@ -67,42 +67,42 @@ def flops(model: Model) -> tuple[float, float]:
 
 
 def share(cuts: Cuts, linear: float, attend: float) -> list[float]:
-    """The part of a microbatch's time that each slice takes; they add up to 1."""
+    """Each slice's share of a microbatch's time; the sum is 1."""
     each = [linear * (b - a) + attend * (b * b - a * a) / 2 for a, b in pairwise(cuts)]
     whole = sum(each)
     return [one / whole for one in each]
 
 
 def balanced(length: int, count: int, linear: float, attend: float, multiple: int = 1) -> Cuts:
-    """Slices of equal time, each place the nearest multiple; at least one multiple apart where the length allows."""
+    """Slices of equal time, boundaries rounded to multiples; at least one multiple long if the length allows it."""
     total = linear * length + attend * length * length / 2
     cuts = [0]
     for j in range(1, count):
         goal = total * j / count
         at = 2 * goal / (linear + sqrt(linear * linear + 2 * attend * goal))  # stable for attend -> 0
         cuts.append(max(cuts[-1] + multiple, round(at / multiple) * multiple))
-    for j in range(1, count):  # long sequences in few multiples: leave one to each slice that follows
+    for j in range(1, count):  # few multiples: leave at least one to each slice that follows
         last = -(-length // multiple) * multiple - (count - j) * multiple
         cuts[j] = min(cuts[j], last)
     return (*cuts, length)
 
 
 def from_measured(length: int, count: int, cost: Callable[[int, int], float], multiple: int = 1) -> Cuts:
-    """The slices whose slowest is fastest by `cost(a, b)`: exact on the grid of `multiple`."""
+    """Slices that minimize the largest `cost(a, b)`: exact on the grid of `multiple`."""
     places = [*range(0, length, multiple), length]
     low, high = 0.0, cost(0, length)
     for _ in range(_STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if _reaching(places, count, cost, middle) else (middle, high)
     cuts = _reaching(places, count, cost, high) or [0, length]
-    while len(cuts) <= count:  # fewer slices do it as well: halve the longest
+    while len(cuts) <= count:  # fewer slices are as fast: halve the longest
         j = max(range(len(cuts) - 1), key=lambda j: cuts[j + 1] - cuts[j])
         cuts.insert(j + 1, max(cuts[j] + multiple, (cuts[j] + cuts[j + 1]) // 2 // multiple * multiple))
     return tuple(cuts)
 
 
 def _reaching(places: list[int], count: int, cost: Callable[[int, int], float], most: float) -> list[int] | None:
-    """As far as at most `count` slices of at most that cost reach: their places, or None if that is not the end."""
+    """Greedy boundaries of at most `count` slices of cost `most` at most; None if they do not reach the end."""
     cuts, at = [0], 0
     for _ in range(count):
         low, high = at, len(places) - 1
@@ -118,11 +118,11 @@ def _reaching(places: list[int], count: int, cost: Callable[[int, int], float], 
     return None
 
 
-# ---- what cannot be -------------------------------------------------------------------------------------------------
+# ---- invalid settings ------------------------------------------------------------------------------------------------
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
-    """E103 for slices and cuts that are not inside the sequence, E110 for what cannot be cut."""
+    """E103 for slices and cuts that do not fit the sequence, E110 if there is no sequence to cut."""
     schedule: Schedule | None = draft.sections.get("schedule")
     model: Model | None = draft.sections.get("model")
     hardware: Hardware | None = draft.sections.get("hardware")
@@ -178,7 +178,7 @@ def _misplaced(draft: Draft, schedule: Schedule, count: int, length: int, multip
 
 
 def _nearest(cuts: list[int], length: int, multiple: int) -> list[int]:
-    """Lengths that work, in the proportions of these."""
+    """Valid lengths near the proportions of `cuts`."""
     scale, ends = length / sum(cuts), [0]
     for j in range(1, len(cuts)):
         left = (len(cuts) - j) * multiple

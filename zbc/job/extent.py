@@ -1,4 +1,4 @@
-"""How large a job may be: beyond that, planning it would take hours or more memory than there is."""
+"""The largest jobs that are planned: beyond, planning would take hours or run out of memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPS = 10_000_000  # compute ops of a step, over all ranks: some minutes and seve
 
 
 def problems(document: Document, layers: int | None, ranks: int | None, ops: int | None) -> Iterator[ZbcError]:
-    """E114 for more layers, ranks or ops of a step (None: not known) than there are plans for."""
+    """E114 for more layers, ranks or ops of a step (None: not known) than zbc plans."""
     if layers is not None and layers > LAYERS:
         text = f"config: model.layers = {layers} are more than zbc plans, {LAYERS}"
         yield ZbcError("E114", text, where=document.where(("model", "layers")), hint=f"use {LAYERS} or fewer")

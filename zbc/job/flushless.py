@@ -1,4 +1,4 @@
-"""What steps without a flush do not go with."""
+"""Settings that exclude steps without a flush, and those that need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FLUSHLESS = ("two-versions", "asynchronous")
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
-    """E125 for a norm of all gradients, E118 for settings that are of other steps."""
+    """E125 for a norm of all gradients, E118 for settings of another `optimizer.sync`."""
     optimizer = draft.sections.get("optimizer")
     if optimizer is None:
         return

@@ -1,8 +1,8 @@
-"""`hardware.gpu`: what the data sheet of a GPU says, in place of the keys that a job leaves open.
+"""`hardware.gpu`: numbers from the data sheet of a GPU for the keys that a job leaves open.
 
-No GPU sustains its peaks: of the arithmetic ARITHMETIC is planned with, of memory and links BYTES. These shares are
-those of A100s (the fit of bench/vocabulary.py to published runs has 230 of 312 TFLOPS and 1750 of 2039 GB/s), a little
-less where power limits larger GPUs; `zbc profile` measures in their place.
+No GPU sustains its peaks: plans assume the share ARITHMETIC of TFLOPS, and BYTES of memory and link bandwidth. The
+shares come from A100s (the fit of bench/vocabulary.py to published runs has 230 of 312 TFLOPS and 1750 of 2039 GB/s),
+rounded down as power limits larger GPUs; `zbc profile` measures the actual numbers.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from zbc.job.toml import Document
 from zbc.job.wording import did_you_mean
 
 GPU = ("hardware", "gpu")
-ARITHMETIC, BYTES = 0.7, 0.85  # of a peak, what is sustained
+ARITHMETIC, BYTES = 0.7, 0.85  # sustained share of a peak
 SUSTAINED = f"{ARITHMETIC:.0%} of its TFLOPS, {BYTES:.0%} of its GB/s"
-CPU = 20.0  # TFLOPS that a rank on a CPU does not sustain
+CPU = 20.0  # TFLOPS: more than a rank on a CPU sustains
 
 
 class Gpu(NamedTuple):
-    """Peaks of one GPU, and where they stand."""
+    """Peaks of one GPU, and their source."""
 
     tflops: float  # bfloat16 with float32 sums, no sparsity
-    memory_gib: float  # as nvidia-smi or rocm-smi has it
+    memory_gib: float  # as nvidia-smi or rocm-smi reports it
     memory_gbps: float
     link_gbps: float  # Gbit/s from one GPU to another of its node, one way
-    network_gbps: float  # Gbit/s per GPU between nodes, in the vendor's own system; 100 where there is none
+    network_gbps: float  # Gbit/s per GPU between nodes, in the vendor's own system; 100 if there is none
     link: str
     source: str
 
@@ -40,7 +40,7 @@ GPUS = {
     "b200": Gpu(2250, 180, 8000, 7200, 400, "NVLink 5", "NVIDIA DGX B200 data sheet, 2024"),
     "a100-80g": Gpu(312, 80, 2039, 2400, 200, "NVLink 3", "NVIDIA A100 80GB SXM and DGX A100 data sheets, 2021"),
     "a100-40g": Gpu(312, 40, 1555, 2400, 200, "NVLink 3", "NVIDIA A100 40GB SXM and DGX A100 data sheets, 2020"),
-    # Of each pair of GPUs; an all-reduce over all eight has seven such links at a time.
+    # The link is per pair of GPUs; an all-reduce over all eight uses seven such links at a time.
     "mi300x": Gpu(1307, 192, 5300, 512, 400, "Infinity Fabric, a pair", "AMD Instinct MI300X data sheet, 2023"),
     "l40s": Gpu(362, 45, 864, 256, 100, "PCIe 4 x16", "NVIDIA L40S data sheet, 2023; 48 GB less ECC"),
     "rtx4090": Gpu(165, 24, 1008, 256, 100, "PCIe 4 x16", "NVIDIA Ada GPU architecture white paper, 2022"),
@@ -49,13 +49,13 @@ SHORT = {"h100": "h100-sxm", "a100": "a100-80g", "a100-80gb": "a100-80g", "a100-
 
 
 def find(name: str) -> Gpu | None:
-    """A GPU by its name, however it is written: `H100_SXM`."""
+    """A GPU by its name, in any spelling: `H100_SXM`; None if there is none."""
     plain = name.lower().replace("_", "-").replace(" ", "-")
     return GPUS.get(SHORT.get(plain, plain))
 
 
 def named(name: str, where: str | None = None, key: str = "hardware.gpu") -> Gpu:
-    """The same; raises E103 with the nearest name where there is none."""
+    """A GPU by its name; raises E103 with the nearest name if there is none."""
     found = find(name)
     if found is None:
         known = f"known: {', '.join(GPUS)}"
@@ -66,7 +66,7 @@ def named(name: str, where: str | None = None, key: str = "hardware.gpu") -> Gpu
 
 
 def values(gpu: Gpu) -> dict[tuple[str, str], float | str]:
-    """What a job of such GPUs has where it says nothing else."""
+    """Default settings of a job with this GPU."""
     return {
         ("hardware", "device"): "cuda",
         ("hardware", "memory_gib"): float(gpu.memory_gib),
@@ -79,10 +79,10 @@ def values(gpu: Gpu) -> dict[tuple[str, str], float | str]:
 
 
 def filled(document: Document) -> Document:
-    """A document with what `hardware.gpu` stands for; those values have its place.
+    """A document with the values that `hardware.gpu` stands for, at its place.
 
-    A key beside it counts before it; one of a file that is extended, or of the file under --set hardware.gpu, does not.
-    Wrong names are for the rules.
+    A key at the same level overrides it; a key of an extended file, or of the file under --set hardware.gpu, does not.
+    Unknown names are left to the rules.
     """
     hardware = document.values.get("hardware")
     name = hardware.get("gpu") if isinstance(hardware, dict) else None
@@ -101,7 +101,7 @@ def filled(document: Document) -> Document:
 
 
 def measured(hardware: Hardware) -> Hardware:
-    """Without the link of a data sheet, in whose place a profile has measured one."""
+    """Without the link of the data sheet: a profile has measured one."""
     sheet = None if hardware.gpu is None else find(hardware.gpu)
     if sheet is None or hardware.link_gbps != values(sheet)["hardware", "link_gbps"]:
         return hardware
@@ -109,7 +109,7 @@ def measured(hardware: Hardware) -> Hardware:
 
 
 def forgotten(hardware: Hardware) -> str | None:
-    """What to say of a job with arithmetic that no CPU has, whose device was left at "cpu"."""
+    """A warning for a job with more TFLOPS than a CPU has and the default device "cpu"; else None."""
     tflops = hardware.fastest.tflops
     if "device" in hardware.model_fields_set or not isinstance(tflops, float) or tflops <= CPU:
         return None

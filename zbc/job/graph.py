@@ -1,9 +1,9 @@
-"""`model.graph`: named groups of layers and which groups each one reads, and what makes a graph wrong.
+"""`model.graph`: named groups of layers, the groups that each one reads, and the checks of such a graph.
 
     graph  = { vision = [], text = [], fuse = ["vision", "text"], decoder = ["fuse"] }
     groups = { vision = 4, text = 2, fuse = 1, decoder = 4 }
 
-The layers of a model are numbered group by group, each group after those it reads.
+The layers of a model are numbered group by group, each group after the groups it reads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ Graph = Mapping[str, Sequence[str]]
 
 
 def in_order(graph: Graph) -> list[str]:
-    """The groups, each after those it reads and else as they are written; those on a cycle, and behind one, are left
-    out."""
+    """The groups in topological order, else as written; without groups on a cycle or after one."""
     found: list[str] = []
     while ready := [name for name, reads in graph.items() if name not in found and {*reads} <= {*found}]:
         found.append(ready[0])
@@ -30,7 +29,7 @@ def in_order(graph: Graph) -> list[str]:
 
 
 def spans(model: Model) -> dict[str, range]:
-    """The layers of each group by their numbers, group after group; of a model without a graph nothing."""
+    """The numbers of each group's layers, group after group; {} for a model without a graph."""
     found, at = dict[str, range](), 0
     for name in in_order(model.graph):
         found[name] = range(at, at + model.groups[name])
@@ -46,7 +45,7 @@ def names(model: Model) -> list[str]:
 
 
 def problems(model: Model, document: Document) -> Iterator[ZbcError]:
-    """E110 for groups of a built-in model, E128 for a graph that is none."""
+    """E110 for groups of a built-in model, E128 for an invalid graph."""
     where = document.where(("model", "graph"))
     if model.builtin and (model.graph or model.groups):
         text = f"config: model.graph is for layers of a factory, family is {model.family}"
@@ -65,7 +64,7 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
 
 
 def _wrong(model: Model) -> Iterator[tuple[str, str]]:
-    """What is wrong with a graph, and what to do."""
+    """Problems of a graph, each with a fix."""
     graph, groups = model.graph, model.groups
     if missing := [name for name in graph if name not in groups]:
         hint = f"add groups = {{ {', '.join(f'{name} = 1' for name in missing)} }} with the layers of each"
@@ -89,10 +88,10 @@ def _wrong(model: Model) -> Iterator[tuple[str, str]]:
 
 
 def _cycle(graph: Graph) -> list[str]:
-    """A cycle in the direction in which outputs go, its first group once more at its end."""
+    """A cycle in the direction of outputs, with its first group again at its end."""
     left = [name for name in graph if name not in in_order(graph)]
     path = [left[0]]
-    while True:  # each of these reads another one of these
+    while True:  # each group of `left` reads another group of `left`
         path.append(next(one for one in graph[path[-1]] if one in left))
         if path[-1] in path[:-1]:
             return path[path.index(path[-1]) :][::-1]

@@ -1,7 +1,7 @@
-"""Between `[model]` and the config.json of a Hugging Face folder, for GPT-2, Llama and its variants, also with experts.
+"""Converts `[model]` from and to a Hugging Face config.json, for GPT-2, Llama and its variants, also with experts.
 
-What zbc would compute in another way than transformers does is refused by the name of its key, never ignored. Dropout
-rates are not read: zbc's families have no dropout.
+A key that zbc would compute in another way than transformers is refused by name, never ignored. Dropout rates are not
+read: zbc's families have no dropout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zbc.errors import ZbcError
 from zbc.job.model_section import AROUND, GEMMA, OWN, Model, RopeScaling
 
 CONFIG = "config.json"
-_ALIKE = 3  # letters with which names of related models begin alike
+_ALIKE = 3  # common first letters of the names of related models
 _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _GATES = ("hidden_act", "hidden_activation")  # the activation of the gate of a gemma, in either
 _FIXED: dict[str, dict[str, Any]] = {  # key -> the only value that zbc computes
@@ -47,7 +47,7 @@ _FIXED: dict[str, dict[str, Any]] = {  # key -> the only value that zbc computes
 
 @dataclass(frozen=True)
 class _Variant:
-    """What transformers takes where the config.json of a variant of Llama has no such key."""
+    """Defaults of transformers for keys that the config.json of a variant of Llama lacks."""
 
     hidden: int = 4096
     ffn: int = 11008
@@ -62,12 +62,12 @@ class _Variant:
     padding: int | None = None
     theta: float = 10000.0
     count: str = "num_experts"  # the key of the number of experts
-    width: str = "moe_intermediate_size"  # and that of their width
-    experts: tuple[int, int, int, bool] | None = None  # their number, how many a token meets, width, `norm_top_k`
-    window: int | None = None  # of all layers but every `every`-th
+    width: str = "moe_intermediate_size"  # the key of their width
+    experts: tuple[int, int, int, bool] | None = None  # number of experts, top k, width, `norm_top_k`
+    window: int | None = None  # of all layers except every `every`-th
     every: int = 1  # or, without a window, every such layer has no positions
     caps: tuple[float | None, float | None] = (None, None)  # of scores and logits
-    shared: int | None = None  # the width of the expert that all tokens meet
+    shared: int | None = None  # the width of the shared expert
 
 
 _VARIANTS = {
@@ -146,7 +146,7 @@ _WINDOWED = {
 
 
 def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
-    """The config.json of a folder, or what it is called there. Raises E520."""
+    """The config.json of a folder, or another file by `name`. Raises E520."""
     path = folder / name
     hint = "name a folder with config.json and *.safetensors, as transformers' save_pretrained writes it"
     try:
@@ -161,9 +161,9 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
 
 
 def model_of(config: Mapping[str, Any], source: str) -> Model:
-    """The `[model]` that computes what transformers computes with `config`; `seq_len` is the longest it allows.
+    """The `[model]` with the same function as transformers' model of `config`; `seq_len` is the longest it allows.
 
-    Raises E521 for what zbc does not have; `source` names the file in messages.
+    Raises E521 for features that zbc lacks; `source` names the file in messages.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FIXED:
@@ -206,7 +206,7 @@ def _gpt2(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _llama(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Of Llama and its variants. `seq_len` ends at a sliding window: up to there it is causal attention as any."""
+    """`[model]` of Llama and its variants. `seq_len` ends at a sliding window: within it attention is plain causal."""
     kind = config["model_type"]
     given = config.get("sliding_window") if kind in _WINDOWED or config.get("use_sliding_window") else None
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
@@ -247,7 +247,7 @@ _GRANITE = {
 
 
 def _own(config: Mapping[str, Any], default: _Variant) -> dict[str, Any]:
-    """What few variants have."""
+    """Keys of Granite, SmolLM3 and Gemma."""
     kind = config["model_type"]
     if kind == "granite":
         return {key: float_of(config.get(theirs, 1.0)) for key, theirs in _GRANITE.items()}
@@ -271,7 +271,7 @@ def _own(config: Mapping[str, Any], default: _Variant) -> dict[str, Any]:
 
 
 _CAPS = {"scores_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}
-_HAS = {  # of OWN, what a variant has
+_HAS = {  # variant -> its keys of OWN
     "granite": (*_GRANITE,),
     "gemma2": ("attention_scale", "window", "whole_every", *_CAPS),
     "gemma3_text": ("attention_scale", "window", "whole_every", "window_theta", "logits_cap"),
@@ -280,7 +280,7 @@ _HAS = {  # of OWN, what a variant has
 
 
 def _every(alike: list[bool]) -> int | None:
-    """n where all layers but every n-th are alike; None where all are. Raises ValueError for any other order."""
+    """n if all layers but every n-th are alike; None if all are. Raises ValueError for any other order."""
     if all(alike):
         return None
     every = alike.index(False) + 1
@@ -306,7 +306,7 @@ def _experts(config: Mapping[str, Any], default: _Variant, source: str) -> dict[
 
 
 def window_of(config: Mapping[str, Any]) -> int | None:
-    """How many positions back a layer of the model looks at most; None where all of them see everything before."""
+    """The sliding window of the model, in positions; None if all layers see all positions before."""
     kind = config.get("model_type")
     if kind in _WINDOWED:
         window: int | None = config.get("sliding_window", _WINDOWED[kind])
@@ -321,7 +321,7 @@ def window_of(config: Mapping[str, Any]) -> int | None:
 
 
 def _rope(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Bases and scaling: in `rope_parameters` since transformers 5, in `rope_theta` and `rope_scaling` before."""
+    """Rotary bases and scaling: from `rope_parameters` since transformers 5, `rope_theta` and `rope_scaling` before."""
     key = "rope_scaling" if config.get("rope_scaling") is not None else "rope_parameters"
     rope, local = config.get(key) or {}, config.get("rope_local_base_freq")
     usual, mixed = _VARIANTS[config["model_type"]].theta, config["model_type"] == "gemma3_text"
@@ -367,7 +367,7 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], key: str, sourc
 
 
 def float_of(value: Any) -> Any:
-    """JSON writes 500000 where 500000.0 is meant."""
+    """A whole number of JSON as a float: 500000 for 500000.0; other values unchanged."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     return float(value) if whole and abs(value) < 2**63 else value
 
@@ -379,20 +379,20 @@ def _refused(source: str, key: str, value: Any, why: str, near: str | None = Non
 
 
 def _nearest(kind: str) -> str:
-    """Of the kinds that zbc reads the one whose name begins like this one, a llama where none does."""
+    """The kind that zbc reads with the longest common beginning of its name; llama if none is near."""
     common = {known: next((i for i in range(len(kind)) if kind[: i + 1] != known[: i + 1]), 99) for known in _FIXED}
     best = max(common, key=lambda known: (common[known], -len(known)))
     return f"{best if common[best] >= _ALIKE else 'llama'}, the nearest that zbc has"
 
 
-# ---- a job beside a folder -----------------------------------------------------------------------------------
+# ---- a job against a folder ----------------------------------------------------------------------------------
 
 _COMPARED = ("family", "layers", "hidden", "heads", "head_width", "kv_width", "vocab", "norm_eps")
 _OF_EXPERTS = ("experts", "met", "expert_width", "shared_hidden", "norm_top_k", "router", "first_dense")
 
 
 def check_fits(job: Model, config: Mapping[str, Any], source: str) -> Model:
-    """The model of the folder. Raise E521, and E522 with every size in which the job is another model than that."""
+    """The model of the folder. Raises E521, and E522 with every size in which the job differs from it."""
     folder = model_of(config, source)
     keys = [*_COMPARED, "rotary", *(_OF_EXPERTS if folder.experts or job.experts else ("mlp_width",))]
     keys += ["variant", "attention_bias", "padding_token", *OWN] if folder.family == "llama" == job.family else []
@@ -427,7 +427,7 @@ def _shown(value: Any) -> str:
 
 
 def config_of(model: Model) -> dict[str, Any]:
-    """The config.json with which transformers computes what zbc computes. Raises E524 where there is none."""
+    """The config.json with which transformers computes the same function. Raises E524 if there is none."""
     if not model.builtin:
         text = f"run: family {model.family} cannot be written as a Hugging Face folder"
         raise ZbcError("E524", text, hint="save the weights of a family of your own in your own code")
@@ -460,9 +460,9 @@ def config_of(model: Model) -> dict[str, Any]:
 
 
 def config_from(source: Mapping[str, Any], model: Model, dtype: str) -> dict[str, Any]:
-    """The config.json of a folder whose training began with the model of `source`, with weights of type `dtype`.
+    """The config.json of a model trained from the model of `source`, with weights of type `dtype`.
 
-    All that `source` says stays, of what zbc does not read as well, but for what this training made otherwise.
+    Keys of `source` are kept, also those that zbc does not read, except for those that this training changed.
     """
     made = config_of(model)
     given = model_of(source, CONFIG)
@@ -537,7 +537,7 @@ def _rope_config(model: Model) -> dict[str, Any]:
 
 
 def _by_layer(model: Model, rope: dict[str, Any]) -> dict[str, Any]:
-    """Of a gemma3_text, which has rotary positions of its own in layers with a window."""
+    """Rotary parameters per type of layer for gemma3_text, whose layers with a window have a base of their own."""
     if model.variant != "gemma3_text":
         return rope
     near = {"rope_type": "default", "rope_theta": model.window_theta or model.rope_theta}
@@ -545,7 +545,7 @@ def _by_layer(model: Model, rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _own_config(model: Model) -> dict[str, Any]:
-    """What few variants have."""
+    """Keys of Granite, SmolLM3 and Gemma."""
     size = (model.attention_scale or model.head_width**-0.5) ** -2
     if model.variant == "granite":
         scales = {theirs: getattr(model, key) for key, theirs in _GRANITE.items()}

@@ -1,6 +1,6 @@
-"""Which tensors of a Hugging Face folder make up a parameter of a built-in family.
+"""Maps parameters of built-in families to the tensors of a Hugging Face folder.
 
-zbc has one matrix where transformers has several that read the same input (q, k, v; gate and up), one below the other.
+zbc stacks the rows of matrices that read the same input (q, k, v; gate and up) into one parameter.
 GPT-2's matrices are stored as (inputs, outputs), all others as (outputs, inputs).
 """
 
@@ -12,7 +12,7 @@ from zbc.job.model_section import Model
 
 
 class TensorRows(NamedTuple):
-    """One tensor of a folder: so many rows of the parameter (None: all there are), transposed there or not."""
+    """One tensor of a folder: `rows` of the parameter (None: all), stored transposed or not."""
 
     name: str
     rows: int | None = None
@@ -37,7 +37,7 @@ _LLAMA = {
     "norm2": "post_attention_layernorm",
     "down": "mlp.down_proj",
 }
-_OWN = {  # of a variant, what the others call otherwise
+_OWN = {  # variant -> modules with another name than in the other variants
     "phi3": {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
     "gemma2": {"norm2": "pre_feedforward_layernorm"},
     "gemma3_text": {"norm2": "pre_feedforward_layernorm"},
@@ -47,7 +47,7 @@ HEAD = "lm_head.weight"
 
 
 def parts(model: Model, parameter: str) -> list[TensorRows]:
-    """What the parameter with this global name (`layers.3.qkv.weight`) is made of, from its first row on."""
+    """The tensors that make up the parameter with this global name (`layers.3.qkv.weight`), from its first row on."""
     return _llama(model, parameter) if model.family == "llama" else _gpt2(parameter)
 
 
@@ -90,7 +90,7 @@ def _llama(model: Model, parameter: str) -> list[TensorRows]:
 
 
 def _experts(model: Model, stem: str, inside: list[str]) -> list[TensorRows]:
-    """Of `router`, `experts.3.gate_up`, `shared.down` and the like."""
+    """The tensors of `router`, `experts.3.gate_up`, `shared.down` and so on."""
     mixtral = model.variant == "mixtral"
     stem += ".block_sparse_moe" if mixtral else ".mlp"
     if inside[0] in ("router", "shared_gate"):

@@ -1,7 +1,7 @@
 """Hugging Face models that zbc plans but does not train yet, as the nearest model that it has.
 
-`[model]` of these is a stand-in: about as many weights and operations, of which the differences are told. Its key
-`stands_for` names the model, and keeps a run from training another one.
+Their `[model]` is a stand-in with about as many weights and operations; the differences are reported. The key
+`stands_for` names the model and keeps it from being trained.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from zbc.errors import ZbcError
 from zbc.job import hfconfig
 from zbc.job.model_section import Model
 
-_KV_HEADS = 8  # of what stands for latent attention
+_KV_HEADS = 8  # of the stand-in for latent attention
 
 
 def model_of(config: Mapping[str, Any], source: str) -> tuple[Model, list[str]]:
-    """The model to plan with, and in what it is another than that of `config`; [] where zbc trains the very model.
+    """The model to plan with, and its differences from the model of `config`; [] if zbc trains that model.
 
     Raises E521 as `hfconfig.model_of`.
     """
@@ -49,7 +49,7 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """DeepSeek-V2 and V3: latent attention, and experts beside a shared one without a gate."""
+    """DeepSeek-V2 and V3: latent attention, and experts with a shared expert without a gate."""
     h, heads, rope = config["hidden_size"], config["num_attention_heads"], config["qk_rope_head_dim"]
     key, value, latent = config["qk_nope_head_dim"], config["v_head_dim"], config["kv_lora_rank"]
     query = heads * (key + rope)

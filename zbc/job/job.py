@@ -1,4 +1,4 @@
-"""A job: the tables of its file, and, while it is read, what is wrong with them."""
+"""A job: the tables of its file, and, while it is read, the problems found in them."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from zbc.text import GIB
 
 _SINCE: dict[
     str, tuple[str, ...]
-] = {  # keys that a plan names only where they are set: without them it is what it was before there were any
+] = {  # keys that a plan stores only if they are set: ids of plans from before these keys stay the same
     "model": ("graph", "groups", "loss_chunk", "z_loss", "label_smoothing"),
     "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches"),
     "parallel": ("cp", "vocabulary", "vocabulary_sums"),
     "hardware": ("gpu",),
     "costs": ("cp", "s", "t", "i", "e"),
 }
-RESERVE = 0.06  # of the memory of a GPU, unless the job or a profile says otherwise
+RESERVE = 0.06  # share of a GPU's memory to keep free, unless the job or a profile says otherwise
 
 
 @dataclass(frozen=True)
 class Job:
-    """A complete, valid description, and where each value was written."""
+    """A complete, valid job, with the place of each value in its file."""
 
     document: toml.Document
     model: Model
@@ -66,9 +66,9 @@ class Job:
     checkpoint: Checkpoint
     log: Log
     filler: Filler
-    profile: Profile | None = None  # what costs.profile names
-    links: LinkTable | None = None  # what hardware.links names
-    weighed: tuple[Weighed, ...] = ()  # what pp and dp were chosen from, where the job left them open
+    profile: Profile | None = None  # the file of costs.profile
+    links: LinkTable | None = None  # the file of hardware.links
+    weighed: tuple[Weighed, ...] = ()  # the candidates for pp and dp, if the job left them open
 
     def __repr__(self) -> str:
         schedule = self.schedule.kind or self.schedule.file or self.schedule.plugin
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def shard(self) -> str:
-        """What replicas of a stage share out, as `parallel.shard`; optimizer.zero1 is "optimizer"."""
+        """The effective `parallel.shard`: optimizer.zero1 is "optimizer"."""
         return "optimizer" if self.parallel.shard == "none" and self.optimizer.zero1 else self.parallel.shard
 
     @property
@@ -92,23 +92,23 @@ class Job:
 
     @property
     def most_microbatches(self) -> int:
-        """Of a replica in a step."""
+        """The most microbatches of a replica in a step."""
         planned = self.schedule
         return (planned.max_microbatches or 2 * planned.microbatches) if self.balances else planned.microbatches
 
     @property
     def objective(self) -> str:
-        """`makespan` or `span`: what one step costs with this optimizer, unless the job says otherwise."""
+        """The time to minimize: `schedule.objective`; default `makespan` with the optimizer's barrier, else `span`."""
         return self.schedule.objective or ("makespan" if self.optimizer.sync == "before-step" else "span")
 
     @property
     def slices(self) -> int:
-        """Slices of a microbatch; 1 where their number is still open."""
+        """Slices of a microbatch; 1 while their number is open."""
         asked = self.schedule.slices
         return asked if isinstance(asked, int) else 1
 
     def in_slices(self, count: int) -> Job:
-        """The job with so many slices of each microbatch."""
+        """The job with `count` slices of each microbatch."""
         return replace(self, schedule=self.schedule.model_copy(update={"slices": count}))
 
     def under(self, kind: str) -> Job:
@@ -117,12 +117,12 @@ class Job:
 
     @property
     def vocabulary(self) -> int:
-        """How often all ranks meet for a unit of a vocabulary that they share; 0 where they do not, or may not yet."""
+        """Sums over all ranks per unit of a shared vocabulary; 0 if it is not shared, or that is still open."""
         return self.parallel.vocabulary_sums if self.parallel.vocabulary == "shared" else 0
 
     @property
     def ties_words(self) -> bool:
-        """Whether the embedding and the output layer, on ranks of their own, train one matrix."""
+        """Whether the embedding and the output layer, each on an end stage, train one matrix."""
         return self.model.tie_embeddings and not self.vocabulary and not self.adapter.rank
 
     def with_vocabulary(self, where: str) -> Job:
@@ -130,29 +130,29 @@ class Job:
         return replace(self, parallel=self.parallel.model_copy(update={"vocabulary": where}))
 
     def with_replicas(self, counts: Sequence[int]) -> Job:
-        """The job with so many ranks for each stage."""
+        """The job with `counts` ranks for each stage."""
         return replace(self, parallel=self.parallel.model_copy(update={"replicas": list(counts)}))
 
     @property
     def words(self) -> list[int]:
-        """Where the words of each rank begin in a vocabulary that all share, and its end; [] where they do not."""
+        """The first word of each rank in a shared vocabulary, and its end; [] if it is not shared."""
         p, count = self.parallel.pp, self.model.vocab or 0
         return [count * rank // p for rank in range(p + 1)] if self.vocabulary else []
 
     @property
     def reserve_gib(self) -> float:
-        """What is kept free of hardware.memory_gib on each rank."""
+        """GiB of hardware.memory_gib kept free on each rank."""
         return self._reserve(self.hardware.least_gib or 0.0)
 
     @property
     def room(self) -> float | None:
-        """Bytes that all a rank holds may take, on the rank that has least; None for no limit."""
+        """Memory limit in bytes of the rank with the least memory; None for no limit."""
         rooms = self.rooms
         return None if rooms is None else min(rooms)
 
     @property
     def rooms(self) -> tuple[float, ...] | None:
-        """The same of each rank of the pipeline."""
+        """Memory limit in bytes of each rank of the pipeline; None for no limit."""
         memory = self.hardware.memory_gib
         if memory is None:
             return None
@@ -160,7 +160,7 @@ class Job:
         return tuple((one - self._reserve(one)) * GIB for one in each)
 
     def memory_for(self, held: float) -> float:
-        """The least hardware.memory_gib in which a rank can hold so many bytes."""
+        """The least hardware.memory_gib with which a rank can hold `held` bytes."""
         gib = held / GIB
         if self.hardware.reserve_gib is not None or self.hardware.device == "cpu":
             return gib + self._reserve(gib)
@@ -177,9 +177,9 @@ class Job:
         return 0.0 if found is None else found / GIB
 
     def planning(self) -> dict[str, Any]:
-        """What decides the plan, as plain data: the sections, and what is in the profile instead of where it lies.
+        """The settings that decide the plan, as plain data: sections, and the contents of profile and links.
 
-        Where initial weights come from is not part of that.
+        The source of initial weights is not among them.
         """
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
         del data["model"]["pretrained"], data["parallel"]["world"], data["schedule"]["batch"]

@@ -1,4 +1,4 @@
-"""`[optimizer.schedule]`: the learning rate as a pure function of the step, so there is nothing to remember.
+"""`[optimizer.schedule]`: the learning rate as a pure function of the step, without state.
 
     constant   warm-up, then lr
     linear     warm-up, then down to min_lr in a straight line
@@ -36,7 +36,7 @@ class RateSchedule(Section):
 
 
 def decay_steps(schedule: RateSchedule, steps: float) -> float:
-    """How many steps the way down has, in a training of `steps`."""
+    """The number of decay steps in a training of `steps`."""
     if schedule.kind == "constant":
         return 0
     if schedule.decay_steps is not None:
@@ -63,7 +63,7 @@ def rate_after(lr: float, schedule: RateSchedule, steps: float, done: float) -> 
 
 
 def problems(lr: float, schedule: RateSchedule, steps: float, document: Document) -> Iterator[ZbcError]:
-    """What does not go together: E110."""
+    """E110 for settings that contradict each other."""
 
     def found(key: str, text: str, hint: str) -> ZbcError:
         where = document.where(("optimizer", "schedule", key))

@@ -1,11 +1,10 @@
-"""`links.toml`: how fast each pair of ranks, or of nodes, can talk.
+"""`links.toml`: bandwidth and latency between each pair of ranks, or of nodes.
 
     per = "rank"                 # or "node": then the diagonal is the speed between two ranks of that node
     gbps = [[0, 25, 3], [25, 0, 3], [3, 3, 0]]      # GB/s
     us = [[0, 5, 30], [5, 0, 30], [30, 30, 0]]      # latency
 
-One half is enough: a 0 takes what stands on the other side of the diagonal. Where both are given, the slower direction
-counts.
+One half is enough: a 0 takes the value across the diagonal. If both are given, the slower direction counts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Rows = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class LinkTable:
-    """GB/s and us of latency, symmetric, without zeros but for the diagonal of a table per rank."""
+    """Symmetric GB/s and latencies in us; GB/s is 0 only on the diagonal of a table per rank."""
 
     per: str
     gbps: Rows
@@ -38,7 +37,7 @@ class LinkTable:
         return {"per": self.per, "gbps": [list(row) for row in self.gbps], "us": [list(row) for row in self.us]}
 
     def dumps(self) -> str:
-        """As a file."""
+        """The table as the text of a file."""
         lines = [f'per = "{self.per}"']
         for key, rows in (("gbps", self.gbps), ("us", self.us)):
             lines += [
@@ -102,7 +101,7 @@ def _square(values: Mapping[str, Any], key: str, document: toml.Document) -> lis
 
 
 def _both(rows: Sequence[Sequence[float]], slower: Any) -> Rows:
-    """The same on both sides of the diagonal."""
+    """Symmetric rows: a 0 filled from across the diagonal, else the slower of both directions."""
     size = range(len(rows))
     pair = [[rows[a][b] or rows[b][a] for b in size] for a in size]
     return tuple(tuple(float(slower(pair[a][b], pair[b][a])) for b in size) for a in size)

@@ -1,4 +1,4 @@
-"""`[model]`: the built-in families and their sizes, a factory of the user's, and what makes either wrong."""
+"""`[model]`: the built-in families and their sizes, factories of users, and the checks of both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIE = re.compile(r"layers\.(\d{1,6})\.[\w.]+")
 _SCALES = ("embedding_scale", "attention_scale", "residual_scale", "logits_scale")
 _LIMITS = ("window", "whole_every", "window_theta", "unturned_every", "scores_cap", "logits_cap")
 _OF_LOSS = ("loss_chunk", "z_loss", "label_smoothing")
-OWN = (*_SCALES, *_LIMITS)  # what no variant of a llama but a few has
+OWN = (*_SCALES, *_LIMITS)  # keys that only a few variants of llama have
 _ONLY_LLAMA = ("head_size", "variant", "attention_bias", "padding_token", *OWN)
 _ONLY_GPT = ("positions", "activation")
 _EXPERTS = (
@@ -55,11 +55,11 @@ _ONLY_BUILTIN = (
     *_ONLY_GPT,
 )
 GEMMA = ("gemma", "gemma2", "gemma3_text")
-AROUND = ("gemma2", "gemma3_text")  # norms before and behind attention and MLP
-BEHIND = ("olmo2",)  # behind them alone
+AROUND = ("gemma2", "gemma3_text")  # norms before and after attention and MLP
+BEHIND = ("olmo2",)  # norms only after them
 HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")  # of each head's queries and keys
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")  # variants of a llama that have experts
-# Whose defaults say what is so in other families too.
+# Keys whose defaults hold in other families too.
 _PLAIN = (
     "variant",
     "attention_bias",
@@ -121,7 +121,7 @@ class RopeScaling(Section):
 
 
 class Block(NamedTuple):
-    """What one block of a family differs in from others."""
+    """Properties of one block of a family in which blocks may differ."""
 
     window: int | None = None  # tokens that one sees; None: all before it
     turned: bool = True  # it has rotary positions
@@ -129,13 +129,13 @@ class Block(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its kind: blocks of one name cost the same."""
+        """The name of its kind: blocks of one name cost the same."""
         words = {"windowed ": self.window is not None, "unturned ": not self.turned, "dense ": self.dense}
         return "".join(word for word, so in words.items() if so) + "block"
 
 
 class Model(Section):
-    """`[model]`: what is split into stages."""
+    """`[model]`: the model that is split into stages."""
 
     family: str = Field(
         "gpt", description='"gpt", "llama", or "package.module:factory", a callable that returns the layers'
@@ -244,7 +244,7 @@ class Model(Section):
 
     @property
     def tied_layers(self) -> set[int]:
-        """The layers of a factory that share a parameter with another one."""
+        """The layers of a factory that share a parameter with another layer."""
         return {int(name.split(".")[1]) for pair in self.ties.items() for name in pair}
 
     @property
@@ -252,7 +252,7 @@ class Model(Section):
         return self.family == "llama" or self.positions == "rotary"
 
     def block(self, layer: int) -> Block:
-        """What is its own of a block, of a family."""
+        """The properties of one block of a built-in family."""
         windowed = self.window is not None and (self.whole_every is None or (layer + 1) % self.whole_every > 0)
         turned = self.unturned_every is None or (layer + 1) % self.unturned_every > 0
         return Block(self.window if windowed else None, turned, self.experts is not None and layer < self.first_dense)
@@ -264,12 +264,12 @@ class Model(Section):
 
     @property
     def head_width(self) -> int:
-        """Features of one attention head, of a family."""
+        """Features of one attention head of a built-in family."""
         return self.head_size or (self.hidden or 0) // (self.heads or 1)
 
     @property
     def kv_width(self) -> int:
-        """Features of all keys, and of all values, of a family."""
+        """Features of all keys, and of all values, of a built-in family."""
         return (self.kv_heads or self.heads or 0) * self.head_width
 
     @property
@@ -283,12 +283,12 @@ class Model(Section):
 
     @property
     def met(self) -> int:
-        """Experts that a token meets; 0 in a model without."""
+        """Experts per token; 0 in a model without experts."""
         return (self.top_k or min(2, self.experts)) if self.experts else 0
 
 
 def problems(model: Model, document: Document) -> Iterator[ZbcError]:
-    """What is wrong with a section that could be read: E103, E105, E110."""
+    """Problems of a section that could be parsed: E103, E105, E110."""
     if model.builtin:
         yield from _missing(model, document)
         yield from _sizes(model, document)
@@ -312,7 +312,7 @@ def problems(model: Model, document: Document) -> Iterator[ZbcError]:
 
 
 def _ties(model: Model, document: Document) -> Iterator[ZbcError]:
-    """What is wrong with `ties` before the layers are known."""
+    """Problems of `ties` that show before the layers are known."""
     if model.ties and model.builtin:
         text = f"config: model.ties is for layers of a factory, family is {model.family}"
         hint = "set tie_embeddings = true for embedding and head, or drop it"
@@ -384,8 +384,8 @@ def foreign(model: Model) -> tuple[str, ...]:
 
 
 def _misplaced(model: Model, document: Document) -> Iterator[ZbcError]:
-    """Keys of another family are refused rather than ignored."""
-    if not model.builtin and not FACTORY.fullmatch(model.family):  # nobody knows what it was meant to be
+    """E110 for keys of another family, which are refused rather than ignored."""
+    if not model.builtin and not FACTORY.fullmatch(model.family):  # another rule rejects the family
         return
     for key in foreign(model):
         if document.has(("model", key)) and (key not in _PLAIN or asks(model, key)):
@@ -428,11 +428,11 @@ _SCALING = {
     "original_seq_len": ("yarn", "dynamic", "llama3"),
     "attention_factor": ("yarn",),
     "fractions": ("yarn",),
-}  # keys of [model.rope_scaling] that some kinds alone have
+}  # keys of [model.rope_scaling] that only some kinds have
 
 
 def _rotary(model: Model, document: Document) -> Iterator[ZbcError]:
-    """What rotary positions are told, where there are some and where there are none."""
+    """E110 for settings of rotary positions without them, or that contradict each other."""
     if not model.rotary and asks(model, "rope_theta"):
         text = "config: model.rope_theta needs rotary positions"
         hint = 'set positions = "rotary", or drop it'
@@ -464,7 +464,7 @@ def _rotary(model: Model, document: Document) -> Iterator[ZbcError]:
 
 
 def _divisors_near(whole: int, number: int) -> str:
-    """The divisors of `whole` next to `number`, as `4 or 8`; those within reach, since numbers may be huge."""
+    """The divisors of `whole` next to `number`, as `4 or 8`; searched within 10,000, as numbers may be huge."""
     reach = 10_000
     below = next((d for d in range(number, max(0, number - reach), -1) if whole % d == 0), 1)
     above = next((d for d in range(number + 1, number + reach) if whole % d == 0), whole)

@@ -1,10 +1,10 @@
-"""`profile.json`: what the layers of a model cost on a device, measured or read off a recorded run.
+"""`profile.json`: costs of a model's layers on a device, measured or derived from a recorded run.
 
     zbc profile JOB.toml -o profile.json       zbc plan JOB.toml --profile profile.json
 
-Layers that do the same on tensors of the same shape are one kind and stand here once, so a profile also serves jobs
-with more or fewer blocks, other ranks and other schedules. It does not serve another model, device or size of a
-microbatch: see `misfits`. The same measurements give the same bytes; there are no names of machines in it.
+Layers that do the same on tensors of the same shape are one kind, stored once, so a profile also serves jobs with more
+or fewer blocks, other ranks and other schedules. It does not serve another model, device or microbatch size: see
+`misfits`. The same measurements give the same bytes; a profile holds no names of machines.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from zbc.job.wording import sentence
 from zbc.topology import INNER, At
 
 FORMAT, VERSION = "zbc-profile", 1
-WIDE = 0.10  # quartiles this far apart, as a share of the median, are not to be trusted
+WIDE = 0.10  # distance of the quartiles, as a share of the median, above which a time is not trusted
 FAMILY = ["embed", "block", "head"]  # the order of a built-in family whose blocks all cost the same
-_DIGITS = 6  # significant ones in the file
-# What costs the same whatever it is set to; `layers` counts blocks where a family has one kind of them.
+_DIGITS = 6  # significant digits in the file
+# Keys of [model] that no cost depends on.
 _FREE = ("pretrained", "norm_eps", "rope_theta", "rope_scaling", "window_theta", "tie_embeddings")
 
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
 
 class Measured(Section):
-    """A median and, as a share of it, how far the quartiles are apart."""
+    """A median and the distance of the quartiles as a share of it."""
 
     ms: Ms
     spread: NotNegative = 0.0
 
 
 class SliceTime(Section):
-    """ms of some tokens of a sequence, with the keys and values of those before them."""
+    """ms of a slice of a sequence, attending to the keys and values of the tokens before it."""
 
     rows: Count = Field(description="tokens of the slice")
     past: Annotated[int, Field(ge=0)] = Field(description="tokens of the sequence before them")
@@ -54,14 +54,14 @@ class SliceTime(Section):
 class LayerBytes(Section):
     """Bytes of one layer; activations for one microbatch.
 
-    `kept_b` stays from F to B beside the layer's input and output, which neighbours share (`keeps_input`: its backward
-    needs its input, and so on), `kept_w` from B to W. `more_*` is what an op needs while it runs beyond what is held
-    before it and, for F, after it (`more_alone`: F that keeps nothing); in the first backward of a step less, since
-    what it computes of `gradients` stays and is added to nothing (`first_*`). `rise_*` is the most there is in that
-    first backward beyond what is held before it, gradients as they come, of which B makes `gradients_b`. Parameters and
-    what belongs to them are as the runtime holds them: buffers and copies of weights in another type are weights.
-    `largest` counts the elements of the largest parameter, `ends` those of the first and the last that train; `pair` is
-    twice one of them and once the one before it at most, which is what a step holds beside them (0 in older files:
+    `kept_b` is saved from F to B in addition to the layer's input and output, which neighbours share (`keeps_input`:
+    its backward needs its input, and so on), `kept_w` from B to W. `more_*` is the workspace of an op: its peak beyond
+    the bytes held before it and, for F, after it (`more_alone`: an F that saves nothing). In the first backward of a
+    step it is less, `first_*`, since its `gradients` are kept and not added to others. `rise_*` is the peak of that
+    first backward beyond the bytes held before it, with gradients as they come, of which B makes `gradients_b`.
+    Parameters and their states are as the runtime holds them: buffers and copies of weights in another type count as
+    weights. `largest`: elements of the largest parameter, `ends`: elements of the first and the last that train;
+    `pair` is the largest sum of twice a parameter and the one before it, the workspace of a step (0 in older files:
     twice the largest).
     """
 
@@ -95,9 +95,9 @@ class LayerBytes(Section):
 
 
 class LayerProfile(Section):
-    """One kind of layer. Times are of one microbatch, without what a rank adds to every op (`Host`).
+    """One kind of layer. Times are of one microbatch, without the overhead of a rank per op (`Host`).
 
-    None is for what nobody measured; it is then taken from the others or from the cost model.
+    None: not measured; the value is derived from the others or the cost model.
     """
 
     f: Measured
@@ -121,7 +121,7 @@ class LayerProfile(Section):
 
 
 class Point(Section):
-    """The time from the start of a send to the moment its receiver goes on."""
+    """The time from the start of a send until its receiver continues."""
 
     bytes: Count
     us: Us
@@ -141,10 +141,10 @@ class LinkProfile(Section):
 
 
 class Host(Section):
-    """What a rank adds, in microseconds: to F, B (or BW) and W of a stage, and to each by every transfer around it.
+    """Overhead of a rank in microseconds: per F, B (or BW) and W of a stage, and per transfer before or after them.
 
-    `agree_us` is one sum of a few numbers over two ranks, which need some to agree on a step; `close_us` is what else a
-    rank does at the end of one.
+    `agree_us`: one all-reduce of a few numbers over two ranks, several of which agree on a step; `close_us`: the other
+    work of a rank at the end of a step.
     """
 
     f_us: Us = 0.0
@@ -156,8 +156,8 @@ class Host(Section):
 
 
 class Copy(Section):
-    """Between the memory of the host (pinned) and that of the device, in GB/s: one way alone, both ways at once, and
-    both ways at once beside products of matrices, which then take `slower` times as long."""
+    """GB/s between pinned host memory and device memory: one way alone, both ways at once, and both ways during matrix
+    products, which then take `slower` times as long."""
 
     to_device_gbps: Rate
     to_host_gbps: Rate
@@ -169,7 +169,7 @@ class Copy(Section):
 
     @property
     def gbps(self) -> tuple[float, float]:
-        """To the host and back: the least that was measured, since a plan copies both ways while it computes."""
+        """GB/s to the host and back: the lowest that was measured, since a plan copies both ways while it computes."""
         out = (self.to_host_gbps, self.both_to_host_gbps, self.busy_to_host_gbps)
         back = (self.to_device_gbps, self.both_to_device_gbps, self.busy_to_device_gbps)
         least_out, least_back = (min(one for one in found if one is not None) for found in (out, back))
@@ -177,13 +177,13 @@ class Copy(Section):
 
     @property
     def alone(self) -> float:
-        """Of the time of a copy at those speeds, what one takes while nothing goes the other way."""
+        """The time of a copy while none goes the other way, as a share of its time at `gbps`."""
         out, back = self.gbps
         return min(1.0, (out / self.to_host_gbps + back / self.to_device_gbps) / 2)
 
 
 class WordTimes(Section):
-    """ms of a rank's share of a vocabulary that all ranks share, of one microbatch and so many `rows` of its tables."""
+    """ms of a rank's share of a shared vocabulary, for one microbatch and `rows` rows of its tables."""
 
     rows: Count = Field(description="words of the rank")
     s: list[Ms] = Field(min_length=2, max_length=2, description="logits of its words, with 1 and with 2 sums")
@@ -192,13 +192,13 @@ class WordTimes(Section):
     e: Ms = Field(description="the gradient of what was looked up")
 
     def whole(self, vocab: int) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-        """ms of F, B and W of all words at the ends of a pipeline, of the embedding and of the output layer."""
+        """ms of F, B and W of the embedding and of the output layer, with all words at the ends of a pipeline."""
         parts = vocab / self.rows
         return (self.i, 0.0, self.e), (parts * self.s[1], parts * (self.s[0] - self.s[1]), parts * self.t[0])
 
 
 class Origin(Section):
-    """What the numbers were measured on, and how."""
+    """The device and method of the measurements."""
 
     source: Literal["measured", "trace"] = "measured"
     device: Literal["cpu", "cuda"]
@@ -210,7 +210,7 @@ class Origin(Section):
 
 
 class Profile(Section):
-    """`profile.json`. `order` names the kind of each layer; embed, block, head stand for all of a built-in family."""
+    """`profile.json`. `order`: the kind of each layer; embed, block, head cover all layers of a built-in family."""
 
     format: Literal["zbc-profile"] = "zbc-profile"
     version: Literal[1] = 1
@@ -233,10 +233,10 @@ class Profile(Section):
     host: Host = Host()
 
     def plain(self) -> dict[str, Any]:
-        """The profile as it stands in files."""
+        """The profile as plain data, as in files."""
         found: dict[str, Any] = _rounded(self.model_dump(mode="json"))
         for layer in found["layers"].values():
-            if not layer["slices"]:  # as they were before there were any
+            if not layer["slices"]:  # left out, as in files from before there were any
                 del layer["slices"]
         for name, there in (
             ("words", self.words),
@@ -255,7 +255,7 @@ class Profile(Section):
         return json.dumps(self.plain(), indent=1, sort_keys=True) + "\n"
 
     def wide(self) -> Iterator[tuple[str, Measured]]:
-        """The times whose spread is too wide to trust, as `block.w`, that matter beside the largest of their layer."""
+        """Times with too wide a spread, as `block.w`; only times above a tenth of the largest of their layer."""
         for kind, layer in self.layers.items():
             times = dict(layer.times())
             most = max((one.ms for one in times.values()), default=0.0)
@@ -271,7 +271,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with the digits that mean something."""
+    """The value with all floats rounded to the significant digits of a file."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}")
     if isinstance(value, dict):
@@ -280,7 +280,7 @@ def _rounded(value: Any) -> Any:
 
 
 def model_of(model: Model) -> dict[str, Any]:
-    """What of `[model]` decides the cost of a layer; widths are written out where the job leaves them to a rule."""
+    """The keys of `[model]` that decide the cost of a layer, with default widths filled in."""
     found = {key: value for key, value in model.model_dump(mode="json").items() if key not in _FREE}
     if model.builtin:
         del found["layers"]
@@ -292,7 +292,7 @@ def model_of(model: Model) -> dict[str, Any]:
 def misfits(
     profile: Profile, model: Model, adapter: Adapter, *, device: str, microbatch_size: int, inner: At
 ) -> list[str]:
-    """In what a profile differs from a job, as lines of text; empty if it fits; `inner`: ranks along INNER."""
+    """Differences between a profile and a job, as lines of text; empty if it fits. `inner`: ranks along INNER."""
     wanted, known = _rounded(model_of(model)), _rounded(profile.model)
     defaults = {key: info.default for key, info in Model.model_fields.items()}
     rows = [(f"model.{key}", known.get(key, defaults.get(key)), wanted[key]) for key in wanted]
@@ -323,7 +323,7 @@ def _word(value: Any) -> str:
 
 
 def read(path: Path, where: str | None = None) -> Profile:
-    """Read a profile; `where` is the place that names it. Raises E143 (missing, damaged, of another version)."""
+    """Reads a profile; `where`: the place that names it. Raises E143 (missing, damaged, of another version)."""
     again = "make it with `zbc profile JOB.toml -o FILE`"
     try:
         data = json.loads(path.read_bytes())
@@ -341,7 +341,7 @@ def read(path: Path, where: str | None = None) -> Profile:
 
 
 def checked(data: Any, name: str, where: str | None, hint: str) -> Profile:
-    """`data` as a profile. Raises E143 that names what is wrong with it."""
+    """`data` as a profile. Raises E143 with the first problem."""
     try:
         found = Profile.model_validate(data)
     except ValidationError as error:

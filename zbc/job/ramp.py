@@ -1,9 +1,9 @@
-"""`[schedule] ramp`: a training that begins with fewer microbatches per step, and so with smaller batches.
+"""`[schedule] ramp`: a training that begins with fewer microbatches per step, hence smaller batches.
 
     ramp = [{ microbatches = 8, steps = 500 }, { microbatches = 16, samples = 100_000 }]
 
-The first steps have 8 microbatches each, the next 16, and all others `schedule.microbatches`. `samples` stands for as
-many whole steps as take that many, over all replicas of the pipeline.
+The first steps have 8 microbatches each, the next 16, and all others `schedule.microbatches`. `samples`, over all
+replicas of the pipeline, is rounded up to whole steps.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Phase(Section):
     samples: Count | None = Field(default=None, description="how long, rounded up to whole steps; or steps")
 
     def length(self, per_microbatch: int) -> int:
-        """How many steps it has; `per_microbatch` counts the samples of a microbatch in all replicas."""
+        """The number of its steps; `per_microbatch` counts the samples of a microbatch in all replicas."""
         return self.steps or -(-(self.samples or 0) // (self.microbatches * per_microbatch))
 
 
 def full_steps(phases: Sequence[Phase], microbatches: int, per_microbatch: int, steps: int) -> float:
-    """How many steps of `microbatches` the samples of a training of `steps` make."""
+    """The number of full steps of `microbatches` with as many samples as a training of `steps` with its ramp."""
     lengths = [phase.length(per_microbatch) for phase in phases]
     small = sum(length * phase.microbatches for length, phase in zip(lengths, phases, strict=True))
     return steps - sum(lengths) + small / microbatches
@@ -39,7 +39,7 @@ def full_steps(phases: Sequence[Phase], microbatches: int, per_microbatch: int, 
 def problems(
     phases: Sequence[Phase], microbatches: int, per_microbatch: int, steps: int, document: Document
 ) -> Iterator[ZbcError]:
-    """What does not go together: E110."""
+    """E110 for entries that contradict each other or the training."""
 
     def found(number: int, key: str, text: str, hint: str) -> ZbcError:
         where = document.where(("schedule", "ramp", number, key))

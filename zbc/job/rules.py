@@ -1,4 +1,4 @@
-"""What makes tables wrong that can be read one by one: values that do not exist or do not go together."""
+"""Checks across tables that are valid one by one: values that do not exist or exclude each other."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _evaluation_rules(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _writing_rules(draft: Draft) -> Iterator[ZbcError]:
-    """What would be written nowhere, or in the current directory, without a word."""
+    """Settings of output that would silently write nothing, or into the current directory."""
     where = draft.document.where
     checkpoint = draft.sections.get("checkpoint")
     if checkpoint is not None and checkpoint.model_fields_set and "every" not in checkpoint.model_fields_set:
@@ -161,7 +161,7 @@ def _cost_rules(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _end_rules(costs: GivenCosts, end: str, document: toml.Document) -> Iterator[ZbcError]:
-    """Costs of embedding or head are read where those of the blocks are given."""
+    """E141 for costs of embedding or head without costs of the blocks, as they would not be read."""
     layer: LayerCost = getattr(costs, end)
     for key, blocks in (("f", "f"), ("b", "b"), ("w", "w"), ("act_b", "act_b"), ("act_w", "act_b")):
         if asks(layer, key) and getattr(costs, blocks) is None:
@@ -271,7 +271,7 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _context_rules(draft: Draft) -> Iterator[ZbcError]:
-    """What tokens cannot be shared out: each rank gets two chunks of all, as long as each other."""
+    """E119 for sequences that context parallelism cannot split into two equal chunks per rank."""
     parallel: Parallel | None = draft.sections.get("parallel")
     model: Model | None = draft.sections.get("model")
     if parallel is None or model is None or parallel.cp == 1:
@@ -287,7 +287,7 @@ def _context_rules(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _sequence_rules(draft: Draft) -> Iterator[ZbcError]:
-    """What ranks that share tokens do not go with."""
+    """E119 for settings that exclude sequence parallelism (`tp_sequence`)."""
     parallel: Parallel | None = draft.sections.get("parallel")
     if parallel is None or not parallel.tp_sequence:
         return
@@ -308,7 +308,7 @@ def _sequence_rules(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _vocabulary_rules(draft: Draft) -> Iterator[ZbcError]:
-    """A vocabulary that all ranks cannot share; "auto" leaves it at the ends there."""
+    """E110 for a vocabulary that ranks cannot share; "auto" leaves it at the ends then."""
     parallel: Parallel | None = draft.sections.get("parallel")
     if parallel is None or parallel.vocabulary != "shared":
         return
@@ -318,7 +318,7 @@ def _vocabulary_rules(draft: Draft) -> Iterator[ZbcError]:
 
 
 def unshareable(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Why a job of these sections cannot share its vocabulary among all ranks, each with a way out."""
+    """Reasons why a job with these sections cannot share its vocabulary, each with a fix."""
     parallel: Parallel = sections["parallel"]
     ends = 'vocabulary = "ends"'
     model: Model | None = sections.get("model")
@@ -388,7 +388,7 @@ def _replica_rule(draft: Draft) -> Iterator[ZbcError]:
 
 
 def fewest_microbatches(sections: Mapping[str, Any]) -> tuple[int, str]:
-    """Of any step of a job of these sections, and the key that makes them so few."""
+    """The fewest microbatches of any step of a job with these sections, and the key that sets them."""
     data, schedule = sections.get("data"), sections["schedule"]
     if data is not None and data.balance != "none":
         return 1, "data.balance"
@@ -432,7 +432,7 @@ def _reserve_rule(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _rank_rules(draft: Draft) -> Iterator[ZbcError]:
-    """E110 for lists of [hardware] that have not an entry for each rank of the pipeline."""
+    """E110 for lists of [hardware] without exactly one entry per rank of the pipeline."""
     hardware, parallel = draft.sections.get("hardware"), draft.sections.get("parallel")
     if hardware is None or parallel is None:
         return
@@ -484,7 +484,7 @@ def _ramp_rules(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
-    """What cannot go together with copies of a stage, or with weights that two stages share."""
+    """E110 for tied embeddings of a factory."""
     model: Model | None = draft.sections.get("model")
     where = draft.document.where
     if model is not None and model.tie_embeddings and not model.builtin:
@@ -493,7 +493,7 @@ def _copies_rule(draft: Draft) -> Iterator[ZbcError]:
 
 
 def _expert_rules(draft: Draft) -> Iterator[ZbcError]:
-    """Replicas share out experts that there are, evenly."""
+    """E110 for `parallel.ep` without experts, or that does not divide experts and replicas."""
     parallel: Parallel | None = draft.sections.get("parallel")
     model: Model | None = draft.sections.get("model")
     if parallel is None or model is None or parallel.ep == 1:
@@ -571,8 +571,8 @@ _OF_COUNTS = (_extent_rule, _replica_rule, _excluded, flushless.problems, balanc
 
 
 def asked_again(job: Job) -> Job:
-    """A job that was made from another one, for another number of microbatches. Raises what the rules that ask for it
-    refuse; the others ask what a file says, which of a job that is read from a plan nobody knows."""
+    """Checks a job derived from another one with another number of microbatches, by the rules that depend on it; the
+    other rules read the file, which a job from a plan does not have. Raises their errors."""
     draft = Draft(job.document, {name: getattr(job, name) for name in SECTIONS}, [])
     raise_all(problem for rule in _OF_COUNTS for problem in rule(draft))
     return job

@@ -1,4 +1,4 @@
-"""What the sections of a job file are made of."""
+"""Types for the fields of job sections."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
-Width = Annotated[int, Field(ge=1, le=10_000_000)]  # of a model: more is a slip of the pen
+Width = Annotated[int, Field(ge=1, le=10_000_000)]  # of a model: more is a typo
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-# Beyond these a number is a slip: sums over a step would leave what floats can tell apart, or be infinite.
+# Larger numbers are typos: sums over a step would lose the precision of floats, or be infinite.
 Ms = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]  # up to eleven days
 Us = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Rate = Annotated[float, Field(gt=1e-9, le=1e9, allow_inf_nan=False)]  # GB/s, Gbit/s, TFLOP/s

@@ -17,7 +17,7 @@ from zbc.job.section import Amount, Count, Ms, NotNegative, Positive, Rate, Sect
 
 ACTIVATIONS = ("keep", "selective", "recompute", "offload", "selective+offload", "recompute+offload", "auto")
 
-Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving mean, what stays of it
+Decay = Annotated[float, Field(ge=0, lt=1)]  # of a moving mean: the share that is kept
 PerPart = Ms | list[Ms]  # one number for all ranks, stages or layers, or one each
 AmountPerPart = Amount | list[Amount]
 
@@ -37,17 +37,17 @@ class Average(Section):
 
     @property
     def parts(self) -> int:
-        """How many averages go once through all weights."""
+        """The number of averages that cover all weights once."""
         return math.ceil(1 / self.share - 1e-9)
 
     @property
     def smooth(self) -> float:
-        """`ema`, as it is used."""
+        """The effective `ema`."""
         return self.delay / 2 if self.ema is None else self.ema
 
 
 class Parallel(Section):
-    """`[parallel]`: how many ranks."""
+    """`[parallel]`: the numbers of ranks, and the work that they share out."""
 
     pp: Count = Field(description="pipeline ranks")
     dp: Count = Field(1, description="data-parallel replicas of the pipeline")
@@ -107,52 +107,52 @@ class Parallel(Section):
 
     @property
     def ranks(self) -> int:
-        """The ranks of a run."""
+        """The number of ranks of a run."""
         return self.pp * self.dp * self.width
 
     @property
     def width(self) -> int:
-        """The ranks of a run that are one rank of a pipeline."""
+        """The number of ranks of a run per rank of a pipeline."""
         return self.cp * self.tp
 
     @property
     def copies(self) -> int:
-        """The ranks of a run that have the same part of a stage, in one pipe."""
+        """The number of ranks of a run that hold the same part of a stage, in one pipe."""
         return self.dp * self.cp
 
     @property
     def regathers(self) -> bool:
-        """Whether tokens that were gathered for a layer are gathered again in its backward."""
+        """Whether tokens gathered for a layer are gathered again in its backward, instead of kept."""
         return self.tp_sequence == "regather"
 
     @property
     def frees(self) -> bool:
-        """Whether weights that replicas share out come and go within a step."""
+        """Whether sharded weights are unsharded and resharded within a step."""
         return self.shard in ("weights", "all")
 
     @property
     def scatters(self) -> bool:
-        """Whether gradients are shared out after each run of backwards of a stage."""
+        """Whether gradients are reduce-scattered after each run of backwards of a stage."""
         return self.shard in ("gradients", "all")
 
     @property
     def one_sided(self) -> bool:
-        """Whether replicas take shared weights from each other's memory, without meeting."""
+        """Whether replicas read sharded weights from each other's memory, without collectives."""
         return self.exchange == "one-sided"
 
     @property
     def shared(self) -> int:
-        """How many ranks share the tokens of what goes from stage to stage."""
+        """The number of ranks that share the tokens of activations between stages (sequence parallel)."""
         return self.tp if self.tp_sequence else 1
 
     @property
     def sent(self) -> int:
-        """How many ranks each send their tokens of what goes from stage to stage."""
+        """The number of ranks that each send their part of the tokens between stages."""
         return self.shared * self.cp
 
 
 class Schedule(Section):
-    """`[schedule]`: the order of work."""
+    """`[schedule]`: the order of ops."""
 
     kind: str | None = Field(None, description="a name from `zbc schedules`")
     microbatches: Count = Field(description="microbatches per step and pipeline")
@@ -208,7 +208,7 @@ class Partition(Section):
 
 
 class Hardware(Section):
-    """`[hardware]`: what one rank is, and the links between ranks; used to estimate costs and memory."""
+    """`[hardware]`: the device of a rank, and the links between ranks; used to estimate costs and memory."""
 
     gpu: str | None = Field(
         None,
@@ -263,24 +263,24 @@ class Hardware(Section):
     )
 
     def of(self, rank: int) -> Hardware:
-        """Of one rank of the pipeline."""
+        """The hardware of one rank of the pipeline."""
         lists = {key: found[rank] for key in BY_RANK if isinstance(found := getattr(self, key), list)}
         return self.model_copy(update={**lists, "slow": None})
 
     @property
     def unequal(self) -> bool:
-        """Whether ranks are said to be unlike."""
+        """Whether ranks differ in memory, speed or bandwidth."""
         return any(isinstance(getattr(self, key), list) for key in (*BY_RANK, "slow"))
 
     @property
     def fastest(self) -> Hardware:
-        """The best of all ranks, in each."""
+        """The hardware with the best number of all ranks for each key."""
         lists = {key: max(found) for key in BY_RANK if isinstance(found := getattr(self, key), list)}
         return self.model_copy(update={**lists, "slow": None})
 
     @property
     def least_gib(self) -> float | None:
-        """The memory of the rank that has least."""
+        """The memory of the rank with the least."""
         return min(self.memory_gib) if isinstance(self.memory_gib, list) else self.memory_gib
 
 
@@ -288,7 +288,7 @@ BY_RANK = ("memory_gib", "tflops", "memory_gbps")  # may be lists
 
 
 class LayerCost(Section):
-    """Costs of the embedding or the head where costs are given per layer; times in ms."""
+    """Costs of the embedding or the head if costs are given per layer; times in ms."""
 
     f: Ms = 0.0
     b: Ms = 0.0
@@ -342,17 +342,17 @@ class GivenCosts(Section):
 
     @classmethod
     def replaced(cls, given: Mapping[str, Any]) -> set[str]:
-        """Keys that a profile takes the place of: all numbers, where op times are among those that are `given`.
+        """Keys that a profile replaces: all numbers if op times are `given`, else none.
 
-        But for `overlap`, which no profile measures, and `offload`, which few do. A transfer that is given alone, say,
-        goes with a profile.
+        Except `overlap`, which no profile measures, and `offload`, which few do. For example a transfer time that is
+        given alone goes with a profile.
         """
         timed = any(given.get(key) is not None for key in ("f", "b", "w"))
         return cls.model_fields.keys() - {"offload", "overlap", "profile"} if timed else set()
 
 
 class Memory(Section):
-    """`[memory]`: what happens to activations between F and B, and how many gathered weights a rank has room for."""
+    """`[memory]`: keep, recompute or offload activations between F and B, and max unsharded stages per rank."""
 
     activations: str | dict[str, str] = Field(
         "keep",
@@ -368,7 +368,7 @@ class Memory(Section):
     )
 
     def of(self, stage: int) -> str:
-        """What happens to the activations of one stage."""
+        """The choice for the activations of one stage."""
         return self.activations if isinstance(self.activations, str) else self.activations.get(str(stage), "keep")
 
     def recomputes(self, stage: int) -> bool:
@@ -376,20 +376,19 @@ class Memory(Section):
         return self.of(stage) in ("recompute", "recompute+offload")
 
     def spares(self, stage: int) -> bool:
-        """Whether F keeps only what linear layers take and give, and what is cheap is made again (selective
-        recompute)."""
+        """Whether F keeps only inputs and outputs of linear layers, and cheap ops run again (selective recompute)."""
         return self.of(stage) in ("selective", "selective+offload")
 
     def offloads(self, stage: int) -> bool:
-        """Whether what F keeps may be copied to the host until it is needed."""
+        """Whether saved activations may be offloaded to the host."""
         return self.of(stage).endswith("offload")
 
     def decided(self, recompute: Collection[int], stages: int) -> Memory:
-        """With the stages that recompute, those of `recompute` where it was left open, in place of "auto"."""
+        """With "auto" replaced: "recompute" for the stages in `recompute`, "keep" for the others."""
         return self.with_choice(["recompute" if s in recompute else "keep" for s in range(stages)])
 
     def with_choice(self, choice: Sequence[str]) -> Memory:
-        """With what each stage is to do in place of "auto"."""
+        """With "auto" replaced by the choice for each stage."""
         if "auto" not in self.chosen():
             return self
         stages, own = len(choice), [self.of(s) for s in range(len(choice))]
@@ -464,7 +463,7 @@ class Optimizer(Section):
 
     @property
     def name(self) -> str:
-        """What its time and state depend on."""
+        """The name of the kind, with momentum, that its time and state depend on."""
         return f"{self.kind}, momentum" if self.kind == "sgd" and self.momentum else self.kind
 
 
@@ -530,14 +529,14 @@ class Checkpoint(Section):
 
 
 class Filler(Section):
-    """`[filler]`: work of your own while a rank waits."""
+    """`[filler]`: user work while a rank waits."""
 
     task: str | None = Field(None, description='"package.module:make": makes an object with step()')
     args: dict[str, Any] = Field({}, description="keyword arguments of make, beside rank and ranks")
 
 
 class Freeze(Section):
-    """`[freeze]`: weight gradients that are left out where that makes a step shorter; another training."""
+    """`[freeze]`: leaves out weight gradients to shorten a step; changes the training."""
 
     most: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="largest share of a stage's weight gradients that a step leaves out; 0: none"
@@ -576,9 +575,9 @@ SECTIONS: dict[str, type[Section]] = {
     "log": Log,
     "filler": Filler,
 }
-# What planning reads, and so what the plan id covers (of optimizer also PLANNED); all else can change under one plan.
+# Sections that planning reads and the plan id covers (of optimizer also PLANNED); others may change under one plan.
 PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory", "freeze", "adapter")
-SINCE = frozenset({"freeze", "adapter"})  # of these, those that a plan names only where they say something
+SINCE = frozenset({"freeze", "adapter"})  # sections of PLANNING that a plan stores only if they are set
 
 PLANNED = ("sync", "zero1")
 

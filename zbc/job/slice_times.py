@@ -1,7 +1,7 @@
-"""How long F, B and W of a block take for some tokens of a sequence, out of times that a profile has of a few slices.
+"""Times of F, B and W of a block for a slice of a sequence, fitted to a profile's times of a few slices.
 
 A slice of `rows` tokens after `past` others takes floor + linear rows + attend rows (past + rows/2): the start of its
-kernels, its products, and the keys that its tokens see. The three numbers are those of least squares.
+kernels, its products, and the keys that its tokens see. The three numbers are a least-squares fit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ LEAST = 3  # slices of which times are needed
 
 @dataclass(frozen=True, slots=True)
 class SliceTimes:
-    """ms of F, B and W by the tokens that a slice begins and ends with: floor, linear and attend of each."""
+    """ms of F, B and W by the boundaries of a slice: `fits` has floor, linear and attend of each."""
 
     fits: tuple[tuple[float, float, float], ...]
 
     @classmethod
     def of(cls, profile: Profile | None) -> SliceTimes | None:
-        """What a profile of a built-in family says of its blocks; None where it has times of too few slices."""
+        """The fit for the blocks of a built-in family; None if the profile has times of too few slices."""
         block = None if profile is None else profile.layers.get("block")
         if block is None or len(block.slices) < LEAST:
             return None
@@ -37,7 +37,7 @@ class SliceTimes:
         return f, b, w
 
     def all(self, begin: int, end: int) -> float:
-        """ms of the three together."""
+        """ms of F, B and W of one slice together."""
         return sum(self.each(begin, end))
 
 
@@ -46,7 +46,7 @@ def _shape(rows: int, past: int) -> tuple[float, float, float]:
 
 
 def _fit(slices: Sequence[SliceTime], name: str) -> tuple[float, float, float]:
-    """Least squares; a number that would be below 0 is left out."""
+    """Floor, linear and attend by least squares; a number that would be negative is fixed at 0."""
     kept = [0, 1, 2]
     while True:
         found = _solved(
@@ -60,7 +60,7 @@ def _fit(slices: Sequence[SliceTime], name: str) -> tuple[float, float, float]:
 
 
 def _solved(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """The numbers x with the least squares of rows x - values; columns are scaled, since tokens squared are large."""
+    """The least-squares solution x of rows x = values; columns are scaled, since tokens squared are large."""
     count = len(rows[0])
     scale = [max(abs(row[i]) for row in rows) or 1.0 for i in range(count)]
     table = [[row[i] / scale[i] for i in range(count)] for row in rows]

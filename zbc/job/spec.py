@@ -1,6 +1,6 @@
-"""From the TOML of a job to the job: reading collects every problem of a file with its place before it raises.
+"""Reads a job from TOML: collects every problem of a file with its place before it raises.
 
-Its tables are in sections.py, what makes them wrong together in rules.py.
+Its tables are in sections.py, checks across tables in rules.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VERSION = 1
 
 
 def draft(path: Path, overrides: Sequence[str] = ()) -> Draft:
-    """Read a job file with `overrides` (see `gathered`); collect its problems."""
+    """Reads a job file with `overrides` (see `gathered`); collects its problems."""
     return drafted(gathered(path, overrides))
 
 
@@ -54,9 +54,9 @@ def gathered(
     *,
     document: toml.Document | None = None,
 ) -> toml.Document:
-    """What stands in a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top.
+    """The document of a job file with `overrides` (`key.path=value`), `schedule` and `profile` on top.
 
-    `document` is what stands in it, where it is no file.
+    `document` replaces the contents of the file.
     """
     document = toml.load(path) if document is None else document
     for one in overrides:
@@ -72,7 +72,7 @@ def gathered(
 
 
 def drafted(document: toml.Document) -> Draft:
-    """The sections of a job, and all that is wrong with them."""
+    """The sections of a job, and all their problems."""
     result = Draft(document, {}, [])
     _check_version(result)
     known = [*SECTIONS, "zbc", "extends"]
@@ -88,7 +88,7 @@ def drafted(document: toml.Document) -> Draft:
 
 
 def _without_given(document: toml.Document) -> toml.Document:
-    """Without the costs of a file that a profile takes the place of; what the command line itself sets stays."""
+    """Without the costs of the file that a profile replaces; costs set on the command line are kept."""
     costs = document.values.get("costs")
     if not isinstance(costs, dict):
         return document
@@ -98,7 +98,7 @@ def _without_given(document: toml.Document) -> toml.Document:
 
 
 def _read_profile(result: Draft) -> None:
-    """The profile that costs.profile names; a relative path starts at the folder of the job file it is written in."""
+    """Reads the file of costs.profile; a relative path starts at the folder of the job file that names it."""
     costs: GivenCosts | None = result.sections.get("costs")
     needed = [result.sections.get(name) for name in ("model", "hardware", "schedule", "parallel", "adapter")]
     if costs is None or not costs.profile or any(one is None for one in needed):
@@ -121,13 +121,13 @@ def _read_profile(result: Draft) -> None:
 
 
 def _named(document: toml.Document, key: toml.KeyPath, name: str) -> tuple[str, Path]:
-    """Where a file is named, and its path: a relative one starts at the folder of the file that names it."""
+    """The place that names a file, and its path: a relative one starts at the folder of the file that names it."""
     where = document.where(key)
     return where, Path(name) if where.startswith("--") else Path(where.rsplit(":", 2)[0]).parent / name
 
 
 def _read_links(result: Draft) -> None:
-    """The table that hardware.links names, which is of as many ranks or nodes as the run."""
+    """Reads the table of hardware.links, which must have as many ranks or nodes as the run."""
     hardware, parallel, costs = (result.sections.get(name) for name in ("hardware", "parallel", "costs"))
     if hardware is None or hardware.links is None or parallel is None:
         return
@@ -151,7 +151,7 @@ def _read_links(result: Draft) -> None:
 
 
 def override(text: str, source: str) -> toml.Document:
-    """What `--set` says, as a document. Raises E109."""
+    """The text of a `--set` as a document. Raises E109."""
     key, equals, value = text.partition("=")
     parts = tuple(key.strip().split("."))
     if not equals or len(parts) < 2 or not all(parts):
@@ -212,7 +212,7 @@ def _read_section(result: Draft, name: str, section: type[Section]) -> None:
         for problem in error.errors():
             converted, path = convert(name, section, problem, result.document)
             found.setdefault(path, converted)  # a union reports one problem per alternative
-        # Of a list with a wrong item, the item is the problem, not that the list is no number.
+        # A wrong item of a list is reported as the item, not as a list that should be a number.
         outer = {path[:end] for path in found for end in range(len(path))}
         result.problems.extend(problem for path, problem in found.items() if path not in outer)
 
@@ -232,7 +232,7 @@ def json_schema() -> dict[str, Any]:
         properties[name] = {"$ref": f"#/$defs/{name}"}
         if schema.get("required"):
             required.append(name)
-    for name, key in (world.GIVEN["pp"], world.MICROBATCHES):  # parallel.world and schedule.batch may stand for them
+    for name, key in (world.GIVEN["pp"], world.MICROBATCHES):  # parallel.world and schedule.batch may replace them
         definitions[name]["required"].remove(key)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

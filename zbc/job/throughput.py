@@ -1,6 +1,6 @@
-"""What a step of so many ms means for a user: samples and tokens per second, MFU, and how idle the ranks are.
+"""Samples and tokens per second, MFU and idle rate from the time of a step.
 
-Predictions and measured runs both come here, so they differ by the time of a step and by nothing else.
+Predictions and measured runs share this code, so they differ only by the time of a step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zbc.job.model_section import Model
 
 
 class Throughput(NamedTuple):
-    """Of all ranks together, but where a name says otherwise; None for what is not known.
+    """Rates of all ranks together, except `_per_rank` and `mfu`; None: not known.
 
     `mfu`: operations of the model per second and rank, as a share of a rank's peak.
     """
@@ -38,10 +38,10 @@ def throughput(
     *,
     frozen: bool = False,
 ) -> Throughput:
-    """Of steps that train on `samples` sequences in `ms`, on `world` ranks.
+    """Throughput of steps that train on `samples` sequences in `ms`, on `world` ranks.
 
-    No tokens without model.seq_len, no MFU without `peak_tflops` or of layers whose operations nobody has counted.
-    `tokens`: of sequences of unequal length, of which no MFU is known. `frozen`: adapters train alone.
+    No tokens without model.seq_len; no MFU without `peak_tflops`, or for layers whose operations are not counted.
+    `tokens`: of a step, for sequences of unequal length; no MFU then. `frozen`: only adapters train.
     """
     if not ms > 0 or not math.isfinite(ms):
         return Throughput()
@@ -56,11 +56,11 @@ def throughput(
 
 
 def idle_rate(busy: Sequence[float], whole: float) -> float:
-    """The mean over ranks of 1 - busy / whole: what a user's GPUs lose, imbalance included."""
+    """The mean over ranks of 1 - busy / whole: the idle share of the GPUs, imbalance included."""
     return 1 - sum(busy) / len(busy) / whole if busy and whole > 0 else 0.0
 
 
 def balance(busy: Sequence[float]) -> float:
-    """The mean work of a rank over that of the busiest: 1 where all have equally much to do."""
+    """Mean busy time of a rank divided by the largest: 1 if the load is balanced."""
     most = max(busy, default=0.0)
     return sum(busy) / len(busy) / most if most > 0 else 1.0

@@ -1,6 +1,6 @@
 """TOML files with the place of every value: `Document.where(("schedule", "kind"))` is `zbc.toml:21:8`.
 
-tomli reads the values; tree-sitter's TOML grammar, walked once, says where each key and value stands.
+tomli reads the values; tree-sitter's TOML grammar, walked once, gives the place of each key and value.
 `extends = "base.toml"` inherits: tables merge key by key, any other value replaces the inherited one.
 """
 
@@ -33,7 +33,7 @@ class Document:
     def where(self, path: KeyPath, *, key: bool = False) -> str:
         """`file:line:column` of the value at `path` (of its key with `key`), or of the nearest table around it.
 
-        A table that is there for what stands inside of it only has the place of the first of that.
+        A table that is only implied by keys inside has the place of the first of these keys.
         """
         for end in range(len(path), 0, -1):
             for table in (self.keys, self.places) if key else (self.places, self.keys):
@@ -43,8 +43,7 @@ class Document:
         return next(inside, self.source)
 
     def level(self, path: KeyPath) -> int:
-        """Which of two answers counts: 2 for one of the command line, 1 for one of the file itself, 0 for one of a file
-        that it extends."""
+        """Precedence of a value: 2 if set on the command line, 1 in the file itself, 0 in a file that it extends."""
         where = self.where(path)
         return 2 if where.startswith("--") else 1 if where.startswith(f"{self.source}:") else 0
 
@@ -59,7 +58,7 @@ class Document:
 
 
 def load(path: Path) -> Document:
-    """Read `path` and what it extends. Raises E100 (syntax), E101 (cannot be read) or E108 (bad `extends`)."""
+    """Reads `path` and the files it extends. Raises E100 (syntax), E101 (cannot be read) or E108 (bad `extends`)."""
     return _load(path, seen=())
 
 
@@ -97,7 +96,7 @@ def _load(path: Path, seen: tuple[Path, ...]) -> Document:
 
 
 def loads(text: str, source: str) -> Document:
-    """Parse TOML text; `source` names it in places. Raises E100."""
+    """Parses TOML text; `source` names it in places. Raises E100."""
     try:
         values = parsed(text, source)
     except tomli.TOMLDecodeError as error:
@@ -120,14 +119,14 @@ def parsed(text: str, where: str) -> dict[str, Any]:
         raise _too_deep(where) from None
     except tomli.TOMLDecodeError:
         raise
-    except ValueError:  # of a number with more digits than Python reads
+    except ValueError:  # a number with more digits than Python reads
         raise _too_large(where) from None
     refuse_extreme(values, where)
     return values
 
 
 def refuse_extreme(value: Any, where: str) -> None:
-    """Raise E100 if tables and lists in `value` stand inside of each other deeper than what writes them again takes.
+    """Raises E100 if tables and lists in `value` are nested deeper than can be written again.
 
     And E103 for a whole number that does not fit into 64 bits: TOML has none.
     """

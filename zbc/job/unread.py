@@ -1,6 +1,6 @@
-"""Keys that nothing reads beside another key of their table: refused, or a job would say what no run does.
+"""Keys that have no effect because of another key of their table: they are refused.
 
-A value that is the default asks for nothing, so it may stay: files that extend others, and --set, can go back to it.
+A default value is accepted, so that files that extend others, and --set, can return to it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from zbc.job.toml import Document
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Keys of a table, where nothing reads them, and what to say; `{}` stands for the value that decides it."""
+    """Keys of a table, the condition under which they have no effect, and the message; `{}` is the deciding value."""
 
     section: str
     keys: tuple[str, ...]
     decides: str
-    unread: Callable[[Any], bool]  # of the value of `decides`
+    unread: Callable[[Any], bool]  # takes the value of `decides`
     text: str
     hint: str
     code: str = "E110"
@@ -99,7 +99,7 @@ IDLE = (
 
 
 def problems(sections: Mapping[str, Any], document: Document) -> Iterator[ZbcError]:
-    """One for each key that a user has set to no effect: E110, E150."""
+    """An error for each key that is set without effect: E110, E150."""
     for row in IDLE:
         section = sections.get(row.section)
         if section is None or not row.unread(getattr(section, row.decides)):
@@ -111,6 +111,6 @@ def problems(sections: Mapping[str, Any], document: Document) -> Iterator[ZbcErr
 
 
 def asks(section: Section, key: str) -> bool:
-    """Whether a table has `key` with another value than it has by itself."""
+    """Whether a table sets `key` to another value than its default."""
     plain = type(section).model_fields[key].get_default(call_default_factory=True, validated_data={})
     return key in section.model_fields_set and getattr(section, key) != plain

@@ -12,14 +12,14 @@ from typing import Any
 from zbc.errors import ZbcError
 
 _AREAS = {"E502": "run", "E121": "schedule"}
-FAILURES = (Exception, SystemExit)  # what code of users fails with: sys.exit() in it does not end zbc without a word
-IN_A_RANK = (*FAILURES, KeyboardInterrupt)  # a rank hears of Ctrl-C in other ways, so this comes from such code, too
+FAILURES = (Exception, SystemExit)  # failures of users' code: sys.exit() in it must not end zbc silently
+IN_A_RANK = (*FAILURES, KeyboardInterrupt)  # ranks get Ctrl-C in another way, so this one is from users' code, too
 
 
 def load(name: str, what: str, *, code: str = "E502", where: str | None = None) -> Callable[..., Any]:
-    """Import the callable `name`; `what` is the key of the job that named it, for messages.
+    """Imports the callable `name`; `what` is the key of the job that named it, for messages.
 
-    Looked up on the import path and in the current directory. Raises `code` with the original error in its details.
+    Searches the import path and the current directory. Raises `code` with the original error in its details.
     """
     module, _, attribute = name.partition(":")
     here = os.getcwd()
@@ -47,7 +47,7 @@ def call(
     code: str = "E502",
     where: str | None = None,
 ) -> Any:
-    """Call it with these by name. A ZbcError passes; any other error becomes `code`, the original in its details."""
+    """Calls `function(**arguments)`. A ZbcError passes; any other error becomes `code` with the original as details."""
     try:
         return function(**arguments)
     except ZbcError:

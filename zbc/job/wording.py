@@ -1,4 +1,4 @@
-"""Problems that pydantic finds in a job file, in our words: what was expected, what was found, and a fix."""
+"""Converts problems that pydantic finds in a job file: the expected and the found value, and a fix."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def convert(
 
 
 def _table(annotation: Any) -> type[BaseModel] | None:
-    """The model a field holds, also where it may hold none."""
+    """The model class of a field, also of an optional one; None for other fields."""
     options = [annotation, *get_args(annotation)]
     return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _short(value: Any) -> str:
-    """A value as the file has it."""
+    """A value as in the file, shortened to 30 characters."""
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     if isinstance(value, date | time):
         text = value.isoformat()
@@ -101,7 +101,7 @@ def _limit(value: float) -> str:
 
 
 def sentence(problem: Any) -> str:
-    """What a pydantic problem says was expected."""
+    """The expected value of a pydantic problem, in words."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in _WANTED:
         return _WANTED[kind]
@@ -114,7 +114,7 @@ def sentence(problem: Any) -> str:
 
 
 def _list_or_one(section: type[BaseModel], path: toml.KeyPath, kind: str) -> str | None:
-    """What to say of a field that takes one value or a list of them."""
+    """The expected value for a field that takes one value or a list; None for other fields."""
     field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
     annotation = str(field.annotation) if field is not None else ""
     if len(path) != 2 or not kind.endswith("_type") or "list" not in annotation:
@@ -125,7 +125,7 @@ def _list_or_one(section: type[BaseModel], path: toml.KeyPath, kind: str) -> str
 
 
 def _fix(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
-    """What to write in place of the wrong value."""
+    """A hint that replaces the wrong value."""
     kind, found, context = problem["type"], problem["input"], problem.get("ctx", {})
     key = f"item {path[-1]}" if isinstance(path[-1], int) else path[-1]
     number = _number(found)
@@ -167,8 +167,8 @@ def unknown(path: toml.KeyPath, document: toml.Document, known: Sequence[str]) -
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str | None:
-    """The nearest of `known`, as a hint; capitals are no difference. Another device is none of `known`, unless torch
-    calls it "cuda"."""
+    """A hint with the nearest of `known`, in any case of letters; None for devices that zbc does not support. GPUs that
+    torch calls "cuda" are known by their other names."""
     lower = {name.lower(): name for name in known}
     if word.lower() in ("gpu", "nvidia", "amd", "rocm", "hip") and "cuda" in lower:
         return 'did you mean "cuda"?'

@@ -1,10 +1,10 @@
-"""A job that says how many ranks there are, and how large a batch: which pp, dp and microbatches it can mean.
+"""Expands the number of ranks of a job and its batch size into the possible pp, dp and microbatches.
 
-`parallel.world` stands for every pp x dp x cp x tp = world, with the cp and tp that are given, or where one is "auto"
-every one that fits on a node; with parallel.ep = "auto" also for every one of those. `schedule.batch` stands for
-batch / (dp x microbatch_size) microbatches.
-Where a key and what it stands for are both given, the one from the command line counts, then the one of the file that
-extends the other; of one file E116.
+`parallel.world` stands for every pp x dp x cp x tp = world, with the given cp and tp, or with every one that fits on a
+node if it is "auto"; likewise for parallel.ep = "auto". `schedule.batch` stands for batch / (dp x microbatch_size)
+microbatches.
+If a key and the keys it stands for are both given, the command line takes precedence, then the file that extends the
+other; within one file it is E116.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zbc.job.toml import Document
 WORLD, BATCH, MICROBATCHES = ("parallel", "world"), ("schedule", "batch"), ("schedule", "microbatches")
 GIVEN = {"pp": ("parallel", "pp"), "dp": ("parallel", "dp")}
 TP, EP, CP = ("parallel", "tp"), ("parallel", "ep"), ("parallel", "cp")
-# What a shape has nobody for, and what goes with that.
+# Keys without effect in a shape without replicas, or without ranks that share layers.
 OF_REPLICAS = (("parallel", "shard"), ("parallel", "exchange"), ("memory", "resident"))
 OF_SHARED_LAYERS = (("parallel", "tp_sequence"),)
 
 
 class Shape(NamedTuple):
-    """Ranks of a pipeline, replicas of it, and the microbatches of each; `why` there can be no plan of it; the ranks
-    that share each one's layers, and the replicas that share out experts."""
+    """Ranks of a pipeline, replicas, and microbatches of each; `why`: reason that it cannot be planned; `tp`, `cp`:
+    ranks that share layers or tokens, `ep`: replicas that share out experts."""
 
     pp: int
     dp: int
@@ -51,20 +51,20 @@ class Shape(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """The ranks with the same part of a stage."""
+        """The number of ranks with the same part of a stage."""
         return self.dp * self.cp
 
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """One shape as it was planned by the fast search, or why it was not."""
+    """A shape with the result of the fast search, or the reason that there is none."""
 
     shape: Shape
     schedule: str | None = None
-    step_ms: float | None = None  # with the optimizer, in steady state; None where nothing was planned
+    step_ms: float | None = None  # with the optimizer, in steady state; None if it was not planned
     sample_ms: float | None = None
-    peak_bytes: int | None = None  # of the fullest rank, where bytes are known
-    at_least: bool = False  # the times are what a step takes at least, and others are faster
+    peak_bytes: int | None = None  # of the fullest rank, if bytes are known
+    at_least: bool = False  # the times are lower bounds of a step, already slower than another shape
     error: ZbcError | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -88,15 +88,15 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a document leaves open: the shapes to choose from, and the document without the keys that stand for them."""
+    """An open choice: the possible shapes, and the document without the keys that stand for them."""
 
     document: Document
     shapes: tuple[Shape, ...]
     replicated: bool = False  # whether the schedule itself has replicas of each stage
 
     def of(self, shape: Shape) -> Document:
-        """The job with one of the shapes, whose numbers have the places of what they come from, without what replicas
-        or the ranks that share a layer are to do where there are none."""
+        """The job with one of the shapes, at the places of the keys that it comes from, and without settings of
+        replicas or of ranks that share layers if the shape has none."""
         found = _applying(self.document, shape.copies, shape.tp, replicated=self.replicated)
         for path, number in zip((*GIVEN.values(), MICROBATCHES), shape[:3], strict=True):
             found = _with(found, path, number)
@@ -106,8 +106,8 @@ class World:
 
 
 def read(document: Document, *, replicated: bool = False) -> World | Document:
-    """What is open in a job, or the job where nothing is; `replicated`: see `World`. Raises E116, and E105 for a world
-    without a batch."""
+    """The open choice of a job, or the job if nothing is open; `replicated`: see `World`. Raises E116, and E105 for a
+    world without a batch."""
     parallel, schedule = (document.values.get(name) for name in ("parallel", "schedule"))
     if not isinstance(parallel, Mapping) or not isinstance(schedule, Mapping):
         return document
@@ -125,7 +125,7 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
     document, samples = _batch(document, batch)
     document, fixed = _fixed(document)
     bare = _without(_without(document, WORLD), BATCH)
-    if world is not None and len(fixed) == 2:  # the command line says what to take of a world
+    if world is not None and len(fixed) == 2:  # the command line sets pp and dp of a world
         copies = fixed["dp"] * parallel.get("cp", 1)
         bare = _applying(bare, copies, parallel.get("tp", 1), replicated=replicated)
     if document.values["parallel"].get("world") is None:
@@ -146,7 +146,7 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
 
 
 def _applying(document: Document, copies: int, tp: int, *, replicated: bool) -> Document:
-    """Without what needs replicas of a stage or ranks that share a layer, where there are none."""
+    """Without settings of replicas or of ranks that share layers, if there are none."""
     for path in (*(() if copies > 1 or replicated else OF_REPLICAS), *(() if tp > 1 else OF_SHARED_LAYERS)):
         document = _without(document, path)
     return document
@@ -157,7 +157,7 @@ _NEAREST = "a batch is dp x microbatch_size samples, or a multiple of it"
 
 
 def _sound(parallel: Mapping[str, Any], schedule: Mapping[str, Any]) -> bool:
-    """Whether the numbers are numbers; where they are not, their tables say so."""
+    """Whether the numbers are positive whole numbers; if not, the checks of their tables report it."""
     numbers = [parallel.get("pp", 1), parallel.get("dp", 1), schedule.get("microbatches", 1)]
     numbers += [schedule.get("microbatch_size", 1), schedule.get("batch", 1)]
     numbers += [one for one in (parallel.get(key, 1) for key in ("world", "tp", "ep", "cp")) if one != "auto"]
@@ -165,7 +165,7 @@ def _sound(parallel: Mapping[str, Any], schedule: Mapping[str, Any]) -> bool:
 
 
 def _shown(document: Document) -> Document:
-    """With numbers for what a wrong key would stand for, so that the wrong key is the only problem."""
+    """With placeholders for the keys that a wrong key would stand for, so that the wrong key is the only problem."""
     values = document.values
     if "world" in values["parallel"] and "pp" not in values["parallel"]:
         document = _with(document, GIVEN["pp"], 1)
@@ -175,7 +175,7 @@ def _shown(document: Document) -> Document:
 
 
 def _fixed(document: Document) -> tuple[Document, dict[str, int]]:
-    """The job without the keys that do not count beside others, and what is given of pp and dp."""
+    """The job without overridden keys, and the given ones of pp and dp."""
     parallel, fixed = document.values["parallel"], dict[str, int]()
     for key, path in GIVEN.items():
         if key not in parallel:
@@ -194,7 +194,7 @@ def _fixed(document: Document) -> tuple[Document, dict[str, int]]:
 
 
 def _batch(document: Document, batch: int | None) -> tuple[Document, int | None]:
-    """The job without one of two answers, and the samples of a step; None where microbatches are given."""
+    """The job with either batch or microbatches, and the samples of a step; None if microbatches are given."""
     parallel, schedule = document.values["parallel"], document.values["schedule"]
     mine = schedule.get("microbatches")
     opened = "world" in parallel and not all(
@@ -226,7 +226,7 @@ def _batch(document: Document, batch: int | None) -> tuple[Document, int | None]
 
 
 def _count(document: Document) -> tuple[Document, int]:
-    """The ranks of the run, and the job, with the memory of the GPUs that "auto" found."""
+    """The job, with the memory of the GPUs that "auto" found, and the number of ranks of the run."""
     world = document.values["parallel"]["world"]
     if world != "auto":
         return document, int(world)
@@ -243,7 +243,7 @@ def _count(document: Document) -> tuple[Document, int]:
 
 
 def _launched() -> int:
-    """The ranks that torchrun started; 0 elsewhere."""
+    """The number of ranks that torchrun started; 0 without torchrun."""
     import os
 
     size = os.environ.get("WORLD_SIZE", "")
@@ -251,7 +251,7 @@ def _launched() -> int:
 
 
 def _shared(document: Document, world: int) -> list[int]:
-    """How many ranks may share layers: as many as is given, or all that divide what they share, on one node."""
+    """Possible tp: the given number, or all divisors of heads, widths and world within a node."""
     asked = document.values["parallel"].get("tp", 1)
     if asked != "auto":
         if world % asked:
@@ -267,8 +267,7 @@ def _shared(document: Document, world: int) -> list[int]:
 
 
 def _contexts(document: Document, world: int, tp: int) -> list[int]:
-    """How many ranks may share tokens, beside `tp` that share layers: as many as is given, or all whose chunks divide a
-    sequence, on one node."""
+    """Possible cp with this `tp`: the given number, or all within a node whose chunks divide a sequence."""
     asked, model = document.values["parallel"].get("cp", 1), document.values.get("model")
     if asked != "auto":
         if world % (asked * tp):
@@ -286,8 +285,7 @@ def _contexts(document: Document, world: int, tp: int) -> list[int]:
 
 
 def _experts(document: Document, dp: int) -> list[int]:
-    """How many replicas may share out experts: of as many as is given, those that divide them; or all that divide
-    both, on one node."""
+    """Possible ep: the common divisor of the given number and dp, or all divisors of dp and experts within a node."""
     asked, model = document.values["parallel"].get("ep", 1), document.values.get("model")
     if asked != "auto":
         return [math.gcd(asked, dp)]
@@ -302,7 +300,7 @@ def _experts(document: Document, dp: int) -> list[int]:
 def _shapes(
     document: Document, ranks: int, fixed: Mapping[str, int], batch: int | None, cp: int, tp: int
 ) -> list[Shape]:
-    """Every pp x dp x cp x tp = ranks with what is given of them, short pipelines first."""
+    """Every pp x dp x cp x tp = ranks with the given ones fixed, short pipelines first."""
     world, inner = ranks // (cp * tp), {"cp": cp, "tp": tp}
     for key, number in fixed.items():
         if world % number:
@@ -336,7 +334,7 @@ def _shape(document: Document, pp: int, dp: int, batch: int | None) -> Shape:
 
 
 def _with(document: Document, path: tuple[str, str], number: float) -> Document:
-    """With one more number, whose place is that of what it comes from."""
+    """With one more number, at the place of the key that it comes from."""
     name, key = path
     counted = WORLD not in document.places and document.has(("parallel", "replicas"))
     come = BATCH if path == MICROBATCHES else ("parallel", "replicas") if counted else WORLD
