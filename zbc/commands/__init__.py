@@ -1,1 +1,1 @@
-"""The commands: one module for each, or for a few that belong together. They parse, make one call and print."""
+"""The commands: one module per command, or for a few that belong together. They parse, make one call and print."""

@@ -1,4 +1,4 @@
-"""`zbc advise`: what it takes. advising.py does the rest, loaded when it is asked for, so that help is quick."""
+"""`zbc advise`: its arguments. advising.py does the work and is loaded when it runs, so that help is quick."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def advise(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Find the five best ways to train a model on so many GPUs.
+    """Find the five best ways to train a model on N GPUs.
 
-    First whether weights and optimizer state fit at all; then ranks of the pipeline, replicas, ranks that share layers
-    or experts, the schedule, what recomputes, and what replicas share out. -o writes a job, which `zbc plan` plans.
+    Checks whether weights and optimizer state fit at all; then chooses ranks of the pipeline, replicas, ranks that
+    share layers or experts, the schedule, recompute, and sharding. -o writes a job for `zbc plan`.
     """
     from zbc.commands.advising import advised
 

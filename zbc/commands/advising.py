@@ -1,4 +1,4 @@
-"""`advise`: what to train a model with on so many GPUs."""
+"""`advise`: the best ways to train a model on a number of GPUs."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
     from zbc.compiler.whatif.advise import Advice, Row, State
 
-TOKENS = 4 * 2**20  # of a step, where nothing is said
-LONGEST = 8192  # tokens of a sequence, where nothing is said and the model takes more
-_KEPT = ("model", "hardware", "optimizer", "train", "data", "checkpoint", "log")  # of a job
+TOKENS = 4 * 2**20  # of a step, by default
+LONGEST = 8192  # tokens of a sequence, by default, if the model takes more
+_KEPT = ("model", "hardware", "optimizer", "train", "data", "checkpoint", "log")  # tables taken from a job
 _ORDER = ("model", "parallel", "partition", "schedule", "hardware", "memory", "optimizer", "train", "data")
 
 
 def _samples(text: str, length: Any) -> int:
-    """`512` sequences, or those of `4M` tokens."""
+    """The number of sequences in `512`, or in `4M` tokens."""
     if text.isdecimal():
         return max(1, int(text))
     return max(1, count(text) // (length if isinstance(length, int) else LONGEST))
@@ -86,7 +86,7 @@ def advised(
 
 
 def best_job(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) -> str:
-    """The job of the first row. Raises as `advise`."""
+    """The text of the job of the first row. Raises as `advise`."""
     from zbc.compiler.whatif import advise as core
 
     source = _document(folder, gpus, gpu, None, None, None, ())
@@ -95,7 +95,7 @@ def best_job(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) ->
 
 
 def parameters_of(folder: Path) -> int:
-    """Of a Hugging Face model. Raises E520, E521."""
+    """The number of parameters of a Hugging Face model. Raises E520, E521."""
     from zbc.compiler.whatif.advise import state_of
 
     return state_of(opened(of_folder(folder), toml.Document(str(folder), {}), 1, None)).parameters
@@ -112,7 +112,7 @@ def _again(
 
 
 def _counter(more: Callable[..., None]) -> Callable[[str, float], None]:
-    """What `advise` says of its progress, as one bar: a tenth to estimate, then plans, then whole ones."""
+    """A callback that shows the stages of `advise` as one bar: estimates, then plans, then whole plans."""
     from zbc.compiler.whatif.advise import FINISHING, LOOKING, PLANNING
 
     parts = {LOOKING: (0.0, 0.3), PLANNING: (0.3, 0.4), FINISHING: (0.7, 0.3)}
@@ -128,7 +128,7 @@ def _counter(more: Callable[..., None]) -> Callable[[str, float], None]:
     return done
 
 
-# ---- what is asked ---------------------------------------------------------------------------------------------------
+# ---- the request -----------------------------------------------------------------------------------------------------
 
 
 def _document(
@@ -140,7 +140,7 @@ def _document(
     seq_len: int | None,
     settings: Sequence[str],
 ) -> toml.Document:
-    """A job of this model with everything open that `advise` chooses. Raises E1xx and E52x."""
+    """A job of this model, with all choices of `advise` left open. Raises E1xx and E52x."""
     if name is not None:
         gpus_known.named(name, key="--gpu")
     path = path / "zbc.toml" if not isfile(path / hfconfig.CONFIG) and isfile(path / "zbc.toml") else path
@@ -169,7 +169,7 @@ def _document(
 
 
 def opened(tables: Mapping[str, Any], places: toml.Document, gpus: int, batch: int | None) -> toml.Document:
-    """A job of these tables on so many GPUs, with steps of `batch` sequences or some TOKENS, and all else left open."""
+    """A job of these tables on `gpus` GPUs, with steps of `batch` sequences or about TOKENS, and all else left open."""
     model = tables.get("model", {})
     length = model.get("seq_len") if isinstance(model.get("seq_len"), int) else LONGEST
     each = max(1, LONGEST // 2 // (length or 1))
@@ -182,7 +182,7 @@ def opened(tables: Mapping[str, Any], places: toml.Document, gpus: int, batch: i
 
 
 def _size_of(given: toml.Document) -> tuple[int | None, int | None]:
-    """The ranks and the samples of a step of a job, where it says them in numbers."""
+    """The ranks and the samples of a step, if a job gives them as numbers."""
     parallel, schedule = (given.values.get(name, {}) for name in ("parallel", "schedule"))
     if not isinstance(parallel, Mapping) or not isinstance(schedule, Mapping):
         return None, None
@@ -197,13 +197,13 @@ def _size_of(given: toml.Document) -> tuple[int | None, int | None]:
 
 
 def of_folder(path: Path) -> dict[str, Any]:
-    """The tables for a Hugging Face model. Raises E520, E521."""
+    """The tables of a job for a Hugging Face model. Raises E520, E521."""
     return _of_config(path)[0]
 
 
 def _of_config(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The same, and in what the model that is planned is another one."""
-    if not os.path.lexists(path):  # what cannot even be looked at is not there
+    """The tables of a job for a Hugging Face model, and the differences of the planned model from it."""
+    if not os.path.lexists(path):  # False also without the right to look
         hint = "name a JOB.toml or a folder with a config.json: hf download NAME config.json --local-dir DIR"
         raise ZbcError("E520", f"model: {path} is not there", hint=hint)
     folder = path.parent if path.name.endswith(".json") else path
@@ -217,16 +217,16 @@ def _of_config(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def approximated(path: Path) -> list[str]:
-    """In what the model that is planned is another than that of a path; [] where it is the very model."""
+    """Differences of the planned model from the model of a path; [] if there are none."""
     return [] if path.suffix == ".toml" or isfile(path / "zbc.toml") else _of_config(path)[1]
 
 
 def told_of(told: Sequence[str]) -> list[str]:
-    """Comments of a job that plans another model than the one it is made from."""
+    """Comments for a job whose model differs from the one it is made from."""
     return [f"# {line}" for one in told for line in wrap(one.split(" "), 110, between=" ")]
 
 
-# ---- what is said ----------------------------------------------------------------------------------------------------
+# ---- the answer ------------------------------------------------------------------------------------------------------
 
 
 def _fits(document: toml.Document, state: State) -> Iterator[RenderableType]:
@@ -244,7 +244,7 @@ def _fits(document: toml.Document, state: State) -> Iterator[RenderableType]:
 
 
 def of_advice(found: Advice, *, verbose: bool) -> Iterator[RenderableType]:
-    """The table, what decides, and what the columns mean."""
+    """The table, the deciding factors, and the meaning of the columns."""
     from zbc.compiler.whatif.advise import decides
 
     rows = found.rows
@@ -333,7 +333,7 @@ def as_json(found: Advice) -> dict[str, Any]:
 
 
 def job_text(found: Advice, number: int, source: Path) -> str:
-    """The job of a row, which leaves nothing open."""
+    """The text of the job of a row, with nothing left open."""
     one = found.rows[number - 1]
     rates, gib = one.compiled.report.rates, one.compiled.report.peak_bytes / GIB
     took = f"{one.compiled.settled_ms:,.0f} ms a step" + (f", MFU {percent(rates.mfu)}" if rates.mfu else "")

@@ -1,4 +1,4 @@
-"""`check`: of a plan directory all that is wrong, past an edited file on to its ops."""
+"""`check`: all problems of a plan directory; an edited file does not hide problems of its ops."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Checked:
     program: Program
     survives: Survival
     as_json: dict[str, Any]
-    transfers: Transfers | None  # None for slices of microbatches of which the job says nothing
+    transfers: Transfers | None  # None for slices of microbatches without a job
     files: int = 0  # verified; 0 for a job and a CSV
-    priced: tuple[Job, float] | None = None  # what it was planned for, and what a step takes with its optimizer
-    step: tuple[str, ...] = ()  # of a CSV: what its step costs where every op takes 1
+    priced: tuple[Job, float] | None = None  # its job, and the ms of a step with its optimizer
+    step: tuple[str, ...] = ()  # for a CSV: the cost of its step if every op takes 1
 
 
 def check(
@@ -95,7 +95,7 @@ def folder_of(target: Path) -> Path:
 
 
 def proven(target: Path, changes: Changes = NO_CHANGES) -> Checked:
-    """A CSV file, a plan directory or a job that passes every check. Raises what is wrong with it."""
+    """Checks a CSV file, a plan directory or a job. Raises its problems."""
     from zbc.compiler.compile import compile_job
     from zbc.compiler.sim.simulate import either_transfer
 
@@ -112,7 +112,7 @@ def proven(target: Path, changes: Changes = NO_CHANGES) -> Checked:
 
 
 def _against(checked: Checked) -> dict[str, Any]:
-    """How many times as fast as 1F1B, which has to be planned for it."""
+    """The speedup over 1F1B, which is planned for it; {} without a job."""
     from zbc.compiler.whatif.others import baseline, speedup
 
     if checked.priced is None:
@@ -122,7 +122,7 @@ def _against(checked: Checked) -> dict[str, Any]:
 
 
 def check_csv(target: Path) -> Checked:
-    """Check the order of a torch CSV. Raises E4xx and E2xx, with rows and columns."""
+    """Checks the order of a torch CSV. Raises E4xx and E2xx, with rows and columns."""
     from zbc.api import Plan
     from zbc.compiler.check import survival
     from zbc.compiler.graph import build
@@ -148,7 +148,7 @@ def check_csv(target: Path) -> Checked:
 
 
 def show_order(target: Path, output: Path | None) -> None:
-    """Write, or print, an order of the same actions that works, and say on stderr what it changes."""
+    """Writes or prints a working order of the same actions, and its changes on stderr."""
     from zbc.api import Plan
     from zbc.interop import torch_csv
     from zbc.interop.repair import repair
@@ -168,7 +168,7 @@ def show_order(target: Path, output: Path | None) -> None:
 
 
 def check_plan(target: Path) -> Checked:
-    """Verify and check a plan directory. Raises E4xx and E2xx, all that are found together."""
+    """Verifies and checks a plan directory. Raises all E4xx and E2xx found, together."""
     from zbc.compiler import recall
     from zbc.compiler.check import check_all, survival
     from zbc.compiler.check.asked import check_asked
@@ -216,7 +216,7 @@ def check_plan(target: Path) -> Checked:
     files = 1 + manifest.ranks + sum(one.files for one in below)
     for one in below:
         survives &= one.survives
-    # What was predicted when the plan was made, and what was proven now.
+    # Predicted when the plan was made; proven now.
     head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
     costs = recall.costs_of(manifest) if manifest.slices == job.slices else None
     transfers = None if costs is None else either_transfer(graph, costs)
@@ -257,7 +257,7 @@ def _proven(survives: Survival) -> dict[str, Any]:
 
 
 def not_strict(program: Program) -> ZbcError:
-    """E207, with the cycle that blocking sends would make."""
+    """E207, with the cycle that blocking sends would cause."""
     from zbc.compiler.check.deadlock import check_deadlock
 
     try:
@@ -269,7 +269,7 @@ def not_strict(program: Program) -> ZbcError:
 
 
 def verdict(checked: Checked, target: Path, *, verbose: bool) -> Iterator[RenderableType]:
-    """What was proven."""
+    """The proven properties, for people."""
     from zbc.viz.words import title
 
     yield f"{title(checked.program)}, {checked.program.size} ops"

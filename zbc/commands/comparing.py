@@ -1,4 +1,4 @@
-"""`compare`: a job under several schedules, ranked, in every form that is printed."""
+"""`compare`: a job under several schedules, ranked, in every printed form."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _SHOWN: dict[str, Callable[[list[float]], list[str]]] = {  # the numbers of a co
 
 
 class Column(NamedTuple):
-    """One number of every row: its name in CSV and in the table, where to get it and as what to print it."""
+    """One number of every row: its name in CSV and in the table, its getter, and its format."""
 
     key: str
     head: str
@@ -62,7 +62,7 @@ class Column(NamedTuple):
     meaning: str
 
     def texts(self, planned: Sequence[Planned]) -> list[str]:
-        """Its cells, with equally many decimals, and a question mark where the number is not known."""
+        """Its cells, with the same number of decimals, and a question mark if the number is not known."""
         values = [self.value(*entry) for entry in planned]
         known = iter(_SHOWN[self.kind]([value for value in values if value is not None]))
         return ["?" if value is None else next(known) for value in values]
@@ -152,9 +152,9 @@ def compare(
 ) -> None:
     """Plan a job under several schedules and rank them.
 
-    The fastest comes first. What does not fit or cannot be planned stays in the table with the reason. If you sweep a
-    number of [hardware], [costs] or [model], each value gets its own ranking, and the table says where the fastest
-    schedule changes; with -v and --json where any two change places.
+    The fastest comes first. Rows that do not fit or cannot be planned stay in the table with the reason. If you sweep a
+    number of [hardware], [costs] or [model], each value gets its own ranking, and the table shows at which value the
+    fastest schedule changes; with -v and --json also where any two change places.
     """
     from zbc.compiler.schedules import SCHEDULES
     from zbc.compiler.whatif.compare import Asked, beside_baseline, combinations
@@ -208,9 +208,10 @@ def compare(
 def as_shortlist(
     rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = (), *, more: int = 0, everything: bool
 ) -> Iterator[RenderableType]:
-    """The best rows in the columns that matter most, then what they mean and what else there is.
+    """The best rows in the columns that matter most, then their meaning and a summary of the other rows.
 
-    `more`: how many pairs change places besides the fastest; `everything`: all rows, whose schedules were named.
+    `more`: number of pairs that change places besides the fastest; `everything`: all rows, as their schedules were
+    named.
     """
     planned = _planned(rows)
     found = Shortlist.of(planned, _names(rows), _name, everything=everything)
@@ -230,7 +231,7 @@ def as_shortlist(
 
 
 def as_table(rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = ()) -> Iterator[RenderableType]:
-    """Ranked rows, then the reasons of those that could not be planned, then where the fastest changes."""
+    """Ranked rows, then the reasons why others could not be planned, then the values at which the fastest changes."""
     planned, columns = _planned(rows), _columns(rows)
     if planned:
         yield _table(planned, columns, _names(rows))
@@ -252,8 +253,8 @@ def _planned(rows: Sequence[ComparedPlan]) -> list[Planned]:
 
 
 def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
-    """Columns that say something: the time per sequence where a step is not the same work in all rows, what goes to
-    the host where anything does, and so on."""
+    """The informative columns: the time per sequence if rows differ in their work per step, offloaded bytes if there
+    are any, and so on."""
     varied = len({row.sequences for row in rows if row.error is None}) > 1
     hidden = set[str]()
     if all(row.exchanged is None for row in rows):
@@ -270,7 +271,7 @@ def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
 
 
 def _names(rows: Sequence[ComparedPlan]) -> list[str]:
-    """The heads of what tells rows apart."""
+    """The heads of the columns that tell rows apart."""
     return ["schedule", *(key.rpartition(".")[2] for key, _ in rows[0].settings)]
 
 
@@ -285,7 +286,7 @@ def _cells(planned: Sequence[Planned], columns: Sequence[Column]) -> list[list[s
 
 
 def _table(planned: Sequence[Planned], columns: Sequence[Column], names: Sequence[str]) -> RenderableType:
-    """All rows, with an empty one between two worlds."""
+    """All rows, with an empty row between two worlds."""
     lines = list[list[str]]()
     for _, group in groupby(zip(planned, _cells(planned, columns), strict=True), key=lambda entry: entry[0][0].world):
         lines += [*([[]] if lines else []), *(cells for _, cells in group)]
@@ -293,7 +294,7 @@ def _table(planned: Sequence[Planned], columns: Sequence[Column], names: Sequenc
 
 
 def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:
-    """Where the fastest changes, key by key; then, where they were asked for, all other changes."""
+    """The values at which the fastest changes, key by key; then all other changes, if given."""
     leading = [one for one in crossings if one.leading]
     for (key, world), group in groupby(leading, key=lambda one: (one.key, one.world)):
         found = list(group)
@@ -316,7 +317,7 @@ def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:
 
 
 def _without_effect(rows: Sequence[ComparedPlan]) -> Iterator[str]:
-    """Keys of the world that were swept and change neither time nor memory of anything."""
+    """Swept keys of the world that change neither time nor memory of any row."""
     for key in {key: None for row in rows for key, _ in row.world}:
         found: dict[tuple[object, ...], set[tuple[float, int]]] = {}
         for row in rows:
@@ -334,7 +335,7 @@ def _where(world: Sequence[tuple[str, str]]) -> str:
 
 
 def _without(row: ComparedPlan, key: str) -> str:
-    """What a curve against a key is called."""
+    """The name of a curve against a key."""
     return _candidate((row.name, tuple(setting for setting in row.choice if setting[0] != key)))
 
 
@@ -344,7 +345,7 @@ def _candidate(candidate: Candidate) -> str:
 
 
 def _plainly(value: str) -> str:
-    """The text of a swept value without quotes around it."""
+    """The text of a swept value without its quotes."""
     return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value
 
 
@@ -357,7 +358,7 @@ def _reason(row: ComparedPlan) -> str:
 
 
 class _Cells(NamedTuple):
-    """A table as text: the heads of what tells rows apart and of numbers, the rows, and those that failed."""
+    """A table as text: the heads of names and of numbers, the rows, and the failed rows."""
 
     names: list[str]
     heads: list[str]
@@ -366,7 +367,7 @@ class _Cells(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> _Cells:
-        """As the console shows it; with `verbose` all rows and columns, and the reasons of what is missing."""
+        """The table of the console; with `verbose` all rows and columns, and the reasons of failed rows."""
         if not verbose:
             found = Shortlist.of(_planned(rows), _names(rows), _name, everything=everything)
             return cls([*found.heads], [column.head for column in found.columns], [*found.cells], [])
@@ -391,7 +392,7 @@ _TEX = str.maketrans(
 
 
 def as_tex(rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> str:
-    """The table in LaTeX, for the package booktabs; what failed is in comments below."""
+    """The table in LaTeX, for the package booktabs; failed rows are in comments below."""
     names, heads, cells, failed = _Cells.of(rows, verbose=verbose, everything=everything)
 
     def line(texts: Sequence[str]) -> str:
@@ -412,7 +413,7 @@ def as_tex(rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> 
 
 
 def as_csv(rows: Sequence[ComparedPlan]) -> str:
-    """Plain numbers, rates as shares of one, and a last column with the reason where there are none."""
+    """Plain numbers, rates as shares of one, and a last column with the reason of rows without numbers."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     columns = _columns(rows)
@@ -432,7 +433,7 @@ def _numbers(row: ComparedPlan, columns: Sequence[Column]) -> list[Any]:
 
 
 def as_json(rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = ()) -> dict[str, Any]:
-    """`schedules` holds one report each in ranked order; where there is none, `error` takes its place."""
+    """`schedules` holds a report for each row in ranked order, or an `error` in its place."""
     from zbc.compiler.report.report import FORMAT, VERSION
 
     entries = []
@@ -468,7 +469,7 @@ def _crossing(one: Crossing) -> dict[str, Any]:
 
 
 def _cuts(rows: Sequence[ComparedPlan]) -> Iterator[str]:
-    """The partitions with unequal numbers of blocks, each with its plans; nothing if there are none."""
+    """The partitions with unequal numbers of blocks, each with its plans."""
     found: dict[str, list[str]] = {}
     for row in rows:
         if row.report is not None and _uneven(row.report.cut):
@@ -485,13 +486,13 @@ def _cuts(rows: Sequence[ComparedPlan]) -> Iterator[str]:
 
 
 def _uneven(cut: CutReport) -> bool:
-    """Whether a stage recomputes, or the numbers of blocks per stage differ by more than what division leaves over."""
+    """Whether a stage recomputes, or the numbers of blocks per stage differ by more than one."""
     blocks = [sum(name not in ("embed", "head") for name in stage.layers) for stage in cut.stages]
     return max(blocks) - min(blocks) > 1 or any(stage.recompute or stage.selective for stage in cut.stages)
 
 
 def _counts(cut: CutReport) -> str:
-    """`10 8x2 2`: layers of each stage, equal ones in a row together."""
+    """`10 8x2 2`: layers of each stage, runs of equal numbers joined."""
     each = [f"{len(stage.layers)}{'r' if stage.recompute else 's' if stage.selective else ''}" for stage in cut.stages]
     runs = [(text, len(list(run))) for text, run in groupby(each)]
     return " ".join(text if length == 1 else f"{text}x{length}" for text, length in runs)

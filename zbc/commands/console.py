@@ -1,7 +1,7 @@
-"""How commands speak: the answer on stdout, messages and progress on stderr.
+"""Output of commands: the answer on stdout, messages and progress on stderr.
 
-Text goes out as rich `Text`, never as markup: markup swallows `[costs]` and crashes on `[/x]`. Nothing is coloured off
-a terminal; NO_COLOR switches colours off everywhere.
+Text is printed as rich `Text`, never as markup: markup swallows `[costs]` and crashes on `[/x]`. There are colours on
+terminals only; NO_COLOR switches them off.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_UNBOUND = 10_000  # columns: a line that is too long is for the terminal to wrap, never to be cut
+_UNBOUND = 10_000  # columns: long lines are wrapped by the terminal, never cut
 
 
 @cache
 def _visible() -> type[Console]:
-    """A console that shows what would steer a terminal; names come from files of anybody's."""
+    """A console that shows control characters, as names come from untrusted files."""
     from rich.console import Console
     from rich.segment import Segment
 
@@ -63,7 +63,7 @@ def stdout() -> Console:
 
 
 def stderr() -> Console:
-    """The console of remarks. That nobody reads them changes nothing."""
+    """The console of remarks. A closed stderr is ignored."""
 
     class Remarks(_visible()):  # type: ignore[misc]
         def on_broken_pipe(self) -> None:
@@ -77,7 +77,7 @@ def _colours() -> Literal["auto"] | None:
 
 
 def show(*parts: RenderableType) -> None:
-    """Print on stdout, one part below the other. Raises E608 where that cannot be written."""
+    """Prints on stdout, one part below the other. Raises E608 if stdout cannot be written."""
     from rich.text import Text
 
     console = stdout()
@@ -93,7 +93,7 @@ def show_json(document: Mapping[str, Any]) -> None:
 
 
 def tell(message: str | Text) -> None:
-    """A remark on stderr, if it can be written."""
+    """Prints a remark on stderr, if it can be written."""
     try:
         stderr().print(message)
     except OSError:
@@ -101,7 +101,7 @@ def tell(message: str | Text) -> None:
 
 
 def show_error(error: ZbcError, *, as_json: bool = False) -> None:
-    """The error on stderr, for `--json` also as one document on stdout."""
+    """Prints the error on stderr, for `--json` also as one document on stdout."""
     from rich.text import Text
 
     text = Text(error.render())
@@ -109,14 +109,14 @@ def show_error(error: ZbcError, *, as_json: bool = False) -> None:
     text.highlight_regex(re.compile(r"^  --> \S+", re.MULTILINE), "cyan")
     tell(text)
     if as_json:
-        with suppress(ZbcError):  # where stdout takes nothing this was said above
+        with suppress(ZbcError):  # if stdout cannot be written, stderr has the error
             show_json({"format": "zbc-error", "version": 1, "errors": [single.as_json() for single in error.errors]})
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, most: int | None = None) -> Table:
     """A table without lines; the first `left` columns are words, the others numbers.
 
-    Of more than `most` rows the middle is left out, which -v shows.
+    With more than `most` rows the middle is left out.
     """
     from rich.table import Table
 
@@ -144,7 +144,7 @@ LABEL = 11  # columns of a label
 
 
 def indented(block: RenderableType, by: int = LABEL) -> RenderableType:
-    """A table below a label; a wide one `by` fewer columns."""
+    """A table indented by the width of a label, or by `by` columns."""
     from rich.padding import Padding
 
     return Padding(block, (0, 0, 0, by), expand=False)
@@ -152,9 +152,9 @@ def indented(block: RenderableType, by: int = LABEL) -> RenderableType:
 
 @contextmanager
 def progress(title: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A bar on stderr while a command works, on a terminal only; yields a function that counts more (one) as done.
+    """A progress bar on stderr, on a terminal only; yields a function that advances it by `more` (default 1).
 
-    Without a total it only says that there is work.
+    Without a total it only shows activity.
     """
     console = stderr()
     if quiet or not console.is_terminal:
@@ -168,7 +168,7 @@ def progress(title: str, total: int | None, *, quiet: bool = False) -> Iterator[
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file the user asked for. Raises E608 where that is not possible, leaving no new file or folder behind."""
+    """Writes a file for the user. Raises E608 if that fails, and leaves no new file or folder then."""
     there = os.path.lexists(path)
     try:
         with folders_for(path):
@@ -183,13 +183,13 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text in UTF-8. Raises E608 as `write_bytes` does."""
+    """Writes a text in UTF-8. Raises E608 as `write_bytes` does."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Raises E608 where a file cannot be written, before what it is to hold is made. Leaves nothing behind."""
-    if os.path.exists(path) and path.is_fifo():  # whose reader would take this for all there is
+    """Raises E608 if a file cannot be written, before its contents are computed. Leaves no file."""
+    if os.path.exists(path) and path.is_fifo():  # opening and closing it would end the input of its reader
         return
     try:
         with folders_for(path, keep=False):

@@ -1,4 +1,4 @@
-"""`diff`: two plans beside each other, in numbers and op by op."""
+"""`diff`: compares two plans, in numbers and op by op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RANKS = 4  # ranks whose lines are shown without -v
 
 
 class Metric(NamedTuple):
-    """A number of both plans; `kind` says how it reads."""
+    """A number of both plans; `kind`: its format."""
 
     name: str
     left: float
@@ -70,7 +70,7 @@ def diff(
 
 
 def metrics(left: Plan, right: Plan) -> Iterator[Metric]:
-    """What can be compared; bytes only where both plans know them."""
+    """The comparable numbers of both plans; bytes only if both know them."""
     from zbc.compiler.memory.per_rank import peaks
 
     for name, path in (("ranks", "placement.ranks"), ("stages", "placement.stages"), ("microbatches", "microbatches")):
@@ -121,7 +121,7 @@ def _change(metric: Metric) -> str:
 
 
 def _placements(left: Plan, right: Plan) -> Iterator[RenderableType]:
-    """Stages that live on other ranks."""
+    """Stages that are on other ranks."""
     one, two = left.program.placement, right.program.placement
     if one == two:
         return
@@ -158,7 +158,7 @@ def _orders(ranks: Sequence[RankDifference], *, verbose: bool) -> Iterator[Rende
 
 
 def _listing(rank: RankDifference, *, verbose: bool) -> Iterator[str]:
-    """Changed lines with what stands around them: step and op of both sides, and a mark between them."""
+    """Changed lines with lines around them: step and op of both sides, and a mark between them."""
     lines = rank.lines
     near = {k + d for k, line in enumerate(lines) if _mark(line) != " " for d in range(-_AROUND, _AROUND + 1)}
     shown = [k for k in sorted(near) if 0 <= k < len(lines)]
@@ -176,7 +176,7 @@ def _listing(rank: RankDifference, *, verbose: bool) -> Iterator[str]:
 
 
 def _mark(line: DiffLine) -> str:
-    """`<` on the left alone, `>` on the right alone: taken out here, put in there."""
+    """`<`: only on the left, `>`: only on the right; a moved op has one of each."""
     return " " if line.left is not None and line.right is not None else "<" if line.right is None else ">"
 
 

@@ -1,4 +1,4 @@
-"""`doctor`: what can run here, and whether a model gets the gradients that plain autograd gives it."""
+"""`doctor`: the abilities of this machine, and a comparison of a model's gradients with those of plain autograd."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def doctor(
 
 
 def examine(path: Path, overrides: Sequence[str], *, as_json: bool, quiet: bool = False) -> None:
-    """Plan the job, run two microbatches both ways and print what came out.
+    """Plans the job, runs microbatches both ways and prints the comparison.
 
-    Raises E510 if it is not the same, E704 if it is not finite.
+    Raises E510 if gradients differ, E704 if they are not finite.
     """
     from zbc.compiler.compile import compile_job, load_job
     from zbc.plan.directory import StoredPlan
@@ -70,7 +70,7 @@ def examine(path: Path, overrides: Sequence[str], *, as_json: bool, quiet: bool 
     compiled = compile_job(load_job(path, overrides), budget=0.0)
     manifest, _ = compiled.assemble()
     plan = StoredPlan(manifest, compiled.program)
-    from zbc.training.probing.checkup import check_up  # torch takes a second; a job that cannot be planned needs none
+    from zbc.training.probing.checkup import check_up  # slow: torch; after planning, which may fail
 
     found = check_up(plan)
     if not found.fine:
@@ -190,7 +190,7 @@ def _writable() -> bool:
 
 
 def _abilities(torch: ModuleType | None) -> list[str]:
-    """What can be done here, one line per command."""
+    """The possible uses of this machine, one line per command."""
     lines = ["plan, check, compare and draw any job"]
     if torch is None:
         return [*lines, "not run plans: install torch first"]

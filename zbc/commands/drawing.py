@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from zbc.compiler.schedules import ScheduleCard
     from zbc.viz.strip import Drawn
 
-_EVERYTHING = 1000  # columns of a list that does not go to a terminal
+_EVERYTHING = 1000  # columns of a list off a terminal
 _CARD = (4, 6)  # ranks and microbatches of the picture on a schedule's card
 
 
 class By(StrEnum):
-    """What a cell of a picture is."""
+    """The unit of a cell of a picture."""
 
     TIME = "time"
     SLOT = "slot"
@@ -208,7 +208,7 @@ _UNITS = (
 
 
 def _list(cards: Sequence[ScheduleCard], auto: str) -> Iterator[RenderableType]:
-    """All schedules, with the columns for which there is room."""
+    """All schedules, with the columns that fit the terminal."""
     rows = [("name", "placement", "chunks", "makespan", "span", "memory", "B, W")]
     for card in cards:
         split = "apart" if card.splits_backward else "as one"
@@ -239,7 +239,7 @@ def card_text(card: ScheduleCard, width: int) -> str:
 
 
 def card_parts(card: ScheduleCard, width: int) -> Iterator[str | Text]:
-    """What is known of one schedule, and its picture, made by the tool itself."""
+    """The facts about one schedule, and a picture of its order."""
     from zbc.compiler.lowering import Lowering
     from zbc.compiler.schedules import Request
     from zbc.compiler.sim.context import Context

@@ -67,8 +67,8 @@ def export(
 ) -> None:
     """Export a plan to another tool's format.
 
-    What that tool cannot express is refused. torchtitan also needs a CSV file; -o writes it beside the settings, which
-    name it by its absolute path.
+    Plans that the tool cannot express are refused. torchtitan also needs a CSV file; -o writes it next to the settings,
+    which name it by its absolute path.
     """
     if output is not None:
         refuse_unwritable(output)
@@ -131,7 +131,7 @@ def import_order(
 ) -> None:
     """Read a torch CSV or class and write a job that uses its order.
 
-    The order is read strictly and proven. That of a class is written as CSV beside the job.
+    The order is read strictly and proven. The order of a class is written as CSV next to the job.
     """
     from zbc.api import Plan
     from zbc.errors import ZbcError
@@ -162,7 +162,7 @@ def import_order(
 
 
 def _of_class(name: str, path: Path, ranks: int | None, microbatches: int | None, chunks: int) -> Path:
-    """Write the order of a torch schedule class as CSV. Raises E111 for a file in its place."""
+    """Writes the order of a torch schedule class as CSV. Raises E111 if the file exists."""
     from zbc.errors import ZbcError
 
     if not re.fullmatch(r"Schedule\w+", name):

@@ -1,4 +1,4 @@
-"""`report` of a log that Megatron-LM or torchtitan wrote, beside the plan of the same job."""
+"""`report` of a log of Megatron-LM or torchtitan, compared with the plan of the same job."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORDS = {
 
 
 def report(path: Path, plan: Path | None, *, json: bool, quiet: bool) -> None:
-    """Raises E430 for a file that is no such log, E1xx to E4xx for a plan that cannot be read or made."""
+    """Prints the report. Raises E430 for a file that is no such log, E1xx to E4xx for a plan that cannot be read."""
     from zbc.compiler.recorded import beside
     from zbc.compiler.recorded.log import as_numbers
     from zbc.interop import logs
@@ -72,7 +72,7 @@ def _manifest(plan: Path) -> Manifest:
 
 
 def _peaks(log: Log, manifest: Manifest | None) -> list[tuple[int, float | None, float]]:
-    """By rank of the pipeline, bytes at most: predicted and told."""
+    """(rank of the pipeline, predicted peak bytes, peak bytes in the log)."""
     pp, ranks = log.settings.get("pp"), log.settings.get("ranks")
     if manifest is not None:
         pp, ranks = pp or manifest.topology.pp, ranks or manifest.topology.world

@@ -15,14 +15,14 @@ from zbc.errors import ZbcError
 from zbc.job import hfconfig, hfplanned
 from zbc.job.model_section import Model
 
-_SMALL = 2e9  # parameters that are still tried out on a CPU
-_LONGEST = 2048  # tokens per sequence to begin with; what a model allows at most can be far more than fits
+_SMALL = 2e9  # most parameters of a model that is tried on a CPU
+_LONGEST = 2048  # tokens per sequence to begin with; the longest of a model can be far more than fits
 
 
 def job_text(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) -> str:
-    """The text of a zbc.toml that starts from the weights of `folder`, on so many GPUs or on this machine's CPU.
+    """The text of a zbc.toml that starts from the weights of `folder`, on `gpus` GPUs or on this machine's CPU.
 
-    A model that no CPU trains asks a terminal for GPUs. Raises E520, E521, and E105 where it cannot ask.
+    For a model too large for a CPU it asks for GPUs. Raises E520, E521, and E105 without a terminal to ask.
     """
     from zbc.commands import advising
 
@@ -59,7 +59,7 @@ def job_text(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) ->
 
 
 def model_values(model: Model, longest: int) -> dict[str, Any]:
-    """`[model]` for sequences of `longest` tokens, or as many as the model takes."""
+    """`[model]` for sequences of `longest` tokens, or the model's longest if that is less."""
     values: dict[str, Any] = {"family": model.family, **model.model_dump(mode="json", exclude_defaults=True)}
     return {**values, "seq_len": min(model.seq_len or longest, longest)}
 

@@ -1,4 +1,4 @@
-"""`compare --sweep KEY=...`: steps against the numbers of a key, drawn; those of the memory limit here as well."""
+"""`compare --sweep KEY=...`: charts of step times against the numbers of a key, the memory limit also as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNITS = {
     "x": Axis("limit on activations (times what 1F1B holds)", "x"),
     "bytes": Axis("limit on activations (GiB)", " GiB"),
 }
-Name = Callable[["ComparedPlan", str], str]  # of a curve: without the key it is drawn against
+Name = Callable[["ComparedPlan", str], str]  # the name of a curve, without the key it is drawn against
 
 
 class _Chart(NamedTuple):
@@ -35,7 +35,7 @@ class _Chart(NamedTuple):
 
 
 def drawn(rows: Sequence[ComparedPlan], name: Name) -> Iterator[RenderableType]:
-    """A chart of the limit for each world, with its numbers."""
+    """A chart against the memory limit for each world, with its numbers."""
     for chart in _charts(rows, LIMIT, name):
         yield ""
         if chart.world:
@@ -46,8 +46,8 @@ def drawn(rows: Sequence[ComparedPlan], name: Name) -> Iterator[RenderableType]:
 
 
 def write(path: Path, rows: Sequence[ComparedPlan], name: Name) -> None:
-    """The chart of the first world as SVG, against the limit or else the key with most numbers. Raises E109 where none
-    is swept."""
+    """Writes the chart of the first world as SVG, against the limit or else the key with most numbers. Raises E109 if
+    no key is swept over numbers."""
     keys = dict.fromkeys(key for row in rows for key, _ in row.settings)
     charts = [chart for key in keys for chart in _charts(rows, key, name)[:1]]
     if not charts:
@@ -64,7 +64,7 @@ def _told(world: Sequence[Setting]) -> str:
 
 
 def _charts(rows: Sequence[ComparedPlan], key: str, name: Name) -> list[_Chart]:
-    """Of every world, where two numbers of a key are swept, of one kind."""
+    """The charts of all worlds with at least two numbers of the key, of one unit."""
 
     def world(row: ComparedPlan) -> tuple[Setting, ...]:
         return tuple(setting for setting in row.world if setting[0] != key)
@@ -84,7 +84,7 @@ def _charts(rows: Sequence[ComparedPlan], key: str, name: Name) -> list[_Chart]:
 
 
 def _amount(row: ComparedPlan, key: str) -> tuple[Axis, float] | None:
-    """A swept value as a number, and what it is one of."""
+    """The axis and number of a swept value; None if it is no number."""
     from zbc.job.spec import parse_limit
 
     text = dict(row.settings).get(key, "").strip("\"'")
@@ -98,7 +98,7 @@ def _amount(row: ComparedPlan, key: str) -> tuple[Axis, float] | None:
 
 
 def _best(curves: Sequence[Curve]) -> list[Curve]:
-    """As many as there are letters: those that are the fastest at some value, then those that are fast at any."""
+    """At most one curve per letter: first curves that are the fastest at most values, then those nearest to it."""
     least = {value: min(dict(c.points).get(value, float("inf")) for c in curves) for value in values_of(curves)}
 
     def rank(curve: Curve) -> tuple[int, float]:

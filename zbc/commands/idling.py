@@ -29,7 +29,7 @@ def bubbles(
 ) -> None:
     """List when ranks idle, why, and how much memory is free then.
 
-    Of a plan as predicted, of a recorded run as measured. Busy time and windows add up to the makespan on every rank.
+    For a plan as predicted, for a recorded run as measured. Busy time and windows add up to the makespan on each rank.
     """
     found = opened(target, Changes(settings, schedule, profile, budget)).bubbles()
     if json:

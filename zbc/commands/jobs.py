@@ -1,4 +1,4 @@
-"""`init`, `config` and `explain`: what a user writes, and what zbc writes back."""
+"""`init`, `config` and `explain`: job files, and explanations of their settings and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ config = typer.Typer(no_args_is_help=True, help="Show all values of a job, or th
 
 
 class Template(StrEnum):
-    """The jobs `zbc init` can write."""
+    """The jobs that `zbc init` can write."""
 
     TINY = "tiny"
     GPT = "gpt-1.5b"
@@ -62,7 +62,7 @@ def init(
 ) -> None:
     """Write a first, commented zbc.toml.
 
-    Of a Hugging Face model on GPUs it is the first row of `zbc advise`, which takes up to a minute.
+    For a Hugging Face model on GPUs it is the first row of `zbc advise`, which takes up to a minute.
     """
     path = folder / "zbc.toml"
     if os.path.exists(path):
@@ -93,7 +93,7 @@ def config_show(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Print every value of a job, and where it comes from, as a job file."""
+    """Print every value of a job with its origin, as a job file."""
     from zbc.compiler.compile import load_job
 
     loaded = load_job(job, settings or (), schedule, profile)
@@ -104,7 +104,7 @@ def config_show(
 
 
 def _values(job: Job) -> dict[str, dict[str, dict[str, Any]]]:
-    """Section -> key -> its value and where it comes from."""
+    """Section -> key -> its value and its origin."""
     from zbc.job.spec import SECTIONS
 
     found: dict[str, dict[str, dict[str, Any]]] = {}
@@ -120,7 +120,7 @@ def _origin(job: Job, section: str, key: str) -> str:
 
 
 def listing(job: Job) -> Iterator[str]:
-    """Lines of TOML; what is not set stands in comments, since TOML has no word for nothing."""
+    """Lines of TOML; keys that are not set are comments, since TOML has no null."""
     from zbc.job.model_section import foreign
     from zbc.job.spec import SECTIONS, VERSION
 
@@ -133,7 +133,7 @@ def listing(job: Job) -> Iterator[str]:
             written = job.document.has((name, key))
             origin = _origin(job, name, key)
             line = f"# {key} is not set" if values[key] is None else f"{key} = {toml_value(values[key])}"
-            empty = isinstance(values[key], dict)  # a table that must not be there unless it says something
+            empty = isinstance(values[key], dict)  # a table that must be left out if empty
             if not written and values[key] is not None and (empty or key in others.get(name, ())):
                 line = f"# {line}"
             yield f"{line:<36}  # {origin}"
@@ -230,7 +230,7 @@ def explain(
 
 
 def _word(text: str, *, json: bool, quiet: bool) -> None:
-    """What a word of the field is here. Raises E112 for one that is not known."""
+    """Explains a word of the field. Raises E112 for an unknown one."""
     from zbc.compiler.schedules import SCHEDULES, find
     from zbc.explain import glossary
 
@@ -256,7 +256,7 @@ def _word(text: str, *, json: bool, quiet: bool) -> None:
 
 
 def _described(text: str) -> Word | None:
-    """A key of a job, as its schema describes it."""
+    """The description of a job's key from its schema."""
     from zbc.explain.glossary import Word
     from zbc.job.spec import SECTIONS
 
@@ -282,7 +282,7 @@ def _limits(word: str, *, json: bool, quiet: bool) -> None:
 
 
 def _gpus(*, json: bool, quiet: bool) -> None:
-    """What `hardware.gpu` may be, and what it stands for."""
+    """Prints the values of `hardware.gpu` with their data sheets."""
     if json:
         known = [{"name": name, **one._asdict(), "planned": _planned(one)} for name, one in gpu.GPUS.items()]
         show_json({"format": "zbc-gpus", "version": 1, "gpus": known})

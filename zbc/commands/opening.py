@@ -1,4 +1,4 @@
-"""How commands that take a plan, a job or something else open it, with the options that change a job."""
+"""Opens the plan, job, run or CSV of a command, with the options that change a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Changes(NamedTuple):
-    """What --set, --schedule, --profile and --budget say."""
+    """The values of --set, --schedule, --profile and --budget."""
 
     settings: list[str] | None = None
     schedule: str | None = None
@@ -29,7 +29,7 @@ class Changes(NamedTuple):
         return load_job(path, self.settings or (), self.schedule, self.profile, sketch=sketch)
 
     def refuse(self, path: Path) -> None:
-        """Refuse the options where `path` is no job."""
+        """Refuses the options if any is given, since `path` is no job."""
         names = ("--set", "--schedule", "--profile", "--budget")
         given = [name for name, value in zip(names, self, strict=True) if value is not None and value != []]
         if given:
@@ -42,7 +42,7 @@ def is_job(path: Path) -> bool:
 
 
 def say_if_compiling(job: Job | None, *, quiet: bool) -> None:
-    """A word on a terminal where the search of a job (None: of several schedules) has to compile its kernels first."""
+    """Tells a terminal if the search of a job (None: of several schedules) has to compile its kernels first."""
     from zbc.commands.console import tell
     from zbc.compiler.schedules import AUTO, SCHEDULES, find
     from zbc.compiler.search.engine import compiles_first
@@ -56,12 +56,12 @@ def say_if_compiling(job: Job | None, *, quiet: bool) -> None:
 
 
 def _watched() -> bool:
-    """Whether somebody waits at a terminal."""
+    """Whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 
 def opened(path: Path, changes: Changes) -> Plan | Run:
-    """What a path stands for; a job is changed and planned. Raises E1xx to E4xx."""
+    """Opens the plan or run at a path; a job is changed and planned. Raises E1xx to E4xx."""
     from zbc import api
 
     if is_job(path):
@@ -73,7 +73,7 @@ def opened(path: Path, changes: Changes) -> Plan | Run:
 
 
 def opened_both(paths: Sequence[Path], changes: Changes) -> list[Plan | Run]:
-    """Several of which one may be a job, and only jobs are changed."""
+    """Opens several paths; if any is a job, `changes` apply to jobs only."""
     jobs = [is_job(path) for path in paths]
     return [
         opened(path, changes if job or not any(jobs) else NO_CHANGES) for path, job in zip(paths, jobs, strict=True)
@@ -81,7 +81,7 @@ def opened_both(paths: Sequence[Path], changes: Changes) -> list[Plan | Run]:
 
 
 def opened_plan(path: Path, changes: Changes) -> Plan:
-    """The same as a plan: of a recorded run, what ran."""
+    """Opens a path as a plan; a recorded run gives the plan that ran."""
     from zbc.api import as_plan
 
     return as_plan(opened(path, changes))

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-_MOST = 1_000_000  # numbers of a list
+_MOST = 1_000_000  # most numbers of a range
 
 
 class Device(StrEnum):
@@ -39,7 +39,7 @@ def seconds(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """`5%` or `0.05` as a share; more than 1 is written as percent only, since `5` may mean either."""
+    """`5%` or `0.05` as a share; more than 1 must be in percent, since `5` is ambiguous."""
     number, scale = (text[:-1], 100.0) if text.endswith("%") else (text, 1.0)
     try:
         value = float(number) / scale
@@ -51,7 +51,7 @@ def share(text: str) -> float:
 
 
 def listed(text: str, option: str, *, least: int = 0) -> tuple[int, ...]:
-    """`0-3,5` as (0, 1, 2, 3, 5), in the order given, each once; `option` is named where the text is no such list."""
+    """`0-3,5` as (0, 1, 2, 3, 5), in the order given, each once. Errors for other texts name `option`."""
     found: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from zbc.viz.strip import Drawn
     from zbc.viz.terminal import View
 
-WIDTH = 100  # of pictures that do not go to a terminal
+WIDTH = 100  # columns of pictures off a terminal
 NARROWEST = 60
 
 
 class Form(StrEnum):
-    """What a picture can be made as."""
+    """The formats of a picture."""
 
     TERM = "term"
     SVG = "svg"
@@ -35,7 +35,7 @@ class Form(StrEnum):
     PERFETTO = "perfetto"
 
 
-# Of files, by their suffix; all others are text.
+# Suffix of a file -> format; others are text.
 _FORMS = {f".{form.value}": form for form in (Form.SVG, Form.PNG, Form.PDF, Form.HTML)}
 _FORMS |= {".htm": Form.HTML, ".json": Form.PERFETTO}
 _NEVER = (".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".eps", ".ps", ".tif", ".tiff")
@@ -51,7 +51,7 @@ _PNG_SCALE = 2.0
 
 
 def form_of(output: Path | None) -> Form:
-    """What the name of a file asks for."""
+    """The format for the name of a file."""
     suffix = "" if output is None else output.suffix.lower()
     if suffix in _NEVER:
         raise typer.BadParameter(f"zbc makes no {suffix} files; name a .svg, .png, .pdf, .html, .json or .txt file")
@@ -59,7 +59,7 @@ def form_of(output: Path | None) -> Form:
 
 
 def refuse_unused(form: Form, asked: Mapping[str, bool]) -> None:
-    """Refuse options, by whether they were given, that a picture of this form would leave out of account."""
+    """Refuses given options that a picture of this format would ignore; `asked`: option -> whether it was given."""
     for option, given in asked.items():
         if given and form not in _TAKEN_BY[option]:
             forms = " and ".join(f"--as {one.value}" for one in _TAKEN_BY[option])
@@ -68,7 +68,7 @@ def refuse_unused(form: Form, asked: Mapping[str, bool]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What to show of plans; `to_file`: not to the terminal."""
+    """Format and selection of a picture; `to_file`: not to the terminal."""
 
     form: Form
     ranks: tuple[int, ...] | None
@@ -80,7 +80,7 @@ class Wanted:
     own: bool = False
 
     def text(self, drawn: Sequence[Drawn]) -> str:
-        """The picture; of PNG and PDF the SVG that they are made from."""
+        """The picture as text; for PNG and PDF the SVG that they are made from."""
         if self.form in _DRAWN:
             from zbc.viz.svg import SvgView, draw
 
@@ -98,7 +98,7 @@ class Wanted:
         return typeset(drawn, self._view).plain + "\n"
 
     def show(self, drawn: Sequence[Drawn]) -> None:
-        """Print it, on a terminal in colour."""
+        """Prints it, on a terminal in colour."""
         if self.form is not Form.TERM:
             show(self.text(drawn).rstrip("\n"))
             return
@@ -126,10 +126,10 @@ def columns_here() -> int:
 
 
 def _rendered(sheet: str, form: Form, path: Path) -> bytes:
-    """An SVG document as PNG or PDF. Raises E610 without what makes them."""
+    """An SVG document as PNG or PDF. Raises E610 without cairosvg."""
     try:
         cairosvg = importlib.import_module("cairosvg")
-    except (ImportError, OSError):  # OSError: the package is there, the cairo library is not
+    except (ImportError, OSError):  # OSError: the package is installed, the cairo library is not
         text = f"visualize: {path.suffix.lower()} files are made by cairosvg, which is not installed"
         hint = f"pip install cairosvg, or name {path.with_suffix('.svg')}, which needs nothing"
         raise ZbcError("E610", text, hint=hint) from None

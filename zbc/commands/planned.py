@@ -1,8 +1,8 @@
 """`zbc run JOB.toml`: the plan directory of a job, made just before it runs.
 
-It lies below log.dir, named after the job file and the plan id: `runs/plans/zbc-691945da`. Under torchrun the first
-rank of each machine plans, and the others wait for what it says in a file beside the plans; machines plan for
-themselves, and find the same, which the run checks.
+It is below log.dir, named after the job file and the plan id: `runs/plans/zbc-691945da`. Under torchrun the first rank
+of each machine plans, and the others wait for a file next to the plans that names the directory. Each machine plans for
+itself; the run checks that their plans are the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOK_S, _OLD_S = 0.1, 3600.0
 
 @dataclass(frozen=True)
 class Planned:
-    """Where the plan of a job is; `compiled` on the rank that made it."""
+    """The directory of a job's plan; `compiled` on the rank that made it."""
 
     folder: Path
     compiled: Compiled | None = None
@@ -59,7 +59,7 @@ def _made(path: Path, job: Job, changes: Changes, place: Path) -> Planned:
 
 
 def keep(compiled: Compiled, place: Path, name: str) -> Path:
-    """Write a plan below `place`, under a name and its id; one that is there already is left alone."""
+    """Writes a plan below `place`, named by `name` and its id, unless it exists already."""
     from zbc.plan import directory as plans
 
     manifest, files = compiled.assemble()
@@ -72,7 +72,7 @@ def keep(compiled: Compiled, place: Path, name: str) -> Path:
 
 
 def _launch() -> str:
-    """What the ranks of this machine have in common with each other and with no other launch."""
+    """An id of this launch that the ranks of this machine share."""
     env = os.environ
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     parts = [socket.gethostname(), str(os.getppid()), *(env.get(name, "") for name in names)]
@@ -80,7 +80,7 @@ def _launch() -> str:
 
 
 def _say(word: Path, folder: Path) -> None:
-    """Tell the other ranks of this machine where the plan is; what was said in launches long over is removed."""
+    """Tells the other ranks of this machine the plan's directory; removes the files of old launches."""
     for old in word.parent.glob(f"{word.name.rpartition('-')[0]}-*"):
         with suppress(OSError):
             if time.time() - old.stat().st_mtime > _OLD_S:
@@ -94,7 +94,7 @@ def _say(word: Path, folder: Path) -> None:
 
 
 def _heard(word: Path) -> Path:
-    """Where the plan is, once the first rank of this machine has said so; a launcher that is gone ends the wait."""
+    """Waits for the first rank of this machine, returns the plan's directory. Raises E604 if the launcher has gone."""
     parent = os.getppid()
     while os.getppid() == parent:
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""`plan`: a job becomes a plan directory."""
+"""`plan`: compiles a job into a plan directory."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def plan(
 
 
 def _gain(manifest: Manifest) -> dict[str, Any]:
-    """What unequal counts gain over equal ones in the first steps, by the lengths of the samples; {} where the data
-    cannot be read here."""
+    """The gain of unequal over equal counts in the first steps, from the lengths of the samples; {} if the data cannot
+    be read here."""
     from zbc.training.data.unequal import predicted
 
     try:

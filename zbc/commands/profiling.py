@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zbc.job.profile import Profile
 
 
-_ANY = 1e5  # GB/s; no link is as fast
+_ANY = 1e5  # GB/s; faster than any link
 
 
 def profile(
@@ -63,7 +63,7 @@ def profile(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure what the layers of a job cost on this machine.
+    """Measure the costs of a job's layers on this machine.
 
     One layer of each kind runs as in training; times, memory and transfers are measured. `zbc plan JOB.toml --profile
     FILE` plans with the result. With --from-trace nothing runs: the costs of layers come from a recorded run.
@@ -101,7 +101,7 @@ def profile(
 
 
 def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, quiet: bool) -> None:
-    """The table of hardware.links, written by rank 0. Raises E604 outside of torchrun."""
+    """Measures the table of hardware.links, which rank 0 writes. Raises E604 outside of torchrun."""
     if "RANK" not in os.environ:
         hint = "torchrun --standalone --nproc-per-node 4 -m zbc profile --links"
         raise ZbcError("E604", "profile: --links measures between ranks, and no launcher has started any", hint=hint)
@@ -127,7 +127,7 @@ def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, q
 
 
 def _derive(run: Path, phase: str | None, base: Path | None, output: Path, *, as_json: bool, quiet: bool) -> None:
-    """The profile of a recorded run. Raises E43x (the trace), E142 and E143 (the base)."""
+    """Writes the profile of a recorded run. Raises E43x (the trace), E142 and E143 (the base)."""
     from zbc.compiler.recorded.derive import derive
     from zbc.compiler.recorded.replan import refuse_misfit
     from zbc.job import profile as profiles
@@ -160,7 +160,7 @@ def _write(
 
 
 def summary(found: Profile) -> Iterator[RenderableType]:
-    """What was measured, for people."""
+    """The measurements, for people."""
     on = found.on
     how = [f"{on.name or on.device}" + (f", torch {on.torch}" if on.torch else "")]
     if on.source == "trace":

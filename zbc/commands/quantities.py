@@ -1,4 +1,4 @@
-"""Rows of tables that show what was measured beside what was predicted."""
+"""Rows of tables that compare measured with predicted numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zbc.text import aligned, fixed, percent
 if TYPE_CHECKING:
     from zbc.compiler.recorded.report import Quantity
 
-QUANTITY = ("", "predicted", "measured", "", "")  # heads of what follows the name of a row
+QUANTITY = ("", "predicted", "measured", "", "")  # heads after the name of a row
 _ROWS = {
     "samples_per_s": "samples/s",
     "tokens_per_s": "tokens/s",
@@ -34,7 +34,7 @@ def rates(one: Quantity) -> list[str]:
 
 
 def throughput(known: Mapping[str, Quantity]) -> Iterator[Sequence[str]]:
-    """A row for each rate that is known; of samples only where there are no tokens."""
+    """A row for each known rate; samples only if tokens are not known."""
     for key, name in _ROWS.items():
         one = known.get(key)
         if one is None or (key == "samples_per_s" and "tokens_per_s" in known):

@@ -1,4 +1,4 @@
-"""`report`: what a run did beside what was predicted of it."""
+"""`report`: compares a run with its prediction."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from zbc.compiler.recorded.report import Quantity, RunReport
 
 _OPS, _OUTLIERS = 8, 5  # rows without -v
-WORTH = 0.005  # of a step: what a new plan has to save
-_SHORT = {"gradients": "grads", "optimizer": "state", "activations": "kept"}  # as `zbc plan -v` has them
+WORTH = 0.005  # share of a step that a new plan has to save
+_SHORT = {"gradients": "grads", "optimizer": "state", "activations": "kept"}  # names in `zbc plan -v`
 _CAUSES = ("compute", "warm_up", "message", "copies", "drain", "sums", "optimizer", "host")
 _HEADS = {"sums": "sync"}
 
@@ -48,9 +48,9 @@ def report(
 ) -> None:
     """Compare a run with its prediction, and plan it again.
 
-    Shows step times, bubble rates, idle time by cause, ops and memory, and what a plan from the measured times would
-    gain. Record some steps first: `zbc run PLAN --trace 10-19`. Of a log of Megatron-LM or torchtitan: step times,
-    tokens/s, MFU and memory, beside a plan.
+    Shows step times, bubble rates, idle time by cause, ops and memory, and the gain of a plan from the measured times.
+    Record some steps first: `zbc run PLAN --trace 10-19`. For a log of Megatron-LM or torchtitan: step times, tokens/s,
+    MFU and memory, compared with a plan.
     """
     if isfile(run):  # not run.is_file(), which raises for what cannot be looked at
         if phase is not None:
@@ -133,7 +133,7 @@ def _unrecorded(run: RunLog, *, verbose: bool) -> Iterator[RenderableType]:
 
 
 def _some(steps: int) -> str:
-    """Steps to record of a run that has so many: not the first, and one after them to be weighed."""
+    """Steps to record in a run of `steps` steps, as --trace takes them: neither the first nor the last."""
     if steps >= 20:
         return "10-19"
     return f"2-{steps - 1}" if steps > 3 else str(max(1, steps - 1))
@@ -197,7 +197,7 @@ def _hidden(found: Mapping[str, Quantity]) -> list[tuple[str, ...]]:
 
 
 def _experts(loads: Loads | None, *, verbose: bool) -> Iterator[RenderableType]:
-    """Rows of experts, and of ranks that share them out, over the mean of their block."""
+    """Loads of experts, and of ranks that share them out, over the mean of their block."""
     if loads is None:
         return
     yield ""
@@ -214,7 +214,7 @@ def _experts(loads: Loads | None, *, verbose: bool) -> Iterator[RenderableType]:
 
 
 def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
-    """Two rows per rank: where its time was to go, and where it went."""
+    """Two rows per rank: its predicted and its measured time by cause."""
     which = f"step {made.median_step}" + (", the median one" if len(made.steps) > 1 else "")
     yield labelled("time", f"ms of each rank in {which}, by cause")
     decimals = len(fixed(max(max(rank.predicted.total, rank.measured.total) for rank in made.ranks)).partition(".")[2])
@@ -345,7 +345,7 @@ def _unit(most: float) -> tuple[str, float]:
 
 
 def _again(made: RunReport, command: str) -> Iterator[str]:
-    """What a new plan promises, and how to make it."""
+    """The predicted gain of a new plan, and the command that makes it."""
     again = made.replan
     if again is None:
         return

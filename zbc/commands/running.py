@@ -104,7 +104,7 @@ def run(
         hint = "first: zbc plan JOB.toml   then: zbc run plan; or: zbc run JOB.toml"
         raise ZbcError("E401", f"run: {folder} is a file, not a plan directory", hint=hint)
     lines = list[str]()
-    if local is not None:  # all ranks are here: look at every file before any process starts
+    if local is not None:  # all ranks are here: verify every file before any process starts
         from zbc.plan.directory import StoredPlan
 
         StoredPlan.read(folder)
@@ -141,7 +141,7 @@ def run(
 
 
 def _emit(lines: list[str], *, json: bool, quiet: bool) -> Callable[[str], None]:
-    """Where what a run says goes; all of it is kept in `lines`."""
+    """The callback for the lines of a run: prints them, and keeps all in `lines`."""
 
     def emit(text: str) -> None:
         lines.append(text)
@@ -152,7 +152,7 @@ def _emit(lines: list[str], *, json: bool, quiet: bool) -> Callable[[str], None]
 
 
 def _ending(found: RunLog, job: Path | None) -> Iterator[str]:
-    """Measured beside predicted, why they may differ, and what to do next."""
+    """Measured and predicted step time, likely causes of a difference, and the next commands."""
     from zbc.trace.recording import has_trace
 
     step, about, folder = found.step(), found.about, shlex.quote(str(found.folder))
@@ -171,19 +171,19 @@ def _ending(found: RunLog, job: Path | None) -> Iterator[str]:
 
 
 def _written(lines: Sequence[str]) -> str:
-    """The run directory, which the first line of a run names."""
+    """The run directory, read from the first line of a run."""
     found = (re.search(r"; writing (.+)$", line, re.MULTILINE) for line in lines)
     return next(match[1] for match in found if match is not None)
 
 
 def _world(compiled: Compiled) -> int | None:
-    """How many ranks to start here, where nothing has started them: those of a job on the CPU."""
+    """The number of ranks to start here: all of a job on the CPU without torchrun; else None."""
     job = compiled.job
     return None if job.hardware.device == "cuda" or "RANK" in os.environ else job.parallel.ranks
 
 
 def _prediction(compiled: Compiled, folder: Path, *, verbose: bool) -> str:
-    """What was planned, and what a step is to take."""
+    """The plan and its predicted step time, for people."""
     from zbc.viz.words import title
 
     lines = [f"{title(compiled.program)}; {short(compiled.settled_ms)} ms a step predicted, plan {folder}"]

@@ -1,4 +1,4 @@
-"""What `compare` shows by default: the best rows, in the six columns that a choice is made by."""
+"""The default table of `compare`: the best rows, in the six columns that decide a choice."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _SPARE = (_TOKENS, _SAMPLES, _FACTOR)
 
 
 class Brief(NamedTuple):
-    """A column: its head, its cells, and what it says."""
+    """A column: its head, its cells, and its meaning."""
 
     head: str
     cells: list[str]
-    meaning: str  # "" where the head says it
+    meaning: str  # "" if the head is clear
 
 
 @dataclass(frozen=True)
 class Shortlist:
-    """The rows to show and what is told of the others; `name` gives the cells that tell rows apart."""
+    """The rows to show and the number of others; `name` gives the cells that tell rows apart."""
 
     shown: Sequence[Planned]
     left_out: int
@@ -51,7 +51,7 @@ class Shortlist:
         *,
         everything: bool,
     ) -> Shortlist:
-        """Of ranked rows; `everything`: whether all are shown."""
+        """The shortlist of ranked rows; `everything`: show all."""
         shown = planned if everything else [entry for group in _worlds(planned) for entry in _best(group)]
         columns = list(_columns(shown)) if shown else []
         labels = zip(heads, *(name(row) for row, _ in shown), strict=True)
@@ -64,7 +64,7 @@ class Shortlist:
         return [[*self.name(row), *cells] for (row, _), cells in zip(self.shown, values, strict=True)]
 
     def table(self) -> RenderableType:
-        """With an empty line between two worlds."""
+        """The table, with an empty line between two worlds."""
         lines = list[list[str]]()
         for _, group in groupby(zip(self.shown, self.cells, strict=True), key=lambda entry: entry[0][0].world):
             lines += [*([[]] if lines else []), *(cells for _, cells in group)]
@@ -78,7 +78,7 @@ class Shortlist:
 
 
 def _fitting(columns: list[Brief], room: int) -> list[Brief]:
-    """Without throughput and speed-up, which follow from the time of a step, where a terminal has no room for them."""
+    """Without throughput and speed-up, which follow from the step time, if the terminal is too narrow for them."""
     widths = {column.head: max(map(len, (column.head, *column.cells))) + 2 for column in columns}
     for head in _SPARE:
         if sum(widths.values()) - 2 > room:
@@ -92,7 +92,7 @@ def _worlds(planned: Sequence[Planned]) -> Iterator[list[Planned]]:
 
 
 def _best(group: Sequence[Planned]) -> list[Planned]:
-    """The first rows, and 1F1B, which the others are held against."""
+    """The first rows, and 1F1B as the baseline."""
     if len(group) <= MOST:
         return list(group)
     from zbc.compiler.whatif.others import BASELINE
@@ -133,7 +133,7 @@ def _marked(cells: Sequence[str], marks: Sequence[str]) -> list[str]:
 
 
 def _rate(reports: Sequence[Report]) -> Brief:
-    """Tokens per second and rank; samples per second of all ranks where there are no tokens."""
+    """Tokens per second and rank; samples per second of all ranks if tokens are not known."""
     tokens = [report.rates.tokens_per_s_per_rank for report in reports]
     if any(value is not None for value in tokens):
         return Brief(_TOKENS, _known(tokens, "{:,.0f}"), "")
@@ -145,7 +145,7 @@ def _known(values: Sequence[float | None], form: str) -> list[str]:
 
 
 def failures(rows: Sequence[ComparedPlan], label: Callable[[ComparedPlan], str]) -> Iterator[str]:
-    """Who is missing, in as few lines as that takes."""
+    """The names of rows without a plan, wrapped into few lines."""
     names = [label(row) for row in rows if row.error is not None]
     if names:
         words = ", ".join(names).split(" ")

@@ -1,4 +1,4 @@
-"""`simulate`: what a step costs, and what it costs when op times are not what they were said to be."""
+"""`simulate`: the cost of a step, and its spread if op times differ from the given ones."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def simulate(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Predict what a step costs, and how noise spreads it.
+    """Predict the time of a step, and how noise spreads it.
 
     The order stays as planned; only op times change. Steps follow one another with or without the optimizer's barrier,
-    as the job says.
+    as in the job.
     """
     from zbc.compiler.whatif import serial
     from zbc.compiler.whatif.noise import Noise
@@ -87,7 +87,7 @@ def simulate(
 
 
 def _serial(found: Serial) -> Iterator[RenderableType]:
-    """What a pipeline of stages that are no layers takes, and how busy each stage is."""
+    """Time of a pipeline whose stages are no layers, and how busy each stage is."""
     tokens, stages = found.pipeline.tokens, found.pipeline.stages
     makespan, per = aligned([found.timeline.makespan, found.period], 3)
     yield labelled("pipeline", f"{len(stages)} stages, {tokens} tokens, {makespan} ms")
@@ -140,7 +140,7 @@ def _change(found: Spread, ms: float) -> str:
 
 
 def _ranks(found: Spread) -> RenderableType:
-    """The share of each rank in the longest chain and, with a straggler, what it costs when that rank is slow."""
+    """Each rank's share of the longest chain and, with a straggler, the step time if that rank is slow."""
     heads = ["rank", "of the longest chain"]
     columns = [[str(rank) for rank in range(len(found.by_rank))], [percent(part) for part in found.by_rank]]
     if found.slow:

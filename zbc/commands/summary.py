@@ -1,4 +1,4 @@
-"""What `plan` and `check` say of a plan."""
+"""The summary of a plan, for `plan` and `check`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from zbc.job.throughput import Throughput
 
 _ROWS = 10  # of a table before its middle is left out
-_TEXT = 69  # columns beside a label of a line of 80
-_LONG = 99  # of a line that may be longer
+_TEXT = 69  # columns after the label in a line of 80
+_LONG = 99  # the same in a line that may be longer
 
 PROVEN = (
     "complete: each stage's F, B and W of each microbatch, once, in order",
@@ -41,8 +41,8 @@ PROVEN = (
 def of_plan(
     compiled: Compiled, others: Others, words: Sharing | None, quicker: str | None, until: Until, *, verbose: bool
 ) -> Iterator[RenderableType]:
-    """The summary of a fresh plan, and what its output layer costs; `quicker` is the command that plans the faster of
-    its `others`. It plans nothing that there is no time for."""
+    """The summary of a fresh plan, with the cost of its output layer; `quicker`: the command for the faster of its
+    `others`; `until`: the end of the time for further plans."""
     report = compiled.report
     yield labelled("step", *_headline(compiled, others))
     pays = words is not None and words.pays(compiled.settled_ms)
@@ -71,7 +71,7 @@ def of_plan(
         parallel = compiled.job.parallel
         label = "swaps" if parallel.ep > 1 else "gathers" if parallel.cp > parallel.tp == 1 else "sums"
         yield labelled(label, f"inside of ops: {short(found.ms)} ms on a rank (mean), {hidden}")
-    if report.flushless is None:  # what binds a step says nothing of a cycle of them
+    if report.flushless is None:  # the critical path of one step says nothing about a cycle
         yield from _why(compiled, until, verbose=verbose)
     yield labelled("costs", *_costs(compiled))
     proven = "complete, paired, FIFO per direction, deadlock-free"
@@ -99,7 +99,7 @@ def of_plan(
 
 
 def _headline(compiled: Compiled, others: Others) -> Iterator[str]:
-    """What a user gets: the time of a step, its throughput, and what is lost."""
+    """Step time, speedup over 1F1B, throughput, idle rate and balance."""
     report, base = compiled.report, others.baseline
     against = ""
     if base is not None and compiled.schedule != base.schedule:
@@ -121,7 +121,7 @@ def _headline(compiled: Compiled, others: Others) -> Iterator[str]:
 
 
 def throughput_lines(rates: Throughput) -> Iterator[str]:
-    """Tokens, or else samples, per second, with what else is known."""
+    """Samples per second, with tokens per second and MFU if known."""
     if rates.samples_per_s is None:
         return
     parts = [f"{short(rates.samples_per_s, 3)} samples/s"]
@@ -131,7 +131,7 @@ def throughput_lines(rates: Throughput) -> Iterator[str]:
 
 
 def crowded(compiled: Compiled) -> str | None:
-    """What a step of estimated costs takes at least on this machine's CPU, if its cores are fewer than the ranks."""
+    """A note on the least step time on this machine's CPU, if costs are estimated and cores are fewer than ranks."""
     job, report = compiled.job, compiled.report
     if job.hardware.device != "cpu" or report.costs != "estimated":
         return None
@@ -140,7 +140,7 @@ def crowded(compiled: Compiled) -> str | None:
 
 
 def crowd(ranks: int, busy: Sequence[float], step: float) -> str | None:
-    """What a step takes at least where fewer cores than ranks are: `busy` ms of each rank of a pipeline."""
+    """A note on the least step time if ranks outnumber cores, else None; `busy`: ms of each rank of a pipeline."""
     count = cores()
     if ranks <= count:
         return None
@@ -151,7 +151,7 @@ def crowd(ranks: int, busy: Sequence[float], step: float) -> str | None:
 
 
 def recompute_lines(compiled: Compiled, plain: Other) -> Iterator[str]:
-    """What recompute costs where it saves nothing."""
+    """The cost of recompute if it saves little memory."""
     longer = f"{100 * (compiled.settled_ms / plain.ms - 1):.0f}%"
     saved = 1 - max(rank.bytes for rank in compiled.memory) / (plain.bytes or 1.0)
     yield f"makes a step {longer} longer and saves {percent(max(0.0, saved))} of memory: B leaves W what F would keep"
@@ -165,7 +165,7 @@ def _faster(other: Other, compiled: Compiled) -> str:
 
 
 def _words(words: Sharing, compiled: Compiled, *, hint: bool) -> Iterator[str]:
-    """What the output layer costs, and what a step would take with it elsewhere; how to have that as a `hint`."""
+    """The cost of the output layer, and the step time with the other placement of it; `hint`: with its setting."""
     change = f"{100 * (words.ms / compiled.settled_ms - 1):+.1f}%"
     held = "" if words.bytes is None else f", {size(words.bytes)}"
     where = "at the ends" if words.shared else "shared"
@@ -175,7 +175,7 @@ def _words(words: Sharing, compiled: Compiled, *, hint: bool) -> Iterator[str]:
 
 
 def _freezing(found: FreezeReport, ms: float, after: int) -> Iterator[str]:
-    """What freezing gains, and what it leaves out."""
+    """The gain of freezing, and the share of weight gradients that it leaves out."""
     change = f"{100 * (ms / found.unfrozen_ms - 1):+.1f}%" if found.unfrozen_ms > 0 else "+0.0%"
     yield f"makespan {short(ms)} ms instead of {short(found.unfrozen_ms)} ms ({change}),"
     yield f"{percent(found.frozen)} of all weight gradients are left out;"
@@ -185,7 +185,7 @@ def _freezing(found: FreezeReport, ms: float, after: int) -> Iterator[str]:
 
 
 def _adapter(found: AdapterReport, ms: float, ranks: Sequence[RankReport]) -> Iterator[str]:
-    """What trains, and what that saves."""
+    """The number of trained parameters, and the saved time and memory."""
     share = f" ({percent(found.trained / found.whole)})" if found.whole else ""
     yield f"rank {found.rank}: {found.trained:,} of {found.whole:,} parameters train{share}"
     if found.whole_ms is not None:
@@ -196,7 +196,7 @@ def _adapter(found: AdapterReport, ms: float, ranks: Sequence[RankReport]) -> It
 
 
 def _flushless(found: StepsReport) -> Iterator[str]:
-    """What steps without a flush gain, and that they train something else."""
+    """The gain of steps without a flush, and the note that they change the training."""
     change = f"{100 * (found.flush_ms / found.period_ms - 1):+.1f}%" if found.period_ms > 0 else "+0.0%"
     yield f"none between steps: {short(found.period_ms)} ms each; with one {short(found.flush_ms)} ms ({change})"
     if found.alone:
@@ -209,7 +209,7 @@ def _flushless(found: StepsReport) -> Iterator[str]:
 
 
 def _averaging(asked: Average) -> Iterator[str]:
-    """What replicas average in place of gradients, and that they train something else."""
+    """The averages of weights in place of gradients, and the note that they change the training."""
     steps = "each step" if asked.every == 1 else f"every {asked.every} steps"
     yield f"replicas sum no gradients: {steps} they average {percent(asked.share)} of their weights"
     if asked.parts > 1:
@@ -218,7 +218,7 @@ def _averaging(asked: Average) -> Iterator[str]:
 
 
 def _times(compiled: Compiled) -> list[str]:
-    """Both costs of a step with the papers' bubble rates, and what it costs in steady state."""
+    """Makespan and span of a step with the papers' bubble rates, and its time in steady state."""
     report, memory = compiled.report, compiled.found.bounds.memory
     gaps = (
         _gap(report.makespan_ms, report.lower_bound_makespan_ms, memory=memory),
@@ -237,7 +237,7 @@ def _times(compiled: Compiled) -> list[str]:
 
 
 def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
-    """What a step takes with its optimizer, and what it would take the other way."""
+    """The time of a step with its optimizer, and the time with or without the barrier for comparison."""
     ahead = report.ahead_ms
     here = report.barrier_ms if barrier or ahead is None else ahead
     how = "with" if barrier or ahead is None else "without"
@@ -249,7 +249,7 @@ def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
 
 
 def _why(compiled: Compiled, until: Until, *, verbose: bool) -> Iterator[RenderableType]:
-    """What binds and the critical path; with `verbose` what small changes would give."""
+    """The limiting resource and the critical path; with `verbose` the effect of small changes."""
     from zbc.compiler.whatif.why import bent_by_memory, binds, critical_path, what_ifs
 
     reasons = wrap(binds(compiled).split(" "), _TEXT, between=" ")
@@ -280,7 +280,7 @@ def _what_ifs(found: list[WhatIf]) -> Iterator[str]:
 
 
 def _order(compiled: Compiled) -> Iterator[str]:
-    """Which ranks follow one another, and what the slowest neighbours take."""
+    """The order of ranks, and the transfer time of the slowest neighbours."""
     from zbc.compiler.cost.chain import weight
     from zbc.compiler.seating import transfers
 
@@ -295,7 +295,7 @@ def _order(compiled: Compiled) -> Iterator[str]:
 
 
 def _sums(compiled: Compiled) -> Iterator[str]:
-    """What collectives take, and what of it the step has to wait for."""
+    """The time of collectives, and the exposed part of it."""
     timeline, program = compiled.timeline, compiled.program
     ranks = range(timeline.ranks)
     longest = max(sum(one.end - one.start for one in timeline.sums if rank in one.ranks) for rank in ranks)
@@ -313,7 +313,7 @@ def _sums(compiled: Compiled) -> Iterator[str]:
 
 
 def balance_lines(compiled: Compiled, gain: Mapping[str, Any]) -> Iterator[str]:
-    """What unequal numbers of microbatches gain, and what a step takes with the fewest and the most."""
+    """The gain of unequal numbers of microbatches, and the step times with the fewest and the most."""
     made = sorted([compiled, *(start.compiled for start in compiled.ramp)], key=lambda one: one.program.microbatches)
     few, most = ((one.program.microbatches, short(one.report.makespan_ms)) for one in (made[0], made[-1]))
     room = compiled.job.schedule.microbatch_size * (compiled.job.model.seq_len or 0)
@@ -328,7 +328,7 @@ def balance_lines(compiled: Compiled, gain: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ramp(compiled: Compiled) -> Iterator[str]:
-    """What a training runs before this plan, with what each step takes."""
+    """The steps of a ramp before this plan, with their times."""
     first, per = 1, compiled.job.schedule.microbatch_size * compiled.job.parallel.dp
     counts = [start.compiled.program.microbatches for start in compiled.ramp]
     times = aligned([start.compiled.report.makespan_ms for start in compiled.ramp])
@@ -343,7 +343,8 @@ def _ramp(compiled: Compiled) -> Iterator[str]:
 
 
 def _gap(ms: float, bound: float, *, loose: bool = False, memory: bool = True) -> str:
-    """How far a step is above its bound; `loose`: most of that is the bound's; `memory`: limits of it count there."""
+    """The gap of a step to its lower bound; `loose`: most of it is due to the bound; `memory`: the bound includes
+    limits of memory."""
     if bound <= 0:
         return "no lower bound"
     from zbc.compiler.report.report import MET
@@ -375,7 +376,7 @@ def _costs(compiled: Compiled) -> Iterator[str]:
 
 
 def not_to_be_trusted(profile: Profile) -> Iterator[str]:
-    """Which times of a profile are spread too wide, if any are."""
+    """A warning with the times of a profile whose spread is too wide, if any."""
     wide = sorted(profile.wide(), key=lambda found: -found[1].spread)
     if wide:
         shown = ", ".join(f"{name} {percent(one.spread)}" for name, one in wide[:3])
@@ -406,7 +407,7 @@ _COSTS = {
 
 
 def outlives(found: Survival, *, verbose: bool) -> Iterator[str]:
-    """What else a program runs under; docs/gpu.md explains it."""
+    """Stricter transports that a program is free of deadlock under; see docs/gpu.md."""
     names = ("blocking sends", *(("waits for a whole GPU within a step", "one hardware queue") if verbose else ()))
     for name, holds in zip(names, found, strict=False):
         yield f"survives {name}: {'yes' if holds else 'no'}"
@@ -426,7 +427,7 @@ def _ranks_note(compiled: Compiled) -> list[str]:
 
 
 def _copies(report: Report) -> Iterator[str]:
-    """What copies of activations to the host do to a step, and how much of them could go unseen."""
+    """The share of activations offloaded to the host, the hidden part of the copies, and the pinned memory."""
     copied = report.copied
     if copied is None:
         return
@@ -439,7 +440,7 @@ def _copies(report: Report) -> Iterator[str]:
 
 
 def _pays_little(k: float) -> list[str]:
-    """Why copies to the host do not help, where each takes the share k of the work on what it copies."""
+    """Why offload does not help if a copy takes k times F + B + W of its activations."""
     text = (
         f"offload pays little here: a copy takes {k:.2f} of F + B + W, so at most {0.5 / k:.0%} can move without waits"
     )
@@ -447,7 +448,8 @@ def _pays_little(k: float) -> list[str]:
 
 
 def _weighed(compiled: Compiled) -> Iterator[str]:
-    """What of keep, recompute and offload was weighed, the fastest first; and why copies do not pay, if they do not."""
+    """Step times of the tried choices of keep, recompute and offload, the fastest first; and why offload does not pay,
+    if so."""
     found = compiled.found.weighed
     fits = sorted((ms, name) for name, ms in found if ms is not None)
     told = [f"{name} {short(ms)} ms" for ms, name in fits]
@@ -460,7 +462,7 @@ def _weighed(compiled: Compiled) -> Iterator[str]:
 
 
 def _limits(compiled: Compiled) -> Iterator[str]:
-    """What a rank may hold."""
+    """The memory limits of a rank."""
     most, job = compiled.report.limits, compiled.job
     told = [] if most.activation_units is None else [f"{short(most.activation_units)} units"]
     told += [] if most.activation_bytes is None else [f"{size(most.activation_bytes)} of activations"]
@@ -474,8 +476,8 @@ def _limits(compiled: Compiled) -> Iterator[str]:
 
 
 def _ranks(report: Report, *, verbose: bool) -> RenderableType:
-    """One row per rank; with `verbose` idle time by cause, and memory has a table of its own. Of steps without a flush
-    there are no causes, and idle is what one leaves of the period."""
+    """One row per rank; with `verbose` idle time by cause, and memory in a table of its own. For steps without a flush
+    there are no causes, and idle is the rest of the period."""
     known, period = report.bytes_known and not verbose, report.flushless.period_ms if report.flushless else None
     verbose = verbose and period is None
     unit, scale = _unit(report)
@@ -496,7 +498,7 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
 
 
 def _memory(report: Report) -> RenderableType:
-    """What fills the memory of every rank, each part at its own peak."""
+    """Memory of every rank by category, each category at its own peak."""
     unit, scale = _unit(report)
     keys = ("peak_bytes", *_BYTES)
     columns = [aligned([getattr(rank, key) / scale for rank in report.per_rank], 3) for key in keys]
@@ -508,7 +510,7 @@ def _unit(report: Report) -> tuple[str, float]:
     return ("GiB", GIB) if report.peak_bytes >= GIB else ("MiB", MIB)
 
 
-PAYS = 1.0  # of F + B + W, what a copy may take before the summary says that few can move
+PAYS = 1.0  # share of F + B + W that a copy may take before the summary warns that offload pays little
 _IDLE = ("idle_warm_up_ms", "idle_message_ms", "idle_drain_ms", "idle_sums_ms")
 _MEMORY = (
     "the most on each rank, and what fills it; grads: gradients; state: of",
@@ -548,7 +550,7 @@ def _slices(report: Report) -> RenderableType:
 
 
 def _cut_note(report: Report) -> Iterator[str]:
-    """What the partition loses, and how it was found."""
+    """The loss of the partition against perfect balance, and how it was found."""
     cut = report.cut
     times = aligned([cut.busiest_ms, cut.balanced_ms])
     unit, _ = _stage_unit(report)
@@ -575,12 +577,12 @@ def _recomputed(report: Report) -> Iterator[str]:
 
 
 def _stage_unit(report: Report) -> tuple[str, float]:
-    """In which memory of stages is shown."""
+    """Unit and scale for memory of stages."""
     return ("GiB", GIB) if max(s.state_bytes for s in report.cut.stages) >= GIB / 10 else ("MiB", MIB)
 
 
 def _stages(compiled: Compiled) -> RenderableType:
-    """One row per stage; of memory what stays, and what a microbatch keeps from F to B."""
+    """One row per stage, with its permanent memory and the activations that a microbatch keeps from F to B."""
     stages, known = compiled.report.cut.stages, compiled.report.bytes_known
     _, scale = _stage_unit(compiled.report)
     times = [aligned([getattr(s, key) for s in stages], 3) for key in ("f_ms", "b_ms", "w_ms")]
@@ -593,7 +595,7 @@ def _stages(compiled: Compiled) -> RenderableType:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`0-2 7`: ascending numbers, runs of three and more joined."""
+    """`0-2 7`: ascending numbers, runs of three or more joined."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:

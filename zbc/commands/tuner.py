@@ -1,6 +1,6 @@
-"""What `zbc tune` does: plans of a job, run for some steps each, planned again with what they took.
+"""`zbc tune`: runs plans of a job for some steps each, and plans again with the measured times.
 
-Runs are commands of their own, as a user would start them, so a plan that fails ends its run and nothing else.
+Runs are separate commands, as a user would start them, so a failing plan ends only its run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from zbc.compiler.compile import Compiled
     from zbc.job.spec import Job
 
-SETTLING = 2  # first steps of a run, which do not count
+SETTLING = 2  # warm-up steps of a run, which do not count
 _ROUNDS = 6  # of the profile
 _PATIENCE_S = 60.0  # for a run that was told to stop
-_CLOSE = 0.1  # what is slower than the fastest by more is not run a second time
+_CLOSE = 0.1  # plans that are slower than the fastest by more are not run a second time
 
 
 @dataclass
 class Tried:
-    """A plan, where it came from, and the ms of the steps that were measured of it."""
+    """A plan, its origin, and the measured ms of its steps."""
 
     source: str
     compiled: Compiled
@@ -41,13 +41,13 @@ class Tried:
 
     @property
     def measured(self) -> float | None:
-        """The median, in ms; None where no run came to its end."""
+        """The median step in ms; None if no run was completed."""
         return median(self.steps) if self.steps else None
 
 
 @dataclass
 class Tuner:
-    """A tuning under way; what it found stays in `tried`, in the order in which plans were run."""
+    """A tuning in progress; its results are in `tried`, in the order of the runs."""
 
     path: Path  # of the job
     changes: Changes
@@ -59,7 +59,7 @@ class Tuner:
     stopped: bool = False
 
     def run(self) -> None:
-        """Fill `tried`. Raises what makes the job impossible; Ctrl-C ends it early, once a plan has been measured."""
+        """Fills `tried`. Raises the errors of the job; Ctrl-C ends it early, once a plan has been measured."""
         try:
             self._run()
         except KeyboardInterrupt:
@@ -69,7 +69,7 @@ class Tuner:
 
     @property
     def fastest(self) -> Tried | None:
-        """The plan whose steps were shortest; of equals the first."""
+        """The plan with the shortest median step; the first of equals."""
         known = [one for one in self.tried if one.measured is not None]
         return min(known, key=lambda one: one.measured or 0.0, default=None)
 
@@ -85,7 +85,7 @@ class Tuner:
         self._once_more()
 
     def _profile(self) -> Path:
-        """Measure the layers, as `zbc profile` does."""
+        """Measures the layers, as `zbc profile` does; returns the file."""
         made = self.place / "profile.json"
         self.say("profiling the layers")
         options = ["--rounds", str(_ROUNDS), "-o", str(made), "-q"]
@@ -94,7 +94,7 @@ class Tuner:
         return made
 
     def _candidates(self, job: Job, profile: Path) -> Iterator[tuple[str, Compiled]]:
-        """The job's own schedule, then the fastest of the others by the fast search, each searched for as by plan."""
+        """The job's own schedule, then the fastest others by the fast search, each compiled as by `zbc plan`."""
         from zbc.compiler.compile import compile_job
         from zbc.compiler.schedules import SCHEDULES
         from zbc.compiler.whatif.compare import Asked, combinations, compare
@@ -111,7 +111,7 @@ class Tuner:
                 yield "by the profile", compile_job(changed, suggest=False, budget=self.changes.budget)
 
     def _again(self, first: Tried) -> Iterator[tuple[str, Compiled]]:
-        """The schedules that were tried, planned with what the steps of the fastest took."""
+        """The tried schedules, planned again with the measured times of the fastest."""
         from zbc.compiler.compile import compile_job
         from zbc.compiler.recorded.derive import derive
         from zbc.trace import recording
@@ -128,7 +128,7 @@ class Tuner:
                 yield "by its steps", compile_job(job, suggest=False, budget=self.changes.budget)
 
     def _once_more(self) -> None:
-        """Run the first plan and those close to the fastest again, so that a busy moment decides nothing."""
+        """Runs the first plan and those close to the fastest again, so that a busy moment decides nothing."""
         best, first = self.fastest, self.tried[0]
         if best is None or best.measured is None or len(self.tried) == 1:
             return
@@ -138,7 +138,7 @@ class Tuner:
                 self._measure(one)
 
     def _try(self, source: str, compiled: Compiled) -> None:
-        """Run a plan, unless one with the same work was."""
+        """Runs a plan, unless one with the same work was run."""
         from zbc.compiler.recorded.replan import same_work
 
         if any(same_work(compiled, one.compiled) for one in self.tried):
@@ -149,7 +149,7 @@ class Tuner:
         self._measure(one)
 
     def _measure(self, one: Tried) -> None:
-        """Run some steps of a plan and note how long they took."""
+        """Runs some steps of a plan and stores their times."""
         from zbc.compiler.recorded import log
 
         out = self.place / "runs" / f"{one.folder.name}-{len(one.runs) + 1}"
@@ -173,7 +173,7 @@ class Tuner:
             self._command("run", str(one.folder), "--local", str(world), *options)
 
     def _command(self, *words: str, before: Sequence[str] = ()) -> None:
-        """Run a command of zbc. Raises E706 with the end of what it said where it fails."""
+        """Runs a command of zbc. Raises E706 with the end of its output if it fails."""
         command = [sys.executable, *before, "-m", "zbc", *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
             try:
@@ -192,7 +192,7 @@ class Tuner:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """Let a command that was told to stop come to its end; one that does not is ended."""
+    """Waits for a command that was told to stop, and kills it if it does not."""
     try:
         child.communicate(timeout=_PATIENCE_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -200,6 +200,6 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def _bare(job: Job) -> Job:
-    """The job without what a trial should leave alone: checkpoints, and what logs go to others."""
+    """The job without checkpoints, wandb and tensorboard, for a trial."""
     checkpoint = job.checkpoint.model_copy(update={"every": 0, "at_end": False})
     return replace(job, checkpoint=checkpoint, log=job.log.model_copy(update={"wandb": None, "tensorboard": False}))

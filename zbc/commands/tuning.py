@@ -1,4 +1,4 @@
-"""`tune`: measure, plan, run a few steps, plan with what they took, and keep what was fastest."""
+"""`tune`: profiles a job, plans it, runs a few steps, plans with the measured times, and keeps the fastest plan."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def tune(
 ) -> None:
     """Find the fastest plan of a job by running the best few.
 
-    Profiles the layers, plans, runs some steps of each plan, plans again with what they took, and keeps the plan whose
-    steps were fastest. Ctrl-C keeps what was found so far.
+    Profiles the layers, plans, runs some steps of each plan, plans again with the measured times, and keeps the plan
+    with the fastest steps. Ctrl-C keeps the best so far.
     """
     from zbc.plan.directory import refuse_unwritable
 
@@ -73,12 +73,12 @@ def tune(
 
 
 def _free(parent: Path, name: str) -> Path:
-    """The first folder of that name that is not there yet."""
+    """The first numbered folder of that name that does not exist."""
     return next(folder for number in count(1) if not (folder := parent / f"{name}-{number}").exists())
 
 
 def _silent(text: str) -> None:
-    """In place of a line on stderr for each thing that takes its time."""
+    """Prints nothing, in place of progress on stderr."""
 
 
 def _told(tuner: Tuner, fastest: Tried) -> Iterator[RenderableType]:

@@ -1,4 +1,4 @@
-"""What `plan` and `compare` say of pp and dp that were chosen."""
+"""The choice of pp and dp, as `plan` and `compare` show it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def best_of(weighed: Sequence[Weighed]) -> Weighed:
-    """The fastest per sample of those that fit."""
+    """The fastest shape per sample that fits."""
     return min((row for row in weighed if row.error is None and row.sample_ms), key=lambda row: row.sample_ms or 0.0)
 
 
@@ -26,7 +26,7 @@ def chosen_of(weighed: Sequence[Weighed]) -> str:
 
 
 def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
-    """The shapes that were weighed, and what each would take."""
+    """The candidate shapes, with the time of each."""
     yield labelled("world", f"{chosen_of(weighed)}, each planned by the fast search")
     best = best_of(weighed)
     planned = [row for row in weighed if row.sample_ms is not None]
@@ -59,7 +59,7 @@ def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
 
 
 def _reason(row: Weighed) -> str:
-    """Why a shape was not planned, or may not be taken; "" where it may."""
+    """Why a shape was not planned, or must not be chosen; "" if it may be."""
     if row.error is not None:
         return f"{row.shape}: [{row.error.code}] {row.error.message}"
     return f"{row.shape}: {row.shape.why}" if row.shape.why else ""
