@@ -1,1 +1,1 @@
-"""Exchange with other tools: one format a file."""
+"""Exchange with other tools: one module per format."""

@@ -39,7 +39,7 @@ def document(program: Program, timeline: Timeline) -> dict[str, Any]:
 
 
 def dumps(program: Program, timeline: Timeline) -> str:
-    """The same as text."""
+    """The document as text."""
     return json.dumps(document(program, timeline), indent=1) + "\n"
 
 

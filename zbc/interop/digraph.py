@@ -1,26 +1,26 @@
-"""A plan as a networkx graph: what waits for what, and when each runs.
+"""A plan as a networkx graph: the dependencies of ops, messages and collectives, with their times.
 
-Nodes, named by the text of their op, as plan files have it (where several ops read alike, with rank and step after):
+Nodes, named by the text of their op in plan files (if several ops have the same text, followed by rank and step):
 
-    an op of a rank        F, B, W, BW, STEP ..; OVERLAP is a point, at which its group begins
+    an op of a rank        F, B, W, BW, STEP ..; OVERLAP is the point at which its group begins
     a message              kind "message", named by its SEND; a RECV has no node of its own
-    a collective           one node for all ranks that meet in it
+    a collective           one node for all its ranks
 
     op, kind, start, end   the text; the kind; ms
-    rank, step             where it stands in the plan; of a message its SEND, of a collective the op of the first rank
-    to                     of a message: the rank that gets it
-    ranks                  of a collective: the ranks of a replica that meet, "0 3"
+    rank, step             its position in the plan; for a message of its SEND, for a collective of the first rank's op
+    to                     for a message: the rank that receives it
+    ranks                  for a collective: its ranks in one replica, "0 3"
 
-An edge leads from what has to end to what then may start:
+An edge leads from a node that has to end to one that may start then:
 
-    kind "order"           the one before on its rank, or in the queue of collectives of a rank
-         "value"           what an op of the same rank made
-         "message", "collective"     what arrived by one
-         "group"           both ops of a group wait for what either needs, and what they make is there when both end
-    value                  what is handed on: "act", "grad", "kept" .. (see zbc/ops.py)
+    kind "order"           the previous op on its rank, or in the queue of collectives of a rank
+         "value"           reads a result of an op on the same rank
+         "message", "collective"     reads a result that arrives by one
+         "group"           both ops of a group wait for the inputs of either, and their outputs exist when both end
+    value                  the values handed on: "act", "grad", "kept" .. (see zbc/ops.py)
 
-A node starts when the last of those before it has ended; whoever follows these back from the last end of all has the
-critical path of the step.
+A node starts when the last of its predecessors has ended; following these back from the last node gives the critical
+path of the step.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _SENDS = {ref.what: (kind, ref.at) for kind in Kind if kind.is_send for ref in k
 
 
 class _Node(NamedTuple):
-    """A node of the graph of integers, as it is told."""
+    """A node for networkx, from the compiler's graph of integers."""
 
     id: int
     op: str
     kind: str
-    at: int  # the op that stands for it
+    at: int  # the op that gives its rank and step
     more: dict[str, int | str]
 
 
@@ -70,7 +70,7 @@ def digraph(timeline: Timeline) -> nx.DiGraph:
 
 
 def _join(made: nx.DiGraph, a: str, b: str, kind: str, value: str) -> None:
-    """An edge; of two between the same nodes one that hands on a value, with the values of both."""
+    """Adds an edge; two edges between the same nodes become one, of the kind that hands on values, with both values."""
     known = made.get_edge_data(a, b)
     if known is None or (value and not known["value"]):
         made.add_edge(a, b, kind=kind, value=value)
@@ -79,14 +79,14 @@ def _join(made: nx.DiGraph, a: str, b: str, kind: str, value: str) -> None:
 
 
 def _nodes(timeline: Timeline) -> Iterator[_Node]:
-    """What takes time, or could: ops, then messages, then collectives."""
+    """All nodes: ops, then messages, then collectives."""
     graph = timeline.graph
     n, layout = len(graph.ops), graph.layout
     for i, op in enumerate(graph.ops):
         if op.kind.row.lane in (Lane.COMPUTE, Lane.MARK):
             yield _Node(i, str(op), op.kind.value, i, {})
     for x, sender in enumerate(graph.sender):
-        if sender >= 0 and math.isfinite(timeline.end[n + x]):  # others nobody waits for in this timeline
+        if sender >= 0 and math.isfinite(timeline.end[n + x]):  # others have no reader in this timeline
             yield _Node(n + x, _message(graph, x), "message", sender, {"to": layout.channel_of(x)[1]})
     for event, ops in graph.met.items():
         op = graph.ops[ops[0]]
@@ -94,7 +94,7 @@ def _nodes(timeline: Timeline) -> Iterator[_Node]:
 
 
 def _message(graph: Graph, message: int) -> str:
-    """The text of its SEND, also where the program has none: `SEND_F s0 m1 >r1`; `norm >r1` of what a rank makes."""
+    """The text of its SEND, even if the program has none: `SEND_F s0 m1 >r1`; for a value of a rank `norm >r1`."""
     layout, program = graph.layout, graph.program
     (what, pipe, edge), unit = layout.meaning(message)
     if edge < 0:
@@ -105,7 +105,7 @@ def _message(graph: Graph, message: int) -> str:
 
 
 def _edges(graph: Graph) -> Iterator[tuple[int, int, str, str]]:
-    """(what ends, what may start, kind, value)."""
+    """(node that ends, node that may start then, kind, value)."""
     yield from _order(graph)
     n = len(graph.ops)
     stop = n + len(graph.sender)
@@ -120,7 +120,7 @@ def _edges(graph: Graph) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _handed(graph: Graph) -> Iterator[tuple[int, int, str]]:
-    """(who makes it, who reads it, value); where no SEND stands for a message, the op that makes it sends it."""
+    """(maker, reader, value); a message without a SEND is sent by the op that makes it."""
     for op, what, node in reads(graph):
         yield node, op if graph.ops[op].kind.row.lane is Lane.COMPUTE else graph.party[op], what
     for x, sender in enumerate(graph.sender):
@@ -129,7 +129,7 @@ def _handed(graph: Graph) -> Iterator[tuple[int, int, str]]:
 
 
 def _order(graph: Graph) -> Iterator[tuple[int, int, str, str]]:
-    """What comes before a node on its rank, and of a collective on all its ranks."""
+    """The nodes before a node on its rank, for a collective on all its ranks."""
     for i, before in enumerate(graph.before):
         if before >= 0:
             yield before, i, "order", ""

@@ -1,7 +1,7 @@
-"""The dependencies of a plan as a Graphviz graph: one row of ops per rank, arrows for what each op works on.
+"""The dependencies of a plan as a Graphviz graph: one row of ops per rank, arrows for the inputs of each op.
 
-Solid arrows lead to an op from what feeds it, labelled with the transfer's ms where there is one; dotted ones join ops
-that follow one another on a rank only because of the order. It is what `zbc.graph` says of the ops that compute.
+Solid arrows lead from the maker of an input to its reader, labelled with the ms of a transfer; dotted ones join ops
+that follow one another on a rank only because of the order. It shows the compute ops of `zbc.graph`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _lines(graph: nx.DiGraph) -> Iterator[str]:
 
 
 def _feeds(graph: nx.DiGraph, name: str) -> Iterator[tuple[str, float]]:
-    """The ops that made what an op works on, and the ms of the transfer; what its own F kept only if that is all."""
+    """The makers of an op's inputs, and the ms of the transfer; without its own F unless that is the only one."""
     found = []
     for near, _, edge in graph.in_edges(name, data=True):
         ms, values = 0.0, set(edge["value"].split())

@@ -1,4 +1,4 @@
-"""A plan's graph as GraphML, which networkx, Gephi, yEd and others read."""
+"""A plan's graph as GraphML, for networkx, Gephi, yEd and others."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import networkx as nx
 
 
 def dumps(graph: nx.DiGraph) -> str:
-    """The text of a .graphml file: all nodes and edges with what they carry, see zbc/interop/digraph.py."""
+    """The text of a .graphml file: all nodes and edges with their attributes, see zbc/interop/digraph.py."""
     return "\n".join(nx.generate_graphml(graph)) + "\n"

@@ -1,6 +1,6 @@
-"""Logs of Megatron-LM and torchtitan: how long steps took, tokens per second, memory by rank, and what ran.
+"""Logs of Megatron-LM and torchtitan: step times, tokens per second, memory by rank, and settings.
 
-Lines are found wherever launchers put them, with or without the rank in front and colours.
+Lines may have any prefix of a launcher, such as the rank, and colours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _RANK = re.compile(r"\[rank\s*(\d+)\]", re.IGNORECASE)
 _ITERATION = re.compile(r"\biteration\s+(\d+)\s*/\s*\d+\s*\|(.*elapsed time per iteration.*)")
 _MEGABYTES = re.compile(r"\[Rank (\d+)\].*memory \(MB\).*\bmax allocated:\s*([\d.]+)")
 _ARGUMENT = re.compile(r"^\W*(?:\d+:\s*)?([a-z_]+) \.{2,} (\S+)\s*$")
-_NAMES = {  # of Megatron's arguments
+_NAMES = {  # Megatron's argument -> name of the setting
     "pipeline_model_parallel_size": "pp",
     "data_parallel_size": "dp",
     "tensor_model_parallel_size": "tp",
@@ -51,7 +51,7 @@ _AXES = {"pp": "pp", "dp_replicate": "dp", "dp_shard": "dp", "dp": "dp", "tp": "
 
 @dataclass
 class Step:
-    """What a log says of a step, or of the mean of those since the step it told before."""
+    """The numbers of a step in a log, or the mean of the steps since the previous one in it."""
 
     number: int
     ms: float | None = None
@@ -63,23 +63,23 @@ class Step:
 
 @dataclass
 class Log:
-    """`settings`: what ran, by names of `axes` and sizes; `peak`: bytes by rank of the run, the most that was told."""
+    """`settings`: sizes of the run by name; `peak`: the largest bytes in the log, by rank of the run."""
 
     path: Path
     tool: str = ""
     steps: dict[int, Step] = field(default_factory=dict)
     peak: dict[int, float] = field(default_factory=dict)
     settings: dict[str, float] = field(default_factory=dict)
-    times: dict[int, list[tuple[datetime, int]]] = field(default_factory=dict)  # when a rank told of which step
+    times: dict[int, list[tuple[datetime, int]]] = field(default_factory=dict)  # rank -> (time of a line, its step)
 
     @property
     def counted(self) -> list[Step]:
-        """The steps that count: what was told first has the start of the run in it, if there are others."""
+        """The steps that count: without the first, which includes the start of the run, if there are others."""
         told = sorted(self.steps.values(), key=lambda step: step.number)
         return told[1:] if len(told) > 1 else told
 
     def by_pp(self, pp: int, ranks: int) -> dict[int, float]:
-        """The peak of each rank of a pipeline: both tools number its ranks last, others run within."""
+        """The peak of each rank of a pipeline; in both tools pp is the outermost axis of ranks."""
         found: dict[int, float] = {}
         for rank, size in self.peak.items():
             at = rank // max(1, ranks // pp)
@@ -88,7 +88,7 @@ class Log:
 
 
 def read(path: Path) -> Log:
-    """Read a log. Raises E430 where it cannot be read or tells of no step."""
+    """Reads a log. Raises E430 if it cannot be read or has no step."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -143,14 +143,14 @@ def _step(line: str, log: Log) -> None:
     log.tool, number, rank = TITAN, int(found[1]), _RANK.search(line)
     step = log.steps.setdefault(number, Step(number))
     loss = _number(found[2])
-    if loss is not None and loss != -1:  # which ranks say that have no loss
+    if loss is not None and loss != -1:  # ranks without a loss print this
         step.loss = loss
     step.tokens_per_s_per_rank = _number(found[4])
     step.tflops = None if found[5] is None else _number(found[5])
     step.mfu = None if found[6] is None else float(found[6]) / 100
     at = 0 if rank is None else int(rank[1])
     log.peak[at] = max(log.peak.get(at, 0.0), float(found[3]) * GIB)
-    if (when := _WHEN.search(line)) is not None:  # torchtitan does not say how long a step took
+    if (when := _WHEN.search(line)) is not None:  # torchtitan does not print step times
         log.times.setdefault(at, []).append((datetime.fromisoformat(f"{when[1]}.{when[2]}"), number))
 
 
@@ -177,7 +177,7 @@ def _number(text: str) -> float | None:
 
 
 def _between(times: Mapping[int, list[tuple[datetime, int]]]) -> dict[int, float]:
-    """By step, ms from the one told before, over the steps between; the median of the ranks."""
+    """Step -> ms per step since the previous one in the log; the median over ranks."""
     found = dict[int, list[float]]()
     for told in times.values():
         for (begin, first), (end, number) in pairwise(told):

@@ -1,7 +1,7 @@
 """A plan as arguments of Megatron-LM.
 
-Megatron runs 1F1B, or interleaved 1F1B with several stages per rank, of its own built-in GPT; what is written says just
-that plan and no other.
+Megatron runs 1F1B, or interleaved 1F1B with several stages per rank, of its own built-in GPT; the arguments describe
+exactly that plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zbc.plan.directory import Manifest
 
 
 def dumps(program: Program, manifest: Manifest) -> str:
-    """One argument a line, comments after `#`. Raises E413 for a plan that Megatron would not run like that."""
+    """One argument per line, comments after `#`. Raises E413 for a plan that Megatron would run differently."""
     refused = Refused("megatron", "Megatron-LM")
     if program.flushless:
         refused.add("it has a flush between steps, the plan has none")
@@ -47,14 +47,14 @@ def dumps(program: Program, manifest: Manifest) -> str:
 
 
 def _runs(program: Program, p: int, v: int) -> bool:
-    """Whether the compute ops come in Megatron's order, whether or not backwards are split in two adjacent halves."""
+    """Whether the compute ops are in Megatron's order; a backward may be split into adjacent B and W."""
     request = Request(p, program.microbatches, v)
     expected = find("1f1b" if v == 1 else "interleaved-1f1b").make(request).ranks
     return tuple(tuple(_fused(ops)) for ops in program.ranks) == expected
 
 
 def _fused(ops: tuple[Op, ...]) -> Iterator[Op]:
-    """The compute ops with each B whose W follows as one BW."""
+    """The compute ops, with a B directly followed by its W as one BW."""
     compute = [op for op in ops if op.kind.computes]
     skip = False
     for op, following in zip(compute, [*compute[1:], None], strict=True):

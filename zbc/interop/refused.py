@@ -1,4 +1,4 @@
-"""Saying why a plan cannot be written in another tool's format: all reasons at once."""
+"""Reports why a plan cannot be written in another tool's format: all reasons at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from zbc.errors import ZbcError
 
 
 class Refused:
-    """Collects what `tool` cannot express; `raise_any` raises E413 if there is anything."""
+    """Collects the features that `tool` cannot express; `raise_any` raises E413 if there are any."""
 
     def __init__(self, target: str, tool: str) -> None:
         self.target, self.tool = target, tool

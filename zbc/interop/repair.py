@@ -1,11 +1,11 @@
-"""A working order from one that deadlocks: the same ops on the same ranks, as few of them moved as a fast step allows.
+"""Makes a working order from one that deadlocks: the same ops on the same ranks, with few moves and a fast step.
 
 Candidates come from running the given order op by op while each rank may look `ahead` a few ops past one that cannot
 start yet. Looking ahead 0 keeps the order until all ranks are stuck and then moves just one op; looking farther moves
-more and waits less. Named schedules of the same placement join in, since a broken order is often a known one with a
-slip in it. The best two are then improved by moving single ops. No rank holds more activations than the fullest rank of
-the given order, as far as that can be kept. Of those whose step is within 2% of the best, the one that moves least
-wins.
+more and waits less. Named schedules of the same placement are candidates, too, since a broken order is often a known
+one with a mistake. The best two are then improved by moving single ops. No rank holds more activations than the fullest
+rank of the given order, if any candidate keeps to that. Of those within 2% of the best step, the one with the fewest
+moves wins.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from zbc.ir import Kind, Op, Program
 from zbc.ops import At
 
 AHEAD = (0, 1, 2, 3, 5, 8, 13, 1_000_000)  # ops past the first
-LARGE = 5_000  # ops from which only some of them are tried
+LARGE = 5_000  # ops from which on only some of AHEAD are tried
 FEW = (0, 3, 13)
 CLOSE = 1.02  # of the best step: fast enough to prefer the order that moves least
 EFFORT = 150_000  # ops visited while improving
-PATIENCE = 120  # moves in a row that make nothing faster before improving ends
+PATIENCE = 120  # moves in a row without gain before improving ends
 Ranks = tuple[tuple[Op, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """A working program, how many ops stand elsewhere than before, and what was dropped because it ran before."""
+    """A working program, the number of moved ops, and the repeated ops that were dropped."""
 
     program: Program
     moved: int
@@ -46,9 +46,9 @@ class Repair:
 
 
 def repair(program: Program, costs: Costs) -> Repair:
-    """The repaired order of a compute-only program of one pipe; a repeated op counts where it stands first.
+    """The repaired order of a compute-only program of one pipe; of a repeated op the first is kept.
 
-    Raises E414 if ops are missing, which no other order makes up for.
+    Raises E414 if ops are missing, as reordering cannot fix that.
     """
     ranks, dropped = _without_repeats(program)
     program = replace(program, ranks=ranks)
@@ -58,7 +58,7 @@ def repair(program: Program, costs: Costs) -> Repair:
     for candidate in _candidates(program, costs, limits):
         if candidate not in found and _fits(program, candidate, costs, limits):
             found[candidate] = _step(program, candidate, costs)
-    if not found:  # no order in reach keeps to the memory of the given one
+    if not found:  # no candidate keeps to the memory of the given order
         found = {c: _step(program, c, costs) for c in _candidates(program, costs, [float("inf")] * len(ranks))}
     for candidate in sorted(found, key=lambda c: found[c])[:2]:
         better, step = _improved(program, candidate, costs, limits, found[candidate])
@@ -78,7 +78,7 @@ def _without_repeats(program: Program) -> tuple[Ranks, tuple[Op, ...]]:
     for ops in program.ranks:
         stay: list[Op] = []
         for op in ops:
-            if op.kind.computes:  # groups come apart: what belongs together depends on the order
+            if op.kind.computes:  # groups are split: the ops to overlap depend on the order
                 (dropped if op in seen else stay).append(op)
                 seen.add(op)
         ranks.append(tuple(stay))
@@ -86,7 +86,7 @@ def _without_repeats(program: Program) -> tuple[Ranks, tuple[Op, ...]]:
 
 
 def _missing(program: Program) -> Iterator[ZbcError]:
-    """Places without F, or without exactly one backward."""
+    """E414 for stages and microbatches without F, or without exactly one backward."""
     ops = {op for rank in program.ranks for op in rank}
     for stage in range(program.placement.stages):
         for mb in range(program.microbatches):
@@ -107,7 +107,7 @@ def _fits(program: Program, ranks: Ranks, costs: Costs, limits: Sequence[float])
 
 
 def _moved(before: Ranks, after: Ranks) -> int:
-    """Ops that have to be taken out and put elsewhere: all but a longest run of places that keeps its order."""
+    """The number of ops to move: all but a longest common subsequence."""
     return sum(len(old) - len(kept(old, new)) for old, new in zip(before, after, strict=True))
 
 
@@ -121,7 +121,7 @@ def _candidates(program: Program, costs: Costs, limits: Sequence[float]) -> Iter
 
 
 def _known(program: Program) -> Iterator[Ranks]:
-    """Named schedules by formula on this placement, with this program's choice of split and fused backwards."""
+    """Named schedules by formula on this placement, with this program's split or fused backwards."""
     placement, m = program.placement, program.microbatches
     p, v = placement.ranks, placement.chunks
     if v is None:
@@ -136,7 +136,7 @@ def _known(program: Program) -> Iterator[Ranks]:
 
 
 def _as_in(ops: Sequence[Op], wanted: frozenset[Op]) -> Iterator[Op]:
-    """`ops` with each backward in one piece or in two, as `wanted` has it; a W split off follows its B."""
+    """`ops` with each backward split or fused as in `wanted`; a new W directly follows its B."""
     for op in ops:
         fused = op._replace(kind=Kind.BW)
         if op in wanted:
@@ -149,17 +149,17 @@ def _as_in(ops: Sequence[Op], wanted: frozenset[Op]) -> Iterator[Op]:
 
 
 def _makers(kind: Kind, at: At | None) -> tuple[Kind, ...]:
-    """The compute kinds that make what a kind reads there."""
+    """The compute kinds that write the values that `kind` reads at `at`."""
     read = {ref.what for ref in kind.row.reads if ref.at is at}
     return tuple(other for other in Kind if other.computes and any(ref.what in read for ref in other.row.writes))
 
 
-_OWN = {kind: _makers(kind, At.OWN) for kind in Kind if kind.computes}  # by ops of the same stage and microbatch
-_NEAR = {kind: _makers(kind, kind.takes) for kind in Kind if kind.computes}  # by those of the stages it reads from
+_OWN = {kind: _makers(kind, At.OWN) for kind in Kind if kind.computes}  # makers of the same stage and microbatch
+_NEAR = {kind: _makers(kind, kind.takes) for kind in Kind if kind.computes}  # makers of the stages it reads from
 
 
 class _State:
-    """A run of the ranks; `arrival` is when the result of an op is there for ops of other ranks."""
+    """The state of a simulated run of the ranks."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
@@ -170,19 +170,19 @@ class _State:
         self.order: list[list[Op]] = [[] for _ in program.ranks]
 
     def ready(self, op: Op) -> float | None:
-        """When all that `op` needs is there; None if something has not been started."""
+        """The time at which all inputs of `op` exist; None if one has not been started."""
         own = (self.ended.get(op._replace(kind=kind)) for kind in _OWN[op.kind])
         others = self.program.placement.beside(op.stage, op.kind.takes)
         return _latest([*own, *(self._from(op, other, _NEAR[op.kind]) for other in others)])
 
     def _from(self, op: Op, other: int, kinds: Sequence[Kind]) -> float | None:
-        """When what the stage `other` makes for `op`, by one of these kinds, is there."""
+        """The time at which the input of `op` from stage `other`, made by one of these kinds, has arrived."""
         ends = (self.ended.get(op._replace(kind=kind, stage=other)) for kind in kinds)
         end = next((end for end in ends if end is not None), None)
         return None if end is None else end + self.costs.link(0, op.stage, other)
 
     def start(self, rank: int, place: int, time: float) -> float:
-        """Run the op at `place` among what is left; returns when it ends."""
+        """Runs the op at `place` of the remaining ops; returns its end."""
         op = self.left[rank].pop(place)
         self.order[rank].append(op)
         self.units[rank] += self.costs.held(op)
@@ -191,7 +191,7 @@ class _State:
 
 
 def _latest(times: Iterable[float | None]) -> float | None:
-    """The last of them, 0 of none; None if one is not known."""
+    """The latest time, 0 without any; None if one is None."""
     latest = 0.0
     for time in times:
         if time is None:
@@ -201,7 +201,7 @@ def _latest(times: Iterable[float | None]) -> float | None:
 
 
 def _run(program: Program, costs: Costs, limits: Sequence[float], ahead: int) -> Ranks:
-    """Run to the end; a rank takes the first op within `ahead` of its next that can start now."""
+    """Simulates all ranks; a rank takes the first op within `ahead` of its next that can start now."""
     state = _State(program, costs)
     events = [(0.0, rank) for rank in range(len(program.ranks))]
     while any(state.left):
@@ -226,20 +226,20 @@ def _run(program: Program, costs: Costs, limits: Sequence[float], ahead: int) ->
 def _pick(
     state: _State, rank: int, time: float, limit: float, ahead: int, events: list[tuple[float, int]]
 ) -> int | None:
-    """The place of an op that can start at `time`; else, if one only waits for its message, note when that comes."""
+    """The place of an op that can start at `time`; else pushes the arrival time of an awaited message to `events`."""
     for place, op in enumerate(state.left[rank][: ahead + 1]):
         at = state.ready(op)
         if at is not None and at > time + 1e-9:
             heappush(events, (at, rank))
             if place == 0:
-                return None  # what is next is on its way
+                return None  # the input of the next op is in flight
         if at is not None and at <= time + 1e-9 and state.units[rank] + state.costs.held(op) <= limit:
             return place
     return None
 
 
 def _force(state: _State, events: list[tuple[float, int]]) -> None:
-    """All ranks are stuck: run the op that has to come forward least."""
+    """All ranks are stuck: runs the op that has to move forward least."""
     now = max(state.free)
     options = [
         (place, rank)
@@ -260,7 +260,7 @@ def _force(state: _State, events: list[tuple[float, int]]) -> None:
 def _improved(
     program: Program, ranks: Ranks, costs: Costs, limits: Sequence[float], step: float
 ) -> tuple[Ranks, float]:
-    """Move single ops at random and keep what does not make the step longer; the same for the same order."""
+    """Moves single ops at random and keeps moves that do not make the step longer; deterministic."""
     rng = Random(0)
     best = [list(ops) for ops in ranks]
     idle = 0
@@ -289,6 +289,6 @@ def _improved(
 
 
 def _legal(ops: Sequence[Op]) -> bool:
-    """Whether every op comes after those of its stage and microbatch whose results it reads."""
+    """Whether every op comes after the ops of its stage and microbatch that it reads from."""
     at = {op: k for k, op in enumerate(ops)}
     return all(at.get(op._replace(kind=kind), k + 1) < k for op, k in at.items() for kind in _OWN[op.kind])

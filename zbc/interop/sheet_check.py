@@ -1,4 +1,4 @@
-"""The proof of a torch CSV: what check/ finds in its order, told in rows, columns and torch's own words."""
+"""The proof of a torch CSV: problems that check/ finds in its order, with rows, columns and torch's names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _CELLS = (re.compile(r"row \d+ column \d+"), re.compile(r"row \d+"))
 
 
 def check_sheet(sheet: Sheet) -> None:
-    """Raise what is wrong with the order of a CSV: E202, E206 or E201, with row and column of every action.
+    """Raises E202, E206 or E201 for a wrong order of a CSV, with row and column of every action.
 
-    torch accepts a repeated action, and an order that can never finish until it trains with it; zbc refuses both.
+    torch accepts a repeated action, and hangs in training on an order that can never finish; zbc refuses both.
     """
     try:
         check_all(sheet.program)
@@ -27,7 +27,7 @@ def check_sheet(sheet: Sheet) -> None:
 
 
 class _Teller:
-    """Rewrites `rank 1 step 3: F s1 m0` as `row 2 column 4: 1F0`; a step without a rank is of the rank named last."""
+    """Rewrites `rank 1 step 3: F s1 m0` as `row 2 column 4: 1F0`; a step without a rank belongs to the last named."""
 
     def __init__(self, sheet: Sheet) -> None:
         self.sheet, self.rank = sheet, 0

@@ -7,9 +7,9 @@ One row per rank, one action per cell, in the order they run; an empty cell is a
 
 and (2F3;1B0)OVERLAP_F_B is a group of two that torch may run at once, zbc's OVERLAP.
 
-torch names the backwards by other letters than zbc: I is B, B is BW. torch itself reads a cell up to where it stops
-making sense (`2F0garbage` is 2F0 to it), counts a repeated F once, and takes an order that deadlocks as it trains; here
-all of that is an error.
+torch uses other letters for backwards than zbc: I is B, B is BW. torch ignores the rest of a malformed cell
+(`2F0garbage` is 2F0 to it), counts a repeated F once, and accepts an order that deadlocks; here all of that is an
+error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(0|[1-9]\d*)([FIWB])(0|[1-9]\d*)")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _LOWERED = re.compile(r"\d+(?:(?:WAIT_)?(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)")
-_MOST = 1_000_000  # a stage or microbatch number beyond this is a slip of the pen
+_MOST = 1_000_000  # a larger number of a stage or microbatch is a typo
 _SHOWN = 24  # characters of a cell in a message
 
 
@@ -48,7 +48,7 @@ class Sheet:
 
 @dataclass
 class _Draft:
-    """What has been read so far."""
+    """The cells read so far."""
 
     source: str
     ranks: list[list[Op]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class _Draft:
 
 
 def place(source: str, row: int, column: int) -> str:
-    """Where a cell is, as errors name it; rows and columns count from 1."""
+    """The place of a cell for errors; the text counts rows and columns from 1."""
     return f"{source}: row {row + 1}, column {column + 1}"
 
 
@@ -69,7 +69,7 @@ def place(source: str, row: int, column: int) -> str:
 
 
 def read(path: Path) -> Sheet:
-    """Read a CSV file; see `loads`. Raises E410 if it cannot be read as text."""
+    """Reads a CSV file; see `loads`. Raises E410 if it cannot be read as text."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -84,8 +84,8 @@ def read(path: Path) -> Sheet:
 def loads(text: str, source: str = "order.csv") -> Sheet:
     """The order that a CSV text describes, one pipe, without transfers; not yet proven (see check/).
 
-    Raises E410 (not a CSV file), E411 (cells that are no actions) or E412 (rows that make no pipeline), everything
-    that is wrong at once.
+    Raises E410 (not a CSV file), E411 (cells that are no actions) or E412 (rows that make no pipeline), all problems at
+    once.
     """
     draft = _Draft(source)
     raise_found(_cells(draft, text))
@@ -101,7 +101,7 @@ def loads(text: str, source: str = "order.csv") -> Sheet:
 
 
 def _cells(draft: _Draft, text: str) -> Iterator[ZbcError]:
-    """Parse every cell into the draft; yield what is wrong."""
+    """Parses every cell into the draft; yields problems."""
     if "\0" in text:
         raise ZbcError("E410", f"csv: {draft.source} holds NUL bytes", hint="save it as plain text")
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -146,7 +146,7 @@ def _cell(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcError]
 
 
 def _lowered(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcError]:
-    """The first cell of torch's lowered form; of the others, which are many, it says how many there are."""
+    """An error for the first cell of torch's lowered form; the others, usually many, are only counted in it."""
     draft.lowered += 1
     if draft.found is None:
         hint = 'this is torch\'s lowered form; dump it with format="compute_only" (zbc export: --dialect compute_only)'
@@ -178,7 +178,7 @@ def _advice(cell: str, too_large: bool) -> str:
 
 
 def _shape(draft: _Draft) -> Iterator[ZbcError]:
-    """Every stage on one rank, and no number left out; the rows hold an action at least."""
+    """E412 unless every stage is on one rank, no number is left out, and there is at least one action."""
     first: dict[int, tuple[int, int]] = {}
     told: set[tuple[int, int]] = set()
     for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
@@ -197,7 +197,7 @@ def _shape(draft: _Draft) -> Iterator[ZbcError]:
 
 
 def _gaps(draft: _Draft, field: str) -> Iterator[ZbcError]:
-    """Numbers of stages, or of microbatches, that nobody uses although larger ones are."""
+    """E412 for unused numbers of stages, or of microbatches, below the largest used one."""
     first: dict[int, tuple[int, int]] = {}
     for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
         for op, column in zip(ops, columns, strict=True):
@@ -217,14 +217,14 @@ def _gaps(draft: _Draft, field: str) -> Iterator[ZbcError]:
 
 
 def action(op: Op) -> str:
-    """A compute op as torch writes it."""
+    """A compute op in torch's notation."""
     return f"{op.stage}{LETTERS[op.kind]}{op.mb}"
 
 
 def dumps(program: Program) -> str:
-    """The compute ops of every rank as CSV text, without idle slots; transfers and step-level ops are torch's to add.
+    """The compute ops of every rank as CSV text, without idle slots; torch adds transfers and step-level ops.
 
-    Raises E413 for what torch cannot express.
+    Raises E413 for a plan that torch cannot express.
     """
     refuse(program)
     out = io.StringIO()
@@ -235,7 +235,7 @@ def dumps(program: Program) -> str:
 
 
 def refuse(program: Program) -> None:
-    """Raise E413 for what torch cannot express, everything at once."""
+    """Raises E413 for a plan that torch cannot express, with all reasons at once."""
     refused = Refused("torch-csv", "torch's pipelining runtime")
     if program.flushless:
         refused.add("it has a flush between steps, the plan has none")
@@ -260,19 +260,19 @@ def refuse(program: Program) -> None:
 
 
 def _implied(kind: Kind) -> bool:
-    """What torch works out by itself."""
+    """Whether torch adds ops of this kind by itself."""
     return kind.is_transfer or kind.row.scope not in UNIT_SCOPES
 
 
 def _row(ops: Sequence[Op]) -> Iterator[str]:
-    """The cells of a rank; the two ops after an OVERLAP share one, if torch has such pairs."""
+    """The cells of a rank; the two ops after an OVERLAP share a cell, if torch has such pairs."""
     rest = iter(ops)
     for op in rest:
         yield from paired(next(rest), next(rest)) if op.kind.is_mark else [action(op)]
 
 
 def paired(one: Op, other: Op) -> list[str]:
-    """The cells of a group: torch's pairs are an F and a backward; all else runs one after the other there."""
+    """The cells of a group: torch's pairs are an F and a backward; it runs other groups one after the other."""
     cells = [action(one), action(other)]
     families = {one.kind.row.family, other.kind.row.family}
     return [f"({';'.join(cells)})OVERLAP_F_B"] if families == {"forward", "input"} else cells

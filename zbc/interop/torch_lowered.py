@@ -1,20 +1,19 @@
 """CSV files of torch.distributed.pipelining in the form it calls compute_comms: with the transfers, as zbc proved them.
 
-A row per rank, and beside the actions of compute_only (torch_csv.py) those that torch would have worked out itself:
+A row per rank, with the actions of compute_only (torch_csv.py) and those that torch would otherwise add itself:
 
     1RECV_F0,1F0,1SEND_F0       post the buffer of stage 1 for microbatch 0, compute, start to send the result
     1RECV_B0,1B0,1SEND_B0       the same for gradients
     1REDUCE_GRAD                after the last backward of a stage: torch divides its gradients by the microbatches
 
-torch's runtime posts at RECV and waits where the tensor is used, as zbc's does, so the order of messages is the one of
-the plan: receives posted ahead, FIFO in each direction. Modules in FSDP, which need UNSHARD and RESHARD too, are not
-meant.
+torch's runtime posts at RECV and waits when the tensor is used, as zbc's does, so the order of messages is the plan's:
+receives posted ahead, FIFO in each direction. Modules in FSDP, which need UNSHARD and RESHARD too, are not supported.
 
-From 2.15 on torch wants to be told when to wait for what it has begun, in cells that older ones misread:
+From 2.15 on torch needs explicit waits for asynchronous actions, in cells that older versions misread:
 
-    1WAIT_SEND_F0               behind the backward of stage 1 for microbatch 0: what that sent has been used by then
-    1WAIT_SEND_B0               at the end of the row, where nothing can wait for this rank
-    1WAIT_REDUCE_GRAD           right behind 1REDUCE_GRAD
+    1WAIT_SEND_F0               after the backward of stage 1 for microbatch 0, when the output has been used
+    1WAIT_SEND_B0               at the end of the row, when no rank can wait for this one
+    1WAIT_REDUCE_GRAD           right after 1REDUCE_GRAD
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from collections.abc import Iterator
 from zbc.interop import torch_csv
 from zbc.ir import Kind, Op, Program, groups
 
-DIALECTS = {"compute_comms": False, "compute_comms-2.15": True}  # whether it has waits
+DIALECTS = {"compute_comms": False, "compute_comms-2.15": True}  # whether the dialect has waits
 
 
 def dumps(program: Program, dialect: str = "compute_comms") -> str:
-    """A complete program as CSV text. Raises E413 for what torch cannot express."""
+    """A complete program as CSV text. Raises E413 for a program that torch cannot express."""
     torch_csv.refuse(program)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -43,7 +42,7 @@ def _row(ops: tuple[Op, ...], *, waits: bool) -> Iterator[str]:
     last = {op.stage: step for step, op in enumerate(ops) if op.kind.makes_part}
     ends = {step: stage for stage, step in last.items()}
     grouped = groups(ops)
-    sent: dict[tuple[Kind, int, int], str] = {}  # what nobody has waited for
+    sent: dict[tuple[Kind, int, int], str] = {}  # started sends without a wait so far
     for step, op in enumerate(ops):
         if op.kind.is_mark:
             yield from torch_csv.paired(ops[step + 1], ops[step + 2])

@@ -1,10 +1,10 @@
 """A plan as the settings of torchtitan: its `[parallelism]` and `[training]` keys, and the CSV file they name.
 
-torchtitan loads the CSV into torch's own pipelining runtime, which takes any order of one pipe. But which stages a rank
-builds it decides by the name of a schedule, whatever the CSV says, and it hangs without a word where the two differ. So
-the name written is the one that stands for the placement of the plan, and other placements are refused. It cuts the
-model by names of modules; those of its transformer models stand for zbc's layers: tok_embeddings, layers.N, and the
-final norm with the head.
+torchtitan loads the CSV into torch's own pipelining runtime, which takes any order of one pipe. But the name of a
+schedule alone decides which stages a rank builds, and torchtitan hangs silently if the CSV has others. So the settings
+name a schedule with the placement of the plan, and other placements are refused. torchtitan splits the model by names
+of modules; modules of its transformer models map to zbc's layers: tok_embeddings, layers.N, and the final norm with the
+head.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zbc.plan.directory import Manifest
 
 @dataclass(frozen=True)
 class TitanVersion:
-    """What a version of torchtitan wants to be given."""
+    """The names that a version of torchtitan expects."""
 
     suffix: str
     head: str  # the name of its last module
@@ -32,9 +32,9 @@ DIALECTS = {"0.2": TitanVersion(".toml", "output"), "0.3": TitanVersion(".py", "
 
 
 def schedule_name(placement: Placement) -> str | None:
-    """The name by which torchtitan puts stages where this placement has them; None if there is none.
+    """The name of a torchtitan schedule with this placement of stages; None if there is none.
 
-    All V plans get ZBVZeroBubble: torchtitan places DualPipeV alike, but then prints the loss of a rank without one.
+    All V plans get ZBVZeroBubble: DualPipeV has the same placement, but torchtitan prints the loss of a rank without.
     """
     p, v = placement.ranks, placement.chunks
     if v is not None and placement == Placement.looped(p, v):
@@ -45,7 +45,7 @@ def schedule_name(placement: Placement) -> str | None:
 def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> dict[str, str]:
     """Suffix -> text: the settings, which name the CSV file `csv_name` by its absolute path, and that file.
 
-    Raises E413 for what torch cannot express, and for stages that torchtitan would put on other ranks.
+    Raises E413 for plans that torch cannot express, and for stages that torchtitan would place on other ranks.
     """
     csv = torch_csv.dumps(program)
     refused = Refused("torchtitan", "torchtitan")
@@ -86,7 +86,7 @@ def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> 
 
 
 def _watch(program: Program) -> Iterator[str]:
-    """What goes wrong without a word, in lines for a comment."""
+    """Warnings about silent failures, as lines of a comment."""
     last = program.placement.rank_of(program.placement.ends[-1])
     yield "The schedule's name says which rank holds which stage; the order is the CSV's. Do not change one alone."
     times = f" (with data parallelism: {last}/{program.placement.ranks} of all processes)" if last else ""
@@ -129,7 +129,7 @@ def _python(
 
 
 def _values(values: dict[str, object], indent: str = "") -> Iterator[tuple[str, str]]:
-    """Key and value, as TOML and Python both write them; lists one item a line."""
+    """Key and value in a syntax that TOML and Python share; lists with one item per line."""
     for key, value in values.items():
         if isinstance(value, list):
             items = "".join(f"{indent}    {json.dumps(item)},\n" for item in value)

@@ -1,12 +1,12 @@
-"""Samples of unequal length dealt to replicas, and packed into microbatches.
+"""Deals samples of unequal length to replicas, and packs them into microbatches.
 
-A microbatch is `rows` rows of `room` tokens; a sample lies in one row, behind others, and what is left of a row is
-padding. Ranks compute whole rows, padding included, while samples of one row do not see each other: a microbatch takes
+A microbatch is `rows` rows of `room` tokens; a row holds several samples, then padding. Ranks compute whole rows,
+padding included, while samples of one row do not attend to each other: a microbatch takes
 `1 + quadratic * sum(length**2) / (rows * room)` times as long as its rows alone.
 
 `balanced` divides costs among ranks: by the largest differencing method (Karmarkar and Karp 1982) and by longest
 processing time first (Graham 1969), each improved by moves and swaps, the better of both. `deal` gives each replica its
-microbatches: of samples divided so, of whole rows divided so, and of samples as they come, what takes the least time.
+microbatches: the fastest of samples divided so, whole rows divided so, and samples in their order.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ Row = tuple[int, ...]  # numbers of samples
 Microbatch = tuple[Row, ...]
 ROUNDS = 1000  # moves and swaps, at most
 SAME = 1e-12
-MARGIN = 0.015  # by which another division has to be faster than samples as they come: `Shape.time` is that exact
+MARGIN = 0.015  # a division must be faster than samples in their order by this share, the error of `Shape.time`
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What samples are dealt to."""
+    """The replicas and microbatches that samples are dealt to."""
 
     replicas: int
     room: int  # tokens of a row
     rows: int = 1  # of a microbatch
     most: int = 1  # microbatches of a replica
-    ranks: int = 1  # of the pipeline, which a microbatch goes through
-    quadratic: float = 0.0  # cost of a token that sees another one, over that of a token by itself
+    ranks: int = 1  # of the pipeline
+    quadratic: float = 0.0  # cost of a token per token of its sequence, over its own cost
 
     @property
     def tokens(self) -> int:
-        """The room of a microbatch."""
+        """The tokens of a microbatch, padding included."""
         return self.rows * self.room
 
     def cost(self, length: int) -> float:
-        """Of a sample, in tokens."""
+        """The cost of a sample, in tokens."""
         return length + self.quadratic * length * length
 
     def of_row(self, lengths: Sequence[int]) -> float:
-        """Of a whole row with these samples."""
+        """The cost of a whole row with samples of these lengths, in tokens."""
         return self.room + self.quadratic * sum(length * length for length in lengths)
 
     def factor(self, microbatch: Microbatch, lengths: Sequence[int]) -> float:
-        """How many times as long a microbatch takes as its rows alone, without attention."""
+        """The time of a microbatch divided by its time without attention."""
         return 1 + self.quadratic * sum(lengths[i] ** 2 for row in microbatch for i in row) / self.tokens
 
     def time(self, microbatches: Sequence[Microbatch], lengths: Sequence[int]) -> float:
-        """Of a replica, about: its microbatches one after the other, the first of them forward through the other ranks
-        of the pipeline, and the last one backward, which takes twice as long."""
+        """The approximate time of a replica: its microbatches one after the other, the first one's forward through the
+        other ranks of the pipeline, and the last one's backward, which takes twice as long."""
         each = [self.factor(mb, lengths) for mb in microbatches]
         return self.tokens * (sum(each) + (self.ranks - 1) * (each[0] + 2 * each[-1]) / 3)
 
@@ -64,25 +64,25 @@ class Shape:
 
 
 def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """The numbers of the costs that each rank gets, so that the fullest has little more than the mean."""
+    """The indices of the costs that each rank gets, so that the largest load is near the mean."""
     found = [refined(costs, way(costs, ranks)) for way in (differencing, longest_first)]
     return min(found, key=lambda parts: fullest(costs, parts))
 
 
 def fullest(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
-    """What the rank with the most has."""
+    """The largest load of a rank."""
     return max(sum(costs[i] for i in part) for part in parts)
 
 
 def least(costs: Sequence[float], ranks: int) -> float:
-    """What the fullest rank has at least: the mean, the largest cost, or the smallest two of the ranks + 1 largest."""
+    """A lower bound of the largest load: the mean, the largest cost, or the smallest two of the ranks + 1 largest."""
     first = sorted(costs, reverse=True)
     pair = first[ranks - 1] + first[ranks] if len(first) > ranks else 0.0
     return max(sum(costs) / ranks, first[0] if first else 0.0, pair)
 
 
 def longest_first(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """The largest that is left goes to the rank that has least."""
+    """Gives the largest remaining cost to the rank with the least load."""
     parts: list[list[int]] = [[] for _ in range(ranks)]
     load = [(0.0, rank) for rank in range(ranks)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -93,8 +93,7 @@ def longest_first(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def differencing(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Divisions of one cost each; of the two that are the least even the fullest parts join the emptiest, till one is
-    left."""
+    """Starts with a division per cost; repeatedly joins the two least even divisions, fullest parts to emptiest."""
     turn = count()
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for i, cost in enumerate(costs):
@@ -110,7 +109,7 @@ def differencing(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def refined(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """While it helps, the fullest rank gives one to another, or swaps one for a smaller one."""
+    """While it helps, moves a cost from the fullest rank to another, or swaps it for a smaller one."""
     found = [sorted(part, key=lambda i: costs[i]) for part in parts]
     load = [sum(costs[i] for i in part) for part in found]
     for _ in range(ROUNDS):
@@ -141,7 +140,7 @@ def refined(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> list[list
 def _best(
     costs: Sequence[float], full: Sequence[int], other: Sequence[int], gap: float
 ) -> tuple[float, int, int | None] | None:
-    """What shifts nearest to half of the gap between two ranks: (how much, what goes, what comes back)."""
+    """The move or swap that shifts nearest to half of the gap between two ranks: (shift, cost moved, cost back)."""
     best: tuple[float, float, int, int | None] | None = None
     theirs = [costs[i] for i in other]
     for gone in full:
@@ -160,7 +159,7 @@ def _best(
 
 
 def first_fit(lengths: Sequence[int], samples: Sequence[int], room: int) -> list[list[int]]:
-    """Samples to rows of `room` tokens: the longest first, each into the first row that has room."""
+    """Packs samples into rows of `room` tokens: the longest first, each into the first row with room."""
     rows: list[list[int]] = []
     left: list[int] = []
     for i in sorted(samples, key=lambda i: -lengths[i]):
@@ -175,7 +174,7 @@ def first_fit(lengths: Sequence[int], samples: Sequence[int], room: int) -> list
 
 
 def deal(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]] | None:
-    """The microbatches of each replica; None where they cannot be at most `shape.most`."""
+    """The microbatches of each replica; None if a replica would need more than `shape.most`."""
     as_they_come = _as_they_come(lengths, shape)
     ways = [
         [_packed(part, lengths, shape) for part in balanced([shape.cost(n) for n in lengths], shape.replicas)],
@@ -191,7 +190,7 @@ def deal(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]] | None:
 
 
 def dealt_evenly(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]]:
-    """Equal numbers of samples for each replica, as they come, in equally many microbatches."""
+    """Equal numbers of samples for each replica, in their order, in the same number of microbatches."""
     found = _as_they_come(lengths, shape)
     most = max(map(len, found))
     return [[*mbs, *([()] * (most - len(mbs)))] for mbs in found]
@@ -204,18 +203,18 @@ def _as_they_come(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]
 
 
 def _by_rows(rows: Sequence[Sequence[int]], lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]]:
-    """Rows of all samples divided among replicas."""
+    """Divides rows of all samples among replicas."""
     costs = [shape.of_row([lengths[i] for i in row]) for row in rows]
     return [_microbatches([rows[k] for k in part], lengths, shape) for part in balanced(costs, shape.replicas)]
 
 
 def _packed(samples: Sequence[int], lengths: Sequence[int], shape: Shape) -> list[Microbatch]:
-    """The microbatches of one replica."""
+    """Packs the samples of one replica into microbatches."""
     return _microbatches(first_fit(lengths, samples, shape.room), lengths, shape)
 
 
 def _microbatches(rows: Sequence[Sequence[int]], lengths: Sequence[int], shape: Shape) -> list[Microbatch]:
-    """Rows to as few microbatches as hold them, of costs as equal as they come; one at least."""
+    """Packs rows into the fewest microbatches, of nearly equal costs; one at least."""
     number = max(1, math.ceil(len(rows) / shape.rows))
     found: list[list[Row]] = [[] for _ in range(number)]
     load = [0.0] * number
@@ -227,7 +226,7 @@ def _microbatches(rows: Sequence[Sequence[int]], lengths: Sequence[int], shape: 
 
 
 def samples_of_step(lengths: Sequence[int], shape: Shape, microbatches: int) -> int:
-    """How many samples make `microbatches` of each replica on the mean; `lengths` are those of some of them."""
+    """The number of samples that fill `microbatches` per replica on average; `lengths` is a selection of samples."""
     rows = len(first_fit(lengths, range(len(lengths)), shape.room))
     wanted = shape.replicas * microbatches * shape.rows
     return max(shape.replicas, math.floor(len(lengths) / max(1, rows) * wanted))

@@ -1,9 +1,9 @@
-"""How an optimizer's work is cut up: the compiler predicts what the runtime does.
+"""Partitions the optimizer's work; shared by the runtime and the compiler's predictions.
 
 The copies of a stage share it out (ZeRO-1), and a tentative step takes a few parameters at a time.
 
-Parameters are cut into pieces of at most CHUNK elements, and these are dealt, the largest first, each to the rank that
-has least. Many pieces come out even; a few large matrices do not.
+Parameters are cut into pieces of at most CHUNK elements, and these are dealt, the largest first, each to the rank with
+the least. Many pieces are dealt evenly; a few large matrices are not.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heapify, heapreplace
 
-# Elements whose squares are summed in one go, for norms; parts of an optimizer begin and end at these marks.
+# Elements whose squares are summed at once, for norms; parts of an optimizer begin and end at multiples of it.
 CHUNK = 2**20
 BATCH = 2**22  # elements that a tentative step copies at a time
 
 
 def cut(count: int) -> list[tuple[int, int]]:
-    """The pieces of a parameter of `count` elements, each from where to where; an empty one is one piece."""
+    """(start, stop) of the pieces of a parameter of `count` elements; an empty parameter is one piece."""
     return [(start, min(start + CHUNK, count)) for start in range(0, max(1, count), CHUNK)]
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """Which pieces each rank gets, as indices into their `sizes`, in order."""
+    """The pieces of each rank, as ascending indices into their `sizes`."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [(0, rank) for rank in range(ranks)]  # a heap
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -34,8 +34,8 @@ def deal(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def most(parameters: Iterable[int], ranks: int, uncut: Iterable[int] = ()) -> tuple[int, int]:
-    """The most elements, and the most pieces, that a rank gets of parameters of so many elements each; those of them
-    that are `uncut` stay whole."""
+    """The most elements, and the most pieces, of a rank; `parameters`: elements of each, `uncut`: of those that are not
+    cut into pieces."""
     counts = list(parameters)
     alone = Counter(uncut) & Counter(counts)
     if alone:
@@ -45,7 +45,7 @@ def most(parameters: Iterable[int], ranks: int, uncut: Iterable[int] = ()) -> tu
         return max(sum(sizes[i] for i in share) for share in shares), max(map(len, shares))
     whole = sum(count // CHUNK for count in counts)
     rest = [count % CHUNK for count in counts if count % CHUNK or not count]
-    # Whole pieces come first and go around, so of a large model only what is left over has to be dealt.
+    # Whole pieces are dealt first, round-robin, so only the remainders of a large model have to be dealt one by one.
     around, first = divmod(whole, ranks)
     loads = [(CHUNK * (around + (rank < first)), rank) for rank in range(ranks)]
     heapify(loads)
@@ -58,7 +58,7 @@ def most(parameters: Iterable[int], ranks: int, uncut: Iterable[int] = ()) -> tu
 
 
 def batches(sizes: Sequence[int]) -> Iterator[range]:
-    """Parameters in their order, as many at a time as have BATCH elements together, or one that has more."""
+    """Ranges of parameters in their order, of at most BATCH elements together, or of one that has more."""
     start = total = 0
     for index, size in enumerate(sizes):
         if index > start and total + size > BATCH:
@@ -70,5 +70,5 @@ def batches(sizes: Sequence[int]) -> Iterator[range]:
 
 
 def batch(sizes: Sequence[int]) -> int:
-    """The most elements of parameters that are taken at a time."""
+    """The most elements of a range of `batches`."""
     return max((sum(sizes[i] for i in part) for part in batches(sizes)), default=0)

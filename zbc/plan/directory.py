@@ -1,8 +1,8 @@
-"""Plan directories: what the compiler hands to the runtime, and the only thing the two share.
+"""Plan directories: the only interface between the compiler and the runtime.
 
     plan/
       plan.json        the manifest: schedule, placement, layers and boundary tensors per stage, prediction, hashes
-      rank-0000.json   the ops of rank 0, one per line, so `diff` between two plans shows the change and nothing else
+      rank-0000.json   the ops of rank 0, one per line, so that `diff` between two plans shows only the changes
       rank-0001.json   ...
 
 Bytes are deterministic: no timestamps, no host names. A directory appears complete or not at all. The manifest is in
@@ -49,7 +49,7 @@ from zbc.plan.reading import read_rank as read_rank
 
 @dataclass(frozen=True, slots=True)
 class StoredPlan:
-    """A whole plan directory in memory; `ramp` are the plans that a training begins with."""
+    """A whole plan directory in memory; `ramp`: the plans of a training's first steps."""
 
     manifest: Manifest
     program: Program
@@ -57,7 +57,7 @@ class StoredPlan:
 
     @classmethod
     def read(cls, folder: Path) -> StoredPlan:
-        """Read and verify a plan directory. Raises E401 to E406."""
+        """Reads and verifies a plan directory. Raises E401 to E406."""
         manifest = read_manifest(folder)
         ranks = tuple(read_rank(folder, rank, manifest).ops for rank in range(manifest.ranks))
         check_counts(manifest, ranks)
@@ -66,12 +66,12 @@ class StoredPlan:
 
 
 def judges(manifest: Manifest) -> tuple[int, ...]:
-    """The last ranks of all replicas: without a barrier, they add up what their replicas have collected."""
+    """The last ranks of all replicas: without a barrier, they sum the norms that their replicas have collected."""
     return manifest.topology.held(manifest.ranks - 1)
 
 
 def check_counts(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> None:
-    """Raise E404 if the manifest counts more than there are ops for; what works on a plan makes tables of that size."""
+    """Raises E404 if the manifest has larger counts than there are ops: tables of that size would be allocated."""
     ops = sum(map(len, ranks))
     for what, counted in (("microbatches", manifest.microbatches * manifest.slices), ("stages", manifest.stages)):
         if counted > ops:
@@ -86,8 +86,8 @@ def program_of(manifest: Manifest, ranks: tuple[tuple[Op, ...], ...]) -> Program
 
 
 def meeting(manifest: Manifest, op: Op, rank: int) -> tuple[int, ...]:
-    """The ranks of a run, over all copies of the pipeline, that `rank` of it meets in a collective: those with the same
-    part of layers, and where replicas each sum their own of these those of its replica."""
+    """The ranks of a run in the same collective as `rank`, over all copies of the pipeline: with the same part of
+    layers, and if replicas sum their own gradients, of the same replica."""
     program = program_of(manifest, ((),) * manifest.ranks)
     run, seat = manifest.topology, manifest.topology.of(rank)
     together = program.together // program.cp  # neighbouring replicas
@@ -99,17 +99,16 @@ def meeting(manifest: Manifest, op: Op, rank: int) -> tuple[int, ...]:
 
 
 def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:
-    """The ranks of a run that have the same weights of an owner as `rank`, as soon as those that are averaged are made
-    alike."""
+    """The ranks of a run with the same weights of an owner as `rank`, once averaged weights are made equal."""
     program = program_of(manifest, ((),) * manifest.ranks)
     run, seat, op = manifest.topology, manifest.topology.of(rank), Op(Kind.REDUCE, owner)
-    at = seat.at if owner == WORDS else ()  # what else ranks share of layers is put together, or the first's
+    at = seat.at if owner == WORDS else ()  # other parts of layers are put together, or taken from the first rank
     found = run.ranks((seat.pp,) if program.apart(op) else program.members(op), at)
     return _alike(manifest, found, rank) if owner <= EXPERTS else found
 
 
 def _alike(manifest: Manifest, ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Of these those whose replicas have the same experts as that of `rank`."""
+    """The `ranks` whose replicas have the same experts as the replica of `rank`."""
     run, ep = manifest.topology, manifest.ep or 1
     return tuple(one for one in ranks if run.of(one).dp % ep == run.of(rank).dp % ep)
 
@@ -132,8 +131,8 @@ def assemble(
     words: Sequence[int] = (),
     balance: Unequal | None = None,
 ) -> tuple[Manifest, dict[str, str]]:
-    """The manifest of a program and the text of every rank file; `words` is where the rows of each rank begin in a
-    vocabulary that all share, and its end."""
+    """The manifest of a program and the text of every rank file; `words`: the first row of each rank in a shared
+    vocabulary, and its end."""
     lines = [_op_lines(program, rank) for rank in range(len(program.ranks))]
     seed = json.dumps([FORMAT, VERSION, planning, list(program.history)], sort_keys=True)
     identity = hashlib.sha256(seed.encode())
@@ -178,13 +177,13 @@ def assemble(
 
 
 def _capabilities(program: Program) -> list[str]:
-    """What a runtime has to know of to run it."""
+    """The kinds of ops and the features that a runtime must support to run it."""
     kinds = sorted({str(op[0]) for ops in program.ranks for op in ops})
     return kinds + [SLICES] * (program.slices > 1) + [FROZEN] * program.freezes + [STEPS] * program.flushless
 
 
 def _op_lines(program: Program, rank: int) -> str:
-    """The ops of a rank as JSON strings, one a line. Peers are looked up once per (kind, stage, pipe, other stage)."""
+    """The ops of a rank as JSON strings, one per line. Peers are looked up once per (kind, stage, pipe, other)."""
     suffix: dict[tuple[Kind, int, int, int], str] = {}
     lines = []
     for op in program.ranks[rank]:
@@ -204,7 +203,7 @@ def _rank_text(program: Program, rank: int, plan_id: str, lines: str) -> str:
 
 
 def write(folder: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
-    """Put a plan directory at `folder`, replacing an older plan there, in one rename.
+    """Puts a plan directory at `folder`, replacing an older plan there, in one rename.
 
     Raises E405 if something that is not a plan is in the way, E407 if the directory cannot be written.
     """
@@ -225,7 +224,7 @@ def write(folder: Path, manifest: Manifest, files: Mapping[str, str]) -> None:
 
 @contextmanager
 def _beside(folder: Path) -> Iterator[Path]:
-    """A folder to work in, which is gone afterwards; what stood at `folder` and is now `old` in it comes back."""
+    """A temporary folder next to `folder`; if writing fails, its `old` is moved back to `folder`."""
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         yield work
@@ -236,7 +235,7 @@ def _beside(folder: Path) -> Iterator[Path]:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raises E405 or E407 where no plan can be written, before there is one. Leaves nothing behind."""
+    """Raises E405 or E407 if no plan can be written at `folder`. Leaves no files."""
     try:
         refuse_in_the_way(folder)
         with folders_for(folder, keep=False), _beside(folder) as work:
@@ -251,7 +250,7 @@ def _unwritable(folder: Path, error: OSError) -> ZbcError:
 
 
 def refuse_in_the_way(folder: Path) -> None:
-    """Raises E405 if something that is not a plan is where one is to be written."""
+    """Raises E405 if `folder` exists and is not a plan."""
     if os.path.exists(folder) and not _replaceable(folder):
         text = f"plan: {folder} exists and is not a plan directory"
         raise ZbcError("E405", text, hint="choose another folder with -o")

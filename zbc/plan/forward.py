@@ -1,6 +1,6 @@
-"""The forward-only program that evaluates a model where its stages are; made from the placement alone.
+"""The forward-only program that evaluates a model on the ranks of its stages; made from the placement alone.
 
-Runtime and compiler both make it from here: the runtime runs it, `zbc plan` and `zbc check` prove it.
+The runtime runs it, `zbc plan` and `zbc check` prove it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ def forward_only(placement: Placement, microbatches: int, slices: int = 1, *, sh
     """Every microbatch, slice by slice, once through all stages (of pipe 0), in waves: F of stage s, unit i in wave
     s + i.
 
-    Within a wave later stages come first. All ranks follow this one order, and so do the messages of each direction.
-    The buffer of a transfer is posted one F ahead.
+    Within a wave later stages come first. All ranks follow this order, and so do the messages of each direction. The
+    buffer of a transfer is posted one F ahead.
 
         rank 1 of 2      RECV_F s1 m0, RECV_F s1 m1, F s1 m0, F s1 m1
 
-    With a `shared` vocabulary each rank looks a unit's words up one wave before its first F, and has the logits of its
-    own words one wave after its last F: nobody waits for a wave that others have begun.
+    With a `shared` vocabulary each rank looks a unit's words up one wave before its first F, and computes the logits of
+    its own words one wave after its last F: no rank waits for a wave that others have begun.
 
         rank 1 of 2      I m0, GIVE m0, RECV_F s1 m0, I m1, GIVE m1, RECV_F s1 m1, F s1 m0, SPREAD m0, F s1 m1, ..
     """
@@ -38,21 +38,21 @@ def forward_only(placement: Placement, microbatches: int, slices: int = 1, *, sh
             blocks.append((wave, [*ahead, op, *sends]))
         blocks += _words(placement.ends[-1], microbatches, slices) if shared else []
         ranks.append([op for _, ops in sorted(blocks, key=lambda block: block[0]) for op in ops])
-    sums = 2 if shared else 0  # MEET adds nothing up: there is no backward
+    sums = 2 if shared else 0  # MEET has no gradient to sum: there is no backward
     return Program(placement, microbatches, tuple(map(tuple, ranks)), ("forward-only",), slices, vocabulary=sums)
 
 
 def forward_of(program: Program) -> Program:
-    """That of the placement of a program, which trains."""
+    """The forward-only program for the placement of a training program."""
     return forward_only(program.placement, program.microbatches, program.slices, shared=bool(program.vocabulary))
 
 
-SHARED = (Kind.I, Kind.GIVE, Kind.SPREAD, Kind.S, Kind.MEET)  # what each rank runs for each unit, in this order
+SHARED = (Kind.I, Kind.GIVE, Kind.SPREAD, Kind.S, Kind.MEET)  # ops of each rank for each unit, in this order
 
 
 def _words(last: int, microbatches: int, slices: int) -> list[tuple[float, list[Op]]]:
-    """What all ranks run alike for the vocabulary, and when: before the wave of a unit's first F, behind that of its F
-    on the `last` stage, and behind the wave that follows."""
+    """(wave, ops) that all ranks run for a shared vocabulary: before the wave of a unit's first F, after the wave of
+    its F on the `last` stage, and after the next wave."""
     found = list[tuple[float, list[Op]]]()
     for unit in range(microbatches * slices):
         mb, part = divmod(unit, slices)

@@ -1,4 +1,4 @@
-"""The first numbers of a plan directory, which follow from what it predicts and the job it was made from."""
+"""The main numbers of a plan directory, from its prediction and its job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zbc.plan.directory import Manifest
 
 @contextmanager
 def prediction() -> Iterator[None]:
-    """Raises E404 where a plan's prediction, which no checksum covers once it is signed again, is not one."""
+    """Raises E404 if a plan's prediction is malformed: an edited manifest may have a new, valid checksum."""
     try:
         yield
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -23,7 +23,7 @@ def prediction() -> Iterator[None]:
 
 
 def throughput_of(manifest: Manifest, ms: float) -> Throughput:
-    """Of steps of this plan that take `ms`."""
+    """The throughput of this plan if a step takes `ms`."""
     model = Model.model_validate(manifest.planning["model"], strict=False)
     world, peak = manifest.topology.world, manifest.training.get("log", {}).get("peak_tflops")
     samples = manifest.microbatches * manifest.microbatch_size * manifest.topology.dp
@@ -31,7 +31,7 @@ def throughput_of(manifest: Manifest, ms: float) -> Throughput:
 
 
 def settled_ms(manifest: Manifest) -> float:
-    """What a step is predicted to take with its optimizer."""
+    """The predicted ms of a step with its optimizer, in steady state."""
     sync = manifest.planning.get("optimizer", {}).get("sync", "before-step")
     ahead = manifest.predicted.get("ahead_ms") if sync != "before-step" else None
     with prediction():
@@ -39,7 +39,7 @@ def settled_ms(manifest: Manifest) -> float:
 
 
 def headline(manifest: Manifest) -> dict[str, Any]:
-    """`idle_rate`, `balance` and the throughput that is predicted, under the keys of a report."""
+    """`idle_rate`, `balance` and the predicted throughput, under the keys of a report."""
     settled = settled_ms(manifest)
     with prediction():
         busy = [rank["busy_ms"] for rank in manifest.predicted["per_rank"]]

@@ -1,4 +1,4 @@
-"""How late gradients come where steps have no flush: compiler and runtime both count it here, from a rank's ops."""
+"""The staleness of gradients for steps without a flush, counted from a rank's ops; used by compiler and runtime."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from zbc.ir import NEXT, Kind, Op
 
-_STEPS = 3  # in the second one forwards have all run in the cycle
+_STEPS = 3  # from the second step on, all forwards have run in the cycle
 
 
 def lateness(ops: Sequence[Op]) -> dict[int, int]:
-    """Of each stage of a rank, the most steps that it makes between a microbatch's forward and its backward."""
+    """Stage of a rank -> the most optimizer steps between a microbatch's forward and its backward."""
     late, made, read = dict[int, int](), dict[int, int](), dict[tuple[int, int], int]()
     for step in range(-1, _STEPS):
         for op in ops:

@@ -16,7 +16,7 @@ from zbc.topology import Topology, inner_of
 FORMAT = "zbc-plan"
 VERSION = 1
 MANIFEST = "plan.json"
-# Fields that stand in a manifest only where they say something.
+# Fields that a manifest has only if they differ from their defaults.
 OPTIONAL = frozenset(
     {"averages", "balance", "cp", "cuts", "edges", "ep", "flushless", "one_sided", "scatters", "vocabulary"}
 )
@@ -33,15 +33,15 @@ class _Strict(BaseModel):
 
 
 class Boundary(_Strict):
-    """The tensor between two neighbouring stages: its shape for one microbatch (one slice of it) and its dtype."""
+    """The tensor between two neighbouring stages: its shape for a microbatch, or for a slice of it, and its dtype."""
 
     shape: list[Count]
     dtype: str
 
 
 class RampPlan(_Strict):
-    """The first steps of a training, or the next ones, run another plan: with fewer microbatches. Where replicas get
-    unequal numbers of them, each step has the plans that it needs."""
+    """A plan with another number of microbatches, for the first steps of a training; or, if replicas get unequal
+    numbers of them, for the steps that need it."""
 
     folder: Name  # of that plan, inside of this one
     microbatches: Count
@@ -50,18 +50,18 @@ class RampPlan(_Strict):
 
 
 class Words(_Strict):
-    """How all ranks share an output layer and an embedding: rank r has the words [rows[r], rows[r + 1]) of both."""
+    """Vocabulary parallel: rank r has the words [rows[r], rows[r + 1]) of the output layer and the embedding."""
 
     sums: Annotated[int, Field(ge=1, le=2)]  # per unit, in its middle
     rows: list[Index]
 
 
 class Unequal(_Strict):
-    """Samples of unequal length are dealt to replicas, which have plans for other numbers of microbatches in `ramp`."""
+    """Samples of unequal length, dealt to replicas; `ramp` has the plans for other numbers of microbatches."""
 
     room: Count  # tokens of a row of a microbatch
     most: Count  # microbatches of a replica in a step
-    quadratic: float  # cost of a token that sees another one, over that of a token by itself
+    quadratic: float  # cost of a token per token of its sequence, over its own cost
 
 
 class Manifest(_Strict):
@@ -78,18 +78,18 @@ class Manifest(_Strict):
     microbatches: Count
     microbatch_size: Count
     slices: Count
-    copies: Count = 1  # data-parallel replicas of the pipeline; `ranks` are those of one
-    cp: Count = 1  # ranks that share the tokens of a rank's microbatches, and run its ops
-    tp: Count = 1  # ranks that share the layers of a rank of the pipeline, and run its ops
+    copies: Count = 1  # data-parallel replicas of the pipeline; `ranks` is the size of one
+    cp: Count = 1  # context parallelism: ranks that share the tokens of a pipeline rank's microbatches
+    tp: Count = 1  # tensor parallelism: ranks that share the layers of a pipeline rank
     tied: bool = False  # stages share a weight
     ties: list[Index] = []  # those stages; none: the first and the last
     sharded: bool = False  # the copies of a stage share out the optimizer's work
-    resident: Index = 0  # stages whose gathered weights a rank has room for; 0: weights stay
-    with_w: bool = False  # where weights are freed: W needs them, too
-    scatters: bool = False  # gradients are summed into the ranks' parts after each run of backwards of a stage
-    one_sided: bool = False  # freed weights, and their gradients, travel without a meeting of the replicas
+    resident: Index = 0  # max unsharded stages of a rank; 0: weights stay
+    with_w: bool = False  # if weights are freed: W needs them, too
+    scatters: bool = False  # gradients are reduce-scattered after each run of backwards of a stage
+    one_sided: bool = False  # freed weights, and their gradients, travel without collectives
     placement: list[list[Index]]  # stage -> rank per pipe
-    edges: list[list[Index]] = []  # (stage, stage that reads its output); absent where stages are a chain
+    edges: list[list[Index]] = []  # (stage, stage that reads its output); absent for a chain
     layers: list[list[str]]  # stage -> layer names
     boundaries: list[Boundary | None]  # after each stage but the last; None: the runtime derives it
     capabilities: list[str]
@@ -97,17 +97,17 @@ class Manifest(_Strict):
     planning: dict[str, Any]
     training: dict[str, Any]
     files: dict[str, str]  # name -> sha256
-    cuts: list[Index] = []  # where slices begin in the sequence, and its end; absent for one slice
+    cuts: list[Index] = []  # starts of the slices in the sequence, and its end; absent for one slice
     flushless: bool = False  # the ops are the body of a cycle: steps follow one another without a flush
-    ep: Index = 0  # neighbouring replicas that share out the experts of each block; 0: each has all of them
-    averages: Index = 0  # replicas average weights and sum no gradients: 1, landing a step later; 2, at once
-    balance: Unequal | None = None  # absent where all replicas have equally many microbatches
-    vocabulary: Words | None = None  # absent where the first and the last stage have it
+    ep: Index = 0  # expert parallelism: neighbouring replicas that share out the experts of a block; 0: each has all
+    averages: Index = 0  # replicas average weights and sum no gradients: 1, applied a step later; 2, at once
+    balance: Unequal | None = None  # absent if all replicas have the same number of microbatches
+    vocabulary: Words | None = None  # absent if the first and the last stage have it
     node: list[Count] = []  # neighbours of a pipeline, and copies of each, on one node; else copies follow each other
     order: list[Index] = []  # seat -> rank of the run, see zbc/topology.py; else as numbered
-    ramp: list[RampPlan] = []  # what a training begins with, before it runs this plan
+    ramp: list[RampPlan] = []  # the plans of a training's first steps, before it runs this one
     sha256: str = ""  # of this manifest without this field
-    _hosts: tuple[str, ...] = ()  # of each rank of a run, as it runs
+    _hosts: tuple[str, ...] = ()  # host name of each rank of a run, while it runs
 
     def digest(self) -> str:
         return digest_of(self._plain())
@@ -116,13 +116,13 @@ class Manifest(_Strict):
         return json.dumps({**self._plain(), "sha256": self.digest()}, indent=1) + "\n"
 
     def _plain(self) -> dict[str, Any]:
-        """All but the sha256, as it is written."""
+        """All fields but the sha256, as plain data of a file."""
         plain = {name for name in OPTIONAL if getattr(self, name) == type(self).model_fields[name].default}
         return self.model_dump(mode="json", exclude={"sha256", *plain})
 
     @property
     def traits(self) -> dict[str, Any]:
-        """Those of its program."""
+        """The traits of its program."""
         found = {name: getattr(self, name) for name in TRAITS if name not in ("dp", "vocabulary", "node")}
         found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
         sums = 0 if self.vocabulary is None else self.vocabulary.sums
@@ -139,20 +139,20 @@ class Manifest(_Strict):
         return Topology(*axes, order, replicas, self._hosts)
 
     def on(self, hosts: Iterable[str]) -> None:
-        """Name ranks by the machines that they run on."""
+        """Sets the host names of all ranks, for messages."""
         self._hosts = tuple(hosts)
 
     def holders(self, stage: int) -> int:
-        """How many ranks of a run hold a stage."""
+        """The number of ranks of a run that hold a stage."""
         return self.topology.copies * len(set(self.placement[stage]))
 
     def host(self, rank: int) -> dict[str, Any]:
-        """What a rank of the pipeline takes of the host's memory for activations: `bytes` and `slabs`; {}: nothing."""
+        """Host memory for the activations of a rank of the pipeline: `bytes` and `slabs`; {}: none."""
         found: dict[str, Any] = self.predicted.get("host", {}).get(f"rank {rank}", {})
         return found
 
     def slabs(self, rank: int) -> dict[int, int]:
-        """How many activations of a stage a rank has on the host at once."""
+        """Stage -> the most microbatches whose activations a rank has on the host at once."""
         return {int(stage.removeprefix("s")): count for stage, count in self.host(rank).get("slabs", {}).items()}
 
     def to_placement(self) -> Placement:
@@ -161,7 +161,7 @@ class Manifest(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank needs: its ops in order, and the manifest."""
+    """The plan of one rank: its ops in order, and the manifest."""
 
     rank: int
     ops: tuple[Op, ...]
@@ -179,5 +179,5 @@ def digest_of(manifest: Mapping[str, Any]) -> str:
 
 
 def sha(data: bytes) -> str:
-    """The sha256 of some bytes, in hexadecimal digits."""
+    """The sha256 of `data`, in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()

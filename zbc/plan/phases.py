@@ -1,4 +1,4 @@
-"""Where in the data every step of a training is: a pure function of the step, so there is nothing to remember."""
+"""The position in the data of every step of a training: a pure function of the step, without state."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zbc.plan.directory import Manifest
 
 
 class PhaseStart(NamedTuple):
-    """Steps that take equally many samples, over all replicas of the pipeline."""
+    """The start of a run of steps with the same number of samples, over all replicas of the pipeline."""
 
     first: int  # step, from 0
-    position: int  # samples that the steps before it took
-    samples: int  # that each of its steps takes
+    position: int  # samples of all steps before it
+    samples: int  # of each of its steps
 
 
 @dataclass(frozen=True)
 class Phases:
-    """The phases of a training, the last of which has no end.
+    """The phases of a training; the last one has no end.
 
-    `shift` is what a training that began with other batches has taken more than these phases say.
+    `shift`: additional samples of a training that began with other batches than these phases.
     """
 
     starts: tuple[PhaseStart, ...]
@@ -31,7 +31,7 @@ class Phases:
 
     @classmethod
     def of(cls, manifest: Manifest) -> Phases:
-        """That of a plan: its ramp, then its own batches; of samples of unequal length, as if rows were samples."""
+        """The phases of a plan: its ramp, then its own batches; for samples of unequal length rows count as samples."""
         if manifest.balance is not None:
             return cls.even(manifest.microbatches * manifest.topology.dp * manifest.microbatch_size)
         per = manifest.topology.dp * manifest.microbatch_size
@@ -40,7 +40,7 @@ class Phases:
 
     @classmethod
     def even(cls, samples: int) -> Phases:
-        """Every step takes as many samples."""
+        """The phases if every step takes `samples` samples."""
         return cls((PhaseStart(0, 0, samples),))
 
     @classmethod
@@ -60,11 +60,11 @@ class Phases:
         return number
 
     def samples(self, step: int) -> int:
-        """How many samples a step takes."""
+        """The number of samples of a step."""
         return self.starts[self.index(step)].samples
 
     def position(self, step: int) -> int:
-        """How many samples the steps before `step` took: where in the data it begins."""
+        """The number of samples of all steps before `step`: its position in the data."""
         phase = self.starts[self.index(step)]
         return self.shift + phase.position + (step - phase.first) * phase.samples
 
@@ -78,11 +78,11 @@ class Phases:
         return max(phase.samples for phase in self.starts)
 
     def rate(self, lr: float, schedule: RateSchedule, steps: int, step: int) -> float:
-        """The learning rate of a step of a training of `steps`, by steps or by samples as `schedule` has it."""
+        """The learning rate of a step of a training of `steps`, by steps or by samples (`schedule.by`)."""
         if schedule.by == "steps":
             return rate_after(lr, schedule, steps, step + 1)
         return rate_after(lr, schedule, self.full(steps), self.full(step + 1))
 
     def full(self, step: int) -> float:
-        """How many steps of the last phase's size the samples before `step` make."""
+        """The samples before `step` in steps of the last phase's size."""
         return self.position(step) / self.starts[-1].samples

@@ -1,4 +1,4 @@
-"""Reading the files of a plan: each is verified before anything is done with it."""
+"""Reads the files of a plan; each is verified before it is used."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ REPLAN = "make it again with `zbc plan JOB.toml`"
 
 
 def is_plan(folder: Path) -> bool:
-    """Whether a folder has the manifest of a plan; what is in it may be damaged."""
-    return os.path.isfile(folder / MANIFEST)  # is_file() of a path raises where a folder is locked
+    """Whether a folder has the manifest of a plan, damaged or not."""
+    return os.path.isfile(folder / MANIFEST)  # is_file() of a path raises if a folder is locked
 
 
 def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
-    """Read `plan.json`.
+    """Reads `plan.json`.
 
     Raises E401 (missing), E402 (edited), E403 (other version), E404 (damaged) or E406 (unknown op kinds).
     """
@@ -72,7 +72,7 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
 
 
 def _refuse_other_fields(path: Path, data: Mapping[str, Any]) -> None:
-    """Raise E403 for a manifest that is as it was written, by a zbc whose manifests have other fields."""
+    """Raises E403 for an unedited manifest of a zbc whose manifests have other fields."""
     written = data.keys() - {"sha256"}
     mine = Manifest.model_fields.keys() - {"sha256", *(OPTIONAL - written)}
     if written == mine or data.get("sha256") != digest_of({key: data[key] for key in written}):
@@ -87,7 +87,7 @@ def _refuse_other_fields(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def _check_shape(path: Path, manifest: Manifest) -> None:
-    """The lists of the manifest agree with its counts."""
+    """Raises E404 unless the lists of the manifest agree with its counts."""
     stages, ranks = manifest.stages, manifest.ranks
     problems = [
         (len(manifest.placement) == stages, f"placement has {len(manifest.placement)} stages, not {stages}"),
@@ -111,13 +111,13 @@ def _check_shape(path: Path, manifest: Manifest) -> None:
 
 
 def _cut(manifest: Manifest) -> bool:
-    """Whether cuts ascend from 0, one more of them than there are slices; () where nobody knows the sequence."""
+    """Whether cuts ascend from 0 and are one more than the slices; () if the sequence length is not known."""
     cuts = manifest.cuts
     return not cuts or (len(cuts) == manifest.slices + 1 > 2 and cuts[0] == 0 and all(a < b for a, b in pairwise(cuts)))
 
 
 def _ascend(manifest: Manifest) -> bool:
-    """Whether edges lead from a stage to a later one, each once, and from all but the last; () for a chain."""
+    """Whether edges lead to later stages, each once, and from all stages but the last; () for a chain."""
     edges = manifest.edges
     if not all(len(edge) == 2 and edge[0] < edge[1] < manifest.stages for edge in edges):
         return False
@@ -151,7 +151,7 @@ def sections_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def check_layers(manifest: Manifest, names: Sequence[str]) -> None:
-    """Raise E404 unless the stages have the layers of the model, `names`, each once and in their order."""
+    """Raises E404 unless the stages have the layers of the model, `names`, each once and in their order."""
     placed = [name for layers in manifest.layers for name in layers]
     if placed == list(names):
         return
@@ -161,7 +161,7 @@ def check_layers(manifest: Manifest, names: Sequence[str]) -> None:
 
 
 def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
-    """The plans that a training begins with: their folders and manifests. Raises E401 to E406."""
+    """Folders and manifests of the plans of a training's first steps. Raises E401 to E406."""
     found = [(folder / part.folder, read_manifest(folder / part.folder)) for part in manifest.ramp]
     for part, (below, its) in zip(manifest.ramp, found, strict=True):
         if its.sha256 != part.sha256:
@@ -177,7 +177,7 @@ def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
 
 
 def read_rank(folder: Path, rank: int, manifest: Manifest, *, verify: bool = True) -> RankPlan:
-    """Read the ops of one rank. Raises E401 (missing), E402 (edited), E404 (damaged)."""
+    """Reads the ops of one rank. Raises E401 (missing), E402 (edited), E404 (damaged)."""
     path = folder / rank_file(rank)
     raw = _read_bytes(path)
     if verify and sha(raw) != manifest.files[path.name]:
