@@ -1,7 +1,7 @@
-"""The long text of every error: what it means, an example, what to do. `zbc explain CODE` prints it.
+"""The long text of every error: its meaning, an example, a fix. `zbc explain CODE` prints it.
 
-One Markdown file for each family of codes: what the family is about, then a section per code. A test demands that the
-codes there are exactly those that zbc raises.
+One Markdown file for each family of codes: a summary of the family, then a section per code. A test requires that the
+codes are exactly those that zbc raises.
 """
 
 from __future__ import annotations
@@ -30,4 +30,4 @@ def _read() -> tuple[dict[str, str], dict[str, Explanation]]:
     return families, catalogue
 
 
-FAMILIES, CATALOGUE = _read()  # second character of a code -> what it stands for; code -> its text, in order
+FAMILIES, CATALOGUE = _read()  # second character of a code -> summary of its family; code -> its text, in order

@@ -1,4 +1,4 @@
-"""Words of the field and what they are in zbc: `zbc explain WORD`."""
+"""Words of the field, explained in terms of zbc: `zbc explain WORD`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Word(NamedTuple):
-    """`names`: as papers, Megatron-LM, DeepSpeed, torch or zbc say it, zbc's own first; `page` of docs/."""
+    """`names`: in papers, Megatron-LM, DeepSpeed, torch and zbc, zbc's own first; `page` of docs/."""
 
     names: tuple[str, ...]
     text: str
@@ -220,13 +220,13 @@ WORDS = (
 
 
 def find(text: str) -> Word | None:
-    """The entry with this name, however it is written."""
+    """The entry with this name, in any spelling; None if there is none."""
     known = {_plain(name): word for word in WORDS for name in word.names}
     return known.get(_plain(text)) or known.get(_plain(text).removesuffix("s"))
 
 
 def near(text: str) -> list[str]:
-    """Names that are written nearly like it, or have it in them."""
+    """Names that are similar to `text` or contain it."""
     names = [name for word in WORDS for name in word.names]
     plain = {_plain(name): name for name in names}
     inside = [name for key, name in plain.items() if len(text) > 2 and _plain(text) in key]

@@ -1,1 +1,1 @@
-"""The machine a command runs on: its folders, files, streams and cores."""
+"""The machine that a command runs on: its folders, files, streams and cores."""

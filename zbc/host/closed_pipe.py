@@ -1,5 +1,5 @@
-"""Standard streams that fail: a reader that goes away (`zbc schedules | head -1`), a full disk, a terminal that is
-gone, and streams that are closed from the beginning."""
+"""Handles failing standard streams: a reader that goes away (`zbc schedules | head -1`), a full disk, a closed
+terminal, and streams that are closed from the start."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import TextIO
 from zbc.errors import ZbcError
 from zbc.text import visible
 
-EXIT_PIPE = 141  # what a shell reports of a program that a closed pipe ended
+EXIT_PIPE = 141  # exit code in a shell of a program killed by SIGPIPE
 
 
 def silence_stdout() -> None:
-    """What is still to be written goes nowhere; else Python complains when it flushes in the end."""
+    """Redirects stdout to nowhere, so that Python does not complain when it flushes at exit."""
     _silence(sys.stdout)
 
 
 def silence_stderr() -> None:
-    """The same of messages."""
+    """Redirects stderr to nowhere."""
     _silence(sys.stderr)
 
 
@@ -32,17 +32,17 @@ def _silence(stream: TextIO) -> None:
 
 
 def unwritten_stdout(error: OSError) -> ZbcError:
-    """E608 for an answer that cannot be written; the rest of it goes nowhere."""
+    """E608 for an answer that cannot be written; redirects the rest of it to nowhere."""
     silence_stdout()
     text = f"cannot write to standard output: {error.strerror or error}"
     return ZbcError("E608", text, hint="make room where it goes to, or send it elsewhere")
 
 
 def to_stdout(line: str) -> None:
-    """A line for whoever reads this command. Without a reader the run ends, as any command does.
+    """Prints a line on stdout. If its reader has gone the command ends, as usual for commands.
 
-    A terminal that is gone has sent SIGHUP, which asks the run to end in order, if it is to end. Raises E608 where a
-    line cannot be written for another reason.
+    A closed terminal has sent SIGHUP, which ends the run in order unless ignored, so that case only silences stdout.
+    Raises E608 if a line cannot be written for another reason.
     """
     try:
         sys.stdout.write(visible(line) + "\n")
@@ -57,20 +57,20 @@ def to_stdout(line: str) -> None:
 
 
 def _is_hung_up(error: OSError) -> bool:
-    """Whether stdout was a terminal, which is gone."""
+    """Whether stdout was a terminal that has been closed."""
     return error.errno == errno.EIO and stat.S_ISCHR(os.fstat(sys.stdout.fileno()).st_mode)
 
 
 def open_missing() -> None:
-    """Have stdin, stdout and stderr lead nowhere where they are closed.
+    """Opens /dev/null for those of stdin, stdout and stderr that are closed.
 
-    Python has None for those, and the next files that are opened get their numbers: what libraries say would go there.
+    Else the next files that are opened would get their numbers, and output of libraries would go there.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     if sys.stderr is None:

@@ -1,4 +1,4 @@
-"""How many processor cores a process may use."""
+"""The number of processor cores that a process may use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import os
 
 
 def cores() -> int:
-    """The processor cores this process may use: those it is bound to, where that can be asked."""
+    """The number of cores that this process is bound to, or of all cores if that cannot be asked."""
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS
     return len(usable(0)) if usable is not None else os.cpu_count() or 1

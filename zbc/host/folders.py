@@ -1,4 +1,4 @@
-"""Folders that are made for a file to be in."""
+"""Creates the parent folders of a file."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 @contextmanager
 def folders_for(path: Path, *, keep: bool = True) -> Iterator[None]:
-    """Make the folders that `path` is to be in. Raises OSError where that is not possible.
+    """Creates the parent folders of `path`. Raises OSError if that fails.
 
-    If what follows raises, and in any case without `keep`, those that were made here and are empty are gone afterwards.
+    If the body raises, and always without `keep`, removes those of the created folders that are empty.
     """
     made = [folder for folder in path.parents if not os.path.lexists(folder)]
     try:
@@ -26,7 +26,7 @@ def folders_for(path: Path, *, keep: bool = True) -> Iterator[None]:
 
 
 def _drop(folders: list[Path]) -> None:
-    """Remove folders that are empty, from the innermost on."""
+    """Removes empty folders, from the innermost on."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()

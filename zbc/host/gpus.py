@@ -7,7 +7,7 @@ import subprocess
 
 
 def gpus() -> list[float]:
-    """GiB of each GPU that this process may use, by nvidia-smi; none where there is no such program."""
+    """GiB of each GPU that this process may use, by nvidia-smi; [] without that program."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

@@ -1,4 +1,4 @@
-"""Files that are written while a run lasts, and whole at any moment: also where the disk is full."""
+"""Files that are written during a run and complete at any moment, even if the disk is full."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Literal
 
 
 class LineFile:
-    """A text file that grows by lines. Every line is in it as soon as it is written, or nothing of it is."""
+    """A text file that grows by lines. Each write is in the file completely and at once, or not at all."""
 
     def __init__(self, path: Path, mode: Literal["x", "w", "a"]) -> None:
-        """Open as `open` does. Raises OSError."""
+        """Opens the file as `open` does. Raises OSError."""
         self._path, self._file = path, FileIO(str(path), mode)
         self._end = self._file.seek(0, os.SEEK_END)
 
     def add(self, text: str) -> None:
-        """Write lines, each with its end. Raises OSError, with the name of the file, which is then as it was."""
+        """Appends lines, each with its newline. Raises OSError with the name of the file, which is then unchanged."""
         rest = memoryview(text.encode())
         try:
             while rest:
@@ -34,12 +34,12 @@ class LineFile:
 
 
 def no_link(path: str, flags: int) -> int:
-    """For `open`: fails where somebody has put a link in the place of the file, rather than write to what it names."""
+    """An opener for `open` that fails on a symbolic link instead of writing to its target."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that is there in full, or as it was before. Raises OSError, with the name of the file."""
+    """Writes a file atomically: completely or not at all. Raises OSError with the name of the file."""
     part = path.with_name(f".{path.name}.part-{os.getpid()}")
     try:
         with open(part, "w", encoding="utf-8", opener=no_link) as file:
@@ -54,5 +54,5 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def _named(error: OSError, path: Path) -> OSError:
-    """The same of `path`: what a write raises does not say of which file."""
+    """The error with `path` as its file name, which errors of a write lack."""
     return OSError(error.errno, error.strerror, str(path))

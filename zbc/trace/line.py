@@ -1,4 +1,4 @@
-"""The lines of a rank's file in a recorded run (recording.py): what they hold, and how strictly they are read."""
+"""The lines of a rank's file in a recorded run (recording.py): their contents, and their strict parsing."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ RECORD = "record it again with `zbc run PLAN --trace STEPS`"
 
 
 class Cause(IntEnum):
-    """What a rank waited for inside an op."""
+    """The cause of a wait inside an op."""
 
     MESSAGE = 0  # a tensor, or numbers, from a neighbour
     SUM = 1  # a sum of gradients over replicas that was started before
-    ALL = 2  # every rank: a sum over all of them
-    DELIVERY = 3  # that what it sent has been taken
+    ALL = 2  # a sum over all ranks
+    DELIVERY = 3  # the completion of a send
     GATHER = 4  # weights that other ranks stepped
     COPY = 5  # activations on their way to the host or back
 
 
 class Wait(NamedTuple):
-    """A wait inside op number `op` of a step, in ns; after the last op it belongs to the close of the step."""
+    """A wait inside op number `op` of a step, in ns; the number of ops stands for the close of the step."""
 
     op: int
     cause: Cause
@@ -47,7 +47,7 @@ class ClockOffset(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One step of one rank as it is written; see the head of this file."""
+    """One step of one rank as it is written; see recording.py."""
 
     step: int  # from 1
     begin_ns: int
@@ -60,7 +60,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class MemorySamples:
-    """What a rank held around each op of a step, in bytes: rows are ops, columns categories."""
+    """Memory of a rank at each op of a step, in bytes: rows are ops, columns categories."""
 
     step: int
     categories: tuple[str, ...]
@@ -69,14 +69,14 @@ class MemorySamples:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Whose trace it is."""
+    """The plan, rank and process of a trace."""
 
     plan: str  # its id
     rank: int  # of the run
     device: str
     process: str  # host:pid
     ops: int
-    cores: int | None = None  # that the process might use, where it computed on them; None in older traces, too
+    cores: int | None = None  # usable by the process, if it computed on the CPU; None in older traces, too
 
     @property
     def host(self) -> str:
@@ -87,7 +87,7 @@ class Head:
 
 
 def lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
-    """The objects of a file with their line numbers; a last line that was cut off is left out."""
+    """The objects of a file with their line numbers; a truncated last line is left out."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -103,7 +103,7 @@ def lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
 
 
 def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) -> Head:
-    """The first line of a rank's trace. Raises E431 where it is of another plan (an id), rank or number of ops."""
+    """The first line of a rank's trace. Raises E431 if its plan (an id), rank or number of ops differs."""
     if values.get("format") != FORMAT or values.get("version") != VERSION:
         found = f"format {values.get('format')!r}, version {values.get('version')!r}"
         raise damaged(place, f"{found}; this zbc reads {FORMAT!r}, version {VERSION}")
@@ -120,7 +120,7 @@ def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) 
 
 
 def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
-    """The times of one recorded step, whose ops are those of the plan. Raises E431."""
+    """The times of one recorded step; `ops`: the ops of the plan. Raises E431."""
     names = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")
     if values.keys() - {"copies"} != {*names}:
         raise damaged(place, f"a step has {', '.join(names)}; found {', '.join(values)}")
@@ -149,13 +149,13 @@ _CAUSES = {cause.value: cause for cause in Cause}
 
 
 def waits_of(flat: Sequence[int]) -> Iterable[Wait]:
-    """The waits of a step, which a line has as op, cause and ns one after the other."""
+    """The waits of a step, from the flat list of op, cause and ns of a line."""
     for op, cause, ns in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
         yield Wait(op, _CAUSES[cause], ns)
 
 
 def memory_of(values: Any, ops: int, place: str) -> MemorySamples:
-    """What the rank held, a row for each of `ops` ops. Raises E431."""
+    """Memory samples of a rank, a row for each of `ops` ops. Raises E431."""
     fields = ("step", "categories", "bytes")
     if not isinstance(values, dict) or values.keys() != {*fields}:
         raise damaged(place, f"memory has {', '.join(fields)}")
@@ -172,7 +172,7 @@ def memory_of(values: Any, ops: int, place: str) -> MemorySamples:
 
 
 def clock_of(values: Any, place: str) -> ClockOffset:
-    """How far the rank's clock is from that of rank 0. Raises E431."""
+    """The offset of the rank's clock to the clock of rank 0. Raises E431."""
     names = ClockOffset._fields
     if not isinstance(values, dict) or values.keys() != {*names}:
         raise damaged(place, f"a clock has {', '.join(names)}")
@@ -186,7 +186,7 @@ def _whole(value: Any, name: str, place: str) -> int:
 
 
 def _column(values: Any, name: str, place: str) -> array[int]:
-    """Whole numbers that are not negative, eight bytes each."""
+    """The values as non-negative 64-bit integers. Raises E431."""
     try:
         column = array("q", values if isinstance(values, list) else [None])
     except (TypeError, OverflowError):
@@ -197,5 +197,5 @@ def _column(values: Any, name: str, place: str) -> array[int]:
 
 
 def damaged(place: str, found: str) -> ZbcError:
-    """E431: what was `found` in the line at `place`."""
+    """E431 for the line at `place`; `found`: the problem."""
     return ZbcError("E431", f"trace: damaged: {found}", where=place, hint=RECORD)

@@ -1,10 +1,10 @@
-"""A recorded run: what each rank did in some of its steps, and when.
+"""A recorded run: the ops of each rank in some of its steps, with their times.
 
     runs/plan-1/trace/
       plan/              the plan as it ran
-      rank-0000.jsonl    what rank 0 of the run did, one JSON object per line; complete at any moment
+      rank-0000.jsonl    the recording of rank 0 of the run, one JSON object per line; complete at any moment
       rank-0001.jsonl    ...
-      m4/                the same of steps that the training began with, where it has a ramp; their plan is plan/m4
+      m4/                the same for the first steps of a training with a ramp; their plan is plan/m4
 
 The lines of a rank's file, times in ns on its own clock:
 
@@ -16,17 +16,17 @@ The lines of a rank's file, times in ns on its own clock:
     {"clock": {"at_ns": 50, "offset_ns": 0, "uncertainty_ns": 0}}
     {"memory": {"step": 11, "categories": ["weights", ..], "bytes": [[8, ..], ..]}}
 
-cores    that the process might use, on a CPU
-clock    how far the clock of rank 0 is ahead of this one at a moment of this one; before and after what is recorded
-took     per op of the plan, in its order, how long it took: it starts where the op before ended, the first one at
-         `begin`, so that they and `close` (what the step did after its last op) fill the step without a gap
-lead     per compute op, how long after its start it began to compute: before that it waited for its message, for data
-waits    three numbers for each wait: the op (as many as there are ops for the close), the `Cause`, how long
-copies   only where activations go to the host: two numbers for each OFFLOAD and RELOAD, from when after `begin` its
-         copy ran, and how long
-memory   bytes per op and category, in a step of its own that is not timed, since looking takes long
+cores    usable by the process, on a CPU
+clock    the lead of rank 0's clock over this one, at a time of this one; before and after the recorded steps
+took     the duration of each op of the plan, in order: an op starts when the op before ended, the first one at `begin`,
+         so that they and `close` (the work after the last op) fill the step without gaps
+lead     for each compute op, the time from its start until it computes: before that it waits for messages or data
+waits    three numbers for each wait: the op (the number of ops for the close), the `Cause`, the duration
+copies   only if activations are offloaded: two numbers for each OFFLOAD and RELOAD, the start of its copy after
+         `begin`, and its duration
+memory   bytes per op and category, in a step of its own that is not timed, since sampling is slow
 
-On a GPU times are those of the stream that computes, not those of the program that feeds it.
+On a GPU times are those of the compute stream, not of the host program that launches kernels.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def rank_file(rank: int) -> str:
 
 
 def start(run: Path, plan: Path) -> None:
-    """Make room for a trace in a run directory, with a copy of the plan; what another plan left there goes.
+    """Prepares the folder of a trace in a run directory, with a copy of the plan; removes traces of another plan.
 
     Raises E606 if the copy cannot be written, and leaves nothing of it.
     """
@@ -114,12 +114,12 @@ def start(run: Path, plan: Path) -> None:
 
 
 class Writer:
-    """The file of one rank while it runs; every line is complete as soon as it is written."""
+    """Writes the file of one rank during a run; every line is complete as soon as it is written."""
 
     def __init__(self, run: Path, head: Head, behind: int = 0, phase: str = "") -> None:
-        """`behind`: a training goes on behind this step (from 1), and what it recorded until then stays.
+        """`behind`: the training resumes after this step (from 1), and its recordings until then are kept.
 
-        `phase` is the folder of a plan that the training begins with. Raises E606 if the file cannot be written.
+        `phase`: the folder of a plan of a ramp. Raises E606 if the file cannot be written.
         """
         path = run / FOLDER / phase / rank_file(head.rank)
         about = {"plan": head.plan, "rank": head.rank, "device": head.device, "process": head.process, "ops": head.ops}
@@ -157,7 +157,7 @@ class Writer:
         self._file.close()
 
     def _line(self, values: Mapping[str, Any]) -> None:
-        """Raises E606 if it cannot be written; the lines before stay whole."""
+        """Appends a line. Raises E606 if it cannot be written; earlier lines stay complete."""
         try:
             self._file.add(json.dumps(values, separators=(",", ":")) + "\n")
         except OSError as error:
@@ -170,7 +170,7 @@ def _unwritable(path: Path, error: OSError) -> ZbcError:
 
 
 def _kept(path: Path, behind: int) -> list[dict[str, Any]]:
-    """The lines of a file that are true of a training which goes on behind step `behind`; [] if it is damaged."""
+    """The lines of a file that remain valid if the training resumes after step `behind`; [] if it is damaged."""
     try:
         found = [values for _, values in lines(path)]
     except ZbcError:
@@ -182,7 +182,7 @@ def _kept(path: Path, behind: int) -> list[dict[str, Any]]:
 
 
 class Copied(NamedTuple):
-    """The copy that op number `op` of a step started: from when to when, in ns."""
+    """The copy started by op number `op` of a step: start and end, in ns."""
 
     op: int
     start: int
@@ -193,8 +193,8 @@ class Copied(NamedTuple):
 class Recorded:
     """One step of one rank, in ns on the clock of rank 0; lists have an entry per op of the plan.
 
-    Op i starts at `start[i]`, where the one before ended; it works from `work[i]` to `end[i]`. What lies before `work`
-    is waiting and, for compute ops, reading data and what the runtime itself needs. `ends` is when the step is over.
+    Op i starts at `start[i]`, the end of the op before; it works from `work[i]` to `end[i]`. The time before `work` is
+    waits and, for compute ops, reading data and overhead of the runtime. `ends` is the end of the step.
     """
 
     ops: tuple[Op, ...]
@@ -207,7 +207,7 @@ class Recorded:
     copies: tuple[Copied, ...] = ()
 
     def waited(self, cause: Cause) -> dict[int, int]:
-        """ns per op that waited for this; the close of the step has the number of ops."""
+        """Op -> ns of its waits with this cause; the number of ops stands for the close of the step."""
         found: dict[int, int] = {}
         for wait in self.waits:
             if wait.cause is cause:
@@ -217,7 +217,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded."""
+    """The recording of one rank."""
 
     head: Head
     ops: tuple[Op, ...]
@@ -226,7 +226,7 @@ class RankTrace:
     memory: MemorySamples | None
 
     def aligned(self, ns: int) -> int:
-        """A moment of this rank's clock on that of rank 0: between two comparisons in proportion."""
+        """A time of this rank's clock on the clock of rank 0, interpolated between the first and last comparison."""
         if not self.clocks:
             return ns
         first, last = self.clocks[0], self.clocks[-1]
@@ -266,17 +266,17 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded run, or a phase of it: the plan, and per rank of the run what it did."""
+    """A recorded run, or a phase of it: the plan, and the recording of each rank of the run."""
 
     folder: Path  # the run directory
     plan: plans.StoredPlan
     ranks: tuple[RankTrace, ...]
-    phase: str = ""  # the folder of its plan, where that is one that the training began with
-    whole: plans.Manifest | None = None  # the plan with that folder in it, if so
+    phase: str = ""  # the folder of its plan, if that is a plan of a ramp
+    whole: plans.Manifest | None = None  # the plan that contains this folder, if so
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The steps that all ranks have recorded from beginning to end, counted from 1 as on the console."""
+        """The steps that all ranks have recorded completely, counted from 1 as on the console."""
         common = set(self.ranks[0].timings)
         for rank in self.ranks[1:]:
             common &= rank.timings.keys()
@@ -284,7 +284,7 @@ class Trace:
 
     @property
     def uncertainty_ns(self) -> int:
-        """How far moments of two ranks may be apart that are written as one."""
+        """The largest error of a rank's clock offset."""
         return max((clock.uncertainty_ns for rank in self.ranks for clock in rank.clocks), default=0)
 
     @property
@@ -300,21 +300,21 @@ def has_trace(run: Path, phase: str | None = None) -> bool:
     patterns = [_RANKS, f"*/{_RANKS}"] if phase is None else [f"{phase}/{_RANKS}" if phase else _RANKS]
     try:
         return any(True for pattern in patterns for _ in (run / FOLDER).glob(pattern))
-    except OSError:  # a folder that is locked, a name that is too long
+    except OSError:  # the folder is locked, or the name too long
         return False
 
 
 def phases(run: Path) -> list[str]:
-    """The phases of a training that were recorded, in their order: the last one has no name of its own but ""."""
+    """The recorded phases of a training, in order; the last phase, after the ramp, is named ""."""
     names = [*(part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp), ""]
     return [name for name in names if has_trace(run, name)]
 
 
 def read(run: Path, phase: str | None = None) -> Trace:
-    """The trace of a run directory, as far as it was written: of a phase of the training, of the last one recorded.
+    """Reads the trace of a run directory, as far as it was written; `phase`: by default the last one recorded.
 
-    Raises E430 (no trace there, or of some ranks only, or no complete step), E431 (a file is damaged: file and line),
-    E4xx (the copy of the plan).
+    Raises E430 (no trace, or of some ranks only, or no complete step), E431 (a file is damaged: file and line), E4xx
+    (the copy of the plan).
     """
     if not has_trace(run):
         raise ZbcError("E430", f"trace: there is no trace in {run}", hint=RECORD)
@@ -347,7 +347,7 @@ def read(run: Path, phase: str | None = None) -> Trace:
 
 
 def _unfrozen(trace: Trace) -> Trace:
-    """A recording that ended before its training began to freeze layers: of ops that did all of their work."""
+    """The trace with unfrozen ops, for a recording that ended before its training began to freeze layers."""
 
     def whole(ops: Sequence[Op]) -> tuple[Op, ...]:
         return tuple(op._replace(share=WHOLE) for op in ops)
@@ -358,7 +358,7 @@ def _unfrozen(trace: Trace) -> Trace:
 
 
 def _unrecorded(run: Path, phase: str, recorded: Sequence[str]) -> ZbcError:
-    """Why there is nothing of this phase: the run had no ramp, or other phases of it were recorded."""
+    """E430 for a phase that was not recorded: the run had no ramp, or other phases of it were recorded."""
     known = [part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp]
     if not known:
         return ZbcError("E430", f"trace: {run} had no ramp, and so no phase {phase}", hint="leave out --phase")

@@ -1,1 +1,1 @@
-"""Pictures of a plan or a run."""
+"""Draws pictures of plans and runs."""

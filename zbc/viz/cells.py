@@ -1,9 +1,9 @@
-"""Which op does each cell of a drawn timeline show?
+"""Maps the ops of a timeline to the cells of a picture.
 
 By time, all cells are equally long and each shows the op that covers most of it; a cell that is idle for more than half
-of its time is idle. By slot, a cell is not a time but a turn: columns come in the order in which ops start, the ops
-that start in one column run at the same time, at most one a rank, and an op stays visible in the columns before its
-end. With ops of equal length and free transfers the two are the same.
+of its time is idle. By slot, columns follow the order in which ops start: the ops that start in one column run at the
+same time, at most one per rank, and an op covers all columns until its end. With ops of equal length and free transfers
+both are the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zbc.ir import Kind, Op
 from zbc.viz.strip import DrawnOp, Strip, Window
 
-_ALMOST = 1e-9  # of a cell: what rounding may make of two equal times
+_ALMOST = 1e-9  # of a cell: tolerance for rounding
 
 
 class Block(NamedTuple):
@@ -32,7 +32,7 @@ class Block(NamedTuple):
 class CellGrid:
     """Blocks per rank over `columns` cells; `edges[c]` is the ms at the left edge of column c, one more than columns.
 
-    `hidden` counts, per kind, the ops inside the window that are too short to own a cell, of how many.
+    `hidden`: kind -> (ops inside the window that are too short for a cell, all ops of the kind there).
     """
 
     columns: int
@@ -42,7 +42,7 @@ class CellGrid:
 
 
 def _inside(strip: Strip, rank: int, window: Window) -> Iterator[DrawnOp]:
-    """What a rank does inside the window."""
+    """The ops of a rank inside the window."""
     for piece in strip.row(rank):
         if piece.end > window[0] and piece.start < window[1]:
             yield piece
@@ -51,9 +51,8 @@ def _inside(strip: Strip, rank: int, window: Window) -> Iterator[DrawnOp]:
 def by_time(strip: Strip, window: Window, room: int, *, exactly: bool = False, only: int | None = None) -> CellGrid:
     """At most `room` cells of equal length over the window.
 
-    Where all starts and ends fall on a common beat, a cell is a whole part of that beat, so that equal ops look equal;
-    with `exactly` there are `room` cells all the same, so that several grids line up. `only` leaves all ranks but one
-    empty.
+    If all starts and ends are multiples of a common beat, a cell is a whole part of it, so that equal ops look equal;
+    with `exactly` there are always `room` cells, so that several grids line up. `only` leaves all ranks but one empty.
     """
     pieces = [list(_inside(strip, rank, window)) if only in (None, rank) else [] for rank in range(strip.ranks)]
     columns = room if exactly else _columns(pieces, window, room)
@@ -116,7 +115,7 @@ def _row(pieces: list[DrawnOp], window: Window, columns: int, step: float) -> tu
 
 
 def by_slot(strip: Strip, window: Window) -> CellGrid:
-    """One column per turn, over the ops that run inside the window; collectives have no turn."""
+    """One column per start of ops inside the window; collectives have no column."""
     rows = [[piece for piece in _inside(strip, rank, window) if piece.id >= 0] for rank in range(strip.ranks)]
     length = max(strip.length, 1e-12)
     order = sorted((round(x.start / length, 9), round(x.end / length, 9), x) for row in rows for x in row)
@@ -124,7 +123,7 @@ def by_slot(strip: Strip, window: Window) -> CellGrid:
     edges: list[float] = []
     closes = 0.0  # when the first op of the last column ends
     for start, end, piece in order:
-        if not edges or start >= closes:  # so is every op after one of the column, on its rank or fed by it
+        if not edges or start >= closes:  # every op that depends on one of the column starts after `closes`, too
             edges.append(piece.start)
             closes = end
         closes = min(closes, end)
@@ -134,7 +133,7 @@ def by_slot(strip: Strip, window: Window) -> CellGrid:
 
 
 def _spread(row: list[DrawnOp], column: dict[int, int], edges: list[float], almost: float) -> tuple[Block, ...]:
-    """Each op from its own column on through those that open before it ends."""
+    """Each op covers its own column and those that begin before its end."""
     blocks = []
     for k, piece in enumerate(row):
         first = column[piece.id]

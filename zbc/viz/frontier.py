@@ -1,8 +1,8 @@
 """The predicted step against a number, such as the limit on activations: one curve per choice.
 
-In a terminal each curve has a letter at its points and dots between them; as SVG a line with its points. Steps are
-drawn by their logarithm, since far below some limit they grow without end, and so are values that lie far apart. Where
-a choice cannot be planned it has no point.
+In a terminal each curve has a letter at its points and dots between them; as SVG a line with its points. Steps have a
+logarithmic axis, since they grow without bound below some limit, and so have values that are far apart. A choice has no
+point at values at which it cannot be planned.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from zbc.text import aligned, short
 LETTERS = "ABCDEFGH"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#7f5f00", "#56b4e9", "#111111", "#888888")
 ROWS, LINES = 14, 6
-_FAR = 10  # times the least value: values are drawn by their logarithm, too
-_SVG, _LEFT, _RIGHT, _TOP, _DEEP = (640, 400), 62, 20, 34, 46  # px: size, and what is around the curves
+_FAR = 10  # largest over least value from which on the axis of values is logarithmic, too
+_SVG, _LEFT, _RIGHT, _TOP, _DEEP = (640, 400), 62, 20, 34, 46  # px: size, and margins of the curves
 
 
 class Axis(NamedTuple):
-    """What steps are drawn against, and what stands behind its numbers."""
+    """The horizontal axis: its name, and the unit after its numbers."""
 
     words: str
     unit: str
-    per_sequence: bool = False  # ms are those of a sequence
+    per_sequence: bool = False  # ms per sequence, not per step
 
     @property
     def step(self) -> str:
@@ -75,7 +75,7 @@ def of_text(curves: Sequence[Curve], axis: Axis, width: int) -> Iterator[str]:
 
 
 def numbers(curves: Sequence[Curve]) -> list[list[str]]:
-    """A row of texts per curve: its letter, its name, and ms at every value; `-` where there is no plan."""
+    """A row of texts per curve: its letter, its name, and ms at every value; `-` without a plan."""
     limits, _, _ = _extent(curves)
     found = [[letter, curve.name] for letter, curve in zip(LETTERS, curves, strict=False)]
     for limit in limits:
@@ -92,7 +92,7 @@ def values_of(curves: Sequence[Curve]) -> list[float]:
 
 
 def of_svg(curves: Sequence[Curve], axis: Axis, title: str) -> str:
-    """An SVG document of the same."""
+    """The chart as an SVG document."""
     limits, low, high = _extent(curves)
     width, height = _SVG
     low, high = 0.95 * low, 1.05 * high

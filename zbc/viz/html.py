@@ -1,7 +1,7 @@
-"""A timeline as one HTML file to look around in: nothing is loaded, everything is inside.
+"""A timeline as one self-contained, interactive HTML file.
 
-The ops travel as plain numbers: per rank and op the kind, stage and microbatch, the gap to the op before it in
-billionths of the longest plan, and which of the plan's few durations it has. Times are put together again in the page.
+Ops are stored as numbers: per rank and op the kind, stage and microbatch, the gap to the op before it in billionths of
+the longest plan, and the index of its duration among the plan's few durations. The page computes times from these.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zbc.viz.strip import Drawn, longest, signs
 from zbc.viz.words import verdict
 
 SCRIPTS = ("draw.js", "memory.js", "input.js", "perfetto.js")
-_FINE = 1e-9  # of the longest plan: what times are rounded to
+_FINE = 1e-9  # resolution of times, as a share of the longest plan
 _FAR = 100_000  # a pipe and a stage as one number: pipe * _FAR + stage
 
 
@@ -80,7 +80,7 @@ def _kind(kind: Kind) -> dict[str, Any]:
 def _panels(
     drawn: Sequence[Drawn], names: Sequence[str], kinds: Sequence[Kind], length: float, ranks: Sequence[int] | None
 ) -> list[dict[str, Any]]:
-    """The panels, those of recorded runs with what is known of them; the prediction stands above what was measured."""
+    """The panels; measured ones with their waits and delays, and a link to the prediction above them."""
     panels = [_panel(one, name, kinds, length, ranks) for one, name in zip(drawn, names, strict=True)]
     for one, panel in zip(drawn, panels, strict=True):
         if one.recorded is None:
@@ -129,7 +129,7 @@ def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: S
 
 
 def _beside(one: Drawn, rank: int, shown: Container[int]) -> dict[str, Any]:
-    """Changes of memory by ops that are not drawn: [ms, units], as the ledger has them."""
+    """Changes of memory by ops that are not drawn: [ms, units], from the ledger."""
     found = []
     for step, timeline in enumerate(one.strip.steps):
         base = step * len(timeline.graph.ops)

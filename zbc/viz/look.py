@@ -1,14 +1,13 @@
-"""How ops look, the same in every picture: a letter that needs no colour, and a colour that still works in grey.
+"""The look of ops, the same in every picture: a letter that needs no colour, and a colour that still works in grey.
 
-Letters carry all there is to know: the kind; lower case for every second stage of a rank; and other letters for the
-second pipe of a bidirectional schedule, which look like those of the first one turned or closed:
+Letters are sufficient: they show the kind; lower case is every second stage of a rank; and the second pipe of a
+bidirectional schedule has other letters, similar in shape:
 
     first pipe    F forward  B input gradient  W weight gradient  D both at once
     second pipe   P          E                 M                  Q
 
-Fills differ in lightness (F dark, D, B, W light), so that they stay apart in print without colour, and are taken from a
-palette that is safe for the common kinds of colour blindness. The look of a kind is a column of its
-row in zbc/ops.py; letters of kinds to come (recompute) stand here so that nobody else takes them.
+Fills differ in lightness (F dark, D, B, W light), so that they are distinct in print without colour, and are from a
+palette that is safe for the common kinds of colour blindness. The look of a kind is a column of its row in zbc/ops.py.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from zbc.ops import Look
 
 LOOKS = {kind: kind.row.look for kind in Kind if kind.row.look is not None}
 RESERVED = {"recompute": "R"}
-UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), (250, 252))  # kinds that came later than this table
+UNKNOWN = Look("X", "X", "other", ("#bbbbbb", "#cccccc"), (250, 252))  # kinds without a look
 IDLE = "#ffffff"
 MEETING = "#b3261e"
-HIDDEN = "#8b97a5"  # sums of tensor-parallel ranks; those that are waited for are as red as a meeting
+HIDDEN = "#8b97a5"  # hidden sums of tensor-parallel ranks; exposed ones are as red as a collective of all ranks
 
 
 def look(kind: Kind) -> Look:
-    """How ops of a kind are drawn."""
+    """The look of ops of a kind."""
     return LOOKS.get(kind, UNKNOWN)
 
 
 def chunks_of(placement: Placement, rank: int) -> dict[tuple[int, int], int]:
-    """By (pipe, stage) which of a rank's stages in that pipe it is: 0, 1, .. up to 3, then from 0 again.
+    """(pipe, stage) -> its index among the rank's stages in that pipe, modulo 4.
 
     The second has small letters and a bar below, the third a bar above, the fourth all of these.
     """
@@ -44,13 +43,13 @@ def chunks_of(placement: Placement, rank: int) -> dict[tuple[int, int], int]:
 
 
 def chunk_entries(most: int) -> list[tuple[str, int]]:
-    """What a legend says of up to `most` stages of a rank, with their number."""
+    """(text of the legend, index) for each stage of a rank after the first, up to `most` stages."""
     last = "fourth" if most <= 4 else "fourth, then from the first again"
     return [*zip(("second stage of a rank", "third", last), (1, 2, 3), strict=True)][: most - 1]
 
 
 def letter(op: Op, *, odd: bool = False) -> str:
-    """The letter of an op: another one in the second pipe, a small one on the second stage of a rank (`odd`)."""
+    """The letter of an op: another letter in the second pipe, a small one on the second stage of a rank (`odd`)."""
     found = look(op.kind)
     text = found.other if op.pipe else found.letter
     return text.lower() if odd else text
@@ -64,7 +63,7 @@ def label(op: Op, *, odd: bool = False) -> str:
 
 
 def entries(kinds: set[Kind], *, two: bool) -> Iterator[tuple[Look, str]]:
-    """What the letters of a picture mean, in the order of the table: `F forward`, `F/P forward` of two pipes."""
+    """The legend of a picture's letters, in the order of `Kind`: `F forward`; with two pipes `F/P forward`."""
     for kind in Kind:
         if kind in kinds:
             found = look(kind)

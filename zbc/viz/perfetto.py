@@ -1,9 +1,9 @@
-"""A timeline as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""A timeline as a Chrome trace, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-A process is a rank; its tracks are its lanes: compute, the tensors on their way to each neighbour, sums of gradients,
-and of a recorded run what a rank does besides computing.
-Arrows lead from the start of a tensor's way to the op that takes it; counters show what the rank holds. Slices of one
-track never overlap: tensors that are on their way at the same time get tracks of their own.
+A process is a rank; its tracks are its lanes: compute, tensors in flight to each neighbour, sums of gradients, and for
+a recorded run the waits, transfers and optimizer of the rank.
+Arrows lead from the start of a transfer to the op that reads the tensor; counters show the memory of the rank. Slices
+of one track never overlap: tensors in flight at the same time have separate tracks.
 
 Format: "Trace Event Format" of the Chromium project. Times are whole nanoseconds, written in microseconds.
 """
@@ -21,9 +21,9 @@ from zbc.viz.look import look
 from zbc.viz.strip import Drawn, DrawnOp
 
 _NS = 1_000_000  # in a millisecond
-_APART = 1000  # process ids of one plan and the next
-_COMPUTE, _RUNTIME, _SHARED, _SENDS = 1, 3, 6, 10  # track ids; every neighbour has _LANES of its own from _SENDS on
-_TRACKS = {  # of the other lanes, with their names
+_APART = 1000  # distance of the process ids of two plans
+_COMPUTE, _RUNTIME, _SHARED, _SENDS = 1, 3, 6, 10  # track ids; from _SENDS on, each neighbour has _LANES tracks
+_TRACKS = {  # lane -> (track, name), for the other lanes
     Lane.COLLECTIVE: (2, "collectives"),
     Lane.OUT: (4, "copies to the host"),
     Lane.BACK: (5, "copies from the host"),
@@ -66,7 +66,7 @@ def _about(op: Op) -> str:
 
 
 def _events(one: Drawn, rank: int, pid: int) -> Iterator[str]:
-    """What runs beside compute, a track per lane."""
+    """Collectives and copies next to compute, a track per lane."""
     found = [piece for piece in one.strip.sums(rank) if piece.end > piece.start]
     for lane, (track, name) in _TRACKS.items():
         mine = [piece for piece in found if piece.op.kind.row.lane is lane]
@@ -77,7 +77,7 @@ def _events(one: Drawn, rank: int, pid: int) -> Iterator[str]:
 
 
 def _sums(one: Drawn, rank: int, pid: int) -> Iterator[str]:
-    """Sums of tensor-parallel ranks, beside the ops that hide them."""
+    """Sums of tensor-parallel ranks, on a track next to the ops that hide them."""
     if not one.braided:
         return
     yield _named("thread_name", pid, _SHARED, "sums and swaps inside of ops")
@@ -91,7 +91,7 @@ def _called(kind: Kind) -> str:
 
 
 def _runtime(one: Drawn, rank: int, pid: int) -> Iterator[str]:
-    """What a recorded rank did besides computing, on a track of its own."""
+    """Waits, transfers and optimizer of a recorded rank, on a track of their own."""
     if one.recorded is None:
         return
     yield _named("thread_name", pid, _RUNTIME, "waits, transfers, optimizer")
@@ -103,7 +103,7 @@ def _runtime(one: Drawn, rank: int, pid: int) -> Iterator[str]:
 
 
 def _transfers(one: Drawn, base: int, pieces: dict[int, DrawnOp], rank_of: dict[int, int]) -> Iterator[str]:
-    """Tensors between ranks, each a slice on a track of the sender and an arrow to the op that takes it."""
+    """Tensors between ranks, each a slice on a track of the sender and an arrow to the op that reads it."""
     lanes: dict[tuple[int, int], list[int]] = {}  # sender, receiver -> when each lane is free, ns
     sources = list(one.strip.sources())
     crossing = [(pieces[j], pieces[i]) for i, j in enumerate(sources) if i in pieces and j in pieces]
@@ -133,7 +133,7 @@ def _transfers(one: Drawn, base: int, pieces: dict[int, DrawnOp], rank_of: dict[
 
 
 def _counters(one: Drawn, rank: int, pid: int) -> Iterator[str]:
-    """Activation units over time, and bytes by category where they are known."""
+    """Activation units over time, and bytes by category if they are known."""
     yield from _changes(pid, "activations (shares of a microbatch)", one.strip.memory(rank, one.costs), "units")
     begin = one.strip.begin
     if one.recorded is not None:
@@ -152,7 +152,7 @@ def _counters(one: Drawn, rank: int, pid: int) -> Iterator[str]:
 
 
 def _changes(pid: int, name: str, points: Iterator[tuple[float, float]], unit: str) -> Iterator[str]:
-    """A counter; of several values at one time the last one counts."""
+    """A counter; the last of several values at the same time counts."""
     last: dict[int, float] = {}
     for ms, value in points:
         last[_ns(ms)] = value

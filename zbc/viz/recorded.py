@@ -1,4 +1,4 @@
-"""What pictures of a recorded run show: the prediction, and below it what happened, on one time axis."""
+"""Data for pictures of a recorded run: the prediction, and the measured steps below it, on one time axis."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from zbc.viz.words import groups
 
 
 def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Drawn]:
-    """The prediction of `steps` steps in a row, then for each replica as many recorded ones from `first`.
+    """The prediction of `steps` consecutive steps, then for each replica as many recorded ones from `first` on.
 
-    Without `first` it is the median of the recorded steps, or the earliest from which so many follow one another.
+    Without `first` it is the median of the recorded steps, or the earliest `steps` consecutive ones.
     Raises E432 if these steps were not recorded.
     """
     numbers = _numbers(trace, steps, first)

@@ -1,4 +1,4 @@
-"""What pictures are made of: the ops of each rank with their times, over one step or several in a row."""
+"""Data of pictures: the ops of each rank with their times, over one step or several consecutive ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Window = tuple[float, float]  # ms from the first start on
 
 
 class DrawnOp(NamedTuple):
-    """An op that takes time; ms from the first start of the strip. Ids are those of the graph, step after step."""
+    """An op that takes time; ms from the first start of the strip. Ids are as in the graph, counted on over steps."""
 
     id: int
     op: Op
@@ -61,7 +61,7 @@ class Strip:
                     yield DrawnOp(base + i, ops[i], start, end)
 
     def sums(self, rank: int) -> Iterator[DrawnOp]:
-        """The collectives a rank takes part in, which run beside its compute ops; their ids are -1."""
+        """The collectives of a rank, which overlap with its compute ops; their ids are -1."""
         begin = self.begin
         for timeline in self.steps:
             for one in timeline.sums:
@@ -69,7 +69,7 @@ class Strip:
                     yield DrawnOp(-1, one.op, one.start - begin, one.end - begin)
 
     def row(self, rank: int) -> Iterator[DrawnOp]:
-        """The compute ops of a rank and what it has of collectives while no op of its step is left."""
+        """The compute ops of a rank, and its collectives as far as they run after the last op of their step."""
         begin, row = self.begin, [*self.pieces(rank)]
         for timeline in self.steps:
             last = timeline.last_end(rank) - begin
@@ -81,7 +81,7 @@ class Strip:
         return iter(sorted(row, key=lambda piece: (piece.start, piece.end)))
 
     def copies(self, rank: int) -> Iterator[DrawnOp]:
-        """The copies of a rank to its host and back, in the order in which they begin; their ids are -1."""
+        """The offloads and reloads of a rank, in the order of their starts; their ids are -1."""
         begin, found = self.begin, list[DrawnOp]()
         for timeline in self.steps:
             graph = timeline.graph
@@ -93,7 +93,7 @@ class Strip:
 
     @cached_property
     def copying(self) -> bool:
-        """Whether any rank copies anything to its host that takes time."""
+        """Whether any rank has offloads that take time."""
         return any(True for rank in range(self.ranks) for _ in self.copies(rank))
 
     def shared(self, rank: int, costs: Costs) -> Iterator[Shared]:
@@ -104,19 +104,19 @@ class Strip:
 
     @property
     def collectives(self) -> set[Kind]:
-        """The kinds of collectives that take time, but those in the middle of a step: see `meetings`."""
+        """The kinds of collectives that take time, except those per microbatch: see `meetings`."""
         found = {one.op.kind for timeline in self.steps for one in timeline.sums if one.end > one.start}
         return {kind for kind in found if not kind.unit_wide}
 
     def meetings(self) -> Iterator[DrawnOp]:
-        """Where all ranks tell each other what they found of a microbatch's words; ids are -1."""
+        """The all-reduces of a vocabulary-parallel output layer; ids are -1."""
         for timeline in self.steps:
             for one in timeline.sums:
                 if one.op.kind in (Kind.MEET, Kind.SUM):
                     yield DrawnOp(-1, one.op, one.start - self.begin, one.end - self.begin)
 
     def sources(self) -> Iterator[int]:
-        """By the id of a piece, the id of what feeds it, -1 for nothing."""
+        """For each op id, the id of the op that made its input, -1 for none."""
         for step, timeline in enumerate(self.steps):
             base = step * len(timeline.graph.ops)
             yield from (base + j if j >= 0 else -1 for j in timeline.graph.sources)
@@ -130,9 +130,9 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One plan of a picture: its ops and times, what it is called, and what its ops cost.
+    """One plan of a picture: its ops with times, its name, and its costs.
 
-    `recorded`: the times are measured ones, and what was waited for is known.
+    `recorded`: set if the times are measured, with the causes of waits.
     """
 
     name: str
@@ -140,16 +140,16 @@ class Drawn:
     strip: Strip
     costs: Costs
     recorded: Recording | None = None
-    groups: str = ""  # whose layers the stages of a graph have
-    caption: str = ""  # what a user calls it
+    groups: str = ""  # the groups of layers of the stages of a graph
+    caption: str = ""  # given by the user
 
     @property
     def braided(self) -> bool:
-        """Whether ops meet in groups to hide sums, which are drawn below them then."""
+        """Whether overlap groups hide sums, which are then drawn below their ops."""
         return self.program.grouped and self.recorded is None and "f_sums" in self.costs.ms
 
     def heading(self, *, several: bool) -> str:
-        """What stands above it, alone or among several."""
+        """Its heading, alone or among several plans."""
         return self.caption or (f"{self.name}: {self.title}" if several else self.title)
 
     @property
@@ -158,12 +158,12 @@ class Drawn:
 
 
 class Signs(NamedTuple):
-    """What a legend has to explain: kinds of ops, a second pipe, the most stages of a rank in one pipe."""
+    """Contents of a legend: kinds of ops, a second pipe, the most stages of a rank in one pipe."""
 
     kinds: set[Kind]
     two: bool
     chunks: int
-    other: str  # what the second pipe is
+    other: str  # name of the second pipe
 
 
 _COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
@@ -181,14 +181,14 @@ def signs(drawn: Sequence[Drawn]) -> Signs:
 
 
 def once(timeline: Timeline) -> Strip:
-    """One step."""
+    """The strip of one step."""
     return Strip((timeline,))
 
 
 def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, barrier: bool) -> Strip:
-    """`steps` steps: with a barrier each begins when the one before has ended everywhere, else each rank goes on.
+    """`steps` steps: with a barrier each begins when the one before has ended on all ranks, else each rank continues.
 
-    The optimizer's time counts where the program is complete.
+    The optimizer's time is included if the program is complete.
     """
     if steps == 1:
         return once(timeline)
@@ -205,13 +205,13 @@ def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, 
 
 
 def captioned(drawn: Sequence[Drawn], captions: Sequence[str]) -> list[Drawn]:
-    """The same with captions, of several with their letters: (a), (b), .."""
+    """The plans with captions; several ones with letters: (a), (b), .."""
     letters = [f"({chr(ord('a') + k)}) " if len(drawn) > 1 else "" for k in range(len(drawn))]
     return [replace(one, caption=f"{letter}{text}") for one, letter, text in zip(drawn, letters, captions, strict=True)]
 
 
 def windows(strips: Sequence[Strip], zoom: Window | None, *, own: bool) -> list[Window]:
-    """What is shown of each: all of it on an axis that they share, or on its `own`, or the `zoom`."""
+    """The window of each strip: all of it on a shared axis, or on its `own`, or the `zoom`."""
     most = longest(strips)
     return [zoom or (0.0, longest([strip]) if own else most) for strip in strips]
 

@@ -1,9 +1,8 @@
 """A timeline as SVG for papers: vector text, a title, an axis and a legend; readable in grey.
 
 One row per rank, time to the right. The second stage of a rank has a bar along the lower edge of its blocks, the third
-one along the upper, the fourth both; the second pipe of a bidirectional schedule has a hatching; letters stand where
-they fit. Blocks narrower than half a pixel are
-drawn as cells that show what covers most of them.
+one along the upper, the fourth both; the second pipe of a bidirectional schedule is hatched; blocks have labels if they
+fit. Very narrow blocks are drawn as cells of half a pixel that show the op that covers most of them.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from zbc.viz.strip import Drawn, Window, signs, windows
 from zbc.viz.words import verdict
 
 MARGIN, LEFT, RIGHT = 14, 38, 56  # px: around everything, for rank numbers, for peaks
-_CHARACTER = 0.62  # of the font size: wider than the average letter of the fonts asked for
+_CHARACTER = 0.62  # of the font size: wider than the average letter of the fonts in use
 _WIDE = {"W": 1.0, "w": 0.82, "M": 0.9, "m": 0.95, "D": 0.78, "Q": 0.8, ".": 0.32}
-_FINE = 4_000  # blocks up to which each has a tooltip
+_FINE = 4_000  # most ops for which each block has a tooltip
 _STYLE = (
     "text{font-family:Helvetica,Arial,'DejaVu Sans',sans-serif;fill:#111}"
     ".t{font-size:15px;font-weight:bold}.n{font-size:11px}.m{text-anchor:middle}.e{text-anchor:end}"
@@ -39,13 +38,13 @@ _HATCH = (
 
 @dataclass(frozen=True, slots=True)
 class SvgView:
-    """What to show: `ranks` (all if None), the `zoom` window in ms, the width in px, and a title in place of ours."""
+    """Options: `ranks` (all if None), the `zoom` window in ms, the width in px, and a title instead of the default."""
 
     width: int = 1000
     ranks: tuple[int, ...] | None = None
     zoom: Window | None = None
     title: str | None = None
-    bubbles: bool = False  # the papers' rates as well
+    bubbles: bool = False  # show the papers' rates, too
     own: bool = False  # a time axis for each plan
 
 
@@ -57,7 +56,7 @@ class _Block(NamedTuple):
 
 
 def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
-    """An SVG document of one plan, or of several below one another on one time axis, or on their own."""
+    """An SVG document of one plan, or of several below one another, on one time axis or on separate ones."""
     shown = windows([one.strip for one in drawn], sheet.zoom, own=sheet.own)
     body: list[str] = []
     y = float(MARGIN)
@@ -86,7 +85,7 @@ def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
 
 
 def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> tuple[list[str], float]:
-    """Title, rows and axis of one plan from `y` on, and where they end."""
+    """Title, rows and axis of one plan from `y` on, and the y of their end."""
     ranks = sheet.ranks if sheet.ranks is not None else tuple(range(one.strip.ranks))
     row = 22 if len(ranks) <= 8 else 16 if len(ranks) <= 24 else 11
     lines = [_text(MARGIN, y + 14, fitted(name, sheet.width - 2 * MARGIN, 15), "t")]
@@ -121,7 +120,7 @@ def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> t
 
 
 def _meetings(one: Drawn, window: Window, plot: float, top: float, bottom: float) -> Iterator[str]:
-    """A line over all ranks where what they told each other is there."""
+    """A line across all ranks at the end of each all-reduce of the vocabulary."""
     scale = plot / (window[1] - window[0])
     found = [piece for piece in one.strip.meetings() if window[0] <= piece.end <= window[1]]
     if len(found) * 4 > plot:
@@ -164,12 +163,12 @@ def _row(
 
 
 def _bars(chunk: int, below: float, above: float) -> list[float]:
-    """Where the bars of a rank's stages are."""
+    """The y of the bars for a rank's stage: `below`, `above`, or both."""
     return [edge for bit, edge in ((1, below), (2, above)) if chunk & bit]
 
 
 def _copies(one: Drawn, rank: int, window: Window, plot: float, y: float, height: float) -> Iterator[str]:
-    """A lane of half the height: the copies of a rank to its host and back."""
+    """A lane of half the height: the offloads and reloads of a rank."""
     x0, scale = MARGIN + LEFT, plot / (window[1] - window[0])
     yield f'<rect x="{x0}" y="{_px(y)}" width="{_px(plot)}" height="{_px(height)}" fill="{IDLE}" class="i"/>'
     for piece in one.strip.copies(rank):
@@ -187,7 +186,7 @@ def _copies(one: Drawn, rank: int, window: Window, plot: float, y: float, height
 
 
 def _shared(one: Drawn, rank: int, window: Window, plot: float, y: float, height: float) -> Iterator[str]:
-    """A thin lane below the ops that hide them: sums and swaps inside of ops; red where a rank waits for them."""
+    """A thin lane below the ops: sums and swaps inside of ops; red if the rank waits for them."""
     x0, scale = MARGIN + LEFT, plot / (window[1] - window[0])
     for piece in one.strip.shared(rank, one.costs):
         start, end = max(window[0], piece.start), min(window[1], piece.end)
@@ -200,7 +199,7 @@ def _shared(one: Drawn, rank: int, window: Window, plot: float, y: float, height
 
 
 def _blocks(one: Drawn, rank: int, window: Window, plot: float) -> Iterator[_Block]:
-    """What a rank does in the window, in px; cells instead of ops where ops are too narrow to be seen."""
+    """The blocks of a rank in the window, in px; cells instead of ops if ops are too narrow."""
     scale = plot / (window[1] - window[0])
     pieces = [piece for piece in one.strip.row(rank) if piece.end > window[0] and piece.start < window[1]]
     if len(pieces) > plot / 1.5:
@@ -216,7 +215,7 @@ def _blocks(one: Drawn, rank: int, window: Window, plot: float) -> Iterator[_Blo
 
 
 class _Form(NamedTuple):
-    """How blocks are labelled: with letters and numbers, or numbers alone; the font size in px, 0 for not at all."""
+    """Labels of blocks: letters and numbers, or numbers alone; the font size in px, 0 for no labels."""
 
     letters: bool
     size: int
@@ -232,14 +231,14 @@ def _form(microbatches: int, width: float, height: float) -> _Form:
 
 
 def _fitting(op: Op, odd: bool, width: float, form: _Form) -> str:
-    """The label, or its number, or its letter, or nothing: what fits into a block."""
+    """The longest of label, number, letter and "" that fits into a block."""
     full = label(op, odd=odd)
     texts = [full, full[1:], full[:1]] if form.letters or not full[1:] else [full[1:]]
     return next((text for text in texts if text and form.size and measured(text, form.size) <= width - 1), "")
 
 
 def measured(text: str, size: float) -> float:
-    """About how wide a text is, in px; rather too wide than too narrow."""
+    """The approximate width of a text in px, rather too large."""
     return float(size * sum(_WIDE.get(character, _CHARACTER) for character in text))
 
 
@@ -254,7 +253,7 @@ def _axis(window: Window, plot: float, y: float) -> Iterator[str]:
 
 
 def _spaced(window: Window, scale: float) -> list[tuple[float, str]]:
-    """Round times whose texts do not touch."""
+    """Ticks at round times whose texts do not touch."""
     least = 70.0
     while True:
         found = ticks(*window, least / scale)
@@ -268,7 +267,7 @@ def _spaced(window: Window, scale: float) -> list[tuple[float, str]]:
 
 
 def _legend(drawn: Sequence[Drawn], sheet: SvgView, y: float) -> tuple[list[str], float]:
-    """Swatches with their names, in as many lines as it takes."""
+    """Swatches with their names, in as many lines as needed, and the y of their end."""
     lines, x = [], float(MARGIN)
     for fill, extra, words in _entries(drawn):
         width = 20 + len(words) * _CHARACTER * 11 + 14

@@ -3,9 +3,9 @@
      0 |F0F1F2F3......D0  F4D1  F5D2  F6D3  F7D4  D5  D6  D7  |
      1 |..F0F1F2....D0  F3D1  F4D2  F5D3  F6D4  F7D5  D6  D7  |
 
-A block begins with the letter of its op, then its microbatch where that fits, then blanks to its end; dots are idle.
-Lower case is every second stage of a rank, so that the legs of a V and the chunks of a loop can be told apart; on a
-terminal the third and the fourth are underlined.
+A block begins with the letter of its op, then its microbatch if it fits, then blanks to its end; dots are idle. Lower
+case is every second stage of a rank, to tell the legs of a V and the chunks of a loop apart; on a terminal the third
+and the fourth are underlined.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from zbc.viz.words import verdict
 _IDLE_STYLE = "dim"
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _SPARK = 10  # cells of a memory line
-_SPARK_FROM = 100  # columns of a picture that has room for memory lines
+_SPARK_FROM = 100  # least columns of a picture with memory lines
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What to show: `ranks` (all if None), the `zoom` window in ms, the width in columns; `unicode` allows blocks."""
+    """Options: `ranks` (all if None), the `zoom` window in ms, the width in columns; `unicode` allows blocks."""
 
     width: int = 100
     by: Literal["time", "slot"] = "time"
     ranks: tuple[int, ...] | None = None
     zoom: Window | None = None
     unicode: bool = True
-    bubbles: bool = False  # the papers' rates as well
+    bubbles: bool = False  # show the papers' rates, too
     own: bool = False  # a time axis for each plan
 
 
 def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
-    """One plan, or several below one another on one time axis, so that what is shorter looks shorter, or on their own.
+    """One plan, or several below one another, on one time axis or on separate ones.
 
-    With titles, axis and legend; lines are at most `view.width` wide and end without a newline.
+    With titles, axis and legend; lines are at most `view.width` wide, and the last one has no newline.
     """
     several = len(drawn) > 1
     shown = windows([one.strip for one in drawn], view.zoom, own=view.own)
@@ -102,7 +102,7 @@ def _title(one: Drawn, width: int, *, named: bool) -> str:
 
 
 def _steps(strip: Strip, view: View) -> list[str]:
-    """What several steps in a row take."""
+    """The time of several consecutive steps, and of the last one."""
     if len(strip.steps) == 1:
         return []
     ends = [max(timeline.closes(rank) for rank in range(strip.ranks)) for timeline in strip.steps]
@@ -135,7 +135,7 @@ def _row(program: Program, grid: CellGrid, rank: int, first: int, stop: int, cel
 
 
 def _copies(strip: Strip, rank: int, grid: CellGrid) -> Text:
-    """What a rank copies to its host and back, below its row."""
+    """The offloads and reloads of a rank, below its row."""
     cells = [Text(" ")] * grid.columns
     begin, step = grid.edges[0], (grid.edges[-1] - grid.edges[0]) / grid.columns
     for piece in strip.copies(rank):
@@ -146,7 +146,7 @@ def _copies(strip: Strip, rank: int, grid: CellGrid) -> Text:
 
 
 def _shared(one: Drawn, rank: int, grid: CellGrid) -> str:
-    """Sums of tensor-parallel ranks, below the ops that hide them; where any of a cell is waited for, that is said."""
+    """Sums of tensor-parallel ranks, below the ops that hide them; `!` in cells with a sum that the rank waits for."""
     cells = [" "] * grid.columns
     begin, step = grid.edges[0], (grid.edges[-1] - grid.edges[0]) / grid.columns
     for piece in one.strip.shared(rank, one.costs):
@@ -157,7 +157,7 @@ def _shared(one: Drawn, rank: int, grid: CellGrid) -> str:
 
 
 def _style(op: Op) -> str:
-    """Two shades per kind, by microbatch, keep neighbours of one kind apart."""
+    """The colours of an op; even and odd microbatches have different shades to separate neighbours."""
     found = look(op.kind)
     return f"{found.ink} on color({found.shades[op.mb % 2]})"
 
@@ -172,7 +172,7 @@ def _label(block: Block, odd: bool, room: int) -> str:
 
 
 def _panels(program: Program, grid: CellGrid, ranks: Sequence[int], label: int, width: int) -> list[Text]:
-    """The slots in as many panels, one below the other, as the width demands."""
+    """The slots in panels one below the other, as many as the width requires."""
     cell = 1 + len(str(program.microbatches - 1)) + (1 + len(str(program.slices - 1)) if program.slices > 1 else 0)
     per_panel = max(1, (width - label - 3) // cell)
     lines: list[Text] = []
@@ -185,11 +185,11 @@ def _panels(program: Program, grid: CellGrid, ranks: Sequence[int], label: int, 
     return lines
 
 
-# ---- what stands around the rows -----------------------------------------------------------------------------
+# ---- around the rows -----------------------------------------------------------------------------------------
 
 
 def _ticks(grid: CellGrid, room: int) -> str:
-    """A bar and the ms at round times; the bar stands under the cell that begins there."""
+    """A bar and the ms at round times; the bar is under the cell that begins there."""
     begin, end = grid.edges[0], grid.edges[-1]
     step = (end - begin) / grid.columns
     line = ""
@@ -222,7 +222,7 @@ def _tails(strip: Strip, costs: Costs, view: View, window: Window) -> list[str]:
 
 
 def _most_per_part(points: Sequence[tuple[float, float]], window: Window, parts: int) -> list[float]:
-    """The most that was held in each of `parts` equal parts of the window."""
+    """The most units held in each of `parts` equal parts of the window."""
     most = [0.0] * parts
     step = (window[1] - window[0]) / parts
     ends = [time for time, _ in points[1:]] + [math.inf]
@@ -235,7 +235,7 @@ def _most_per_part(points: Sequence[tuple[float, float]], window: Window, parts:
 
 
 def _legend(drawn: Sequence[Drawn], view: View) -> list[str]:
-    """What letters, case and the memory lines mean, as far as these pictures have them."""
+    """The legend of letters, case and memory lines, as far as they occur in these pictures."""
     found = signs(drawn)
     words = [text for _, text in entries(found.kinds, two=found.two)]
     words += [f"second letters: the {found.other}"] if found.two else []
@@ -251,7 +251,7 @@ def _legend(drawn: Sequence[Drawn], view: View) -> list[str]:
 
 
 def _hidden(grid: CellGrid, window: Window, view: View) -> list[str]:
-    """What has no cell of its own."""
+    """A note on the ops too short for a cell."""
     if not grid.hidden:
         return []
     cell = short((window[1] - window[0]) / grid.columns, 3)

@@ -1,4 +1,4 @@
-"""What every picture says of a plan."""
+"""Titles and captions of plans, the same for every picture."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def title(program: Program) -> str:
 
 
 def groups(program: Program, layers: Sequence[Sequence[str]]) -> str:
-    """Whose layers the stages of a graph have, `vision 0-1, text 2, decoder 3`; "" for a chain."""
+    """The stages of each group of layers of a graph, `vision 0-1, text 2, decoder 3`; "" for a chain."""
     if program.placement.edges == chain(program.placement.stages):
         return ""
     found: dict[str, list[int]] = {}
@@ -36,7 +36,7 @@ def groups(program: Program, layers: Sequence[Sequence[str]]) -> str:
 
 
 def span(stages: Sequence[int]) -> str:
-    """`3`, `0-1`; a group has stages in a row."""
+    """`3`, `0-1`; the stages of a group are consecutive."""
     return f"{stages[0]}" if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
 
 
@@ -45,14 +45,14 @@ def _count(number: int, noun: str) -> str:
 
 
 def step_costs(timeline: Timeline) -> dict[str, float]:
-    """Both costs of a step with what is idle of them, for JSON."""
+    """Makespan and span of a step, with idle and bubble rates, for JSON."""
     names = {"makespan_ms": "makespan", "span_ms": "span"}
     names |= {name: name for name in ("idle_rate", "balance", "bubble_rate_makespan", "bubble_rate_span")}
     return {key: round(getattr(timeline, name), 9) for key, name in names.items()}
 
 
 def verdict(timeline: Timeline, *, bubbles: bool = False) -> str:
-    """What a step costs and how much of it is idle; with `bubbles` the papers' rates too, each with what it is of."""
+    """Makespan, idle rate, balance and span of a step; with `bubbles` the papers' rates of makespan and span, too."""
     found = (
         f"makespan {short(timeline.makespan)} ms, idle {percent(timeline.idle_rate)}, "
         f"balance {percent(timeline.balance)}; span {short(timeline.span)} ms"
