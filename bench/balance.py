@@ -1,14 +1,14 @@
-"""Unequal numbers of microbatches beside equal ones, for samples of log-normal lengths: simulated, and measured.
+"""Compares unequal with equal numbers of microbatches, for samples of log-normal lengths: simulated, and measured.
 
     python bench/balance.py [--draws N] [--steps N] [--quick] [--only balancer|simulated|measured|windows] [--seed N]
 
-Balancer: the fullest of several ranks over what it has at least, beside longest processing time first. Simulated: steps
-of many draws, each replica's pipeline with microbatches that take as long as their rows and samples say; a step lasts
-as long as its slowest replica. As equal counts: equally many samples for each replica, in as many microbatches as the
-fullest needs. Measured: two pipelines of two ranks on gloo that really train, where each op takes as long as its
-microbatch would; the gain of unequal counts beside the one that the same times simulate. Windows: the same with weights
-that come and go with room for one stage, in an order that gathers per microbatch: replicas that meet in each gather, or
-take weights from each other's memory.
+Balancer: the largest load of several ranks over its lower bound, compared with longest processing time first.
+Simulated: steps of many draws, each replica's pipeline with microbatches as long as their rows and samples cost; a step
+lasts as long as its slowest replica. Equal counts: the same number of samples for each replica, in as many microbatches
+as the fullest needs. Measured: two pipelines of two ranks on gloo that really train, where each op takes as long as its
+microbatch would; the gain of unequal counts is compared with the simulated one. Windows: the same with weights that are
+unsharded and resharded, at most one stage at a time, in an order that gathers per microbatch: with collective gathers,
+or one-sided ones from the memory of other replicas.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def pipeline(schedule: str, p: int, m: int) -> Any:
 
 
 def step_ms(schedule: str, shape: Shape, replicas: Sequence[Sequence[Microbatch]], lengths: Sequence[int]) -> float:
-    """The slowest replica, where a stage takes 1 for F, B and W of rows without attention."""
+    """The time of the slowest replica, if a stage takes 1 for F, B and W of rows without attention."""
     found = []
     for mbs in replicas:
         graph, costs, each, nodes = pipeline(schedule, shape.ranks, len(mbs))
@@ -131,7 +131,7 @@ def simulated(record: Record, draws: int, seed: int) -> None:
 
 
 def ms_of(worker: Worker, dealer: unequal_data.Dealer, op: Op) -> float:
-    """What an op of this microbatch takes."""
+    """ms of an op of this microbatch."""
     work = dealer.step(worker.step)
     mb = work.replicas[worker.replica][op.mb]
     ms = MS / worker.placement.chunks * dealer.shape.factor(mb, work.lengths)
@@ -187,7 +187,7 @@ def windows(record: Record, steps: int) -> None:
 
 
 def squared(plan: StoredPlan) -> StoredPlan:
-    """The same with samples that attend at the bench's own cost."""
+    """The plan with the bench's own cost of attention."""
     assert plan.manifest.balance is not None
     balance = plan.manifest.balance.model_copy(update={"quadratic": QUADRATIC})
     return StoredPlan(plan.manifest.model_copy(update={"balance": balance}), plan.program, plan.ramp)

@@ -1,10 +1,10 @@
-"""Groups in random orders, and braid-v against its bars: `python bench/braids.py [COUNT] [FIRST]`.
+"""Overlap groups in random orders, and braid-v against its bars: `python bench/braids.py [COUNT] [FIRST]`.
 
 Half of the programs are braid-v at random costs, which have to pass all checks and to run to their end on the
-operational machine of the tests; the other half are orders of other schedules with marks at random, of which many
-cannot. Of each a copy with a mark moved and a damaged one are judged as well. Checks and machine have to agree on all.
+operational machine of the tests; the other half are orders of other schedules with marks at random, many of which
+deadlock. A copy of each with a moved mark and a damaged copy are checked as well. Checks and machine must always agree.
 
-The bars are for chunks of F = B = W = 1 with sums of .3 in each F and B, those of the best known orders.
+The bars, of the best known orders, are for chunks of F = B = W = 1 with sums of .3 in each F and B.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ BARS = {
 
 
 def agreement(record: Record, count: int, first: int) -> int:
-    """The disagreements of proofs and machine."""
+    """The number of disagreements between checks and machine."""
     began, names, ops, wrong, done = time.perf_counter(), Counter[str](), 0, 0, 0
     refused = Counter[str]()
     for seed in range(first, first + count):
@@ -71,7 +71,7 @@ def agreement(record: Record, count: int, first: int) -> int:
 
 
 def bars(record: Record) -> int:
-    """How many bars are missed."""
+    """The number of missed bars."""
     missed = 0
     record(f"chunks of F = B = W = 1, sums of {SUMS}: step of rows of p, m; zb-v as it is for comparison")
     for (p, m), bar in BARS.items():
@@ -89,7 +89,7 @@ def bars(record: Record) -> int:
 
 
 def exposed(program: Program, costs: Costs) -> list[float]:
-    """ms of each rank that its ops wait for sums."""
+    """ms of each rank in which its ops wait for sums."""
     found = []
     for ops in program.ranks:
         inside, ms = groups(ops), 0.0

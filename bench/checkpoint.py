@@ -1,15 +1,15 @@
-"""What a checkpoint costs the step it comes behind, written beside the next steps or between two: two gloo processes.
+"""The cost of a checkpoint for a step, written during the next steps or between two: two gloo processes.
 
     python bench/checkpoint.py [--rounds N] [--quick]
 
-In a round each contestant runs two steps in a row: nothing between them, a checkpoint written beside the second, or
+In a round each contestant runs two steps in a row: nothing between them, a checkpoint written during the second, or
 one that the second waits for. All begin together and end when both ranks have run both steps and everything is on
-the disk; the order changes from round to round. What a checkpoint costs is how much longer its pair takes than the pair
-without, in each round, as a share of a step; the median counts. Beside it the same in seconds of rank 0's core, which
-other programs of the machine disturb less. Ranks compute on one core each, so what is written beside a step takes part
-of it, where a machine with a GPU has cores to spare.
+the disk; the order changes from round to round. The cost of a checkpoint is the additional time of its pair compared
+with the pair without, in each round, as a share of a step; the median counts. It is also given in seconds of rank 0's
+core, which other programs of the machine disturb less. Ranks compute on one core each, so a write during a step takes
+part of that core; a machine with a GPU has cores to spare.
 
-Then one process writes what one rank has, in turn by zbc and by torch.save and fsync: milliseconds of its core.
+Then one process writes the tensors of one rank, in turn by zbc and by torch.save and fsync: milliseconds of its core.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ QUICK = {"layers": 4, "hidden": 64, "vocab": 512, "seq_len": 64, "microbatches":
 NONE, BESIDE, BETWEEN = "no checkpoint", "beside the next step", "between two steps"
 WAYS = (NONE, BESIDE, BETWEEN)
 RANKS = 2
-FILE = (25, 512, 1024)  # tensors of a file that is written alone, and their shape: 52 MB
+FILE = (25, 512, 1024)  # number and shape of the tensors in a file that is written alone: 52 MB
 
 
 class Pair(NamedTuple):
-    """Seconds: of two steps and what is between them, of the save alone, and of rank 0's core."""
+    """Seconds: of two steps with the save between them, of the save alone, and of rank 0's core."""
 
     all: float
     save: float
@@ -103,7 +103,7 @@ def run_rank(rank: int, folder: Path, rounds: int, sender: Connection) -> None:
 
 
 def _pair(mine: object, saver: object, step: int) -> Pair:
-    """Two steps, and what `saver` does between them; ends when all is done on both ranks."""
+    """Runs two steps with a save by `saver` between them; ends when both ranks are done."""
     import torch.distributed as dist
 
     began, core = time.perf_counter(), time.process_time()
@@ -157,7 +157,7 @@ def measure(folder: Path, job: str, rounds: int) -> tuple[list[Turn], int]:
 
 
 def files(folder: Path, rounds: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of this process's core for a file by zbc, which sums it up as well, and by torch.save."""
+    """Milliseconds of this process's core for a file by zbc, with its checksum, and by torch.save."""
     import torch
 
     from zbc.training.checkpoint.files import TensorPart, write_parts

@@ -1,4 +1,4 @@
-"""Time and memory of `zbc plan`, interpreter start included, and its step insert-comm beside torch's.
+"""Time and memory of `zbc plan`, interpreter start included, and its step insert-comm compared with torch's.
 
     python bench/compile.py
 

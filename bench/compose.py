@@ -1,10 +1,10 @@
-"""What the table of zbc/excludes.py leaves out only because nobody has written it: planned and trained all the same.
+"""Plans and trains the pairs that zbc/excludes.py excludes only because they have not been built.
 
     python bench/compose.py [PAIR ...]      # such as "slices offload"
 
 The pairs without a reason are taken out of the table, one after the other; a job with both is planned, proven and
-trained for three steps by ranks that are threads, beside the same training without what must not change it. A pair that
-trains right should leave the table; of the others it is said how far they come.
+trained for three steps by ranks that are threads, and compared with the training without the feature that must not
+change it. A pair that trains right should leave the table; for the others the bench prints how far they come.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zbc.errors import ZbcError
 
 
 class Outcome(NamedTuple):
-    """How far a pair came: "right", "wrong", "refused" or "crashed", and what is to be said of it."""
+    """How far a pair came: "right", "wrong", "refused" or "crashed", and a text about it."""
 
     how: str
     text: str
 
 
 def tried(one: str, other: str) -> Outcome:
-    """Train a job with both, and one with what of them changes a training."""
+    """Trains a job with both traits, and one with only those that change a training."""
     if {one, other} <= {*CHANGES}:
         return Outcome("no reference", "both change a training")
     both, plain = beside(one, other)

@@ -2,9 +2,9 @@
 
     python bench/fuzz.py [--minutes 10] [--first 0] [--kind NAME ...]
 
-Each ends in success or in a ZbcError, and what is accepted of orders runs to its end on a machine that knows nothing of
-proofs (tests/check/operational.py). Anything else, a process that dies, and an input that takes more than 20 s of a
-core, or two minutes, are printed with the seed that makes it again, and end this with 1. Each kind of input has its own
+Each ends in success or in a ZbcError, and accepted orders run to their end on a machine independent of the proofs
+(tests/check/operational.py). Anything else, a process that dies, and an input that takes more than 20 s of a core, or
+two minutes, are printed with the seed that reproduces it, and the exit code is 1. Each kind of input has its own
 process and its share of the time, and begins with the seed `--first`.
 """
 
@@ -26,20 +26,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench.record import Record
 from tests.fuzzing import KINDS, Inputs, survives
 
-SHARES = {"job": 6, "plan": 3, "csv": 2, "checkpoint": 2}  # of the time; of all others 1
-HANG_S, WAIT_S = 20.0, 120.0  # of a core; of anything
+SHARES = {"job": 6, "plan": 3, "csv": 2, "checkpoint": 2}  # of the time; other kinds have 1
+HANG_S, WAIT_S = 20.0, 120.0  # limits per input: CPU time, and time
 START_S = 300.0  # to compile the kernels of the search
 
 
 def tried(kind: str, first: int, pipe: Connection) -> None:
-    """Say of one seed after the other that it begins, and what became of it."""
+    """Tries one seed after the other; sends its begin and its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = Inputs(Path(folder))
         if kind == "job":
             survives(inputs, kind, 0)
         for seed in itertools.count(first):
             pipe.send(("begins", seed))
-            signal.setitimer(signal.ITIMER_PROF, HANG_S)  # which ends this process
+            signal.setitimer(signal.ITIMER_PROF, HANG_S)  # ends this process
             try:
                 pipe.send(("read" if survives(inputs, kind, seed) else "refused", seed))
             except Exception:
@@ -47,7 +47,7 @@ def tried(kind: str, first: int, pipe: Connection) -> None:
 
 
 class Found:
-    """What became of the inputs of one kind."""
+    """The outcomes of the inputs of one kind."""
 
     def __init__(self, record: Record, kind: str) -> None:
         self.record, self.kind, self.counts, self.slowest = record, kind, {"read": 0, "refused": 0, "wrong": 0}, 0.0
@@ -57,7 +57,7 @@ class Found:
         self.record(text)
 
     def until(self, end: float, first: int) -> None:
-        """Try inputs until this time; a process that dies or hangs is replaced by one that begins behind that seed."""
+        """Tries inputs until this time; a process that dies or hangs is replaced by one that begins after that seed."""
         context = multiprocessing.get_context("spawn")
         while time.monotonic() < end:
             mine, theirs = context.Pipe()
@@ -69,7 +69,7 @@ class Found:
             process.join()
 
     def listen(self, pipe: Connection, end: float, seed: int) -> int:
-        """Count until the time is over or the process is; the seed it was at."""
+        """Counts outcomes until the time or the process ends; returns the last seed."""
         limit, began = START_S, time.monotonic()
         while True:
             if not pipe.poll(limit):

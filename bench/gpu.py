@@ -1,12 +1,12 @@
-"""Is zbc right on a GPU, and what does it cost there? Sixteen experiments for one GPU and half an hour.
+"""Sixteen experiments on correctness and cost of zbc on a GPU, for one GPU and half an hour.
 
     python bench/gpu.py all                   one after the other
     python bench/gpu.py all --part 1          experiments 1 to 6 (ten minutes at most), --part 2: the others
     python bench/gpu.py streams memory        these
-    python bench/gpu.py all --device cpu      what can run without a GPU, on small sizes
+    python bench/gpu.py all --device cpu      those that can run without a GPU, on small sizes
 
-Each writes bench/results/DATE-gpu-NAME.txt and stops at what it finds wrong; the others go on. Exit code 1 if any did.
---quick writes no files. Ranks are threads of this process, but for `processes`.
+Each writes bench/results/DATE-gpu-NAME.txt and stops at the first failure; the others go on. Exit code 1 if any failed.
+--quick writes no files. Ranks are threads of this process, except in `processes`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def run(name: str, device: torch.device, *, quick: bool) -> bool:
-    """One experiment; whether it came out as it should."""
+    """Runs one experiment; returns whether it succeeded."""
     experiment = EXPERIMENTS[name]
     suffix = "" if device.type == "cuda" else "-cpu"
     record = Record(f"gpu-{name}{suffix}")

@@ -1,4 +1,4 @@
-"""Experiments 7 to 14 of bench/gpu.py: what a GPU takes, holds and waits for."""
+"""Experiments 7 to 14 of bench/gpu.py: times, memory and waits of a GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MEMORY = {"activations": "activation_bytes", "buffers": "buffer_bytes"}  # of a 
 
 
 def layers(bench: Bench) -> None:
-    """F, B, W and BW of one rank by size and type, and B + W beside BW: what splitting costs."""
+    """F, B, W and BW of one rank by size and type, and B + W over BW: the cost of splitting."""
     sizes = (1024, 2048, 4096, 8192) if bench.cuda else (32, 64)
     bench.say(f"{'hidden':>6} {'how':24} {'F':>9} {'B':>9} {'W':>9} {'BW':>9} {'B+W / BW':>9}")
     ways: list[tuple[str, dict[str, Any], bool]] = [
@@ -53,7 +53,7 @@ def layers(bench: Bench) -> None:
 
 
 def memory(bench: Bench) -> None:
-    """Bytes by category, and the allocator's peak, beside the plan; then the same in just that much memory."""
+    """Bytes by category, and the allocator's peak, compared with the plan; then the same in just that much memory."""
     for options in ({}, {"dtype": "bfloat16"}, {"activations": "recompute"}):
         case = bench.case(pp=1, kind="1f1b", **options)
         rank = case.compiled.report.per_rank[0]
@@ -92,7 +92,7 @@ def _allocated(bench: Bench, case: Case, planned: int) -> None:
 
 
 def host(bench: Bench) -> None:
-    """What the host takes for an op, nothing waited for, with kernels so short that the device is never behind."""
+    """Host time of an op without waits, with kernels so short that the device is never late."""
     tiny = {"hidden": 64, "heads": 2, "vocab": 64, "seq_len": 16, "size": 1, "m": 8}
     for pp in (1, 4):
         case = bench.case(pp=pp, kind="zb-h1", **tiny)
@@ -103,8 +103,8 @@ def host(bench: Bench) -> None:
 
 
 def copies(bench: Bench) -> None:
-    """Speeds of copies to the host, alone, both ways at once and beside products; then a rank whose activations move
-    while it computes: its step beside one that keeps them, and how much of its copies nobody waits for."""
+    """Bandwidth of copies to the host, alone, both ways at once and during products; then a rank that offloads while it
+    computes: its step compared with one that keeps activations, and the hidden share of its copies."""
     gbps = 20.0
     if bench.cuda:
         found = HostCopies(bench.device).measure()
@@ -131,7 +131,7 @@ def copies(bench: Bench) -> None:
 
 
 def profiled(bench: Bench) -> None:
-    """A step of pp = 1 as planned with a profile of this device, and as it is."""
+    """A step of pp = 1 as planned with a profile of this device, and as measured."""
     large = {"dtype": "bfloat16", "hidden": 4096, "heads": 32, "layers": 4, "seq_len": 2048, "size": 2}
     off = [_profiled(bench, options) for options in ({}, large if bench.cuda else {"dtype": "bfloat16"})]
     if bench.cuda:
@@ -208,7 +208,7 @@ def _has_rate(bench: Bench) -> bool:
 
 
 def processes(bench: Bench) -> None:
-    """Four processes that share the device: their peaks, one that is killed, one that stands still, and resuming."""
+    """Four processes that share the device: their peaks, one that is killed, one that is stopped, and resuming."""
     sizes: dict[str, Any] = {"train": f"steps = 8\nwatchdog_s = {10.0 if bench.cuda else 3.0}", "every": 2}
     case = bench.case(small=True, pp=4, kind="zb-h1", **sizes)
     where = ["--local", "4", "--device", bench.device.type]
@@ -236,7 +236,7 @@ def processes(bench: Bench) -> None:
 
 
 def _hurt(folder: Path, where: list[str], out: str, how: signal.Signals) -> str:
-    """Start a run without end, hurt rank 2 once there is a checkpoint; what it says in the end."""
+    """Starts an endless run and sends rank 2 a signal after a checkpoint; returns the output of the run."""
     command = [sys.executable, "-m", "zbc", "run", "plan", *where, "--out", out, "--steps", "1000000"]
     with subprocess.Popen(
         command, cwd=folder, env=_env(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -1,4 +1,4 @@
-"""What the experiments of bench/gpu.py share: small jobs, planned and run with ranks as threads of one device."""
+"""Shared by the experiments of bench/gpu.py: small jobs, planned and run with ranks as threads of one device."""
 
 from __future__ import annotations
 
@@ -85,23 +85,23 @@ USUAL = {
 
 
 class FoundError(Exception):
-    """An experiment did not come out as it should."""
+    """An experiment failed."""
 
 
 class Bench:
-    """Where an experiment runs and what it writes."""
+    """The device of an experiment and its record."""
 
     def __init__(self, device: torch.device, record: Record) -> None:
         self.device, self.say = device, record
         self.cuda = device.type == "cuda"
 
     def wants(self, fine: bool, text: str) -> None:
-        """Go on, or stop with what was found."""
+        """Stops the experiment with this text unless `fine`."""
         if not fine:
             raise FoundError(text)
 
     def case(self, *, small: bool = False, apart: bool = False, streams: bool = False, **options: Any) -> Case:
-        gc.collect()  # workers of the case before hold the device's memory, in cycles
+        gc.collect()  # cycles in workers of the previous case hold the device's memory
         sizes = SMALL if small and self.cuda else SIZES[self.device.type]
         return Case(self.device, {**sizes, **options}, apart=apart, streams=streams)
 
@@ -123,7 +123,7 @@ class Case:
         self._lock = threading.Lock()
 
     def run(self, steps: int, setup: Callable[[Worker], None] | None = None, **more: Any) -> list[Worker]:
-        """With `streams` a stream per rank, else all on the default one, in the order of the hub's lock."""
+        """Runs some steps; with `streams` a stream per rank, else all on the default one, in the hub lock's order."""
         world = self.plan.manifest.topology.world
         around: Callable[[], AbstractContextManager[object]] = nullcontext
         if self.streams and self.device.type == "cuda":
@@ -143,7 +143,7 @@ class Case:
         return [(result.loss, result.grad_norm) for result in workers[0].results]
 
     def wrapped(self, steps: int, around: Callable[[Worker, Any, Callable[[], None]], None]) -> None:
-        """Run with `around(worker, op, call)` in place of every op; it is to call `call`."""
+        """Runs with `around(worker, op, call)` in place of every op; it must call `call`."""
 
         def of(handler: Any) -> Any:
             return lambda worker, op: around(worker, op, lambda: handler(worker, op))
@@ -154,7 +154,7 @@ class Case:
         self.run(steps, setup)
 
     def step_ms(self, steps: int = 8) -> float:
-        """Of a step, with nothing waited for in it; the first two are left out."""
+        """ms of a step without waits for the device inside; the first two are left out."""
         began = list[float]()
 
         def note(worker: Worker) -> None:
@@ -171,7 +171,7 @@ class Case:
         return 1e3 * statistics.median(b - a for a, b in pairwise(began[2:]))
 
     def timed(self, steps: int = 4, *, waits: bool = True) -> dict[str, float]:
-        """Median ms of each kind of op, the first step left out; `waits`: until the device has done it."""
+        """Median ms of each kind of op, the first step left out; `waits`: until the device has finished it."""
         self.times.clear()
 
         def timing(worker: Worker, op: Any, call: Callable[[], None]) -> None:
@@ -198,7 +198,7 @@ class Case:
         return {name: max(getattr(scale.held, name) for scale in scales) for name in CATEGORIES}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Of the first step, just before it is taken."""
+        """Gradients of the first step, just before the optimizer."""
         found: dict[str, Tensor] = {}
 
         def keep(worker: Worker, op: Any, call: Callable[[], None]) -> None:
@@ -222,7 +222,7 @@ def apart_by(found: dict[str, Tensor], expected: dict[str, Tensor | None]) -> fl
 
 
 def halved(program: Program) -> Program:
-    """The program with every BW as B and W behind each other."""
+    """The program with every BW as B and W in a row."""
     halves = {op: (op._replace(kind=Kind.B), op._replace(kind=Kind.W)) for _, _, op in program if op.kind is Kind.BW}
     return program.with_ranks(
         [[part for op in ops for part in halves.get(op, (op,))] for ops in program.ranks], "halved"

@@ -1,4 +1,4 @@
-"""Experiments 15 and 16 of bench/gpu.py: are prices right where nothing was measured, and what does the runtime add?"""
+"""Experiments 15 and 16 of bench/gpu.py: the accuracy of estimated costs, and the overhead of the runtime."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ FAMILIES = {
 
 
 def card(device: torch.device) -> str:
-    """The name under which `hardware.gpu` knows this one."""
+    """The name of this GPU in `hardware.gpu`."""
     name = torch.cuda.get_device_name(device)
     return next((ours for theirs, ours in CARDS.items() if theirs in name), "h100-sxm")
 
 
 def priced(bench: Bench) -> None:
-    """F, B and W of blocks in bfloat16 as they are, and times as long as `hardware.gpu` says without a profile."""
+    """Measured F, B and W of blocks in bfloat16, and the ratio to the estimate by `hardware.gpu` without a profile."""
     shapes = [(2048, 4096, 2), (4096, 4096, 1), (4096, 16384, 1), (8192, 4096, 1)]
     bench.say(f"{'family':8} {'hidden':>6} {'seq':>6} {'F':>8} {'B':>8} {'W':>8}   beside the price: F B W")
     off = list[float]()
@@ -60,7 +60,7 @@ def priced(bench: Bench) -> None:
 
 
 def plain(bench: Bench) -> None:
-    """A step of pp = 1 beside the same layers in a loop of plain torch: what the runtime adds to it."""
+    """A step of pp = 1 compared with the same layers in a loop of plain torch: the overhead of the runtime."""
     for hidden, seq, size in ((64, 16, 1), (1024, 1024, 4), (4096, 2048, 1)) if bench.cuda else [(32, 16, 2)]:
         for kind in ("1f1b", "zb-h1"):
             case = bench.case(

@@ -1,4 +1,4 @@
-"""Experiments 1 to 6 of bench/gpu.py: is what a GPU computes right?"""
+"""Experiments 1 to 6 of bench/gpu.py: correctness of results on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from zbc.runtime.transports.transport import Letter
 from zbc.training.probing.checkup import plain_gradients
 
 KINDS = ("1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "dualpipe")
-TWO_PIPES = ("dualpipe",)  # gradients are sums of two copies': the last bit differs from those of one
+TWO_PIPES = ("dualpipe",)  # gradients are sums over two copies: the last bit differs
 
 
 def installed(bench: Bench) -> None:
@@ -82,7 +82,7 @@ def _same(
 
 
 def training(bench: Bench) -> None:
-    """Replicas, ZeRO-1, tied weights, no barrier with clipping, dropout; resumed runs are those that went on."""
+    """Replicas, ZeRO-1, tied weights, no barrier with clipping, dropout; resumed runs equal uninterrupted ones."""
     clip = "clip_grad_norm = 0.01\n"
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -104,7 +104,7 @@ def training(bench: Bench) -> None:
             one, four = {"pp": 1, "kind": "1f1b"}, {"pp": 4, "kind": "zb-h1"}
         wanted = bench.case(small=True, **one, **options).told(4)
         told[name] = bench.case(small=True, **four, **options).told(4)
-        _same(bench, name, told[name], wanted, close=name == "tied")  # a sum of two ranks' has no order
+        _same(bench, name, told[name], wanted, close=name == "tied")  # the order of a sum over two ranks is not fixed
     bench.wants(told["two replicas"] == told["ZeRO-1"], "ZeRO-1 differs from two replicas")
     bench.wants(told["no barrier"] == told["with it"], "clipped steps without a barrier differ from those with it")
     with tempfile.TemporaryDirectory() as name:
@@ -160,7 +160,7 @@ class Vectors:
 
 
 def own_thread(bench: Bench) -> None:
-    """Backward runs on the rank's thread: what a reentrant layer leaves for W is left there, and the bits are right."""
+    """Backward runs on the rank's thread: a reentrant layer leaves its W to a later op, and results are exact."""
     user = {"family": "gpu_right:reentrant", "args": 'loss = "mse"', "data": 'kind = "gpu_right:Vectors"'}
     case = bench.case(pp=2, kind="zb-h1", apart=True, **user)
     left: list[int] = []
@@ -181,7 +181,7 @@ def own_thread(bench: Bench) -> None:
 
 
 def reads(bench: Bench) -> None:
-    """How often the host waits for the device in a step of pp = 1: once, for the verdict."""
+    """The number of host waits for the device in a step of pp = 1: one, for the verdict."""
     if not bench.cuda:
         bench.say("needs a GPU: torch counts waits of the host there only")
         return
@@ -234,7 +234,7 @@ class Sleepy(StreamHub):
 
 
 class Drowsy(Hub):
-    """On a CPU: threads that do."""
+    """The same on a CPU: threads that sleep."""
 
     def __init__(self, ranks: int, seed: int) -> None:
         super().__init__(ranks, prompt=bool(seed % 2))

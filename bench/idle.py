@@ -1,4 +1,4 @@
-"""Layers that compute nothing: what a step takes is what the runtime itself costs."""
+"""Layers that compute nothing: the time of a step is the overhead of the runtime."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""Kill a random rank of a run again and again, and see whether the run ends as if nobody had.
+"""Kills random ranks of a run repeatedly, and checks that the run ends as an undisturbed one.
 
     python bench/kills.py [--torchrun] [--shard WHAT [--one-sided]] [--balance] [--kills N] [--steps N] [--seed N]
         [--quick]
 
 A run on four gloo processes with a checkpoint every few steps and restarts, by `zbc run --local 4 --max-restarts` or by
-`torchrun --max-restarts`; ranks are killed with SIGKILL. In one
-run at random moments, whatever it is doing then: a step, a checkpoint, a start. In another while a checkpoint is being
-written: its folder is there, and its `.complete` never came (other kills do not count). In the end the losses of all
-steps are compared with those of a run that nobody disturbed, and so is every byte of the last checkpoint: weights,
-optimizer, everything. With --shard two pipelines of two ranks share out what it says, with two stages on each rank;
-with --one-sided they take weights from each other's memory; with --balance samples are of unequal length.
+`torchrun --max-restarts`; ranks are killed with SIGKILL. In one run at random moments: during a step, a checkpoint or a
+start. In another while a checkpoint is being written: its folder exists, and its `.complete` never came (other kills do
+not count). In the end the losses of all steps, and every byte of the last checkpoint, are compared with those of an
+undisturbed run. With --shard two pipelines of two ranks are sharded accordingly, with two stages on each rank; with
+--one-sided they read weights from each other's memory; with --balance samples are of unequal length.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ KINDS = {"none": "interleaved-1f1b", "optimizer": "interleaved-1f1b", "gradients
 
 
 def job_of(steps: int, shard: str | None, balance: bool, one_sided: bool) -> str:
-    """The job to disturb; weights are shared out with room for one stage."""
+    """The job to disturb; sharded weights are unsharded for one stage at a time."""
     parallel = ONE
     if shard is not None or balance:
         kind = KINDS["none"] if one_sided else KINDS.get(shard or "none", "breadth-first")
@@ -96,13 +95,13 @@ def job_of(steps: int, shard: str | None, balance: bool, one_sided: bool) -> str
 
 
 class Launcher(Protocol):
-    """What starts the ranks of a run, again and again."""
+    """Starts and restarts the ranks of a run."""
 
     def train(self, plan: Path, out: Path, restarts: int) -> int:
-        """Train to the end; how often ranks were started."""
+        """Trains to the end; returns how often ranks were started."""
 
     def ranks(self) -> dict[str, int]:
-        """The processes of the ranks that are there now, by name."""
+        """Name -> process id of the ranks that run now."""
 
 
 class Local:
@@ -169,7 +168,7 @@ class Killer:
     over: threading.Event = field(default_factory=threading.Event)
 
     def at_random_moments(self, steps: int) -> None:
-        """Kill a rank at moments spread over all steps, each somewhere in a step, and some while ranks start again."""
+        """Kills ranks at moments spread over all steps, each at a random point of a step, and some during restarts."""
         moments = sorted(self.random.uniform(0, steps - 1) for _ in range(self.wanted))
         while moments and not self.over.wait(0.002):
             if _steps(self.out) < int(moments[0]):
@@ -183,8 +182,8 @@ class Killer:
                     self._kill("while it starts again")
 
     def while_writing(self) -> None:
-        """Kill a rank when the folder of a checkpoint changes that is not complete; some folders are left alone."""
-        known: dict[str, int] = {}  # when each changed last; what a killed attempt left is no writing
+        """Kills a rank when the folder of an incomplete checkpoint changes; some folders are left alone."""
+        known: dict[str, int] = {}  # time of the last change of each; leftovers of killed attempts do not change
         alone: set[str] = set()
         while self.done < self.wanted and not self.over.wait(0.001):
             changed = _changes(self.out)
@@ -202,13 +201,13 @@ class Killer:
                     known |= _changes(self.out)
 
     def _kill(self, when: str, counts: Callable[[], bool] = lambda: True) -> bool:
-        """Whether a rank was killed."""
+        """Kills a random rank; returns whether there was one."""
         ranks = sorted(self.launcher.ranks().items())
-        if not ranks:  # they are on their way, or gone
+        if not ranks:  # they are starting, or have ended
             return False
         rank, pid = self.random.choice(ranks)
         os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)  # for the others to be gone too
+        time.sleep(0.02)  # for the others to end, too
         if counts():
             self.done += 1
             self.tell(f"kill {self.done}: {rank}, {when}")
@@ -217,7 +216,7 @@ class Killer:
         return True
 
     def _others_started(self) -> bool:
-        """Wait until other processes are the ranks; whether that came to be."""
+        """Waits until all ranks are new processes; returns whether that happened."""
         before = set(self.launcher.ranks().values())
         while not self.over.wait(0.002):
             now = self.launcher.ranks()
@@ -232,7 +231,7 @@ def _checkpoints(out: Path) -> set[str]:
 
 
 def _changes(out: Path) -> dict[str, int]:
-    """When the folder of each checkpoint changed last: a file in it was begun, or got its name."""
+    """The time of the last change of each checkpoint's folder: a file in it was created or renamed."""
     found = {}
     for name in _checkpoints(out):
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
@@ -263,7 +262,7 @@ def result(out: Path) -> tuple[list[tuple[int, float]], dict[str, str]]:
 def disturbed(
     record: Record, launcher: Launcher, plan: Path, out: Path, kills: int, seed: int, steps: int | None
 ) -> int:
-    """A run with kills, over so many steps, or while checkpoints are written if that is None; how many came to it."""
+    """A run with kills, over `steps` steps, or while checkpoints are written if that is None; returns their number."""
     killer, began = Killer(launcher, out, kills, random.Random(seed), record), time.perf_counter()
     thread = threading.Thread(target=killer.while_writing if steps is None else lambda: killer.at_random_moments(steps))
     thread.start()

@@ -1,13 +1,13 @@
-"""Memory per rank by category: what a plan predicts beside what its ranks hold, on the CPU with ranks as threads.
+"""Predicted and measured memory per rank by category, on the CPU with ranks as threads.
 
     python bench/memory.py [--model NAME ...]
 
-Measured with training/recording/measure.py in two steps of which each op takes so many times as long as in the step
-before them (pace.py): to look at tensors slows small ops down more than large ones, and ranks would meet at other
-moments. A category counts as wrong by the share of its own measured bytes. How long a tensor is on its way depends on
-when the neighbour takes it: `buffers` is predicted with op times as that step before had them, as a plan with a profile
-of its ranks would be, and `planned` is the same with the times of the plan, which are estimated here. Both differ a
-little from run to run, the more the busier the machine is. `all` is the most of everything at any moment.
+Measured with training/recording/measure.py in two steps in which each op takes a fixed multiple of its time in the step
+before (pace.py): inspecting tensors slows small ops down more than large ones, which would shift the ranks against each
+other. The error of a category is a share of its own measured bytes. The time of a tensor in flight depends on its
+receiver: `buffers` is predicted with op times of that step before, as a plan with a profile of its ranks would be, and
+`planned` is the same with the plan's times, which are estimated here. Both differ a little from run to run, more on a
+busy machine. `all` is the peak of all categories together.
 """
 
 from __future__ import annotations
@@ -88,29 +88,29 @@ MODELS: dict[str, dict[str, Any]] = {
     "long": {"seq_len": 256, "heads": 2, "size": 1},
     "vocabulary": {"vocab": 8000, "layers": 4, "dtype": "bfloat16", "positions": ROTARY},
 }
-STEPS, TIMED = 7, 3  # in the first steps the optimizer makes its state, and what is made once
+STEPS, TIMED = 7, 3  # the first steps allocate optimizer states and other permanent tensors
 RECORDED = ("base", "wide", "vocabulary")
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-v")
 
 
 class Row(NamedTuple):
     predicted: RankMemory  # with op times as they were
-    planned: RankMemory  # with those of the plan
+    planned: RankMemory  # with op times of the plan
     measured: RankBytes
 
     def error(self, name: str, predicted: RankMemory | None = None) -> float:
-        """How far the prediction is from what was measured, as a share of that."""
+        """The error of the prediction, as a share of the measured bytes."""
         found, told = getattr(self.measured, name), getattr(predicted or self.predicted, name)
         return (told - found) / found if found else 0.0 if told == 0 else float("inf")
 
     @property
     def whole(self) -> float:
-        """The same for the most of everything at any moment."""
+        """The error for the peak of all categories together."""
         return (self.predicted.bytes - self.measured.peak) / self.measured.peak
 
 
 def rows(options: dict[str, Any]) -> Iterator[Row]:
-    """Plan a job, run three steps of it, and give each rank's prediction and measurement."""
+    """Plans a job, runs some steps of it, and yields each rank's prediction and measurement."""
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "job.toml"
         path.write_text(JOB.format(**options))
@@ -132,7 +132,7 @@ def rows(options: dict[str, Any]) -> Iterator[Row]:
 
 
 class Watched:
-    """Runs the steps of a rank: the first as they are, then one that is timed, then some that are weighed."""
+    """Runs the steps of a rank: the first unchanged, then one that is timed, then some with memory measured."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -150,7 +150,7 @@ class Watched:
 
 
 def with_times(costs: Costs, ranks: Sequence[Pace]) -> Costs:
-    """These costs with ops as long as they took on the ranks."""
+    """The costs with the measured times of ops."""
     seconds = {what: took for rank in ranks for what, took in rank.items()}
 
     def ms(kind: Kind) -> tuple[float, ...]:

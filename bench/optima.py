@@ -3,13 +3,13 @@
     python bench/optima.py [SECONDS]
     python bench/optima.py --new [COUNT] [--odd] [--minutes N]
 
-Each case gets at most SECONDS (600) of CP-SAT; those not proven within them are named and left out. Which cases there
-are is fixed below, whatever a search finds on them.
+Each case gets at most SECONDS (600) of CP-SAT; those not proven within them are named and left out. The cases are fixed
+below, independent of search results.
 
 With `--new`, other random cases instead, until COUNT (40) are proven within SECONDS (20) each: how often the search,
 with the work that the plain engine does in two seconds, finds the optimum. The record is a dated file; the tests keep
-to the cases of the first form. With `--odd` their shapes are further from what models are like: looped placements, a W
-that takes no time, transfers longer than ops, stages a hundred times as long as others, a limit for each rank.
+to the cases of the first form. With `--odd` their shapes are less like models: looped placements, a W that takes no
+time, transfers longer than ops, stages a hundred times as long as others, a limit for each rank.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def cases() -> Iterator[tuple[str, Placement, Costs, int, float, str]]:
 
 
 def uneven(rng: Random, where: Placement) -> Costs:
-    """Every number of every stage its own."""
+    """Costs with random numbers for every stage."""
     f, b, w, comm, act_w = PROFILES[rng.choice(("1.5B", "6.2B"))]
     n = where.stages
     v = n / where.ranks
@@ -99,7 +99,7 @@ def uneven(rng: Random, where: Placement) -> Costs:
 
 
 def fresh(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float, str]]:
-    """Random cases without end, as `cases`."""
+    """Endless random cases, as `cases`."""
     rng = Random(seed)
     for number in count():
         kind, p, m = rng.choice(("linear", "V")), rng.randint(2, 4), rng.randint(2, 8)
@@ -114,7 +114,7 @@ def fresh(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float, str]]:
 
 
 def odd(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float | tuple[float, ...], str]]:
-    """Random cases without end that are not like models."""
+    """Endless random cases that are not like models."""
     rng = Random(seed)
     for number in count():
         p, kind = rng.randint(2, 4), rng.choice(("linear", "V", "looped"))
@@ -134,7 +134,7 @@ def odd(seed: int) -> Iterator[tuple[str, Placement, Costs, int, float | tuple[f
 
 
 def hit_rate(wanted: int, seconds: float, minutes: float, *, unlike_models: bool) -> None:
-    """How often a search finds the optimum of a new case, and by how much it misses the others."""
+    """Records how often a search finds the optimum of a new case, and its gap for the others."""
     record, engine = Record("optima-odd" if unlike_models else "optima-new"), Engine(available())
     gaps: list[float] = []
     tried, stop = 0, time.monotonic() + 60 * minutes
@@ -162,7 +162,7 @@ def hit_rate(wanted: int, seconds: float, minutes: float, *, unlike_models: bool
 
 
 def prove(seconds: float) -> None:
-    """Write the file of the tests."""
+    """Writes the file of the tests."""
     engine = Engine(available())
     rows, missing = [], []
     for name, where, costs, m, limit, objective in cases():

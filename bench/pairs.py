@@ -1,7 +1,7 @@
 """Many random pairs of a bidirectional or wave schedule and a size: `python bench/pairs.py [COUNT] [FIRST]`.
 
-Every program has to pass all checks and to run to its end on the operational machine of the tests; of each a damaged
-copy is judged by both as well, and they have to agree on it. Sizes go up to 12 ranks and 48 microbatches.
+Every program has to pass all checks and to run to its end on the operational machine of the tests; checks and machine
+also have to agree on a damaged copy of each. Sizes go up to 12 ranks and 48 microbatches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RANKS, MICROBATCHES = 12, 48
 
 
 def stopped() -> bool:
-    """Whether somebody made a file `stop` beside this one: then what is done so far is recorded."""
+    """Whether there is a file `stop` next to this one: then the bench ends and records its results so far."""
     return (Path(__file__).parent / "stop").exists()
 
 

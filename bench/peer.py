@@ -1,7 +1,7 @@
 """torch.distributed.pipelining as a contestant of run.py: the same layers, its own loop and transfers.
 
-W is put off through `dw_builder`, torch's hook for layers that split their backward themselves: its own split takes
-gradients from the autograd graph, where sleeping is none.
+W is deferred through `dw_builder`, torch's hook for layers that split their backward themselves: torch's own split
+takes gradients from the autograd graph, in which sleeping does not occur.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StageModule(nn.Module):
 
 
 class Peer:
-    """One rank's end of a torch pipeline; `step` runs one training step without an optimizer."""
+    """One rank of a torch pipeline; `step` runs one training step without an optimizer."""
 
     def __init__(self, schedule: Any, modules: dict[int, StageModule], microbatches: int) -> None:
         self._schedule, self._modules, self._microbatches = schedule, modules, microbatches
@@ -76,7 +76,7 @@ class Peer:
 
 
 def build(name: str, plan: StoredPlan, rank: int, folder: Path) -> Peer:
-    """The schedule `name` of torch's, or its general runtime with our order, on one rank; `folder` is for its files."""
+    """torch's schedule `name`, or its general runtime with our order, on one rank; `folder` is for its files."""
     program = plan.program
     placement, m = program.placement, program.microbatches
     settings = Settings.of(plan.manifest)

@@ -1,16 +1,16 @@
-"""What an op costs the main thread of a rank: stages that compute nothing, two gloo processes.
+"""The cost of an op for the main thread of a rank: stages that compute nothing, two gloo processes.
 
     python bench/per_op.py [--quick]
 
-us of the main thread's processor time per op, and what is left of it without the code of the user that a step calls
-even so (a dataset, layers that pass on their input, torch's loss on the last rank), and what is left without torch's
-transfers, which any runtime makes: in turns with the steps, a bare loop starts the same messages in the same order and
-waits where the plan does. Both are timed in loops of their own, where they take less than between ops, so what is left
-is rather too much. With two numbers of microbatches it is seen what each further op costs, and what a step costs once
-(its norm, its optimizer). torch.distributed.pipelining trains the same stages in turns with them.
+us of the main thread's processor time per op, and the rest of it without the user's code that a step calls even so (a
+dataset, layers that pass on their input, torch's loss on the last rank), and without torch's transfers, which any
+runtime makes: in turns with the steps, a bare loop starts the same messages in the same order and waits where the plan
+does. Both are timed in separate loops, where they are faster than between ops, so the rest is an upper bound. Two
+numbers of microbatches separate the cost of each further op from the cost per step (its norm, its optimizer).
+torch.distributed.pipelining trains the same stages in turns with them.
 
-Last, the ops of the microbatches where every message is there at once, so that none waits: what the same code takes
-more than that between waits is what the machine needs to come to itself after a sleep.
+Last, the ops of the microbatches if every message exists at once, so that none waits: the difference to the same code
+with waits is the time that the machine needs to wake up.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ IDLE = tuple((kind, m) for kind in ("1f1b", "zb-h1") for m in (32, 128))
 
 
 def run_idle(rank: int, plan: Path, steps: int, sender: Connection) -> None:
-    """One rank's process: stages that compute nothing. Rank 0 sends what it measured.
+    """One rank's process: stages that compute nothing. Rank 0 sends its measurements.
 
-    Each plan has processes of its own: the threads of other groups would be in the way.
+    Each plan has processes of its own: threads of other groups would disturb it.
     """
     with meeting(rank, RANKS, plan.with_suffix(".meet")):
         each = per_op(rank, plan, steps)
@@ -74,10 +74,10 @@ def run_idle(rank: int, plan: Path, steps: int, sender: Connection) -> None:
 
 
 class PerOp(NamedTuple):
-    """us of a rank's main thread per op, and what is in it: torch's calls for transfers, the user's code.
+    """us of a rank's main thread per op, with its parts: torch's calls for transfers, the user's code.
 
-    Behind them how often it sleeps per op, the us of the peer's main thread per op of ours, and ours with the user's
-    code where no op ever waits.
+    Then its sleeps per op, the us of the peer's main thread per op of ours, and ours with the user's code if no op
+    ever waits.
     """
 
     ops: int
@@ -90,9 +90,9 @@ class PerOp(NamedTuple):
 
 
 def per_op(rank: int, folder: Path, steps: int) -> list[PerOp]:
-    """What the main threads of all ranks spend where stages compute nothing.
+    """The times of all ranks' main threads if stages compute nothing.
 
-    A dataset of the user's is read by the main thread, whatever that costs; built-in ones have a thread of their own.
+    The main thread reads a user's dataset; built-in ones have a thread of their own.
     """
     import ours
     import torch_runtime
@@ -116,7 +116,7 @@ def per_op(rank: int, folder: Path, steps: int) -> list[PerOp]:
         began = time.thread_time()
         transfers()
         bare = time.thread_time() - began
-        user = users_code(runtime.worker, step + 1, count)  # of the next step, whose order of samples is not known yet
+        user = users_code(runtime.worker, step + 1, count)  # of the next step: its order of samples is not known yet
         over_ranks(0.0)
         began = time.thread_time()
         peer(step)
@@ -129,7 +129,7 @@ def per_op(rank: int, folder: Path, steps: int) -> list[PerOp]:
 
 
 class Present:
-    """A transport of one rank whose messages are there as soon as they are asked for, with whatever in them."""
+    """A transport of one rank whose messages arrive immediately, with arbitrary contents."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -146,7 +146,7 @@ class Present:
 
 
 def never_waiting(plan: Any, rank: int) -> Callable[[int], float]:
-    """Seconds that the ops of microbatches take in a step if nothing is waited for; torch's transfers are not in it."""
+    """Seconds of the ops of microbatches in a step without waits and without torch's transfers."""
     import torch
 
     from zbc.plan.directory import RankPlan
@@ -169,7 +169,7 @@ def never_waiting(plan: Any, rank: int) -> Callable[[int], float]:
 
 
 def users_code(worker: Any, step: int, count: int) -> float:
-    """Seconds of the main thread for what a step of `count` microbatches calls of the user's: data, layers, a loss."""
+    """Seconds of the main thread for the user's code in a step of `count` microbatches: data, layers, a loss."""
     (stage,) = worker.stages.values()
     began = time.thread_time()
     for mb in range(count):
@@ -237,9 +237,9 @@ def main() -> None:
 
 
 def report_idle(record: Record, kind: str, ranks: list[PerOp], few: list[PerOp]) -> list[PerOp]:
-    """What the main thread of each rank spends; beside it with fewer microbatches, what each further op costs.
+    """Records the time of each rank's main thread; given fewer microbatches, also the cost of each further op.
 
-    Gives back what the next one is put beside: nothing after these two.
+    Returns the measurements to compare the next ones with: none after the second.
     """
     for rank, one in enumerate(ranks):
         record(idle_row(f"idle {kind}", rank, one))

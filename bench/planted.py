@@ -1,10 +1,10 @@
-"""Plants old bugs again, one at a time, and sees which tier of the tests catches each: `make test`, or only `--all`.
+"""Plants old bugs again, one at a time, and records which tier of tests catches each: `make test`, or only `--all`.
 
     python bench/planted.py [-o bench/results/DATE-planted.txt] [--only WORD]
 
-A bug is a line of zbc made wrong in a copy of the tree. `quick` runs the tests it concerns as `make test` does;
-where they stay green, `all` runs them with those that only repeat. A bug whose text is no longer found is stale:
-the code has moved on, and the bug is to be written anew. Exits with 1 if one is stale, or escapes only the quick tier.
+A bug is a line of zbc made wrong in a copy of the tree. `quick` runs the tests it concerns as `make test` does; if they
+pass, `all` runs them with the tests that only repeat. A bug whose text is not found is stale: the code has changed, and
+the bug has to be written anew. Exits with 1 if one is stale, or escapes only the quick tier.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT_S = 1200
 class Bug:
     what: str
     file: str
-    old: str  # stands in the file once
+    old: str  # occurs in the file once
     new: str
     tests: tuple[str, ...]
 
@@ -578,7 +578,7 @@ def first_failure(tree: Path, *arguments: str) -> str:
 
 
 def caught(tree: Path, bug: Bug) -> tuple[str, str, str]:
-    """By `quick` and by `all`, "yes", "no" or "stale", and by which test. All catch what quick ones do."""
+    """Whether `quick` and `all` catch it, "yes", "no" or "stale", and the test. `all` includes `quick`."""
     path = tree / bug.file
     text = path.read_text() if path.exists() else ""
     if text.count(bug.old) != 1:

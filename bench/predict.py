@@ -1,12 +1,12 @@
-"""Steps and memory predicted from a profile of this machine, beside what runs take and hold.
+"""Steps and memory predicted from a profile of this machine, compared with measured ones.
 
     python bench/predict.py [--quick] [--model sleeping|gpt|pipes|ahead ...]
 
 `zbc profile` measures once for each model; every plan is made with that file and run by `zbc run --local`. Emulated
-layers sleep (sleeping.py), of two lengths; the GPT is real, on two ranks with one thread each. A step is what a settled
-step was to take with its optimizer, and the median of the steps of a run but for the first ones; `ahead` are steps
-without a barrier, whose period is predicted. Memory is weighed in
-the same run, in a step behind those (`zbc report`), and is wrong by the worst of the ranks.
+layers sleep (sleeping.py), of two lengths; the GPT is real, on two ranks with one thread each. The predicted step is in
+steady state with its optimizer, the measured one the median of a run without its first steps; `ahead` are steps without
+a barrier, whose period is predicted. Memory is measured in the same run, in a later step (`zbc report`); its error is
+that of the worst rank.
 """
 
 from __future__ import annotations
@@ -90,12 +90,12 @@ QUICK = {
     "pipes": CASES["pipes"][:1],
     "ahead": CASES["ahead"][:1],
 }
-WARM_UP = 3  # first steps of a run that do not count
+WARM_UP = 3  # first steps of a run, which do not count
 CATEGORIES = ("weights", "gradients", "masters", "optimizer", "activations", "buffers")
 
 
 class Outcome(NamedTuple):
-    """Of one case: ms of a step, and per category how far the worst rank's memory is off, as a share."""
+    """The result of a case: ms of a step, and per category the error of the worst rank's memory, as a share."""
 
     predicted: float
     measured: float
@@ -109,7 +109,7 @@ class Outcome(NamedTuple):
 
 
 def profiled(folder: Path, model: str, rounds: int) -> tuple[Path, str]:
-    """Profile a model; the file, and what was said of it."""
+    """Profiles a model; returns the file, and the output of the command."""
     job = folder / f"{model}.toml"
     job.write_text(JOBS[model].format(kind="1f1b", pp=2, m=4))
     target = folder / f"{model}.json"
@@ -122,7 +122,7 @@ def run_case(folder: Path, model: str, profile: Path, case: tuple[str, int, int]
     job.write_text(JOBS[model].format(kind=kind, pp=pp, m=m))
     told = json.loads(zbc(folder, "plan", str(job), "--profile", str(profile), "-o", "plan", "--json"))
     out = folder / f"run-{model}-{kind}-{pp}-{m}"
-    last = steps + WARM_UP  # behind it one step is recorded, and one weighed
+    last = steps + WARM_UP  # then one step is recorded, and memory measured in one
     options = ["--local", str(pp), "--steps", str(last + 2), "--trace", str(last + 1), "--out", str(out)]
     zbc(folder, "run", "plan", *options)
     times = logged(out, "step_ms")[WARM_UP:last]
@@ -132,7 +132,7 @@ def run_case(folder: Path, model: str, profile: Path, case: tuple[str, int, int]
 
 
 def memory(out: Path) -> Iterator[tuple[str, float]]:
-    """How far each category is off on the worst rank of a run, as `zbc report` has it."""
+    """The error of each category on the worst rank of a run, from `zbc report`."""
     compared = build(trace.read(out), again=False).memory
     ranks = [(one.predicted or {}, one.measured) for one in compared]
     yield "all", worst([(one.predicted_peak or 0, one.peak) for one in compared])
@@ -141,7 +141,7 @@ def memory(out: Path) -> Iterator[tuple[str, float]]:
 
 
 def worst(pairs: Sequence[tuple[float, float]]) -> float:
-    """The share by which the first number is off the second, where that is most."""
+    """The largest relative error of the first number against the second."""
     return max(((a - b) / b if b else float(a > 0) for a, b in pairs), key=abs)
 
 
@@ -171,7 +171,7 @@ def main() -> None:
 def measure(
     record: Record, folder: Path, model: str, cases: Sequence[tuple[str, int, int]], steps: int, rounds: int
 ) -> list[float]:
-    """All cases of a model; the errors of the steps, as shares."""
+    """Runs all cases of a model; returns the errors of the steps, as shares."""
     profile, said = profiled(folder, model, rounds)
     record(f"# {model}: the profile")
     for line in said.splitlines()[:-2]:  # without the names of files

@@ -1,4 +1,4 @@
-"""Published runs on real GPUs, planned again: what zbc predicts over what was measured.
+"""Published runs on real GPUs, planned again: predicted over measured times.
 
     python bench/published.py
 
@@ -9,8 +9,8 @@
     W              of Table 9 of arXiv 2401.10241, estimated with gradients added in products as Megatron-LM does
     sequence       64 to 512 A100s, Table 5 of arXiv 2205.05198: step; op times are estimated
 
-The rows are those of tests/reference/published, where sources stand. Op times are given, so that what is compared is
-the clock. One number per model is fitted: what a message keeps each of its ranks from computing (`costs.message`).
+The rows and their sources are in tests/reference/published. Op times are given, so that only the simulation is
+compared. One number per model is fitted: the time in which a message keeps its ranks from computing (`costs.message`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Step:
 
 
 def one_f_one_b() -> Iterator[Step]:
-    """1F1B of whole vocabularies: `base` has equal blocks, `redis` an even partition."""
+    """1F1B with whole vocabularies: `base` has equal blocks, `redis` an even partition."""
     for row in rows("vocabulary_runs.csv"):
         if row["method"] in ("base", "redis"):
             f, bw = ([float(us) / 1e3 for us in row[key].split()] for key in ("f_us", "b_us"))
@@ -88,7 +88,7 @@ class Throughput:
 def zero_bubble(
     message: Mapping[str, float] | None = None, only: Collection[str] = tuple(KINDS)
 ) -> Iterator[Throughput]:
-    """The rows of Table 4, with so many ms for a message of each model; where there is none, with transfers alone."""
+    """The rows of Table 4, with ms for a message by model; without an entry, with transfers alone."""
     for row in rows("zero_bubble_throughput.csv"):
         ms = (MESSAGE if message is None else message).get(row["model"], 0.0)
         comm = max(0.0, float(row["comm"]) - 2 * ms)
@@ -104,7 +104,7 @@ def zero_bubble(
 
 @dataclass(frozen=True)
 class Offload:
-    """Throughput with copies to the host over that of interleaved 1F1B, as predicted and as measured."""
+    """Throughput with offload over that of interleaved 1F1B, predicted and measured."""
 
     name: str
     predicted: float

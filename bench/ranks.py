@@ -29,7 +29,7 @@ class Turn(NamedTuple):
 
 class Noise(NamedTuple):
     late: float  # how much later than asked a sleep ended on average, ms
-    others: float  # share of all cores that other programs used meanwhile; 0 where the system does not tell
+    others: float  # share of all cores that other programs used meanwhile; 0 if not known
 
 
 # ---- on each rank --------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ class Noise(NamedTuple):
 
 @contextmanager
 def meeting(rank: int, ranks: int, place: Path) -> Iterator[None]:
-    """A process group of all ranks, on gloo; nobody leaves while another still listens."""
+    """A process group of all ranks, on gloo; no rank leaves while another still listens."""
     import torch
     import torch.distributed as dist
     from sleeping import calibrate
@@ -54,7 +54,7 @@ def meeting(rank: int, ranks: int, place: Path) -> Iterator[None]:
 
 
 def in_turns(runs: Mapping[str, Callable[[int], Any]], steps: int, warm_up: int) -> tuple[dict[str, list[Turn]], Noise]:
-    """Run each for one step, then each for the next, and so on, so that a busy machine slows all of them."""
+    """Runs each for one step, then each for the next, and so on, so that a busy machine slows all of them."""
     import sleeping
 
     turns: dict[str, list[Turn]] = {name: [] for name in runs}
@@ -87,7 +87,7 @@ def over_ranks(number: float, how: str = "MAX") -> float:
 
 
 def busy_seconds() -> float:
-    """What all programs of this machine have computed so far; 0 where the system does not tell."""
+    """Seconds of all cores that programs of this machine have used so far; 0 if not known."""
     try:
         fields = Path("/proc/stat").read_text().split()[1:9]
     except OSError:
@@ -102,7 +102,7 @@ def busy_seconds() -> float:
 def results(
     target: Callable[..., None], arguments: tuple[Any, ...], *, ranks: int, count: int = 1, limit: float = 300.0
 ) -> Iterator[Any]:
-    """Run `target(rank, *arguments, sender)` on every rank; gives the `count` things that rank 0 sends.
+    """Runs `target(rank, *arguments, sender)` on every rank; yields the `count` objects that rank 0 sends.
 
     Ends the benchmark if a rank fails or not all came in `limit` seconds.
     """
@@ -130,7 +130,7 @@ def results(
 
 
 def planned(job: str, folder: Path) -> Any:
-    """Plan a job into `folder`; what was compiled."""
+    """Plans a job into `folder`; returns the compiled plan."""
     from zbc.compiler.compile import compile_job, load_job
 
     path = folder.with_suffix(".toml")
@@ -141,7 +141,7 @@ def planned(job: str, folder: Path) -> Any:
 
 
 def zbc(folder: Path, *words: str) -> str:
-    """A command of zbc in a folder, with the layers of this one on the import path; what it printed."""
+    """Runs a command of zbc in a folder, with the layers of this one on the import path; returns its output."""
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}"}
     command = [sys.executable, "-m", "zbc", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
@@ -151,6 +151,6 @@ def zbc(folder: Path, *words: str) -> str:
 
 
 def logged(out: Path, key: str) -> list[Any]:
-    """What a run has written of every step."""
+    """The values of a key in metrics.jsonl, for every step that has it."""
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [row[key] for row in rows if key in row]

@@ -1,6 +1,6 @@
-"""Fill the marked blocks of README.md and two pages of docs with what zbc prints: `python bench/readme.py`.
+"""Fills the marked blocks of README.md and two pages of docs with output of zbc: `python bench/readme.py`.
 
-A block stands between `<!-- NAME -->` and `<!-- end -->`. The picture and the comparison are computed each time, and a
+A block is between `<!-- NAME -->` and `<!-- end -->`. The picture and the comparison are computed each time, and a
 test compares them with the README; the fidelity table comes from the newest file of bench/results.
 """
 

@@ -16,8 +16,8 @@ RESULTS = Path(__file__).parent / "results"
 class Record:
     """Prints lines as they come, and writes them to bench/results/DATE-NAME.txt at the end.
 
-    Until then they are kept in DATE-NAME.partial beside it, so that a bench that is stopped leaves what it found; not
-    with --quick, which writes no file.
+    Until then they are in DATE-NAME.partial next to it, so that a stopped bench leaves its results so far; not with
+    --quick, which writes no file.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,7 +45,7 @@ class Record:
 
 
 def commit() -> str:
-    """The code that is measured; "with changes" where files differ from the commit."""
+    """The commit of the measured code; "with changes" if files differ from it."""
 
     def git(*arguments: str) -> str:
         told = subprocess.run(["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
@@ -55,7 +55,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """What the numbers were measured on; shared machines are noisy, so only ratios within one file mean much."""
+    """The machine of the measurement; shared machines are noisy, so only ratios within one file mean much."""
     parts = [f"Python {platform.python_version()}", platform.machine(), f"{os.cpu_count()} cores"]
     for package in ("torch", "zbc"):
         try:

@@ -1,17 +1,17 @@
-"""Steps on four or two processes of this machine, beside those of a contestant and beside the ones that zbc predicts.
+"""Steps on four or two processes of this machine, compared with those of a contestant and with predictions of zbc.
 
     python bench/run.py NAME [--quick] [--steps N] [--case CASE ...]
     python bench/run.py --list
 
-Contestants run in the same processes and take turns, step by step, so that a busy machine slows all. What one machine
-can compute is not measured but for `throughput`: layers sleep (sleeping.py), so a step lasts as long as the simulator
-says plus what the runtime adds, and all messages and collectives are real. A step lasts from a moment that all ranks
-agreed on to the end of its last rank. Ours includes VALIDATE and STEP, where ranks agree on the gradient norm and the
-optimizer runs; torch's ends with the last gradient, but for `throughput`, where it sums the norm over the ranks and
-runs the same optimizer behind its step, as torch does it.
+Contestants run in the same processes and take turns, step by step, so that a busy machine slows all. Only `throughput`
+measures computation: in the others layers sleep (sleeping.py), so a step takes the simulated time plus the overhead of
+the runtime, and all messages and collectives are real. A step lasts from a moment that all ranks agreed on to the end
+of its last rank. Ours includes VALIDATE and STEP, in which ranks agree on the gradient norm and the optimizer runs;
+torch's ends with the last gradient, except in `throughput`, where it sums the norm over the ranks and runs the same
+optimizer after its step.
 
-`slices` and `offload` go through the commands of zbc: the costs of their plans are what the layers sleep and what `zbc
-profile` says that runtime and link add to an op, and the step is also looked at in `zbc report`.
+`slices` and `offload` use the commands of zbc: the costs of their plans are the sleeping times of layers plus the
+overhead of runtime and link per op from `zbc profile`, and the step is also checked with `zbc report`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.trace import recording as trace
 
-WARM_UP = 2  # first steps that do not count
+WARM_UP = 2  # first steps, which do not count
 
 
 class Side(NamedTuple):
-    """A contestant: its name, its plan, the ms that a step was to take, and what makes it on a rank."""
+    """A contestant: its name, its plan, the predicted ms of a step, and its factory on a rank."""
 
     name: str
     plan: StoredPlan
@@ -66,16 +66,16 @@ class Case(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A bench: what is compared with what, and what is printed of it."""
+    """A bench: its contestants, its heading, and its cases."""
 
     first: str
     others: str
     printed: str
     steps: int
-    cases: Sequence[str]  # with --quick the first alone
-    sides: Callable[[str, Path], Case] | None = None  # of those that take turns
+    cases: Sequence[str]  # with --quick only the first
+    sides: Callable[[str, Path], Case] | None = None  # for contestants that take turns
     ranks: int = 4
-    measure: Callable[[Record, str, int], str] | None = None  # of the others; gives back the job
+    measure: Callable[[Record, str, int], str] | None = None  # for the others; returns the job
 
 
 # ---- jobs ----------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def job(**sections: Mapping[str, Any]) -> str:
 
 
 def sleepers(kind: str, count: int, args: Mapping[str, float], family: str = "layers", **more: Any) -> str:
-    """A job of layers that sleep on four ranks; costs are what they sleep unless `more` says otherwise."""
+    """A job of layers that sleep on four ranks; costs are their sleeping times unless `more` has others."""
     sections: dict[str, Any] = {
         "model": {"family": f"sleeping:{family}", "layers": count, "loss": "mse", "args": {"count": count, **args}},
         "parallel": {"pp": 4},
@@ -144,7 +144,7 @@ def one_by_one(side: Side, rank: int, _: Path) -> Callable[[int], Any]:
 
 
 def paced(side: Side, rank: int, _: Path) -> Callable[[int], Any]:
-    """Ours, with ops that take as long as `side.more` says."""
+    """Ours, with ops that take the times of `side.more`."""
     import ours
 
     worker = ours.build(side.plan, rank).worker
@@ -164,7 +164,7 @@ def rank_main(rank: int, ranks: int, sides: Sequence[Side], steps: int, folder: 
             sender.send(found)
 
 
-# ---- fidelity: a step beside the simulated one and beside torch's --------------------------------------------
+# ---- fidelity: a step compared with the simulated one and torch's --------------------------------------------
 
 # Torch has no class for ZB-H1, and its ZB-V is its general runtime with an order equal to ours.
 PEERS = {
@@ -190,7 +190,7 @@ MEDIUM = {"layers": 4, "hidden": 128, "vocab": 512, "seq_len": 64}
 
 
 def throughput(name: str, folder: Path) -> Case:
-    """torch runs our order with its own split of backward; with recompute its layers are checkpointed as it does it."""
+    """torch runs our order with its own split of backward; with recompute its layers use torch's checkpointing."""
     which, kind = name.split()
     small, again = which == "small", which == "recompute"
     text = job(
@@ -210,7 +210,7 @@ def throughput(name: str, folder: Path) -> Case:
 def tensor_parallel(kind: str, count: int, ms: float, a: float, m: int, folder: Path, **more: Any) -> tuple[Any, ...]:
     """Plan and job of 2 x 2 ranks; layers of `ms` for F, B and W meet once in F and once in B, for `a` ms at least.
 
-    A sum that is over sooner is held back; `more["costs"]` says what sums take per stage.
+    A sum that completes sooner is held back; `more["costs"]` has the time of sums per stage.
     """
     text = sleepers(
         kind,
@@ -225,7 +225,7 @@ def tensor_parallel(kind: str, count: int, ms: float, a: float, m: int, folder: 
 
 
 def shared(kind: str, folder: Path) -> Case:
-    """What is predicted is F + a, B + a, and a BW whose sum hides behind its W."""
+    """The prediction is F + a, B + a, and a BW whose sum is hidden by its W."""
     chunks = 2 if kind in ("zb-v", "interleaved-1f1b") else 1
     costs = {"per": "layer", "tp": 6.0 * 8 / 2 / chunks}
     plan, compiled, text = tensor_parallel(kind, 8, 12.0, 6.0, 8, folder, costs=costs)
@@ -233,8 +233,8 @@ def shared(kind: str, folder: Path) -> Case:
 
 
 def braids(kind: str, folder: Path) -> Case:
-    """Four units a stage, as two blocks have. Predicted is what zbc simulates: a group of f and b ms with sums of a_f
-    and a_b takes max(f + b, a_f + a_b), and without groups ops wait for their own."""
+    """Four units per stage, as in two blocks. In the simulation a group of f and b ms with sums of a_f and a_b takes
+    max(f + b, a_f + a_b), and without groups ops wait for their own sums."""
     costs, schedule = {"per": "layer", "tp": 20.0 * 16 / 4}, {"overlap": True} if kind == "dualpipe-v" else {}
     how: dict[str, Any] = {"costs": costs, "schedule": schedule, "partition": {"mode": "uniform"}}
     plan, compiled, text = tensor_parallel(kind, 16, 25.0, 20.0, 6, folder, **how)
@@ -246,7 +246,7 @@ def braids(kind: str, folder: Path) -> Case:
     return Case([Side(name, plan, told, make) for name, told, make in sides], text)
 
 
-# ---- vocabulary: one that all ranks share beside one at the ends of the pipeline -----------------------------
+# ---- vocabulary: shared by all ranks, compared with the ends of the pipeline ---------------------------------
 
 BLOCKS, HEAD = (7, 7, 6, 6), 7.6  # layers of each stage; the output layer in layers
 MS = 5.0  # forward of a layer, and each half of its backward
@@ -254,14 +254,14 @@ MS = 5.0  # forward of a layer, and each half of its backward
 
 def vocabulary(kind: str, folder: Path) -> Case:
     """The proportions of a Gemma with 2 billion parameters: 26 layers, and an output layer of 256,000 words that takes
-    as long as 7.6 of them. A small model of as many layers really trains, each op paced. At the ends the output layer
-    comes on top of the last 6."""
+    as long as 7.6 of them. A small model with as many layers really trains, each op paced. At the ends the output layer
+    adds to the last 6 layers."""
     return Case([side(name, kind, sums) for sums, name in enumerate(("ends", "shared, 1 sum", "shared, 2 sums"))])
 
 
 def side(name: str, kind: str, sums: int) -> Side:
-    """The head is FLOPs of three equal products: logits, the gradient of their input, that of their weights. With 1 sum
-    S makes the first two, with 2 sums the first alone."""
+    """The head is three equal products: logits, the gradient of their input, and the gradient of their weights. With 1
+    sum S computes the first two, with 2 sums only the first."""
     p = len(BLOCKS)
     order = find(kind).make(Request(p=p, m=16))
     last = 0.0 if sums else HEAD
@@ -292,7 +292,7 @@ def ms_of(costs: Costs, kind: Kind, stage: int) -> float:
 
 
 def added(folder: Path) -> dict[str, float]:
-    """ms that an op takes beside its work, and a message; of a stage in the middle, which has two messages for each."""
+    """Overhead in ms of an op, and of a message; for a stage in the middle, which has two messages per op."""
     short, wide = 2.0, {"args": {"width": 64}}
     text = sleepers("zb-h1", 4, dict.fromkeys("fbw", short), "calibrated", schedule={"microbatches": 4}, data=wide)
     (folder / "job.toml").write_text(text)
@@ -307,7 +307,7 @@ def added(folder: Path) -> dict[str, float]:
 
 
 def commanded(folder: Path, text: str, steps: int) -> tuple[Any, Path]:
-    """Plan a job, run so many steps, one that is recorded and one that is weighed: what the plan says, and the run."""
+    """Plans a job, runs `steps` steps, records one and measures memory in one; returns the prediction and the run."""
     (folder / "job.toml").write_text(text)
     told = json.loads(zbc(folder, "plan", "job.toml", "-o", "plan", "--json"))
     out, last = Path(tempfile.mkdtemp(dir=folder)) / "run", steps + WARM_UP
@@ -355,7 +355,7 @@ def sliced_memory(record: Record, folder: Path, kind: str, steps: int) -> str:
 
 
 def sliced_steps(record: Record, folder: Path, kind: str, steps: int) -> str:
-    """The same work in ops of 160 ms and of 20 ms; also beside the same order with the times of the run's own ops."""
+    """The same work in ops of 160 ms and of 20 ms; also compared with the order replayed with measured op times."""
     more = added(folder)
     record(f"# {kind}: ms of a step, the same work in ops of 160 ms and of 20 ms")
     record("# added, ms: " + ", ".join(f"{name} {ms:.3f}" for name, ms in more.items()))
@@ -372,7 +372,7 @@ def sliced_steps(record: Record, folder: Path, kind: str, steps: int) -> str:
 
 
 def offload(record: Record, case: str, steps: int) -> str:
-    """Ops of 40 ms, copies of 0.8 of one: the thread that copies sleeps. A copy is hidden if nobody waits for it."""
+    """Ops of 40 ms, copies of 0.8 of one: the thread that copies sleeps. A copy is hidden if no op waits for it."""
     kind, limit = case.split()
     chunks, op = 2 if kind in ("gis", "zb-v") else 1, 40.0
     with tempfile.TemporaryDirectory() as name:
@@ -471,7 +471,7 @@ ROWS = {
 
 
 def turns(record: Record, row: Row, case: str, steps: int) -> str:
-    """Run the contestants of a case; its job."""
+    """Runs the contestants of a case; returns its job."""
     with tempfile.TemporaryDirectory() as name:
         assert row.sides is not None
         made = row.sides(case, Path(name))
@@ -489,8 +489,8 @@ TITLES = (
 
 
 def lines(case: str, sides: Sequence[Side], found: Mapping[str, Sequence[Turn]], noise: Noise) -> Iterator[str]:
-    """A line for each contestant: measured over simulated; how many times as fast as the first it is, measured,
-    simulated and by processor time, and the quartiles of that; how far its losses are from those of the first."""
+    """A line for each contestant: measured over simulated; the speedup over the first, measured, simulated and by
+    processor time, with quartiles; the difference of its losses to those of the first."""
     first = sides[0]
     base, median = (
         found[first.name],

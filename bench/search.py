@@ -1,13 +1,13 @@
-"""What the search finds, beside what is published or measured of public implementations, and how fast.
+"""Results and speed of the search, compared with published figures and public implementations.
 
     python bench/search.py [--engine plain|as-plain|compiled] [--seconds S] [--quick] [--long]
 
 Three parts: every cell of the zero bubble paper's tables; harder cases (little memory, V placement, uneven stages),
-each with a figure to reach; speed. Bubbles are shares of the span (or makespan, where it says so) in which the busiest
-rank is idle. `--engine plain` hides numba; `as-plain` runs the second part alone, compiled, on the work that the plain
-engine does in its time (both find the same for the same work). `--seconds` is the budget of each search of the second
-part. `--quick` leaves out the largest cases and writes no file; `--long` adds ten minutes for how a large case goes on
-improving.
+each with a figure to reach; speed. Bubbles are shares of the span (or makespan, if noted) in which the busiest rank is
+idle. `--engine plain` hides numba; `as-plain` runs only the second part, compiled, on the work that the plain engine
+does in its time (both give the same result for the same work). `--seconds` is the budget of each search of the second
+part. `--quick` leaves out the largest cases and writes no file; `--long` adds ten minutes on the later improvement of
+a large case.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ P, M = 8, 24
 
 
 class Found(NamedTuple):
-    """Bubbles of what was found and of the bound, and the seconds of CPU time it took."""
+    """The bubbles of the result and of the bound, and the CPU seconds of the search."""
 
     bubble: float
     bound: float
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
 
 def find(kind: str, costs: Costs, p: int, m: int, units: float | None, objective: str, seconds: float) -> Found:
-    """Run a schedule by name; ends the benchmark if it exceeds its limit."""
+    """Runs a schedule by name; ends the benchmark if it exceeds its limit."""
     schedule = SCHEDULES[kind]
     v = schedule.default_chunks
     where = schedule.placement(p, v)
@@ -74,7 +74,7 @@ def find(kind: str, costs: Costs, p: int, m: int, units: float | None, objective
 
 NAMES = {"1F1B": "1f1b", "1F1B-I": "interleaved-1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2"}
 SEARCHED = {"ZB-1p": ("zb-auto", 1.0), "ZB-2p": ("zb-auto", 2.0), "ZB-V": ("zb-v", 1.0)}
-TOLERANCE = {"1F1B-I": 0.006}  # the paper's own time model gives up to that much more than is printed
+TOLERANCE = {"1F1B-I": 0.006}  # the paper's own time model exceeds its printed figures by up to this
 
 
 def paper(record: Record, quick: bool) -> None:
@@ -121,7 +121,7 @@ def _cell(cell: dict[str, str], p: int, m: int) -> float:
 
 
 class Case(NamedTuple):
-    """A case of p=8, m=24 and the bubble to reach; `public` is the best of public implementations, where known."""
+    """A case of p=8, m=24 and the bubble to reach; `public` is the best of public implementations, if known."""
 
     placement: str
     profile: str
@@ -154,7 +154,7 @@ CASES = [
 # Spans of the V placement at unit costs: p, m, limit in activation units, the span to reach.
 FRONTIER = [(8, 24, 4, 83.5), (8, 24, 5, 80.5), (8, 24, 6, 77.5), (8, 24, 7, 74.5), (8, 24, 8, 72.0)]
 FRONTIER += [(4, 8, 2, 29.5), (4, 8, 2.5, 28.0), (4, 8, 3, 26.5), (4, 8, 3.5, 25.5), (4, 8, 4, 24.0)]
-# Uneven stages, V at 1F1B's memory: what is uneven, profile, the bubble to reach, the public one.
+# Uneven stages, V at 1F1B's memory: the uneven part, profile, the bubble to reach, the public one.
 UNEVEN = [("head 1.5 times", "1.5B", 0.0051, 0.0225), ("head 1.5 times", "6.2B", 0.0026, 0.0098)]
 UNEVEN += [("head 2 times", "1.5B", 0.0051, None), ("head 2 times", "6.2B", 0.0026, None)]
 UNEVEN += [("+-20%, 5 draws", "1.5B", 0.0245, 0.049), ("+-20%, 5 draws", "6.2B", 0.0245, 0.049)]
@@ -204,7 +204,7 @@ def _uniform(kind: str, profile: str) -> Costs:
 
 
 def _uneven(what: str, profile: str) -> Iterator[Costs]:
-    """The last of the stages so many times as heavy, or every time of every stage drawn within 20%."""
+    """The last stage heavier by the factor in the name, or every time of every stage drawn within 20%."""
     even = _uniform("v-auto", profile)
     if what.startswith("head"):
         yield _scaled(even, [[1.0] * (2 * P - 1) + [float(what.split()[1])]] * 3)
@@ -278,7 +278,7 @@ def _anytime(record: Record, budgets: tuple[float, ...]) -> None:
     record(f"p={p}, m={m}: bubble after seconds of search (to reach: a step after 30 s within 5% of that after 600 s)")
     for budget in budgets:
         found = find("v-auto", costs, p, m, float(p), "span", budget)
-        most = 100 * ((1 - found.bound) / (1 - found.bubble) - 1)  # which no search, however long, can beat
+        most = 100 * ((1 - found.bound) / (1 - found.bubble) - 1)  # no search can improve by more
         rest = f"a step at most {most:.2f}% above the best there is"
         record(f"{budget:6.0f} s: {found.bubble:.4f}, {found.seconds:.1f} s of CPU time, {rest}")
 

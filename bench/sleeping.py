@@ -1,4 +1,4 @@
-"""Layers that compute nothing for a given time: what is left of a step is what the runtime adds.
+"""Layers that sleep for a given time: the rest of a step is the overhead of the runtime.
 
 A model like any other to zbc: `family = "sleeping:layers"` and `data.kind = "sleeping:Points"`.
 """
@@ -22,12 +22,12 @@ from zbc.runtime.core.state import Worker
 from zbc.runtime.features import copying
 from zbc.runtime.features.tensor_parallel import Group
 
-late: list[float] = []  # how much too late each `sleep_until` returned, seconds
-_usual = 0.0  # how late time.sleep returns here, seconds; see `calibrate`
+late: list[float] = []  # delay of each `sleep_until`, seconds
+_usual = 0.0  # delay of time.sleep here, seconds; see `calibrate`
 
 
 def calibrate() -> None:
-    """Measure how late `time.sleep` returns (some 0.1 ms on Linux), for `sleep_until` to allow for."""
+    """Measures the delay of `time.sleep` (some 0.1 ms on Linux), which `sleep_until` allows for."""
     global _usual
     found = []
     for _ in range(50):
@@ -38,10 +38,10 @@ def calibrate() -> None:
 
 
 def sleep_until(end: float) -> None:
-    """Return when `time.perf_counter()` reaches `end`.
+    """Returns when `time.perf_counter()` reaches `end`.
 
-    Sleeps until about then and loops for the last few microseconds only: a loop that waits for longer takes the core
-    away from other ranks, which end their ops at the same moment.
+    Sleeps until about then and loops for the last few microseconds only: a longer loop would take the core away from
+    other ranks, which end their ops at the same moment.
     """
     left = end - time.perf_counter() - _usual
     if left > 0:
@@ -52,7 +52,7 @@ def sleep_until(end: float) -> None:
 
 
 class Paced:
-    """A `Clock` of a worker under which the op that runs takes at least `ms` of it from when it has its inputs."""
+    """A `Clock` of a worker that makes each op take at least `ms(op)` from when it has its inputs."""
 
     def __init__(self, worker: Worker, ms: Callable[[Op], float]) -> None:
         self._inner, self._worker, self._ms = worker.clock, worker, ms
@@ -71,7 +71,7 @@ class Paced:
 class Jitter:
     """Factors of mean 1 for the times of ops, in every second step; 1 in the others and without $SLEEPING_JITTER.
 
-    That has the standard deviation and the microbatches of a step: "0.1 8".
+    $SLEEPING_JITTER: the standard deviation and the microbatches of a step, "0.1 8".
     """
 
     def __init__(self, seed: int) -> None:
@@ -80,7 +80,7 @@ class Jitter:
         self._random, self._begun = random.Random(seed), {"forward": 0, "backward": 0}
 
     def draw(self, way: str, factors: int) -> list[float]:
-        """Factors for one microbatch going that way."""
+        """Factors for one microbatch in direction `way`."""
         step, self._begun[way] = self._begun[way] // self._count, self._begun[way] + 1
         if not self._sigma or step % 2 == 0:
             return [1.0] * factors
@@ -94,7 +94,7 @@ class _Sleep(torch.autograd.Function):
         ctx.layer, ctx.slot, ctx.weight = layer, slot, weight
         began = time.perf_counter()
         y = x * weight
-        if not x.is_meta:  # there only shapes are asked for
+        if not x.is_meta:  # meta tensors are for shapes only
             sleep_until(began + layer.f * layer.jitter.draw("forward", 1)[0])
         return y
 
@@ -106,7 +106,7 @@ class _Sleep(torch.autograd.Function):
         end = time.perf_counter() + layer.b * now
 
         def weight_grad() -> None:
-            end = time.perf_counter() + layer.w * (later if apart else now)  # a backward in one piece is one op
+            end = time.perf_counter() + layer.w * (later if apart else now)  # a fused backward is one op
             accumulate(weight, torch.zeros_like(weight))
             sleep_until(end)
 
@@ -141,7 +141,7 @@ def layers(count: int, f: float, b: float, w: float) -> list[nn.Module]:
 
 
 def calibrated(count: int, f: float, b: float, w: float) -> list[nn.Module]:
-    """The same, awake in time."""
+    """The same as `layers`, with `calibrate` first."""
     calibrate()
     return layers(count, f, b, w)
 
@@ -152,18 +152,18 @@ def noisy(count: int, f: float, b: float, w: float) -> list[nn.Module]:
 
 
 def uneven(count: int, f: float, b: float, w: float, width: int = 1) -> list[nn.Module]:
-    """`count` layers for `width` numbers, of which every third, from the second on, takes twice as long."""
+    """`count` layers for `width` numbers; every third, from the second on, takes twice as long."""
     return [Sleeper(*(ms * (1 + (i % 3 == 1)) for ms in (f, b, w)), width) for i in range(count)]
 
 
 def drawn(count: int, seed: int, least: float, most: float) -> list[nn.Module]:
-    """`count` layers whose F, B and W each take something between `least` and `most` ms, as often short as long."""
+    """`count` layers whose F, B and W take random ms, log-uniform between `least` and `most`."""
     numbers = random.Random(seed)
     return [Sleeper(*(least * (most / least) ** numbers.random() for _ in range(3))) for _ in range(count)]
 
 
 def copied(count: int, f: float, b: float, w: float, copy: float) -> list[nn.Module]:
-    """The same as `calibrated`, in a process where a copy to the host or back takes `copy` ms."""
+    """The same as `calibrated`, in a process in which an offload or reload takes `copy` ms."""
 
     def sleep(*_: object) -> None:
         sleep_until(time.perf_counter() + copy / 1e3)
@@ -173,7 +173,7 @@ def copied(count: int, f: float, b: float, w: float, copy: float) -> list[nn.Mod
 
 
 class Slow:
-    """A transport on which a sum takes so many seconds at least."""
+    """A transport on which a sum takes at least `least` seconds."""
 
     def __init__(self, inner: Any, least: float) -> None:
         self._inner, self._least, self.rank = inner, least, inner.rank
@@ -183,7 +183,7 @@ class Slow:
 
 
 class Held:
-    """A `Pending` that is not over before `end`."""
+    """A `Pending` that does not complete before `end`."""
 
     def __init__(self, inner: Any, end: float) -> None:
         self._inner, self._end = inner, end
@@ -197,7 +197,7 @@ class Held:
 
 
 class Shared(nn.Module):
-    """A layer of which each rank of a group has a part: they meet once in F and once in B, for `a` ms at least."""
+    """A layer shared by the ranks of a group: one collective in F and one in B, of at least `a` ms."""
 
     def __init__(self, f: float, b: float, w: float, a: float) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def shared(count: int, f: float, b: float, w: float, a: float) -> list[nn.Module
 
 
 class Points:
-    """`width` numbers in, as many out; always the same, so that reading data takes no time either."""
+    """`width` numbers in, as many out; always the same, so that reading data takes no time."""
 
     def __init__(self, width: int = 1) -> None:
         self.pair = torch.ones(width), torch.zeros(width)

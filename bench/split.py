@@ -1,4 +1,4 @@
-"""B and W apart beside the fused backward: the same stage, microbatch by microbatch in turns, on one CPU thread.
+"""Compares B and W apart with the fused backward: the same stage, in turns per microbatch, on one CPU thread.
 
     python bench/split.py [--steps N] [--compile]
 
@@ -29,7 +29,7 @@ STAGE = {"layers": 2, "hidden": 256, "heads": 4, "vocab": 512, "seq_len": 128, "
 
 
 class Timed:
-    """A worker of one rank that notes how long ops of `kinds` take in each step."""
+    """A worker of one rank that measures ops of `kinds` in each step."""
 
     def __init__(self, plan: StoredPlan, kinds: tuple[Kind, ...] = (Kind.B, Kind.W, Kind.BW)) -> None:
         self.kinds = kinds
@@ -99,7 +99,7 @@ def _job(dtype: str, activations: str) -> str:
 
 
 def _compared(sides: tuple[Timed, Timed], steps: int) -> str:
-    """ms per microbatch of both sides, step by step in turns, and how the second compares."""
+    """ms per microbatch of both sides, in turns step by step, and the ratio of the second to the first."""
     pairs = [(sides[0].step(step), sides[1].step(step)) for step in range(steps + 2)][2:]
     low, middle, high = statistics.quantiles([b / a for a, b in pairs], n=4)
     times = [statistics.median(column) * 1e3 / STAGE["m"] for column in zip(*pairs, strict=True)]

@@ -22,7 +22,7 @@ from zbc.training.models import model
 
 
 class Checkpointed(nn.Module):
-    """A layer whose activations torch computes again in backward."""
+    """A layer whose activations torch recomputes in backward."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Checkpointed(nn.Module):
 
 
 def build(plan: StoredPlan, rank: int, folder: Path, *, recompute: bool) -> Callable[[int], None]:
-    """A function that trains one step on this rank; behind it the norm of all gradients, clipping, the optimizer."""
+    """A function that trains one step on this rank, then computes the norm, clips, and runs the optimizer."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     placement, m, seed = manifest.to_placement(), manifest.microbatches, settings.train.seed
     by_name = {layer.name: layer for layer in model.layers(settings.model, seed)}

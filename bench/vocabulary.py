@@ -1,4 +1,4 @@
-"""The cost model against published numbers: what a whole head on the last stage costs, in time and in memory.
+"""The cost model against published numbers: the cost of a whole head on the last stage, in time and in memory.
 
     python bench/vocabulary.py
 
@@ -11,11 +11,11 @@ vocabulary layers on the first and the last stage ("baseline") and with them sha
                between those of two later microbatches, so a step has two intervals more (its figure 10), and corrects
                its share of the softmax once it knows the others': one more read and write in float32 (its algorithm 1)
 
-    shared     what zbc plans with parallel.vocabulary = "shared", 1 sum; the link is fast, as published
+    shared     zbc's plan with parallel.vocabulary = "shared", 1 sum; the link is fast, as published
 
-The ratio is that of naive and balanced makespans, the times are those of a step, for the paper's from its MFU. One
-number comes from the table: `tflops` is such that a balanced step takes about as long as published. It is a factor of
-all times, and moves the ratios by less than a point; the last lines show other values.
+The ratio is between naive and balanced makespans; times are of a step, the paper's from its MFU. One number is fitted
+to the table: `tflops`, so that a balanced step takes about as long as published. It is a factor of all times, and moves
+the ratios by less than a point; the last lines show other values.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ REFERENCE = Path(__file__).parent.parent / "tests" / "reference" / "vocabulary_p
 P, MICROBATCHES, EXTRA_INTERVALS = 8, 128, 2
 SUSTAINED = (230.0, 1750.0)  # TFLOPS of bfloat16 products, GB/s of plain kernels: 74% and 86% of an A100's peak
 OTHERS = ((156.0, 1750.0), (200.0, 1500.0), (200.0, 1750.0), (250.0, 1750.0), (312.0, 2039.0))  # last: the data sheet
-PEAK = 312e12  # what MFU is a share of
-ODD = (2048, 262144)  # half the speed and 8 GB more than its neighbours: nothing in the model can say why
+PEAK = 312e12  # FLOPS for MFU
+ODD = (2048, 262144)  # half the speed and 8 GB more than its neighbours, which no model can explain
 
 JOB = """\
 zbc = 1
@@ -69,7 +69,7 @@ link_gbps = 2400
 
 
 class Case(NamedTuple):
-    """A published row beside what the cost model says; GB are those of the fullest rank of the baseline."""
+    """A published row and the cost model's numbers; GB are of the fullest rank of the baseline."""
 
     seq_len: int
     vocab: int
@@ -117,7 +117,7 @@ def cases(tflops: float = SUSTAINED[0], memory_gbps: float = SUSTAINED[1]) -> It
 
 
 def _counted_flops(seq_len: int, vocab: int) -> float:
-    """Operations of a step as Megatron-LM counts them for MFU, with all of the attention's square."""
+    """Operations of a step as Megatron-LM counts them for MFU, with the full square of attention."""
     return MICROBATCHES * seq_len * (32 * (72 * 3072**2 + 12 * seq_len * 3072) + 6 * 3072 * vocab)
 
 
@@ -147,7 +147,7 @@ def balanced_ms(job: Job) -> float:
 
 
 def main() -> None:
-    from record import Record  # beside this file; tests import the rest
+    from record import Record  # next to this file; tests import the rest
 
     record = Record("vocabulary")
     tflops, bandwidth = SUSTAINED
