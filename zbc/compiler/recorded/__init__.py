@@ -1,1 +1,1 @@
-"""What a recorded run says: how long ops took, where the time of ranks went, and what was predicted of both."""
+"""Recorded runs: times of ops, the time of ranks by cause, and the predictions of both."""

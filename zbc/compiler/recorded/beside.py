@@ -1,4 +1,4 @@
-"""A log of another tool beside a plan of the same job."""
+"""Compares a log of another tool with a plan of the same job."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zbc.plan.headline import headline, settled_ms
 
 
 def settings_of(manifest: Manifest) -> dict[str, float]:
-    """The same of a plan, as far as it says."""
+    """Settings of a plan under the names of a log's settings."""
     run, model = manifest.topology, manifest.planning.get("model", {})
     found = {"pp": run.pp, "dp": run.dp, "tp": manifest.tp, "cp": manifest.cp, "ranks": run.world}
     found |= {"ep": manifest.ep} if manifest.ep else {}
@@ -20,7 +20,7 @@ def settings_of(manifest: Manifest) -> dict[str, float]:
 
 
 def differences(log: Log, manifest: Manifest) -> dict[str, tuple[float, float]]:
-    """Where the plan is of another job: what the log says, and the plan."""
+    """Settings in which the plan is of another job: (value in the log, value in the plan)."""
     planned = settings_of(manifest)
     return {
         name: (value, planned[name])
@@ -30,10 +30,10 @@ def differences(log: Log, manifest: Manifest) -> dict[str, tuple[float, float]]:
 
 
 def quantities(log: Log, manifest: Manifest | None) -> dict[str, Quantity]:
-    """Of the steps that count, beside what the plan predicts; keys are those of a report of a run.
+    """Measured quantities of the steps that count, with the plan's predictions; keys are those of a run's report.
 
-    Tokens per second that a log does not tell follow from the tokens of a step, which it or else the plan says. With a
-    plan MFU is counted as zbc does, so that it differs from the predicted one by the time of a step alone.
+    Tokens per second that a log lacks follow from the tokens of a step, by the log or else the plan. With a plan MFU is
+    counted as zbc does, so that it differs from the predicted one by the time of a step alone.
     """
     meant = {} if manifest is None else {"step": settled_ms(manifest), **headline(manifest)}
     known = {**({} if manifest is None else settings_of(manifest)), **log.settings}

@@ -1,15 +1,15 @@
-"""Where the time of each rank went in a recorded step, by cause; the causes add up to the step, to the nanosecond.
+"""The time of each rank in a recorded step by cause; the causes add up to the step, to the nanosecond.
 
     compute      F, B, W and BW themselves
-    warm up      until the first op computes: what it takes for the first tensor to come through the pipeline
-    message      between the first and the last op, waiting for a tensor; `from whom` says of which rank
-    copies       waiting for activations on their way to the host or back
+    warm up      until the first op computes: the first tensor's path through the pipeline
+    message      between the first and the last op, waiting for a tensor; `senders` has the rank waited for
+    copies       waiting for activations during their offload or reload
     drain        after the last op, until the slowest rank has come to the end of its ops
-    sums         waiting for sums of gradients, for weights others stepped, and in the sum that ends the step
-    optimizer    gradient norm and optimizer steps; without a barrier also agreeing on the step before
-    host         all else: starting transfers, reading data, the runtime itself; what a rank does between two steps
+    sums         waiting for gradient reductions, weight gathers, and the collective that ends the step
+    optimizer    gradient norm and optimizer steps; without a barrier also agreeing on the previous step
+    host         all else: starting transfers, reading data, the runtime itself; activity between two steps
 
-The prediction knows the same causes, but for `host`, which it counts into the ops where it was measured.
+The prediction has the same causes except `host`, which it counts into the ops if it was measured.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ CAUSES = tuple(entry.name for entry in fields(Shares) if entry.name != "senders"
 
 
 def shares(step: RecordedStep) -> list[Shares]:
-    """Per rank of the run, in ns."""
+    """Shares per rank of the run, in ns."""
     arrived = max((at for one in step.ranks if (at := _arrival(one)) is not None), default=None)
     senders = _senders(step)
     return [_rank(step, rank, arrived, senders) for rank in range(len(step.ranks))]
 
 
 def _arrival(one: Recorded) -> int | None:
-    """When a rank came to the sum over all ranks that ends a step with a barrier."""
+    """The time a rank came to the collective over all ranks that ends a step with a barrier."""
     waits = one.waited(Cause.ALL)
     ends = [one.end[index] - waits.get(index, 0) for index, op in enumerate(one.ops) if op.kind.is_barrier]
     return max(ends, default=None)
@@ -106,7 +106,7 @@ def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[t
 
 
 def _close(found: Shares, one: Recorded, index: int, waited: Mapping[Cause, int], arrived: int | None) -> None:
-    """A barrier: the sums of gradients, then the norm, then the sum over all ranks, which starts with the last."""
+    """A barrier: gradient reductions, then the norm, then the collective over all ranks, which starts with the last."""
     start, end = one.start[index], one.end[index]
     everyone = min(waited.get(Cause.ALL, 0), end - start)
     sums = min(waited.get(Cause.SUM, 0), end - start - everyone)
@@ -117,7 +117,7 @@ def _close(found: Shares, one: Recorded, index: int, waited: Mapping[Cause, int]
 
 
 def _behind(found: Shares, one: Recorded, waited: Mapping[Cause, int]) -> None:
-    """What a step does after its last op."""
+    """Adds the time of a step after its last op."""
     close = one.ends - (one.end[-1] if one.end else one.begins)
     gather = min(close, waited.get(Cause.GATHER, 0))
     delivery = min(close - gather, waited.get(Cause.DELIVERY, 0))
@@ -127,7 +127,7 @@ def _behind(found: Shares, one: Recorded, waited: Mapping[Cause, int]) -> None:
 
 
 def _senders(step: RecordedStep) -> dict[tuple[int, Op], int]:
-    """Which rank of the run a compute op of a rank waits for: of several, the one that sent last."""
+    """The rank of the run that a rank's compute op waits for; of several, the one that sent last."""
     last: dict[tuple[int, Op], Arrival] = {}
     for message in step.messages():
         found = last.setdefault((message.receiver, message.taker), message)
@@ -137,7 +137,7 @@ def _senders(step: RecordedStep) -> dict[tuple[int, Op], int]:
 
 
 def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares]:
-    """The same as predicted of a settled step with its optimizer, per rank of a pipeline, in ms."""
+    """The predicted shares of a step with its optimizer in steady state, per rank of a pipeline, in ms."""
     ranks = range(timeline.ranks)
     if program.ahead:
         *_, before, last = islice(consecutive(program, costs), SETTLES)
@@ -156,7 +156,7 @@ def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares
 
 
 def _settled(begin: float, timeline: Timeline, rank: int) -> Shares:
-    """Of a step without a barrier, which begins for a rank as it ends the one before."""
+    """Shares of a step without a barrier, which begins for a rank at the end of its previous one."""
     ops, free = timeline.graph.ops, begin
     found = Shares()
     computes = False
@@ -179,7 +179,7 @@ def _settled(begin: float, timeline: Timeline, rank: int) -> Shares:
 
 
 def _waits(timeline: Timeline, rank: int) -> Iterator[tuple[int, float]]:
-    """Whom a rank waits for between its ops, and for how many ms."""
+    """The ranks that a rank waits for between its ops, with ms."""
     graph, found = timeline.graph, dict[int, float]()
     mine = timeline.ops(rank)
     first = next((k for k, i in enumerate(mine) if graph.ops[i].kind.computes), len(mine))

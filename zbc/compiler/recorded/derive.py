@@ -1,12 +1,12 @@
-"""A profile from a recorded run: what its layers must cost for its stages to take what they took.
+"""Derives a profile from a recorded run: costs of layers that explain the measured times of stages.
 
-Stages are measured, layers are asked for. Layers of one kind cost the same wherever they lie, so the stages of a run
-are equations for the kinds in them. They are solved from what was assumed before (a profile, or the cost model) by the
-steps of Richardson and Lucy: each kind is corrected by what its stages took beside what they were to take, which ends
-where the equations hold as well as they can, nothing is negative, and what they leave open keeps its proportions.
+Stages are measured, layers are wanted. Layers of one kind cost the same everywhere, so the stages of a run are
+equations for the kinds in them. They are solved from the previous assumptions (a profile, or the cost model) by the
+steps of Richardson and Lucy: each kind is multiplied by the ratio of measured to explained time of its stages. This
+converges to the best solution, keeps costs nonnegative, and keeps proportions that the equations leave open.
 
-Where they do not hold, since a rank is slower than the others or layers of one kind do not cost the same after all, the
-layers of every stage are kinds of their own, and each has its share of what its stage took.
+If they do not hold, since a rank is slower than the others or layers of one kind do not cost the same after all, the
+layers of every stage are kinds of their own, and each has its share of its stage's time.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from zbc.plan.directory import Manifest
 from zbc.trace.recording import Trace
 
 _ROUNDS = 3000
-_SURE = 1e-9  # a round that corrects less, as a share, is the last
-_OFF = 0.05  # of what a stage took; beyond that its layers are not like those of other stages
+_SURE = 1e-9  # the correction, as a share, below which a round is the last
+_OFF = 0.05  # of a stage's time; beyond that its layers differ from those of other stages
 
-Counts = list[Counter[str]]  # stage -> how many layers of each kind
+Counts = list[Counter[str]]  # stage -> number of layers of each kind
 
 
 @dataclass(frozen=True)
 class Derived:
-    """The profile, and what of it the run did not tell."""
+    """The profile, and notes on the parts of it that the run did not reveal."""
 
     profile: Profile
     notes: tuple[str, ...]
 
 
 def derive(trace: Trace, base: Profile | None = None) -> Derived:
-    """The profile that a recorded run leads to; `base`, by default the profile its plan was made with, has the rest."""
+    """The profile of a recorded run; `base`, by default the profile its plan was made with, supplies the rest."""
     steps = typical(trace)
     return derive_from(trace.plan.manifest, times_of(steps), rounds=len(steps), device=trace.device, base=base)
 
 
 def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, base: Profile | None = None) -> Derived:
-    """The same from the times of the steps that count."""
+    """The profile from the times of the steps that count."""
     job = recall.job_of(manifest)
     base = base or job.profile
     work = _Work(manifest, replace(job, profile=base), times, base)
@@ -102,7 +102,7 @@ def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, b
 
 
 def _words(job: Job, times: Times) -> WordTimes | None:
-    """What the ranks took for their words, where they share them; with the other number of sums by its operations."""
+    """Times of vocabulary ops, if ranks share the vocabulary; for the other number of sums by operation counts."""
     if not job.vocabulary:
         return None
     s, t, i, e = (
@@ -119,7 +119,7 @@ def _words(job: Job, times: Times) -> WordTimes | None:
 def _with_words(
     job: Job, layers: Mapping[str, LayerProfile], kinds: Sequence[str], words: WordTimes
 ) -> dict[str, LayerProfile]:
-    """Embedding and output layer as they are whole, of which the run had only what is left beside the words."""
+    """Adds the vocabulary's times to embedding and output layer, of which the run had only the rest."""
     whole = estimate.layers(replace(job.with_vocabulary("ends"), profile=None))
     found = dict(layers)
     ends = (kinds[0], whole[0]), (kinds[-1], whole[-1])
@@ -135,7 +135,7 @@ def _with_words(
 
 
 class _Work:
-    """The kinds of layers of a run, their costs so far, and what they must be."""
+    """The kinds of layers of a run, their costs so far, and their solution."""
 
     def __init__(
         self, manifest: Manifest, job: Job, times: Times, base: Profile | None, *, by_stage: bool = False
@@ -149,7 +149,7 @@ class _Work:
         alike = self._kinds(stages)
         stage_of = {i: s for s, part in enumerate(stages) for i in part}
         self.kinds = _apart(alike, [stage_of[i] for i in range(len(alike))]) if by_stage else alike
-        self._alike = dict(zip(self.kinds, alike, strict=True))  # kind -> as the base calls it
+        self._alike = dict(zip(self.kinds, alike, strict=True))  # kind -> its name in the base
         self._took, self._explained = ([0.0] * len(stages) for _ in range(2))
         self.counts: Counts = [Counter(self.kinds[i] for i in part) for part in stages]
         self.first: dict[str, Layer] = {}
@@ -162,12 +162,12 @@ class _Work:
 
     @property
     def off(self) -> float:
-        """The largest share by which a stage took more, or less, than its layers explain."""
+        """The largest relative difference between a stage's time and the time its layers explain."""
         pairs = zip(self._took, self._explained, strict=True)
         return max((abs(took / meant - 1) for took, meant in pairs if meant > 0), default=0.0)
 
     def _kinds(self, stages: Sequence[Sequence[int]]) -> list[str]:
-        """Of a factory's layers that nobody measured those of one stage are one kind."""
+        """The kind of each layer; a factory's layers without measurements are one kind per stage."""
         if self.base is not None and self.base.order != FAMILY:
             return list(self.base.order)
         if self.job.model.builtin:
@@ -202,9 +202,9 @@ class _Work:
         return found
 
     def _backward(self) -> tuple[dict[str, float], dict[str, float], dict[str, float] | None]:
-        """B, W and BW of each kind; the last None where the run says nothing of it and nobody did before.
+        """B, W and BW of each kind; the last None if neither the run nor the base has it.
 
-        A kind of which only one of them ran, apart or in one piece, has the other in proportion to that.
+        A kind for which only one form ran, split or fused, has the other in proportion to it.
         """
         b = {kind: layer.b for kind, layer in self.first.items()}
         w = {kind: layer.w for kind, layer in self.first.items()}
@@ -227,7 +227,7 @@ class _Work:
         return {k: b[k] * scale[k] for k in b}, {k: w[k] * scale[k] for k in b}, after
 
     def _solved(self, op: Kind, prior: Mapping[str, float]) -> dict[str, float]:
-        """ms of each kind in an op; stages in which it did not run keep what was assumed."""
+        """ms of each kind in an op; stages in which it did not run keep the assumed time."""
         totals = self._totals(op)
         found = solve(prior, self.counts, totals)
         for stage, (counts, total) in enumerate(zip(self.counts, totals, strict=True)):
@@ -237,7 +237,7 @@ class _Work:
         return found
 
     def _totals(self, op: Kind) -> list[float | None]:
-        """ms of the layers of each stage in an op; None where it did not run."""
+        """ms of the layers of each stage in an op; None if it did not run."""
         added, moved = self._host(), 0.0 if op is Kind.W else self._host().transfer_us / 1e3
         around = profiled.messages(self.placement, lambda pipe, edge: moved)
         host = tuple(map(add, profiled.host_ms(added, self.placement)[{"BW": "B"}.get(op.value, op.value)], around))
@@ -247,7 +247,7 @@ class _Work:
             if not samples:
                 totals.append(None)
                 continue
-            again = 0.0  # what recompute adds to a backward
+            again = 0.0  # the time that recompute adds to a backward
             if op in (Kind.B, Kind.BW) and self.job.memory.recomputes(stage):
                 for kind, count in counts.items():
                     known = self._known(kind)
@@ -256,11 +256,11 @@ class _Work:
         return totals
 
     def _known(self, kind: str) -> LayerProfile | None:
-        """What the base says of a kind."""
+        """The base's profile of a kind."""
         return None if self.base is None else self.base.layers[self._alike[kind]]
 
     def _steps(self) -> dict[str, float] | None:
-        """ms of the optimizer's step of each kind; None where the run tells nothing of it."""
+        """ms of the optimizer's step of each kind; None if the run does not have it."""
         closing = [self.times.closing.get(("step", s)) for s in range(len(self.counts))]
         if not any(closing):
             return None
@@ -275,10 +275,10 @@ class _Work:
             found[op] = max((spread(column) for column in columns), default=0.0)
         return found
 
-    # ---- the link, and what ranks add ----------------------------------------------------------------------------
+    # ---- the link, and host times --------------------------------------------------------------------------------
 
     def link(self) -> LinkProfile | None:
-        """The link of before, with the latency that the messages of the run had at the median."""
+        """The base's link, with the median latency of the run's messages."""
         known = None if self.base is None else self.base.link
         behind = recall.boundary_sizes(self.job, self.manifest, self.table)
         points = [
@@ -294,14 +294,14 @@ class _Work:
         return LinkProfile(latency_us=latency, gbps=gbps, points=points)
 
     def _host(self) -> Host:
-        """As measured before, with what messages kept their ranks in this run: the mean of those that send and those
-        that take. On a GPU the stream that computes says nothing of that."""
+        """The base's host times, with this run's transfer times: the mean of senders and receivers. On a GPU the
+        compute stream does not reveal these."""
         known = Host() if self.base is None else self.base.host
         moves = [] if self.job.hardware.device == "cuda" else list(map(median_ms, self.times.moves.values()))
         return known.model_copy(update={"transfer_us": 1e3 * statistics.fmean(moves)}) if moves else known
 
     def host(self) -> Host:
-        """What is in the times of layers already counts there; the norm is a part of the end of a step."""
+        """Host times; those included in the times of layers stay there; the norm is a part of the end of a step."""
         if not self.times.norm:
             return self._host()
         rounds = max(1, (self.manifest.topology.world - 1).bit_length())
@@ -310,7 +310,7 @@ class _Work:
 
 
 def _apart(alike: Sequence[str], stages: Sequence[int]) -> list[str]:
-    """Names that tell layers of different stages apart, as `block@2`; those of one kind and stage share one."""
+    """Names that distinguish layers of different stages, as `block@2`; layers of one kind and stage share one."""
     names: dict[tuple[str, int], str] = {}
     for kind, stage in zip(alike, stages, strict=True):
         if (kind, stage) not in names:
@@ -321,10 +321,10 @@ def _apart(alike: Sequence[str], stages: Sequence[int]) -> list[str]:
 
 
 def solve(prior: Mapping[str, float], counts: Counts, totals: Sequence[float | None]) -> dict[str, float]:
-    """What each kind costs, from what stages of so many of each took in all (None: it is not known).
+    """The cost of each kind, from the total times of stages with `counts` layers of each (None: unknown).
 
-    A kind that was assumed to cost nothing goes on to cost nothing where there is another in its stages that may. Kinds
-    in stages of which nothing is known change as all others together do.
+    A kind assumed to cost nothing keeps that if another kind in its stages can explain their time. Kinds in stages of
+    unknown time change by the overall factor of the others.
     """
     found = {kind: float(ms) for kind, ms in prior.items()}
     known = [(counted, total) for counted, total in zip(counts, totals, strict=True) if total is not None]

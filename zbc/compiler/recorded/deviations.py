@@ -1,6 +1,6 @@
-"""What took longer than predicted: kinds of ops on a rank, links, whole ranks, and single ops out of line.
+"""Finds what took longer than predicted: kinds of ops on a rank, links, whole ranks, and single outlying ops.
 
-A rank or a link is slow when it is slow beside the others, since a prediction may be off for all of them alike.
+A rank or a link is slow if it is slow compared with the others, since a prediction may be off for all of them alike.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from zbc.compiler.recorded.times import Times, median_ms
 from zbc.compiler.recorded.view import RecordedStep
 from zbc.ir import Kind, Op, Program
 
-SLOW = 1.15  # times the others: what counts as a slow rank
-SLOW_LINK, LEAST_LINK = 2.0, 0.005  # times the others, and of a step: what counts as a slow link
-OUT_OF_LINE, LEAST_OUTLIER = 2.0, 0.01  # times its usual time beyond it, and of a step: what counts as an outlier
+SLOW = 1.15  # ratio to the others from which a rank counts as slow
+SLOW_LINK, LEAST_LINK = 2.0, 0.005  # ratio to the others, and share of a step, from which a link counts as slow
+OUT_OF_LINE, LEAST_OUTLIER = 2.0, 0.01  # ratio to the usual time, and excess as share of a step, of an outlier
 _MS = 1e6
 
 
@@ -32,7 +32,7 @@ class Deviation(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """What they take in a step beyond the prediction."""
+        """Their ms in a step beyond the prediction."""
         return self.ops * (self.measured - self.predicted)
 
     @property
@@ -41,7 +41,7 @@ class Deviation(NamedTuple):
 
 
 class LinkTime(NamedTuple):
-    """Transfers from one rank to another; ms. Only those say anything that their receiver `awaited`, so many a step."""
+    """Transfers from one rank to another; ms. Only transfers that the receiver `awaited` (number per step) count."""
 
     sender: int
     receiver: int
@@ -67,7 +67,7 @@ class Outlier(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """Most ranks of a run stood still at the same time, for about so many ms: the machine did, not the plan."""
+    """Most ranks of a run stood still at the same time, for about `ms`: caused by the machine, not the plan."""
 
     step: int
     ranks: tuple[int, ...]
@@ -75,7 +75,7 @@ class Stall(NamedTuple):
 
 
 class SlowRank(NamedTuple):
-    """A rank whose ops take `ratio` times of what was predicted, where those of the others take `others` times."""
+    """A rank whose ops take `ratio` times the predicted time, compared with `others` times for the other ranks."""
 
     rank: int
     ratio: float
@@ -83,7 +83,7 @@ class SlowRank(NamedTuple):
 
 
 class SlowLink(NamedTuple):
-    """A link whose transfers take `ms`, where those of the others take `others`."""
+    """A link whose transfers take `ms`, compared with `others` for the other links."""
 
     sender: int
     receiver: int
@@ -92,7 +92,7 @@ class SlowLink(NamedTuple):
 
 
 def deviations(times: Times, costs: Costs, steps: int, program: Program) -> list[Deviation]:
-    """Every kind of op of every stage on every rank, that which costs most beyond its prediction first."""
+    """Every kind of op of every stage on every rank, sorted by excess over the prediction, largest first."""
     found = list[Deviation]()
     for (kind, stage, rank), samples in times.work.items():
         holders = program.placement.holders(stage) if stage >= 0 else ()
@@ -103,7 +103,7 @@ def deviations(times: Times, costs: Costs, steps: int, program: Program) -> list
 
 
 def links(times: Times, costs: Costs, program: Program, steps: int) -> list[LinkTime]:
-    """Every pair of ranks that tensors came over, by ranks."""
+    """Every pair of ranks with transfers, by ranks."""
     edges = _edges(costs, program)
     part = [program.topology.of(rank).pp for rank in range(program.topology.world)]
     return [
@@ -114,7 +114,7 @@ def links(times: Times, costs: Costs, program: Program, steps: int) -> list[Link
 
 
 def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
-    """ms of a transfer between two ranks of a pipeline, as predicted."""
+    """Predicted ms of a transfer between two ranks of a pipeline."""
     found = {}
     for pipe, homes in enumerate(program.placement.pipes):
         for (a, b), ms in costs.links[pipe].items():
@@ -123,10 +123,10 @@ def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
 
 
 def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
-    """The ranks whose ops are slow beside those of the others, the slowest first.
+    """The ranks whose ops are slow compared with the others', the slowest first.
 
-    Where others hold the same stages, in other replicas of the pipeline or in the other pipe, those are the ones to be
-    held against: stages that take longer than was predicted take so on all of them.
+    Ranks with the same stages, in other replicas of the pipeline or in the other pipe, are the basis of comparison if
+    they exist: stages that take longer than predicted do so on all of them.
     """
     spent, meant, holds = dict[int, float](), dict[int, float](), dict[int, set[int]]()
     for one in found:
@@ -145,7 +145,7 @@ def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
 
 
 def slow_links(found: Sequence[LinkTime], step_ms: float) -> list[SlowLink]:
-    """The links whose transfers take long beside those of the others, the slowest first."""
+    """The links whose transfers are slow compared with the others', the slowest first."""
     slow = []
     for one in found:
         rest = [other.measured for other in found if {other.sender, other.receiver} != {one.sender, one.receiver}]
@@ -156,7 +156,7 @@ def slow_links(found: Sequence[LinkTime], step_ms: float) -> list[SlowLink]:
 
 
 def outliers(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> tuple[list[Outlier], list[Stall]]:
-    """Single ops and transfers out of line, the longest first, and what befell most ranks at once."""
+    """Single outlying ops and transfers, the longest first, and stalls of most ranks at once."""
     found, stalls, frozen = list[Outlier](), list[Stall](), list[tuple[float, float]]()
     for group in _together(list(_slow_ops(steps, times, step_ms))):
         ranks = {one.rank for one in group}
@@ -172,7 +172,7 @@ def outliers(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> tup
 
 
 def _together(found: Sequence[Outlier]) -> Iterator[list[Outlier]]:
-    """Groups of what overlaps in time, one after the other."""
+    """Yields groups of outliers that overlap in time, one after the other."""
     group, end = list[Outlier](), 0.0
     for one in sorted(found, key=lambda one: one.start):
         if group and one.start >= end:

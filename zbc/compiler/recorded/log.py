@@ -1,4 +1,4 @@
-"""What every run leaves behind, recorded or not: run.json says what ran, metrics.jsonl has a line per step."""
+"""Files of every run, recorded or not: run.json describes the run, metrics.jsonl has a line per step."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ RUN, METRICS = "run.json", "metrics.jsonl"
 
 
 class Loads(NamedTuple):
-    """Rows of experts over the mean of their block: 1 where loads are even."""
+    """Rows of experts relative to the mean of their block: 1 if loads are even."""
 
-    blocks: dict[int, list[float]]  # by block that has experts, of each
-    ranks: list[float]  # of those that share out experts, in turn: of theirs together, mean over blocks
-    imbalance: float  # of the rank with most in a block, mean over blocks
-    planned: float  # the same as `model.imbalance` has it
-    steps: int  # in which rows were written down
+    blocks: dict[int, list[float]]  # by block with experts, of each expert
+    ranks: list[float]  # of expert-parallel ranks, in order: of their experts together, mean over blocks
+    imbalance: float  # of the busiest rank in a block, mean over blocks
+    planned: float  # `imbalance` assumed by `model.imbalance`
+    steps: int  # steps with recorded rows
 
     @property
     def busiest(self) -> float:
-        """Of the expert with most in a block, mean over blocks."""
+        """The load of the busiest expert in a block, mean over blocks."""
         return sum(map(max, self.blocks.values())) / len(self.blocks)
 
     def as_json(self) -> dict[str, Any]:
@@ -45,16 +45,16 @@ class RunLog:
 
     @property
     def plan_folder(self) -> str:
-        """The plan that ran, as the command named it."""
+        """The plan that ran, as named on the command line."""
         return str(self.about.get("plan_folder", "PLAN"))
 
     @property
     def counted(self) -> tuple[dict[str, Any], ...]:
-        """The steps that count: in the first one things are set up, if there are others."""
+        """The steps that count: without the first one, which includes setup, if there are others."""
         return self.steps[1:] if len(self.steps) > 1 and self.steps[0]["step"] == 1 else self.steps
 
     def step(self) -> Quantity:
-        """How long steps took, in ms, with the optimizer."""
+        """ms of steps with the optimizer."""
         predicted = self.about.get("predicted", {})
         sync = self.about.get("training", {}).get("optimizer", {}).get("sync", "before-step")
         key = "barrier_ms" if sync == "before-step" else "ahead_ms"
@@ -71,11 +71,11 @@ class RunLog:
         return self._of("idle_rate", [idle_rate(row["busy_ms"], row["step_ms"]) for row in self.counted])
 
     def balance(self) -> Quantity:
-        """The mean work of a rank over that of the busiest."""
+        """The mean work of a rank relative to the busiest rank's."""
         return self._of("balance", [balance(row["busy_ms"]) for row in self.counted])
 
     def hidden(self) -> dict[str, Quantity]:
-        """Where ranks share layers: the share of the time of their sums in which rank 0 did something else."""
+        """With tensor parallelism: the share of the time of its collectives in which rank 0 did something else."""
         values = [row["sums_hidden"] for row in self.counted if row.get("sums_hidden") is not None]
         if not values:
             return {}
@@ -84,7 +84,7 @@ class RunLog:
         return {"sums_hidden": Quantity(predicted, middle, low, high)}
 
     def loads(self) -> Loads | None:
-        """Of experts; None in a model without, or where no step says."""
+        """Loads of experts; None in a model without, or if no step has them."""
         told, ep = [row["expert_rows"] for row in self.steps if row.get("expert_rows")], int(self.about.get("ep", 1))
         blocks = dict[int, list[float]]()
         for block, each in enumerate(zip(*told, strict=True)):
@@ -100,7 +100,7 @@ class RunLog:
         return Loads(blocks, mean, sum(map(max, ranks)) / len(ranks), planned, len(told))
 
     def rates(self) -> dict[str, Quantity]:
-        """What is known of samples and tokens per second, and of MFU, by its key."""
+        """The known ones of samples and tokens per second, and MFU, by key."""
         found = {}
         for key in Throughput._fields:
             values = [row[key] for row in self.counted if row.get(key) is not None]
@@ -113,7 +113,7 @@ class RunLog:
         return Quantity(self.about.get("predicted", {}).get(key), middle, low, high)
 
     def busy(self) -> list[tuple[float | None, float]]:
-        """Per rank, ms of compute in a step: predicted and the median of the measured."""
+        """Per rank, ms of compute in a step: predicted, and the median of the measured."""
         rows = self.about.get("predicted", {}).get("per_rank", [])
         columns = list(zip(*(row["busy_ms"] for row in self.counted), strict=True))
         node, inner = self.about.get("node"), tuple(self.about.get(axis.name, 1) for axis in INNER)
@@ -123,16 +123,16 @@ class RunLog:
         return [(one, quartiles(column)[1]) for one, column in zip(meant, columns, strict=True)]
 
     def peak(self) -> list[int]:
-        """Bytes per rank at most: of the process on a CPU, of what was allocated on a GPU."""
+        """Peak bytes per rank: of the process on a CPU, of allocated memory on a GPU."""
         return [max(column) for column in zip(*(row["peak_bytes"] for row in self.steps), strict=True)]
 
     @property
     def held(self) -> str:
-        """What `peak` is the peak of: all of a process, or what was allocated on a GPU."""
+        """The subject of `peak`: all of a process, or allocated memory on a GPU."""
         return "peak" if self.about.get("device") == "cuda" else "process"
 
     def as_json(self) -> dict[str, Any]:
-        """The document of a run without a trace; keys it shares with a recorded one mean the same."""
+        """The document of a run without a trace; keys it shares with a recorded one have the same meaning."""
         quantities = {"step": self.step(), "bubble_of_step": self.bubble()}
         quantities |= {"idle_rate": self.idle(), "balance": self.balance(), **self.hidden(), **self.rates()}
         numbers = as_numbers(quantities)
@@ -144,7 +144,7 @@ class RunLog:
 
 
 def hidden_of(folder: Path) -> dict[str, Quantity]:
-    """`RunLog.hidden` of a run whose steps are recorded; nothing where its log is not there."""
+    """`RunLog.hidden` of a run whose steps are recorded; {} if its log is missing."""
     try:
         return read(folder).hidden()
     except ZbcError:
@@ -152,7 +152,7 @@ def hidden_of(folder: Path) -> dict[str, Quantity]:
 
 
 def loads_of(folder: Path) -> Loads | None:
-    """`RunLog.loads` of such a run."""
+    """`RunLog.loads` of such a run; None if its log is missing."""
     try:
         return read(folder).loads()
     except ZbcError:
@@ -160,7 +160,7 @@ def loads_of(folder: Path) -> Loads | None:
 
 
 def as_numbers(quantities: Mapping[str, Quantity]) -> dict[str, Any]:
-    """As a document has them."""
+    """Quantities in the form of a document."""
     return {
         name: {"predicted": one.predicted, "measured": one.measured, "low": one.low, "high": one.high}
         for name, one in quantities.items()

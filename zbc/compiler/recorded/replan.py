@@ -1,6 +1,6 @@
-"""The job of a plan with the profile that its recorded run leads to (derive.py), planned again.
+"""Plans the job of a plan again, with the profile derived from its recorded run (derive.py).
 
-What `zbc profile --from-trace` and `zbc plan --profile` make of a run is the plan that is spoken of here.
+The result is the plan that `zbc profile --from-trace` and `zbc plan --profile` make of a run.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from zbc.topology import inner_of
 
 @dataclass(frozen=True, slots=True)
 class Replan:
-    """A settled step under measured times, in ms: in the present order, and as planned with these times.
+    """ms of a step in steady state under measured times: in the present order, and as planned with these times.
 
-    `why_not` says why there is no new plan.
+    `why_not` is the reason if there is no new plan.
     """
 
     present_ms: float
     planned_ms: float | None
     schedule: str
     cut: tuple[tuple[str, ...], ...]
-    changed: bool  # whether the cut or the order is another
+    changed: bool  # whether the partition or the order differs
     why_not: str | None = None
 
     @property
@@ -48,7 +48,7 @@ def replan(
 ) -> Replan:
     """Plan the job of a plan again with a profile, and compare both under it.
 
-    Of a phase of a ramp the `whole` plan is what is planned again, and the same phase of it compared.
+    For a phase of a ramp the `whole` plan is planned again, and the same phase of it compared.
     """
     job = with_profile(manifest if whole is None else whole, profile)
     again = recall.costs_for(job, manifest)
@@ -73,12 +73,12 @@ def same_work(one: Compiled, other: Compiled) -> bool:
 
 
 def _work(program: Program) -> list[list[Op]]:
-    """What each rank computes, in order: when receives are posted is another matter."""
+    """Compute ops of each rank, in order; the posting of receives may differ."""
     return [[op for op in ops if op.kind.computes] for ops in program.ranks]
 
 
 def with_profile(manifest: Manifest, profile: Profile) -> Job:
-    """The job of a plan, its costs those of a profile."""
+    """The job of a plan with the costs of a profile."""
     job = recall.job_of(manifest)
     given = job.costs.model_dump()
     kept = {key: value for key, value in given.items() if key not in GivenCosts.replaced(given)}
@@ -86,7 +86,7 @@ def with_profile(manifest: Manifest, profile: Profile) -> Job:
 
 
 def refuse_misfit(manifest: Manifest, profile: Profile, name: str) -> None:
-    """Raise E142 for a profile of something else than a plan is of."""
+    """Raise E142 for a profile of something other than the plan's job."""
     job = recall.job_of(manifest)
     size, inner = manifest.microbatch_size, inner_of(job.parallel)
     wrong = misfits(profile, job.model, job.adapter, device=job.hardware.device, microbatch_size=size, inner=inner)

@@ -44,13 +44,13 @@ class Quantity:
 
     @property
     def change(self) -> float | None:
-        """How much more was measured than predicted, as a share of the prediction."""
+        """The excess of the measured over the predicted number, as a share of the prediction."""
         return None if not self.predicted else self.measured / self.predicted - 1
 
 
 @dataclass(frozen=True, slots=True)
 class RankShares:
-    """Where the time of a rank went in the median step, and where it was to go; ms."""
+    """The measured time of a rank in the median step by cause, and the predicted one; ms."""
 
     rank: int
     predicted: Shares
@@ -58,7 +58,7 @@ class RankShares:
 
 
 class CopiesCompared(NamedTuple):
-    """Copies of activations of a rank in a step: ms, and the share that nobody waited for."""
+    """Copies of activations of a rank in a step: ms, and the share that no rank waited for."""
 
     rank: int
     predicted_ms: float
@@ -79,7 +79,7 @@ class MemoryCompared:
 
 
 class Crowd(NamedTuple):
-    """Ranks that compute on one machine, and the fewer cores they share there."""
+    """Ranks that compute on one machine and share fewer cores there."""
 
     host: str
     ranks: int
@@ -88,25 +88,25 @@ class Crowd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What a recorded run says beside its prediction; times in ms."""
+    """Results of a recorded run compared with its prediction; times in ms."""
 
     plan: str
     schedule: str
     device: str
-    phase: str  # of a training that began with smaller batches, the folder of these steps' plan; "" after the ramp
+    phase: str  # in a ramp, the folder of these steps' plan; "" after the ramp
     microbatches: int
-    steps: tuple[int, ...]  # those looked at
-    median_step: int  # the one that is taken apart by cause
+    steps: tuple[int, ...]  # the evaluated ones
+    median_step: int  # the one split by cause
     clock_uncertainty_ms: float
     crowded: tuple[Crowd, ...]  # machines with more ranks than cores
-    step: Quantity  # with the optimizer, as steps follow one another
+    step: Quantity  # with the optimizer, in steady state
     makespan: Quantity
     span: Quantity
     bubble_makespan: Quantity
     bubble_span: Quantity
     idle_rate: Quantity  # of the makespan, mean over ranks
-    balance: Quantity  # mean work of a rank over that of the busiest
-    rates: dict[str, Quantity]  # what is known of samples and tokens per second, and of MFU, by its key
+    balance: Quantity  # mean work of a rank relative to the busiest rank's
+    rates: dict[str, Quantity]  # the known ones of samples and tokens per second, and MFU, by key
     ranks: tuple[RankShares, ...]
     slow_ranks: tuple[deviations.SlowRank, ...]
     slow_links: tuple[deviations.SlowLink, ...]
@@ -114,11 +114,11 @@ class RunReport:
     stalls: tuple[deviations.Stall, ...]
     ops: tuple[deviations.Deviation, ...]
     links: tuple[deviations.LinkTime, ...]
-    memory: tuple[MemoryCompared, ...]  # () where no step was weighed
+    memory: tuple[MemoryCompared, ...]  # () if no step measured memory
     replan: Replan | None
-    copies: tuple[CopiesCompared, ...] = ()  # of the median step, where activations go to the host
-    slices: tuple[SliceCompared, ...] = ()  # where microbatches are cut
-    slow: tuple[float, ...] = ()  # where a rank is, what hardware.slow is to be for a plan around it
+    copies: tuple[CopiesCompared, ...] = ()  # of the median step, if activations are offloaded
+    slices: tuple[SliceCompared, ...] = ()  # if microbatches have several slices
+    slow: tuple[float, ...] = ()  # if a rank is slow, the hardware.slow for a plan around it
 
     def __str__(self) -> str:
         """The main numbers, a line each; `zbc report RUN` prints all of them."""
@@ -149,7 +149,7 @@ class RunReport:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it: ops as text, floats without the noise of their last bits."""
+    """The value as JSON: ops as text, floats without the noise of their last bits."""
     if isinstance(value, float):
         return round(value, 6)
     if isinstance(value, Op):
@@ -215,7 +215,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
 
 
 def _slow(manifest: Manifest, found: Sequence[deviations.SlowRank]) -> tuple[float, ...]:
-    """Of each rank of the pipeline, the slowest in any replica beside the others; () where none is slow."""
+    """For each rank of the pipeline, the slowest replica's ratio to the others; () if none is slow."""
     run = manifest.topology
     each = [1.0] * run.pp
     for one in found:
@@ -225,7 +225,7 @@ def _slow(manifest: Manifest, found: Sequence[deviations.SlowRank]) -> tuple[flo
 
 
 def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Quantity]]:
-    """What of samples and tokens per second, and of MFU, is known, from the ms of steps."""
+    """Yields the known ones of samples and tokens per second, and MFU, from the ms of steps."""
     meant = throughput_of(manifest, settled_ms(manifest)) if "barrier_ms" in manifest.predicted else NOTHING_KNOWN
     measured = [throughput_of(manifest, ms) for ms in steps]
     for key in Throughput._fields:
@@ -235,7 +235,7 @@ def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Qu
 
 
 def _crowded(trace: Trace) -> tuple[Crowd, ...]:
-    """The machines whose ranks have to take turns on the cores; of ranks bound to cores of their own none."""
+    """The machines whose ranks take turns on the cores; none for ranks bound to cores of their own."""
     heads: dict[str, list[Head]] = {}
     for rank in trace.ranks:
         heads.setdefault(rank.head.host, []).append(rank.head)
@@ -248,12 +248,12 @@ def _crowded(trace: Trace) -> tuple[Crowd, ...]:
 
 
 def _median(steps: Sequence[RecordedStep]) -> RecordedStep:
-    """The step in the middle, by how long it took; of an even number the shorter one."""
+    """The step of median length; of an even number the shorter one."""
     return sorted(steps, key=lambda step: (step.wall_ns, step.number))[(len(steps) - 1) // 2]
 
 
 def median_step(trace: Trace) -> int:
-    """The recorded step that took as long as half of the others at most."""
+    """The number of the recorded step of median length."""
     return _median(typical(trace)).number
 
 

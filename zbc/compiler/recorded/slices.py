@@ -1,4 +1,4 @@
-"""Slices of a microbatch: what each was to take through all stages, and what it took."""
+"""Slices of a microbatch: predicted and measured time of each through all stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SliceCompared(NamedTuple):
 
 
 def compared(steps: Sequence[RecordedStep], costs: Costs) -> Iterator[SliceCompared]:
-    """Of every slice; none where microbatches are whole."""
+    """Yields every slice; nothing if microbatches are whole."""
     program = steps[0].program
     if program.slices == 1:
         return

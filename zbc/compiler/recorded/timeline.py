@@ -1,4 +1,4 @@
-"""Recorded steps as timelines: the same ops as the prediction's, at the times at which they ran."""
+"""Recorded steps as timelines: the ops of the prediction at their measured times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MS = 1e6
 
 
 class Beside(NamedTuple):
-    """Something a rank did that is no compute op: an op of another kind, or a wait before one. Times in ms."""
+    """Activity of a rank other than compute: an op of another kind, or a wait before one. Times in ms."""
 
     name: str
     what: str
@@ -30,30 +30,28 @@ class Beside(NamedTuple):
 class Recording:
     """Recorded steps of one replica of the pipeline, on one axis that begins with the first of them.
 
-    `waited` and `delayed` have an entry per op of the graph, step after step: ms it waited for its message, and
-    ms that went by between that and its start.
+    `waited` and `delayed` have an entry per op of the graph, step after step: ms it waited for its message, and ms
+    between that and its start.
     """
 
     steps: tuple[RecordedStep, ...]
     copy: int = 0
     ahead: bool = False  # with the ops that close a step without a barrier
-    memory: tuple[
-        MemorySamples | None, ...
-    ] = ()  # per rank of the run, what it held around each op of a step like these
+    memory: tuple[MemorySamples | None, ...] = ()  # per rank of the run, its memory around each op of a step like these
 
     @cached_property
     def graph(self) -> Graph:
         return build(self.steps[0].program)
 
     def _ops(self, part: int) -> list[int]:
-        """The ops of a rank of the pipeline that a timeline has."""
+        """The ops of a pipeline rank in its timeline."""
         return self.graph.timed[part] if self.ahead else self.graph.computing[part]
 
     def _ms(self, ns: int) -> float:
         return (ns - self.steps[0].begins) / _MS
 
     def ranks(self) -> list[int]:
-        """The ranks of this copy, of the run, in the order of the pipeline."""
+        """The run's ranks of this replica, in the order of the pipeline."""
         program = self.steps[0].program
         return [program.topology.rank(self.copy, part) for part in range(program.placement.ranks)]
 
@@ -74,7 +72,7 @@ class Recording:
         return Timeline(graph, start, end, self.ahead)
 
     def _sums(self, step: RecordedStep) -> Iterator[tuple[Op, float, float]]:
-        """Sums of gradients, from when all have come to them until the last has what it waited for, in ms."""
+        """Yields gradient reductions, from the arrival of all ranks to the end of the last wait for them, in ms."""
         begun: dict[Op, list[tuple[int, int]]] = {}
         ended: dict[int, int] = {}
         for rank in self.ranks():
@@ -91,7 +89,7 @@ class Recording:
             yield op, self._ms(start), self._ms(end)
 
     def _copies(self, step: RecordedStep) -> Iterator[tuple[Op, float, float]]:
-        """Copies of activations, from when to when in ms."""
+        """Yields copies of activations with begin and end in ms."""
         for rank in self.ranks():
             one = step.ranks[rank]
             yield from ((one.ops[copy.op], self._ms(copy.start), self._ms(copy.end)) for copy in one.copies)
@@ -121,7 +119,7 @@ class Recording:
     def path(self) -> list[int]:
         """The critical path of every step, from its last op back, the last step first; ops count as in `waited`.
 
-        Before an op comes the one it waited for, if it waited, else the one its rank did before.
+        Before an op comes the one it waited for, if it waited, else the previous one of its rank.
         """
         found = []
         for number in reversed(range(len(self.steps))):
@@ -142,7 +140,7 @@ class Recording:
             i = source if fed else before.get(i, -1)
 
     def beside(self, rank: int) -> Iterator[Beside]:
-        """What else a rank of this copy did, in order: waits, transfers, the end of a step."""
+        """Yields other activities of a rank of this replica, in order: waits, transfers, the end of a step."""
         mine = self.ranks()[rank]
         counted = {i - self.graph.first[rank] for i in self._ops(rank)}
         for step in self.steps:
@@ -155,7 +153,7 @@ class Recording:
                     yield Beside(f"wait for {op}", "wait", begin, work)
 
     def held(self, rank: int, category: str) -> Iterator[tuple[float, int]]:
-        """(ms, bytes of a category held from then on) of a rank of this copy: as each op of these steps ended."""
+        """Yields (ms, bytes of a category held from then on) of a rank of this replica, at the end of each op."""
         mine = self.ranks()[rank]
         memory = self.memory[mine] if self.memory else None
         if memory is None or category not in memory.categories:

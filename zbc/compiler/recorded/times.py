@@ -1,8 +1,8 @@
-"""How long ops and transfers took in recorded steps, and what a plan costs with these times.
+"""Times of ops and transfers in recorded steps, and the costs of a plan with these times.
 
-Two times are read off each compute op. `work` is the op itself. `cost` is what it keeps its rank from the next: the op,
-what the runtime does around it, and the transfers started since the compute op before. The simulator has ranks do one
-op right after the other, so it gets `cost`.
+Two times are read off each compute op. `work` is the op itself. `cost` is the time until its rank can run the next: the
+op, the runtime's work around it, and the transfers started since the previous compute op. The simulator has ranks run
+one op right after the other, so it gets `cost`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Times:
     """All samples of some steps, in ns."""
 
     work: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
-    # of a microbatch, by stage; of what each rank does for it, by rank
+    # of a microbatch, by stage; of vocabulary ops, by rank
     cost: dict[tuple[Kind, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     closing: dict[tuple[str, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # column, stage
     links: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # ranks of the run
     lags: dict[tuple[int, int], list[int]] = field(default_factory=lambda: defaultdict(list))  # pipe, first stage
-    moves: dict[Kind, list[int]] = field(default_factory=lambda: defaultdict(list))  # what transfers keep their rank
+    moves: dict[Kind, list[int]] = field(default_factory=lambda: defaultdict(list))  # ns a transfer occupies its rank
     norm: list[int] = field(default_factory=list)  # the barrier without its waits: the longest of each step
-    sums: list[int] = field(default_factory=list)  # of the sum over all ranks after the last one's coming
+    sums: list[int] = field(default_factory=list)  # of the all-reduce over all ranks after the last one arrived
 
 
 def times_of(steps: Iterable[RecordedStep]) -> Times:
@@ -61,10 +61,10 @@ def _rank(found: Times, step: RecordedStep, rank: int) -> None:
         waited[wait.op] += wait.ns
     around, slices, seat = 0, step.program.slices, step.program.topology.of(rank).pp
     whole: dict[tuple[Kind, int, int, int], list[int]] = defaultdict(list)  # by microbatch and pipe, of its slices
-    grouped = groups(one.ops) if step.program.tp > 1 else {}  # in turns: what one of them takes alone is not known
+    grouped = groups(one.ops) if step.program.tp > 1 else {}  # run in turns: the time of one alone is not known
     for index, op in enumerate(one.ops):
         took = one.end[index] - one.start[index] - waited[index]
-        if op.share != WHOLE:  # what it takes depends on the layers whose turn it is
+        if op.share != WHOLE:  # its time depends on the layers frozen in this step
             around = 0
         elif op.kind.computes:
             found.work[op.kind, op.stage, rank].append(one.end[index] - one.work[index])
@@ -82,7 +82,7 @@ def _rank(found: Times, step: RecordedStep, rank: int) -> None:
 
 
 def _barrier(found: Times, step: RecordedStep) -> None:
-    """What the end of a step with a barrier takes: gradient norms, and the sum once all have come to it."""
+    """Adds the end of a step with a barrier: gradient norms, and the all-reduce once all ranks have arrived."""
     norms, comes, leaves = [], [], []
     for one in step.ranks:
         for index, op in enumerate(one.ops):
@@ -102,7 +102,7 @@ def median_ms(samples: Sequence[int]) -> float:
 
 
 def measured(costs: Costs, times: Times) -> Costs:
-    """`costs` with the measured times in the place of others, as far as they were measured; bytes stay."""
+    """`costs` with the measured times in place of the predicted ones, if measured; bytes stay."""
     b, w, bw = (_medians(times.cost, kind, costs) for kind in (Kind.B, Kind.W, Kind.BW))
     links = tuple(
         {edge: median_ms(found) if (found := times.lags.get((pipe, edge[0]))) else ms for edge, ms in links.items()}
@@ -125,21 +125,21 @@ def measured(costs: Costs, times: Times) -> Costs:
 
 
 def _medians(samples: Mapping[tuple[_What, int], list[int]], what: _What, costs: Costs) -> list[float | None]:
-    """ms of each stage, or of each rank; None where nothing was measured."""
+    """ms of each stage, or of each rank; None if not measured."""
     places = len(costs.column(what.row.cost)) if isinstance(what, Kind) else costs.stages
     found = (samples.get((what, place)) for place in range(places))
     return [median_ms(each) if each else None for each in found]
 
 
 def _column(name: str, found: Sequence[float | None], costs: Costs) -> PerStage:
-    """A column as it was measured, else as it was assumed."""
+    """A column with measured times, else the assumed ones."""
     return tuple(assumed if ms is None else ms for ms, assumed in zip(found, costs.column(name), strict=True))
 
 
 def _halves(
     b: list[float | None], w: list[float | None], bw: list[float | None], costs: Costs
 ) -> tuple[PerStage, PerStage]:
-    """B and W of every stage; where only both in one ran, in the proportion they were predicted in."""
+    """B and W of every stage; if only BW ran, split in the predicted proportion."""
     first, second = list[float](), list[float]()
     for s, (mine_b, mine_w, both) in enumerate(zip(*map(costs.column, ("b", "w", "bw")), strict=True)):
         whole = bw[s] if bw[s] is not None else both

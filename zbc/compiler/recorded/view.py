@@ -1,4 +1,4 @@
-"""A recorded step as the compiler sees it: what each op waited for, which op fed it, when that was there."""
+"""A recorded step as the compiler sees it: for each op its waits, the ops that fed it, and the arrivals."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from zbc.topology import At
 from zbc.trace.recording import Cause, Recorded, Trace
 
 _MOST_STEPS = 32
-LEAST_WAIT_NS = 20_000  # what a wait for something that is there takes at most
+LEAST_WAIT_NS = 20_000  # upper limit of a wait for something that has arrived
 
 
 class Arrival(NamedTuple):
     """A tensor that a compute op took from another rank; ns on the clock of rank 0.
 
-    `sent` is when the op that made it had ended, `posted` when there was a buffer for it, `there` when its receiver
-    went on with it. Where that came late for it, `there` says nothing of the transfer: it is `awaited` if the receiver
+    `sent` is the end of the op that made it, `posted` the time of its buffer, `there` the time its receiver went on
+    with it. If the receiver came late for it, `there` says nothing about the transfer: it is `awaited` if the receiver
     waited for most of it.
     """
 
@@ -41,7 +41,7 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One recorded step of every rank of the run; `ranks` are those of the run, over all replicas of the pipeline."""
+    """One recorded step of every rank of the run; `ranks` are the run's ranks, over all replicas of the pipeline."""
 
     number: int  # from 1
     program: Program
@@ -61,12 +61,12 @@ class RecordedStep:
         return max(rank.ends for rank in self.ranks)
 
     def window(self, rank: int) -> tuple[int, int]:
-        """From when to when the step lasts for a rank: with a barrier for all alike."""
+        """Begin and end of the step for a rank; with a barrier the same for all."""
         return (self.begins, self.ends) if self.barrier else (self.ranks[rank].begins, self.ranks[rank].ends)
 
     @property
     def wall_ns(self) -> int:
-        """How long the step took."""
+        """ns of the step."""
         return max(b - a for a, b in map(self.window, range(len(self.ranks))))
 
     def compute(self, rank: int) -> list[tuple[int, Op]]:
@@ -75,7 +75,7 @@ class RecordedStep:
 
     @cached_property
     def own(self) -> list[tuple[int, int]]:
-        """Per rank, when its first compute op began to work and its last one, and the sums it waited for, had ended."""
+        """Per rank, the begin of its first compute op; the end of its last one and of collectives it waited for."""
         found = []
         for rank, one in enumerate(self.ranks):
             places = [index for index, _ in self.compute(rank)]
@@ -91,7 +91,7 @@ class RecordedStep:
 
     @property
     def busy_ns(self) -> list[int]:
-        """Of each rank."""
+        """The busy ns of each rank."""
         return [*map(self.busy, range(len(self.ranks)))]
 
     @property
@@ -140,6 +140,6 @@ def step_of(trace: Trace, number: int) -> RecordedStep:
 
 
 def typical(trace: Trace) -> list[RecordedStep]:
-    """The recorded steps that count, the last ones of many: in the first of a run things are set up."""
+    """The recorded steps that count, the last ones of many; without the first step of a run, which includes setup."""
     later = trace.steps[1:] if trace.steps[0] == 1 and len(trace.steps) > 1 else trace.steps
     return [step_of(trace, number) for number in later[-_MOST_STEPS:]]
