@@ -1,1 +1,1 @@
-"""Which layers make a stage, which stages recompute, and which order that gets."""
+"""Partitions layers into stages, chooses the stages that recompute, and the order for them."""

@@ -1,9 +1,9 @@
-"""The partition whose fullest rank is as light as can be, and what the ranks weigh under any other.
+"""Finds the partition whose busiest rank is least loaded, and the loads of the ranks under any other.
 
 A partition is a list of points: stage s holds the layers from `points[s]` up to `points[s + 1]`. With one stage per
-rank the lightest is exact, by a dynamic programme. With more, what has to be even is the sum of a rank's stages. Where
-there are few partitions, all are tried. Elsewhere layers move between stages until no move helps, and a depth-first
-search looks for a lighter partition, or proves that there is none, within a fixed number of nodes.
+rank the best is exact, by a dynamic programme. With more, the sum of a rank's stages has to be even. If there are few
+partitions, all are tried. Otherwise layers move between stages until no move helps, and a depth-first search looks for
+a lighter partition, or proves that there is none, within a fixed number of nodes.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from operator import mul
 
 from zbc.ir import Placement
 
-FEW = 1500  # partitions that are all tried
+FEW = 1500  # number of partitions up to which all are tried
 NODES = 10_000  # of the search for a lighter one, for up to eight ranks; fewer for more
-SAME = 1e-9  # loads this close are one
+SAME = 1e-9  # loads this close are equal
 
 Weights = Sequence[Sequence[float]]  # [stage][layer]
 Points = tuple[int, ...]
@@ -35,7 +35,7 @@ def moved(points: Sequence[int], giver: int, taker: int) -> Points | None:
 
 
 class Loads:
-    """What partitions weigh on each rank; `counts[r][s]` is how often rank r runs stage s."""
+    """Loads of partitions on each rank; `counts[r][s]` is how often rank r runs stage s."""
 
     def __init__(self, weights: Weights, counts: Sequence[Sequence[float]]) -> None:
         self.sums = [list(accumulate(stage, initial=0.0)) for stage in weights]
@@ -46,11 +46,11 @@ class Loads:
         self.rest = list(accumulate(reversed(least), initial=0.0))[::-1]  # the layers from i on, on the cheapest stages
 
     def stages(self, points: Sequence[int]) -> list[float]:
-        """What each stage weighs."""
+        """The load of each stage."""
         return [sums[b] - sums[a] for sums, (a, b) in zip(self.sums, pairwise(points), strict=True)]
 
     def of(self, points: Sequence[int]) -> list[float]:
-        """What each rank bears."""
+        """The load of each rank."""
         loads = [0.0] * self.ranks
         for holders, size in zip(self.holders, self.stages(points), strict=True):
             for r, count in holders:
@@ -58,13 +58,13 @@ class Loads:
         return loads
 
     def busiest(self, points: Sequence[int]) -> float:
-        """What the rank with most to bear bears."""
+        """The load of the busiest rank."""
         return max(self.of(points))
 
     def below(self, most: float, *, count: int, nodes: int) -> tuple[list[Points], bool]:
-        """Partitions whose busiest rank bears less than `most`, lightest first; whether these are all there are.
+        """Partitions whose busiest rank has less than `most`, lightest first; whether these are all there are.
 
-        Depth first, the largest stages first. Stops at more than `count` of them, or after so many nodes.
+        Depth first, the largest stages first. Stops at more than `count` of them, or after `nodes` nodes.
         """
         stages, n, left = len(self.sums), len(self.sums[0]) - 1, nodes
         found: list[tuple[float, Points]] = []
@@ -86,14 +86,14 @@ class Loads:
                 return True
             sums, holders, last = self.sums[stage], self.holders[stage], n - (stages - stage - 1)
             top = last
-            for r, k in holders:  # a loop of its own for each: this is where all time goes
+            for r, k in holders:  # a separate loop for each: all the time is spent here
                 load, end, first = loads[r], start, sums[start]
                 while end < top and load + k * (sums[end + 1] - first) < most:
                     end += 1
                 top = end
             for end in range(top, (last if stage == stages - 1 else start + 1) - 1, -1):
                 points[stage + 1] = end
-                kept = [loads[r] for r, _ in holders]  # exact, where a subtraction would not be
+                kept = [loads[r] for r, _ in holders]  # exact, unlike a subtraction
                 for r, k in holders:
                     loads[r] += k * (sums[end] - sums[start])
                 going = place(stage + 1)
@@ -110,15 +110,15 @@ class Loads:
 
 
 def even(weights: Weights, placement: Placement, *, exact: bool = True) -> Points:
-    """Points with the least load of the fullest rank, then the most even ranks, then the most even stages.
+    """Points with the least load of the busiest rank, then the most even ranks, then the most even stages.
 
-    The first is exact where `balance` is enough, where there are few partitions, and where the search comes to an end;
-    the other two for few partitions, and for one stage per rank. Without `exact` there is no such search.
+    The first is exact if `balance` suffices, if there are few partitions, or if the search ends; the other two for few
+    partitions, and for one stage per rank. Without `exact` there is no such search.
     """
     return _even(tuple(map(tuple, weights)), placement, exact)
 
 
-@lru_cache(maxsize=64)  # `auto` asks for the same placements again and again
+@lru_cache(maxsize=64)  # `auto` repeats the same placements
 def _even(weights: Weights, placement: Placement, exact: bool) -> Points:
     stages, n = placement.stages, len(weights[0])
     if placement.ranks == stages:
@@ -138,7 +138,7 @@ def _even(weights: Weights, placement: Placement, exact: bool) -> Points:
 
 
 def of_ranks(weights: Weights, placement: Placement) -> Loads:
-    """What the stages of each rank weigh together."""
+    """The loads of each rank's stages together."""
     held = [
         [float(homes.count(r)) for homes in map(placement.holders, range(placement.stages))]
         for r in range(placement.ranks)
@@ -198,7 +198,7 @@ def _worse(row: list[float], prefix: list[float], start: int, end: int) -> float
 
 
 def _improved(loads: Loads, points: Points, placement: Placement) -> Points:
-    """Move layers away from the fullest rank while that makes the ranks, then the stages, more even."""
+    """Moves layers away from the busiest rank while that makes the ranks, then the stages, more even."""
     best = _unevenness(loads, points)
     while True:
         each = loads.of(points)
@@ -212,7 +212,7 @@ def _improved(loads: Loads, points: Points, placement: Placement) -> Points:
 
 
 def _unevenness(loads: Loads, points: Points) -> tuple[float, ...]:
-    """Fullest rank, ranks, stages. Rounded, so that sums that differ in their last bits keep no search going."""
+    """Busiest rank, ranks, stages. Rounded, so that sums that differ in their last bits keep no search going."""
     ranks = loads.of(points)
     return tuple(round(x, 9) for x in (max(ranks), _squares(ranks), _squares(loads.stages(points))))
 
@@ -222,7 +222,7 @@ def _squares(sizes: Sequence[float]) -> float:
 
 
 def _unavoidable(weights: Weights, placement: Placement) -> float:
-    """What some rank has to bear: an equal share, or a heavy layer with the lightest one in each other stage there."""
+    """A lower bound of the busiest rank: an equal share, or a heavy layer and the lightest in its other stages."""
     lightest: list[float] = [min(column) for column in zip(*weights, strict=True)]
     pipes, few = len(placement.pipes), min(len(placement.stages_of(r)) for r in range(placement.ranks))
     return max(pipes * sum(lightest) / placement.ranks, max(lightest) + (few - 1) * min(lightest))

@@ -1,7 +1,7 @@
-"""The stages of a graph of groups of layers: each has a run of layers of one group, so that the largest is least.
+"""The stages of a graph of groups of layers: each is a run of layers of one group, and the largest stage is least.
 
-How many stages each group gets follows from the largest that is allowed: as few as keep to it. The least for which they
-are no more than there are ranks is found among the times of all runs; ranks that are left halve the largest stages.
+A bound on the largest stage gives the number of stages of each group: as few as keep to it. The least bound with no
+more stages than ranks is found among the times of all runs; remaining ranks halve the largest stages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
 
 
 def even(groups: Sequence[Sequence[float]], ranks: int) -> Runs:
-    """Layers of `groups`, in ms, to at most as many stages as there are layers, `ranks` in all."""
+    """Splits layers of `groups`, in ms, into `ranks` stages in all, of at least a layer each."""
     sums = sorted({sum(ms[a:b]) for ms in groups for a in range(len(ms)) for b in range(a + 1, len(ms) + 1)})
     low, high = 0, len(sums) - 1
     while low < high:
@@ -75,7 +75,7 @@ def _packed(ms: Sequence[float], most: float) -> list[int]:
 
 
 def split(ms: Sequence[float], count: int) -> list[int]:
-    """The layers of `count` stages of one group, of which the largest is least; each has one at least."""
+    """The layers of `count` nonempty stages of one group, with the least largest stage."""
     sums = [0.0, *accumulate(ms)]
     best = [(sums[k], [k]) for k in range(1, len(ms) + 1)]  # of the first k layers
     for more in range(1, count):  # stages before the last
@@ -94,7 +94,7 @@ def _largest(ms: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def _listed(job: Job, groups: dict[str, range], given: Sequence[int]) -> Runs:
-    """What partition.layers_per_stage says, cut where groups end."""
+    """partition.layers_per_stage, split at the ends of groups."""
     where = job.where("partition", "layers_per_stage")
     if len(given) != job.parallel.pp or sum(given) != job.model.layers:
         text = f"partition: layers_per_stage has {len(given)} entries for {sum(given)} layers"

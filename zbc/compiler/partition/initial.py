@@ -1,6 +1,6 @@
-"""The partition that a job asks for, or that the search starts from: contiguous layers for each stage.
+"""The partition that a job requests, or that the search starts from: contiguous layers for each stage.
 
-The embedding is on the first stage, the head on the last. Where the job leaves the partition open, it is the one whose
+The embedding is on the first stage, the head on the last. If the job leaves the partition open, it is the one whose
 ranks are most even in time (balance.py).
 """
 
@@ -42,7 +42,7 @@ def initial(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
 
 
 def uniform(table: Sequence[Layer], stages: int) -> Stages:
-    """Blocks spread evenly, whatever they cost; a stage may stay empty if there are fewer blocks than stages."""
+    """Blocks spread evenly, at any cost; a stage may stay empty if there are fewer blocks than stages."""
     blocks = len(_blocks(table))
     return _with_ends([blocks // stages + (s < blocks % stages) for s in range(stages)], table)
 
@@ -58,7 +58,7 @@ def times(
     job: Job, table: Sequence[Layer], slow: Sequence[float], recompute: Collection[int] = (), *, split: bool = True
 ) -> list[list[float]]:
     """[stage][layer] ms of F and backward, in two ops or (`split` false) in one; with F twice in the stages that
-    recompute because the job says so, and in those of `recompute`. `slow`: times as long as each stage takes."""
+    recompute by the job, and in those of `recompute`. `slow`: factor on the times of each stage."""
 
     def once(layer: Layer) -> float:
         return layer.f + (layer.b + layer.w if split else layer.backward)

@@ -1,7 +1,7 @@
-"""How much a rank may hold, from the job: what a search is given as its limit.
+"""The memory limit of each rank for a search, from the job.
 
-`schedule.memory_limit` counts activations, as a multiple of 1F1B's peak or in bytes. Without it, the limit is what
-`hardware.memory_gib` leaves beside its reserve, weights, gradients, optimizer state and buffers.
+`schedule.memory_limit` counts activations, as a multiple of 1F1B's peak or in bytes. Without it, the limit is
+`hardware.memory_gib` less its reserve, weights, gradients, optimizer state and buffers.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ BUFFERS = 4  # boundary tensors a rank may need for receives posted ahead and se
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What each rank may hold, and the costs in which that is counted: what a search reads.
+    """The limit of each rank, and the costs that count it, as input of a search.
 
-    Limits in units and limits in bytes are one where units are shares of bytes. Where they are not, the units count,
-    and `tighter` keeps to the bytes too: it is for what turns out to need more of them.
+    Limits in units and in bytes are one limit if units are shares of bytes. If they are not, the units count, and
+    `tighter` keeps to the bytes too, for orders that turn out to need more of them.
     """
 
     costs: Costs
     units: tuple[float, ...] | None
-    unit: tuple[float, ...] = ()  # by rank the bytes of a unit, where what the device has left counts
+    unit: tuple[float, ...] = ()  # by rank the bytes of a unit, if the device's memory counts
     tighter: Limit | None = None
 
 
 def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True, own: float | None = None) -> Limit:
     """The limit for one placement, with backward in two ops or (`split` false) in one; `own` units at most.
 
-    Raises E303 where `memory_limit` is below what a single microbatch needs.
+    Raises E303 if `memory_limit` is below the need of a single microbatch.
     """
     units, sizes = _limits(job, placement, costs, split)
     if own is not None:
@@ -60,7 +60,7 @@ def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True
 
 
 def room_of(job: Job, placement: Placement, costs: Costs, *, own: float | None = None) -> Limit:
-    """What each rank may hold where activations may move to the host: the least that any order needs is no matter.
+    """The limit of each rank if activations may move to the host: the least need of an order does not matter.
 
     `own` units at most.
     """
@@ -88,7 +88,7 @@ def room_of(job: Job, placement: Placement, costs: Costs, *, own: float | None =
 
 
 def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
-    """What no order within the job's memory limit can beat; with copies to the host memory bounds nothing."""
+    """Lower bounds within the job's memory limit; with offload copies memory bounds nothing."""
     if any(job.memory.offloads(s) for s in range(placement.stages)):
         return unlimited(job, placement, costs)
     try:
@@ -108,7 +108,7 @@ def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
 
 
 def unlimited(job: Job, placement: Placement, costs: Costs) -> Bounds:
-    """What no order can beat, whatever memory it has."""
+    """Lower bounds for any memory."""
     found = bounds(placement, costs, job.schedule.microbatches)
     return replace(with_sums(found, placement, costs, ahead=job.optimizer.sync == "post-validate"), memory=False)
 
@@ -120,7 +120,7 @@ def _same(costs: Costs, counted: Costs) -> bool:
 
 
 def limits_of(job: Job, schedule: str, costs: Costs | None) -> MemoryLimits:
-    """What a plan of the job by this schedule is held to."""
+    """The limits that a plan of the job by this schedule has to keep."""
     p, asked = job.parallel.pp, _asked(job)
     own = own_limit(schedule, p, costs)
     units = [] if own is None else [own + job.vocabulary / job.slices]
@@ -134,9 +134,9 @@ def limits_of(job: Job, schedule: str, costs: Costs | None) -> MemoryLimits:
 
 
 def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[float | None, tuple[float, ...] | None]:
-    """What the job lets each rank hold, in units and in bytes of activations; None for no such limit, or none known.
+    """The job's limit of each rank, in units and in bytes of activations; None for no such limit, or none known.
 
-    Below the least that any order needs, `hardware.memory_gib` leaves that: check_memory will say what is missing.
+    Below the least need of any order, `hardware.memory_gib` allows that need: check_memory will report the shortage.
     """
     asked, p = _asked(job), placement.ranks
     units = sizes = None
@@ -162,10 +162,10 @@ def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[
 def _both(
     costs: Costs, placement: Placement, units: Sequence[float], sizes: Sequence[float], split: bool
 ) -> tuple[Costs, tuple[float, ...]]:
-    """A measure of which `units` are never less than so many units nor than these bytes, and the bytes of one by rank.
+    """A measure whose units are never less than the `units` nor the bytes of a rank, and the bytes of a unit by rank.
 
-    A stage counts as the larger of its units and its bytes, as shares of what its rank may hold. That may be too much
-    for a single microbatch; such ranks count units alone.
+    A stage counts as the larger of its units and its bytes, as shares of its rank's limits. That may be too much for a
+    single microbatch; such ranks count units alone.
     """
     ranks = range(placement.ranks)
     rates = [units[rank] / max(sizes[rank], 1.0) for rank in ranks]
@@ -180,7 +180,7 @@ def _both(
 
 
 def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
-    """The least `memory_limit` with which any order exists: a multiple or bytes, as the job has it."""
+    """The least `memory_limit` with which any order exists: a multiple or bytes, as in the job."""
     asked = _asked(job)
     if asked is None or asked[1] == "x" or costs.bytes is None:
         return max(_least(placement, costs, split)) / placement.ranks
@@ -189,7 +189,7 @@ def smallest(job: Job, placement: Placement, costs: Costs, *, split: bool = True
 
 
 def shortage(job: Job, placement: Placement, costs: Costs, *, split: bool = True) -> float:
-    """By what share the least that any order holds is above the limits; 0 or less if one may fit."""
+    """The share by which the least need of any order exceeds the limits; 0 or less if one may fit."""
     units = _least(placement, costs, split)
     if costs.bytes is None:
         return above(job, placement, costs, units, ())
@@ -198,16 +198,16 @@ def shortage(job: Job, placement: Placement, costs: Costs, *, split: bool = True
 
 
 def hopeless(job: Job, placement: Placement, costs: Costs) -> bool:
-    """Whether weights, gradients and optimizer state are too large for all ranks together: no partition mends that."""
+    """Whether weights, gradients and optimizer state are too large for all ranks together: no partition helps then."""
     if job.rooms is None or costs.bytes is None or job.parallel.frees or job.parallel.scatters:
-        return False  # weights and gradients that replicas share out are less than a stage has
+        return False  # sharded weights and gradients are less than a stage's
     return sum(_state(costs, placement, rank) for rank in range(placement.ranks)) > sum(job.rooms)
 
 
 def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], sizes: Sequence[float]) -> float:
-    """By what share ranks that hold these activations, in units and in bytes, are above the limits; 0 or less: none is.
+    """The share by which ranks with these activations, in units and in bytes, exceed the limits; 0 or less: none does.
 
-    Of the device, what is on its way is not counted: that depends on the order.
+    On the device, tensors in flight are not counted: they depend on the order.
     """
     found = [-1.0]
     asked = _asked(job)
@@ -238,13 +238,13 @@ def _least(placement: Placement, costs: Costs, split: bool) -> list[float]:
 
 
 def _state(costs: Costs, placement: Placement, rank: int) -> float:
-    """Bytes of weights, gradients and what the optimizer keeps."""
+    """Bytes of weights, gradients, masters and optimizer state."""
     stages = costs.bytes_on(placement.stages_of(rank))
     return sum(s.weights + s.gradients + s.masters + s.optimizer for s in stages)
 
 
 def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
-    """Bytes a rank holds whatever the order."""
+    """Bytes a rank holds in any order."""
     stages = costs.bytes_on(placement.stages_of(rank))
     state = _state(costs, placement, rank)
     most = max((max(s.more.f, s.more.b, s.more.w, s.more.bw, s.step) for s in stages), default=0.0)
@@ -253,7 +253,7 @@ def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
 
 
 def _too_small(job: Job, needs: list[float], limit: float, unit: float | None) -> ZbcError:
-    """`unit` is the bytes of one where the limit is in bytes."""
+    """`unit` is the bytes of a unit if the limit is in bytes."""
     rank = max(range(len(needs)), key=lambda r: needs[r])
     most = needs[rank]
     if unit is None:

@@ -1,4 +1,4 @@
-"""Megatron's pipeline layout string: which layers each stage holds.
+"""Megatron's pipeline layout string: the layers of each stage.
 
     Et*3|(tt|)*29,m|L        E embedding, t transformer layer, L head and loss, m multi-token prediction
                              | ends a stage; x*3 and (..)*29 repeat; commas mean nothing
@@ -24,7 +24,7 @@ _TOKEN = re.compile(r"(?P<group>\((?P<inner>[^()]*)\)|[A-Za-z|])(?:\*(?P<times>\
 def loads(layout: str, where: str | None = None) -> tuple[int, ...]:
     """The transformer layers of each stage; the embedding is in the first, the head in the last.
 
-    Raises E132 with the place in the string for what is no layout or what zbc cannot place.
+    Raises E132 with the place in the string for an invalid layout or one that zbc cannot place.
     """
     stages = "".join(_unrolled(layout, where)).split("|")
     for number, stage in enumerate(stages):

@@ -1,9 +1,9 @@
-"""Orders whose activations may move to the host: made for more memory than there is, and brought down to the limit.
+"""Orders with activation offload: made for more memory than available, and brought down to the limit.
 
-Which orders: those of a search under larger limits, and under the limit itself with a share of what stages keep taken
-to be away, by its fast part alone as well, since what a longer one finds may be worse with copies; those made by hand
-for the same placement, with every size of round. Copies only add time, so an order is left alone if it takes as
-long without them as the best one with them.
+The orders are those of a search under larger limits, and under the limit itself with a share of the stages' activations
+assumed offloaded, also by its fast part alone, since the result of a longer one may be worse with copies; and hand-made
+ones for the same placement, with every group size. Copies only add time, so an order is skipped if it takes as long
+without them as the best one with them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from zbc.compiler.passes.offload import HUGE, LARGE, Offload, TooTight
 from zbc.compiler.search.feasible import least_of
 from zbc.ir import Placement
 
-WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: what orders are made for
-AWAY = (0.9, 0.54)  # of what the first, and any other, stage of a rank keeps: taken to be on the host
-ON_THE_WAY = 0.75  # units that copies need beside it
-FINALISTS, NEAR = 3, 1.1  # orders that get more than a first look, and how long their step may be beside the first
-MOST = 100_000  # F, B and W of all orders together, beyond which there are fewer, but two
-RETRIES = 4  # with less for activations, until what is on its way fits as well
+WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: limits that orders are made for
+AWAY = (0.9, 0.54)  # share assumed offloaded of a rank's first stage, and of any other
+ON_THE_WAY = 0.75  # units that copies need in addition
+FINALISTS, NEAR = 3, 1.1  # orders evaluated fully, and the longest of their steps relative to the first
+MOST = 100_000  # F, B and W of all orders together, beyond which there are fewer, at least two
+RETRIES = 4  # with less for activations, until tensors in flight fit as well
 SAME, TINY = 1e-12, 1e-9
 INF = float("inf")
 T = TypeVar("T")
 
 
 def planned(setup: Setup, budget: float | None = None, *, beat: float = INF, **search: Any) -> Ordered:
-    """As `Setup.make`, or where activations may move and memory is limited, the best that keeps to it by moving.
+    """`Setup.make`, or if activations may move and memory is limited, the best order that keeps to it by offloading.
 
-    Orders that take `beat` ms without copies are not looked at if there are others. Where tensors on their way need
-    more of the device than was left for them, activations get that much less. Raises E303 where none can.
+    Orders that take `beat` ms without copies are skipped if there are others. If tensors in flight need more of the
+    device than was left for them, activations get that much less. Raises E303 if no order fits.
     """
     units, device = setup.limit.units, setup.job.room
     if units is None or not moves(setup.job, setup.placement):
@@ -52,7 +52,7 @@ def planned(setup: Setup, budget: float | None = None, *, beat: float = INF, **s
 
 
 def _orders(setup: Setup, units: tuple[float, ...], budget: float, search: dict[str, Any]) -> Iterator[Ordered]:
-    """The orders to bring down to so many units, searched ones with equal shares of the budget."""
+    """Yields the orders to bring down to `units`, searched ones with equal shares of the budget."""
     asked = setup.job.schedule
     if not setup.schedule.searched:
         groups = setup.schedule.groups
@@ -63,7 +63,7 @@ def _orders(setup: Setup, units: tuple[float, ...], budget: float, search: dict[
     thin = _thin(setup, units)
     looked_for = [*([] if thin is None else [thin]), *(setup.under(limit) for limit in _limits(setup, units))]
     looked_for = _few(setup, looked_for)
-    large = _size(setup) > LARGE  # then kernels that are loaded once pay
+    large = _size(setup) > LARGE  # then loading kernels once pays
     for one in looked_for:
         for seconds in dict.fromkeys((0.0, budget / len(looked_for))):
             yield replace(one.ordered(seconds, **{"compiled": large, **search}), costs=setup.costs)
@@ -76,7 +76,7 @@ def _size(setup: Setup) -> int:
 
 
 def _few(setup: Setup, some: list[T]) -> list[T]:
-    """As many as there is time for, from the first to the last."""
+    """As many as there is time for, evenly from the first to the last."""
     most = max(2, MOST // _size(setup))
     if len(some) <= most:
         return some
@@ -84,7 +84,7 @@ def _few(setup: Setup, some: list[T]) -> list[T]:
 
 
 def _limits(setup: Setup, units: tuple[float, ...]) -> Iterator[tuple[float, ...]]:
-    """Limits from the given one to none at all, each once."""
+    """Yields limits from the given one to none at all, each once."""
     placement, costs = setup.placement, setup.limit.costs
     least, most = least_of(placement, costs), everything(placement, costs, setup.job.schedule.microbatches)
     wider = [tuple(times * unit for unit in units) for times in WIDER]
@@ -94,7 +94,7 @@ def _limits(setup: Setup, units: tuple[float, ...]) -> Iterator[tuple[float, ...
 
 
 def places(placement: Placement) -> list[int]:
-    """Of each stage, how many of its rank come before it."""
+    """For each stage, the number of its rank's stages before it."""
     found, seen = list[int](), [0] * placement.ranks
     for stage in range(placement.stages):
         holders = placement.holders(stage)
@@ -105,7 +105,7 @@ def places(placement: Placement) -> list[int]:
 
 
 def _thin(setup: Setup, units: tuple[float, ...]) -> Setup | None:
-    """The same as if much of what may move were never there; None where one microbatch is too much even so."""
+    """The setup with much of the movable activations assumed offloaded; None if even so one microbatch is too much."""
     placement, costs = setup.placement, setup.limit.costs
     here = [
         1 - AWAY[min(place, len(AWAY) - 1)] if setup.job.memory.offloads(stage) else 1.0
@@ -119,9 +119,9 @@ def _thin(setup: Setup, units: tuple[float, ...]) -> Setup | None:
 
 
 def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], beat: float) -> Ordered:
-    """Of orders that keep to so many units by moving, the fastest that fits; else the one that is least too large.
+    """Among orders brought down to `units` by offloading, the fastest that fits; else the one least too large.
 
-    Raises E303 where no order can.
+    Raises E303 if no order can.
     """
     job, refused = setup.job, list[TooTight]()
     found = list[tuple[float, float, Ordered]]()
@@ -152,7 +152,7 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], 
 
 
 def _moving(setup: Setup, units: tuple[float, ...], *, quick: bool) -> Lowering:
-    """How programs are lowered that keep to so many units by moving what they have beyond."""
+    """The lowering that keeps programs within `units` by offloading the rest."""
     may = frozenset(s for s in range(setup.placement.stages) if setup.job.memory.offloads(s))
     moving = Offload(units, may, setup.job.objective, setup.limit.costs, quick=quick)
     return replace(lowering_of(setup.job), offload=moving)

@@ -1,12 +1,12 @@
-"""How many ranks each stage gets: the plan of stages with replicas whose step is shortest by a closed form.
+"""Chooses the number of ranks of each stage: the shortest step of replicated stages by a closed form.
 
     sum of F + B of all stages, and of two transfers between neighbours
     + (M - 1) x the largest F + B
-    + the longest all-reduce, less what of the drain hides it: the transfers and backwards of the stages before
+    + the longest all-reduce, less the part that the drain hides: the transfers and backwards of the earlier stages
 
 where a stage of r ranks takes 1/r of the time. Devices are taken in order. Exact: labels (sum so far, drain so far, the
-all-reduce that sticks out most, the largest stage) over layers and devices. Dominated ones are dropped, and those that
-cannot beat the best plan so far, the rest of the work in perfect balance. The simulator decides between what comes out.
+most exposed all-reduce, the largest stage) over layers and devices. Dominated labels are dropped, and those that cannot
+beat the best plan so far even with the rest of the work in perfect balance. The simulator decides between the results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Plan(NamedTuple):
 class _Label(NamedTuple):
     total: float
     drain: float
-    worst: float  # of all-reduces, what no drain hides
+    worst: float  # the most of an all-reduce that no drain hides
     largest: float  # F + B of a stage
     stages: tuple[Stage, ...]
 
@@ -91,7 +91,7 @@ def _ms(problem: Problem, label: _Label) -> float:
 
 
 def plans(problem: Problem, slack: float = 0.0) -> list[Plan]:
-    """The best plan, and others that are longer by that share at most and lead in something; the shortest first."""
+    """The best plan, and others that are longer by at most `slack` and lead in something; the shortest first."""
     costs, layers, devices = _Costs(problem), len(problem.f), problem.devices
     best = min((length(problem, stages) for stages in _short(problem)), default=float("inf"))
     front: dict[tuple[int, int], list[_Label]] = {(0, 0): [_NONE]}
@@ -112,7 +112,7 @@ def plans(problem: Problem, slack: float = 0.0) -> list[Plan]:
 
 
 def _short(problem: Problem) -> Iterator[tuple[Stage, ...]]:
-    """Plans of one and of two stages: where the search for a better one begins."""
+    """Yields plans of one and of two stages: the start of the search for a better one."""
     layers, devices, most = len(problem.f), problem.devices, problem.microbatches
     if devices <= most:
         yield ((0, layers, devices),)
@@ -123,7 +123,7 @@ def _short(problem: Problem) -> Iterator[tuple[Stage, ...]]:
 
 
 def _keep(labels: list[_Label], new: _Label) -> None:
-    """Add a label unless another is as good in everything, and drop those that it beats."""
+    """Adds a label unless another is as good in everything, and drops labels that it beats."""
     total, drain, worst, largest, _ = new
     for one in labels:
         if one[0] <= total and one[1] >= drain and one[2] <= worst and one[3] <= largest:
@@ -135,7 +135,7 @@ def _keep(labels: list[_Label], new: _Label) -> None:
 
 
 def joined(problem: Problem, count: int) -> Problem:
-    """With the two lightest neighbours made one layer, again and again, until there are `count`."""
+    """The problem with the two lightest neighbours merged into one layer, again and again, until there are `count`."""
     f, b, grads, before = (list(row) for row in problem[:4])
     while len(f) > count:
         k = min(range(len(f) - 1), key=lambda k: f[k] + b[k] + f[k + 1] + b[k + 1])

@@ -1,4 +1,4 @@
-"""A schedule on one partition: its costs, its memory limit, its lower bound, and the order that it makes of them."""
+"""A schedule on one partition: its costs, its memory limit, its lower bound, and the resulting order."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from zbc.job.sections import Memory, Schedule
 from zbc.job.spec import Job
 from zbc.topology import Topology, inner_of
 
-STEP = 0.25  # activation units: the least by which an order is made for less
-WORTH = 0.002  # of a step, that logits of a second unit have to save
+STEP = 0.25  # activation units: the least step by which the limit of an order is lowered
+WORTH = 0.002  # of a step: the least saving for keeping the logits of a second unit
 TINY = 1e-9  # of a step
-RUNGS = 8  # limits whose orders are looked at where searches do not see all that a step takes
-RETRIES = 4  # with less for activations, until what is on its way fits as well
+RUNGS = 8  # limits whose orders are evaluated if searches do not see all costs of a step
+RETRIES = 4  # with less for activations, until tensors in flight fit as well
 
 
 class Choice(NamedTuple):
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
     @classmethod
     def of(cls, stages: Stages) -> Choice:
-        """Every stage has a layer at least."""
+        """The choice of stages that all have a layer at least."""
         return cls((*(part[0] for part in stages), stages[-1][-1] + 1))
 
     @property
@@ -55,13 +55,13 @@ class Choice(NamedTuple):
 
 
 def lowering_of(job: Job) -> Lowering:
-    """How the programs of a job are lowered."""
+    """The lowering of the programs of a job."""
     return Lowering.of(job, partial(several, group=job.schedule.group, early=job.schedule.early))
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """A compute-only program with the partition and the costs it was made for; lowered when that is first asked for."""
+    """A compute-only program with the partition and the costs it was made for; lowered on first use."""
 
     name: str
     program: Program
@@ -69,13 +69,13 @@ class Ordered:
     costs: Costs
     bounds: Bounds
     lowering: Lowering
-    recompute: frozenset[int] = frozenset()  # the stages that do because memory.activations = "auto" lets them
-    activations: Memory | None = None  # what it was made with instead of "auto", where more than that was weighed
-    options: Schedule | None = None  # what it was made with, where "auto" chose more than a schedule
-    weighed: tuple[tuple[str, float | None], ...] = ()  # that, by name, with ms of a step; None: does not fit
-    copy_share: float | None = None  # ms of a copy over F + B + W, where copies were weighed
+    recompute: frozenset[int] = frozenset()  # stages chosen by memory.activations = "auto"
+    activations: Memory | None = None  # the policy it was made with instead of "auto", if several were weighed
+    options: Schedule | None = None  # the options it was made with, if "auto" chose more than a schedule
+    weighed: tuple[tuple[str, float | None], ...] = ()  # policies by name, with ms of a step; None: does not fit
+    copy_share: float | None = None  # ms of a copy over F + B + W, if copies were weighed
     tried: int = 1  # partitions that were simulated
-    all_tried: bool = False  # no other one could be better for this schedule
+    all_tried: bool = False  # whether no other one could be better for this schedule
 
     @cached_property
     def compute(self) -> Context:
@@ -89,18 +89,18 @@ class Ordered:
 
     @cached_property
     def memory(self) -> list[RankMemory]:
-        """What each rank of the complete program holds."""
+        """Memory of each rank of the complete program."""
         return peaks(self.complete.program, self.costs, self.complete.timeline)
 
     def step_ms(self, job: Job) -> float:
-        """What a step costs by the job's objective, all-reduces of gradients included."""
+        """ms of a step by the job's objective, gradient reductions included."""
         plain = self.program.alone and self.lowering.offload is None and self.lowering.weave is None
         return (self.compute if plain else self.complete).step_ms(job.objective)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A schedule with all that its order is made from; `make` may be called for several budgets."""
+    """A schedule with all inputs of its order; `make` may be called for several budgets."""
 
     job: Job
     schedule: ScheduleCard
@@ -121,7 +121,7 @@ class Setup:
         v: int,
         choice: Choice,
     ) -> Setup:
-        """Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs)."""
+        """Raises E1xx (impossible as requested) or E303 (memory_limit below the need of any order)."""
         stages = choice.stages
         costs = pricing.build(with_recompute(job, choice.recompute, placement), placement, stages, table)
         own = own_limit(schedule.name, placement.ranks, costs)
@@ -137,11 +137,11 @@ class Setup:
         return cls(job, schedule, placement, v, stages, choice.recompute, costs, limit)
 
     def make(self, budget: float | None = None, **search: Any) -> Ordered:
-        """The order; searched ones take about `budget` seconds (None: what the schedule takes by default).
+        """The order; searched ones take about `budget` seconds (None: the schedule's default).
 
-        `search` sets more of the request: see `Request`. Where that needs too many bytes, the search runs again with
-        the tighter limit; where tensors on their way need more of the device than the limit left for them, with that
-        much less for activations.
+        `search` sets more of the request: see `Request`. If the result needs too many bytes, the search runs again with
+        the tighter limit; if tensors in flight need more of the device than the limit left for them, with that much
+        less for activations.
         """
         found = self._best(budget, search)
         tighter = self.limit.tighter
@@ -164,8 +164,8 @@ class Setup:
         return found
 
     def _best(self, budget: float | None, search: dict[str, Any]) -> Ordered:
-        """One order for its limit. Where searches do not see all that a step takes, the best of several by that: what
-        is found for this limit and smaller ones, which share the budget, and the orders made by hand."""
+        """One order for its limit. If searches do not see all costs of a step, the best of several by the full step:
+        results for this limit and smaller ones, which share the budget, and the hand-made orders."""
         if not self.schedule.searched or not unseen(self.job, self.costs) or len(self.placement.pipes) > 1:
             return self.ordered(budget, **search)
         small = 3 * self.placement.stages * self.job.schedule.microbatches <= LARGE
@@ -187,7 +187,7 @@ class Setup:
         return all(rank.units <= most + 1e-6 for rank, most in zip(held, self.limit.units, strict=True))
 
     def by_hand(self, some: Callable[[list[int]], list[int]] = list) -> Iterator[Ordered]:
-        """Orders of other schedules for the same placement that take no search; of their sizes of groups `some`."""
+        """Yields orders of other schedules for the same placement that take no search; `some` selects group sizes."""
         p = self.placement.ranks
         for card in SCHEDULES.values():
             whole = self.schedule.splits_backward or not card.splits_backward
@@ -201,13 +201,13 @@ class Setup:
             for group in [None] if card.groups is None else some(list(card.groups(p))):
                 try:
                     found = one.ordered(0.0, group=group)
-                except ZbcError:  # not for so many microbatches
+                except ZbcError:  # not for this number of microbatches
                     continue
-                named = (self.schedule.name, *found.program.history[1:])  # as what a search takes from there
+                named = (self.schedule.name, *found.program.history[1:])  # as in results that a search takes from there
                 yield replace(found, program=replace(found.program, history=named))
 
     def quick(self, budget: float, **search: Any) -> Ordered:
-        """One order for its limit, not the best there is where all ranks meet for a vocabulary."""
+        """One order for its limit, not the best possible with vocabulary parallelism."""
         if not self.job.vocabulary:
             return self._ordered(self.limit.units, budget, None, search)
         found = self._ordered(self._less([meetings(self.job)] * self.placement.ranks), budget, None, search)
@@ -216,7 +216,7 @@ class Setup:
         return replace(found, lowering=replace(found.lowering, weave=quick))
 
     def _less(self, more: Sequence[float]) -> tuple[float, ...] | None:
-        """The limit less so many units of each rank, where an order can do with that."""
+        """The limit less `more` units of each rank, but enough for some order."""
         units = self.limit.units
         return (
             None
@@ -225,10 +225,10 @@ class Setup:
         )
 
     def ordered(self, budget: float | None, *, group: int | None = None, **search: Any) -> Ordered:
-        """One order for its limit; `group` instead of what the job asks for.
+        """One order for its limit; `group` instead of the job's.
 
-        Where all ranks meet before the last stage's backwards it is made for less than the limit, since it holds units
-        longer then; by how much less is known when it was woven.
+        With vocabulary parallelism it is made for less than the limit, since collectives before the last stage's
+        backwards make it hold units longer; the difference is known only after weaving.
         """
         units, more = self.limit.units, [meetings(self.job)] * self.placement.ranks
         if not self.job.vocabulary:
@@ -246,7 +246,7 @@ class Setup:
         return self._later(found)
 
     def _later(self, found: Ordered) -> Ordered:
-        """The same with the logits of two units at a time, where that makes a step shorter and fits."""
+        """The order with the logits of two units at a time, if that makes a step shorter and fits."""
         weave = found.lowering.weave
         if weave is None or weave.late != 1:
             return found
@@ -279,33 +279,33 @@ class Setup:
 
     @property
     def _overlaps(self) -> bool:
-        """Whether pairs of an F and a backward are groups, in schedules that have such pairs."""
+        """Whether pairs of an F and a backward are overlap groups, in schedules that have such pairs."""
         asked = self.job.schedule.overlap
         return self.job.costs.overlap > 0 if asked is None else asked
 
     @property
     def _groups(self) -> bool:
-        """Whether its orders have groups, which hide sums of tensor-parallel ranks."""
+        """Whether its orders have overlap groups, which hide tensor-parallel collectives."""
         return self.schedule.grouped or ("overlap" in self.schedule.options and self._overlaps)
 
     def under(self, units: tuple[float, ...]) -> Setup:
-        """The same under another limit."""
+        """This setup under another limit."""
         return replace(self, limit=replace(self.limit, units=units))
 
     @property
     def looks_for(self) -> tuple[object, ...]:
-        """Searched schedules with the same of this look for the same orders."""
+        """Searched schedules with equal values of this search for the same orders."""
         return self.placement, self.limit.units, self.stages, self.recompute, self.schedule.splits_backward
 
     def lowered(self) -> Iterator[Setup]:
-        """The same under every limit that makes a difference, up to its own or to all it can use; largest first."""
+        """Yields this setup under every distinct limit, up to its own or to all usable memory; largest first."""
         needs = least_of(self.placement, self.limit.costs)
         most = everything(self.placement, self.limit.costs, self.job.schedule.microbatches)
         yield from map(self.under, whole(self.limit.units or most, needs))
 
     @property
     def busiest(self) -> float:
-        """ms that a microbatch takes of the rank with most to do; with several pipes they share the microbatches."""
+        """ms of the busiest rank for a microbatch; with several pipes they share the microbatches."""
         costs = self.costs.hidden() if self._groups else self.costs
         f, b, w, bw = map(costs.column, ("f", "b", "w", "bw"))
         backward = tuple(map(add, b, w)) if self.schedule.splits_backward else bw
@@ -318,7 +318,7 @@ class Setup:
 
     @property
     def least_step(self) -> float:
-        """What no order of this schedule can beat: `bounds` know neither its own limit nor a backward in one op."""
+        """A lower bound for all orders of this schedule: `bounds` include neither its own limit nor fused backwards."""
         costs = self.limit.costs if self.schedule.splits_backward else self.limit.costs.joined()
         costs = costs.hidden() if self._groups else costs
         least = bounds(self.placement, costs, self.job.schedule.microbatches, self.limit.units)
@@ -327,7 +327,7 @@ class Setup:
 
 
 def meetings(job: Job) -> float:
-    """Activation units that a rank holds longer where all ranks meet before the last stage's backwards."""
+    """Activation units that a rank holds longer because of vocabulary collectives before the last stage's backwards."""
     return job.vocabulary / job.slices
 
 
@@ -337,36 +337,36 @@ def moves(job: Job, placement: Placement) -> bool:
 
 
 def unseen(job: Job, costs: Costs) -> bool:
-    """Whether searches do not see all that a step takes: meetings of all ranks, links that are busy."""
+    """Whether searches miss costs of a step: vocabulary collectives, or occupied links."""
     return bool(job.vocabulary) or any(any(links.values()) for links in costs.occupies)
 
 
 def limited(job: Job) -> bool:
-    """Whether memory is."""
+    """Whether memory is limited."""
     return job.schedule.memory_limit is not None or job.hardware.memory_gib is not None
 
 
 def with_recompute(job: Job, recompute: Collection[int], placement: Placement) -> Job:
-    """The job with the stages that recompute written down. Raises E110 for one that there is not."""
+    """The job with the recomputing stages written down. Raises E110 for a stage that doesn't exist."""
     pricing.check_stages(job, placement)
     memory = job.memory.decided(recompute, placement.stages)
     return job if memory is job.memory else replace(job, memory=memory)
 
 
 def as_ordered(job: Job, found: Ordered) -> Job:
-    """The job with what an order does to activations written down."""
+    """The job with an order's activation policy written down."""
     made = job if found.activations is None else replace(job, memory=found.activations)
     return with_recompute(made, found.recompute, found.program.placement)
 
 
 def start_of(job: Job, placement: Placement, table: Sequence[estimate.Layer]) -> tuple[Stages, Costs]:
-    """The partition a job starts from, and what its stages cost."""
+    """The partition a job starts from, and the costs of its stages."""
     stages = initial(job, placement, table)
     return stages, pricing.build(with_recompute(job, (), placement), placement, stages, table)
 
 
 def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Program:
-    """The program with what the job does to all its steps; `stages` are the layers of each. Raises E115 and E118."""
+    """The program with the job's settings for all steps; `stages` are the layers of each. Raises E115 and E118."""
     refuse_placement(job, program.placement, costs, program.history[0])
     trained = set() if job.adapter.rank else job.model.tied_layers
     tied = [s for s, part in enumerate(stages) if trained & set(part)]
@@ -388,19 +388,19 @@ def finished(job: Job, program: Program, costs: Costs, stages: Stages) -> Progra
 
 
 def _averages(job: Job) -> int:
-    """How replicas average weights."""
+    """The mode in which replicas average weights."""
     asked = job.parallel.average
     return 0 if asked is None else 1 if asked.delay else 2
 
 
 def refusals(job: Job, card: ScheduleCard) -> Iterator[ZbcError]:
-    """Why a schedule cannot be that of a job, by what is known of it before it has a placement."""
+    """Yields the reasons why a job cannot use a schedule, as far as known before it has a placement."""
     asked = vars(job) | {"schedule": job.schedule.model_copy(update={"slices": job.slices, "kind": card.name})}
     return excludes.of_schedule(asked, job.document.where, card.name, card.traits)
 
 
 def freezing_refused(job: Job, found: Ordered) -> ZbcError | None:
-    """E110 for an order in which no layers can be frozen, where the job asks for it."""
+    """E110 for an order in which no layers can be frozen, if the job requests freezing."""
     if not job.freeze.most:
         return None
     traits = {"groups"} if found.complete.graph.marks else set[str]()
@@ -409,7 +409,7 @@ def freezing_refused(job: Job, found: Ordered) -> ZbcError | None:
 
 
 def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) -> None:
-    """Raise E115 or E118 for what the job has replicas do and this placement, of the schedule `name`, cannot."""
+    """Raise E115 or E118 if this placement, of the schedule `name`, cannot do what the job's replicas need."""
     if len(placement.pipes) > 1:
         raise_all(excludes.of_schedule(vars(job), job.document.where, name, {"copies"}))
     parallel, size = job.parallel, job.hardware.ranks_per_node
@@ -430,7 +430,7 @@ def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) ->
 
 
 def _whole(limit: Limit, placement: Placement, microbatches: int) -> Limit:
-    """The same, rounded down to what makes a difference to two pipes."""
+    """The limit rounded down to values that make a difference to two pipes."""
     tighter = None if limit.tighter is None else _whole(limit.tighter, placement, microbatches)
     if limit.units is None:
         return replace(limit, tighter=tighter)
@@ -439,7 +439,7 @@ def _whole(limit: Limit, placement: Placement, microbatches: int) -> Limit:
 
 
 def everything(placement: Placement, costs: Costs, microbatches: int) -> tuple[float, ...]:
-    """Activation units per rank beyond which more room changes nothing: all microbatches in one pipe."""
+    """Activation units per rank beyond which more memory changes nothing: all microbatches in one pipe."""
     found = [0.0] * placement.ranks
     most = list(map(max, costs.units("kept"), costs.units("left")))  # recompute leaves W more than B
     for pipe in placement.pipes:
