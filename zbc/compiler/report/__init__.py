@@ -1,1 +1,1 @@
-"""What is said of a plan, and of two."""
+"""Reports on a plan, and differences of two."""

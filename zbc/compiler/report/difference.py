@@ -1,4 +1,4 @@
-"""How two programs differ, rank by rank: which ops stay in order, which moved, which only one of them has."""
+"""Differences of two programs, rank by rank: ops in the same order, moved ops, ops that only one of them has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zbc.ir import Op, Program
 
 
 class DiffLine(NamedTuple):
-    """One line of an aligned listing: the steps of an op on both sides, None where it is not, or not here."""
+    """One line of an aligned listing: the steps of an op on both sides, None if it is missing, or on another line."""
 
     op: Op
     left: int | None
@@ -34,7 +34,7 @@ class RankDifference:
 
 
 def difference(left: Program, right: Program, *, compute_only: bool = True) -> list[RankDifference]:
-    """Rank by rank; a rank that one program does not have counts as empty there. O(ops log ops)."""
+    """Rank by rank; a missing rank of one program counts as empty. O(ops log ops)."""
     found = []
     for rank in range(max(len(left.ranks), len(right.ranks))):
         sides = [program.ranks[rank] if rank < len(program.ranks) else () for program in (left, right)]
@@ -67,9 +67,9 @@ def _aligned(left: Sequence[Op], right: Sequence[Op], stay: Sequence[Op]) -> Ite
 
 
 def kept(left: Sequence[Op], right: Sequence[Op]) -> list[Op]:
-    """A longest run of ops, not necessarily side by side, that come in the same order on both sides.
+    """A longest run of ops, not necessarily adjacent, in the same order on both sides.
 
-    The longest increasing run of places (patience sorting); an op that comes twice counts where it comes last on the
+    The longest increasing run of places (patience sorting); an op that comes twice counts at its last place on the
     left, once.
     """
     at = {op: k for k, op in enumerate(left)}

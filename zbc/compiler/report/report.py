@@ -1,4 +1,4 @@
-"""What is said of a plan: the numbers behind `--json`, the manifest's prediction and the summary on the console."""
+"""The report on a plan: the numbers of `--json`, the manifest's prediction and the summary on the console."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zbc.job.throughput import NOTHING_KNOWN, Throughput, balance, idle_rate
 from zbc.ops import TIED
 
 FORMAT = "zbc-report"
-MET = 5e-7  # as a share, what a step may be above its bound and meet it
+MET = 5e-7  # relative excess over its bound with which a step meets it
 VERSION = 1
 _NOT_PREDICTED = (
     *("schedule", "ranks", "stages", "microbatches", "compile_seconds", "engine", "limits"),
@@ -53,21 +53,21 @@ class RankReport:
     optimizer_bytes: int
     activation_bytes: int
     buffer_bytes: int
-    logit_bytes: int  # of activation_bytes, what there is for every word of the vocabulary
+    logit_bytes: int  # the part of activation_bytes with an entry per word of the vocabulary
     sent_bytes: int  # of boundary tensors it sends to neighbours in a step
-    summed_bytes: int  # it sends to add up gradients over the copies of its stages
-    kv_bytes: int = 0  # of activation_bytes, keys, values and their gradients that slices share
-    messages_ms: float = 0.0  # of busy_ms, in which messages keep it from computing
+    summed_bytes: int  # it sends to reduce gradients over the replicas of its stages
+    kv_bytes: int = 0  # the part of activation_bytes in keys, values and their gradients, shared by slices
+    messages_ms: float = 0.0  # the part of busy_ms in which messages keep it from computing
 
     @property
     def parameter_bytes(self) -> int:
-        """Weights, gradients and what the optimizer keeps."""
+        """Bytes of weights, gradients, masters and optimizer state."""
         return self.weight_bytes + self.gradient_bytes + self.master_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
-    """One stage: ms and bytes of one microbatch, and the bytes that stay; 0 where sizes are not known."""
+    """One stage: ms and bytes of one microbatch, and its resident bytes; 0 if sizes are not known."""
 
     stage: int
     ranks: tuple[int, ...]
@@ -75,7 +75,7 @@ class StageReport:
     f_ms: float
     b_ms: float
     w_ms: float
-    state_bytes: int  # weights, gradients and what the optimizer keeps
+    state_bytes: int  # weights, gradients, masters and optimizer state
     activation_bytes: int  # from F to B
     recompute: bool
     selective: bool = False  # it recomputes selectively
@@ -99,47 +99,47 @@ class SliceReport:
 
 @dataclass(frozen=True, slots=True)
 class CutReport:
-    """Layers to stages, and what their unevenness costs."""
+    """Layers to stages, and the cost of their unevenness."""
 
     busiest_rank: int
     busiest_ms: float  # its work in a step
-    balanced_ms: float  # that of each rank if layers could be split at will
-    tried: int  # cuts that were simulated
-    all_tried: bool  # no other could be better for this schedule
+    balanced_ms: float  # each rank's work if layers could be split at will
+    tried: int  # number of simulated partitions
+    all_tried: bool  # whether no other could be better for this schedule
     stages: tuple[StageReport, ...]
 
     @property
     def loss(self) -> float:
-        """How much more than its share the busiest rank has to do."""
+        """The excess of the busiest rank's work over an equal share."""
         return self.busiest_ms / self.balanced_ms - 1 if self.balanced_ms > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyReport:
-    """Copies of activations to the host and back, over all ranks, in a step."""
+    """Offload copies of activations out and back, over all ranks, in a step."""
 
     moved: float  # share of all activations
     copying_ms: float
-    waited_ms: float  # for them
-    hidden: float  # share of copying_ms that nobody waits for
+    waited_ms: float  # by ranks, for these copies
+    hidden: float  # share of copying_ms that no rank waits for
     k: float  # a copy of a rank's share of a microbatch one way, over its F + B + W; of the rank with most
 
 
 @dataclass(frozen=True, slots=True)
 class FreezeReport:
-    """Weight gradients that a step leaves out, as shares; ms of a step."""
+    """Skipped weight gradients of a step, as shares; ms of a step."""
 
-    most: float  # of a stage, as asked
+    most: float  # requested, of a stage
     frozen: float  # mean over all ops that have weight gradients
     by_stage: tuple[float, ...]
-    unfrozen_ms: float  # a step that leaves out nothing
-    alike_ms: float  # one in which each op leaves out the share `most`
+    unfrozen_ms: float  # a step that skips nothing
+    alike_ms: float  # a step in which each op skips the share `most`
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """What trains in place of all weights, in parameters; a step of all, and the memory of the rank with most, in the
-    same order."""
+    """Trained parameters with adapters, and all parameters; the step of a full training, and the memory of its fullest
+    rank, in the same order."""
 
     rank: int
     trained: int
@@ -150,35 +150,35 @@ class AdapterReport:
 
 @dataclass(frozen=True, slots=True)
 class GatherReport:
-    """Gathers of weights that replicas share out, in a step."""
+    """Gathers of sharded weights, in a step."""
 
-    count: int  # on the rank with most
-    ms: float  # of all on the rank where they take longest
-    exposed_ms: float  # how much shorter the makespan is if they take no time
+    count: int  # on the rank with the most
+    ms: float  # of all gathers, on the rank with the longest
+    exposed_ms: float  # decrease of the makespan if they take no time
 
 
 @dataclass(frozen=True, slots=True)
 class SumsReport:
-    """Sums of tensor-parallel ranks inside the ops of a step."""
+    """Tensor-parallel collectives inside the ops of a step."""
 
     ms: float  # on a rank, mean of the ranks
-    exposed_ms: float  # of these, what ranks wait for
-    hidden: float  # the share that none waits for
+    exposed_ms: float  # the part that ranks wait for
+    hidden: float  # the share that no rank waits for
 
 
 @dataclass(frozen=True, slots=True)
 class StepsReport:
-    """What steps without a flush gain, and what they change."""
+    """Gains and effects of steps without a flush."""
 
-    period_ms: float  # a step, once they follow one another
+    period_ms: float  # a step in steady state
     flush_ms: float  # a step with a flush between any two
-    delay: tuple[int, ...]  # by so many steps of a stage its gradients come late
+    delay: tuple[int, ...]  # staleness of each stage's gradients, in steps of the stage
     alone: bool  # whether each stage steps on its own, several times in a step of the training
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """What a rank may hold: activations in units and in bytes, and bytes of everything; None for no such limit."""
+    """Limits of a rank: activations in units and in bytes, and bytes of everything; None for no such limit."""
 
     activation_units: float | None = None
     activation_bytes: float | None = None
@@ -187,7 +187,7 @@ class MemoryLimits:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The prediction for one plan. Bubble rates name what they are a share of."""
+    """The prediction for one plan. Bubble rates name their denominator."""
 
     schedule: str
     ranks: int
@@ -199,8 +199,8 @@ class Report:
     bubble_rate_makespan: float
     bubble_rate_span: float
     steady_state_ms: float  # consecutive steps without a barrier, of the order alone
-    barrier_ms: float  # a settled step with the optimizer's barrier and the optimizer's own time
-    ahead_ms: float | None  # the same without the barrier, with the ops that stand in for it; None if it is needed
+    barrier_ms: float  # a step in steady state with the optimizer's barrier and the optimizer's own time
+    ahead_ms: float | None  # without the barrier, with the ops that replace it; None if it is needed
     lower_bound_makespan_ms: float
     lower_bound_span_ms: float
     deadlock_free: bool
@@ -210,20 +210,20 @@ class Report:
     costs: str
     bytes_known: bool
     compile_seconds: float
-    engine: str  # what searches run on: "numba" or "plain Python"
+    engine: str  # engine of searches: "numba" or "plain Python"
     per_rank: tuple[RankReport, ...]
     cut: CutReport
     limits: MemoryLimits = MemoryLimits()
     rates: Throughput = NOTHING_KNOWN  # with the optimizer, in steady state
-    speedup_over_1f1b: float | None = None  # per sequence; None where nobody asked, or 1F1B cannot be
-    slices: tuple[SliceReport, ...] = ()  # of a microbatch; () where it is one
+    speedup_over_1f1b: float | None = None  # per sequence; None if not requested, or 1F1B is impossible
+    slices: tuple[SliceReport, ...] = ()  # of a microbatch; () if it is whole
     host: dict[str, Any] = field(default_factory=dict)  # of the ranks that copy activations there: see memory/host.py
-    copied: CopyReport | None = None  # where any do
-    freezing: FreezeReport | None = None  # where weight gradients are left out
-    adapter: AdapterReport | None = None  # where adapters train in place of weights
-    gathered: GatherReport | None = None  # where steps gather weights
-    flushless: StepsReport | None = None  # where steps follow one another without a flush
-    tp_sums: SumsReport | None = None  # where ops have sums of tensor-parallel ranks inside
+    copied: CopyReport | None = None  # if any do
+    freezing: FreezeReport | None = None  # if weight gradients are skipped
+    adapter: AdapterReport | None = None  # if adapters train in place of weights
+    gathered: GatherReport | None = None  # if steps gather weights
+    flushless: StepsReport | None = None  # if steps follow one another without a flush
+    tp_sums: SumsReport | None = None  # if ops have tensor-parallel collectives inside
 
     def as_json(self) -> dict[str, Any]:
         data = self._data()
@@ -234,7 +234,7 @@ class Report:
         return {"format": FORMAT, "version": VERSION, **data, **_plain(people)}
 
     def predicted(self) -> dict[str, Any]:
-        """The part that depends on nothing but the plan, for the manifest."""
+        """The part that depends only on the plan, for the manifest."""
         data = self._data()
         for key in _NOT_PREDICTED:
             del data[key]
@@ -242,7 +242,7 @@ class Report:
         return data
 
     def _data(self) -> dict[str, Any]:
-        """All of it, without what slices have, or messages cost, where there is none of that."""
+        """All of it, without fields of slices or messages if there are none."""
         data: dict[str, Any] = _plain(asdict(self))
         if not self.slices:
             del data["slices"]
@@ -257,7 +257,7 @@ class Report:
 
     @property
     def slice_balance(self) -> float:
-        """The slowest slice over the mean; 1 for one."""
+        """The slowest slice relative to the mean; 1 for one."""
         each = [one.ms for one in self.slices]
         return max(each) * len(each) / sum(each) if each and sum(each) else 1.0
 
@@ -268,15 +268,15 @@ class Report:
 
     @property
     def balance(self) -> float:
-        """The mean work of a rank over that of the busiest."""
+        """The mean work of a rank relative to the busiest rank's."""
         return balance([rank.busy_ms for rank in self.per_rank])
 
     def step_ms(self, objective: str) -> float:
-        """What a step costs by "makespan", "span" or "period"."""
+        """ms of a step by "makespan", "span" or "period"."""
         return {"makespan": self.makespan_ms, "span": self.span_ms, "period": self.steady_state_ms}[objective]
 
     def lower_bound_ms(self, objective: str) -> float:
-        """What no order of the placement can beat, by the same."""
+        """The lower bound of the placement by the same objective."""
         return Bounds(self.lower_bound_makespan_ms, self.lower_bound_span_ms).of(objective)
 
     @property
@@ -294,22 +294,22 @@ class Report:
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the rank that keeps most."""
+        """Parameter bytes of the rank with the most."""
         return max(rank.parameter_bytes for rank in self.per_rank)
 
     @property
     def summed_bytes(self) -> int:
-        """Of the rank that sends most."""
+        """Reduced bytes of the rank that sends the most."""
         return max(rank.summed_bytes for rank in self.per_rank)
 
     @property
     def moved(self) -> float:
-        """The share of all activations that go to the host and back."""
+        """The share of all activations that is offloaded."""
         return 0.0 if self.copied is None else self.copied.moved
 
     @property
     def sent_bytes(self) -> int:
-        """Of boundary tensors, of the rank that sends most."""
+        """Boundary tensor bytes of the rank that sends the most."""
         return max(rank.sent_bytes for rank in self.per_rank)
 
     @property
@@ -318,10 +318,10 @@ class Report:
 
 
 def bound_is(ms: float, bound: float, limit: float | None, ranks: int, stages: int) -> str:
-    """ "met": no order takes less; "loose": what is between is mostly the bound's; "close": it is the order's.
+    """Returns "met": no order takes less; "loose": the gap is mostly the bound's; "close": the gap is the order's.
 
-    The bound follows work, ways and the memory of one rank. Where activations are limited to less than 1F1B holds, or
-    to as much with several stages per rank, ranks must take turns in ways that it does not see: of small problems the
+    The bound follows work, paths and the memory of one rank. If activations are limited to less than 1F1B's peak, or to
+    as much with several stages per rank, ranks must take turns in ways that it does not see: for small problems the
     search finds the optimum there, 4 to 30% above it; else it is met within 0.5%.
     """
     if ms <= bound * (1 + MET):
@@ -343,10 +343,10 @@ def _plain(value: Any) -> Any:
 
 
 class Chosen(NamedTuple):
-    """The cut of a plan, and how it was found: see `CutReport`."""
+    """The partition of a plan, and how it was found: see `CutReport`."""
 
     layers: tuple[tuple[str, ...], ...]  # stage -> layer names
-    memory: Memory  # what happens to activations
+    memory: Memory  # the activation policy
     tried: int = 1
     all_tried: bool = False
     cuts: Sequence[int] = ()  # of a microbatch into slices
@@ -405,15 +405,15 @@ def _slice(costs: Costs, j: int, begin: int, end: int) -> SliceReport:
 
 
 def _without_copies(data: dict[str, Any]) -> None:
-    """Say nothing of the host where nothing is copied there, of freezing where nothing is frozen, of adapters and of
-    gathers where there are none, of steps without a flush where they have one, nor of sums inside of ops."""
+    """Removes absent features: host copies, freezing, adapters, gathers, steps without a flush, and collectives inside
+    of ops."""
     for key in ("host", "copied", "freezing", "adapter", "gathered", "flushless", "tp_sums"):
         if not data[key]:
             del data[key]
 
 
 def _gathers(costs: Costs, timeline: Timeline) -> GatherReport | None:
-    """What gathers of weights take, and what of it the step has to wait for; None where there are none."""
+    """Gathers of weights, and their exposed time; None if there are none."""
     gathers = [one for one in timeline.sums if one.op.kind is Kind.GATHER]
     if not gathers:
         return None
@@ -428,7 +428,7 @@ def _inside(costs: Costs, timeline: Timeline) -> SumsReport | None:
 
 
 def _copies(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | None:
-    """What copies of activations take and how much of it waits; None where there are none."""
+    """Time of offload copies and the part that ranks wait for; None if there are none."""
     moved = sum(op.kind is Kind.OFFLOAD for ops in program.ranks for op in ops)
     if not moved:
         return None
@@ -495,15 +495,15 @@ def _rank(
 
 
 def _message(program: Program, costs: Costs, op: Op) -> float:
-    """Bytes of what a SEND sends, which are those of the boundary it crosses."""
+    """Bytes of a SEND's tensor, which is that of the boundary it crosses."""
     message = program.placement.message(op)
     size = None if message is None else costs.bytes_at(message.edge[0], op.slice)
     return 0.0 if size is None else size.behind
 
 
 def _sent(program: Program, costs: Costs, op: Op) -> float:
-    """Bytes a rank sends in one sum over k ranks, as a ring does it: each of k parts goes round, once more for the
-    result unless each rank keeps its part only."""
+    """Bytes a rank sends in one ring reduction over k ranks: each of k parts goes round, once more for the result
+    unless each rank keeps its part only."""
     k = program.holders(op)
     halves = 1 if program.sharded and op.stage != TIED else 2
     return costs.bytes_owned(op.stage).gradients * (k - 1) / k * halves
