@@ -14,7 +14,7 @@ from zbc.compiler.schedules.request import Generator, Request, ScheduleCard
 from zbc.errors import ZbcError
 from zbc.ir import Placement, Program
 
-BUDGET = 4.0  # seconds of search where a schedule is nothing but search
+BUDGET = 4.0  # seconds of search for schedules that are only searched
 
 
 def _linear(p: int, v: int) -> Placement:
@@ -302,9 +302,9 @@ _ALL = (
     *BIDIRECTIONAL,
 )
 
-# Besides these: REPLICATED, whose placement depends on parallel.replicas, so that it is not compared with others.
+# In addition: REPLICATED, whose placement depends on parallel.replicas, so that it is not compared with others.
 SCHEDULES: dict[str, ScheduleCard] = {schedule.name: schedule for schedule in _ALL}
-LIMITS = {"zb-1p": "1.0x", "zb-2p": "2.0x"}  # aliases that say how much memory as well, as `memory_limit` does
+LIMITS = {"zb-1p": "1.0x", "zb-2p": "2.0x"}  # aliases that also set a `memory_limit`
 AUTO = "auto"  # the best of all placements; no schedule of its own, see compiler/order.py
 _ALIASES = {alias.lower(): schedule.name for schedule in _ALL for alias in (schedule.name, *schedule.aliases)}
 
@@ -312,7 +312,7 @@ __all__ = ["AUTO", "BUDGET", "LIMITS", "SCHEDULES", "Generator", "Request", "Sch
 
 
 def several(program: Program, steps: int, *, group: int | None = None, early: int | None = None) -> Program | None:
-    """So many steps of a schedule's program as one, with these options; None where it has no steady state."""
+    """`steps` steps of a schedule's program as one, with these options; None if it has no steady state."""
     card = None if program.placement.branches else find(program.history[0])
     if card is None or not card.steady:
         return None

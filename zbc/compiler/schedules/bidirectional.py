@@ -19,7 +19,7 @@ from zbc.compiler.search.pipes import packed
 from zbc.compiler.sim.bounds import bounds
 from zbc.ir import Placement, Program
 
-BUDGET = 2.0  # seconds of annealing where no order reaches the bound
+BUDGET = 2.0  # seconds of annealing if no order reaches the bound
 
 
 def chimera_zb(request: Request) -> Program:

@@ -1,8 +1,8 @@
-"""braid-v: an order of groups, in which each op computes while the sums of the other are on their way.
+"""braid-v: an order of overlap groups, in which each op computes during the collectives of the other.
 
-Under tensor parallelism F and B of a layer wait for sums of ranks that share it; two ops of different microbatches that
-run unit by unit in turn need not (arXiv 2510.27257). On a V, for rank r of p and n >= 3p microbatches (f, b, d, w are
-F, B, BW and W of the leg that goes down, F, B, D and W of the one that comes up, f+D a group; q = p-1-r):
+Under tensor parallelism F and B of a layer wait for all-reduces of ranks that share it; two ops of different
+microbatches that run unit by unit in turn need not (arXiv 2510.27257). On a V, for rank r of p and n >= 3p microbatches
+(f, b, d, w are F, B, BW and W of the leg down, F, B, D and W of the leg up, f+D a group; q = p-1-r):
 
     phase   ops                                           times
     1       f                                             2q
@@ -13,12 +13,12 @@ F, B, BW and W of the leg that goes down, F, B, D and W of the one that comes up
     6       d F+B                                         2p-2-r
     7       d D                                           r + 1
     8       d w w                                         q
-    9       d, then every w that is left
+    9       d, then every remaining w
 
-With f = b = w = 1 and sums of a in each f and b, a step takes 6n + (p-1)(1 + a) + (2p + p mod 2) a, rank 0 waits for
-sums for (2p+1) a, and holds 4p-1 chunks. Fewer microbatches use the order of 3p with the ops of the missing ones left
-out, one of a list scheduler that makes groups of what is ready, or one that was searched without groups: the best at
-the costs of the job. With more, that is the first or the second.
+With f = b = w = 1 and collectives of a in each f and b, a step takes 6n + (p-1)(1 + a) + (2p + p mod 2) a, rank 0 waits
+for collectives for (2p+1) a, and holds 4p-1 chunks. Fewer microbatches use the order of 3p without the ops of the
+missing ones, a list scheduler's order of groups of ready ops, or one searched without groups: the best at the costs of
+the job. With more, it is the first or the second.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Placement, Program
 
 DOWN, UP = 0, 1  # legs of the V
-LARGE = 200_000  # ops that list schedulers may place, all of them together
+LARGE = 200_000  # ops that all list schedulers together may place
 Group = tuple[Op, ...]  # one op, or two
 
 
 def braid_v(request: Request) -> Program:
-    """The V placement in groups; the best at the costs of the job of an order by formula and of a few lists."""
+    """The V placement in groups; the best order, by formula or by a few list schedulers, at the costs of the job."""
     p, m = request.p, request.m
     placement = Placement.vshape(p)
     costs = request.costs or Costs.uniform(placement)
@@ -52,7 +52,7 @@ def braid_v(request: Request) -> Program:
     lists = [found for policy in POLICIES[:tries] if (found := _Lists(placement, m, costs, policy).run()) is not None]
     if lists:
         made.append(_program(placement, m, min(lists, key=lambda found: found[0])[1]))
-    if m < 3 * p:  # few meet then, and an order without groups can be better
+    if m < 3 * p:  # few pairs form then, and an order without groups can be better
         with contextlib.suppress(ZbcError):  # E303: its limit counts in units, of which uneven stages may need more
             made.append(v_auto(replace(request, costs=costs, memory_limit=2 * p - 0.5)))
     if len(made) > 1:
@@ -78,7 +78,7 @@ def _marked(group: Group) -> Group:
 
 
 def _formula(rank: int, p: int, m: int) -> list[Group]:
-    """The groups of a rank, less the ops of microbatches that do not exist."""
+    """The groups of a rank, without the ops of microbatches that do not exist."""
     due, counts = list[Op](), dict[tuple[bool, int], int]()
     stage = {DOWN: rank, UP: 2 * p - 1 - rank}
 
@@ -102,7 +102,7 @@ Step = tuple[Kind, int]
 
 
 def _phases(rank: int, p: int, n: int) -> Iterator[tuple[Step, ...]]:
-    """The phases of the module's table, but for the last W; each is the oldest that is due."""
+    """The phases of the module's table, except the last W; each W is the oldest pending one."""
     rest = p - 1 - rank
     f, up, d, d_up, b_up, w = (Kind.F, DOWN), (Kind.F, UP), (Kind.BW, DOWN), (Kind.BW, UP), (Kind.B, UP), (Kind.W, UP)
     yield from [(f,)] * (2 * rest)
@@ -124,7 +124,7 @@ def _phases(rank: int, p: int, n: int) -> Iterator[tuple[Step, ...]]:
 
 
 class Pick(Enum):
-    """Of two legs, the one whose op comes first."""
+    """The preferred one of two legs."""
 
     UP = "the one that comes up"
     DOWN = "the one that goes down"
@@ -134,9 +134,9 @@ class Pick(Enum):
 
 
 class Policy(NamedTuple):
-    """What a list scheduler prefers; counts are a + b p for (a, b)."""
+    """Preferences of a list scheduler; counts are a + b p for (a, b)."""
 
-    room: tuple[int, int]  # of chunks that a rank may hold after an F of the leg that goes down
+    room: tuple[int, int]  # chunks that a rank may hold after an F of the leg that goes down
     forward: Pick
     backward: Pick
     split: tuple[int, int]  # B and W are apart once no more F than this are left
@@ -144,7 +144,7 @@ class Policy(NamedTuple):
     wait: float  # a group may wait for its second op for this share of an F
 
 
-# These ten had, of 1,500, the best order of each of 50 cases: p to 8, m to 2p + 2, sums of 0 to .6 of an F.
+# These ten of 1,500 had the best order of each of 50 cases: p to 8, m to 2p + 2, collectives of 0 to .6 of an F.
 POLICIES = (
     Policy((-2, 4), Pick.OTHER, Pick.UP, (0, 3), False, 0.0),
     Policy((-1, 4), Pick.SAME, Pick.TURN, (0, 2), False, 0.5),
@@ -160,7 +160,7 @@ POLICIES = (
 
 
 class _Lists:
-    """All ranks at once: each that is free takes the group its policy likes best of what is ready, or nearly."""
+    """Schedules all ranks at once: each free rank takes its policy's favourite group of ops that are ready."""
 
     def __init__(self, placement: Placement, m: int, costs: Costs, policy: Policy) -> None:
         self.placement, self.m, self.costs, self.policy = placement, m, costs, policy
@@ -170,7 +170,7 @@ class _Lists:
         self.most, self.room, self.split = 4 * self.p - 1, a + b * self.p, c + d * self.p
         f = costs.column("f")
         self.wait = policy.wait * sum(f) / len(f)
-        self.ready = {(Kind.F, 0, mb): 0.0 for mb in range(m)}  # F and B by stage and microbatch: from when on
+        self.ready = {(Kind.F, 0, mb): 0.0 for mb in range(m)}  # F and B by stage and microbatch: their earliest ms
         self.done = [{(kind, leg): 0 for kind in (Kind.F, Kind.B) for leg in (DOWN, UP)} for _ in range(self.p)]
         self.last, self.held = [UP] * self.p, [0] * self.p
         self.due = [list[Op]() for _ in range(self.p)]
@@ -179,7 +179,7 @@ class _Lists:
         self.events = [(0.0, rank) for rank in range(self.p)]
 
     def run(self) -> tuple[float, list[list[Group]]] | None:
-        """ms of the step, and the groups of each rank; None where ranks wait for room for ever."""
+        """ms of the step, and the groups of each rank; None if ranks wait for room forever."""
         while self.events:
             now, rank = heapq.heappop(self.events)
             if now >= self.free[rank] - 1e-9:

@@ -1,12 +1,12 @@
 """Orders of ops for a graph of stages, one stage on each rank.
 
-    1f1b     before its first backward a rank runs as many forwards as edges are on its longest way to the loss
-    zb-h1    the same with W put off by as many microbatches as edges are on its longest way from the data, or by as
+    1f1b     before its first backward a rank runs as many forwards as edges are on its longest path to the loss
+    zb-h1    the same with W delayed by as many microbatches as edges are on its longest path from the data, or by as
              many as leave it no more activations than the deepest rank has: neither is always best, so both are tried
 
-In a chain both are what the schedules of these names are. What a chain of the same stages would run, stage by stage in
-their order, is an order of the graph as well: it waits for more than the graph does. It is tried too, so that a graph
-is never slower than its chain. A list scheduler then follows each of them at the costs of the job, in the same memory.
+In a chain both equal the schedules of these names. The order of a chain of the same stages, in their order, is an order
+of the graph as well, with more waits than the graph has. It is tried too, so that a graph is never slower than its
+chain. A list scheduler then follows each of them at the costs of the job, in the same memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.ways import longest
 from zbc.ir import Placement, Program
 
-_FAR = 16  # ops that may be looked past where what is next has not come
+_FAR = 16  # ops to look ahead while the next one's input has not arrived
 
 
 def branched(kind: str, placement: Placement, request: Request) -> Program:
-    """The order with the shortest step of those that keep to the memory of the schedule, or of any for `auto`."""
+    """The order with the shortest step that keeps to the memory of the schedule, or to the limit for `auto`."""
     costs = request.costs or Costs.uniform(placement)
     plain = [replace(one, placement=placement) for one in _by_hand(kind, placement, request)]
     limits = [max(column) for column in zip(*(_held(one, costs) for one in plain), strict=True)]
@@ -39,7 +39,7 @@ def branched(kind: str, placement: Placement, request: Request) -> Program:
 
 
 def _by_hand(kind: str, placement: Placement, request: Request) -> Iterator[Program]:
-    """Without costs; those of one schedule hold no more than that does in a chain."""
+    """Yields orders without costs; those of one schedule hold no more than it does in a chain."""
     edges = dict.fromkeys(placement.edges, 1.0)
     none = [0.0] * placement.stages
     ahead, behind = (
@@ -67,7 +67,7 @@ def _more(counts: Sequence[int], extra: int) -> Callable[[int], int]:
 
 
 def _held(program: Program, costs: Costs) -> list[float]:
-    """The most activation units that each rank holds."""
+    """Peak activation units of each rank."""
     found = []
     for ops in program.ranks:
         held = most = 0.0

@@ -1,8 +1,8 @@
 """DualPipe and DualPipeV: microbatches that meet, and forwards paired with backwards of the other direction.
 
 DualPipe runs two pipes of one leg each in opposite directions. Ranks r and p-1-r do the same on mirrored pipes, so an
-order for half of the ranks says it all; folded together at the middle, the two pipes of that half are the two legs of a
-V: that is DualPipeV. For rank r of h = p/2 (DualPipe) or h = p (DualPipeV) and n microbatches per direction (f, b, d, w
+order for half of the ranks suffices; folded together at the middle, the two pipes of that half are the two legs of a V:
+that is DualPipeV. For rank r of h = p/2 (DualPipe) or h = p (DualPipeV) and n microbatches per direction (f, b, d, w
 are F, B, BW and W of the direction that enters at the outer end, F, B, D and W of the other, f+D a pair):
 
     phase   ops                                     times
@@ -19,8 +19,8 @@ are F, B, BW and W of the direction that enters at the outer end, F, B, D and W 
     dualpipe     2p       3m + (p/2 - 1)               3m + (p - 2)          p + 1         DeepSeek-V3, arXiv 2412.19437
     dualpipe-v   2p       3m + (p-1)/2                 3m + (p - 1)          p + 1/2       the same, cut in half
 
-at T_F = T_B = T_W = 1. The published bubble (p/2 - 1)(F&B + B - 3W) is that of pairs as groups. Fewer or an odd number
-of microbatches use the order of the next possible number with the ops of the missing ones left out.
+at T_F = T_B = T_W = 1. The published bubble (p/2 - 1)(F&B + B - 3W) is of pairs as groups. Fewer or an odd number of
+microbatches use the order of the next possible number without the ops of the missing ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Step = tuple[Kind | None, int]
 
 
 class Direction(NamedTuple):
-    """What a rank holds of one direction, and the microbatches that come that way: first, first + every, ..."""
+    """A rank's stage and pipe of one direction, and the microbatches of that direction: first, first + every, ..."""
 
     stage: int
     pipe: int
@@ -55,7 +55,7 @@ def dualpipe(request: Request) -> Program:
     ranks = []
     for r in range(p):
         outer = min(r, p - 1 - r)
-        pipe = int(r > outer)  # the one that enters at this end
+        pipe = int(r > outer)  # the pipe that enters at this end
         directions = (Direction(outer, pipe, 2, pipe), Direction(p - 1 - outer, 1 - pipe, 2, 1 - pipe))
         ranks.append(_DualpipeRank(directions, m, request.overlap).run(_steps(outer, p // 2, n)))
     return Program(Placement.bidirectional(range(p)), m, tuple(map(tuple, ranks)), ("dualpipe",))
@@ -73,7 +73,7 @@ def dualpipe_v(request: Request) -> Program:
 
 
 def _steps(r: int, h: int, n: int) -> Iterator[Step]:
-    """The phases of the module's table. A W is the oldest that is due, whatever its direction."""
+    """The phases of the module's table. A W is the oldest pending one, of either direction."""
     rest = h - 1 - r
     f, inner_f, d, inner_d = (Kind.F, OUTER), (Kind.F, INNER), (Kind.BW, OUTER), (Kind.BW, INNER)
     b, inner_b, w = (Kind.B, OUTER), (Kind.B, INNER), (Kind.W, OUTER)
@@ -81,7 +81,7 @@ def _steps(r: int, h: int, n: int) -> Iterator[Step]:
     yield from [f, inner_f] * (r + 1)
     yield from [inner_b, w, inner_f] * rest
     for i in range(n - 2 * h + r + 1):
-        # At the middle, the first D works on what its rank has just made: in a group, f would have to wait for it.
+        # At the middle, the first D works on its rank's previous result: in a group, f would have to wait for it.
         yield from [f, inner_d] if i == 0 and rest == 0 else [(PAIR, OUTER)]
         yield PAIR, INNER
     yield from [inner_d, (PAIR, INNER)] * rest
@@ -101,7 +101,7 @@ class _DualpipeRank:
         self.ops: list[Op] = []
 
     def run(self, steps: Iterable[Step]) -> list[Op]:
-        """The ops of all steps, less those of microbatches that do not exist."""
+        """The ops of all steps, without those of microbatches that do not exist."""
         for kind, direction in steps:
             if kind is Kind.W:
                 self.ops.append(self.due.pop(0))

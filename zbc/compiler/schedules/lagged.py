@@ -1,7 +1,7 @@
 """GPipe, 1F1B, ZB-H1 and ZB-H2: one family with two knobs per rank.
 
-`warmup(r)` forwards run before the first backward. Without `lag`, backward is one op, BW; with it, the weight
-gradient W runs `lag(r)` microbatches behind its input gradient B. For p ranks and m microbatches:
+`warmup(r)` forwards run before the first backward. Without `lag`, backward is one op, BW; with it, the weight gradient
+W runs `lag(r)` microbatches after its input gradient B. For p ranks and m microbatches:
 
     schedule   warmup(r)     lag(r)   activations held on rank r   source
     gpipe      m             -        m                            arXiv 1811.06965
@@ -10,12 +10,12 @@ gradient W runs `lag(r)` microbatches behind its input gradient B. For p ranks a
     zb-h1      p-1-r         r        p                            arXiv 2401.10241, section 2.2
     zb-h2      2(p-1-r)      2r       2p-1                         arXiv 2401.10241, section 2.2
 
-With fewer than 2p-1 microbatches the pipeline empties before every rank has a full set of W to put off: ZB-H2 then lags
-by r + (m-p) at most, and by r for m <= p, so that no rank ends with more W than the others have work.
+With fewer than 2p-1 microbatches the pipeline empties before every rank has a full set of delayed W: ZB-H2 then lags by
+r + (m-p) at most, and by r for m <= p, so that no rank ends with more W than the others have work.
 
 With k slices of each microbatch units are slices, and k - 1 more of them warm up (Seq1F1B, arXiv 2406.03488): F runs
-slices 0 to k-1, backwards k-1 to 0, so the first backward comes after the last F. The bubble is that of k times as many
-microbatches of a k-th each, and rank r holds (warmup(r) + lag(r) + k) / k microbatches.
+slices 0 to k-1, backwards k-1 to 0, so the first backward comes after the last F. The bubble equals that of k times as
+many microbatches of a k-th each, and rank r holds (warmup(r) + lag(r) + k) / k microbatches.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def eager_1f1b(request: Request) -> Program:
 
 
 def zb_h1(request: Request) -> Program:
-    """1F1B with W put off into the bubble; memory of 1F1B."""
+    """1F1B with W delayed into the bubble; memory of 1F1B."""
     return lagged("zb-h1", request, warmup=lambda r: request.p - 1 - r, lag=lambda r: r)
 
 
 def zb_h2(request: Request) -> Program:
-    """As many forwards up front as hide the way to the last stage and back; no bubble inside a rank's span."""
+    """Enough forwards up front to hide the way to the last stage and back; no bubble inside a rank's span."""
     spare = max(0, request.units - request.p - request.slices + 1)
     return lagged("zb-h2", request, warmup=lambda r: 2 * (request.p - 1 - r), lag=lambda r: min(2 * r, r + spare))
 
@@ -68,7 +68,7 @@ def between_h1_and_h2(request: Request) -> Iterator[Program]:
 
 
 def lagged(name: str, request: Request, *, warmup: PerRank, lag: PerRank | None = None) -> Program:
-    """With several slices the first backward, of the last one, comes after the last F: that many more warm up."""
+    """One program of the family. With slices the first backward follows the last F: `slices` - 1 more warm up."""
     p, m, k = request.p, request.m, request.slices
     ranks = []
     for r in range(p):

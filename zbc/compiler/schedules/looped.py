@@ -1,35 +1,35 @@
 """Interleaved 1F1B and breadth-first: v stages per rank, dealt round and round (stage s on rank s mod p).
 
-Both walk the rank's stages in rounds of microbatches: a round of g microbatches visits chunk 0 g times, then chunk 1
-g times, and so on; backward the chunks come in reverse. Breadth-first makes one round of all m. Interleaved makes
-rounds of p and alternates F and BW after a warm-up:
+Both walk the rank's stages in rounds of microbatches: a round of g microbatches visits chunk 0 g times, then chunk 1 g
+times, and so on; backward the chunks come in reverse. Breadth-first makes one round of all m. Interleaved makes rounds
+of p and alternates F and BW after a warm-up:
 
     schedule           round   warm-up forwards on rank r      activations held      source
     interleaved-1f1b   p       2(p-1-r) + (v-1)p               p + (p-1)/v           arXiv 2104.04473
     breadth-first      m       all                             m                     arXiv 2211.05953
 
-Interleaved rounds may be longer or shorter, g = `group` microbatches instead of p. They are as even as they can be
-when the group does not divide m: floor(m/g) rounds of at least g microbatches each, and the warm-up counts the longest.
+Interleaved rounds may be longer or shorter, g = `group` microbatches instead of p. They are as even as they can be when
+the group does not divide m: floor(m/g) rounds of at least g microbatches each, and the warm-up counts the longest.
 
 A round of g < p does not cover the pipeline: rank 0 has to wait for its own output of chunk 0 before chunk 1 begins, so
 the bubble grows, and memory shrinks with g. Warm-ups w(r) = (v-1)g + d(r) are free of deadlock as long as d falls along
-the ranks and d(0) - d(p-1) <= 2g. For BW k of the last rank needs, through rank 0, forward w(0) + k - 2g of the last
-rank, which has to stand among its first w(p-1) + k. So d(r) = min(2(p-1-r), 2g-1): at 2g itself ranks would wait more.
+the ranks and d(0) - d(p-1) <= 2g: BW k of the last rank needs, through rank 0, forward w(0) + k - 2g of the last rank,
+which has to be among its first w(p-1) + k. So d(r) = min(2(p-1-r), 2g-1): at 2g itself ranks would wait more.
 
     g < p: warm-up (v-1)g + min(2(p-1-r), 2g-1)      activations held g (v+1)/v, from 2(p-1) >= 2g-1 on
 
 With `early` microbatches more in the warm-up (Kimi K2, arXiv 2507.20534) a backward never waits for the forward before
-it: the two can be a group, whose exchanges hide behind each other's work (`overlap`). That holds early / v more.
+it: the two can be an overlap group, whose ops hide each other's exchanges (`overlap`). That holds early / v more.
 
 The generalized interleaved schedule (`gis`, arXiv 2503.01328) splits the backward, W right after its B, and so needs
 half the distance in the warm-up:
 
     gis                g       (v-1)g + p-r                        (p + (v-1)g)/v, g from p/2 to p
 
-Its rounds are of g, and of what is left at the end; a short round has the order of a full one.
+Its rounds are of g, and of the rest at the end; a short round has the order of a full one.
 
 With k slices of each microbatch a round is of ceil(p/k) microbatches, so of k ceil(p/k) >= p slices, and k - 1 more of
-them warm up. Rounds of p slices, as in the public code of arXiv 2406.03488, block where one cuts a microbatch in two.
+them warm up. Rounds of p slices, as in the public code of arXiv 2406.03488, block if one splits a microbatch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def interleaved_1f1b(request: Request) -> Program:
     sizes = [k * size for size in round_sizes(group, m)]
     reach = 2 * (p - 1) if k * group >= p else 2 * min(sizes) - 1
     ranks, early = [], request.early or 0
-    hides = request.overlap and early > 0 and k * group >= p  # in shorter rounds a backward feeds the forward beside it
+    hides = request.overlap and early > 0 and k * group >= p  # in shorter rounds a backward feeds its paired forward
     mark = [Op(Kind.OVERLAP, 0)] if hides else []
     for r in range(p):
         forwards, backwards = _walk(Kind.F, r, p, v, sizes, k), _walk(Kind.BW, r, p, v, sizes, k)

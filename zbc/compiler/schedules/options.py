@@ -1,4 +1,4 @@
-"""Keys of [schedule] that only some schedules understand, and the numbers of ranks they can have."""
+"""Keys of [schedule] that only some schedules support, and the numbers of ranks they can have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OPTIONS = ("group", "early", "overlap")
 
 
 def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[ScheduleCard]) -> list[ZbcError]:
-    """What a job asks of `schedule` that it cannot do, all of it E120; `known` are all schedules."""
+    """E120 for everything in a job that `schedule` cannot do; `known` are all schedules."""
     section, parallel = draft.sections.get("schedule"), draft.sections.get("parallel")
     if section is None or parallel is None:
         return []
@@ -30,9 +30,9 @@ def option_problems(draft: Draft, schedule: ScheduleCard, known: Iterable[Schedu
 
 
 def undecided(draft: Draft, known: Iterable[ScheduleCard]) -> list[ZbcError]:
-    """What a job asks of an order that is chosen among schedules without it, or that stands in a file: E120."""
+    """E120 for keys that are not supported by an order chosen among all schedules, or read from a file."""
     section = draft.sections.get("schedule")
-    if section is None or (section.kind is None and section.file is None):  # a plugin is told
+    if section is None or (section.kind is None and section.file is None):  # a plugin gets them
         return []
     return list(_unread(draft, section.kind or "an order from a file", OPTIONS, list(known)))
 
@@ -52,7 +52,7 @@ def _unread(draft: Draft, name: str, keys: Iterable[str], known: list[ScheduleCa
 
 
 def _group(draft: Draft, schedule: ScheduleCard, group: int, p: int) -> Iterator[ZbcError]:
-    """A unit has to give every pipe as many microbatches, and some schedules work with some groups only."""
+    """A unit has to give every pipe equally many microbatches, and some schedules support only some groups."""
     where = draft.document.where(("schedule", "group"))
     known = schedule.groups(p) if schedule.groups else None
     if known is not None and group not in known:

@@ -1,6 +1,6 @@
 """Pipelines whose stages have different numbers of ranks: a replica of a stage is a rank that runs some microbatches.
 
-Microbatch i runs on replica i mod r of a stage of r replicas. So the stages of one microbatch make a pipe, and there
+Microbatch i runs on replica i mod r of a stage of r replicas. So the stages of one microbatch form a pipe, and there
 are as many pipes as the least common multiple of all r (no more than microbatches). With 1F1B on each rank, a replica
 of stage s warms up with ceil(ranks of later stages / r) forwards: then every forward that a backward waits for comes
 before it.
@@ -19,7 +19,7 @@ from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Placement, Program
 
 NAME = "replicated-1f1b"
-_FAR = 16  # ops that may be looked past where what is next has not come
+_FAR = 16  # ops to look ahead while the next one's input has not arrived
 
 
 def placement_of(replicas: Sequence[int], microbatches: int) -> Placement:
@@ -53,11 +53,11 @@ def replicated(replicas: Sequence[int], microbatches: int) -> ScheduleCard:
     )
 
 
-REPLICATED = replicated((1,), 1)  # what is known of it whatever the replicas
+REPLICATED = replicated((1,), 1)  # the card for any replicas
 
 
 def _ordered(placement: Placement, replicas: Sequence[int], request: Request) -> Program:
-    """1F1B, and what a list scheduler makes of it at the costs of the job and the same memory; the shorter counts."""
+    """1F1B, or a list scheduler's version of it at the costs of the job and the same memory; the shorter one."""
     plain = _plain(placement, replicas, request.m)
     costs = request.costs or Costs.uniform(placement)
     limits = [_most(ops, costs) for ops in plain.ranks]

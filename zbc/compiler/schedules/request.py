@@ -1,4 +1,4 @@
-"""What a schedule generator is asked for, and what the registry knows of it."""
+"""The request for a schedule generator, and the registry's card of a schedule."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Request:
     backwards run those of a microbatch in reverse.
 
     `memory_limit` is in activation units (one rank's share of one microbatch), one for all ranks or one each; None
-    means no limit.
-    `objective` is "makespan", "span" or "period"; `budget` is the seconds a search may take. With `rungs` it also goes
-    through smaller limits for so many seconds each, as far as something better than `beat` ms could be found there.
-    `compiled` has compiled kernels load for the fast tier too, which pays where several searches follow one another.
+    means no limit. `objective` is "makespan", "span" or "period"; `budget` is the seconds a search may take. With
+    `rungs` it also searches smaller limits for `rungs` seconds each, as long as something better than `beat` ms is
+    possible there. `compiled` loads compiled kernels for the fast tier too, which pays if several searches follow one
+    another.
     """
 
     p: int
@@ -64,7 +64,7 @@ class ScheduleCard:
 
     name: str
     make: Generator
-    placement: Callable[[int, int], Placement]  # (p, v) -> where the stages are
+    placement: Callable[[int, int], Placement]  # (p, v) -> the placement of the stages
     placement_name: str
     chunks: tuple[int, int | None]  # fewest and most stages per rank; None: no upper limit
     default_chunks: int
@@ -74,20 +74,20 @@ class ScheduleCard:
     makespan: str  # closed forms at T_F = T_B = T_W = 1 and no transfer time
     span: str
     memory: str  # peak on the fullest rank, activation units
-    sliced: str = ""  # the same in k slices up to p, where the bubble is divided by k; "": no closed form
+    sliced: str = ""  # `memory` in k slices up to p, with the bubble divided by k; "": no closed form
     aliases: tuple[str, ...] = ()
     needs: str = "any number of microbatches"
-    options: tuple[str, ...] = ()  # of group, early and overlap, those that mean something to it
-    groups: Callable[[int], range] | None = None  # that p ranks may have; None: any
+    options: tuple[str, ...] = ()  # the supported ones of group, early and overlap
+    groups: Callable[[int], range] | None = None  # groups that p ranks may have; None: any
     chunks_in: int = 1  # stages per rank are a multiple of this
-    ranks_in: int = 1  # so are ranks
+    ranks_in: int = 1  # ranks are a multiple of this
     searched: bool = False  # made for the costs and the memory limit of the job
-    fitted: bool = False  # made by hand, but packed at the costs of the job where its slots collide
-    grouped: bool = False  # its orders have groups of ops
+    fitted: bool = False  # made by hand, but packed at the costs of the job if its slots collide
+    grouped: bool = False  # its orders have overlap groups
     budget: float = 0.0  # seconds of search by default; 0 is the fast tier alone
-    whole: bool = False  # it has no order of slices of microbatches
-    branches: bool = False  # it has one of graphs of layers
-    steady: bool = False  # one step in the middle of several is as the one before: it has an order without a flush
+    whole: bool = False  # it has no order for slices of microbatches
+    branches: bool = False  # it has an order for graphs of layers
+    steady: bool = False  # it has a steady state across steps, and so an order without a flush
 
     def allows(self, chunks: int | None) -> bool:
         """Whether a rank can have that many stages; None leaves it to the schedule."""
@@ -95,7 +95,7 @@ class ScheduleCard:
         return chunks is None or (chunks >= low and (high is None or chunks <= high) and chunks % self.chunks_in == 0)
 
     def stages_per_rank(self, asked: int | None) -> int:
-        """The chunks to use. Raises E120 if the schedule cannot have as many as asked for."""
+        """The chunks to use. Raises E120 if the schedule does not allow the requested number."""
         low, high = self.chunks
         v = self.default_chunks if asked is None else asked
         if not self.allows(v):
@@ -111,7 +111,7 @@ class ScheduleCard:
 
     @property
     def traits(self) -> frozenset[str]:
-        """What of zbc/excludes.py it has."""
+        """Its traits in zbc/excludes.py."""
         copies = len(self.placement(2 * self.ranks_in, self.default_chunks).pipes) > 1
         has = {"whole": self.whole, "chains": not self.branches, "flush": not self.steady, "copies": copies}
         return frozenset(name for name, there in has.items() if there)

@@ -9,8 +9,8 @@
     1f1b-v     V           one op     none
     looped-zb  looped      B, W       none; with "1.0x" the generalized interleaved schedule of arXiv 2503.01328
 
-Orders made by hand for the same placement (ZB-H1, ZB-H2, ZB-V, ...) are among the candidates, so what is found is never
-worse than one of them that fits.
+Hand-made orders for the same placement (ZB-H1, ZB-H2, ZB-V, ...) are among the candidates, so the result is never worse
+than any of them that fits.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _OWN_LIMIT: dict[str, Callable[[int], int]] = {  # activation units of p ranks
 
 
 def own_limit(name: str, p: int, costs: Costs | None = None) -> float | None:
-    """The limit that the name of a schedule says, if it says one, in activation units of p ranks.
+    """The limit implied by the name of a schedule, if any, in activation units of p ranks.
 
-    With slices it is as many of them as it is microbatches without, and one more for each that has to come before the
-    first can go back. They are what is left of a microbatch that goes back, whole ones, and the beginning of the last:
-    of both ends the first slices, which balanced cuts make the longest. The buffers that slices share come on top.
+    With slices it is as many slices as it is microbatches without, and one more for each slice that has to come before
+    the first can return. They are the rest of a returning microbatch, whole ones, and the beginning of the last: of
+    both ends the first slices, which balanced cuts make the longest. The buffers that slices share are added.
     """
     if name not in _OWN_LIMIT:
         return None
@@ -68,7 +68,7 @@ def own_limit(name: str, p: int, costs: Costs | None = None) -> float | None:
 
 
 def even_slices(placement: Placement, slices: int) -> Costs:
-    """The papers' unit costs, of microbatches in slices of equal time."""
+    """The papers' unit costs, for microbatches in slices of equal time."""
     costs = Costs.uniform(placement)
     return costs if slices == 1 else costs.cut([1 / slices] * slices)
 
@@ -101,7 +101,7 @@ def v_min(request: Request) -> Program:
 
 
 def one_f_one_b_v(request: Request) -> Program:
-    """The V placement with backwards in one piece."""
+    """The V placement with fused backwards."""
     return _found("1f1b-v", Placement.vshape(request.p, request.v), request, split=False)
 
 
@@ -111,7 +111,7 @@ def looped_zb(request: Request) -> Program:
 
 
 def _at_most(name: str, request: Request) -> Request:
-    """The request with the schedule's own limit per rank, or the tighter one it has. Raises E303 if it is too small."""
+    """The request with the schedule's own limit per rank, or its tighter one. Raises E303 if it is too small."""
     costs = request.costs or even_slices(Placement.vshape(request.p), request.slices)
     given, units = request.limits(), own_limit(name, request.p, costs) or 0.0
     if request.costs is not None:
@@ -132,7 +132,7 @@ class _Plain:
     spent = 0.0
 
     def done(self) -> bool:
-        """Whether they have taken as long as loading would, where there is something to load."""
+        """Whether they have taken as long as loading would, if there is something to load."""
         return self.spent > LOADING and not compiles_first()
 
 

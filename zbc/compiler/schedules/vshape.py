@@ -1,8 +1,8 @@
 """ZB-V: two stages per rank in V placement, no bubble inside any rank's span with the memory of 1F1B.
 
-Stage r (chunk 0, "down") and stage 2p-1-r (chunk 1, "up") share rank r, so the last stage sits on rank 0 and the
-first backward starts where the first forward did. With T_F = T_B = T_W, rank r runs (f and b are one op on its down
-chunk, F and B on its up chunk, w and W the weight gradients):
+Stage r (chunk 0, "down") and stage 2p-1-r (chunk 1, "up") share rank r, so the last stage sits on rank 0 and the first
+backward starts where the first forward did. With T_F = T_B = T_W, rank r runs (f and b are one op on its down chunk, F
+and B on its up chunk, w and W the weight gradients):
 
     phase      ops                                          length
     fill       f                                            2(p-r) - 1
@@ -11,8 +11,8 @@ chunk, F and B on its up chunk, w and W the weight gradients):
     steady     f b w F B W                                  until every forward has run
     drain      b B, then b w, then the W left over          r, p - r
 
-Source: arXiv 2401.10241, section 6; the memory argument is arXiv 2405.15362.
-Fewer than 2p - 1 microbatches use the order of 2p - 1 with the ops of the missing ones left out.
+Source: arXiv 2401.10241, section 6; the memory argument is arXiv 2405.15362. Fewer than 2p - 1 microbatches use the
+order of 2p - 1 with the ops of the missing ones left out.
 """
 
 from __future__ import annotations

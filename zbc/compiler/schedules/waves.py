@@ -1,17 +1,17 @@
 """Chimera, BitPipe and Hanayo: stages that run down and up the ranks, and microbatches that come in units.
 
 A pipe has v legs of p stages each, down the ranks and up again. With two pipes the second is the mirror image of the
-first and holds a copy of every stage. A unit is as many microbatches as there are ranks, dealt to the pipes in turn;
-slots.py says where its ops go. At T_F = T_B = T_W = 1 and m = p:
+first and holds a replica of every stage. A unit is as many microbatches as there are ranks, dealt to the pipes in turn;
+slots.py places its ops. At T_F = T_B = T_W = 1 and m = p:
 
     schedule   pipes   v         makespan         activations, fewest and most       source
     chimera    2       1         3m + 2(p-2)      p/2 + 1 to p                       arXiv 2107.06925
     bitpipe    2       2, ..     3m + 2(p-2)/v    p - (p/2-1)/v to p                 arXiv 2410.19367
     hanayo     1       2W        3m + 4(p-1)/v    p - (p-1)/v to p                   arXiv 2308.15762
 
-Between units, `early` forwards of the next one run in the gap before the backwards that are left of the last one: 1 is
-what the slots give (Chimera's direct concatenation, and BitPipe's public code), 2 is what BitPipe's figure shows, 0
-keeps units apart. A unit can be made longer (`group`): less waiting for more memory.
+Between units, `early` forwards of the next one run in the gap before the remaining backwards of the last one: 1 follows
+from the slots (Chimera's direct concatenation, and BitPipe's public code), 2 is in BitPipe's figure, 0 keeps units
+apart. A unit can be made longer (`group`): less waiting for more memory.
 
 Odd p with two pipes, whose slots collide, and units that are not full are packed instead: a list scheduler takes such
 orders of slots as its priority, and the best result within the memory of the schedule counts.
@@ -66,9 +66,9 @@ def _waves(name: str, request: Request, placement: Placement, early: int) -> Pro
 
 
 def _join(ops: Sequence[Op], unit: int, early: int) -> list[Op]:
-    """Let `early` forwards of each unit run before the backwards that are left of the one before, the rest in turn.
+    """Runs `early` forwards of each unit before the remaining backwards of the previous one, the rest in turn.
 
-    With early = 2 (b belongs to the unit before, F to the next):
+    With early = 2 (b belongs to the previous unit, F to the next):
 
         b b F b F b F F    ->    b b F F b F b F
     """
