@@ -1,1 +1,1 @@
-"""From a job to a plan that is proven."""
+"""Compiles a job to a proven plan."""

@@ -1,4 +1,4 @@
-"""[adapter]: what a plan says it saves, beside a training of all weights in the same order."""
+"""[adapter]: savings reported for a plan, compared with a training of all weights in the same order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zbc.job.spec import Adapter, Job
 
 
 def adapter_report(job: Job, found: Ordered) -> AdapterReport | None:
-    """What adapters gain; no times where these were given or measured, which know one of the two trainings alone."""
+    """Gains of adapters; without times if these were given or measured, and so cover only one of the two trainings."""
     if not job.adapter.rank:
         return None
     plain = replace(as_ordered(job, found), adapter=Adapter.model_validate({}), profile=None)

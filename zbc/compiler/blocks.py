@@ -1,6 +1,6 @@
 """Building blocks of the V placement: the slots of one microbatch's ops on each rank, which repeat every six.
 
-search/patterns.py says which there are and how they make orders; here is what a block is.
+search/patterns.py enumerates blocks and makes orders of them; this module defines a block.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import NamedTuple
 SLOTS = 6
 Offsets = tuple[list[int], list[int], list[int], list[int], list[int], list[int]]  # F0 F1 B1 B0 W1 W0, by rank
 Tile = tuple[int, int, int, int]  # slots of F0, F1, B1 and B0 modulo SLOTS
-LENGTHS = (1, 1, 2, 2)  # of these, in slots
+LENGTHS = (1, 1, 2, 2)  # of these ops, in slots
 
 
 class BuildingBlock(NamedTuple):
-    """Steps of F down, first and later, then of F up, B down and B up; from which rank on later; rests at the turns.
+    """Steps of F down, first and later, then of F up, B down and B up; the first rank of later steps; rests at the
+    turns.
 
     It makes an order again for any number of microbatches.
     """
@@ -29,7 +30,7 @@ class BuildingBlock(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """By rank the slots of F0, F1, B1 and B0, backwards of two slots; no two share one."""
+    """By rank the slots of F0, F1, B1 and B0, backwards of two slots; no two overlap."""
 
     slots: tuple[Tile, ...]
 
@@ -54,7 +55,7 @@ def walking(p: int) -> list[tuple[AnyBlock, Offsets]]:
 
 
 def _laid(tiles: Sequence[Tile]) -> Offsets:
-    """The soonest offsets of one microbatch that have these slots."""
+    """The earliest offsets of one microbatch with these slots."""
     down, up = list(range(len(tiles))), list(range(len(tiles) - 1, -1, -1))
     legs: list[list[int]] = []
     ready = 0
@@ -69,7 +70,7 @@ def _laid(tiles: Sequence[Tile]) -> Offsets:
 
 
 def offsets_of(p: int, block: AnyBlock, *, weights: bool = True) -> Offsets:
-    """`steps` of B down are those of F down where they are 0."""
+    """The offsets of a block; `steps` of B down that are 0 mean those of F down."""
     if isinstance(block, Tiles):
         return _laid(block.slots)
     ka, kb, climb, back_down, back_up = block.steps

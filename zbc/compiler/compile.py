@@ -1,4 +1,4 @@
-"""From a job description to a checked, simulated, complete plan."""
+"""Compiles a job description to a checked, simulated, complete plan."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from zbc.text import GIB, at_least, short, size, wrap
 
 
 class RampStart(NamedTuple):
-    """A plan with fewer microbatches, and how many steps a training runs it before the next."""
+    """A plan with fewer microbatches, and the number of steps a training runs it before the next."""
 
     compiled: Compiled
     steps: int
@@ -64,15 +64,15 @@ class RampStart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Everything known of one planned job."""
+    """All results for one planned job."""
 
     job: Job
     schedule: str
-    compute: Program  # as the schedule made it
+    compute: Program  # compute-only, as made by the schedule
     program: Program  # complete
     costs: Costs
     layers: tuple[tuple[str, ...], ...]  # stage -> layer names
-    found: Ordered  # its order, the cut and the stages that recompute
+    found: Ordered  # its order, partition and recomputing stages
     timeline: Timeline
     memory: list[RankMemory]
     report: report.Report
@@ -80,24 +80,24 @@ class Compiled:
 
     @property
     def step_ms(self) -> float:
-        """What the job's objective says; without a barrier and an objective, a settled step."""
+        """ms of a step by the job's objective; without a barrier and an objective, a step in steady state."""
         if self.job.schedule.objective is None and self.job.optimizer.sync != "before-step":
             return self.settled_ms
         return self.report.step_ms(self.job.objective)
 
     @property
     def settled_ms(self) -> float:
-        """What a step costs with its optimizer once steps follow one another as they will."""
+        """ms of a step with its optimizer in steady state."""
         ahead = self.report.ahead_ms if self.job.optimizer.sync != "before-step" else None
         return self.report.barrier_ms if ahead is None else ahead
 
     @property
     def sequences(self) -> int:
-        """What a step trains on, over all replicas."""
+        """Sequences per step, over all replicas."""
         return self.job.parallel.dp * self.job.schedule.microbatches * self.job.schedule.microbatch_size
 
     def rates(self, ms: float) -> Throughput:
-        """What steps of so many ms would give."""
+        """Throughput of steps of `ms`."""
         job = self.job
         world = job.parallel.ranks
         peak, frozen = job.log.peak_tflops, bool(job.adapter.rank)
@@ -144,13 +144,12 @@ def load_job(
     *,
     sketch: bool = False,
 ) -> Job:
-    """Read a job file, or the job of a plan directory; raises every problem at once, those of the schedule included.
+    """Read a job file, or the job of a plan directory; raises every problem at once, the schedule's included.
 
-    Where it gives parallel.world, pp and dp are chosen: by the time per sample of the fast search, or not at all as a
-    `sketch`.
+    With parallel.world, pp and dp are chosen: by the time per sample of the fast search, or not at all as a `sketch`.
 
-    `profile` is the file of measured costs to plan with, instead of what costs.profile names, of the costs that a job
-    gives in numbers, and of those that a plan was made with.
+    `profile` is the file of measured costs to plan with, instead of costs.profile, of the job's costs in numbers, and
+    of the costs that a plan was made with.
     """
     again = plans.is_plan(path)
     document = recall.document_of(path) if again else None
@@ -167,20 +166,20 @@ def _has_replicas(document: toml.Document) -> bool:
     """Whether the schedule that a document names has replicas of each stage in one pipeline."""
     section = document.values.get("schedule")
     kind = section.get("kind") if isinstance(section, dict) else None
-    with suppress(ZbcError):  # a wrong name is said later
+    with suppress(ZbcError):  # a wrong name is reported later
         return isinstance(kind, str) and kind.lower() != AUTO and "copies" in find(kind).traits
     return False
 
 
-Measured = tuple[Profile | None, LinkTable | None]  # what a plan keeps of the files that its job named
-ASKING = 10.0  # CPU seconds at least in which other schedules are asked whether they would fit
+Measured = tuple[Profile | None, LinkTable | None]  # contents of the files that a plan's job named
+ASKING = 10.0  # least CPU seconds for testing whether other schedules would fit
 UNMEASURED: Measured = (None, None)
 
 
 def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
     """The job in the fastest of its shapes per sample, by the fast search; in any of them as a `sketch`.
 
-    Raises what is wrong with all shapes, if it is the same, and E116 where each has its own reason.
+    Raises the error of all shapes, if it is the same, and E116 if each has its own.
     """
     jobs, rows = dict[world.Shape, Job](), dict[world.Shape, world.Weighed]()
     for shape in found.shapes:
@@ -206,13 +205,13 @@ def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
 
 
 _FAST = 1e-3  # seconds of a search: the fast tier, with kernels that are compiled once for all shapes
-# What a shape is weighed with where the schedule is open: the first two that go with the job.
+# Schedules to weigh a shape with if the schedule is open: the first two that the job allows.
 _STANDINS = ("v-auto", "zb-auto", "interleaved-1f1b", "1f1b")
-_ENOUGH = 3  # times the ranks of a pipeline: microbatches after which a step grows by what its busiest rank has to do
+_ENOUGH = 3  # times the ranks of a pipeline: microbatches beyond which a step grows by its busiest rank's work
 
 
 def weighed(job: Job, shape: world.Shape, *, whole: bool = False) -> world.Weighed:
-    """One shape as the best of the schedules it is weighed with, planned with few microbatches unless it is `whole`."""
+    """One shape with the best of its candidate schedules, planned with few microbatches unless it is `whole`."""
     names: Sequence[str | None] = (job.schedule.kind,)
     if (job.schedule.kind or "").lower() == AUTO:
         names = [name for name in _STANDINS if not any(excludes.clashes(vars(job), find(name).traits))][:2]
@@ -222,10 +221,10 @@ def weighed(job: Job, shape: world.Shape, *, whole: bool = False) -> world.Weigh
 
 
 def _planned(job: Job, shape: world.Shape, *, whole: bool) -> world.Weighed:
-    """One shape planned by the fast search, without what a training begins with.
+    """One shape planned by the fast search, without its ramp.
 
-    Unless it is to be `whole`, a long step is planned with fewer microbatches, and each of the others adds what the
-    busiest rank works on one: a step takes at least that.
+    Unless it is `whole`, a long step is planned with fewer microbatches, and each of the others adds the busiest rank's
+    work on one: a step takes at least that.
     """
     row = world.Weighed(shape)
     count = shape.microbatches if whole else min(shape.microbatches, _ENOUGH * shape.pp)
@@ -264,8 +263,8 @@ def _none_fits(found: world.World, rows: Sequence[world.Weighed]) -> ZbcError:
 
 
 def job_of(document: toml.Document, measured: Measured = UNMEASURED) -> Job:
-    """The job of a document whose shape is known, or all its problems, those of the schedule too; `measured` where it
-    has no profile."""
+    """The job of a document whose shape is known, or all its problems, the schedule's too; `measured` if it has no
+    profile."""
     draft = spec.drafted(document)
     draft.profile, draft.links = draft.profile or measured[0], draft.links or measured[1]
     if draft.profile is not None and draft.profile.link is not None and "hardware" in draft.sections:
@@ -278,7 +277,7 @@ def job_of(document: toml.Document, measured: Measured = UNMEASURED) -> Job:
 
 
 def _pretrained(draft: Draft) -> list[ZbcError]:
-    """E520 for a folder of weights that is not there; a run reads it, and should not be the first to find out."""
+    """E520 for a missing folder of weights; a run reads it, and should not be the first to find out."""
     model = draft.sections.get("model")
     if model is None or model.pretrained is None or os.path.isdir(model.pretrained):
         return []
@@ -288,7 +287,7 @@ def _pretrained(draft: Draft) -> list[ZbcError]:
 
 
 def _set_limit(draft: Draft) -> list[ZbcError]:
-    """Give a job the limit that the name of its schedule says; E110 if it has another one."""
+    """Sets the limit that the name of the job's schedule implies; E110 if it has another one."""
     section = draft.sections.get("schedule")
     meant = None if section is None else LIMITS.get((section.kind or "").lower())
     if section is None or meant is None:
@@ -303,7 +302,7 @@ def _set_limit(draft: Draft) -> list[ZbcError]:
 
 
 def _set_rows(draft: Draft) -> None:
-    """Give a job the rows of a microbatch that schedule.tokens_per_microbatch says."""
+    """Sets the rows of a microbatch from schedule.tokens_per_microbatch."""
     planned, model = draft.sections.get("schedule"), draft.sections.get("model")
     if planned is None or model is None or planned.tokens_per_microbatch is None or not model.seq_len:
         return
@@ -312,7 +311,7 @@ def _set_rows(draft: Draft) -> None:
 
 
 def _schedule_problems(draft: Draft) -> list[ZbcError]:
-    """What is wrong with the name and the chunks, read even where the rest of [schedule] is wrong as well."""
+    """Problems with the schedule's name and chunks, read even if the rest of [schedule] is wrong as well."""
     section = draft.document.values.get("schedule")
     kind, chunks = (section.get("kind"), section.get("chunks")) if isinstance(section, dict) else (None, None)
     where = draft.document.where
@@ -333,10 +332,10 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
 
 
 def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) -> Compiled:
-    """Plan a job: schedule, complete, prove, predict; and what its training begins with, on the same stages.
+    """Plan a job: schedule, complete, prove, predict; and its ramp, on the same stages.
 
     Raises E1xx (the job cannot be planned), E2xx (the order is wrong; possible for plugins), E3xx (does not fit; with
-    `suggest`, which other schedules would).
+    `suggest`, with the schedules that would).
     """
     until = Until(budget if budget is None else max(budget, ASKING))
     job = decided(job)
@@ -354,8 +353,8 @@ def compile_job(job: Job, *, suggest: bool = True, budget: float | None = None) 
 
 
 def _with_counts(compiled: Compiled, budget: float | None) -> Compiled:
-    """The same with plans for all other numbers of microbatches that a replica may get in a step, with sums of
-    gradients in the order of the largest. Raises E209 where gathers of weights still stand in several orders."""
+    """Adds plans for all other numbers of microbatches that a replica may get in a step, with gradient reductions in
+    the order of the largest. Raises E209 if weight gathers still have different orders."""
     own, most = compiled.program.microbatches, compiled.job.most_microbatches
     found = {own: compiled}
     for count in range(most, 0, -1):
@@ -378,7 +377,7 @@ def _summed_as(compiled: Compiled, other: Program) -> Compiled:
 
 
 def _starts(compiled: Compiled, budget: float | None) -> Iterator[RampStart]:
-    """The plans of `schedule.ramp`: the same schedule and the same stages, for other numbers of microbatches."""
+    """Yields the plans of `schedule.ramp`: the same schedule and the same stages, for other numbers of microbatches."""
     job, where = compiled.job, ("schedule", "ramp")
     for phase in job.schedule.ramp:
         found = compile_job(_with_count(compiled, phase.microbatches), suggest=False, budget=budget)
@@ -413,7 +412,7 @@ def _same_stages(found: Compiled, whole: Compiled, count: int, where: tuple[str,
 
 
 def _compile(job: Job, budget: float | None) -> Compiled:
-    """All of `compile_job` but the question whether it fits."""
+    """`compile_job` without the check whether it fits."""
     began = time.perf_counter()
     table = estimate.layers(job)
     try:
@@ -437,7 +436,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     barrier, ahead = either_way(found.complete)
     without = None if job.freeze.most else ahead  # frozen layers need the barrier
     steps = _steps(job, program, ahead, barrier) if program.flushless else None
-    if steps is not None:  # sums and waits of one step hide behind ops of the next
+    if steps is not None:  # collectives and waits of one step overlap with ops of the next
         least = min(summary.lower_bound_span_ms, least_period(program, found.costs))
         summary = replace(summary, lower_bound_span_ms=least)
     took = time.perf_counter() - began
@@ -458,7 +457,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
 
 
 def _steps(job: Job, program: Program, period: float, flush: float) -> report.StepsReport:
-    """What steps without a flush gain, and how late gradients are."""
+    """Gains of steps without a flush, and the delay of gradients."""
     alone = job.optimizer.sync == "asynchronous"
     late = {stage: most for ops in program.ranks for stage, most in lateness(ops).items()}
     delay = [late[stage] if alone else 1 for stage in range(program.placement.stages)]
@@ -466,13 +465,13 @@ def _steps(job: Job, program: Program, period: float, flush: float) -> report.St
 
 
 def _unknown(job: Job, compiled: Compiled) -> bool:
-    """Whether bytes are limited that nobody knows: of no schedule, so that none would fit."""
+    """Whether bytes are limited that are unknown for every schedule, so that none would fit."""
     limit = spec.parse_limit(job.schedule.memory_limit or "")
     return compiled.costs.bytes is None and limit is not None and limit[1] == "bytes"
 
 
 class _Alternative(NamedTuple):
-    """Another schedule that would fit: its name, the ms of a step and what each rank holds."""
+    """Another schedule that would fit: its name, the ms of a step and the memory of each rank."""
 
     schedule: str
     step_ms: float
@@ -480,8 +479,8 @@ class _Alternative(NamedTuple):
 
 
 def _with_alternatives(error: ZbcError, compiled: Compiled, budget: float | None, until: Until) -> ZbcError:
-    """The error with the schedules that would fit, the fastest first, beside what they cost against this one: of those
-    that there is time to ask."""
+    """The error with the schedules that would fit, the fastest first, with their steps relative to this one: as many as
+    there is time to test."""
     left = list[str]()
     found = sorted(_alternatives(compiled.job, compiled.schedule, until, left), key=lambda other: other.step_ms)
     words = [
@@ -507,7 +506,7 @@ def _with_alternatives(error: ZbcError, compiled: Compiled, budget: float | None
 
 
 def _need(other: _Alternative, job: Job, error: ZbcError) -> str:
-    """What a plan needs of what `error` found too little of."""
+    """The plan's need of the memory that `error` found too small."""
     if error.code == "E301":
         return size(max(rank.bytes for rank in other.memory))
     limit = spec.parse_limit(job.schedule.memory_limit or "")
@@ -521,8 +520,8 @@ def _change(ms: float, from_ms: float) -> str:
 
 
 def _alternatives(job: Job, failed: str, until: Until, left: list[str]) -> Iterator[_Alternative]:
-    """Every other registered schedule that keeps to the job's limits, those without a search first; predicted, not
-    proven. `left` gets those that there is no time for."""
+    """Yields every other registered schedule that keeps to the job's limits, those without a search first; predicted,
+    not proven. `left` gets the ones there is no time for."""
     table = estimate.layers(job)
     for name, card in sorted(SCHEDULES.items(), key=lambda entry: entry[1].searched):
         if name == failed:
@@ -542,7 +541,7 @@ def _alternatives(job: Job, failed: str, until: Until, left: list[str]) -> Itera
 
 
 def _fits_by_recompute(job: Job) -> bool:
-    """Whether `memory.activations = "auto"` makes room enough, as the fastest search has it."""
+    """Whether `memory.activations = "auto"` makes enough room, by the fastest search."""
     other = replace(job, memory=job.memory.model_copy(update={"activations": "auto"}))
     try:
         found = order(other, estimate.layers(other), 0.0)
@@ -553,7 +552,7 @@ def _fits_by_recompute(job: Job) -> bool:
 
 
 def _enough(compiled: Compiled, hint: str, budget: float | None) -> str:
-    """The hint with an amount of memory that does: with more room a search may find an order that needs more."""
+    """The hint with a sufficient amount of memory: with more room a search may find an order that needs more."""
     head, key, amount = hint.rpartition("memory_gib = ")
     table = estimate.layers(compiled.job)
     for _ in range(4):
@@ -570,14 +569,14 @@ def _enough(compiled: Compiled, hint: str, budget: float | None) -> str:
 
 
 def _unequal(job: Job) -> plans.Unequal | None:
-    """How samples are dealt to replicas that get unequal numbers of microbatches."""
+    """How samples are dealt to replicas with unequal numbers of microbatches."""
     if not job.balances or job.model.seq_len is None:
         return None
     return plans.Unequal(room=job.model.seq_len, most=job.most_microbatches, quadratic=attention_cost(job.model))
 
 
 def _boundary(job: Job) -> plans.Boundary | None:
-    """The tensor between stages, where it is known before the model is built."""
+    """The tensor between stages, if known before the model is built."""
     model = job.model
     if not model.builtin or model.seq_len is None or model.hidden is None:
         return None

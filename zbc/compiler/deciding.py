@@ -1,7 +1,7 @@
-"""What a job leaves open that changes the work of its ops: schedule.slices = "auto", then parallel.vocabulary = "auto",
-then parallel.replicas = "auto".
+"""Decides the open settings of a job that change the work of its ops: schedule.slices = "auto", then
+parallel.vocabulary = "auto", then parallel.replicas = "auto".
 
-Each is settled by the step that the fastest search finds.
+Each is decided by the step that the fastest search finds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from zbc.job.cuts import multiple_of
 from zbc.job.rules import fewest_microbatches, unshareable
 from zbc.job.spec import Job
 
-WORTH = 0.002  # of a step, that twice as many slices have to save, or meetings of all ranks
+WORTH = 0.002  # of a step: least saving for twice as many slices, or for vocabulary parallelism
 MOST = 64  # slices
-_LAYERS, _SLACK, _PLANNED = 10, 0.05, 6  # layers of the closed form, how much longer plans may be, and how many count
+_LAYERS, _SLACK, _PLANNED = 10, 0.05, 6  # layers of the closed form, slack of plans, and number of plans
 
 
 def decided(job: Job) -> Job:
-    """The job with nothing of that left open. Where nothing fits it is the plain way, and planning says why."""
+    """The job with these settings decided. If nothing fits it gets the plain ones, and planning reports why."""
     if job.schedule.slices == "auto":
         job = _shortest(map(job.in_slices, _counts(job)), while_shorter=True) or job.in_slices(1)
     if job.parallel.vocabulary == "auto":
@@ -43,8 +43,8 @@ def decided(job: Job) -> Job:
 
 
 def _shortest(jobs: Iterable[Job], *, worth: float = WORTH, while_shorter: bool = False) -> Job | None:
-    """The first of those with the shortest step, each by so much of what came before; None where none fits. With
-    `while_shorter`, up to the first that is no shorter."""
+    """The first of the jobs with the shortest step, each shorter by `worth` than the previous best; None if none fits.
+    With `while_shorter`, up to the first that is no shorter."""
     best, least = None, float("inf")
     for job in jobs:
         step = quick_ms(job)
@@ -56,7 +56,7 @@ def _shortest(jobs: Iterable[Job], *, worth: float = WORTH, while_shorter: bool 
 
 
 def quick_ms(job: Job) -> float | None:
-    """ms of a step by the fastest search; None where there is none that fits."""
+    """ms of a step by the fastest search; None if it finds none that fits."""
     try:
         found = order(job, estimate.layers(job), 0.0)
         check_memory(job, found.memory, found.costs)
@@ -66,7 +66,7 @@ def quick_ms(job: Job) -> float | None:
 
 
 def shareable(job: Job) -> bool:
-    """Whether all ranks could share the job's vocabulary, and there are several."""
+    """Whether the job can use vocabulary parallelism, and has several ranks."""
     kind = (job.schedule.kind or AUTO).lower()
     shared = job.with_vocabulary("shared")
     traits = frozenset[str]() if kind == AUTO else find(kind).traits
@@ -75,7 +75,7 @@ def shareable(job: Job) -> bool:
 
 
 def _counts(job: Job) -> Iterator[int]:
-    """1, 2, 4, ..: each further slice shortens the bubble, and adds what its kernels and messages take to get going."""
+    """1, 2, 4, ..: each further slice shortens the bubble, and adds the start-up time of its kernels and messages."""
     length, count = job.model.seq_len or 1, 1
     while count <= min(MOST, length // multiple_of(job.hardware, job.parallel) or 1):
         yield count

@@ -1,4 +1,4 @@
-"""[freeze]: an order that was found without it gets the shares that make its step shortest."""
+"""[freeze]: gives an order that was found without it the shares that make its step shortest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zbc.job.spec import Job
 
 
 def freezes(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Ordered:
-    """The order with layers frozen, if the job asks for it. Raises E110 for orders in which none can be, E602."""
+    """The order with layers frozen, if requested. Raises E110 for orders in which none can be, E602."""
     if not job.freeze.most:
         return found
     refused = freezing_refused(job, found)
@@ -28,7 +28,7 @@ def freezes(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Ordere
 
 
 def _bounds(job: Job, found: Ordered) -> Bounds:
-    """What no order can beat: as if weight gradients took no time, but for the work of the busiest rank."""
+    """Lower bounds: as if weight gradients took no time, except for the work of the busiest rank."""
     placement, costs, m = found.program.placement, found.costs, job.schedule.microbatches
     least = bounds_of(job, placement, costs.with_ms(w=(0.0,) * placement.stages, bw=()))
     columns = zip(*map(costs.column, ("f", "bw")), strict=True)
@@ -38,7 +38,7 @@ def _bounds(job: Job, found: Ordered) -> Bounds:
 
 
 def freeze_report(job: Job, before: Ordered, found: Ordered) -> FreezeReport | None:
-    """What is frozen, and what that gains over the order as it was `before`."""
+    """The frozen shares, and the gain over the order as it was `before`."""
     if not job.freeze.most:
         return None
     program, plain = found.complete.program, before.complete

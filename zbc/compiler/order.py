@@ -1,4 +1,4 @@
-"""Which order of ops a job gets: its schedule's, its file's or plugin's, or the best of all."""
+"""Chooses the order of ops for a job: its schedule's, its file's or plugin's, or the best of all."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from zbc.job.spec import Job
 
 
 def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None) -> Ordered:
-    """The order of `job`; searched ones take about `budget` seconds (None: what the schedule takes by default).
+    """The order of `job`; searched ones take about `budget` seconds (None: the schedule's default).
 
-    Raises E1xx (impossible as asked) or E303 (memory_limit below what any order needs).
+    Raises E1xx (impossible as requested) or E303 (memory_limit below the need of any order).
     """
     if job.schedule.plugin is not None:
         return _plugin(job, table)
@@ -39,7 +39,7 @@ def order(job: Job, table: Sequence[estimate.Layer], budget: float | None = None
 
 
 def glance(job: Job, table: Sequence[estimate.Layer]) -> Ordered | None:
-    """The best order that fits, as the fast part of searches finds it; None where it finds none. Raises E1xx."""
+    """The best order that fits, by the fast part of searches; None if it finds none. Raises E1xx."""
     if job.schedule.plugin is not None or job.schedule.file is not None or job.model.graph:
         found = order(job, table)
         return None if excess(job, found.memory, found.costs) > 0 else found
@@ -47,7 +47,7 @@ def glance(job: Job, table: Sequence[estimate.Layer]) -> Ordered | None:
 
 
 def _cards(job: Job) -> list[tuple[ScheduleCard, int | None]]:
-    """The schedules that a job leaves open, with their stages per rank."""
+    """The schedules that a job allows, with their stages per rank."""
     if (job.schedule.kind or "").lower() == AUTO:
         return list(entrants(job))
     card = find(job.schedule.kind or "")
@@ -57,7 +57,7 @@ def _cards(job: Job) -> list[tuple[ScheduleCard, int | None]]:
 
 
 def _replicas(job: Job) -> list[int]:
-    """The ranks of each stage; one where nothing is said of them."""
+    """The ranks of each stage; one if not given."""
     asked = job.parallel.replicas
     return asked if isinstance(asked, list) else [1] * job.parallel.pp
 
@@ -116,7 +116,7 @@ def _plugin(job: Job, table: Sequence[estimate.Layer]) -> Ordered:
 
 
 def _refuse_other_slices(program: Program, job: Job, name: str, where: str) -> None:
-    """Raises E124 where the job says nothing of slices, E121 where it asks for other ones."""
+    """Raises E121 or, if the job has no slices, E124 for a program with other slices."""
     if job.schedule.slices == 1:
         refuse_slices(f"schedule: the order of plugin {name}", program.slices, where=where)
     text = f"schedule: plugin {name} made an order of {program.slices} slices, schedule.slices is {job.schedule.slices}"
@@ -125,14 +125,14 @@ def _refuse_other_slices(program: Program, job: Job, name: str, where: str) -> N
 
 
 def _given(name: str, program: Program, job: Job, table: Sequence[estimate.Layer]) -> Ordered:
-    """What was made elsewhere, with the partition the job starts from."""
+    """An order made elsewhere, with the partition the job starts from."""
     stages, costs = start_of(job, program.placement, table)
     least = bounds_of(job, program.placement, costs.hidden() if program.grouped else costs)
     return Ordered(name, finished(job, program, costs, stages), stages, costs, least, lowering_of(job))
 
 
 def _refuse_what_is_no_op(program: Program, name: str, where: str) -> None:
-    """Raises E121 where a plugin put something else into the order of a rank, or not a number into an op."""
+    """Raises E121 if a plugin put something other than an op into the order of a rank, or a non-number into an op."""
     for rank, step, op in program:
         if not (isinstance(op, Op) and isinstance(op.kind, Kind) and all(type(part) is int for part in op[1:])):
             text = f"schedule: plugin {name} has {op!r} in the order of rank {rank}, step {step}"
@@ -155,7 +155,7 @@ def _refuse_what_is_no_pipeline(placement: Placement, name: str, where: str) -> 
 
 
 def _asking(make: Callable[[Request], object], job: Job) -> Callable[[], object]:
-    """The call of a plugin with what the job asks of an order."""
+    """The call of a plugin with the job's request."""
     asked = job.schedule
     request = Request(
         job.parallel.pp,

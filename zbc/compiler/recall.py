@@ -1,4 +1,4 @@
-"""The job, the costs and the timeline of a plan directory, worked out again from what the manifest keeps.
+"""The job, the costs and the timeline of a plan directory, recomputed from the manifest.
 
 The manifest holds every section of the job, so the same code that predicted the plan predicts it again; the numbers
 equal `manifest.predicted`.
@@ -26,7 +26,7 @@ from zbc.plan.reading import REPLAN, check_layers, sections_of
 
 
 def job_of(manifest: Manifest) -> Job:
-    """The job a plan was made from, without the places of its values.
+    """The job a plan was made from, without the locations of its values.
 
     Raises E404 or E143 if the manifest holds no such job.
     """
@@ -39,7 +39,7 @@ def job_of(manifest: Manifest) -> Job:
 
 
 def document_of(folder: Path) -> toml.Document:
-    """The job that a plan directory was made from, as a job file without a profile would have it.
+    """The job of a plan directory as a job file, without a profile.
 
     Raises E401 to E406 (the manifest).
     """
@@ -54,7 +54,7 @@ def document_of(folder: Path) -> toml.Document:
 
 
 def _said(values: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
-    """What differs from what a section says by itself: rules ask what the job itself has said."""
+    """The values that differ from a section's defaults: rules ask for the values that the job itself has set."""
     fields = section.model_fields.items()
     plain = {key: info.get_default(call_default_factory=True, validated_data={}) for key, info in fields}
     as_json = json.loads(json.dumps(plain, default=_dumped))
@@ -62,41 +62,41 @@ def _said(values: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
 
 
 def _dumped(value: Any) -> Any:
-    return value.model_dump(mode="json") if isinstance(value, BaseModel) else None  # what has no default
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else None  # a field without a default
 
 
 def costs_of(manifest: Manifest) -> Costs:
-    """What the ops of a plan cost. Raises E124 for slices of microbatches."""
+    """Costs of a plan's ops. Raises E124 for slices of microbatches."""
     return costs_for(job_of(manifest), manifest)
 
 
 def costs_for(job: Job, manifest: Manifest) -> Costs:
-    """What the ops of a plan cost where its job is `job`, with the cut of the plan. Raises E124."""
-    if manifest.slices != job.slices:  # a plan that somebody else has written
+    """Costs of a plan's ops for the job `job`, with the partition of the plan. Raises E124."""
+    if manifest.slices != job.slices:  # a plan of foreign origin
         refuse_slices("plan: the order", manifest.slices, where=MANIFEST)
     table = estimate.layers(job)
     return pricing.build(job, manifest.to_placement(), stages_of(manifest, table), table)
 
 
 def stages_of(manifest: Manifest, table: Sequence[Layer]) -> list[tuple[int, ...]]:
-    """The cut of a plan as indices into the layers of its model. Raises E404 if these are not the model's."""
+    """The partition of a plan as indices into its model's layers. Raises E404 if these are not the model's."""
     index = {layer.name: i for i, layer in enumerate(table)}
     check_layers(manifest, list(index))
     return [tuple(index[name] for name in names) for names in manifest.layers]
 
 
 def boundary_sizes(job: Job, manifest: Manifest, table: Sequence[Layer]) -> list[float]:
-    """Bytes of the tensor after each stage but the last; 0 where nobody knows."""
+    """Bytes of the tensor after each stage but the last; 0 if unknown."""
     known = estimate.boundary_bytes(job.model, manifest.microbatch_size, job.parallel.sent)
     return [known or table[part[-1]].size.result for part in stages_of(manifest, table)[:-1]]
 
 
 def link_gbps(job: Job) -> float:
-    """GB/s of a link within a node, as the job or its defaults have it."""
+    """GB/s of a link within a node, by the job or its defaults."""
     return Machine.of(job).near.speed / 1e6
 
 
 def timeline_of(plan: StoredPlan) -> tuple[Timeline, Costs]:
-    """When each op of a plan runs, as predicted when it was made."""
+    """The timeline of a plan, as predicted when it was made, and its costs."""
     costs = costs_of(plan.manifest)
     return simulate(plan.program, costs), costs

@@ -1,8 +1,8 @@
-"""Which rank of the run takes which place in the pipeline, where a table says how fast their links are.
+"""Assigns ranks of the run to places in the pipeline, given a table of link speeds.
 
-The chain of best_chain() is where the order begins: of a linear pipeline of up to 14 ranks it is the answer. Rings of
-looped placements, sums of replicas and longer chains go on from there: parts are turned round, and ranks exchanged,
-while the simulated step gets shorter.
+The order begins with the chain of best_chain(): for a linear pipeline of up to 14 ranks it is the answer. For rings of
+looped placements, all-reduces of replicas and longer chains, parts are then reversed, and ranks exchanged, while the
+simulated step gets shorter.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from zbc.compiler.order import order
 from zbc.compiler.partition.setup import Ordered, as_ordered, finished
 from zbc.job.spec import Job
 
-_NOMINAL = 1 << 20  # bytes of a tensor whose size nobody knows
-_OPS, _LEAST, _MOST = 600_000, 12, 400  # ops that are simulated for moves, and moves at least and at most
+_NOMINAL = 1 << 20  # bytes of a tensor of unknown size
+_OPS, _LEAST, _MOST = 600_000, 12, 400  # ops simulated for moves, and the least and most moves
 _BETTER = 1 - 1e-9
 
 
@@ -40,7 +40,7 @@ def seated(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> t
 
 
 def transfers(job: Job) -> list[list[float]]:
-    """ms of the tensor between two stages, from any rank of a pipeline to any other; where ranks share layers, each
+    """ms of the tensor between two stages, from any rank of a pipeline to any other; with tensor parallelism each rank
     sends its own to its counterpart."""
     size = estimate.boundary_bytes(job.model, job.schedule.microbatch_size, job.parallel.sent) or _NOMINAL
     machine, world = Machine.of(job), range(job.parallel.pp * job.parallel.dp)
@@ -59,7 +59,7 @@ def _with(job: Job, ranks: tuple[int, ...]) -> Job:
 
 
 def _moved(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Job:
-    """The job in the order in which the step that was found is shortest, as far as moves tell."""
+    """The job in the rank order with the shortest step for the found order of ops, as far as moves tell."""
     best, least = tuple(job.parallel.order or ()), found.step_ms(job)
     left = max(_LEAST, min(_MOST, _OPS // max(1, found.program.size)))
     numbered = tuple(range(len(best)))
@@ -81,7 +81,7 @@ def _moved(job: Job, found: Ordered, table: Sequence[estimate.Layer]) -> Job:
 
 
 def _step(job: Job, found: Ordered, table: Sequence[estimate.Layer], ranks: tuple[int, ...]) -> float:
-    """ms of the step that was found, with its ranks in another order."""
+    """ms of the found order's step, with its ranks in another order."""
     other, placement = _with(job, ranks), found.program.placement
     costs = pricing.build(as_ordered(other, found), placement, found.stages, table)
     program = finished(other, found.program, costs, found.stages)

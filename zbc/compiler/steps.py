@@ -1,10 +1,10 @@
-"""Steps in a row, with the optimizer between them: what a step costs once the ranks follow one another as they will.
+"""Consecutive steps, with the optimizer between them, and ms of a step in steady state.
 
-With the barrier, a step begins when every rank has ended the one before, all have agreed on it (which takes no time of
-its own unless that was measured) and made their optimizer steps. Without it, each rank goes on: its tentative steps,
-its part in agreeing on the step (a message there, a message back), and the steps it makes final are ops among the
-others and take their time. Steps stand as they were assumed to; a step that is clipped or skipped costs its forwards
-before REDO once more.
+With the barrier, a step begins when every rank has ended the previous one, all have agreed on it (which takes no time
+of its own unless that was measured) and made their optimizer steps. Without it, each rank goes on: its tentative steps,
+its part in agreeing on the step (a message there, a message back), and the final steps are ops among the others and
+take their time. Steps are assumed to be valid; a step that is clipped or skipped costs its forwards before REDO once
+more.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from zbc.compiler.sim.simulate import SAME, Timeline, lengths, replay, run
 from zbc.ir import NEXT, Kind, Program, repeated
 from zbc.ops import Lane
 
-SETTLES = 8  # steps after which their length no longer changes, as a rule
-_TRIED = (8, 16, 32)  # steps without a flush, until they repeat
-_MEAN = 12  # steps whose mean counts where they do not
+SETTLES = 8  # steps until steady state, usually
+_TRIED = (8, 16, 32)  # numbers of steps without a flush to try, until they repeat
+_MEAN = 12  # steps to average if they do not
 _ROUND = 1e-9  # relatively: sums of many numbers are this close
 
 
 def in_a_row(program: Program, costs: Costs, steps: int) -> Timeline:
-    """So many steps without a flush, the first from nothing and the last to its end, as one timeline."""
+    """`steps` consecutive steps without a flush, from the start to the end of the last, as one timeline."""
     return run(build(repeated(program, steps)), costs)
 
 
 def period_of(program: Program, costs: Costs) -> float:
-    """What a step without a flush costs, in ms, once steps follow one another as they will: the mean over those after
-    which they come again, of the last ones where that takes more than some."""
+    """ms of a step without a flush in steady state: the mean over a period after which steps repeat, or over the last
+    steps if they do not repeat soon."""
     bodies = list[list[float]]()
     for steps in _TRIED:
         bodies = _bodies(program, in_a_row(program, costs, steps))
@@ -44,8 +44,8 @@ def period_of(program: Program, costs: Costs) -> float:
 
 
 def _bodies(program: Program, timeline: Timeline) -> list[list[float]]:
-    """When the ops of all ranks that take time are over, step by step; without the last two steps, where none of a next
-    step come between."""
+    """Ends of the timed ops of all ranks, step by step; without the last two steps, in which no ops of a next step are
+    interleaved."""
     graph, found = timeline.graph, list[list[float]]()
     for rank, ops in enumerate(program.ranks):
         mine = [op for op in ops if op.kind.row.lane is Lane.COMPUTE]
@@ -57,21 +57,21 @@ def _bodies(program: Program, timeline: Timeline) -> list[list[float]]:
 
 
 def _apart(bodies: Sequence[Sequence[float]], count: int) -> float | None:
-    """ms between steps that are `count` apart, where all ops of the last two come so much later than those: then it
-    goes on like that, since no op waits for one of more than a step before."""
+    """ms between steps that are `count` apart, if all ops of the last two are later by the same time: then it goes on
+    like that, since no op waits for one of more than a step before."""
     late = [b - a for k in (1, 2) for a, b in zip(bodies[-k - count], bodies[-k], strict=True)]
     return late[0] if max(late) - min(late) <= _ROUND * bodies[-1][0] else None
 
 
 def least_period(program: Program, costs: Costs) -> float:
-    """What no steps without a flush can beat: the work of the busiest rank."""
+    """A lower bound for steps without a flush: the work of the busiest rank."""
     return max(sum(costs.duration(op) for op in ops if op.kind.row.lane is Lane.COMPUTE) for ops in program.ranks)
 
 
 def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
-    """One step after the other, on one axis of time, without end; of complete programs.
+    """Yields one step after the other, on one axis of time, without end; for complete programs.
 
-    Without a barrier the timelines hold the ops that close a step, too.
+    Without a barrier the timelines include the ops that close a step.
     """
     graph, ahead = build(program), program.ahead
     length = lengths(graph, costs, closing=ahead)
@@ -86,12 +86,12 @@ def consecutive(program: Program, costs: Costs) -> Iterator[Timeline]:
 
 
 def _behind_barrier(kind: Kind) -> bool:
-    """Whether it is the barrier, or something after it."""
+    """Whether it is the barrier, or an op after it."""
     return kind.row.closes == "barrier" or kind is Kind.GATHER
 
 
 def _all_stepped(timeline: Timeline, program: Program, costs: Costs) -> float:
-    """When all ranks have stepped, after the barrier."""
+    """ms when all ranks have stepped, after the barrier."""
     ranks = range(timeline.ranks)
     step = max(optimizer_ms(program, costs, r) for r in ranks)
     return max(timeline.closes(r) for r in ranks) + costs.of("agree") + step
@@ -103,7 +103,7 @@ def optimizer_ms(program: Program, costs: Costs, rank: int) -> float:
 
 
 def settled(program: Program, costs: Costs) -> float:
-    """What a step of a complete program costs, in ms, once steps follow one another as they will."""
+    """ms of a step of a complete program in steady state."""
     period, ends = 0.0, [[0.0] * len(program.ranks)]
     for _, timeline in zip(range(2 * _MEAN), consecutive(program, costs), strict=False):
         ends.append([max(timeline.closes(r), before) for r, before in enumerate(ends[-1])])
@@ -115,12 +115,12 @@ def settled(program: Program, costs: Costs) -> float:
 
 
 def _mean(ends: Sequence[Sequence[float]]) -> float:
-    """The mean of the last steps, which come again after 2, 3 or 4, or change slowly, of the slowest rank."""
+    """The mean of the last steps, which repeat after 2, 3 or 4, or change slowly, of the slowest rank."""
     return max(b - a for a, b in zip(ends[-1 - _MEAN], ends[-1], strict=True)) / _MEAN
 
 
 def either_way(complete: Context) -> tuple[float, float]:
-    """What a settled step of a complete program costs with the barrier and without it."""
+    """ms of a step of a complete program in steady state, with the barrier and without it."""
     program, costs, timeline = complete.program, complete.costs, complete.timeline
     ranks = range(timeline.ranks)
     with_barrier = timeline.makespan + costs.of("agree") + max(optimizer_ms(program, costs, r) for r in ranks)
@@ -131,7 +131,7 @@ def either_way(complete: Context) -> tuple[float, float]:
     if not program.ahead:
         open_end = [[op for op in ops if not _behind_barrier(op.kind)] for ops in program.ranks]
         open_program = program.with_ranks(open_end, by="without-barrier")
-        # All that the pass asks of the graph are the compute ops and their messages, unless weights are collected.
+        # The pass reads only the graph's compute ops and their messages, unless weights are gathered.
         context = Context(open_program, costs) if program.sharded else complete
         program = PostValidate().run(open_program, context)
     return with_barrier, settled(program, costs)

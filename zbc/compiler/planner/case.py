@@ -198,7 +198,7 @@ class Case:
         return [choice for choice in self.starts if known or not self.short(choice)]
 
     def _even_in_memory(self) -> Iterator[Choice]:
-        """Even in layers' activations, times their number on a stage; on a device also in resident state; mixed with
+        """Even in layers' activations, times their number on a stage; on devices also in resident state; mixed with
         time.
 
         The number is known for hand-made schedules. A search holds one microbatch at least; as many as 1F1B is a guess,
