@@ -40,7 +40,7 @@ AnyBlock = BuildingBlock | Tiles
 
 @lru_cache(maxsize=8)
 def walking(p: int) -> list[tuple[AnyBlock, Offsets]]:
-    """The shortest block of each four steps of one to four slots between neighbouring ranks, one step for each leg."""
+    """The shortest block for each choice of four steps of one to four slots between ranks, one step for each leg."""
     found: list[tuple[AnyBlock, Offsets]] = []
     for down, climb, back_down, back_up in product(range(1, 5), repeat=4):
         if down + climb > SLOTS or back_down + back_up > SLOTS:
@@ -89,8 +89,8 @@ def offsets_of(p: int, block: AnyBlock, *, weights: bool = True) -> Offsets:
 
 
 def later(offsets: Offsets, periods: int) -> Offsets:
-    """The same with so many periods more between the last F and the first B, one for each further slice: whole periods
-    collide with nothing, and keep one more unit each."""
+    """Offsets with `periods` more periods between the last F and the first B, one for each further slice: whole periods
+    collide with nothing, and each keeps one more unit."""
     if not periods:
         return offsets
     late = SLOTS * periods

@@ -189,7 +189,7 @@ def _fastest(found: world.World, measured: Measured, *, sketch: bool) -> Job:
         try:
             jobs[shape] = job_of(found.of(shape), measured)
         except ZbcError as error:
-            if {each.code for each in error.errors} <= MISTYPED:  # a shape may leave such a key out, and be taken
+            if {each.code for each in error.errors} <= MISTYPED:  # else a shape without such a key would be chosen
                 raise
             rows[shape] = replace(rows[shape], error=error)
             continue
@@ -322,7 +322,7 @@ def _schedule_problems(draft: Draft) -> list[ZbcError]:
     except ZbcError as error:
         return [ZbcError("E104", error.message, where=where(("schedule", "kind")), hint=error.hint)]
     problems = option_problems(draft, found, SCHEDULES.values())
-    if not isinstance(chunks, int) or chunks < 1:  # left out, or a problem of its own
+    if not isinstance(chunks, int) or chunks < 1:  # not given, or reported by itself
         return problems
     try:
         found.stages_per_rank(chunks)
@@ -418,11 +418,11 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     try:
         job, before = seated(job, table, budget)
         found = freezes(job, before, table)
-        raise_found(complete_problems(found.compute.graph))  # passes and the clock rely on it; plugins may be wrong
+        raise_found(complete_problems(found.compute.graph))  # passes and the simulator rely on it; plugins may be wrong
         found.compute.forget()
         program = found.complete.program
     except ZbcError as error:
-        if job.optimizer.sync in FLUSHLESS and error.where is None:  # of the pass, which knows no job
+        if job.optimizer.sync in FLUSHLESS and error.where is None:  # from the pass, which has no job
             error.where = job.where("optimizer", "sync")
         raise
     check_graph(found.complete.graph)

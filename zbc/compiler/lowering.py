@@ -5,7 +5,7 @@ The order matters:
 1. insert-comm first: it sends a B's gradient before the W after it.
 2. fuse-backward second: with the SEND in between, only those B W pairs fuse that keep no other rank waiting. Run before
    insert-comm, it makes a split 1F1B of makespan 30 take 33.
-3. offload needs the times that both leave, and a fused backward frees at once what a split one keeps for its W.
+3. offload needs the times that both leave, and a fused backward frees at once the inputs that a split one keeps for W.
 4. gather-weights, if weights or the optimizer are sharded, needs every op that reads weights; reductions go after its
    gathers, for which ops wait.
 5. reduce-grads needs all compute and transfers in place.
@@ -57,10 +57,10 @@ _FIRST: tuple[Pass, ...] = (
 class Lowering:
     """The options of a job that decide how its program is lowered."""
 
-    sync: str = "before-step"  # of the optimizer: whether a barrier closes a step, or the next one does
+    sync: str = "before-step"  # `optimizer.sync`: whether a barrier closes a step, or the next step does
     gather: GatherWeights | None = None  # of weights that are gathered and freed within a step
-    offload: Offload | None = None  # to keep to a limit by moving activations to the host
-    weave: Weave | None = None  # of a vocabulary that all ranks share
+    offload: Offload | None = None  # keeps activations within a limit by offloading them
+    weave: Weave | None = None  # vocabulary parallelism
     every: int = 0  # microbatches from one step of a stage to its next, if each steps on its own
     several: Several = never  # without a flush: makes several steps of the schedule
     group: int | None = None  # of the schedule

@@ -22,7 +22,7 @@ from zbc.ops import Lane
 SETTLES = 8  # steps until steady state, usually
 _TRIED = (8, 16, 32)  # numbers of steps without a flush to try, until they repeat
 _MEAN = 12  # steps to average if they do not
-_ROUND = 1e-9  # relatively: sums of many numbers are this close
+_ROUND = 1e-9  # relative rounding error of sums of many numbers
 
 
 def in_a_row(program: Program, costs: Costs, steps: int) -> Timeline:
@@ -50,7 +50,7 @@ def _bodies(program: Program, timeline: Timeline) -> list[list[float]]:
     for rank, ops in enumerate(program.ranks):
         mine = [op for op in ops if op.kind.row.lane is Lane.COMPUTE]
         ends = [timeline.end[i] for i in graph.mine(rank) if graph.ops[i].kind.row.lane is Lane.COMPUTE]
-        first = sum(op.mb >= NEXT for op in mine)  # what a rank does before its first body
+        first = sum(op.mb >= NEXT for op in mine)  # ops of a rank before its first body
         bodies = [ends[i : i + len(mine)] for i in range(first, len(ends) - 2 * len(mine), len(mine))]
         found = [a + b for a, b in zip(found, bodies, strict=True)] if found else bodies
     return found
@@ -127,7 +127,7 @@ def either_way(complete: Context) -> tuple[float, float]:
     if program.flushless:
         return with_barrier, period_of(program, costs)
     if program.resident:
-        return with_barrier, with_barrier  # there is no other way to close it
+        return with_barrier, with_barrier  # gathered weights need the barrier
     if not program.ahead:
         open_end = [[op for op in ops if not _behind_barrier(op.kind)] for ops in program.ranks]
         open_program = program.with_ranks(open_end, by="without-barrier")

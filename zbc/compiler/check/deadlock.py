@@ -45,7 +45,7 @@ def deadlock_problems(g: Graph, *, blocking_sends: bool = False) -> Iterator[Zbc
     done = run(g, blocking_sends=True)[1] if blocking_sends else g.ran[1]
     if happens(g, done):
         return
-    from zbc.compiler.check.cycle import (  # loads networkx, which a program that runs does without
+    from zbc.compiler.check.cycle import (  # loads networkx, needed only for a program that deadlocks
         CycleWait,
         holds,
         shortest_cycle,

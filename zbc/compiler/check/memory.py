@@ -15,7 +15,7 @@ from zbc.ir import Program
 from zbc.job.spec import Job, parse_limit
 from zbc.text import GIB, at_least, short, size
 
-EASIER = 'memory.activations = "auto", '  # the first of the ways out of E301, which compile_job tries
+EASIER = 'memory.activations = "auto", '  # the first remedy for E301, which compile_job tries
 
 
 def check_memory(job: Job, memory: list[RankMemory], costs: Costs) -> None:

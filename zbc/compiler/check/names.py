@@ -20,7 +20,7 @@ def maker(g: Graph, cell: int) -> Op:
 
 
 def user(g: Graph, cell: int) -> Op:
-    """The op that frees a cell, likewise."""
+    """The op that frees a cell, whether or not the program has it."""
     key, unit = g.layout.key_of(cell)
     kinds = [kind for kind, row in g.layout.rows.items() if row.lane is not Lane.LINK and _has(row.frees, key.what)]
     return _op(g, chosen(g, kinds), key, unit, made=False)

@@ -38,7 +38,7 @@ def pairing_problems(g: Graph) -> Iterator[ZbcError]:
     broken |= {_channel(g, i) for i in transfers}
     yield from _surplus(g)
     for one in g.mixed:
-        if one.channel not in broken:  # else its messages are numbered by guess
+        if one.channel not in broken:  # the numbers of its messages would be guesses
             yield _disorder(g, one)
 
 

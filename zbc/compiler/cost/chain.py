@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 EXACT = 14  # devices
-_TRIES, _TURNS = 40, 6  # starts of a path for each threshold, and turns per device before one is given up
+_TRIES, _TURNS = 40, 6  # starts of a path for each threshold, and rotations per device before giving up
 
 Times = Sequence[Sequence[float]]  # ms between two devices, either way
 
@@ -101,7 +101,7 @@ def _path(ms: Times, limit: float, rng: random.Random) -> tuple[int, ...] | None
                 return tuple(path)
             end = path[-1]
             fresh = [u for u in near[end] if u not in inside]
-            if fresh:  # the one with the fewest ways on
+            if fresh:  # the device with the fewest continuations
                 u = min(fresh, key=lambda v: (sum(w not in inside for w in near[v]), rng.random()))
                 path.append(u)
                 inside.add(u)

@@ -67,7 +67,7 @@ class Layer:
 
 
 def layers(job: Job) -> list[Layer]:
-    """Every layer in order, with measured costs or given per-layer costs where the job has them."""
+    """Every layer in order, with measured costs or given per-layer costs if the job has them."""
     table = _counted(job)
     if job.profile is not None:
         found = profiled.measurements(job.profile, [layer.name for layer in table], job.optimizer.name)

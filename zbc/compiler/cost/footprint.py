@@ -232,7 +232,7 @@ class Sizes:
         if not self.gated:
             return 2 * self.stream
         if self.wide_norm:
-            return 8 + (4 if self.stream == 4 else 7) * self.hidden  # of narrow ones wide copies, for one in its place
+            return 8 + (4 if self.stream == 4 else 7) * self.hidden  # narrow streams: wide copies, for one tensor
         return 4 if self.cuda else 4 + self.stream * self.hidden
 
     @property
@@ -360,7 +360,7 @@ def block(z: Sizes) -> Footprint:
     act_b = (2 * (z.stream * h + z.norm) + z.behind) * z.own
     act_b += (z.head_norms + inside * n + z.logs + 8 * z.choices) * t
     rise_w, rise_bw = (None, _rise_of_experts(z, act_b)) if z.experts else _rises(z, grad)
-    if z.experts:  # one of them runs at a time, between rows of all
+    if z.experts:  # one expert runs at a time, between the rows of all
         more_bw, first_bw = (max(2 * z.met * h * n * t, one - _others(z)) for one in (more_bw, first_bw))
     return Footprint(
         act_b=act_b,
@@ -393,7 +393,7 @@ def block(z: Sizes) -> Footprint:
         tables=4 * z.seq_len / z.cp * (q // z.heads) if z.rotary else 0,
         largest=h * max(q + 2 * k, 2 * z.mlp if z.gated else z.mlp),
         kv=2 * k * n * t * z.cp,
-        # Norms in float32 keep it as well.
+        # Norms in float32 keep that tensor as well.
         fused=(q + k) * n * t if z.rotary and z.cp == 1 and not (z.qk_norm and n == 4) else 0,
     )
 
@@ -410,7 +410,7 @@ def spared(z: Sizes) -> Footprint:
     inside = 2 * h + z.mixed - z.queries - 2 * z.keys + (2 if z.gated else 1) * f
     gone = 2 * z.norm * z.own + (z.head_norms + inside * n + z.logs) * t
     whole = replace(whole, fused=-whole.kv)  # slices buffer keys and values next to a linear layer's output
-    if z.experts:  # one of them runs again at a time: rows on their way to and from them are more
+    if z.experts:  # one expert runs again at a time: the rows sent to and from experts are more
         rows = 3 * z.met * h * n * t
         more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
         return replace(whole, act_b=whole.act_b - gone, more_b=more_b, more_bw=more_bw)
@@ -497,7 +497,7 @@ def head(z: Sizes) -> Footprint:
         return _by_chunks(z)
     logits = n * vocab * t
     wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32
-    kept: float = 4 * vocab * t + (logits if z.logits_cap else 0)  # of the loss, and of a cap its tanh
+    kept: float = 4 * vocab * t + (logits if z.logits_cap else 0)  # for the loss, and the tanh of a cap
     gone: float = logits - 4 * vocab * t  # d logits have replaced log-probabilities before the weight gradient
     more_f, more_b = float(logits + wide), 8.0 * vocab * t
     if z.terms:  # logits are kept as they are, and exp is computed in addition
@@ -628,7 +628,7 @@ def _turns(layers: Sequence[Footprint], *, recompute: bool) -> tuple[list[_Turn]
     behind = left = released = 0.0  # by later layers: kept by F, left for W beyond that, freed by W
     for k in reversed(range(len(layers))):
         z, inner = layers[k], k < len(layers) - 1
-        # A second forward keeps all that the first one would have, its input and output included.
+        # A second forward keeps all activations that the first one would have kept, input and output included.
         again = z.act_b + z.loose + z.tail - z.entry if recompute else 0.0
         result = z.result if inner else 0.0  # the gradient from the next layer; the last layer's is the stage's
         # With `keeps_given` the stage's gradient existed before, and `left` counts it.

@@ -21,7 +21,7 @@ from zbc.topology import Topology, inner_of
 # The share of a transfer in which its ranks do not compute: .5 to 1.2 bring published runs on A100s to within 5%
 # (bench/published.py).
 _MESSAGE_SHARE = {"cuda": 1.0, "cpu": 0.0}
-_DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as bench/vocabulary.py found them
+_DEFAULTS = {  # (tflops, memory GB/s, kernel us, link Gbit/s, link us): an A100's, as measured by bench/vocabulary.py
     "cuda": (230.0, 1750.0, 3.0, 200.0, 10.0),
     "cpu": (0.1, 20.0, 5.0, 20.0, 700.0),
 }
@@ -103,7 +103,7 @@ class Machine:
         )
 
     def link(self, ranks: Sequence[int]) -> Link:
-        """The slowest link among these ranks of a pipeline, in whichever replica of it they are farthest apart."""
+        """The slowest link among these ranks of a pipeline, over all its replicas."""
         seats = itertools.product(range(self.topology.dp), self.topology.every)
         return self._slowest(
             (self.topology.rank(dp, a, at), self.topology.rank(dp, b, at))

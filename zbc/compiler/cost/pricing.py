@@ -443,7 +443,7 @@ def _with_sums(
         if job.shard != "none":
             shares = stage_bytes.dealt(job, placement, s, part, table)
             count = shares.ranks * shares.row
-        alone = parallel.frees and len(set(holders)) > 1  # shards of one holder's replicas, sums over all
+        alone = parallel.frees and len(set(holders)) > 1  # sharded over one holder's replicas, reduced over all
         reduce.append(_sum(job, GRAD_BYTES * count, holders, 2 if alone else halves))
         params = sum(table[i].params for i in part) - own
         lowered = stage_bytes.lowered(job, part, table) / params if params else 0.0
@@ -483,7 +483,7 @@ def _apart(job: Job, size: float, holders: Sequence[int], halves: int) -> float:
         return 0.0
     if job.costs.reduce is not None:
         return job.costs.reduce * halves / 2
-    # As fast as over all of them, in fewer parts.
+    # At the speed of a collective over all replicas, in fewer parts.
     return Machine.of(job).sum_ms(size, holders, halves=halves) * _parts(every / ep) / _parts(every)
 
 

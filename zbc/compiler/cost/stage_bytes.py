@@ -27,7 +27,7 @@ class StageBytes:
     gradients: float
     masters: float  # float32 weights in addition to the weights that forward reads
     optimizer: float
-    boundary: float  # the tensor it receives from, or sends to, a neighbour
+    boundary: float  # bytes of the tensor it receives from, or sends to, a neighbour
     more: More = NO_MORE  # temporaries of ops, beyond the bytes held before and after them
     first: More = NO_MORE  # `more` without gradients yet, which are a part of `gradients`
     rise: Rise = NO_RISE  # the peak of a backward beyond the bytes held before it
@@ -38,7 +38,7 @@ class StageBytes:
     step: float = 0.0  # temporaries of the optimizer step
     tentative: float = 0.0  # copies of the tentative step, a few parameters at a time
     logits: float = 0.0  # the part of F's kept activations with an entry per word of the vocabulary
-    behind: float = 0.0  # the tensor between it and the next stage
+    behind: float = 0.0  # bytes of the tensor between it and the next stage
     share: float = 0.0  # activations F keeps without recompute; activation units are shares of it
     sent: float = 0.0  # the part of F's kept activations that is sent, too: a result that its own backward needs
     given: float = 0.0  # the part of its input that the stage before it keeps, and counts, on the same rank
@@ -137,7 +137,7 @@ def _owned(
     weights, gradients, masters, state = _parameters(job, owned_by(part, table, experts), params)
     shares = dealt(job, placement, s, part, table, experts=experts)
     each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
-    kept = each * shares.summed / shares.ranks if ahead else 0.0  # a step that may have to be done again needs them
+    kept = each * shares.summed / shares.ranks if ahead else 0.0  # needed by a step that may be repeated
     casts, lows = _casts([table[i] for i in part], experts), lowered(job, part, table, experts=experts)
     low = GRAD_BYTES * lows if shares.ranks > 1 else 0.0  # weights that exist as casts alone
     message = _message(job, part, table, shares, experts) if low else weights / params * shares.row if params else 0.0

@@ -13,7 +13,7 @@ from zbc.job.spec import Job
 if TYPE_CHECKING:
     from zbc.compiler.cost.estimate import Layer
 
-WIDE = 4  # bytes of a number that is kept
+WIDE = 4  # bytes of a number of optimizer state
 
 
 def numbers(options: Optimizer, *, matrix: bool = False) -> int:
@@ -49,7 +49,7 @@ def moved(options: Optimizer, parameters: str, *, matrix: bool = False) -> tuple
     state = WIDE * numbers(options, matrix=matrix)
     step = (
         4 + 2 * (4 + state) + 28 * bool(options.feedback) + 12 * (options.ema is not None)
-    )  # which copies weights, and reads both again
+    )  # feedback copies weights, and reads both again; an average reads weights and itself
     publish = 6.0 if parameters == "bfloat16" else 8.0
     ahead = options.sync == "post-validate"
     plain = step + publish if parameters == "bfloat16" and not ahead else step

@@ -217,14 +217,14 @@ def words(z: Sizes) -> Work:
     h, n, vocab = z.hidden, z.width, z.vocab
     logits = product(z.tokens, h, vocab, n)
     cast = _cast(n, 4)  # the loss is computed in float32
-    # log_softmax reads twice and writes. Backward fills a gradient with zeros and puts a number into each row; that of
-    # log_softmax reads it twice and the output once, and writes.
+    # log_softmax reads twice and writes. Backward fills a gradient with zeros and writes a number into each row;
+    # log_softmax's backward reads it twice and the output once, and writes.
     loss = [(cast + passes) * vocab * z.tokens for passes in (12, 20)]
     product_w = (_added(logits, z, h * vocab),) if z.fused_grads else (logits, _accumulate(z, h * vocab, 1))
     capped = 3 * z.logits_cap
-    if z.logits_cap:  # divided, turned and multiplied
+    if z.logits_cap:  # divided, tanh, multiplied
         loss = [loss[0] + 6 * n * vocab * z.tokens, loss[1] + 7 * n * vocab * z.tokens]
-    if z.chunk:  # one product forward, three backward: logits again, and of their gradient that of both
+    if z.chunk:  # one product forward, three backward: logits again, and the gradients of both factors
         parts, wide = -(-z.tokens // z.chunk), vocab * z.tokens
         forward, backward = Kernel(0, (cast + 24) * wide, 8 * parts), Kernel(0, (2 * cast + 32) * wide, 9 * parts)
         return Work((logits, forward), (logits, logits, logits, _accumulate(z, h * vocab, 1), backward), ())

@@ -28,7 +28,7 @@ from zbc.ir import WHOLE, Op, Program
 from zbc.ops import VALUES, Lane
 
 NOTHING = -1  # in `before`: the beginning of the program
-MESSAGE = -1  # in `again`: a message that is sent or taken a second time
+MESSAGE = -1  # in `again`: a message that is sent or received a second time
 _OF_UNITS = frozenset({"unit", "edge"})  # scopes of values that belong to a microbatch
 
 

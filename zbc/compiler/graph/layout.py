@@ -61,17 +61,17 @@ class EdgeValue(NamedTuple):
 
 
 class CellColumns(NamedTuple):
-    """A row for one rank, stage and slice. Columns are the numbers of the cells of microbatch 0."""
+    """A compiled row for one rank, stage and slice. Columns are the numbers of the cells of microbatch 0."""
 
     lane: Lane
     reads: tuple[int, ...]
     frees: tuple[int, ...]
     writes: tuple[int, ...]
-    posts: tuple[int, ...]  # messages (of microbatch 0) that the op sends or, as a RECV, takes
+    posts: tuple[int, ...]  # messages (of microbatch 0) that the op sends or, as a RECV, receives
     step: int  # cells from one microbatch to the next
-    state: tuple[int, ...]  # cells that it reads whatever its microbatch
+    state: tuple[int, ...]  # cells that it reads for every microbatch
     row: Row
-    every: tuple[tuple[int, int], ...]  # (column, cells) all of which must be written before
+    every: tuple[tuple[int, int], ...]  # (column, number of cells) that must all be written before
     kind: Kind
     rank: int
     stage: int
@@ -96,7 +96,7 @@ class Layout:
         # them.
         gathers = program.resident > 0 or (Kind.GATHER in self.kinds and not (self.ahead or program.flushless))
         self.begins = "shard" if gathers else "weights"
-        # Whether messages are ops: any transfer or step-level op says so.
+        # Whether messages are ops: true if the program has any transfer or step-level op.
         self.explicit = any(kind.is_transfer or kind.stage_wide or kind.rank_wide for kind in self.kinds)
         replicas = program.together
         # Whether other ranks hold the same values of an owner. The sum of tied weights may have one rank alone.

@@ -12,8 +12,8 @@ from zbc.errors import ZbcError
 from zbc.ir import Op, Program, repeated
 from zbc.ops import Kind, Lane, Rows
 
-SPARSE = 2  # units per op beyond which a program is hopelessly incomplete
-SMALL = 1 << 17  # units that are never too many
+SPARSE = 2  # units per op above which a program is rejected as incomplete
+SMALL = 1 << 17  # units that are always accepted
 
 
 def build(program: Program, rows: Rows | None = None) -> Graph:

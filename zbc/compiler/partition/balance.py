@@ -17,7 +17,7 @@ from operator import mul
 from zbc.ir import Placement
 
 FEW = 1500  # number of partitions up to which all are tried
-NODES = 10_000  # of the search for a lighter one, for up to eight ranks; fewer for more
+NODES = 10_000  # nodes of the search for a lighter partition, for up to eight ranks; fewer for more
 SAME = 1e-9  # loads this close are equal
 
 Weights = Sequence[Sequence[float]]  # [stage][layer]

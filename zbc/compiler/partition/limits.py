@@ -19,7 +19,7 @@ from zbc.ir import Placement
 from zbc.job.spec import Job, parse_limit
 from zbc.text import GIB, at_least, short, size
 
-BUFFERS = 4  # boundary tensors a rank may need for receives posted ahead and sends under way
+BUFFERS = 4  # boundary tensors a rank may need for receives posted ahead and sends in flight
 
 
 @dataclass(frozen=True, slots=True)

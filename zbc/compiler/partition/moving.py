@@ -71,7 +71,7 @@ def _orders(setup: Setup, units: tuple[float, ...], budget: float, search: dict[
 
 
 def _size(setup: Setup) -> int:
-    """F, B and W of an order."""
+    """The number of F, B and W ops of an order."""
     return 3 * setup.placement.stages * setup.job.schedule.microbatches
 
 

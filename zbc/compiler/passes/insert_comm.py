@@ -67,7 +67,7 @@ class InsertComm:
             inside = groups(ops)
             ends = _ends(timeline, rank) if timeline is not None else []
             posts = _posts(program.placement, ops, arriving[rank], taken, inside, ends, self.ahead or POSTED)
-            arriving[rank] = []  # the largest thing here
+            arriving[rank] = []  # freed early: the largest list here
             ranks.append(_woven(ops, posts, made, inside))
         return program.with_ranks(ranks, by=self.name)
 
@@ -113,7 +113,7 @@ def _posts(
     posts: dict[int, list[Op]] = {}
     for line in arriving:
         step, placed = len(ops), []
-        for k in reversed(range(len(line.messages))):  # a receive comes no later than the ones sent after it
+        for k in reversed(range(len(line.messages))):  # a receive comes no later than the receives of later sends
             user = users[line.messages[k]]
             post = max(0, inside.get(user, user) - ahead)
             if ends:

@@ -25,10 +25,10 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Program
 from zbc.text import at_least, short
 
-ROUNDS, BRIEF = 6, 2  # of timing and choosing again
+ROUNDS, BRIEF = 6, 2  # rounds of timing and choosing again
 # The factor on a reload's booked time, and the way of booking; the last one is for small programs.
 WAYS = ((1.0, one_by_one), (1.0, all_at_once), (1.6, one_by_one), (1.6, all_at_once))
-LARGE, HUGE = 10_000, 100_000  # ops from which fewer lists are tried, and from which one is
+LARGE, HUGE = 10_000, 100_000  # ops from which fewer lists are tried, and from which only one
 LOWER = 8  # number of smaller limits also tried, so that more room is not slower
 
 

@@ -115,7 +115,7 @@ class Case:
             return 0.0
         if self.moves or not self.movable:
             return unlimited(self.job, self.placement, self.first).of(self.job.objective)
-        both = {False, self.card.splits_backward}  # some orders have backwards in one op and in two
+        both = {False, self.card.splits_backward}  # some orders have both fused and split backwards
         tables = [self.times(frozenset(), split=split) for split in both]
         share: float = sum(map(min, zip(*chain(*tables), strict=True))) / self.placement.ranks
         return self.job.schedule.microbatches * share * (1 - self.job.costs.overlap) * (1 - 1e-9)
@@ -147,7 +147,7 @@ class Case:
         return self.job.costs.f is None or self.job.costs.per == "layer"
 
     def below(self, step: float, most: int) -> list[Choice] | None:
-        """All choices that may take less than `step` ms, if they are `most` at most."""
+        """All choices that may take less than `step` ms, if there are at most `most`; else None."""
         if 2 ** len(self.optional) > SUBSETS or not self._additive:
             return None
         m, found = self.job.schedule.microbatches / len(self.placement.pipes), list[Choice]()
@@ -224,7 +224,7 @@ class Case:
             if any(map(any, memory)):
                 yield Choice(even(memory, self.placement, exact=not searched or k % 2 == 0))
                 yield Choice(even(_mixed(self.times(frozenset()), memory), self.placement, exact=False))
-                if self.two_pipes and searched:  # one microbatch alone is in one of them
+                if self.two_pipes and searched:  # a single microbatch uses only one pipe
                     yield Choice(even(memory, Placement(self.placement.pipes[:1])))
 
     def neighbours(self, choice: Choice) -> list[Choice]:

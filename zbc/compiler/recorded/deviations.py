@@ -1,4 +1,4 @@
-"""Finds what took longer than predicted: kinds of ops on a rank, links, whole ranks, and single outlying ops.
+"""Finds ops that took longer than predicted: kinds of ops on a rank, links, whole ranks, and single outliers.
 
 A rank or a link is slow if it is slow compared with the others, since a prediction may be off for all of them alike.
 """

@@ -1,4 +1,4 @@
-"""Predicted against measured: the numbers behind `zbc report` of a recorded run."""
+"""Predicted compared with measured: the numbers of `zbc report` for a recorded run."""
 
 from __future__ import annotations
 

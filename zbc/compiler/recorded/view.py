@@ -112,7 +112,7 @@ class RecordedStep:
         """Every tensor between two ranks."""
         placement, of = self.program.placement, self.program.topology.of
         copy = [(place.dp, place.at) for place in map(of, range(len(self.ranks)))]
-        made: dict[tuple[tuple[int, At], ir.Message], tuple[Op, int, int]] = {}  # by whom, the rank, which of its ops
+        made: dict[tuple[tuple[int, At], ir.Message], tuple[Op, int, int]] = {}  # to maker, rank, its op's index
         for rank in range(len(self.ranks)):
             for index, op in self.compute(rank):
                 for sink in placement.beside(op.stage, op.kind.gives):

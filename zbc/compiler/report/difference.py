@@ -52,7 +52,7 @@ def _rank(rank: int, left: Sequence[Op], right: Sequence[Op]) -> RankDifference:
 
 
 def _aligned(left: Sequence[Op], right: Sequence[Op], stay: Sequence[Op]) -> Iterator[DiffLine]:
-    """Both sides in their own order, side by side where an op stays."""
+    """Yields both sides in their own order, aligned at the ops that stay."""
     a = b = 0
     for op in (*stay, None):
         while a < len(left) and left[a] != op:

@@ -122,7 +122,7 @@ class CopyReport:
     copying_ms: float
     waited_ms: float  # by ranks, for these copies
     hidden: float  # share of copying_ms that no rank waits for
-    k: float  # a copy of a rank's share of a microbatch one way, over its F + B + W; of the rank with most
+    k: float  # ms of copying a rank's share of a microbatch one way, over its F + B + W; of the rank with the most
 
 
 @dataclass(frozen=True, slots=True)

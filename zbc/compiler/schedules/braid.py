@@ -53,7 +53,7 @@ def braid_v(request: Request) -> Program:
     if lists:
         made.append(_program(placement, m, min(lists, key=lambda found: found[0])[1]))
     if m < 3 * p:  # few pairs form then, and an order without groups can be better
-        with contextlib.suppress(ZbcError):  # E303: its limit counts in units, of which uneven stages may need more
+        with contextlib.suppress(ZbcError):  # E303: its limit is in units, and uneven stages may need more
             made.append(v_auto(replace(request, costs=costs, memory_limit=2 * p - 0.5)))
     if len(made) > 1:
         made.sort(key=lambda program: round(_cost(program, costs, request.objective), 9))

@@ -76,7 +76,7 @@ def _join(ops: Sequence[Op], unit: int, early: int) -> list[Op]:
     for number in range(1, 1 + max((op.mb for op in joined), default=0) // unit):
         first = next(k for k, op in enumerate(joined) if op.mb // unit == number)
         if all(op.mb // unit >= number for op in joined[first:]):
-            continue  # nothing is left of the unit before
+            continue  # no op is left of the previous unit
         old = [op for op in joined[first:] if op.mb // unit < number]
         new = [op for op in joined[first:] if op.mb // unit >= number]
         tail, rest = new[:early], iter(new[early:])

@@ -21,7 +21,7 @@ NEVER = 1e9  # release slack, in op times: start as early as possible
 
 
 class Genes(NamedTuple):
-    """See the module; times are in mean op times of the problem."""
+    """The gene vector, see the module; times are in mean op times of the problem."""
 
     legs: tuple[float, ...]  # 2v, extra time per step of a leg
     turns: tuple[float, ...]  # 2v - 1, rest between two legs

@@ -115,7 +115,7 @@ def destination(
 
 
 def fits(i: int, j: int, limit: float, order: Numbers, change: Numbers, held: Numbers) -> bool:
-    """Whether the rank keeps to its limit if the op at place i moves to j; `held` is what it holds after each."""
+    """Whether the rank keeps to its limit if the op at place i moves to j; `held` are its units after each place."""
     own = change[order[i]]
     if i < j:
         if own < 0.0:

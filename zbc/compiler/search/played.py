@@ -26,7 +26,7 @@ class Played(NamedTuple):
 
 def played(problem: Problem, table: Table, order: Sequence[int]) -> list[int] | None:
     """A rank-major order like `order` but for its W; None if it stops, for lack of memory or of an input."""
-    step = problem.n_stages * problem.m  # numbers of F, then of B, then of W
+    step = problem.n_stages * problem.m  # F, B and W have `step` numbers each, in this order
     todo = [deque(op for op in order[low:high] if op < 2 * step) for low, high in pairwise(table.first)]
     missing, ready = list(table.count), [0.0] * problem.size
     head, reader, lag, after = table.feeds

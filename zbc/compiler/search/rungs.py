@@ -34,7 +34,7 @@ class Grid:
     problem: Problem
     least: tuple[float, ...]
     below: tuple[float, ...]  # each rank's limit below the largest
-    top: float  # the limit itself; no more than `everything`
+    top: float  # the limit itself, at most `everything`
     everything: float  # a rung of its own: all microbatches fit at once
     unit: float  # the memory of each op if all are equal: only its multiples matter; else 0
 

@@ -52,7 +52,7 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
     costs = costs.fastest()
     if costs.slices > 1:
         return _of_slices(placement, costs, m, limit)
-    if costs.overlap:  # as if every F could hide, as far as groups allow
+    if costs.overlap:  # as if every F could overlap, as far as groups allow
         hidden = 1.0 - costs.overlap
         costs = replace(costs.with_ms(f=costs.each(lambda ms: hidden * ms, "f")), overlap=0.0)
     costs = costs.least()

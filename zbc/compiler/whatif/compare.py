@@ -46,7 +46,7 @@ class ComparedPlan:
     sequences: int = 1  # sequences per step
     bent: bool = False  # whether memory keeps it from the partition that is most even in time
     baseline_ms: float | None = None  # ms of 1F1B per sequence in the same settings, with its optimizer
-    front: bool = False  # whether no other row of its world is as fast with less memory, or faster with as little
+    front: bool = False  # whether it is on the Pareto front of time and memory among the rows of its world
     shared: bool = False  # whether it uses vocabulary parallelism
     exchanged: float | None = None  # peak units if slices were even, unless they are
     noisy: float | None = None  # mean slowdown of a step under noise, as a share; if requested
@@ -54,7 +54,7 @@ class ComparedPlan:
 
     @property
     def name(self) -> str:
-        """Its schedule, with properties that no setting says: its number of slices, and vocabulary parallelism:
+        """Its schedule, with properties that no setting shows: its number of slices, and vocabulary parallelism:
         `zb-auto k=8 +vocabulary`."""
         slices, told = 0 if self.report is None else len(self.report.slices), dict(self.settings)
         parts = [self.schedule]

@@ -19,7 +19,7 @@ Candidate = tuple[str, tuple[Setting, ...]]  # a schedule, and its other choices
 Pair = tuple[str, tuple[Setting, ...], frozenset[Candidate]]  # (key, world, candidates)
 
 SAME = 1e-9  # times this close, relatively, are level
-CLOSE = 2e-3  # an interval this narrow, relatively, is a point
+CLOSE = 2e-3  # relative width at which an interval counts as a point
 CUTS = 24
 
 

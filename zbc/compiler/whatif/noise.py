@@ -55,7 +55,7 @@ class Spread:
     slow: tuple[float, ...] = ()  # median of the steps in which each rank was the slow one; () without a straggler
 
     def quantile(self, share: float) -> float:
-        """ms that this share of the steps stays below, between the two nearest of them."""
+        """The `share` quantile of the steps in ms, interpolated between the two nearest."""
         ordered = sorted(self.steps)
         place = share * (len(ordered) - 1)
         below = math.floor(place)
