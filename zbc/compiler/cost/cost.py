@@ -181,7 +181,8 @@ class Costs:
         return replace(self, size=size, bytes=None, sliced=())
 
     def unit(self, pick: Callable[[Sequence[float]], float]) -> Costs:
-        """Returns costs of a slice as a microbatch of its own: `pick` chooses among the slices; "kv" is shared out."""
+        """Returns costs of a slice as a microbatch of its own: `pick` (as min, mean) joins the slices; "kv" is shared
+        out."""
         k = self.slices
         if k == 1:
             return self

@@ -176,7 +176,7 @@ def of_slice(job: Job, table: Sequence[Layer], begin: int, share: Mapping[str, f
     """The table for one slice of a microbatch, from token `begin` on; `job` has its length for `model.seq_len`.
 
     Estimated times are of the slice's own kernels. Given or measured times of whole microbatches are multiplied by
-    `share` (f, b and w of a block) or `rows` (any other layer), and so are measured bytes.
+    `share` (f, b and w of a block) or `rows` (any other layer), measured bytes by `rows`.
     """
     own = _family(job, begin)
     if own is not None and job.profile is None and not (job.costs.per == "layer" and job.costs.f is not None):

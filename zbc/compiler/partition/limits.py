@@ -162,7 +162,7 @@ def _limits(job: Job, placement: Placement, costs: Costs, split: bool) -> tuple[
 def _both(
     costs: Costs, placement: Placement, units: Sequence[float], sizes: Sequence[float], split: bool
 ) -> tuple[Costs, tuple[float, ...]]:
-    """A measure whose units are never less than the `units` nor the bytes of a rank, and the bytes of a unit by rank.
+    """Costs whose units cover both `units` and bytes, and the bytes of a unit by rank.
 
     A stage counts as the larger of its units and its bytes, as shares of its rank's limits. That may be too much for a
     single microbatch; such ranks count units alone.

@@ -54,7 +54,7 @@ class GatherWeights:
         return marked.with_ranks(ranks, by=self.name)
 
     def _auto(self, program: Program, context: Context, most: int) -> int:
-        """The most stages that fit in `room`, at least the stages of a group."""
+        """The most stages that fit in `room`, 2 if that is unknown; at least those of a group."""
         least = 2 if program.grouped and most > 1 else 1
         if self.room is None or context.costs.bytes is None:
             return min(2, most)

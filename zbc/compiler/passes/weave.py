@@ -125,7 +125,7 @@ def by_count(ops: Sequence[Op], more: int) -> list[int]:
 
 
 def by_stage(ops: Sequence[Op], more: int) -> list[int]:
-    """The same with `more` forwards of each stage."""
+    """Like `by_count`, with `more` forwards of each stage."""
     places: dict[int, list[int]] = {}  # of the forwards of each stage
     for place, op in enumerate(op for op in ops if op.kind is Kind.F):
         places.setdefault(op.stage, []).append(place)

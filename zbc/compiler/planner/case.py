@@ -168,7 +168,7 @@ class Case:
 
     @cached_property
     def starts(self) -> list[Choice]:
-        """Even in time, in blocks, in memory, in time and memory; and recompute from the first stage to all.
+        """Choices even in time, in blocks, in memory, in time and memory; and recompute from the first stage to all.
 
         None of them depends on the size of a limit, so with more memory no fewer fit.
         """
@@ -198,7 +198,7 @@ class Case:
         return [choice for choice in self.starts if known or not self.short(choice)]
 
     def _even_in_memory(self) -> Iterator[Choice]:
-        """Even in layers' activations, times their number on a stage; on devices also in resident state; mixed with
+        """Choices even in activations times their number on a stage; on devices also in resident state; mixed with
         time.
 
         The number is known for hand-made schedules. A search holds one microbatch at least; as many as 1F1B is a guess,

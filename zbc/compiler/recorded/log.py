@@ -100,7 +100,7 @@ class RunLog:
         return Loads(blocks, mean, sum(map(max, ranks)) / len(ranks), planned, len(told))
 
     def rates(self) -> dict[str, Quantity]:
-        """The known ones of samples and tokens per second, and MFU, by key."""
+        """Known throughput (samples and tokens per second, MFU) by key."""
         found = {}
         for key in Throughput._fields:
             values = [row[key] for row in self.counted if row.get(key) is not None]

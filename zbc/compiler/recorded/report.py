@@ -225,7 +225,7 @@ def _slow(manifest: Manifest, found: Sequence[deviations.SlowRank]) -> tuple[flo
 
 
 def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Quantity]]:
-    """Yields the known ones of samples and tokens per second, and MFU, from the ms of steps."""
+    """Yields known throughput (samples and tokens per second, MFU) by key, from the ms of steps."""
     meant = throughput_of(manifest, settled_ms(manifest)) if "barrier_ms" in manifest.predicted else NOTHING_KNOWN
     measured = [throughput_of(manifest, ms) for ms in steps]
     for key in Throughput._fields:

@@ -64,7 +64,7 @@ def fitting(problem: Problem) -> list[AnyBlock]:
 
 
 def in_flight(problem: Problem) -> list[AnyBlock]:
-    """The blocks that keep to the limit if each W followed its B; short walks first, the fullest first.
+    """The blocks whose F and B keep to the limit if each W followed its B; short walks first, the fullest first.
 
     For slices in V placements of two chunks; else nothing.
     """

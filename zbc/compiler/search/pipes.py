@@ -125,7 +125,7 @@ def packed(
 
 
 def _timed(program: Program, costs: Costs, objective: str) -> TimedOrder:
-    """The order with its gradient reductions, if they take time: an order that leaves them some is better."""
+    """The order with its gradient reductions, if they take time: an order that leaves time for them is better."""
     at = Context(program, costs)
     if any(costs.column("reduce")):
         sent = Context(InsertComm().run(program, at), costs)
