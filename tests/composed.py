@@ -1,4 +1,4 @@
-"""Jobs with some of the features that zbc/excludes.py knows, and what of them must not change a training."""
+"""Jobs with some of the features in zbc/excludes.py, and the reference jobs without features that keep a training."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,7 @@ from zbc.plan.directory import StoredPlan
 Tables = dict[str, dict[str, Any]]
 STEPS, TOLERANCE = 3, 2e-5  # float32
 GPT = {"family": "gpt", "layers": 8, "hidden": 32, "heads": 4, "vocab": 256, "seq_len": 32}
-# What makes a job have a trait: (key, value), several of them where it needs company.
+# The settings that give a job a trait: (key, value), several if it needs more than one.
 SETTINGS: dict[str, tuple[tuple[str, Any], ...]] = {
     "compile": (("model.compile", True),),
     "tied embeddings": (("model.tie_embeddings", True),),
@@ -59,7 +59,7 @@ CHANGES = (
 
 
 def settings(*traits: str) -> Tables:
-    """The tables of a job with these."""
+    """The tables of a job with these settings."""
     tables: Tables = {
         "model": dict(GPT),
         "parallel": {"pp": 4},
@@ -78,7 +78,7 @@ def settings(*traits: str) -> Tables:
 
 
 def trained(tables: Tables, *, budget: float = 0.0, steps: int = STEPS) -> list[tuple[float, float]]:
-    """(loss, norm) of each step."""
+    """Trains a job; returns (loss, norm) of each step."""
     from tests.threads import run_threads
 
     with tempfile.TemporaryDirectory() as folder:
@@ -97,9 +97,9 @@ def toml(tables: Tables) -> str:
 
 
 def beside(*traits: str, **changes: Any) -> tuple[Tables, Tables]:
-    """The tables of a job with these traits, and of one that trains the same without what must not change it.
+    """The tables of a job with these traits, and of one without those traits that must not change the training.
 
-    `changes` are further settings of both, as `model__dtype`; of the first one alone where they are of [schedule].
+    `changes` are further settings of both, as `model__dtype`; settings of [schedule] apply to the first job only.
     """
     both, plain = settings(*traits), settings(*(trait for trait in traits if trait in CHANGES))
     for key, value in changes.items():
@@ -112,6 +112,6 @@ def beside(*traits: str, **changes: Any) -> tuple[Tables, Tables]:
 
 
 def apart(found: list[tuple[float, float]], expected: list[tuple[float, float]]) -> float:
-    """The largest relative difference of losses and norms; nan where there is one."""
+    """The largest relative difference of losses and norms; nan if one is nan."""
     pairs = [(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)]
     return max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)

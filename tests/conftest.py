@@ -1,16 +1,16 @@
-"""Golden files, which tests run, and what one may take.
+"""Golden files, the selection of tests, and their time limits.
 
-Golden files are texts a person has looked at. `pytest --update-golden` writes them anew; read the diff.
+Golden files are texts that a person has reviewed. `pytest --update-golden` rewrites them; read the diff.
 
 Tests marked `repeats` (tests/tiers.py) and those of tests/rest.txt run with `--all`, an eighth of them with
-`--eighth N`, or where the command line names one (`pytest tests/x.py::test_y`). In rest.txt is what took more than
-`QUICK` CPU seconds when `pytest --all --measure` last wrote it; of its second part, what took more than `MOST`, only
-each fourth runs with its eighth. In its third part, kept by hand, is what runs always: it catches planted bugs that
-nothing else does in as little time (bench/planted.py). A test that takes more than `MOST` fails, unless a line of
-tests/slow.txt says why it does: there stand files, folders or tests by how their names begin. What `make test` leaves
-out is held to that with `--all` only: a machine on which much else runs does not stop a change with it.
+`--eighth N`, or if the command line names one (`pytest tests/x.py::test_y`). rest.txt lists tests that took more than
+`QUICK` CPU seconds when `pytest --all --measure` last wrote it; of its second part, tests of more than `MOST`, only
+every fourth runs with its eighth. Its third part, kept by hand, lists tests that always run: they catch planted bugs
+that no other test catches as fast (bench/planted.py). A test that takes more than `MOST` fails, unless a line of
+tests/slow.txt gives the reason; its lines begin with prefixes of files, folders or tests. Tests that `make test` leaves
+out have this limit with `--all` only, so that a busy machine does not block a change.
 
-Schedules are searched for `BUDGET` seconds by default, outside of what is about searches or shows their results.
+Schedules are searched for `BUDGET` seconds by default, except in tests of searches and of their results.
 """
 
 import os
@@ -27,11 +27,11 @@ from zbc.compiler.search.engine import compiles_first
 GOLDEN = Path(__file__).parent / "golden"
 REST, SLOW = (Path(__file__).parent / name for name in ("rest.txt", "slow.txt"))
 _SOME, _LONG, ALWAYS = (part.splitlines() for part in REST.read_text(encoding="utf-8").split("\n\n"))
-LEFT = dict.fromkeys(_SOME, 8) | dict.fromkeys(_LONG, 32)  # each one of so many
+LEFT = dict.fromkeys(_SOME, 8) | dict.fromkeys(_LONG, 32)  # test -> it runs once in this many commits
 MAY = tuple(line.split()[0] for line in SLOW.read_text(encoding="utf-8").splitlines())
 QUICK, MOST = 0.5, 3.0  # CPU seconds, of all processes of a test
-COLD = 25.0 if compiles_first() else 0.0  # more of a fresh clone, whose first searches compile
-WHOLE = ("tests/search/", "tests/docs/")  # with the budgets that users have
+COLD = 25.0 if compiles_first() else 0.0  # additional seconds for a fresh clone, whose first searches compile
+WHOLE = ("tests/search/", "tests/docs/")  # with the default budgets of users
 BUDGETS = {name: card.budget for name, card in SCHEDULES.items()}
 BUDGET = 0.1
 WAITING = ("tests/docs/", "tests/processes/")  # mostly wait for processes they have started
@@ -86,7 +86,7 @@ def pytest_runtest_call(item):
 
 
 def _cpu():
-    """Of this process, and of those that it started and waited for."""
+    """CPU seconds of this process, and of the processes that it started and waited for."""
     return sum(os.times()[:4])
 
 
@@ -111,9 +111,9 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _in_turns(items):
-    """Groups that wait take turns with those that compute.
+    """Interleaves groups that mostly wait with groups that compute.
 
-    So one worker waits while the other computes, and neither is left with a long wait at the end.
+    So one worker waits while the other computes, and neither has a long wait at the end.
     """
     groups = {}
     for item in items:
@@ -124,7 +124,7 @@ def _in_turns(items):
 
 
 def _group(nodeid):
-    """What stays on one worker, in its order: a file, but of the documentation each case by itself."""
+    """The group of tests that stays on one worker, in order: a file; for the documentation each case by itself."""
     return nodeid if nodeid.startswith("tests/docs/") and "[" in nodeid else nodeid.partition("::")[0]
 
 

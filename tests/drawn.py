@@ -1,4 +1,4 @@
-"""Jobs with several features that are drawn, and the training that each must be alike."""
+"""Jobs with several randomly drawn features, and the reference training of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.composed import CHANGES, SETTINGS, TOLERANCE, Tables, apart, settings
 from zbc.errors import ZbcError
 
 EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 16}
-# Beside those of `SETTINGS`: what makes a job have it, and whether a training without it is another one.
+# In addition to `SETTINGS`: the settings of a feature, and whether it changes the training.
 MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "experts": ({"model": EXPERTS}, True),
     "ep": ({"model": EXPERTS, "parallel": {"ep": 2, "dp": 2}}, True),
@@ -39,7 +39,7 @@ KINDS = (
 KINDS += ("dualpipe", "dualpipe-v", "bitpipe", "zb-auto", "v-auto")
 LEFT_OUT = ("compile", "replicas", "average", "asynchronous", "open kind", "freeze", "group")  # slow, or of other sizes
 LEFT_OUT += ("capped logits",)  # changes a training; see test_together.py
-NEAR = {"bfloat16 weights": 0.05, "autocast": 0.05, "muon": 5e-3}  # what rounds more
+NEAR = {"bfloat16 weights": 0.05, "autocast": 0.05, "muon": 5e-3}  # features that round more
 
 
 class Drawn(NamedTuple):
@@ -55,7 +55,7 @@ class Drawn(NamedTuple):
 
 
 def drawn(seed: int) -> Drawn:
-    """Two to five features with a schedule, which the table may refuse, on two ranks of a pipeline."""
+    """Two to five features with a schedule, on two ranks of a pipeline; the table of exclusions may refuse them."""
     rng = random.Random(seed)
     known = [trait for trait in (*SETTINGS, *MORE) if trait not in LEFT_OUT]
     sampled, kind = rng.sample(list(dict.fromkeys(known)), rng.randint(2, 5)), rng.choice(KINDS)
@@ -76,7 +76,7 @@ def drawn(seed: int) -> Drawn:
 
 
 def _keys(trait: str) -> set[str]:
-    """What it says of optimizer.sync or the activations, of which a job has one: the first that was drawn counts."""
+    """The keys of sync, activations and schedule that a feature sets; a job has one each, the first drawn counts."""
     said = {key for key, _ in SETTINGS.get(trait, ())}
     said |= {f"{table}.{key}" for table, values in MORE.get(trait, ({}, False))[0].items() for key in values}
     return said & {"optimizer.sync", "memory.activations", "schedule.kind"}
@@ -94,7 +94,7 @@ def _tables(traits: Any) -> Tables:
 
 
 def outcome(one: Drawn) -> tuple[str, str]:
-    """("right" | "wrong" | "refused", how far off or why)."""
+    """("right" | "wrong" | "refused", the difference or the reason)."""
     try:
         found = trained(one.both)
     except ZbcError as error:

@@ -1,4 +1,4 @@
-"""Damaged inputs: whatever a file holds, zbc reads it or says with a ZbcError what is wrong."""
+"""Damaged inputs: for any content of a file, zbc reads it or raises a ZbcError with the problem."""
 
 import hashlib
 import json
@@ -63,7 +63,7 @@ VALUES += [
 
 
 def damage(rng: random.Random, raw: bytes) -> bytes:
-    """A few changes of bytes: flipped, dropped, doubled, cut off, digits made long, other bytes put in."""
+    """A few changes of bytes: flipped, dropped, doubled, cut off, digits made long, other bytes inserted."""
     data = bytearray(raw)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(data) + 1)
@@ -103,7 +103,7 @@ KINDS = ("job", "plan", "csv", "toml", "tokens", "config", "index", "checkpoint"
 
 
 class Inputs:
-    """Good inputs below a folder, and for each of KINDS a method that damages one with a seed and reads it."""
+    """Good inputs below a folder, and for each of KINDS a method that damages one by a seed and reads it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -229,7 +229,7 @@ class Inputs:
         tensor_files(folder)
 
     def checkpoint(self, rng: random.Random) -> None:
-        """A checkpoint of two ranks; its hashes and its marker often say that it is as it was written."""
+        """A damaged checkpoint of two ranks; often with valid hashes and a valid marker."""
         folder = write_checkpoint(self.folder / "checkpoints")
         index = json.loads((folder / disk.INDEX).read_bytes())
         name, how = rng.choice(sorted(index["files"])), rng.random()
@@ -273,7 +273,7 @@ def _toml(value: Any) -> str:
 
 
 def survives(inputs: Inputs, kind: str, seed: int) -> bool:
-    """Whether the input was fine in spite of its damage; False for a ZbcError. Anything else comes through."""
+    """Whether the input was read in spite of its damage; False for a ZbcError. Other exceptions propagate."""
     try:
         getattr(inputs, kind)(random.Random(f"{kind} {seed}"))
     except ZbcError as error:

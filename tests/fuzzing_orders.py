@@ -1,4 +1,4 @@
-"""Random jobs and damaged orders: what zbc accepts of them runs to its end on a machine that knows no proofs."""
+"""Random jobs and damaged orders: those that zbc accepts run to their end on a machine independent of the proofs."""
 
 import hashlib
 import json
@@ -14,11 +14,11 @@ _COPIES = 8  # more of a pipeline are not run
 
 
 class UnsoundError(Exception):
-    """Something was accepted that does not run."""
+    """zbc accepted a program that does not run."""
 
 
 def runs(program: Program, seed: int = 0) -> None:
-    """Raise UnsoundError unless the program runs to its end."""
+    """Raises UnsoundError unless the program runs to its end."""
     if program.dp <= _COPIES:
         outcome = operational.run(program, seed=seed)
         if not outcome.ok:
@@ -98,7 +98,7 @@ def _costs(rng: random.Random, counts: dict[str, int]) -> dict[str, Any]:
 
 
 def moved(rng: random.Random, items: list[str], others: list[str]) -> list[str]:
-    """Another order of some lines or cells, one more, one less, or one with another number."""
+    """Lines or cells with some reordered, one repeated, one dropped, or one with another number."""
     items, at = list(items), rng.randrange(len(items))
     how = rng.randrange(6)
     if how == 0:
@@ -121,7 +121,7 @@ def moved(rng: random.Random, items: list[str], others: list[str]) -> list[str]:
 
 
 def move_ops(rng: random.Random, folder: Path) -> None:
-    """Damage the ops of a rank in a plan directory."""
+    """Damages the ops of a rank in a plan directory."""
     path = rng.choice(sorted(folder.glob("rank-*.json")))
     data = json.loads(path.read_text())
     others = [line for file in sorted(folder.glob("rank-*.json")) for line in json.loads(file.read_text())["ops"]]
@@ -130,7 +130,7 @@ def move_ops(rng: random.Random, folder: Path) -> None:
 
 
 def sign(folder: Path) -> None:
-    """Make the hashes of a plan directory right again, if its manifest is one still."""
+    """Corrects the hashes of a plan directory, if its manifest can still be read."""
     path = folder / "plan.json"
     try:
         data = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Small jobs for tests, made the way a user makes them: as TOML."""
+"""Small jobs for tests, written as TOML like those of users."""
 
 import json
 import tempfile
@@ -16,9 +16,9 @@ BASE = {
 
 
 def toml_text(**changes: object) -> str:
-    """A job file: BASE with tables merged over it; `layers`, `pp`, `m` and `kind` are short for the usual changes.
+    """A job file: BASE with tables merged over it; `layers`, `pp`, `m` and `kind` are shorthands for usual changes.
 
-    A factory's job has only those sizes of BASE that data need as well; what is None is left out.
+    A factory's job has only those sizes of BASE that its data need; values of None are left out.
     """
     tables = {name: dict(table) for name, table in BASE.items()}
     if ":" in changes.get("model", {}).get("family", ""):  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def toml_text(**changes: object) -> str:
 
 
 def write_job(folder: Path, **changes: object) -> Path:
-    """The job file of these changes, in a folder."""
+    """Writes the job file with these changes into a folder; returns its path."""
     path = folder / "zbc.toml"
     path.write_text(toml_text(**changes))
     return path

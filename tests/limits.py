@@ -1,4 +1,4 @@
-"""Waiting in tests that start processes and threads: not for ever, and not at the cost of those waited for."""
+"""Waits in tests that start processes and threads: limited, and without using their core."""
 
 import faulthandler
 import signal
@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextmanager
 def at_most(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError in the block after so many seconds; end the process after twice as many."""
+    """Raises TimeoutError in the block after `seconds`; ends the process after twice as many."""
 
     def too_long(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"the test took more than {seconds} s")
@@ -28,6 +28,6 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def until(happened: Callable[[], object]) -> None:
-    """Wait until this is so; the core is left to whoever makes it so."""
+    """Waits until the condition holds, sleeping in between."""
     while not happened():
         time.sleep(0.002)

@@ -7,7 +7,7 @@
         rank 1: RECV_F s1 m0 <r0, F s1 m0
     ''')
 
-One op per line, or several separated by commas; text behind `#` is dropped. `show` writes the same form.
+One op per line, or several separated by commas; text after `#` is dropped. `show` writes the same form.
 """
 
 import re
@@ -22,8 +22,8 @@ def listing(
 ) -> Program:
     """The program of a listing.
 
-    By default stages are placed one per rank, and microbatches and slices are as many as are named. A printed peer
-    must be what the placement says.
+    By default stages are placed one per rank, and microbatches and slices are counted from the ops. A printed peer must
+    match the placement.
     """
     ranks: list[list[Op]] = []
     peers: list[tuple[Op, int]] = []

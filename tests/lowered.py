@@ -1,4 +1,4 @@
-"""Complete plans of the programs that tests make."""
+"""Lowers the programs of tests to complete plans."""
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.lowering import Lowering, Pass
@@ -11,10 +11,10 @@ from zbc.ir import Program
 def lower(
     program: Program, sync: str = "before-step", costs: Costs | None = None, gather: GatherWeights | None = None
 ) -> Program:
-    """Every pass in order; by default all ops take equally long, and weights stay."""
+    """Runs every pass in order; by default all ops are equally long, and weights stay."""
     return Lowering(sync, gather, several=several).lower(Context.of(program, costs)).program
 
 
 def ran(one: Pass, program: Program) -> Program:
-    """One pass alone, all ops taking equally long."""
+    """Runs one pass alone, with all ops equally long."""
     return one.run(program, Context.of(program))

@@ -1,4 +1,4 @@
-"""Recorded runs made up from a plan: ranks that take exactly as long as they are told, on clocks of their own."""
+"""Synthetic recorded runs of a plan: ranks with given times, on clocks of their own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,17 +15,17 @@ MS = 1_000_000
 
 @dataclass
 class World:
-    """How long things take, in ms; `skew` is how far the clock of a rank is behind that of rank 0, in ms."""
+    """The times of a synthetic run, in ms; `skew`: rank 0's clock minus the rank's clock, in ms."""
 
     op: Callable[[Op, int, int], float]  # op, rank, step
     link: Callable[[int, int], float] = lambda sender, receiver: 0.0
-    hiccup: float = 0.0  # what a wait takes at least, also for what is there
-    transfer: float = 0.0  # what starting a send or posting a receive takes
-    data: float = 0.0  # what F takes before it computes, beside waiting
+    hiccup: float = 0.0  # least time of a wait, also if its message is there
+    transfer: float = 0.0  # time of starting a send or posting a receive
+    data: float = 0.0  # time of F before it computes, without waits
     optimizer: Callable[[int], float] = lambda rank: 0.0
     agree: float = 0.0  # the sum over all ranks, once all have come
     close: float = 0.0
-    held: Callable[[Op], int] | None = None  # bytes of activations behind an op
+    held: Callable[[Op], int] | None = None  # bytes of activations after an op
     late: Callable[[int], float] = lambda rank: 0.0  # how long after the others a rank begins a step
     skew: Callable[[int], float] = lambda rank: 0.0
 
@@ -48,7 +48,7 @@ class _Rank:
 def record(
     compiled: Compiled, folder: Path, world: World, steps: tuple[int, ...] = (4, 5, 6), phase: str = ""
 ) -> trace.Trace:
-    """The trace of a plan, or of a phase of its ramp, in this world."""
+    """Writes the trace of a plan, or of a phase of its ramp, with the times of this world."""
     compiled.write(folder / "plan")
     plan = StoredPlan.read(folder / "plan" / phase)
     run = folder / "run"
@@ -111,7 +111,7 @@ def _step(plan: StoredPlan, ranks: list[_Rank], world: World, step: int, begin: 
 
 
 def _finish(ranks: list[_Rank], world: World, step: int, begins: list[int]) -> list[Timing]:
-    """VALIDATE, which all leave together, then the optimizer."""
+    """VALIDATE, which ends on all ranks at the same time, then the optimizer."""
     arrived = max(rank.now for rank in ranks)
     timings = []
     for r, rank in enumerate(ranks):

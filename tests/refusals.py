@@ -1,4 +1,4 @@
-"""What is refused, by its code and by words of what is said."""
+"""Checks of errors, by code and by words of the message."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zbc.errors import ZbcError
 def refused(
     code: str, *said: str, match: str | None = None, hint: str = ""
 ) -> Iterator[pytest.ExceptionInfo[ZbcError]]:
-    """The block raises an error of this code with these words in its message, and those in its hint."""
+    """Asserts that the block raises an error of this code, with words in its message and in its hint."""
     with pytest.raises(ZbcError, match=match) as caught:
         yield caught
     assert caught.value.code == code

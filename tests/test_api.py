@@ -173,7 +173,7 @@ def test_zbc_has_no_other_names():
 
 
 def test_an_order_of_slices_is_checked_and_not_priced():
-    """Costs are of whole microbatches: each slice would be charged one."""
+    """Costs are of whole microbatches: each slice would be charged as one."""
     ops = [(Kind.F, 0), (Kind.F, 1), (Kind.BW, 1), (Kind.BW, 0)]
     ranks = tuple(tuple(Op(kind, r, 0, slice=part) for kind, part in ops) for r in range(2))
     compute = Context.of(Program(Placement.linear(2), 1, ranks, ("mine",), slices=2))

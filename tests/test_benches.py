@@ -1,4 +1,4 @@
-"""Benches import each other's jobs and helpers: one that changes must not break the rest, which no test runs."""
+"""Benches import each other's jobs and helpers: a change of one must not break others, which no test runs."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The table of what does not go together, and that jobs, candidates and pages are held to it."""
+"""The table of features that exclude each other, and its use for jobs, candidates and pages."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ SETTINGS = [pair for pair in excludes.PAIRS if pair.one in VALUES and pair.other
 
 
 class Section:
-    """Settings of a table; of others that it is asked for there are none."""
+    """Settings of a table; any other attribute is None."""
 
     def __init__(self, values):
         self.__dict__.update(values)

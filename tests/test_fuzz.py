@@ -1,4 +1,4 @@
-"""Some hundred damaged inputs of each kind, and random jobs; bench/fuzz.py tries them for minutes."""
+"""Some hundred damaged inputs of each kind, and random jobs; bench/fuzz.py tries more for minutes."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Imports point only upwards, only those of TORCH and zbc.forwarding touch torch, and neighbours are asked for."""
+"""Imports point only upwards, only TORCH and zbc.forwarding import torch, and neighbours come from the placement."""
 
 import ast
 import re
@@ -15,7 +15,7 @@ MODULES = {
     for f in sorted(ROOT.glob("zbc/**/*.py"))
 }
 
-# A module may import what stands in its own package, or on a line above; compiler.X are the parts of zbc/compiler.
+# A module may import from its own package, or from a line above; compiler.X are the parts of zbc/compiler.
 ORDER = """
 errors  text  topology
 excludes
@@ -49,7 +49,7 @@ LINES = {name: line for line, names in enumerate(ORDER.split("\n")) for name in 
 
 
 def package(module):
-    """The name in `ORDER` of what a module of zbc stands in."""
+    """The name in `ORDER` of the package of a module of zbc."""
     _, _, rest = module.partition(".")
     return ".".join(rest.split(".")[: 2 if rest.startswith("compiler.") else 1])
 
@@ -73,7 +73,7 @@ def imports(path, *, top_level=False):
 
 
 def misplaced(module):
-    """What this module imports that stands beside its package or below it."""
+    """The imports of this module from packages on the same line of `ORDER` or below."""
     mine = package(module)
     theirs = {target: package(target) for target in imports(MODULES[module]) if target.startswith("zbc.")}
     return [
@@ -100,7 +100,7 @@ def test_every_package_stands_in_the_order():
 
 
 def test_the_package_itself_imports_nothing_before_it_is_used():
-    """It has names for type checkers only."""
+    """Its imports are for type checkers only."""
     assert not any(target.startswith("zbc.") for target in imports(MODULES["zbc"], top_level=True))
 
 
@@ -128,7 +128,7 @@ def test_what_is_declared_as_a_dependency_is_imported():
     project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [need for name, needs in project["optional-dependencies"].items() if name != "dev" for need in needs]
     declared = [re.match(r"[\w-]+", need)[0] for need in [*project["dependencies"], *extras]]
-    modules = {"tensorboard": "torch.utils.tensorboard"}  # what torch has for it
+    modules = {"tensorboard": "torch.utils.tensorboard"}  # torch's module that needs it
     wanted = {modules.get(name, name.replace("-", "_")) for name in declared}
     used = {target for path in MODULES.values() for target in imports(path)}
     assert {name for name in wanted if not any(f"{target}.".startswith(f"{name}.") for target in used)} == set()
@@ -141,14 +141,14 @@ CORE_KNOWS = {
 
 
 def test_the_core_of_the_runtime_names_no_feature():
-    """What it imports for types alone does not count."""
+    """Imports for types alone do not count."""
     core = {module: path for module, path in MODULES.items() if module.startswith("zbc.runtime.core")}
     known = {target for path in core.values() for target in imports(path, top_level=True)}
     assert {target for target in known if target.startswith("zbc.runtime.features")} == CORE_KNOWS.keys()
 
 
 def test_the_runtime_stays_as_large_as_it_is():
-    """Lines; a system that needs more says so here. The aim is 19,000."""
+    """In lines; a feature that needs more raises the limit here. The aim is 19,000."""
     folders = ("zbc/runtime", "zbc/training")
     lines = sum(len(path.read_text().splitlines()) for folder in folders for path in (ROOT / folder).rglob("*.py"))
     assert lines <= LINES_OF_RUNTIME
@@ -169,7 +169,7 @@ NAMING_KINDS = 34
 
 
 def test_kinds_of_features_are_named_where_they_are_at_home():
-    """Beyond forwards, backwards and messages; all others ask rows."""
+    """Except forwards, backwards and messages; other code uses the rows of kinds."""
     named = {
         module
         for module, path in MODULES.items()
@@ -184,11 +184,11 @@ NEXT = re.compile(
 )
 
 MAKERS = ("compiler/schedules/", "compiler/search/")  # orders of stages in a row
-CUTS = {  # the layers of a model come in a row: where the stages begin and end in it, one point more than stages
+CUTS = {  # layers of a model are in a row: the boundaries of stages in it are one more than stages
     "compiler/partition/balance.py",
     "compiler/planner/case.py",
 }
-COUNTED = {  # numbers of stages in words, and of what lies between them
+COUNTED = {  # numbers of stages, and of their boundaries, in words
     "compiler/cost/pricing.py": "stages are numbered from 0 to",
     "compiler/partition/initial.py": "bars",
     "plan/reading.py": "boundaries",

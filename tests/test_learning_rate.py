@@ -1,4 +1,4 @@
-"""The learning rate of every step, by formula; and that it is the one a step is made with."""
+"""The learning rate of every step, by formula; and that the optimizer uses it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Lines and files are there in full or not at all, also where the disk is full."""
+"""Lines and files are written completely or not at all, also if the disk is full."""
 
 import errno
 import resource
@@ -11,7 +11,7 @@ from zbc.host.linefile import LineFile, replace_text
 
 @contextmanager
 def no_file_beyond(size):
-    """Writes beyond so many bytes of a file fail, as on a full disk: what fits is written."""
+    """Writes beyond a number of bytes of a file fail, as on a full disk: bytes that fit are written."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

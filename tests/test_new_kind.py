@@ -1,7 +1,7 @@
 """Three new kinds of op in a copy of zbc: activations parked elsewhere for a while.
 
 They need their rows, a value, cost columns, a pass with its line in the order, and handlers; nothing else changes. Then
-the proof, the clock, memory, pictures, plan files, trace and report have to know them, and to agree about them.
+the proof, the clock, memory, pictures, plan files, trace and report must handle them, and agree about them.
 """
 
 import json

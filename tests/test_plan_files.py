@@ -1,4 +1,4 @@
-"""Plan directories: deterministic, verified, and there whole or not at all."""
+"""Plan directories: deterministic, verified, and written completely or not at all."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 
 def rewrite_manifest(folder, **changes):
-    """Change plan.json and make its hash right again."""
+    """Changes plan.json and corrects its hash."""
     data = json.loads((folder / "plan.json").read_text()) | changes
     (folder / "plan.json").write_text(plans.Manifest.model_validate(data).dumps())
 

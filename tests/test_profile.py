@@ -1,4 +1,4 @@
-"""The file: the same bytes for the same measurements, and refused by name where it is damaged or of something else."""
+"""The file: the same bytes for the same measurements, and clear errors if it is damaged or for another job."""
 
 import json
 import math
@@ -145,7 +145,7 @@ def test_a_relative_path_starts_at_the_job_file_that_names_it(tmp_path, monkeypa
 
 
 def test_a_profile_named_on_the_command_line_takes_the_place_of_costs_that_a_job_gives(tmp_path):
-    """As it does with a plan; two answers in one place stay an error, and what is no cost of a profile is kept."""
+    """As with a plan; two answers in one place are still an error, and costs that no profile has are kept."""
     given = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "per": "layer", "act_b": 1.0, "act_w": 0.5, "overlap": 0.25}
     path, measured = tmp_path / "job.toml", tmp_path / "profile.json"
     path.write_text(toml_text(costs=given))
@@ -170,7 +170,7 @@ def test_a_profile_takes_the_place_of_the_same_costs_in_a_plan_and_in_the_job_it
     measured.write_text(profile_of(job()).dumps())
     manifest = compile_job(load_job(path)).write(tmp_path / "plan")
     found = [load_job(source, profile=measured).costs for source in (path, tmp_path / "plan")]
-    left = found[0].model_copy(update={"profile": None})  # where it lies
+    left = found[0].model_copy(update={"profile": None})  # its path
     assert found[1] == found[0] and with_profile(manifest, read(measured, "here")).costs == left
     assert (left.comm, left.overlap) == ((None, 0.25) if "f" in given else (0.1, 0.0))
 

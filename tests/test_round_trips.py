@@ -1,4 +1,4 @@
-"""What is written reads back the same: plan files, JSON documents and job files, over drawn programs and jobs."""
+"""Written files read back the same: plan files, JSON documents and job files, over random programs and jobs."""
 
 import json
 import tempfile
@@ -104,7 +104,7 @@ jobs = st.fixed_dictionaries(
 @few
 @given(jobs)
 def test_jobs_survive_being_listed_as_a_job_file(values):
-    """`zbc config show` prints a job file that means the same."""
+    """`zbc config show` prints an equivalent job file."""
     fixed = {"model": {"heads": 4, "vocab": 256, "seq_len": 16}, "parallel": {"pp": 4}}
     lines = ["zbc = 1"]
     for name in dict.fromkeys([*fixed, *values]):

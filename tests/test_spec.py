@@ -1,4 +1,4 @@
-"""The job file: places of values, inheritance, defaults, every problem at once, what belongs to the plan id."""
+"""The job file: places of values, inheritance, defaults, every problem at once, the settings of the plan id."""
 
 import pytest
 import torch
@@ -373,7 +373,7 @@ def test_a_folder_with_a_job_in_it_is_answered_with_the_job(tmp_path):
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(key=st.sampled_from(["lr", "eps", "weight_decay", "betas", "momentum"]), data=st.data())
 def test_no_number_of_an_optimizer_that_is_accepted_is_refused_by_torch(key, data):
-    """Beside bounds, far beyond them and at what floats have no number for."""
+    """Next to bounds, far beyond them, and at infinities and nan."""
     number = st.one_of(st.sampled_from([0, 1, 1.5, -1, 1e-45, 1e-8, 0.9999, 1e30, 1e308]), st.floats(), st.integers())
     value = data.draw(st.tuples(number, number).map(list) if key == "betas" else number)
     kind = "sgd" if key == "momentum" else "adamw"

@@ -1,4 +1,4 @@
-"""Text to token files: what is in them, and that an interruption leaves no trace."""
+"""Text to token files: their contents, also after an interruption."""
 
 import fcntl
 import json
@@ -42,7 +42,7 @@ def texts(tmp_path):
 
 @pytest.fixture
 def word_tokenizer(tmp_path):
-    """A tokenizer.json made here: one token a word."""
+    """A tokenizer.json made here: one token per word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {"<unk>": 0, "<|endoftext|>": 1, "lines": 2, "document": 3, "end": 70000}
@@ -127,7 +127,7 @@ def test_stopped_after_any_piece_and_started_again_gives_the_same_file(texts, tm
                 tokenize.tokenize([str(texts)], out, tokenizer, done=done)
             assert not out.exists()
             with out.with_name(out.name + ".part").open("ab") as part:
-                part.write(b"torn")  # what a crash in the middle of a piece leaves
+                part.write(b"torn")  # as left by a crash in the middle of a piece
             heard = []
             tokenize.tokenize([str(texts)], out, tokenizer, done=heard.append)
             assert out.read_bytes() == whole.read_bytes() and sidecar(out).read_bytes() == sidecar(whole).read_bytes()
@@ -176,7 +176,7 @@ def test_two_processes_do_not_make_one_file(texts, tmp_path):
 
 
 def test_half_of_a_character_is_named_with_what_is_before_it(tmp_path):
-    """JSON can write what UTF-8 cannot."""
+    """JSON can write half of a surrogate pair, UTF-8 cannot."""
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"text": "pairs \\ud83d\\ude00 are fine"}\n')
     tokenize.tokenize([str(lines)], tmp_path / "fine.bin", Bytes())

@@ -1,4 +1,4 @@
-"""A recorded run as files: what is written is read back, what is cut off is read as far as it goes, the rest named."""
+"""A recorded run as files: it reads back the same, truncated files are read as far as they go, damage is an error."""
 
 import json
 import shutil

@@ -1,7 +1,7 @@
 """All ranks of a plan as threads of this process, over a hub: for tests and benches.
 
-Threads share torch's random generators. Dropout is still that of separate processes, since a layer that draws is seeded
-and holds a lock while it runs; a layer that also checkpoints its activations draws again in B, outside that lock.
+Threads share torch's random generators. Dropout still equals that of separate processes, since a layer that draws is
+seeded and holds a lock while it runs; a layer that also checkpoints its activations draws again in B, without the lock.
 """
 
 import threading
@@ -51,10 +51,10 @@ def run_threads(
     resume: Path | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Worker]:
-    """Train up to step `steps`; the workers, by rank of the run, have their `StepResult`s in `results`.
+    """Trains up to step `steps`; returns the workers by rank of the run, with their `StepResult`s in `results`.
 
-    `folder` is where checkpoints go, as the plan's `[checkpoint]` has it, and `resume` the one to begin with; `tell`
-    takes what is said of them.
+    `folder`: for checkpoints, as set by the plan's `[checkpoint]`; `resume`: the checkpoint to begin with; `tell` takes
+    messages about them.
 
     `setup` may change each worker before training; each rank's thread runs inside `around()`, and its steps are run by
     `step(worker)`. The first rank that fails stops the others at their next transfer, and its exception is raised here.
@@ -96,7 +96,7 @@ def run_threads(
 
 
 def side_by_side(count: int, job: Callable[[int], Any]) -> list[Any]:
-    """What `job(rank)` returns, each on a thread of its own; when all have ended, what the first to fail raised."""
+    """Runs `job(rank)` on a thread per rank; returns the results, or raises the first exception once all have ended."""
     found, failures = [None] * count, list[BaseException]()
 
     def run(rank: int) -> None:
@@ -136,7 +136,7 @@ def each_layer(workers: Iterable[Worker]) -> list[StageLayer]:
 
 
 def scaled(plan: StoredPlan, steps: int = 2) -> tuple[list[Worker], list[Scale]]:
-    """The workers of a run, and what was weighed of each of them."""
+    """The workers of a run, and the memory measured for each."""
     scales = dict[int, Scale]()
     workers = run_threads(plan, steps, setup=lambda worker: scales.update({worker.rank: Scale(worker)}))
     return workers, [scales[rank] for rank in range(len(workers))]
@@ -148,7 +148,7 @@ Act = Callable[[Worker, Op], object]
 def watch(
     worker: Worker, *, before: Act | None = None, after: Act | None = None, of: Callable[[Op], bool] = lambda op: True
 ) -> None:
-    """Have something done before and behind these ops of a worker's script."""
+    """Adds calls before and after these ops of a worker's script."""
 
     def around(handler: Act) -> Act:
         def run(worker: Worker, op: Op) -> None:
@@ -165,7 +165,7 @@ def watch(
 
 
 def begun(act: Callable[[Worker], object]) -> Callable[[Worker], Step]:
-    """Steps before the first of which something is done, in the thread of the rank."""
+    """A `step` function that calls something before the first step, in the thread of the rank."""
 
     def run(worker: Worker, number: int, **how: Any) -> StepResult | None:
         if number == 0:
@@ -176,7 +176,7 @@ def begun(act: Callable[[Worker], object]) -> Callable[[Worker], Step]:
 
 
 def last_of(worker: Worker, *kinds: Kind, stage: int | None = None) -> int:
-    """Where the last op of these kinds stands in a worker's script."""
+    """The index of the last op of these kinds in a worker's script."""
     ops = [op for _, op, _ in worker.script]
     return max(i for i, op in enumerate(ops) if op.kind in kinds and stage in (None, op.stage))
 
@@ -188,7 +188,7 @@ def _told(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class _Training:
-    """What one rank is to do."""
+    """The training of one rank."""
 
     worker: Worker
     board: Board

@@ -1,13 +1,13 @@
-"""Which tests always run, and which only add to what others show: those are marked `repeats`.
+"""Marks the tests that only repeat others with `repeats`; all other tests always run.
 
-They add names, sizes and seeds, or are whole runs whose parts other tests show: of processes from their start to their
+They add names, sizes and seeds, or are whole runs whose parts other tests cover: of processes from their start to their
 end, of the commands of a page, of searches that take seconds.
 Continuous integration runs an eighth of them, another one for each commit.
 
 The orders of `SIX` cover every pattern a rank can meet: one stage and a backward in one piece, backwards in halves,
 stages that come back in a V and in loops, two pipes with a sum of their gradients, and microbatches that meet. Their
 losses and gradients are always compared with those of one process; most other tests always run two or three of them
-that differ most. tests/runtime/test_tiers.py sees to it that the six run every kind of op there is.
+that differ most. tests/runtime/test_tiers.py checks that the six run every kind of op.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 SIX = ("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "chimera-zb", "dualpipe")
-_MARKED = type(pytest.param())  # what `parametrize` takes for a case with marks
+_MARKED = type(pytest.param())  # the type of a case with marks for `parametrize`
 
 
 def few(cases: Iterable[Any], always: int | Container[Any] | Callable[[Any], bool] = SIX) -> list[Any]:
-    """Values for `parametrize`, of which those that `always` does not choose are marked `repeats`.
+    """Values for `parametrize`; those that `always` does not choose are marked `repeats`.
 
-    `always` holds values (of those that are tuples, all or the first ones), says of each whether it is chosen, or is
-    the number of those that are, from the first one on. What `dealt` has marked stays so.
+    `always`: a collection of values (for tuples, all or their first elements), a predicate, or the number of first
+    values. Marks of `dealt` are kept.
     """
     found: list[Any] = []
     for case in cases:

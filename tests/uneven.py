@@ -39,9 +39,9 @@ def joined(request: Request) -> Program:
 
 
 def eager(placement: Placement, m: int, *, split: bool = False, deal: Callable[[int], int] | None = None) -> Program:
-    """Every rank runs what it can, backward first, as if all ops took equally long.
+    """Every rank runs any op that is ready, backward first, as if all ops were equally long.
 
-    `deal` says which pipe a microbatch takes: one after the other in turn.
+    `deal`: the pipe of a microbatch, by default in turn.
     """
     pipe_of = deal or (lambda mb: mb % len(placement.pipes))
     kinds = (Kind.F, Kind.B, Kind.W) if split else (Kind.F, Kind.BW)

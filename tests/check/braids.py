@@ -1,4 +1,4 @@
-"""Random orders with groups: braid-v at random costs, and other schedules with marks wherever two ops may meet."""
+"""Random orders with overlap groups: braid-v at random costs, and other schedules with marks at possible places."""
 
 import random
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ MARKED = ("1f1b", "zb-h1", "interleaved-1f1b", "gpipe", "zb-v", "chimera", "bitp
 
 
 def with_sums(costs: Costs, a: float) -> Costs:
-    """The same with sums of `a` ms in every F and B."""
+    """The costs with sums of `a` ms in every F and B."""
     each = (a,) * costs.stages
     waits = costs.each(lambda b, bw: max(0.0, b + a - bw), "b", "bw")
     bw = costs.each(lambda b, bw: max(b + a, bw), "b", "bw")
@@ -35,7 +35,7 @@ class Braid:
 
 
 def draw(seed: int, *, ranks: int, microbatches: int) -> Braid:
-    """Order number `seed`; with random marks ranks may wait for one another for ever."""
+    """Order number `seed`; with random marks it may deadlock."""
     rng = random.Random(seed)
     name = "braid-v" if rng.random() < 0.5 else rng.choice(MARKED)
     card = SCHEDULES[name]
@@ -49,7 +49,7 @@ def draw(seed: int, *, ranks: int, microbatches: int) -> Braid:
     program = replace(program, dp=rng.choice((1, 1, 1, 2)))
     try:
         return Braid(name, request, lower(program))
-    except ZbcError:  # what never finishes has no times to place transfers by
+    except ZbcError:  # an order that never finishes has no times to place transfers by
         return Braid(name, request, program)
 
 
@@ -72,7 +72,7 @@ def _may_meet(one: Op, other: Op) -> bool:
 
 
 def unmarked(program: Program, rng: random.Random) -> Program:
-    """The program with a mark moved by a few ops, repeated or dropped; itself where it has none."""
+    """The program with a mark moved by a few ops, repeated or dropped; unchanged if it has none."""
     ranks = [list(ops) for ops in program.ranks]
     places = [(rank, first) for rank, ops in enumerate(ranks) for first in set(groups(ops).values())]
     if not places:

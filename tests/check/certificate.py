@@ -1,6 +1,6 @@
-"""Reading a deadlock error back as a proof: every wait it names is one, and the waits close a circle.
+"""Verifies a deadlock error as a proof: every named wait is real, and the waits form a cycle.
 
-Knows what the ops mean, not how the check found the circle.
+Uses the meaning of ops, independent of the check that found the cycle.
 """
 
 import re
@@ -19,12 +19,12 @@ FORWARD, BACKWARD = {Kind.F}, {Kind.B, Kind.BW}
 
 
 def named_ops(error: ZbcError) -> set[Op]:
-    """All ops an error names, whether or not the program has them."""
+    """All ops that an error names, whether or not the program has them."""
     return {Op.parse(text) for text in OP.findall(error.render())}
 
 
 def check_places(error: ZbcError, program: Program) -> int:
-    """Assert that the ops an error places are where it says; how many there are."""
+    """Asserts that the ops in an error are at the places it names; returns their number."""
     found = PLACE.findall(error.render())
     for rank, step, text in found:
         assert program.text(int(rank), int(step)) == f"rank {rank} step {step}: {text}"
@@ -32,13 +32,13 @@ def check_places(error: ZbcError, program: Program) -> int:
 
 
 def circles(error: ZbcError) -> list[list[re.Match[str]]]:
-    """Per circle among an error's problems, its lines."""
+    """The lines of each cycle among an error's problems."""
     found = [[match for line in problem.details if (match := LINE.fullmatch(line))] for problem in error.errors]
     return [lines for lines in found if lines]
 
 
 def check_circle(lines: list[re.Match[str]], *, blocking: bool = False) -> None:
-    """Assert that each line is a true wait and that the lines lead round to where they began."""
+    """Asserts that each line is a real wait and that the lines form a cycle."""
     for line, following in zip(lines, [*lines[1:], lines[0]], strict=True):
         _, _, text, other_rank, other_step, other_text, behind = line.groups()
         assert waits_for(parse_line(text)[0], parse_line(other_text)[0], blocking), line[0]
@@ -51,7 +51,7 @@ def check_circle(lines: list[re.Match[str]], *, blocking: bool = False) -> None:
 
 
 def reads(op: Op) -> tuple[bool, int, int, int, int]:
-    """Of a transfer: whether an output, and what reads it (stage, microbatch, pipe, slice)."""
+    """Of a transfer: whether it is an output, and its reader (stage, microbatch, pipe, slice)."""
     further = {Kind.SEND_F: 1, Kind.SEND_B: -1}.get(op.kind, 0)
     return op.kind in (Kind.SEND_F, Kind.RECV_F), op.stage + further, *op.key[1:]
 
@@ -95,8 +95,8 @@ def waits_for(op: Op, other: Op, blocking: bool) -> bool:
 
 
 def fewest_waits(program: Program, *, blocking: bool = False) -> int | None:
-    """The number of waits of a shortest circle, found the long way round: every pair of ops, every start; None if
-    there is no circle."""
+    """The number of waits of a shortest cycle, by brute force over every pair of ops and every start; None if there is
+    no cycle."""
     graph = nx.DiGraph()
     ops = [(r, k, op) for r, k, op in program]
     for r, k, op in ops:
@@ -105,7 +105,7 @@ def fewest_waits(program: Program, *, blocking: bool = False) -> int | None:
             graph.add_edge(("start", r, k), ("end", r, k - 1), weight=0)
         for r2, k2, other in ops:
             if r == r2 and k2 <= k:
-                continue  # what stands before an op on its rank costs no wait
+                continue  # the order on a rank is no wait
             if op.kind.is_collective or other.kind.is_collective or not waits_for(op, other, blocking):
                 continue
             own = op.kind.is_send and other.kind.is_recv
@@ -123,10 +123,10 @@ def fewest_waits(program: Program, *, blocking: bool = False) -> int | None:
 
 
 def _add_collectives(graph: nx.DiGraph, ops: list[tuple[int, int, Op]]) -> None:
-    """Each rank has a queue of collectives beside its ops; the nodes "next" and "over" stand for a place in it.
+    """Each rank has a queue of collectives next to its ops; the nodes "next" and "over" are states of an entry.
 
-    One is over when all who meet in it are next in their queues, and have started it. VALIDATE is the one that holds up
-    its rank. For programs with each collective once and no op late.
+    A collective is over when it is next in the queues of all members, and all have started it. Only VALIDATE blocks its
+    rank. For programs with each collective once and no op late.
     """
     collectives = [entry for entry in ops if entry[2].kind.is_collective]
     for r, k, op in collectives:

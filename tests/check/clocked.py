@@ -1,4 +1,4 @@
-"""Copies to the host as a clock sees them: from start and end of each, without what made them."""
+"""Checks offload copies from their start and end times alone, independent of the code that made them."""
 
 from itertools import pairwise
 
@@ -9,7 +9,7 @@ BACKWARD = (Kind.B, Kind.BW)
 
 
 def problems(timeline, costs):
-    """What two copies do at a time on one stream or link, and what runs before what it needs is there."""
+    """Copies that overlap on one stream or link, and ops that run before their inputs exist."""
     graph = timeline.graph
     copies = [
         (graph.rank(ops[0]), graph.ops[ops[0]], timeline.start[event], timeline.end[event])

@@ -9,7 +9,7 @@ from zbc.ir import Edge, Op, Placement, Program
 
 
 def edges(rng: random.Random, stages: int) -> tuple[Edge, ...]:
-    """Each stage but the last is read by one to three later ones."""
+    """Edges: each stage but the last is read by one to three later ones."""
     found = set[Edge]()
     for stage in range(stages - 1):
         later = range(stage + 1, stages)
@@ -19,7 +19,7 @@ def edges(rng: random.Random, stages: int) -> tuple[Edge, ...]:
 
 
 def placement(rng: random.Random, *, most: int) -> Placement:
-    """2 to `most` stages, one a rank, or dealt to fewer ranks at random."""
+    """2 to `most` stages, one per rank, or dealt to fewer ranks at random."""
     stages = rng.randint(2, most)
     homes = list(range(stages))
     if rng.random() < 0.3:
@@ -30,7 +30,7 @@ def placement(rng: random.Random, *, most: int) -> Placement:
 
 
 def draw(seed: int, *, stages: int = 7, microbatches: int = 6) -> Program:
-    """Program number `seed`: its transfers are those of the compiler, or put in at random."""
+    """Program number `seed`: its transfers are placed by the compiler, or at random."""
     rng = random.Random(seed)
     place, count = placement(rng, most=stages), rng.randint(1, microbatches)
     slices, copies = rng.choice([1, 1, 1, 2]), rng.choice([1, 1, 2])
@@ -45,7 +45,7 @@ def draw(seed: int, *, stages: int = 7, microbatches: int = 6) -> Program:
 
 
 def confused(program: Program, rng: random.Random) -> Program:
-    """The program with one transfer of a stage that has several naming another stage, or none."""
+    """The program with one transfer, of a stage with several, changed to name another stage, or none."""
     spots = [(r, i) for r, ops in enumerate(program.ranks) for i, op in enumerate(ops) if op.other >= 0]
     if not spots:
         return program

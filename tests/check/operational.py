@@ -1,20 +1,20 @@
-"""What a program does when ranks really run it: the meaning that check/ has to agree with.
+"""An operational machine: the meaning of a program run by ranks, which check/ has to agree with.
 
-A state machine per rank, FIFO queues between ranks, rendezvous. Nothing here looks at a graph or knows of a proof, and
-nothing is imported from the compiler. A run is a success if
+A state machine per rank, FIFO queues between ranks, rendezvous. It uses neither graphs nor proofs, and imports nothing
+from the compiler. A run is a success if
 
-- every rank gets to its end, and every op does what it says on the rank where it stands (the rank holds the stage, the
-  inputs are there, nothing runs twice, no weights change after they were summed or judged);
-- each message meets the receive that was posted for it, and every tensor that arrives is used once;
-- nothing is left over: no message on its way, no receive still open, no tensor unused;
-- every collective that was started has happened: all its ranks, in all data-parallel copies of the pipeline, have
-  started it, and none of them had another one still under way that it started before;
+- every rank gets to its end, and every op can do its work on its rank (the rank holds the stage, the inputs exist,
+  nothing runs twice, no weights change after they were summed or judged);
+- each message matches the receive that was posted for it, and every tensor that arrives is used once;
+- nothing is left over: no message in flight, no receive still open, no tensor unused;
+- every collective that was started has completed: all its ranks, in all data-parallel copies of the pipeline, have
+  started it, and none of them had an earlier one still in progress;
 - afterwards each microbatch (each slice of it) has been through all stages of exactly one pipe, forward, backward and
   weight gradients, and, if the program steps at all, each copy of each stage was stepped once, its gradients (and those
-  of a weight two stages share) summed over all copies before, its weights gathered
-  before they are used if it is stepped in parts (behind its tentative step without a barrier).
+  of a weight that two stages share) summed over all copies before, its weights gathered before they are used if it is
+  stepped in parts (after its tentative step without a barrier).
 
-Otherwise it is *stuck* (every rank waits) or it has *failed* (an op cannot do what it says, or the step ends short).
+Otherwise it is *stuck* (every rank waits) or has *failed* (an op cannot do its work, or the step is incomplete).
 """
 
 import random
@@ -31,7 +31,7 @@ ROWS, TIED = -1, -2  # `Op.stage` of a rank's rows of the vocabulary, and of wei
 AVERAGE = {"AVERAGE"}  # in place of sums of gradients
 MARK = {"OVERLAP"}
 AHEAD = {"NORM", "VERDICT", "REDO", "COMMIT", "TENTATIVE"}
-BURSTS = (0, 0, 1, 5, 20)  # ops a rank does on top of the one it was chosen for, if it can
+BURSTS = (0, 0, 1, 5, 20)  # additional ops of a chosen rank, if it can run them
 REPEATABLE = {"F", "SEND_F", "RECV_F", "NORM", "VERDICT"}
 
 
@@ -56,7 +56,7 @@ def require(condition: bool, reason: str) -> None:
 
 @dataclass
 class Channel:
-    """Tensors on their way from one rank to another: both queues are strictly first in, first out."""
+    """Tensors in flight from one rank to another: both queues are strictly first in, first out."""
 
     sent: deque[tuple] = field(default_factory=deque)
     posted: deque[tuple] = field(default_factory=deque)
@@ -75,14 +75,14 @@ class Rank:
     queue: deque[Op] = field(default_factory=deque)  # collectives started and not over, first in, first out
     summed: set[object] = field(default_factory=set)  # stages, ROWS and TIED: started to sum
     shared: set[tuple] = field(default_factory=set)  # of a shared vocabulary: (kind, mb, slice), once done or started
-    came: set[tuple] = field(default_factory=set)  # and those of its collectives that happened
+    came: set[tuple] = field(default_factory=set)  # its collectives that have completed
     averaged: set[int] = field(default_factory=set)  # stages
     awaited: Op | None = None  # the AVERAGE that this rank waits for
     judging: bool = False
     validated: bool = False
     stepped: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)
-    there: dict[int, bool] = field(default_factory=dict)  # where weights come and go: stages here, whether used
+    there: dict[int, bool] = field(default_factory=dict)  # if weights are resharded: stage -> whether it was used
     begun: set[Op] = field(default_factory=set)  # GATHER, FREE and SCATTER, which come more than once
     tentative: set[int] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
@@ -137,7 +137,7 @@ class Machine:
         return Outcome("success")
 
     def advance(self, r: int) -> bool:
-        """Let rank r do one op; False if it has none left or has to wait."""
+        """Lets rank r run one op; False if it has none left or has to wait."""
         rank = self.ranks[r]
         op = rank.op
         if op is None:
@@ -179,7 +179,7 @@ class Machine:
         return True
 
     def held_up(self, r: int, op: Op) -> bool:
-        """Whether a rank driven by a host waits here: for its whole device, or for the queue of its only stream."""
+        """Whether a rank driven by a host waits here: for its whole device, or for its only stream."""
         rank, kind = self.ranks[r], op.kind.value
         if self.device == "waits":
             if kind.startswith(("SEND", "RECV")) or kind in MARK | SUMS | MEETINGS | {"VALIDATE"}:
@@ -195,7 +195,7 @@ class Machine:
         return kind in SUMS | MEETINGS and bool(rank.queue)
 
     def both(self, r: int) -> bool:
-        """A group starts when both its ops could."""
+        """Starts a group if both its ops could start."""
         rank = self.ranks[r]
         pair = rank.ops[rank.pc + 1 : rank.pc + 3]
         kinds = {op.kind.value for op in pair}
@@ -216,14 +216,14 @@ class Machine:
     # ---- compute ----
 
     def key(self, r: int, op: Op) -> tuple:
-        """(stage, mb, pipe, slice), once it is sure that rank r may work on it."""
+        """(stage, mb, pipe, slice), after checking that rank r may work on it."""
         fits = 0 <= op.stage < self.stages and 0 <= op.mb < self.microbatches
         require(fits and 0 <= op.pipe < len(self.pipes) and 0 <= op.slice < self.slices, f"{op} does not exist")
         require(self.pipes[op.pipe][op.stage] == r % self.p, f"rank {r} has no weights for {op}")
         return (op.stage, op.mb, op.pipe, op.slice)
 
     def renewed(self, r: int, op: Op) -> bool:
-        """Whether the weights of a stage that is stepped in parts are there; False while they are on their way."""
+        """Whether the weights of a stage that is stepped in parts are resident; False while they are in flight."""
         rank, gather = self.ranks[r], Op(Kind.GATHER, op.stage)
         if not self.renews or not self.sharded or len(self.members(gather)) == 1:
             return True
@@ -275,7 +275,7 @@ class Machine:
         return True
 
     def take(self, r: int, direction: str, key: tuple) -> bool:
-        """Get the inputs that other stages make; False while one is not there yet."""
+        """Takes the inputs from other stages; False while one has not arrived."""
         if not self.there(r, direction, key):
             return False
         self.ranks[r].arrived -= {(direction, source, *key) for source in self.makers(direction, key)}
@@ -285,7 +285,7 @@ class Machine:
         return (self.before if direction == "F" else self.behind)[key[0]]
 
     def there(self, r: int, direction: str, key: tuple) -> bool:
-        """Whether all that the stages it reads make has come."""
+        """Whether all inputs from other stages have arrived."""
         come = True
         for source in self.makers(direction, key):
             maker = self.pipes[key[2]][source] + r - r % self.p
@@ -301,7 +301,7 @@ class Machine:
     # ---- a vocabulary that all ranks share ----
 
     def have(self, r: int, op: Op, what: str) -> bool:
-        """Whether a collective of the op's unit has happened, which this rank has to have started."""
+        """Whether a collective of the op's unit has completed; this rank must have started it."""
         unit = what, op.mb, op.slice
         require(unit in self.ranks[r].shared, f"{op} comes before this rank's {what}")
         return unit in self.ranks[r].came
@@ -379,7 +379,7 @@ class Machine:
     # ---- the end of the step ----
 
     def start(self, r: int, op: Op) -> None:
-        """REDUCE and GATHER: start and go on."""
+        """REDUCE and GATHER: starts and continues."""
         rank, kind = self.ranks[r], op.kind.value
         require(op.stage != ROWS or self.copies > 1, f"{op} meets nobody")
         require(r in self.members(op), f"rank {r} has no part in {op}")
@@ -413,13 +413,13 @@ class Machine:
         self.settle()
 
     def begin(self, rank, op: Op) -> None:
-        """What comes more than once: numbered as it comes."""
+        """Numbers collectives that occur more than once."""
         number = sum((other.kind, other.stage) == (op.kind, op.stage) for other in rank.begun)
         require(op not in rank.begun and op.mb == number, f"{op} is number {number}")
         rank.begun.add(op)
 
     def average(self, r: int, op: Op) -> bool:
-        """AVERAGE: start and go on, or wait for all replicas."""
+        """AVERAGE: starts and continues, or waits for all replicas."""
         rank = self.ranks[r]
         if op in rank.queue:  # it waits here
             return False
@@ -442,7 +442,7 @@ class Machine:
         return True
 
     def free(self, r: int, op: Op) -> None:
-        """FREE: the room of weights that ops have used."""
+        """FREE: frees weights that ops have used."""
         rank = self.ranks[r]
         require(r % self.p in self.holders(op.stage), f"{op} is not here")
         self.begin(rank, op)
@@ -450,7 +450,7 @@ class Machine:
         del rank.there[op.stage]
 
     def validate(self, r: int, op: Op) -> bool:
-        """Wait for the sums, then for everybody."""
+        """VALIDATE: waits for the sums, then for all ranks."""
         rank = self.ranks[r]
         if not rank.judging:
             require(not rank.validated, f"{op} again")
@@ -464,7 +464,7 @@ class Machine:
         return rank.validated
 
     def settle(self) -> None:
-        """Let every collective happen that is the next of all its ranks."""
+        """Completes every collective that is the next of all its ranks."""
         moved = True
         while moved:
             moved = False
@@ -480,7 +480,7 @@ class Machine:
                             )
 
     def groups(self, op: Op) -> list[set[int]]:
-        """Those that meet: the ranks of each copy, for words; a rank of all copies, for its rows; else one group."""
+        """Groups of a collective: the ranks of each copy, for words; a rank of all copies, for its rows; else one."""
         if op.kind.value in MEETINGS:
             return [{copy * self.p + r for r in range(self.p)} for copy in range(self.copies)]
         if op.stage == ROWS or op.kind.value == "AVERAGE":
@@ -495,7 +495,7 @@ class Machine:
         return {copy * self.p + r for r in self.holders(op.stage) for copy in range(self.copies)}
 
     def holders(self, stage: int) -> set[int]:
-        """In one copy."""
+        """The holders in one copy."""
         if stage == ROWS:
             require(self.words > 0, "there are no words")
             return set(range(self.p))
@@ -534,7 +534,7 @@ class Machine:
         return True
 
     def again(self, r: int, op: Op) -> bool:
-        """Forget the forwards so far and run them again, once all that is on its way to them is here."""
+        """REDO: forgets the forwards so far and runs them again, once all their inputs in flight have arrived."""
         rank = self.ranks[r]
         require("VERDICT" in rank.agreed, f"{op} does not know the verdict")
         require("REDO" not in rank.agreed, f"{op} again")
@@ -639,7 +639,7 @@ class Machine:
 
 
 def run(program: Program, *, blocking: bool = False, seed: int = 0, redo: bool = False, device: str = "") -> Outcome:
-    """Run one step of a program; `seed` decides which rank goes next whenever several can.
+    """Runs one step of a program; `seed` decides which rank runs next whenever several can.
 
     `device`: "waits" for all that is under way before each op that computes; "queue": all streams share one queue.
     `redo`: the step before turns out not to stand, so what comes before REDO runs twice.

@@ -1,4 +1,4 @@
-"""Random pairs of a bidirectional or wave schedule and a size, as they are and damaged; what checks and machine say."""
+"""Random pairs of a bidirectional or wave schedule and a size, whole and damaged; verdicts of checks and machine."""
 
 import random
 from dataclasses import dataclass, replace

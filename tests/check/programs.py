@@ -27,7 +27,7 @@ def placement(rng: random.Random) -> Placement:
 def correct(rng: random.Random) -> Program:
     """A program that runs: legal compute order, with or without transfers, with or without step-level ops.
 
-    Sends that are held back can make it deadlock all the same; the operational machine has the last word.
+    Delayed sends can still make it deadlock; the operational machine decides.
     """
     place = placement(rng)
     microbatches, slices = rng.randint(1, 4), rng.choice([1, 1, 1, 2])
@@ -95,7 +95,7 @@ def compute_order(rng: random.Random, place: Placement, pipes: list[int], slices
 
 
 def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
-    """Sends behind their producers, some a while later; receives a random number of ops ahead, in channel order."""
+    """Sends after their producers, some delayed; receives a random number of ops ahead, in channel order."""
     held_back = rng.choice([0.0, 0.0, 0.3])
     ahead = rng.choice([0, 1, 3, 100])
     use: dict[tuple[bool, tuple[int, ...]], int] = {}
@@ -124,7 +124,7 @@ def with_transfers(rng: random.Random, place: Placement, ranks: Ranks) -> Ranks:
 
 
 def with_step_ops(rng: random.Random, program: Program, ranks: Ranks) -> Ranks:
-    """Sums somewhere behind what they close, mostly in one order on all ranks; VALIDATE, STEP. GATHER comes first."""
+    """Sums at random places after their last backwards, mostly in one order on all ranks; GATHER, VALIDATE, STEP."""
     place, spread = program.placement, rng.choice([0, 2, 100])
     sums = [Op(Kind.REDUCE, stage) for stage in range(place.stages)] + [Op(Kind.REDUCE, TIED)] * program.tied
     sums = rng.sample([op for op in sums if program.shared(op)], sum(map(program.shared, sums)))
@@ -225,7 +225,7 @@ def _repeat(wanted: Callable[[Op], bool]) -> Callable[[random.Random, Ranks, Pla
 
 
 def repeat_message(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
-    """Both ends of a message a second time, right behind the first."""
+    """Repeats both ends of a message, right after the first."""
     spot = _pick(rng, ranks, lambda op: op.kind.is_send)
     if spot is None:
         return []
@@ -238,7 +238,7 @@ def repeat_message(rng: random.Random, ranks: Ranks, place: Placement) -> list[O
 
 
 def reorder_receives(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
-    """Two receives of one channel trade places."""
+    """Exchanges two receives of one channel."""
     channels: dict[tuple[int, int | None], list[int]] = defaultdict(list)
     for rank, ops in enumerate(ranks):
         for i, op in enumerate(ops):
@@ -252,7 +252,7 @@ def reorder_receives(rng: random.Random, ranks: Ranks, place: Placement) -> list
 
 
 def legal_moves(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
-    """Some ops go as far back or forth as a random number of steps and the order on their own rank allow."""
+    """Moves some ops by a random number of steps, as far as dependencies on their own rank allow."""
     touched = []
     for _ in range(rng.choice([1, 1, 2, 4])):
         spot = _pick(rng, ranks)
@@ -271,7 +271,7 @@ def legal_moves(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
 
 
 def _bound(place: Placement, first: Op, second: Op) -> bool:
-    """Whether `second` has to stay behind `first` on their rank, whatever the other ranks do."""
+    """Whether `second` has to stay after `first` on their rank, independent of other ranks."""
     for op, other in ((first, second), (second, first)):
         if op.kind in (Kind.VALIDATE, Kind.STEP, Kind.GATHER):
             return True
@@ -284,7 +284,7 @@ def _bound(place: Placement, first: Op, second: Op) -> bool:
 
 
 def receive_later(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
-    """A receive is posted later, still before the next receive of its channel if there is room."""
+    """Posts a receive later, still before the next receive of its channel if there is room."""
     spot = _pick(rng, ranks, lambda op: op.kind.is_recv)
     if spot is None:
         return []
@@ -307,7 +307,7 @@ def other_rank(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
 
 
 def other_op(rng: random.Random, ranks: Ranks, place: Placement) -> list[Op]:
-    """One field of an op changes, perhaps to something that does not exist."""
+    """Changes one field of an op, perhaps to a value that does not exist."""
     spot = _pick(rng, ranks, lambda op: not op.kind.rank_wide)
     if spot is None:
         return []

@@ -50,7 +50,7 @@ def draw(seed: int, *, ranks: int, microbatches: int, slices: int) -> Sliced:
 
 
 def swapped(program: Program, rng: random.Random) -> Program:
-    """The program with two backwards of slices of one microbatch swapped; itself where no rank has such."""
+    """The program with two backwards of slices of one microbatch swapped; unchanged if no rank has two."""
     places = [
         (rank, i, j)
         for rank, ops in enumerate(program.ranks)

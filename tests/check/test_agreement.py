@@ -1,4 +1,4 @@
-"""The checks and a machine that runs the program say the same of thousands of random programs, whole and broken.
+"""The checks and a machine that runs the program agree on thousands of random programs, whole and broken.
 
 `operational.py` is the machine, `programs.py` makes and breaks the programs. Each seed is one program.
 """
@@ -34,7 +34,7 @@ batches = pytest.mark.parametrize("seeds", few(BATCHES, 1), ids=lambda seeds: f"
 
 @cache
 def case(seed: int) -> tuple[Program, Broken]:
-    """A correct program and what became of it: every fifth is broken twice."""
+    """A correct program and its broken version: every fifth is broken twice."""
     rng = random.Random(seed)
     program = correct(rng)
     result = broken(rng, program, rng.choice(list(BREAKS)))
@@ -46,19 +46,19 @@ def case(seed: int) -> tuple[Program, Broken]:
 
 @cache
 def rejected(seed: int) -> ZbcError | None:
-    """What check_all says of the broken program."""
+    """The error of check_all for the broken program."""
     return verdict(check_all, case(seed)[1].program)
 
 
 @cache
 def deadlock(seed: int, blocking: bool) -> ZbcError | None:
-    """What check_deadlock says of the broken program."""
+    """The error of check_deadlock for the broken program."""
     return verdict(check_deadlock, case(seed)[1].program, blocking_sends=blocking)
 
 
 @cache
 def ran(seed: int, blocking: bool) -> operational.Outcome:
-    """What the machine makes of the broken program."""
+    """The machine's result for the broken program."""
     return operational.run(case(seed)[1].program, blocking=blocking, seed=seed)
 
 
@@ -117,8 +117,8 @@ def test_whatever_gets_stuck_is_a_deadlock_and_whatever_runs_is_none(seeds):
 
 @batches
 def test_every_rejected_program_names_an_op_that_was_touched(seeds):
-    """After one break of a program that ran, some op of the error is one that was moved, dropped or changed, or its
-    partner in a transfer; at the least, one of the same stage and microbatch."""
+    """After one break of a program that ran, the error names an op that was moved, dropped or changed, or its partner
+    in a transfer; or at least one of the same stage and microbatch."""
     for seed in seeds:
         program, result = case(seed)
         error = rejected(seed)
@@ -178,7 +178,7 @@ def test_the_outcome_does_not_depend_on_who_goes_first():
 
 @pytest.mark.repeats
 def test_the_programs_are_of_every_kind():
-    """Agreement on programs of one kind would say little."""
+    """Agreement on programs of one kind only would prove little."""
     codes, breaks, states, collectives = Counter(), Counter(), Counter(), Counter()
     for seed in range(PROGRAMS):
         program, result = case(seed)

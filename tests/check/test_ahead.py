@@ -1,7 +1,7 @@
-"""Steps without a barrier: what the pass makes of any legal order runs, also when the step before does not stand.
+"""Steps without a barrier: the pass makes a running program of any legal order, also if the last step is rejected.
 
-Each seed is one random schedule. `operational.py` runs it twice: once the verdict is as assumed, once REDO has to run
-its forwards again.
+Each seed is one random schedule. `operational.py` runs it twice: once with the assumed verdict, once with a REDO that
+runs its forwards again.
 """
 
 import random
@@ -65,7 +65,7 @@ def damaged(seed: int) -> Broken:
 
 @cache
 def rejected(seed: int) -> ZbcError | None:
-    """What check_all says of the damaged program."""
+    """The error of check_all for the damaged program."""
     try:
         check_all(damaged(seed).program)
     except ZbcError as error:
@@ -188,7 +188,7 @@ def test_each_way_to_get_it_wrong_is_named(how):
 
 
 def test_norms_that_wait_in_a_circle_are_a_deadlock():
-    """Rank 1 takes the norm only behind a forward that rank 0 sends behind the verdict."""
+    """Rank 1 takes the norm only after a forward whose input rank 0 sends after the verdict."""
     text = FINE.replace("NORM, VERDICT, RECV_F s1 m0 <r0, F s1 m0,", "RECV_F s1 m0 <r0, F s1 m0, NORM, VERDICT,")
     text = text.replace("NORM, VERDICT, F s0 m0, SEND_F s0 m0 >r1,", "NORM, VERDICT, REDO, F s0 m0, SEND_F s0 m0 >r1,")
     text = text.replace("SEND_F s0 m0 >r1, REDO,", "SEND_F s0 m0 >r1,")

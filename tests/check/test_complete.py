@@ -1,4 +1,4 @@
-"""What runs, where, and in which order on each rank: E202, E205, E206; and whether it is what the job asks for."""
+"""Completeness, ranks and order of ops: E202, E205, E206; and agreement with the job."""
 
 import pytest
 
@@ -48,7 +48,7 @@ BOTH_WAYS = """
 
 
 def errors_of(text: str, placement: Placement | None = None, **sizes: int) -> list[ZbcError]:
-    """What check_complete finds in a listing."""
+    """The errors of check_complete for a listing."""
     with pytest.raises(ZbcError) as raised:
         check_complete(listing(text, placement, **sizes))
     return list(raised.value.errors)
@@ -60,7 +60,7 @@ def only(errors: list[ZbcError]) -> ZbcError:
 
 
 def without(text: str, line: str, count: int = 1) -> str:
-    """A listing without the first `count` lines of that text."""
+    """A listing without the first `count` lines with that text."""
     changed = "\n".join(text.split("\n"))
     for _ in range(count):
         before, found, after = changed.partition(f"{line}\n")

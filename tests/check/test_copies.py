@@ -1,4 +1,4 @@
-"""Plans with copies to the host that were written by hand: what is proven, refused, timed and counted."""
+"""Plans with offload written by hand: proofs, refusals, times and memory."""
 
 import pytest
 

@@ -38,7 +38,7 @@ CROSSED = """
 
 
 def error_of(program: Program, **how: bool) -> ZbcError:
-    """What check_deadlock says of a program; its circles are proofs."""
+    """The error of check_deadlock for a program; its cycles are verified as proofs."""
     with pytest.raises(ZbcError) as raised:
         check_deadlock(program, **how)
     check_places(raised.value, program)
@@ -112,7 +112,7 @@ def test_schedules_deadlock_too():
 
 
 def test_an_op_that_waits_for_the_last_op_of_the_rank_before_is_not_taken_for_its_neighbour():
-    """The first op of rank 1 has the number after the last op of rank 0, which it needs."""
+    """The first op of rank 1 depends on the last op of rank 0, whose number is one less."""
     program = listing("rank 0: BW s0 m0, F s0 m0\nrank 1: F s1 m0, BW s1 m0")
     assert circles(error_of(program))
 
@@ -133,7 +133,7 @@ def test_the_shortest_of_several_circles_is_named():
 
 
 def ring(p: int) -> Program:
-    """Every rank begins with what the rank before it makes last: pipe k starts on rank k, in a circle of p pipes."""
+    """A ring of waits: each rank's first op depends on the last forward of the rank before; pipe k starts on rank k."""
     ranks = []
     for r in range(p):
         held = [(s, (r - s) % p) for s in (p - 1, *range(p - 1))]  # (stage, pipe), the last stage first
@@ -176,7 +176,7 @@ def test_ranks_that_sum_in_different_orders_deadlock():
 
 
 def test_a_sum_is_started_and_does_not_hold_up_its_rank():
-    """Rank 0 starts to sum stage 0 before it sends what rank 1 needs before it does."""
+    """Rank 0 starts the sum of stage 0 before it sends a tensor that rank 1 needs before its own sum."""
     both = Placement.bidirectional([0, 1])
     program = listing(
         """
@@ -195,7 +195,7 @@ def test_a_sum_is_started_and_does_not_hold_up_its_rank():
 
 
 def test_a_rank_that_judges_waits_for_the_sums_its_own_stand_behind():
-    """What rank 1 judges without stands behind what it starts only then."""
+    """VALIDATE of rank 1 waits for REDUCE s0, queued on rank 0 after REDUCE s1, which rank 1 starts after VALIDATE."""
     program = listing(
         """
         rank 0: F s0 m0, SEND_F s0 m0, RECV_B s0 m0, BW s0 m0, REDUCE s1, REDUCE s0, VALIDATE, STEP s0, STEP s1

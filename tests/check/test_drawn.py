@@ -1,4 +1,4 @@
-"""Programs drawn from schedules of every kind: proofs and the operational machine agree, as they are and damaged."""
+"""Random programs from schedules of every kind: proofs and the operational machine agree, whole and damaged."""
 
 import random
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def shifted(program: Program, rng: random.Random) -> Program:
 
 
 class Drawn(NamedTuple):
-    """How programs are drawn, how many, which always, and what is done to each; all but groups and graphs run."""
+    """The generator of programs, their number, those always run, and the damage; groups and graphs can deadlock."""
 
     draw: Callable[[int], Any]
     seeds: int
@@ -103,7 +103,7 @@ def test_backwards_run_slices_in_reverse():
 
 @pytest.mark.parametrize("name", few(slices.NAMES, ("1f1b", "zb-v")))
 def test_swapped_slices_are_named_with_both_ops_and_the_fix(name):
-    """A slice's backward needs the gradients of its keys and values, which later slices leave."""
+    """A slice's backward needs the gradients of its keys and values from later slices."""
     card = SCHEDULES[name]
     program = lower(card.make(Request(2, 3, card.default_chunks, slices=3)))
     broken = slices.swapped(program, random.Random(0))

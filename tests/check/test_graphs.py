@@ -1,4 +1,4 @@
-"""Graphs of stages: proofs and the operational machine agree, on programs as they are and damaged."""
+"""Graphs of stages: proofs and the operational machine agree on programs, whole and damaged."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Each tensor that travels has one send and one receive, in one order: E203, E204."""
+"""Each transfer has one send and one receive, in one order: E203, E204."""
 
 import pytest
 
@@ -30,7 +30,7 @@ PIPELINE = """
 
 
 def errors_of(text: str, placement: Placement | None = None) -> list[ZbcError]:
-    """What check_pairing finds in a listing."""
+    """The errors of check_pairing for a listing."""
     with pytest.raises(ZbcError) as raised:
         check_pairing(listing(text, placement))
     return list(raised.value.errors)

@@ -1,4 +1,4 @@
-"""Weights and gradients that replicas share out: the checks and a machine that runs programs say the same of them."""
+"""Sharded weights and gradients: the checks and the operational machine agree."""
 
 import random
 from dataclasses import replace
@@ -21,7 +21,7 @@ BATCHES = [range(start, start + 100) for start in range(0, PROGRAMS, 100)]
 
 
 def drawn(seed: int) -> Program:
-    """A complete program of two replicas that share out weights, gradients, or both."""
+    """A complete program of two replicas with sharded weights, gradients, or both."""
     rng = random.Random(seed)
     card = find(rng.choice(NAMES))
     v = rng.choice([v for v in (1, 2, 3) if card.allows(v)])
@@ -38,7 +38,7 @@ SHARING = (Kind.GATHER, Kind.FREE, Kind.SCATTER, Kind.REDUCE)
 
 
 def displaced(program: Program, rng: random.Random) -> Program:
-    """The program with one op that shares something out moved by a few places, dropped or repeated, or renamed."""
+    """The program with one op of sharding moved by a few places, dropped, repeated or renamed."""
     ranks = [list(ops) for ops in program.ranks]
     places = [(r, i) for r, ops in enumerate(ranks) for i, op in enumerate(ops) if op.kind in SHARING]
     if not places:

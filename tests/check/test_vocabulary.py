@@ -1,4 +1,4 @@
-"""A vocabulary that all ranks share: each has its ops once for each unit, in their order, and all meet in one order."""
+"""Vocabulary parallel: each rank has its ops once for each unit, in order; all ranks have one order of collectives."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Random schedules with a vocabulary that all ranks share, whole or in slices, as they are and damaged."""
+"""Random schedules with a shared vocabulary, of whole microbatches or slices, whole and damaged."""
 
 import random
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ class Woven:
 
 
 def draw(seed: int, *, ranks: int, microbatches: int, sliced: int) -> Woven:
-    """Schedule number `seed`: costs, transfers and collectives that take time are drawn too."""
+    """Schedule number `seed`: costs, transfers and times of collectives are random, too."""
     rng = random.Random(seed)
     name = rng.choice(slices.SEARCHED if rng.random() < 0.2 else slices.BY_HAND)
     card = SCHEDULES[name]
@@ -54,7 +54,7 @@ def draw(seed: int, *, ranks: int, microbatches: int, sliced: int) -> Woven:
 
 
 def crossed(program: Program, rng: random.Random) -> Program:
-    """The program with two neighbouring collectives of units swapped on one rank; itself where it has none."""
+    """The program with two neighbouring collectives of units swapped on one rank; unchanged if it has none."""
     rank = rng.randrange(len(program.ranks))
     ops = list(program.ranks[rank])
     places = [i for i, op in enumerate(ops) if op.kind.unit_wide and op.kind.is_collective]

@@ -21,7 +21,7 @@ class Ran:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty current directory, without colours."""
+    """An empty current directory; output has no colours."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")
     return tmp_path

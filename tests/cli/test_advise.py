@@ -1,4 +1,4 @@
-"""`zbc advise`: what to train a model with on so many GPUs, from a Hugging Face config or a job."""
+"""`zbc advise`: the best ways to train a model on a number of GPUs, from a Hugging Face config or a job."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def test_what_cannot_fit_is_said_with_gpus_that_would_do(model):
 
 
 def test_where_activations_leave_no_room_the_least_too_large_shape_is_named(model):
-    """State fits on all GPUs together, but long sequences do not beside it."""
+    """State fits on all GPUs together, but not together with long sequences."""
     found = document_of(model(LARGE), gpu="h100", gpus=18, batch="18", seq_len=32768)
     with refused("E301", "of all shapes pp", hint="what does: hardware.memory_gib = "):
         core.advise(found)
@@ -133,7 +133,7 @@ def test_every_shape_is_looked_at_once_with_each_way_to_share_out(model):
     ("kept", "again", "guess"), [(70, 20, 100), (80, 20, 100), (120, 40, 115), (200, 80, 130), (200, 90, None)]
 )
 def test_what_memory_forces_to_be_recomputed_counts_by_its_share(model, monkeypatch, kept, again, guess):
-    """Of a room of 80 bytes: 100 ms with all kept, 130 with all recomputed."""
+    """With room for 80 bytes: 100 ms with all kept, 130 with all recomputed."""
     shape, least = world.Shape(1, 1, 1), []
 
     def weighed(document, shape):

@@ -1,4 +1,4 @@
-"""`data.balance`: a plan for each number of microbatches, what it gains, and what it does not go with."""
+"""`data.balance`: a plan for each number of microbatches, its gain, and the settings that it excludes."""
 
 import json
 

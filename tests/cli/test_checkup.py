@@ -1,4 +1,4 @@
-"""`zbc doctor --model`: the gradients of a job's stages beside those of plain autograd, in words and as JSON."""
+"""`zbc doctor --model`: gradients of a job's stages compared with plain autograd, as text and as JSON."""
 
 import pytest
 

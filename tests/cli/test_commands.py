@@ -1,4 +1,4 @@
-"""What each command answers, to people and to programs."""
+"""The output of each command, as text and as JSON."""
 
 import csv
 import io
@@ -49,7 +49,7 @@ def make(request):
 
 
 def with_plugin(folder, name, code=PLUGIN, **schedule):
-    """A job whose order a file beside it makes."""
+    """A job with the order of a plugin next to it."""
     (folder / f"{name}.py").write_text(code)
     write_job(folder, kind=None, schedule={"plugin": f"{name}:make", **schedule})
 
@@ -339,14 +339,14 @@ def test_a_comparison_by_span_ranks_by_it_and_measures_its_gap(zbc, job):
 
 
 def test_compare_counts_the_messages_a_rank_sends(zbc, job):
-    """1F1B on p ranks sends 2(p-1)m messages, zb-v (2(2p-1) - 2)m: its turn stays on a rank."""
+    """1F1B on p ranks sends 2(p-1)m messages, zb-v (2(2p-1) - 2)m: at the turn of its V there is no transfer."""
     entries = zbc("compare", job(), "--schedules", "zb-v,1f1b", "--json").json()["schedules"]
     sends = {entry["schedule"]: entry["sends_per_rank"] for entry in entries}
     assert sends == {"1f1b": 2 * 3 * 8 / 4, "zb-v": (2 * 7 - 2) * 8 / 4}
 
 
 def test_compare_shows_what_two_replicas_cost_in_parameters_and_traffic(zbc, job):
-    """Chimera holds every stage twice and adds up every gradient over both: in a ring of two, each sends all of it."""
+    """Chimera holds every stage twice and sums every gradient over both: in a ring of two, each sends all of it."""
     text = zbc("compare", job(layers=10), "--schedules", "1f1b,chimera,bitpipe,hanayo", "--csv").out
     rows = {row["schedule"]: row for row in csv.DictReader(io.StringIO(text))}
     params = {name: float(row["parameter_gib"]) for name, row in rows.items()}
@@ -379,7 +379,7 @@ def test_a_swept_list_keeps_its_commas(zbc, job):
 
 
 def test_chunks_of_the_file_are_for_schedules_that_leave_them_open(zbc, job):
-    """Swept chunks are for all: a schedule that cannot have them stays with the reason."""
+    """Swept chunks apply to all: a schedule that cannot have them stays in the table with the reason."""
     entries = zbc("compare", job(schedule={"chunks": 1}, kind="gpipe"), *HAND, "--json").json()["schedules"]
     assert not any("error" in entry for entry in entries)
     stages = {entry["schedule"]: entry["stages"] for entry in entries}
@@ -434,7 +434,7 @@ def test_the_table_says_each_schedule_once_and_why_the_others_are_missing(zbc, j
 
 
 def test_compare_fails_if_nothing_can_be_planned(zbc, job):
-    """And by default it tries all schedules there are; with such a limit none has to be searched for."""
+    """By default it tries all schedules; with such a limit none needs a search."""
     ran = zbc("compare", job(schedule={"memory_limit": "0.01x"}))
     assert ran.code == 5
     assert re.findall(r"^([\w-]+): \[E30[23]\]", ran.out, re.MULTILINE) == list(SCHEDULES)
@@ -637,7 +637,7 @@ def test_a_plan_says_whose_the_gap_to_its_bound_is(zbc, job, kind, limit, expect
 
 @pytest.mark.parametrize(("kind", "says"), [("zb-h1", True), ("1f1b", False)])
 def test_a_plan_says_where_recompute_costs_time_and_saves_nothing(zbc, job, kind, says):
-    """B and W apart: what B leaves for W is what F would have kept."""
+    """If B and W are apart, B leaves W the same activations that F would have kept."""
     sizes = {"layers": 8, "hidden": 64, "heads": 4, "vocab": 256, "seq_len": 32}
     path = job(kind=kind, model=sizes, memory={"activations": "recompute"}, schedule={"microbatches": 8})
     assert ("recompute makes a step" in " ".join(zbc("plan", path, "-o", "plan").out.split())) == says

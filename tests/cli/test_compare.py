@@ -27,7 +27,7 @@ def test_bytes_of_messages_are_boundaries_times_sends(zbc, job):
 
 
 def test_the_vocabulary_has_its_own_line_in_the_memory_of_the_last_rank(zbc, job):
-    """float32 log-probabilities of one microbatch, for all words: 1F1B holds no more of them there."""
+    """float32 log-probabilities of one microbatch, for all words: 1F1B holds only one microbatch there."""
     (entry,) = zbc("compare", job(), "--schedules", "1f1b", "--json").json()["schedules"]
     assert [rank["logit_bytes"] for rank in entry["per_rank"]] == [0, 0, 0, 4 * 256 * 2 * 16]
     recomputed = job(memory={"activations": "recompute"})
@@ -62,7 +62,7 @@ def test_tables_fit_eighty_columns(zbc, job, monkeypatch, sweep):
 
 
 def test_the_default_is_eight_rows_of_six_columns_and_all_else_under_v(zbc, job):
-    """With 1F1B among them, which the others are held against, and the command for the first."""
+    """With 1F1B among them as the baseline, and the command for the first."""
     ran = zbc("compare", job(m=8), "--set", "schedule.memory_limit='1.2x'")
     lines = ran.out.splitlines()
     table = lines[1 : lines.index("")]
@@ -95,7 +95,7 @@ def test_1f1b_is_what_others_are_held_against_where_nobody_asked_for_it(zbc, job
 
 
 def test_a_row_whose_partition_memory_has_shifted_says_so(zbc, job):
-    """The even partition of 1F1B needs most on rank 0, which holds four microbatches."""
+    """The even partition of 1F1B needs most memory on rank 0, which holds four microbatches."""
     few = ("--schedules", "1f1b,zb-h1")
     uneven = zbc("plan", job(layers=24, costs={"comm": 0.0}), "--json").json()
     assert "*" not in zbc("compare", "zbc.toml", *few).out
@@ -185,7 +185,7 @@ def planned(tmp_path_factory):
 
 @pytest.fixture
 def plans(planned, folder):
-    """These in the current folder."""
+    """Copies these plans into the current folder."""
     shutil.copytree(planned, folder, dirs_exist_ok=True)
 
 
@@ -278,7 +278,7 @@ def test_nothing_is_drawn_where_no_numbers_are_swept(zbc, job):
 
 
 def test_jitter_is_a_column_where_it_is_asked_for(zbc, job):
-    """Schedules are not equally sensitive; with none every step is as predicted."""
+    """Schedules differ in sensitivity; without jitter every step is as predicted."""
     rows = zbc("compare", job(**UNIT), "--schedules", "1f1b,zb-h2", "--jitter", "10%", "--json").json()["schedules"]
     assert all(0 < row["jitter"] < 0.2 for row in rows) and rows[0]["jitter"] != rows[1]["jitter"]
     assert "jitter" in zbc("compare", "zbc.toml", "--schedules", "1f1b", "--jitter", "10%").out.splitlines()[0].split()

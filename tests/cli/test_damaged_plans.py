@@ -1,4 +1,4 @@
-"""Plans that can run and are not what their job allows: `zbc check` refuses them, however well they are signed."""
+"""Plans that can run but violate their job: `zbc check` refuses them, even with correct hashes."""
 
 import random
 import tempfile
@@ -31,7 +31,7 @@ MADE = {
 
 
 def refused(name: str, rank: int, ops: list[Op]) -> list[str]:
-    """The codes with which a plan is refused whose rank has other ops; the same as a Python call says."""
+    """The codes of errors for a plan with other ops on a rank; from the command, and the same from Python."""
     made, found = MADE[name], list[list[str]]()
     ranks = list(made.program.ranks)
     ranks[rank] = tuple(ops)

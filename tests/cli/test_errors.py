@@ -20,7 +20,7 @@ GOOD = toml_text()
 
 
 def tree():
-    """Every file below the current directory, with its content."""
+    """Path -> contents of every file below the current directory."""
     return {str(path): path.read_bytes() for path in sorted(Path().rglob("*")) if path.is_file()}
 
 
@@ -32,7 +32,7 @@ def fits_one_screen(text):
 
 
 def fails(ran, exit_code, code, where=None, hint=None, text=""):
-    """What every error owes its reader; paths do not count as its own text."""
+    """Asserts the properties of every error message; paths do not count as its text."""
     assert ran.code == exit_code, ran.err
     assert ran.out == ""
     assert f"error[{code}]" in ran.err
@@ -235,7 +235,7 @@ ANYWHERE = [
 
 
 def test_a_path_that_cannot_even_be_looked_at_is_refused_by_every_command(zbc, job):
-    """A name that is too long, since tests may run as a user who may look into every folder."""
+    """With too long a name, since tests may run as a user with access to every folder."""
     job(pp=2, m=3)
     Path("extends.toml").write_text(f'extends = "{LONG}.toml"\n')
     data, tokens = f"data.path={LONG}", 'data.kind="tokens"'
@@ -316,7 +316,7 @@ def test_what_would_fit_is_listed_with_its_need_and_its_time_the_fastest_first(z
     [
         pytest.param("zb-h1", {"schedule": {"memory_limit": "0.01x"}}, "E302", marks=pytest.mark.repeats, id="units"),
         pytest.param("zb-h1", {"schedule": {"memory_limit": "1 KiB"}}, "E302", marks=pytest.mark.repeats, id="bytes"),
-        pytest.param(  # where of what a walk looks at, only cuts that do not fit have an order
+        pytest.param(  # only partitions that do not fit have an order
             "zb-v",
             {"model": {"hidden": 128, "seq_len": 128}, "schedule": {"microbatch_size": 4, "memory_limit": "0.01x"}},
             "E303",
@@ -439,7 +439,7 @@ def test_a_plan_directory_that_is_damaged_is_refused(command, how, zbc, plan):
 
 
 def swap(path, first, second):
-    """Exchange two ops of a rank file."""
+    """Exchanges two ops of a rank file."""
     lines = path.read_text().split("\n")
     a, b = (next(i for i, line in enumerate(lines) if f'"{op}"' in line) for op in (first, second))
     lines[a], lines[b] = lines[b], lines[a]
@@ -467,7 +467,7 @@ def test_check_goes_on_past_an_edit_and_shows_the_deadlock(zbc, plan):
 
 
 def sign(plan, **changes):
-    """Change plan.json and make its hash right again."""
+    """Changes plan.json and corrects its hash."""
     data = json.loads((plan / "plan.json").read_text())
     for key, value in changes.items():
         data[key] = data[key] | value if isinstance(value, dict) and value else value

@@ -68,7 +68,7 @@ def test_cells_that_are_no_actions_stop_a_suggestion(zbc, csv):
 
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-v", "interleaved-1f1b"], ("zb-v",)))
 def test_export_import_and_plan_give_the_same_order(zbc, job, kind):
-    """With the cut given: a CSV says nothing of it, and an automatic one is searched for a schedule only."""
+    """With a given partition: a CSV has none, and an automatic one is searched for a schedule only."""
     job(kind=kind, partition={"mode": "uniform"})
     assert zbc("plan", "zbc.toml", "-o", "first").code == 0
     ran = zbc("export", "first", "--to", "torch-csv", "-o", "order.csv")

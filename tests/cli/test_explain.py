@@ -1,4 +1,4 @@
-"""Every code that zbc raises has its long text, and every text its code."""
+"""Every code that zbc raises has a long text, and every text a code."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_the_catalogue_has_exactly_the_codes_that_are_raised():
 
 
 def test_a_code_stands_in_one_file_with_those_of_its_family():
-    """Files of other families could hide it otherwise, one section taking the place of another."""
+    """A file of another family could otherwise hide it, by replacing the section."""
     found = [re.findall(r"^## (E\d{3}) ", path.read_text(), re.MULTILINE) for path in sorted(EXPLAIN.glob("*.md"))]
     assert [code for codes in found for code in codes] == list(CATALOGUE)
     assert all(len({code[1] for code in codes}) == 1 for codes in found)

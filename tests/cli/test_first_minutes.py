@@ -1,4 +1,4 @@
-"""What goes wrong in the first ten minutes, and what is said of it."""
+"""Problems of the first ten minutes of a user, and the messages about them."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_a_swept_value_of_the_wrong_type_is_one_error(zbc, job):
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-v"])
 def test_the_ways_out_of_a_plan_that_does_not_fit_are_ways_out(kind, zbc, job):
-    """Recomputation is offered where it makes room enough, and only there."""
+    """Recompute is offered if and only if it saves enough memory."""
     path = job(kind=kind, layers=16)
     peak = max(rank["peak_bytes"] for rank in zbc("plan", path, "--json").json()["per_rank"]) / 2**30
     offered = []
@@ -38,7 +38,7 @@ def test_the_ways_out_of_a_plan_that_does_not_fit_are_ways_out(kind, zbc, job):
 
 
 def test_plan_names_the_schedule_that_compare_ranks_first_of_those_it_tries(zbc, folder, monkeypatch):
-    """Where stages are uneven, another schedule may be the faster one with its own partition only."""
+    """With uneven stages another schedule may be faster only with its own partition."""
     zbc("init", ".", "--template", "llama-8b")
     monkeypatch.setattr(until, "USUAL", 600.0)  # a busy machine has no time for remarks else
     faster = zbc("plan", "zbc.toml", "--json").json()["faster"]
@@ -81,7 +81,7 @@ def test_tokenizing_what_is_no_text_leaves_nothing(zbc, folder):
 
 
 def test_a_plan_for_more_cpu_ranks_than_cores_says_what_to_expect(zbc, job, monkeypatch):
-    """On one core, what all ranks compute one after the other."""
+    """On one core: the sum of the computation of all ranks."""
     monkeypatch.setattr(summary, "cores", lambda: 1)
     ran = zbc("plan", job(hardware={"link_us": 0}))
     busy = sum(rank["busy_ms"] for rank in zbc("plan", "zbc.toml", "--json").json()["per_rank"])

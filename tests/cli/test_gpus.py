@@ -1,4 +1,4 @@
-"""`hardware.gpu`: a GPU by name stands for what a job of it leaves open."""
+"""`hardware.gpu`: a GPU by name provides the settings that a job leaves open."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from zbc.job import gpu
 
 
 def test_a_gpu_by_name_fills_what_is_open():
-    """The numbers of NVIDIA's data sheets, of which 70% and 85% are planned with."""
+    """The numbers of NVIDIA's data sheets; plans use 70% and 85% of them."""
     found = job(hardware={"gpu": "h100-sxm"})
     hardware = found.hardware
     assert hardware.device == "cuda" and hardware.memory_gib == 80 and found.log.peak_tflops == 989
@@ -47,7 +47,7 @@ def test_an_unknown_gpu_is_refused_with_those_there_are(name, near):
 
 
 def test_a_measured_link_counts_before_a_data_sheet(zbc, folder):
-    """Of a profile's link and that of a GPU by name; one that is written counts before both."""
+    """The link of a profile overrides that of a GPU by name; a link in the job overrides both."""
     hardware = job(hardware={"gpu": "h100"}).hardware
     assert gpu.measured(hardware).link_gbps is None
     written = job(hardware={"gpu": "h100", "link_gbps": 7.0}).hardware

@@ -1,4 +1,4 @@
-"""Logs of Megatron-LM and torchtitan: what they tell of steps, ranks and settings, beside a plan of the same job."""
+"""Logs of Megatron-LM and torchtitan: their steps, ranks and settings, compared with a plan of the same job."""
 
 import json
 
@@ -93,7 +93,7 @@ def test_a_file_without_steps_is_no_log(written, text):
 
 
 def test_a_log_stands_beside_the_plan_of_its_job(zbc, job, written):
-    """MFU differs by the time of a step alone; what the plan has otherwise is named."""
+    """MFU differs only by the time of a step; other differences of the plan are named."""
     planned = job(m=4, costs={"f": 1.0, "b": 1.0, "w": 1.0}, log={"peak_tflops": 0.001})
     (meant,) = zbc("compare", planned, "--schedules", "1f1b", "--json").json()["schedules"]
     step = meant["barrier_ms"]

@@ -1,4 +1,4 @@
-"""What planning says of the cut, of what moves to the host, of shares and of a profile; what it refuses and writes."""
+"""Output of planning on the partition, offload, shares and a profile; its errors and its files."""
 
 import csv
 import json
@@ -112,7 +112,7 @@ def test_plan_and_compare_say_how_often_weights_are_gathered_and_what_of_it_show
 
 @pytest.fixture
 def measured(job):
-    """Layers with long names, large numbers and times that nobody should trust."""
+    """Layers with long names, large numbers and times with too wide a spread."""
     large = nbytes(**dict.fromkeys(("weights", "gradients", "masters", "optimizer", "kept_b", "kept_w"), 123456789))
     wide = layer(1.0, 2.0, 3.0, bytes=large, again=1.0, step=1.0)
     wide = wide.model_copy(update={key: Measured(ms=1234.5, spread=8.82) for key in ("f", "b", "w", "again", "step")})

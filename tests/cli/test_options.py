@@ -1,4 +1,4 @@
-"""What is the same for all commands: options that change a job, --json, -q and -v, and help that fits a screen."""
+"""Options of all commands: changes of a job, --json, -q and -v, and help that fits a screen."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def test_every_command_has_json_quiet_and_verbose(command, zbc):
 
 @pytest.mark.parametrize("command", JOBS)
 def test_a_job_is_changed_alike_by_every_command_that_takes_one(command, zbc, job, tmp_path):
-    """A schedule, a value and a profile each change what comes out; a budget is taken."""
+    """A schedule, a value and a profile each change the output; a budget is accepted."""
     path, rest = job(), JOBS[command]
     (tmp_path / "measured.json").write_text(profile_of(load_job(Path(path))).dumps())
     plain = zbc(command, path, *rest, "--json").json()

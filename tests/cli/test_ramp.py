@@ -20,7 +20,7 @@ TRAIN = {"steps": 9}
 
 @pytest.fixture
 def ramped(job, zbc):
-    """A plan with 1, 3, then 8 microbatches of 2 in two copies; `zbc plan` said that."""
+    """A plan with 1, 3, then 8 microbatches of 2 in two copies, and the output of `zbc plan`."""
     job(schedule={"ramp": RAMP}, parallel={"dp": 2}, train=TRAIN, pp=2)
     return zbc("plan", "zbc.toml")
 

@@ -14,7 +14,7 @@ from zbc.plan.directory import StoredPlan
 
 @pytest.fixture
 def run(folder):
-    """A recorded run whose rank 2 is slow, and one op out of line."""
+    """A recorded run with a slow rank 2, and one outlier op."""
     plan = compiled("zb-h1", costs={**GIVEN, "per": "layer"}, layers=12)
     usual = slowed(plan, 2, 1.5)
     world = as_predicted(
@@ -61,7 +61,7 @@ def test_a_trace_with_an_absurd_number_of_cores_is_damaged(run, zbc, tmp_path, c
 
 
 def with_cores(run, folder, cores):
-    """A copy of a recorded run whose processes might use so many cores."""
+    """A copy of a recorded run whose processes could use `count` cores."""
     shutil.copytree(run, folder)
     for path in (folder / "trace").glob("rank-*.jsonl"):
         first, _, rest = path.read_text().partition("\n")
@@ -122,7 +122,7 @@ def test_a_phase_of_a_run_without_a_ramp_is_refused_with_the_way_out(zbc, run):
 
 @pytest.fixture
 def unrecorded(folder):
-    """What a run leaves behind that recorded nothing."""
+    """The directory of a run without recorded steps."""
     predicted = compiled("1f1b").report.predicted()
     about = {"format": "zbc-run", "version": 1, "plan": "abc", "plan_folder": "plans/a b", "schedule": "1f1b"}
     about |= {"ranks": 4, "copies": 1, "device": "cpu", "predicted": predicted, "training": {"optimizer": {}}}
@@ -213,7 +213,7 @@ def test_the_command_for_a_new_plan_survives_a_shell():
 
 
 def test_idle_time_and_throughput_are_beside_what_was_predicted_and_bubbles_under_v(run, zbc):
-    """A step that takes longer by a share gets less done by the same."""
+    """A step that takes longer by a factor has a throughput lower by the same factor."""
     found = zbc("report", run, "--json").json()
     for name in ("idle_rate", "balance", "samples_per_s", "tokens_per_s", "tokens_per_s_per_rank"):
         assert found[name].keys() == {"predicted", "measured", "low", "high"}

@@ -1,4 +1,4 @@
-"""What a command loads before it answers, how it speaks to terminals, and to readers that go away."""
+"""Modules that a command loads, its output on terminals, and readers that go away."""
 
 import json
 import os
@@ -29,7 +29,7 @@ COMMANDS = [
     "config schema",
     "explain E201",
 ]
-# Runs commands one after the other in one process and says after each what is loaded by then.
+# Runs commands one after the other in one process and prints the loaded modules after each.
 PROBE = """
 import json, sys
 from zbc.cli import main
@@ -52,7 +52,7 @@ def workplace(tmp_path_factory):
 
 
 def loaded(workplace, *commands):
-    """For each command, the modules that are loaded when it has ended."""
+    """Command -> modules loaded at its end."""
     found = subprocess.run(
         [sys.executable, "-c", PROBE, *commands], cwd=workplace, capture_output=True, text=True, timeout=60, check=True
     )
@@ -153,7 +153,7 @@ def test_nobody_reads_what_a_command_says(tmp_path, command):
 
 
 def test_a_line_of_a_run_that_nobody_reads_ends_it():
-    """And with it all ranks: tests/processes/test_local.py."""
+    """And all its ranks: tests/processes/test_local.py."""
     read, write = os.pipe()
     os.close(read)
     code = "from zbc.host.closed_pipe import to_stdout; to_stdout('step 1')"
@@ -190,7 +190,7 @@ def test_streams_that_are_closed_from_the_beginning_are_nothing_to_complain_of(t
 
 
 def test_lines_of_a_run_whose_terminal_is_gone_go_nowhere():
-    """It has sent SIGHUP, and the run is to end in order: tests/processes/test_hangup.py."""
+    """A closed terminal sends SIGHUP, and the run must end in order: tests/processes/test_hangup.py."""
     terminal, side = pty.openpty()
     code = "from zbc.host.closed_pipe import to_stdout; input(); to_stdout('step 1'); to_stdout('step 2')"
     command = [sys.executable, "-c", code]

@@ -1,4 +1,4 @@
-"""Ranks may hold different numbers of stages, and a pipe may leave a rank without one: every command takes that."""
+"""Ranks may hold different numbers of stages, and a pipe may have none on a rank: every command accepts that."""
 
 import json
 
@@ -13,7 +13,7 @@ CHUNKS = {"fork": None, "fold": None, "three": 1}
 
 @pytest.fixture
 def planned(zbc, folder):
-    """Plan with one of the plugins of tests/uneven.py; the plan directory."""
+    """Plans with one of the plugins of tests/uneven.py; returns the plan directory."""
 
     def plan(name, *options, **changes):
         order = {"kind": None, "plugin": f"tests.uneven:{name}", "microbatch_size": 1, **changes.pop("schedule", {})}

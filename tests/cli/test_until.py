@@ -1,4 +1,4 @@
-"""A command plans for its remarks only as long as there is time for them."""
+"""A command plans for its remarks only within its time limit."""
 
 import pytest
 

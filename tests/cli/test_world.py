@@ -13,7 +13,7 @@ HARDWARE = {"device": "cuda", "tflops": 1.0, "link_gbps": 40.0, "ranks_per_node"
 
 
 def written(tmp_path, *, parallel, schedule, **tables):
-    """A job of 8 layers in which [parallel] and [schedule] are these."""
+    """A job of 8 layers with these [parallel] and [schedule]."""
     path = tmp_path / "zbc.toml"
     head, tail = toml_text(parallel={"pp": 4}, **tables).split("[parallel]")
     rest = tail.split("[schedule]")[1].split("\n[", 1)
@@ -37,7 +37,7 @@ def test_the_best_of_all_divisors_is_taken(tmp_path):
 
 
 def test_ranks_that_share_layers_are_chosen_too(tmp_path):
-    """As many as divide the heads and fit on a node; 4 ranks may share the 4 heads, and 8 are no choice."""
+    """Divisors of the heads that fit on a node; 4 ranks may share the 4 heads, 8 may not."""
     path = written(tmp_path, parallel='world = 8\ntp = "auto"', schedule='kind = "1f1b"\nbatch = 16', hardware=HARDWARE)
     found = load_job(path)
     assert {row.shape.tp for row in found.weighed} == {1, 2, 4}
@@ -49,7 +49,7 @@ def test_ranks_that_share_layers_are_chosen_too(tmp_path):
 
 
 def test_ranks_that_share_tokens_are_chosen_where_that_is_asked_for(tmp_path):
-    """Those whose chunks divide a sequence of 16 tokens and fit on a node; E301 names them."""
+    """Numbers whose chunks divide a sequence of 16 tokens and that fit on a node; E301 names them."""
     path = written(tmp_path, parallel="world = 8", schedule='kind = "1f1b"\nbatch = 16', hardware=HARDWARE)
     assert {row.shape.cp for row in load_job(path).weighed} == {1}
     found = load_job(path, ['parallel.cp="auto"', "parallel.tp=2"])
@@ -67,7 +67,7 @@ def test_ranks_that_share_tokens_are_chosen_where_that_is_asked_for(tmp_path):
 
 
 def test_replicas_that_share_out_experts_are_chosen_too(tmp_path):
-    """Those that divide dp and the experts and fit on a node."""
+    """Divisors of dp and the experts that fit on a node."""
     model = {"family": "llama", "experts": 12, "expert_hidden": 16}
     path = written(
         tmp_path,
@@ -101,7 +101,7 @@ def test_shares_of_layers_that_cannot_be(tmp_path, settings, said):
 
 
 def test_what_is_only_weighed_is_a_bound(tmp_path):
-    """Long steps are planned with fewer microbatches: what that says is no more than what the whole step takes."""
+    """Long steps are planned with fewer microbatches: their estimate must not exceed the time of the whole step."""
     path = written(tmp_path, parallel="world = 4", schedule='kind = "1f1b"\nbatch = 256', hardware=HARDWARE)
     rows = load_job(path).weighed
     assert any(row.at_least for row in rows) and not all(row.at_least for row in rows)
@@ -241,7 +241,7 @@ def test_compare_chooses_once_and_sweeps_what_it_is_told(zbc, folder):
 
 
 def test_what_a_shape_has_nobody_for_is_left_out_of_it(tmp_path):
-    """Shards of one replica, tokens of one rank, experts of one: such a shape is weighed as any other."""
+    """Shards of one replica, tokens of one rank, experts of one: such a shape is a candidate like any other."""
     experts = {"family": "llama", "experts": 4, "expert_hidden": 16}
     cases = (
         ('shard = "weights"\nexchange = "one-sided"', "1f1b", {"memory": {"resident": 1}}),
@@ -279,7 +279,7 @@ def test_a_slip_in_what_some_shapes_leave_out_is_said(tmp_path):
 
 
 def test_compare_chooses_the_ranks_that_share_layers_too(zbc, folder):
-    """What is chosen once for all rows is a whole shape, without what it has nobody for."""
+    """The choice for all rows is a whole shape, without settings that have no effect in it."""
     parallel = 'world = 4\ntp = "auto"\ntp_sequence = true\nshard = "optimizer"'
     written(folder, parallel=parallel, schedule='kind = "1f1b"\nbatch = 32', hardware=HARDWARE)
     said = zbc("compare", "zbc.toml", "--schedules", "1f1b,gpipe", "--json").json()

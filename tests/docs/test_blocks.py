@@ -1,4 +1,4 @@
-"""Every command block of the README and the docs runs, in order, in a folder that holds what a clone holds."""
+"""Every command block of the README and the docs runs, in order, in a folder with the files of a clone."""
 
 import os
 import re
@@ -25,7 +25,7 @@ LIMIT_S = 240
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks of a page that go on with what one of them made, as the lines a reader types."""
+    """Blocks of a page that use files made by one of them, as the lines that a reader types."""
 
     page: Path
     number: int
@@ -42,7 +42,7 @@ def commands(page):
 
 
 def chains(page):
-    """A block belongs to the chain that made a file or folder it names."""
+    """The chains of a page; a block belongs to the chain that made a file or folder it names."""
     found = []
     for block in commands(page):
         words = [word for line in block for word in line.split()[2:]]
@@ -53,7 +53,7 @@ def chains(page):
 
 
 def made(lines):
-    """Names of what these lines write."""
+    """Names of the files and folders that these lines write."""
     pairs = [pair for line in lines for pair in pairwise(line.split())]
     return {name.split("/")[0] for option, name in pairs if option in ("-o", "--out", "--save-hf", "init", ">")}
 
@@ -69,7 +69,7 @@ def runnable(line):
 
 
 def run_line(line):
-    """A plain line of zbc in this process, which has everything loaded; any other as a shell runs it."""
+    """Runs a plain line of zbc in this process, which has everything loaded; any other line in a shell."""
     name, *arguments = shlex.shlex(line, posix=True, punctuation_chars=True)
     if name == "zbc" and not any(set(word) <= set("();<>|&") for word in arguments):
         with pytest.raises(SystemExit) as left:
@@ -86,7 +86,7 @@ def limit():
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """The current folder holds what a clone of the repository holds."""
+    """Makes the current folder a copy of a clone of the repository."""
     for name in ("plans", "Makefile", "pyproject.toml", "constraints.txt"):
         source = ROOT / name
         ignore = shutil.ignore_patterns("__pycache__")
@@ -103,7 +103,7 @@ LONG = ("zbc run", "zbc profile", "zbc compare", "torchrun", "--template")
 
 
 def first(chain):
-    """Whether a reader comes here first, or this trains nothing and plans nothing large."""
+    """Whether a reader begins with this chain, or it trains nothing and plans nothing large."""
     if chain.page.name in (README.name, "tutorial.md") and chain.number == 1:
         return True
     return not any(word in line for line in chain.lines for word in LONG)
@@ -154,7 +154,7 @@ def test_the_table_of_what_a_gpu_does_to_schedules_is_what_make_docs_writes(monk
 
 
 def test_the_plugin_of_the_docs_plans(tmp_path, monkeypatch):
-    """docs/extending.md says this order works; zbc proves it."""
+    """docs/extending.md claims that this order works; zbc proves it."""
     from tests.jobs import toml_text
     from zbc.compiler.compile import compile_job, load_job
 
@@ -169,7 +169,7 @@ def blocks_of(name):
 
 
 def follow(block, folder):
-    """Do what the first line of a block says with the rest of it."""
+    """Follows the first line of a block, with the rest of it as contents."""
     head, _, code = block.partition("\n")
     new = re.fullmatch(r"# new file: (\S+)", head)
     if new:
@@ -184,7 +184,7 @@ def follow(block, folder):
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory):
-    """A copy of zbc with everything done that docs/extending.md says."""
+    """A copy of zbc with all changes of docs/extending.md."""
     folder = tmp_path_factory.mktemp("extended")
     shutil.copytree(ROOT / "zbc", folder / "zbc", ignore=shutil.ignore_patterns("__pycache__"))
     for block in blocks_of("extending.md")[1:]:
@@ -215,7 +215,7 @@ def test_the_schedule_and_the_pass_of_the_docs_plan_when_the_page_is_followed(ex
 
 
 def test_the_op_of_the_docs_is_planned_checked_timed_and_handled_when_the_page_is_followed(extended):
-    """The last rank of 1F1B waits nowhere, so the whole step is longer by what its COLLECT takes: 33 + 0.5 ms."""
+    """The last rank of 1F1B never waits, so the whole step is longer by the time of its COLLECT: 33 + 0.5 ms."""
     out = python(
         extended,
         "import zbc\n"

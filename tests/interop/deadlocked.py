@@ -1,4 +1,4 @@
-"""Orders that deadlock, made at random from orders that work."""
+"""Random orders that deadlock, made from orders that work."""
 
 from random import Random
 

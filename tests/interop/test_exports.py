@@ -1,4 +1,4 @@
-"""Plans in the forms of other tools, Megatron's layout string among them: said in full, or refused."""
+"""Plans in the forms of other tools, Megatron's layout string among them: exact, or refused."""
 
 import json
 import re
@@ -105,7 +105,7 @@ def titan_places(name, ranks, stages):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_torchtitan_builds_the_stages_where_the_order_has_them(kind, ranks):
-    """A stage elsewhere hangs its first step without a word."""
+    """A stage on another rank would silently hang in the first step."""
     plan = zbc.plan(job(kind=kind, pp=ranks, layers=16, m=2 * ranks), budget=0.0)
     placement = plan.program.placement
     try:
@@ -211,7 +211,7 @@ def test_the_lowered_form_has_every_transfer_of_the_plan_and_one_sum_per_stage(p
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_the_lowered_form_since_torch_2_15_waits_once_for_all_that_it_begins(name, plans, tmp_path):
-    """What it adds to the older form: a wait behind each sum, and for each send one where it has been received."""
+    """It adds to the older form a wait after each sum, and a wait for each send once it has been received."""
     plan = plans[name]
     older, text = (plan.export("torch-csv", dialect=f"compute_comms{since}")[".csv"] for since in ("", "-2.15"))
     for before, row in zip(older.splitlines(), text.splitlines(), strict=True):
@@ -222,7 +222,7 @@ def test_the_lowered_form_since_torch_2_15_waits_once_for_all_that_it_begins(nam
         assert sorted(waits) == sorted(re.sub(r"^\d+", r"\g<0>WAIT_", cell) for cell in begun)
         for cell, place in waits.items():
             assert cells.index(cell.replace("WAIT_", "")) < place
-            if "SEND_F" in cell:  # the gradient that has come back was computed from what was sent
+            if "SEND_F" in cell:  # the gradient that has arrived was computed from the sent tensor
                 assert cells[place - 1] in (cell.replace("WAIT_SEND_F", letter) for letter in "IB")
             elif "REDUCE" in cell:
                 assert cells[place - 1] == cell.replace("WAIT_", "")

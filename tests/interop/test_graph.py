@@ -1,4 +1,4 @@
-"""The plan as a networkx graph: its nodes are those of the timeline, and its edges are all that a start waits for."""
+"""The plan as a networkx graph: its nodes are those of the timeline, and its edges all dependencies of a start."""
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ def plans():
 
 
 def timelines(plan):
-    """Of the plan; with what closes a step taking its time; of the order without messages and the end of a step."""
+    """Timelines of the plan; with timed ops at the end of a step; of the order without messages and end of a step."""
     yield plan.timeline
     yield run(plan.timeline.graph, plan.costs, closing=True)
     yield simulate(plan.compiled.found.program, plan.costs)
@@ -134,7 +134,7 @@ def test_a_graphml_file_reads_back_as_the_graph(plans, tmp_path, way):
 
 
 def test_in_a_group_an_op_is_fed_by_the_op_that_made_its_input(plans):
-    """Its SEND stands behind both ops of the group."""
+    """Its SEND comes after both ops of the group."""
     graph = plans["groups"].timeline.graph
     for i in (i for mine in graph.computing for i in mine if graph.sources[i] >= 0):
         op, source = graph.ops[i], graph.ops[graph.sources[i]]

@@ -27,7 +27,7 @@ from zbc.ir import Kind, Op, Placement, Program
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 
-# Each: the file, the code, the place, and a piece of the error. The first group is what torch's own reader takes.
+# Each: the file, the code, the place, and a piece of the error. torch's own reader accepts the first group.
 BROKEN = {
     "garbage behind an action": (GOOD.replace("1F1", "1F1garbage"), "E411", "row 2, column 3", "write 1F1"),
     "two actions in one cell": (GOOD.replace("0B0", "0B0 0F1"), "E411", "row 1, column 3", "write 0B0"),
@@ -100,7 +100,7 @@ def test_a_broken_file_is_refused_with_row_column_and_reason(name):
 
 
 def actions(text):
-    """What torch's own reader makes of a CSV text."""
+    """The actions that torch's own reader reads from a CSV text."""
     rows = [line.split(",") for line in text.rstrip("\n").split("\n")]
     return {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
 
@@ -227,7 +227,7 @@ def cases(count, seed, names):
 
 @pytest.mark.repeats
 def test_orders_broken_at_random_are_repaired_within_five_percent_of_their_step():
-    """Four in five is what is promised of large ones as well."""
+    """The promise for large ones is four in five."""
     good = 0
     for program, wrong in [*cases(20, 3, NAMED), *cases(10, 4, SEARCHED)]:
         costs = Costs.uniform(program.placement)

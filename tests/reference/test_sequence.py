@@ -35,7 +35,7 @@ def rows(name):
 
 
 def sliced(placement: Placement, k: int, *, f=1.0, b=1.0, w=1.0, attention=0.0, comm=0.0) -> Costs:
-    """Unit costs of even slices; `attention` is its share of F and B."""
+    """Unit costs of even slices; `attention`: its share of F and B."""
     even = [1 / k] * k
     later = [(1 - attention) / k + attention * (2 * q + 1) / k**2 for q in range(k)]
     return Costs.uniform(placement, f, b, w, comm).cut(even, f=later, b=later, w=even)
@@ -58,7 +58,7 @@ TABLE = rows("sequence_orders.csv")
 
 @pytest.mark.parametrize("number", few(range(len(TABLE)), range(0, len(TABLE), 9)))
 def test_no_order_is_worse_than_the_published_one_or_the_prototypes(number):
-    """Where the published order deadlocks, ours is complete all the same."""
+    """If the published order deadlocks, ours must still be complete."""
     variant, _, p, m, k, chunks, *times, status, makespan, peak = TABLE[number].values()
     given = dict(zip(("f", "b", "w", "comm", "attention"), map(float, times), strict=True))
     limit = float(peak) if OURS[variant] in ("zb-auto", "v-auto") else None
@@ -147,7 +147,7 @@ def test_balanced_cuts_are_even_in_time(row):
 @pytest.mark.parametrize("name", [name for name, card in SCHEDULES.items() if card.sliced])
 @pytest.mark.parametrize(("p", "m", "k"), [(4, 8, 1), (4, 8, 2), (4, 8, 4), (8, 24, 4), (8, 24, 8), (8, 16, 2)])
 def test_cards_say_what_slices_do(name, p, m, k):
-    """The forms that are printed, at unit costs."""
+    """The formulas printed on cards, at unit costs."""
     card = find(name)
     v = card.default_chunks
     program = card.make(Request(p=p, m=m, v=v, slices=k))

@@ -1,7 +1,7 @@
-"""The CP-SAT model of a problem: one start per op, and for every two ops of a rank which of them runs first.
+"""The CP-SAT model of a problem: one start per op, and for every two ops of a rank a literal for their order.
 
-With the orders as variables of their own, memory is linear: what a rank holds after an op is the sum of what all ops
-before it took and gave back. (As a cumulative resource over time the same cases took a hundred times longer.)
+With explicit variables for orders, memory is linear: the memory of a rank after an op is the sum of the changes by all
+ops before it. (As a cumulative resource over time the same cases took a hundred times longer.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class IntegerProblem(NamedTuple):
 
 
 class CpModel:
-    """Orders whose cost lies between `least` and that of `first`, the order the solver starts from."""
+    """Orders with a cost between `least` and the cost of `first`, the order that the solver starts from."""
 
     def __init__(
         self, cp_model: Any, problem: Problem, whole: IntegerProblem, objective: str, first: Sequence[int], least: int
@@ -49,7 +49,7 @@ class CpModel:
         self._minimise(min(least, most), most)
 
     def _heads(self) -> list[int | None]:
-        """When each rank begins: its first stage's first F, where only first F's come before it; else None."""
+        """The begin of each rank: its first stage's first F, if only first F's come before it; else None."""
         problem, f = self.problem, self.whole.times[F]
         result: list[int | None] = [None] * problem.p
         at = 0
@@ -79,7 +79,7 @@ class CpModel:
         return self.problem.stages[rank]
 
     def _variable(self, op: int, hint: int, most: int) -> Any:
-        """The start of an op: from the rank's beginning to where the rank must end to be as good as the first order."""
+        """The start of an op, between the rank's begin and the latest end that is as good as the first order."""
         kind, s, unit = self.what[op]
         head = self.heads[self.problem.rank[s]]
         if head is None and not self.by_makespan:  # no rank waits longer than one microbatch after another takes
@@ -96,7 +96,7 @@ class CpModel:
         return self.model.add(self.start[later] >= self.start[earlier] + self._length(earlier) + lag)
 
     def _precede(self, op: int) -> None:
-        """After the microbatch before, and after what it needs."""
+        """Constraints: an op starts after the previous microbatch, and after its inputs."""
         kind, s, unit = self.what[op]
         f, b, lag = self.base[F], self.base[B], self.whole.lag
         if unit:
@@ -111,7 +111,7 @@ class CpModel:
             self._after(op, b[s] + unit)
 
     def _rank(self, rank: int) -> None:
-        """One op at a time, within the limit."""
+        """Constraints of a rank: one op at a time, within the memory limit."""
         stages = self._stages(rank)
         ops = [self.base[kind][s] + i for kind in (F, B, W) for s in stages for i in range(self.m)]
         intervals = [self.model.new_fixed_size_interval_var(self.start[op], self._length(op), "") for op in ops]
@@ -125,7 +125,7 @@ class CpModel:
         self._memory(rank, ops, before)
 
     def _memory(self, rank: int, ops: Sequence[int], before: _Before) -> None:
-        """After each op that takes memory, what the ops up to it have left is within the limit."""
+        """Constraints: after each op that takes memory, the memory of all ops so far is within the limit."""
         keep_b, keep_w, limit = self.whole.keep_b, self.whole.keep_w, self.whole.limit[rank]
         if self.m * sum(max(keep_b[s], keep_w[s]) for s in self._stages(rank)) <= limit:
             return
@@ -162,7 +162,7 @@ class CpModel:
 
 
 class _Before:
-    """For two ops of a rank, whether the first runs first: 0, 1, or a literal of the model."""
+    """Whether the first of two ops of a rank runs first: 0, 1, or a literal of the model."""
 
     def __init__(self, model: CpModel, stages: Sequence[int]) -> None:
         self._model = model
@@ -188,13 +188,13 @@ class _Before:
         return literal
 
     def _surely(self, op: int, other: int) -> bool:
-        """By the order of microbatches and the path of each."""
+        """The order of two ops that follows from microbatches and their paths; None if it is open."""
         kind, s, unit = self._model.what[op]
         other_kind, other_s, other_unit = self._model.what[other]
         return unit <= other_unit and (other_kind, other_s) in self._later[kind, s]
 
     def implied(self) -> Iterator[tuple[Any, Any]]:
-        """What is before an op is before its next microbatch; so is the microbatch before."""
+        """Implications: an op before another is before its next microbatch, too; so is its previous microbatch."""
         m, what = self._model.m, self._model.what
         for (op, other), literal in self._literals.items():
             if what[other][2] < m - 1 and (op, other + 1) in self._literals:

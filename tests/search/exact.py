@@ -1,4 +1,4 @@
-"""Small problems solved to the end by CP-SAT (`pip install 'zbc[solve]'`): the best that any search could find.
+"""Small problems solved to optimality by CP-SAT (`pip install 'zbc[solve]'`).
 
 Two restrictions are those of the search: each stage runs its F, its B and its W in the order of microbatches, and a
 rank begins as early as it can, so that the span is that of `timing.run`, which starts every op at once. The
@@ -23,14 +23,14 @@ from zbc.compiler.search.problem import Problem
 from zbc.errors import ZbcError
 
 FINEST = 10_000_000
-DIGITS = 8  # that are kept of the largest number where there is no exact scale
+DIGITS = 8  # of the largest number, if there is no exact scale
 ROOM = 1e-6  # slack of memory comparisons, as in the kernels
 SAME = 1e-6  # costs this close, relatively, are one: rounded times cannot tell them apart
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """The best order known, its cost, and what no order can beat; ms."""
+    """The best known order, its cost, and a lower bound; ms."""
 
     cost: float
     lower: float
@@ -50,10 +50,10 @@ def solve(
     seconds: float = 60.0,
     workers: int = 2,
 ) -> Proof:
-    """Improve `start` (rank-major, what the search found) to the optimum, or as far as `seconds` go.
+    """Improves `start` (a rank-major order of the search) to the optimum, or within `seconds`.
 
-    `objective` is "makespan" or "span", `lower` a bound known to hold. Raises E602 without ortools and E303 if `start`
-    does not fit; without `start` the microbatches run one by one at first.
+    `objective`: "makespan" or "span", `lower`: a proven bound. Raises E602 without ortools and E303 if `start` does not
+    fit; without `start` it begins with the microbatches one by one.
     """
     cp_model = _cp_model()
     bench = Bench(problem, Engine(compiled=False), objective)
@@ -65,7 +65,7 @@ def solve(
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = workers
-    solver.parameters.linearization_level = 0  # orders are what is hard here; linear relaxations only cost time
+    solver.parameters.linearization_level = 0  # the orders are hard; linear relaxations only cost time
     if solver.solve(model.model) in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         lower = max(lower, solver.best_objective_bound / scale)
         bench.order(model.order(solver), "exact")
@@ -83,7 +83,7 @@ def _cp_model() -> Any:
 
 
 def integers(problem: Problem) -> tuple[IntegerProblem, int]:
-    """The problem's numbers as integers, and how many of them are a ms."""
+    """The problem's numbers as integers, and the number of time units per ms."""
     time, exact = common_scale([*problem.f, *problem.b, *problem.w, *problem.lag])
     f, b, w, lag = (_scaled(x, time, exact) for x in (problem.f, problem.b, problem.w, problem.lag))
     unit, exact = common_scale([*problem.keep_b, *problem.keep_w])
@@ -93,7 +93,7 @@ def integers(problem: Problem) -> tuple[IntegerProblem, int]:
 
 
 def common_scale(values: Sequence[float]) -> tuple[int, bool]:
-    """A factor that makes integers of `values`, and whether it does so exactly; round down if not."""
+    """A factor that turns `values` into integers, and whether it is exact; round down if not."""
     scale = 1
     for value in values:
         fraction = Fraction(value).limit_denominator(100_000)

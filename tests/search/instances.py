@@ -1,4 +1,4 @@
-"""Random pipelines: uneven times and memory, limits from the least that works up."""
+"""Random pipelines: uneven times and memory, limits from the least feasible one up."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -36,7 +36,7 @@ class Instance:
 
     @property
     def simplest(self) -> list[tuple[str, list[int]]]:
-        """One microbatch after another: fits whatever fits at all."""
+        """One microbatch after another: the order with the least memory."""
         return [("one by one", one_by_one(self.problem))]
 
 
@@ -47,7 +47,7 @@ def placement(rng: Random, p: int, v: int) -> Placement:
 
 
 def costs(rng: Random, where: Placement, *, digits: int | None = None) -> Costs:
-    """Published profiles or anything, even or uneven; B may leave more than it frees. `digits` rounds the numbers."""
+    """Published profiles or random costs, even or uneven; B may leave more than it frees. `digits` rounds them."""
 
     def rounded(values):
         return tuple(values) if digits is None else tuple(round(x, digits) for x in values)
@@ -65,7 +65,7 @@ def costs(rng: Random, where: Placement, *, digits: int | None = None) -> Costs:
 
 
 def limits(rng: Random, where: Placement, given: Costs, m: int) -> tuple[float, ...] | None:
-    """None, the least that works, or up to what 1F1B takes, on every rank alike or on each its own."""
+    """None, the least feasible limit, or up to the memory of 1F1B, the same for all ranks or one per rank."""
     if rng.random() < 0.15:
         return None
     needs = least(Problem.make(where, given, m, None))
@@ -87,7 +87,7 @@ def instance(
 
 
 def odd(seed: int, **sizes: int) -> Instance:
-    """An instance some of whose ops take no time, next to none, or far more than others: one stage's or a kind's."""
+    """An instance in which ops of a stage or kind take no time, almost none, or far more than others."""
     given, rng = instance(seed, **sizes), Random(seed)
 
     def drawn(ms: tuple[float, ...]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Random jobs whose units of activations are not shares of their bytes, under limits in units and in bytes."""
+"""Random jobs whose units of activations are not proportional to bytes, under limits in units and in bytes."""
 
 from dataclasses import replace
 from random import Random
@@ -12,7 +12,7 @@ OWN = {"zb-v": lambda p: p, "v-half": lambda p: (p + 2) // 2, "v-min": lambda p:
 
 
 def limited_job(seed: int) -> Job:
-    """Given op times; activations given or by count; a schedule with a limit of its own or one that the job names."""
+    """A job with given op times; activations given or counted; a schedule with its own limit or the job's."""
     rng = Random(seed)
     kind = rng.choice((*OWN, "v-auto", "zb-auto", "1f1b-v"))
     p, m = rng.randint(2, 5), rng.randint(2, 12)
@@ -27,7 +27,7 @@ def limited_job(seed: int) -> Job:
 
 
 def wrong_limits(seed: int) -> str | None:
-    """What is wrong with the plans of such a job with a device of any size, beside the plan without; None: nothing."""
+    """A problem of the plans of such a job with devices of any size, compared with the plan without; None: none."""
     made, rng = limited_job(seed), Random(-seed)
     free = compile_job(made, suggest=False, budget=0.0)
     most = max(rank.bytes for rank in free.memory)

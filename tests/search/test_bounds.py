@@ -1,4 +1,4 @@
-"""No order of any kind beats a lower bound, and where the theory says that an order meets it, one does."""
+"""No order beats a lower bound, and orders that meet it by theory do."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -29,7 +29,7 @@ from zbc.ir import Placement
 
 
 def above(timeline, least, said=""):
-    """A timeline that is not shorter than its bounds."""
+    """Asserts that a timeline is not shorter than its bounds."""
     assert timeline.span >= least.span * (1 - 1e-9), said
     assert timeline.makespan >= least.makespan * (1 - 1e-9), said
 
@@ -109,7 +109,7 @@ def test_less_memory_and_more_microbatches_never_lower_a_bound():
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_zb_h1_is_optimal_at_the_memory_of_1f1b(p, m, profile):
-    """Where T_W <= w (T_B + T_W) and W does not outlast F and B, w being the share of activations that W needs."""
+    """If T_W <= w (T_B + T_W) and W is not longer than F and B, with w the share of activations that W needs."""
     f, b, w, comm = profile
     given = Costs.uniform(Placement.linear(p), f, b, w, comm)
     least = bounds(Placement.linear(p), given, m, float(p))
@@ -123,7 +123,7 @@ def test_zb_h1_is_optimal_at_the_memory_of_1f1b(p, m, profile):
 @pytest.mark.parametrize("profile", PROFILES[:3])
 @pytest.mark.parametrize(("p", "m"), SIZES)
 def test_memory_buys_no_makespan_beyond_the_way_down(p, m, profile):
-    """The bubble of a makespan is at least the way of the first microbatch down; here B takes no longer than F."""
+    """The bubble of a makespan is at least the first microbatch's way down the ranks; here B is not longer than F."""
     f, b, w, comm = profile
     work = m * (f + b + w)
     linear, v = Placement.linear(p), Placement.vshape(p)
@@ -156,7 +156,7 @@ def test_no_order_of_two_pipes_beats_the_bounds(block):
 
 @pytest.mark.parametrize("pipes", [1, 2, 3])
 def test_no_order_beats_the_bounds_of_ranks_that_differ(pipes):
-    """Any number of stages per rank and pipe, none as well, and microbatches dealt to some pipes only."""
+    """Any number of stages per rank and pipe, also none, and microbatches dealt to some pipes only."""
     nearest = float("inf")
     for seed in range(60):
         rng = Random(seed)
@@ -192,7 +192,7 @@ def test_split_chimera_and_bitpipe_reach_their_bounds(p):
 
 
 def test_what_a_b_leaves_may_be_almost_all_it_held():
-    """Sums of per-layer memory differ in their last digits: then no number of B's makes room, a W does."""
+    """Sums of per-layer memory differ in their last digits: no number of B's then makes room, but a W does."""
     nearly = Costs.per_stage((1.0,), (1.0,), (0.5,), (1.0,), (1.0 - 1e-16 * 4,), ((),))
     exactly = Costs.per_stage((1.0,), (1.0,), (0.5,), (1.0,), (1.0,), ((),))
     found, wanted = (bounds(Placement.linear(1), one, 9, 2.0) for one in (nearly, exactly))
@@ -201,7 +201,7 @@ def test_what_a_b_leaves_may_be_almost_all_it_held():
 
 @pytest.mark.parametrize("share", [0.55, 0.7, 0.8, 0.95])
 def test_several_bs_may_make_room_for_a_forward(share):
-    """The k-th B makes room when it and those before it freed what one F needs; a bound, so no order is faster."""
+    """The k-th B makes room when the first k B's have freed the memory of one F; as a bound, no order is faster."""
     one = Costs.per_stage((1.0, 1.0), (1.0, 1.0), (9.0, 9.0), (1.0, 1.0), (share, share), ((0.0,),))
     limits = (3.0, 3.0)
     found = SCHEDULES["zb-auto"].make(
@@ -218,7 +218,7 @@ def test_several_bs_may_make_room_for_a_forward(share):
     ),
 )
 def test_no_schedule_beats_the_bounds_with_its_sums_and_gathers(name):
-    """Which count sums at all, and are met where nothing hides them."""
+    """The bounds include sums, and are met if nothing hides them."""
     schedule, rng, nearest = SCHEDULES[name], Random(name), float("inf")
     for _ in range(30):
         p, m, v = 2 * rng.randint(1, 3), 2 * rng.randint(1, 5), schedule.default_chunks
@@ -239,7 +239,7 @@ def test_no_schedule_beats_the_bounds_with_its_sums_and_gathers(name):
     assert nearest < 1.2
 
 
-CLOSED = {  # how steps end, and what then takes time beside F, B and W
+CLOSED = {  # the end of steps, and its times in addition to F, B and W
     "averaged": {"parallel": {"dp": 2, "average": {"share": 0.5}}},
     "averaged at once": {"parallel": {"dp": 2, "average": {"share": 1.0, "delay": 0}}},
     "summed": {"parallel": {"dp": 2}},
@@ -252,7 +252,7 @@ CLOSED = {  # how steps end, and what then takes time beside F, B and W
 @pytest.mark.parametrize("name", CLOSED)
 @pytest.mark.parametrize(("kind", "m"), [("gis", 2), ("1f1b", 1), ("zb-h1", 3), ("1f1b", 40)])
 def test_no_plan_of_a_job_beats_the_bounds_that_it_says(name, kind, m):
-    """Bounds count what the ops of the plan take, not what ops that it does not have would."""
+    """Bounds count the times of the plan's own ops only."""
     times = {"f": 1.0, "b": 1.0, "w": 1.0, "reduce": 2.5, "tp": 0.4}
     changes = {**CLOSED[name], "parallel": {"pp": 2, **CLOSED[name]["parallel"]}}
     report = compile_job(job(kind=kind, m=m, costs=times, **changes), budget=0.0).report

@@ -1,4 +1,4 @@
-"""Orders of few microbatches, repeated for many; and steps that are long because of it."""
+"""Orders of few microbatches, repeated for many; and long steps made this way."""
 
 from dataclasses import replace
 

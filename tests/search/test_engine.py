@@ -37,7 +37,7 @@ def test_list_scheduling_and_timing_are_the_same(seed, plain, compiled):
 
 @pytest.mark.parametrize("name", ["zb-auto", "v-auto", "chimera-zb"])
 def test_times_given_as_whole_numbers_are_those_given_as_fractions(name):
-    """Compiled kernels have arrays of one kind or the other."""
+    """Compiled kernels take arrays of one type only."""
     where = SCHEDULES[name].placement(3, SCHEDULES[name].default_chunks)
     whole = Costs.uniform(where).with_ms(f=(1, *[2.5] * (where.stages - 1)), b=(3,) * where.stages)
     parts = whole.with_ms(**{name: tuple(map(float, whole.column(name))) for name in ("f", "b")})
@@ -94,7 +94,7 @@ def test_random_numbers_stay_in_31_bits_and_do_not_repeat_soon():
 
 
 def test_a_kernel_is_compiled_anew_when_one_that_it_calls_has_changed_in_another_file(tmp_path, monkeypatch):
-    """numba itself looks at a kernel's own file only, and would go on with what was linked into it before."""
+    """numba itself checks a kernel's own file only, and would keep the code that was linked into it before."""
     pytest.importorskip("numba")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(engines, "_KERNELS", ("called", "calling"))

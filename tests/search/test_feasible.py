@@ -1,4 +1,4 @@
-"""The least memory any order needs, limits in units and bytes, and the error that can be taken at its word."""
+"""The least memory that any order needs, limits in units and bytes, and the error whose suggested limit works."""
 
 import re
 from dataclasses import replace
@@ -32,7 +32,7 @@ def least_by_trying(keep_b, keep_w, m):
 
     @cache
     def peak(f, b, w):
-        """Of the orders that go on from having run f, b, w microbatches of each stage."""
+        """The least peak of the orders that continue after f, b, w microbatches of each stage."""
         if all(count == m for count in w):
             return 0.0
         held = sum(keep_b[s] * (f[s] - b[s]) + keep_w[s] * (b[s] - w[s]) for s in range(v))
@@ -164,7 +164,7 @@ def test_a_device_with_room_changes_no_plan(kind):
 
 
 def test_a_search_for_given_op_times_keeps_to_a_device():
-    """Units by [costs], so that the device says nothing about them: it used to be left to the check."""
+    """Units from [costs] are unrelated to the bytes of the device, so the search must check both."""
     free = compile_job(load_job(PAPER, (), "zb-v"), budget=0.0)
     most = max(rank.bytes for rank in free.memory) / GIB
     tight = compile_job(load_job(PAPER, (f"hardware.memory_gib={0.8 * most:.3f}",), "zb-v"), budget=0.0)

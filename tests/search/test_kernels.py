@@ -1,4 +1,4 @@
-"""Whatever made an order: it is complete, legal, within its limit, and costs what the simulator says."""
+"""Every order of the search is complete, legal, within its limit, and has the cost of the simulator."""
 
 import itertools
 from dataclasses import replace
@@ -32,7 +32,7 @@ FILLINGS = (Filling(True), Filling(False))
 
 
 def faults(given, program):
-    """What is wrong with a compute-only program, without the code under test: ops, their order, memory."""
+    """Problems of a compute-only program, independent of the code under test: ops, their order, memory."""
     stages, m = given.placement.stages, given.m
     limits = given.limits or [float("inf")] * given.placement.ranks
     for rank, ops in enumerate(program.ranks):
@@ -62,7 +62,7 @@ def faults(given, program):
 
 
 def examine(given, bench):
-    """Every order the bench saw; the costlier checks on a few."""
+    """Checks every order that the bench saw; with the costlier checks on a few."""
     for number, (order, (span, makespan, origin)) in enumerate(bench.seen.items()):
         program = given.problem.program(order, origin)
         assert list(faults(given, program)) == [], origin
@@ -93,7 +93,7 @@ def test_every_order_of_every_decoder_is_legal_and_fits(seed, compiled):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("p", range(2, 9))
 def test_blocks_fit_in_the_memory_of_v_min_and_1f1b_v(p, whole, compiled):
-    """Blocks are where the V placement's low-memory orders come from; if all were refused nobody would notice."""
+    """The low-memory orders of the V placement come from blocks; a refusal of all would otherwise be unnoticed."""
     where = Placement.vshape(p)
     even = Costs.uniform(where)
     units = (2 * p + 3) // 3 if whole else (p + 4) // 3
@@ -169,13 +169,13 @@ def test_tiles_keep_the_ops_of_every_rank_apart(p):
         way = f0 + f1[::-1] + b1 + b0[::-1]
         lengths = [1] * (2 * p) + [2] * (2 * p)
         assert all(later - sooner >= length for sooner, later, length in zip(way, way[1:], lengths, strict=False))
-    # 8 slots a rank over the four legs: 2/3 of the memory of 1F1B, and what ranks short of a cycle of six cost
+    # 8 slots per rank over the four legs: 2/3 of the memory of 1F1B, plus the cost of ranks missing in a cycle of six
     assert f0[-1] - f0[0] + f1[0] - f1[-1] + b1[-1] - b1[0] + b0[0] - b0[-1] <= 8 * p + 12
 
 
 @pytest.mark.parametrize("block", range(4))
 def test_every_order_is_legal_where_ops_take_no_time(block, compiled):
-    """Ops without length that wait for one another in a circle are early enough by any clock, and yet never run."""
+    """Ops without length that wait for each other in a cycle are consistent in time, but never run."""
     for seed in range(10 * block, 10 * block + 10):
         given = odd(seed, chunks=2, microbatches=1 + seed % 6)
         bench = Recorder(given.problem, compiled, ("span", "makespan")[seed % 2])
@@ -201,7 +201,7 @@ def test_two_pipes_whose_ops_take_no_time_are_annealed_as_well(name, f, b, w):
 
 
 class Moved:
-    """What annealing keeps of an order, brought up to date by its own steps after each move."""
+    """Annealing's state of an order, updated by its own steps after each move."""
 
     def __init__(self, problem, order, by_makespan):
         self.problem, self.order, self.by_makespan = problem, list(order), by_makespan
@@ -223,7 +223,7 @@ class Moved:
         return self.order, self.position, self.end, self.tail, self.queued
 
     def fed(self, op):
-        """The ops that wait for one, each with its lag."""
+        """The ops that depend on an op, each with its lag."""
         head, reader, lag, after = self.table.feeds
         edge = head[op]
         while edge >= 0:
@@ -235,7 +235,7 @@ class Moved:
         return end if timing.run(self.table, self.order, self.position, begin, end) else None
 
     def tails(self):
-        """As its definition has it, from the last op to the first."""
+        """Tails by their definition, from the last op to the first."""
         tail, rank = {}, self.table.rank
         for k in sorted(range(len(self.order)), key=lambda k: (self.end[k], rank[self.order[k]], k), reverse=True):
             first = self.fences.lowest[k]
@@ -256,7 +256,7 @@ class Moved:
         retiming.tails(low, high, self.by_makespan, self.ops, self.course)
 
     def time(self, i, j, most):
-        """Move, and time what that changes; the way back, or None if nothing can be said."""
+        """Moves, and times the changed ops; returns the undo, or None if the time is not known."""
         low, high = min(i, j), max(i, j)
         size = len(self.order)
         notes = places, times = [0] * size, [0.0] * size
@@ -279,7 +279,7 @@ class Moved:
 
 
 def random_moves(by_makespan):
-    """Random moves of random orders, each of which the test makes for good or takes back."""
+    """Random moves of random orders; the test keeps or undoes each."""
     for seed in range(60):
         given, rng = instance(seed), Random(seed)
         problem = given.problem
@@ -295,7 +295,7 @@ def random_moves(by_makespan):
 
 @pytest.mark.parametrize("by_makespan", few([False, True], (True,)))
 def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_makespan):
-    """Annealing computes anew only what a move changes, and forgets a move that blocks or makes a step too long."""
+    """Annealing recomputes only the ops that a move changes, and undoes a move that blocks or makes a step too long."""
     moved = blocked = 0
     for problem, state, _, i, j in random_moves(by_makespan):
         before = list(state.order), list(state.end)
@@ -322,7 +322,7 @@ def test_times_tails_and_memory_after_a_move_are_those_of_the_whole_order(by_mak
 
 
 def test_a_move_that_makes_the_step_too_long_is_seen_early_and_hardly_any_other():
-    """The guess counts on inputs from elsewhere to come as before; in orders as bad as these, some come earlier."""
+    """The estimate assumes unchanged inputs from other ranks; in orders as bad as these, some come earlier."""
     seen, missed, kept = 0, 0, 0
     for _, state, rng, i, j in random_moves(True):
         most = max(state.end) * rng.choice((1.0, 1.005, 1.02)) + 1e-9
@@ -342,7 +342,7 @@ def test_a_move_that_makes_the_step_too_long_is_seen_early_and_hardly_any_other(
 
 @pytest.mark.parametrize("p", range(1, 10))
 def test_rounds_leave_no_rank_idle_in_its_span_at_unit_times(p):
-    """arXiv 2401.10241, section 6: ZB-V has no bubble with the memory of 1F1B where F, B and W take the same."""
+    """arXiv 2401.10241, section 6: ZB-V has no bubble with the memory of 1F1B if F, B and W are equal."""
     where = Placement.vshape(p)
     for m in (2 * p, 3 * p + 1):
         given = Instance(where, Costs.uniform(where), m, (float(p),) * p)
@@ -368,7 +368,7 @@ def test_rounds_are_complete_and_fit_or_there_are_none(compiled):
 
 
 def cut(seed: int) -> Instance:
-    """A random instance in slices of random lengths, with keys and values, and a limit from the least that works up."""
+    """A random instance in slices of random lengths, with keys and values, and a limit from the least feasible up."""
     rng, given = Random(seed), instance(seed)
     k = rng.randint(2, 5)
     rows = shares(rng, k)
@@ -411,7 +411,7 @@ def test_orders_of_slices_are_legal_fit_and_do_not_depend_on_the_engine(seed, pl
 
 
 def test_policies_hardly_ever_wedge_at_small_limits(compiled):
-    """The room that is kept counts the rest of a microbatch's slices."""
+    """The reserved memory includes the other slices of a microbatch."""
     where = Placement.vshape(8)
     for k, limit in ((4, 2.0), (4, 1.5), (8, 1.5)):
         problem = Problem.make(where, Costs.uniform(where).cut([1 / k] * k), 8, limit)

@@ -1,4 +1,4 @@
-"""The planner: what it looks at, and that no plain schedule on the same layers is faster than what it answers."""
+"""The planner: its candidates, and that no plain schedule on the same layers is faster than its answer."""
 
 import itertools
 from random import Random
@@ -155,7 +155,7 @@ WOVEN = {
 
 @pytest.mark.parametrize("what", WOVEN)
 def test_auto_weaves_early_forwards_into_groups_where_that_hides_exchanges(what):
-    """It is never worse than the schedule that a user would ask for, and says what that was."""
+    """It is never worse than the schedule that a user would ask for, and names it."""
     changes = {**WOVEN[what], "layers": 8, "pp": 2, "m": 4}
     found = compile_job(job(kind="auto", **changes), budget=0.0, suggest=False)
     asked = {"early": 1, "overlap": True}

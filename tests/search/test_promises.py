@@ -1,4 +1,4 @@
-"""What is promised of searches and of `auto`: more memory, more budget or more choice never give a worse plan."""
+"""Promises of searches and of `auto`: more memory, more budget or more choice never give a worse plan."""
 
 import re
 from dataclasses import replace
@@ -104,7 +104,7 @@ def test_a_limit_that_is_the_least_but_for_rounding_has_one_rung():
 
 @pytest.mark.parametrize("p", [1, 4, 8])
 def test_rungs_end_however_large_the_limit(p):
-    """Beyond 1e10 units nothing as small as what tells two limits apart can be taken from one."""
+    """Beyond 1e10 units the difference of two limits is below the precision of floats."""
     where = Placement.linear(p)
     for limit in (1e9, 1e12, 1e18):
         kept = ((1.0,) * (p - 1) + (limit,), (1.0,) * p)
@@ -117,7 +117,7 @@ def test_rungs_end_however_large_the_limit(p):
 
 
 def test_one_rung_is_what_one_rank_more_or_less_of_1f1b_holds():
-    """So that the limits people write, and those of V-Half and V-Min, are rungs."""
+    """So that usual limits, and those of V-Half and V-Min, are rungs."""
     grid = Grid.of(Problem.make(Placement.vshape(8), costs(Random(1), Placement.vshape(8)), 40, 20.0))
     assert [rung for rung in grid.coarse() if rung > 4] == [20.0, 16.0, 14.0, 12.0, 10.0, 8.0, 7.0, 6.0, 5.0]
     assert list(grid.fine(5.0, 5.45)) == [5.4, 5.3, 5.2, 5.1]
@@ -125,7 +125,7 @@ def test_one_rung_is_what_one_rank_more_or_less_of_1f1b_holds():
 
 @pytest.mark.parametrize("seed", few(range(10), (3, 4)))
 def test_a_search_of_any_quality_is_never_worse_with_more_memory_or_effort(seed, plain, monkeypatch):
-    """Stands in for the search: whatever it finds under each limit, with an effort of its own for the better."""
+    """A fake search with random results under each limit, better with more effort."""
 
     def quality(limits, visits):
         draw = Random(f"{seed} {[round(limit, 6) for limit in limits]}")
@@ -153,7 +153,7 @@ def test_a_search_of_any_quality_is_never_worse_with_more_memory_or_effort(seed,
             ask = ladder.Question(problem, "span", Effort(visits), plain, lambda _: (), lambda limits: 0.5)
             found = ladder.climb(ask, rungs=visits).span
             assert all(found <= cost for (_, few), cost in best.items() if few <= visits)
-            assert found <= ladder.climb(ask).span  # what a schedule by name finds
+            assert found <= ladder.climb(ask).span  # the result of a schedule by name
             found_so = replace(ask, bound=lambda limits, few=visits: least_cost(limits, few))
             assert ladder.climb(found_so, rungs=visits).span == found  # a bound leaves out only what is no better
             best[limit, visits] = found
@@ -188,7 +188,7 @@ def test_more_memory_and_more_budget_are_never_worse(seed):
 
 
 def uneven(seed):
-    """A job with times and memory of its own for every layer."""
+    """A job with different times and memory for every layer."""
     rng = Random(seed)
     p, m = rng.randint(1, 4), rng.randint(1, 7)
     layers = 4 * p + rng.randint(0, 3)
@@ -224,7 +224,7 @@ def test_auto_is_no_worse_than_any_schedule_by_name_with_the_same_budget(seed):
 
 
 def steps_under(limits, visits, kind, parts, schedule):
-    """Steps of what fits under each limit."""
+    """Steps of the plans that fit under each limit."""
     for limit in limits:
         more = schedule if limit is None else {**schedule, "memory_limit": f"{limit}x"}
         try:
@@ -238,7 +238,7 @@ def steps_under(limits, visits, kind, parts, schedule):
 
 @pytest.mark.parametrize(("seed", "kind"), few([(5, "interleaved-1f1b"), (9, "breadth-first"), (12, "chimera")], (5,)))
 def test_more_memory_is_never_worse_for_an_order_made_by_hand_with_a_small_budget(seed, kind):
-    """What a walk among cuts comes by depends on which of them fit."""
+    """The partitions that a search visits depend on which of them fit."""
     parts, schedule = uneven(seed)
     steps = list(steps_under((0.6, 0.8, 0.9, 1, 1.1, 1.3, 2, None), 0.75 * ENOUGH, kind, parts, schedule))
     assert len(steps) > 2
@@ -248,7 +248,7 @@ def test_more_memory_is_never_worse_for_an_order_made_by_hand_with_a_small_budge
 @pytest.mark.repeats
 @pytest.mark.parametrize(("p", "m", "layers", "visits"), [(4, 7, 19, 0), (3, 5, 11, 0), (3, 5, 11, 400_000)])
 def test_more_memory_is_never_worse_for_auto_where_two_pipes_have_several_cuts(p, m, layers, visits):
-    """The best of them need not be even in time, nor under the limit itself."""
+    """The best partition may be uneven in time, or found under a smaller limit."""
     costs = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0, "act_b": 1.0, "act_w": 1.0}
     parts = {"pp": p, "m": m, "layers": layers, "costs": costs}
     steps = list(steps_under((0.8, 1.0, 1.305324, 1.7, 2.2, None), visits, "auto", parts, {"objective": "makespan"}))
@@ -301,7 +301,7 @@ def test_a_search_sees_the_period_that_is_reported(seed, plain, compiled):
 
 
 def test_the_period_is_an_objective_of_its_own():
-    """With the memory of ZB-H2, steps that follow one another take no longer than the work of a rank."""
+    """With the memory of ZB-H2, consecutive steps take only the work of a rank."""
     where, better = Placement.linear(4), 0
     for profile in PROFILES:
         given, found = Costs.uniform(where, *profile), {}
@@ -315,7 +315,7 @@ def test_the_period_is_an_objective_of_its_own():
 
 
 def test_auto_without_a_limit_is_no_worse_than_with_one_above_what_1f1b_holds():
-    """Two pipes by name keep to 1F1B's memory where no limit is given; `auto` does not."""
+    """Schedules of two pipes by name keep to 1F1B's memory without a limit; `auto` does not."""
     costs = {"per": "layer", "f": 1.0, "b": 2.0, "w": 0.5, "comm": 0.2, "act_b": 1.0, "act_w": 1.0}
     steps = []
     for limit in ("1.5x", "2.0x", "9.0x", None):
@@ -340,7 +340,7 @@ def test_auto_without_a_limit_is_no_worse_than_with_one_above_what_1f1b_holds():
     ),
 )
 def test_two_pipes_are_never_worse_with_more_budget_where_the_objective_is_not_what_is_annealed(name, p, m, objective):
-    """Annealed are spans and makespans of the ops alone; a plan may be judged by its period, and by its sums, too."""
+    """Annealing uses spans and makespans of the ops alone; a plan may be judged by its period, and by its sums, too."""
     schedule, worse = SCHEDULES[name], []
     where = schedule.placement(p, schedule.default_chunks)
     for seed in range(6):

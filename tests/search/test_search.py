@@ -1,4 +1,4 @@
-"""The search as a whole: repeatable, better with more effort and memory, never worse than what needs no search."""
+"""The search as a whole: repeatable, better with more effort and memory, never worse than orders without search."""
 
 from dataclasses import replace
 from random import Random
@@ -61,7 +61,7 @@ def test_seconds_are_counted_in_visits():
 @pytest.mark.repeats
 @pytest.mark.parametrize("block", range(4))
 def test_more_memory_is_hardly_ever_worse(block):
-    """Exactly never would take searching all smaller limits too; what a search this short loses is little."""
+    """A guarantee would require a search of all smaller limits, too; the loss of such a short search is small."""
     worse, ladder = 0, (1, 1.1, 1.3, 1.5, 2, 3, 5)
     for seed in range(8 * block, 8 * block + 8):
         given = instance(seed, ranks=4, chunks=2, microbatches=8)
@@ -76,7 +76,7 @@ def test_more_memory_is_hardly_ever_worse(block):
 
 
 def test_the_objective_decides_what_is_short():
-    """With enough memory the span of a linear pipeline falls to the work alone, which the makespan cannot."""
+    """With enough memory the span of a linear pipeline falls to the work alone; the makespan cannot."""
     where = Placement.linear(4)
     given = Instance(where, Costs.uniform(where), 12, None)
     span, makespan = (simulate(planned(given, objective, 300_000), given.costs) for objective in ("span", "makespan"))
@@ -97,7 +97,7 @@ HELD = ("zb-h1", "zb-h2", "zb-v", "interleaved-1f1b")  # part of every search, s
 @pytest.mark.parametrize("objective", few(["span", "makespan"], ("span",)))
 @pytest.mark.parametrize("name", few(BY_HAND, ("zb-auto", "looped-zb")))
 def test_no_order_by_hand_that_fits_is_better(name, objective):
-    """What the search holds as a candidate it cannot lose; what it does not hold it has to beat by itself."""
+    """The search keeps its candidates among these orders, and has to beat the others by itself."""
     compared = 0
     for seed in range(20):
         rng = Random(seed)

@@ -34,7 +34,7 @@ def found() -> str | None:
 
 
 class Browser:
-    """One page of a browser. `errors` are what scripts threw, `requests` every address that was asked for."""
+    """One page of a browser. `errors`: exceptions of scripts, `requests`: all requested addresses."""
 
     def __init__(self, folder: Path, width: int = 1280, height: int = 800) -> None:
         to_browser, mine = os.pipe()
@@ -133,7 +133,7 @@ class Browser:
         self.frame()
 
     def place(self, kind: str, stage: int, mb: int) -> list[float]:
-        """Where an op of our page is in the window."""
+        """The position of an op of our page in the window."""
         script = f"""(() => {{
           const box = document.getElementById("time").getBoundingClientRect();
           for (const row of zbc.rows) for (let i = 0; i < row.n; i++)

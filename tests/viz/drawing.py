@@ -1,4 +1,4 @@
-"""What pictures are drawn of in tests."""
+"""Programs for pictures in tests."""
 
 from tests.compiler.grid import make
 from zbc.compiler.cost.cost import Costs

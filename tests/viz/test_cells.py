@@ -1,4 +1,4 @@
-"""Cells never lie: what they show is checked against the timeline, cell by cell."""
+"""Cells never lie: each is checked against the timeline."""
 
 from itertools import pairwise
 

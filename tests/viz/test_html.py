@@ -1,4 +1,4 @@
-"""The HTML page: what is in it, and in a real browser what it shows, finds and answers."""
+"""The HTML page: its contents, and in a real browser its picture, search and answers."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def data_of(page):
 
 
 def spans(data, panel, row):
-    """(kind, stage, mb, start, end) of a row, put together as the page does."""
+    """(kind, stage, mb, start, end) of a row, computed as in the page."""
     raw, at, found = panel["ranks"][row], 0.0, []
     for k, s, m, d, g in zip(raw["k"], raw["s"], raw["m"], raw["d"], raw["g"], strict=True):
         start = at + g * data["unit"]
@@ -56,7 +56,7 @@ def test_the_page_is_one_file_that_asks_for_nothing():
     assert page.startswith("<!doctype html>")
     assert not re.search(r"(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
     assert "{{" not in page
-    assert re.findall(r'"https?:[^"]*"', page) == ['"https://ui.perfetto.dev"']  # where a button goes
+    assert re.findall(r'"https?:[^"]*"', page) == ['"https://ui.perfetto.dev"']  # the target of a button
     assert page.count("http") == page.count("http-equiv") + 1
 
 

@@ -1,4 +1,4 @@
-"""What can be told apart without colour, the sums of groups among it."""
+"""Ops, and sums of groups, can be told apart without colour."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Pictures of recorded runs: the prediction, and below it what happened, on one time axis, in all four forms."""
+"""Pictures of recorded runs: the prediction, and below it the measurement, on one time axis, in all four forms."""
 
 from itertools import pairwise
 
@@ -20,7 +20,7 @@ from zbc.viz.terminal import View, draw
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
-    """A run whose rank 2 takes 1.5 times what was predicted."""
+    """A run whose rank 2 takes 1.5 times as long as predicted."""
     folder = tmp_path_factory.mktemp("slow")
     plan = compiled("zb-h1")
     held = lambda op: 2**20 * (1 + op.mb)  # noqa: E731

@@ -1,4 +1,4 @@
-"""SVG pictures: every op where and as long as it runs, nothing clipped, nothing on top of anything else."""
+"""SVG pictures: every op at its time and with its length, nothing clipped, nothing overlapping."""
 
 import re
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Pictures: golden ones a person has looked at, and what must hold for all of them."""
+"""Pictures: golden ones that a person has reviewed, and properties of all of them."""
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_lower_case_is_the_second_stage_of_a_rank():
 
 
 def test_the_pipe_that_runs_up_has_letters_of_its_own():
-    """Also where a cell has room for nothing but the letter."""
+    """Also if a cell has room for the letter only."""
     for width in (60, 120):
         found = rows(picture("chimera", 4, 4, View(width=width)).plain)
         kinds = ["".join(c for c in found[rank] if c.isalpha()) for rank in (0, 3)]

@@ -1,4 +1,4 @@
-"""A strict reader of Chrome traces: what the format demands, and what Perfetto drops or misdraws without a word."""
+"""A strict reader of Chrome traces: rejects violations of the format, and events that Perfetto silently misdraws."""
 
 import json
 from bisect import bisect_right
@@ -28,7 +28,7 @@ class Trace:
 
 
 def read(text: str) -> Trace:
-    """Read a trace; raises AssertionError for what breaks a rule."""
+    """Reads a trace; raises AssertionError if it breaks a rule."""
     document = json.loads(text, parse_float=Decimal)
     assert document.keys() == {"displayTimeUnit", "otherData", "traceEvents"}
     trace, starts, ends = Trace(), {}, {}
@@ -87,7 +87,7 @@ def _tracks(trace):
 
 
 def _at(trace, where, ts):
-    """The slice an arrow is tied to: the one that runs then, or one that takes no time."""
+    """The slice of an arrow's end: the one that runs then, or one without length."""
     slices = trace.slices[where]
     k = bisect_right(slices, ts, key=lambda one: one[0]) - 1
     assert k >= 0, (trace.tracks[where], ts)
