@@ -1,7 +1,7 @@
-"""Steps without a flush, unrolled and clocked from the text of their ops alone, and drawn jobs held against that.
+"""Steps without a flush, unrolled and clocked from the text of their ops alone, and random jobs compared with that.
 
-An op starts when its rank is free and its message is there. A message leaves when it was sent, its link is free and,
-where it needs a buffer, one was posted; it arrives `comm` later and has its link to itself for `occupies`.
+An op starts when its rank is free and its message has arrived. A message leaves when it was sent, its link is free and,
+if it needs a buffer, one was posted; it arrives `comm` later and occupies its link for `occupies`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Text = tuple[str, int, int]  # kind, stage, microbatch
 
 @dataclass(frozen=True)
 class Work:
-    """ms of the ops of each stage, and of what goes between ranks."""
+    """ms of the ops of each stage, and of messages between ranks."""
 
     f: Sequence[float]
     bw: Sequence[float]
@@ -34,7 +34,7 @@ class Work:
 
 
 def unrolled(body: Sequence[str], m: int, steps: int) -> list[Text]:
-    """A rank's ops of so many steps: first what its body says of the next step, at the end nothing of a next one."""
+    """A rank's ops of `steps` steps: first the body's ops of the next step, and none of a next step in the last."""
     found: list[Text] = []
     for step in range(-1, steps):
         for text in body:
@@ -48,7 +48,7 @@ def unrolled(body: Sequence[str], m: int, steps: int) -> list[Text]:
 
 
 def peaks(bodies: Sequence[Sequence[str]], m: int, kept: Sequence[float], steps: int = 12) -> list[float]:
-    """Units that each rank holds at most: those of a stage from its F to its BW."""
+    """The peak units of each rank: those of a stage are held from its F to its BW."""
     found = []
     for body in bodies:
         held = most = 0.0
@@ -91,9 +91,9 @@ class _Rank:
 
 
 def ends(bodies: Sequence[Sequence[str]], m: int, home: Sequence[int], work: Work, steps: int) -> list[list[float]]:
-    """When each rank has made the last STEP of each step; `home` is the rank of each stage."""
+    """The end of each rank's last STEP in each step; `home` is the rank of each stage."""
     ranks = [_Rank(unrolled(body, m, steps)) for body in bodies]
-    messages = dict[Text, _Message]()  # by what makes it: ("F", stage, mb) or ("BW", stage, mb)
+    messages = dict[Text, _Message]()  # maker, ("F", stage, mb) or ("BW", stage, mb) -> message
     for rank in ranks:
         last: dict[int, _Message] = {}
         for kind, stage, mb in rank.ops:
@@ -136,7 +136,7 @@ def _ran(rank: _Rank, home: Sequence[int], work: Work, messages: dict[Text, _Mes
 
 
 def period(bodies: Sequence[Sequence[str]], m: int, home: Sequence[int], work: Work, over: int = 24) -> float:
-    """ms of a step: the mean over so many, behind as many others and before the last ones, which end with a flush."""
+    """ms of a step: the mean over some steps, after as many others and before the last ones, which end with a flush."""
     return max((one[-3] - one[-3 - over]) / over for one in ends(bodies, m, home, work, 2 * over + 2))
 
 
@@ -174,7 +174,7 @@ def drawn(seed: int) -> tuple[Job, Work]:
 
 
 def wrong_cycle(seed: int, over: int = 24) -> str | None:
-    """What a plan says of its steps that the clock does not: a period, the peaks of its ranks, a bound."""
+    """Differences of a plan's steps from the clock: its period, the peaks of its ranks, its bound."""
     asked, work = drawn(seed)
     made = compile_job(asked, budget=0.0)
     m, home = made.program.microbatches, made.program.placement.pipes[0]

@@ -1,4 +1,4 @@
-"""The grid of small pipelines every schedule is tried on."""
+"""The grid of small pipelines for tests of every schedule."""
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.per_rank import peaks

@@ -1,4 +1,4 @@
-"""Plans of adapters: what frozen weights no longer cost, in time and memory, and what adapters do."""
+"""Plans of adapters: time and memory saved by frozen weights, and the costs of adapters."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_llama_8b_at_rank_16_fits_where_all_weights_do_not():
     assert adapter.whole == 8_030_261_248  # as its card says
     assert adapter.whole_ms > found.makespan_ms
     assert adapter.whole_bytes > 24 * 2**30 > max(rank.peak_bytes for rank in found.per_rank)
-    for rank in found.per_rank:  # two bytes of weights, and 4 + 4 + 8 of what trains
+    for rank in found.per_rank:  # two bytes per weight, and 4 + 4 + 8 per trained one
         trained = rank.gradient_bytes / 4
         assert (rank.master_bytes, rank.optimizer_bytes) == pytest.approx((4 * trained, 8 * trained))
         assert trained < 0.01 * rank.weight_bytes / 2
@@ -54,7 +54,7 @@ def test_llama_8b_at_rank_16_fits_where_all_weights_do_not():
 
 
 def test_b_keeps_the_input_gradients_of_frozen_layers_and_w_is_that_of_adapters_alone():
-    """Of one linear layer among four: products that remain and that are added, by hand."""
+    """With adapters on one linear layer of four: the remaining and the added products, by hand."""
     plain, beside = (
         estimate.layers(llama_8b(adapter=adapter)) for adapter in ({}, {"rank": 16, "targets": ["o_proj"]})
     )
@@ -78,7 +78,7 @@ def test_layers_before_the_first_adapter_have_no_backward():
 
 
 def test_an_order_of_frozen_weights_is_made_for_them():
-    """W is next to nothing: what zero-bubble schedules fill bubbles with is not there."""
+    """W is nearly 0, so zero-bubble schedules have nothing to fill bubbles with."""
     zb, plain = (
         compile_job(llama_8b(adapter={"rank": 16}, kind=kind), budget=0.0, suggest=False) for kind in ("zb-h1", "1f1b")
     )
@@ -148,7 +148,7 @@ def test_a_plan_without_adapters_says_nothing_of_them(tmp_path):
 
 
 def test_what_a_profile_saw_frozen_has_no_gradients_sums_or_state():
-    """Of layers of which half the numbers train, and ends of which none do."""
+    """Layers with half of their numbers trained, and ends with none."""
     rests = nbytes(gradients=0, optimizer=0)
     half = layer(1.0, 2.0, 0.1, bytes=nbytes(gradients=200, optimizer=400)).model_copy(update={"parts": [30, 20]})
     kinds = {name: layer(0.5, 0.5, 0.0, bytes=rests) for name in ("embed", "head")} | {"block": half}

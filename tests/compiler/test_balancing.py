@@ -86,7 +86,7 @@ def test_first_fit_takes_the_longest_first():
 
 
 def test_attention_counts_where_tokens_are_as_many():
-    """One long sample against as many tokens of short ones."""
+    """One long sample against short ones with as many tokens."""
     lengths = [64] + [8] * 24
     shape = Shape(2, 64, 1, 16, 1, 0.05)
     long, short = deal(lengths, shape), deal(lengths, Shape(2, 64, 1, 16, 1, 0.0))

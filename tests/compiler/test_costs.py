@@ -1,4 +1,4 @@
-"""Costs: what is given stays as given, what is estimated follows from counted operations and bytes."""
+"""Costs: given ones are unchanged, estimated ones follow from counted operations and bytes."""
 
 from operator import add
 
@@ -153,7 +153,7 @@ def test_only_boundaries_that_leave_a_node_pay_for_the_link_between_nodes():
 
 
 def test_a_boundary_is_as_slow_as_in_the_copy_that_a_node_ends_inside_of():
-    """Two copies of three ranks on nodes of four: 0 1 2 | 3 and 4 5, so the second copy crosses behind its rank 0."""
+    """Two copies of three ranks on nodes of four: 0 1 2 | 3 and 4 5, so the second copy crosses after its rank 0."""
     crossing = costs(
         job(parallel={"pp": 3, "dp": 2}, layers=9, hardware={**NODES, "ranks_per_node": 4}), Placement.linear(3)
     )
@@ -175,7 +175,7 @@ def test_sums_over_copies_take_the_slowest_link_of_their_ring():
 
 
 def test_kernels_run_one_after_another_and_each_meets_its_own_limit():
-    """A norm that waits for memory is not hidden by a product that does not: halving arithmetic leaves it there."""
+    """A memory-bound norm is not hidden by a compute-bound product: halving arithmetic leaves its time."""
     sizes = {"model": {"hidden": 1024, "heads": 16, "seq_len": 512, "vocab": 1000}}
     exact = {"device": "cuda", "kernel_us": 0.0}
     slow, fast, free = (
@@ -185,7 +185,7 @@ def test_kernels_run_one_after_another_and_each_meets_its_own_limit():
     tokens = 2 * 512
     touched = 18 * 1024 * 4 * tokens / 1e9  # 10 h of norms and residual sums and 2 f of GELU, in four bytes
     assert slow.f == pytest.approx(free.f + touched, rel=1e-5)
-    assert touched < fast.f < slow.f < free.f + fast.f  # products wait for memory, too, where arithmetic is free
+    assert touched < fast.f < slow.f < free.f + fast.f  # products are memory-bound, too, if arithmetic is free
 
 
 def test_every_kernel_takes_its_time_to_get_going():
@@ -225,7 +225,7 @@ def test_one_expert_is_the_plain_mlp_and_a_router():
 
 
 def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations():
-    """Mixtral 8x7B: 46.7 billion parameters, of which a token meets 12.9 (arXiv 2401.04088)."""
+    """Mixtral 8x7B: 46.7 billion parameters, 12.9 billion active per token (arXiv 2401.04088)."""
     sizes = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 32000}
     model = {"family": "llama", "seq_len": 4096, **sizes, "dtype": "bfloat16"}
     exact = {"device": "cuda", "tflops": 1.0, "memory_gbps": 1e9, "kernel_us": 0.0}
@@ -239,7 +239,7 @@ def test_experts_multiply_parameters_and_only_those_a_token_meets_its_operations
 
 
 def test_all_experts_have_weights_to_read_and_gradients_to_write():
-    """Where memory is the limit, F of six experts more reads six MLPs more, and W writes and adds as many."""
+    """If memory is the limit, six more experts mean six more MLPs to read in F, and to write and add in W."""
     slow = {"device": "cuda", "tflops": 1e9, "memory_gbps": 1.0, "kernel_us": 0.0}
     two, eight = (
         estimate.layers(job(model={"hidden": 64, "experts": experts}, hardware=slow))[1] for experts in (2, 8)
@@ -251,7 +251,7 @@ def test_all_experts_have_weights_to_read_and_gradients_to_write():
 
 
 def test_activations_grow_with_the_experts_a_token_meets():
-    """Per expert more: its rows on their way there and back, and what an MLP keeps."""
+    """Per additional expert: its dispatched and combined rows, and the activations of an MLP."""
     for family, kept, given in (("gpt", 2, 2), ("llama", 4, 3)):
         sizes = {"family": family, "hidden": 64, "ffn_hidden": 128, "experts": 4}
         one, two = (estimate.layers(job(model={**sizes, "top_k": top}))[1].size for top in (1, 2))
@@ -339,7 +339,7 @@ def test_sums_of_shared_layers_lengthen_f_and_b_and_hide_behind_the_w_of_a_bw():
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_a_bw_of_a_slice_hides_its_own_sums(activations):
-    """F = 8, B = 6, W = 2 and sums of 1.5 of a microbatch; F and B have another share of it than W."""
+    """F = 8, B = 6, W = 2 and sums of 1.5 of a microbatch; the slice's share of F and B differs from that of W."""
     given = {"schedule": {"slices": 3}, "model": {"seq_len": 999}, "memory": {"activations": activations}}
     found = costs(job(parallel={"tp": 2}, costs={"f": 8.0, "b": 6.0, "w": 2.0, "tp": 1.5}, **given))
     waits = 0.0
@@ -356,7 +356,7 @@ def test_a_bw_of_a_slice_hides_its_own_sums(activations):
 
 @pytest.mark.parametrize(("tp", "percent", "ms"), [(0.5, 50, 7.0), (0.5, 20, 6.5), (0.5, 75, 7.5), (3.0, 50, 9.0)])
 def test_a_frozen_bw_waits_for_the_sums_that_its_w_hid(tp, percent, ms):
-    """B = 6 and W = 2: B + a, or B + what is left of W."""
+    """B = 6 and W = 2: B + a, or B + the remaining part of W."""
     given = costs(job(parallel={"tp": 2}, costs={"f": 8.0, "b": 6.0, "w": 2.0, "tp": tp}))
     assert given.duration(Op(Kind.BW, 0, share=percent)) == max(6 + tp, 6 + 2 * percent / 100) == ms
     assert given.duration(Op(Kind.W, 0, share=percent)) == pytest.approx(2 * percent / 100)
@@ -377,7 +377,7 @@ def test_parts_of_layers_take_their_part_of_time_and_memory():
 
 
 def test_ranks_that_share_tokens_take_their_part_and_gather_keys_and_values():
-    """Of linear layers and attention half each; weights stay whole, and keys and values of all tokens are kept."""
+    """Half of linear layers and attention each; weights stay whole, and keys and values of all tokens are kept."""
     wide = {"family": "llama", "layers": 8, "hidden": 512, "heads": 8, "kv_heads": 2, "vocab": 4096, "seq_len": 2048}
     fast = {"link_gbps": 1e6, "link_us": 0.0, "kernel_us": 0.0}
     whole, half = (costs(job(model=wide, parallel={"cp": cp}, hardware=fast)) for cp in (1, 2))
@@ -468,7 +468,7 @@ def test_sums_of_zero1_take_as_long_as_if_each_copy_were_dealt_as_much_as_the_on
 
 
 def test_an_entry_of_a_column_may_say_what_each_slice_costs():
-    """Attention reads what is before it in the sequence: a later slice takes longer."""
+    """Attention reads all tokens before: a later slice takes longer."""
     sliced = Costs.uniform(Placement.linear(2)).with_ms(f=((1.0, 2.0), 5.0), b=((1.5, 2.5), 4.0), w=(0.5, (1.0, 2.0)))
     assert [sliced.of("f", stage, part) for stage in (0, 1) for part in (0, 1)] == [1.0, 2.0, 5.0, 5.0]
     assert sliced.duration(Op(Kind.F, 0, 3, slice=1)) == 2.0 and sliced.duration(Op(Kind.W, 1, 0, slice=1)) == 2.0
@@ -508,7 +508,7 @@ def test_what_a_plan_of_slices_costs_is_not_guessed():
 
 
 def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():
-    """256 x 32 numbers; its copies are stepped in full by all that hold one."""
+    """256 x 32 numbers; every holder steps its whole copy."""
     size = 4 * 256 * 32
     tied = {"tie_embeddings": True}
     apart, alike = bytes_of(), bytes_of(model=tied)
@@ -526,7 +526,7 @@ def test_a_tied_weight_is_held_by_both_ends_and_once_where_they_share_a_rank():
 
 
 def test_linear_layers_in_fp8_take_half_of_what_arithmetic_takes_and_runs_refuse_it():
-    """Of a GPU that moves bytes for nothing, a block each on four ranks: attention and the head stay what they are."""
+    """On a GPU with free memory traffic, a block each on four ranks: attention and the head are unchanged."""
     model = {"family": "llama", "hidden": 512, "heads": 8, "seq_len": 512, "dtype": "bfloat16"}
     free = {"device": "cuda", "tflops": 1.0, "memory_gbps": 1e6, "kernel_us": 0.0}
     plain, fp8 = (costs(job(layers=4, model={**model, "matmul": how}, hardware=free)) for how in ("dtype", "fp8"))

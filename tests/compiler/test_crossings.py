@@ -1,4 +1,4 @@
-"""Where schedules change places, held against what a scan of many values says; and who is on the Pareto front."""
+"""Values at which schedules change places, compared with a scan of many values; and the Pareto front."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -13,13 +13,13 @@ UNIT = {"costs": {"f": 1.0, "b": 1.0, "w": 1.0}}
 
 
 def made_up(name, value, ms, held=1):
-    """A row without a plan behind it."""
+    """A row without a plan."""
     report = SimpleNamespace(bytes_known=True, peak_bytes=held, peak_activation_units=float(held))
     return ComparedPlan(name, (("costs.comm", f"{value:.12g}"),), report, step_ms=ms)
 
 
 def curves(functions, *values, every=True, plans=None):
-    """Crossings of schedules whose times are functions of the transfer time; `plans` gets what was planned."""
+    """Crossings of schedules whose times are functions of the transfer time; `plans` collects the planned values."""
 
     def plan(name, settings):
         value = float(dict(settings)["costs.comm"])

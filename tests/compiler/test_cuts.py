@@ -1,4 +1,4 @@
-"""Cut, recompute and order together, against every cut there is."""
+"""Partition, recompute and order together, compared with every possible partition."""
 
 import itertools
 import re
@@ -56,7 +56,7 @@ def drawn(seed):
 
 
 def every_cut(layers, stages):
-    """`layers_per_stage` of every cut of the blocks, embedding and head."""
+    """`layers_per_stage` of every partition of the blocks, embedding and head."""
     for inner in itertools.combinations(range(1, layers + 2), stages - 1):
         sizes = [b - a for a, b in itertools.pairwise((0, *inner, layers + 2))]
         sizes[0] -= 1
@@ -86,7 +86,7 @@ def units(found):
 
 
 def least_of_all(parts, schedule, stages):
-    """The least step of all cuts that fit, and the least memory of any."""
+    """The least step of all partitions that fit, and the least memory of any."""
     steps, needs = [], []
     for sizes in every_cut(parts["layers"], stages):
         ms, found = planned(job(**parts, schedule=schedule, partition={"layers_per_stage": sizes}), 0.0)
@@ -142,7 +142,7 @@ def test_where_no_cut_fits_a_device_the_one_that_needs_least_is_named_with_what_
 
 
 def heavy(seed):
-    """A job whose first stage overflows with a cut even in time, with `memory_gib` between least and most."""
+    """A job whose first stage overflows with a partition even in time, with `memory_gib` between least and most."""
     rng = Random(seed)
     kind, p = rng.choice((("1f1b", 2), ("1f1b", 3), ("zb-h1", 2), ("gpipe", 3))), 0
     kind, p = kind
@@ -249,7 +249,7 @@ def test_what_an_order_holds_follows_from_a_few_moments(kind):
 
 
 def with_head(layers, head, **parts):
-    """F = B = W = 1 per layer, no transfer time, and a head worth so many layers."""
+    """F = B = W = 1 per layer, no transfer time, and a head of `head` layers."""
     costs = {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.0, "head": {"f": head, "b": head, "w": head}}
     return job(layers=layers, costs=costs, **parts)
 
@@ -257,7 +257,7 @@ def with_head(layers, head, **parts):
 @pytest.mark.repeats
 @pytest.mark.parametrize(("p", "m", "layers", "head", "gain"), few([(3, 9, 17, 5.0, 1.3), (4, 8, 18, 4.2, 1.35)], (3,)))
 def test_auto_makes_room_for_a_heavy_head(p, m, layers, head, gain):
-    """Against interleaved 1F1B on uniform cuts, and against every schedule by name on them."""
+    """Compared with interleaved 1F1B on uniform partitions, and with every schedule by name on them."""
     uniform = {"pp": p, "m": m, "partition": {"mode": "uniform"}}
     base = planned(with_head(layers, head, kind="interleaved-1f1b", **uniform), 0.0)[0]
     step = planned(with_head(layers, head, kind="auto", pp=p, m=m), 0.0)[0]
@@ -272,7 +272,7 @@ def test_auto_makes_room_for_a_heavy_head(p, m, layers, head, gain):
 
 
 def test_a_walk_beats_the_even_cut_of_searched_schedules():
-    """The first stage of a V is better short: what it delays is everything."""
+    """The first stage of a V is better short: it delays all others."""
     steps = [planned(with_head(26, 7.15, kind="zb-v", m=16), budget)[0] for budget in (0.0, None)]
     assert steps[1] < steps[0] * (1 - 1e-3)
 
@@ -308,7 +308,7 @@ ROOM = {"hardware": {"memory_gib": 1.0}}
 
 @pytest.mark.parametrize("kind", few(["zb-v", "v-half", "v-min", "chimera-zb", "bitpipe-zb"], ("zb-v", "chimera-zb")))
 def test_recompute_on_a_device_with_room_changes_no_unit_that_a_search_counts_in(kind):
-    """With recompute W keeps more than F does; units stay shares of what is kept without it."""
+    """With recompute W keeps more than F does; units stay shares of the activations without recompute."""
     parts = {"kind": kind, "pp": 4, "m": 4, "layers": 16, "memory": {"activations": "recompute"}}
     free, roomy = (order(made, estimate.layers(made), 0.0) for made in (job(**parts), job(**parts, **ROOM)))
     assert step(job(**parts, **ROOM), roomy) is not None
@@ -317,7 +317,7 @@ def test_recompute_on_a_device_with_room_changes_no_unit_that_a_search_counts_in
 
 @pytest.mark.parametrize(("p", "m", "layers"), [(5, 3, 21), (6, 9, 25), (7, 5, 30)])
 def test_with_little_memory_a_search_knows_the_cut_that_1f1b_would_have(p, m, layers):
-    """Its first stages hold more microbatches, so they get fewer layers: even ranks would have to wait for room."""
+    """Its first stages hold more microbatches, so they get fewer layers: an even partition would wait for memory."""
     found = {}
     for kind in ("1f1b", "zb-auto"):
         made = job(kind=kind, pp=p, m=m, layers=layers, schedule={"memory_limit": "0.5x"})

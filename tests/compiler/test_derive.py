@@ -1,4 +1,4 @@
-"""Profiles: costs with one, and one from recorded times whose stages cost what was recorded."""
+"""Profiles: costs from a profile, and profiles from recorded times that reproduce these times."""
 
 import json
 from collections import Counter
@@ -55,7 +55,7 @@ def test_what_stages_leave_open_keeps_its_proportions_and_what_cost_nothing_goes
 
 
 def recorded(compiled):
-    """Times as a run would show them in which everything costs what `compiled` says."""
+    """Times of a run in which everything has the costs of `compiled`."""
     times, costs = Times(), compiled.costs
     for ops in compiled.program.ranks:
         for op in ops:
@@ -97,7 +97,7 @@ def test_a_plan_made_with_wrong_costs_gets_the_right_ones_from_its_run(kind, act
     for mine, theirs in zip(found.links, costs.links, strict=True):
         assert mine == pytest.approx(theirs, rel=0.01)
     assert derived.profile.on.source == "trace"
-    if known:  # what ranks add is not part of the layers
+    if known:  # overhead of ranks is not part of the layers
         assert derived.profile.layers["block"].f.ms == pytest.approx(1.3, rel=0.02)
 
 
@@ -144,7 +144,7 @@ def test_a_factorys_layers_share_the_time_of_their_stage():
 
 
 def test_what_ran_in_one_piece_on_one_stage_only_says_nothing_of_the_size_of_others():
-    """Of zb-v the first stage alone has a BW: that of others is in proportion to their B and W, and the other way."""
+    """In zb-v only the first stage has a BW: for others it is proportional to their B and W, and vice versa."""
     planned = compile_job(job(kind="zb-v", layers=8, pp=2, m=4, partition={"mode": "uniform"}, **MINE))
     fused = {op.stage for ops in planned.program.ranks for op in ops if op.kind is Kind.BW}
     apart = {op.stage for ops in planned.program.ranks for op in ops if op.kind is Kind.B}
@@ -217,7 +217,7 @@ def test_times_are_those_of_the_layers_of_each_stage():
 
 
 def test_ranks_that_share_layers_add_their_sums_to_what_was_measured_of_parts():
-    """Two per block in F and in B, one behind the look-up, one before the head; a BW has room for its own: 1 + 1 ms."""
+    """Two per block in F and in B, one after the look-up, one before the head; a BW hides its own: 1 + 1 ms."""
     shared = {"parallel": {"tp": 2}, **EVEN}
     sums = LinkProfile(latency_us=1000.0, gbps=2 * 16 * 32 * 4 / 1e6)
     found = costs(profile_of(job(), tp=2, sums=sums), **shared)
@@ -338,7 +338,7 @@ def test_masters_are_there_where_the_job_needs_them_whatever_was_measured():
 @pytest.mark.parametrize("kind", ["dualpipe", "dualpipe-v", "zb-h1", "1f1b"])
 @pytest.mark.parametrize("share", [0.3, 1.5])
 def test_no_cut_is_ruled_out_by_the_slower_way_to_go_back(kind, share):
-    """Some orders have backwards in one op and in two: what a step takes at least is that of the quicker way."""
+    """Some orders have fused and split backwards: the bound of a step takes the faster form."""
     kinds = {name: layer(1.0, 2.0, 3.0, bw=5.0 * share) for name in ("embed", "block", "head")}
     described = job(schedule={"kind": kind, "microbatches": 32})
     described = replace(described, profile=profile_of(described, layers=kinds))

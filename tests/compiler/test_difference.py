@@ -16,7 +16,7 @@ sides = st.tuples(st.permutations(OPS), st.permutations(OPS), st.integers(0, 8),
 
 
 def longest(left, right):
-    """By trying all."""
+    """The longest common subsequence, by brute force."""
     for size in range(min(len(left), len(right)), 0, -1):
         for some in combinations(left, size):
             places = [right.index(op) if op in right else -1 for op in some]

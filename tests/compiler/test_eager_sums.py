@@ -1,4 +1,4 @@
-"""Sums over the two copies of a stage go on beside what still runs: BitPipe's eager synchronisation."""
+"""Sums over the two copies of a stage overlap with other ops: BitPipe's eager synchronisation."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def lowered(name, v, p, m, each, **how):
 
 
 def with_late_sums(program):
-    """All REDUCEs behind the last op of compute and the last transfer."""
+    """The program with all REDUCEs after the last compute op and the last transfer."""
     ranks = []
     for ops in program.ranks:
         sums = [op for op in ops if op.kind is Kind.REDUCE]
@@ -41,7 +41,7 @@ def with_late_sums(program):
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize(("name", "v"), PAPERS)
 def test_all_sums_but_the_one_that_begins_at_the_end_are_hidden(name, v, p):
-    """The gradients of stage 0 are complete with the last op of the step: its sum is all that is seen."""
+    """The gradients of stage 0 are complete with the last op of the step: only its sum is exposed."""
     each = 1.0 / v
     program, costs, before = lowered(name, v, p, 2 * p, each)
     after = simulate(program, costs).makespan

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B with a longer warm-up: what it holds, and what groups of its pairs hide."""
+"""Interleaved 1F1B with a longer warm-up: its memory, and the transfers hidden by groups of its pairs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Steps without a flush: what stands where, what they cost, the checks of E210, and what jobs say of them."""
+"""Steps without a flush: their order, their costs, the checks of E210, and settings of jobs."""
 
 import json
 from dataclasses import replace
@@ -115,7 +115,7 @@ def test_the_optimizer_takes_its_time():
 
 
 def test_gradients_are_summed_before_they_are_stepped():
-    """The sum of one stage takes its time in each step, since STEP waits for it."""
+    """The sum of a stage takes time in each step, since STEP waits for it."""
     costs = Costs.uniform(body().placement).with_ms(reduce=(0.25, 0.25))
     program = body(dp=2, costs=costs)
     assert [str(op) for op in program.ranks[0]][-2:] == ["REDUCE s0", "STEP s0"]
@@ -152,7 +152,7 @@ def apart():
             halves = [op._replace(kind=Kind.B), op._replace(kind=Kind.W)]
             ranks[rank] += halves if op.kind is Kind.BW else [op]
     split = replace(program, ranks=tuple(map(tuple, ranks)))
-    check_all(split)  # W right behind its B
+    check_all(split)  # W right after its B
     split = without(split, 1, b)
     return moved(split, 1, b._replace(mb=NEXT), Op(Kind.W, 1, 2))
 
@@ -187,7 +187,7 @@ def test_messages_in_another_order_are_found():
 
 
 def test_a_cycle_that_stops_after_its_first_steps_is_found():
-    """Both ranks wait for what the other one sends behind it."""
+    """Each rank waits for a message that the other sends only later."""
     late = moved(body(p=2, m=2), 0, Op(Kind.BW, 0, 0), Op(Kind.F, 0, 1))
     late = moved(late, 1, Op(Kind.F, 1, 1), Op(Kind.BW, 1, 0))
     assert problem(late).code == "E201"
@@ -288,7 +288,7 @@ def test_with_p_minus_1_microbatches_a_rank_holds_more_than_with_a_flush(p, m):
 @pytest.mark.parametrize("sync", ["two-versions", "asynchronous"])
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (3, 2), (4, 7), (5, 4), (4, 8)])
 def test_receives_of_a_cycle_are_placed_by_order(p, m, sync):
-    """Messages that wait for a buffer are the default where times are estimated."""
+    """Messages that wait for a buffer are the default if times are estimated."""
     made = compile_job(job(kind="1f1b", pp=p, m=m, optimizer={"sync": sync}))
     for ops in made.program.ranks:
         received = [op for op in ops if op.kind.is_recv]

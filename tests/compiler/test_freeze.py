@@ -1,4 +1,4 @@
-"""Freezing: the linear program against published instances, its rounding, its bounds, and what it does not go with."""
+"""Freezing: the linear program against published instances, its rounding, its bounds, and the settings it excludes."""
 
 import sys
 
@@ -174,7 +174,7 @@ def test_a_ramp_is_frozen_too():
 
 @pytest.mark.parametrize("after", [0, 6])
 def test_a_recording_tells_what_whole_ops_take(tmp_path, after):
-    """Ops take twice what the plan was made for; those with frozen layers less, unless the steps come before that."""
+    """Ops take twice the planned times; less with frozen layers, unless the steps come before freezing."""
     compiled = compile_job(job(freeze={"most": 0.3, "after": after}, costs={"f": 1.0, "b": 1.0, "w": 1.0}))
     assert {op.share for _, _, op in compiled.program} > {WHOLE}
 

@@ -1,4 +1,4 @@
-"""Weights that come and go: gathers by farthest next use, the checks of E208, and replicas that take them one-sided."""
+"""Weights that are unsharded and resharded: gathers by farthest next use, the checks of E208, one-sided exchange."""
 
 import itertools
 import json
@@ -32,7 +32,7 @@ ONE_PIPE = sorted(
 
 
 def gathered(schedule, p, m, v, resident, gather=0.0, *, closed=True, with_w=False, only=None):
-    """A schedule lowered with gathers of `gather`, where a rank's share of F, B and W takes one unit of time."""
+    """A schedule lowered with gathers of `gather`; a rank's share of F, B and W takes one unit of time."""
     program = replace(SCHEDULES[schedule].make(Request(p, m, v)), dp=2, sharded=True)
     stages, chunks = program.placement.stages, program.placement.stages / p
     each, both = (1 / chunks,) * stages, (2 / chunks,) * stages
@@ -47,7 +47,7 @@ def gathered(schedule, p, m, v, resident, gather=0.0, *, closed=True, with_w=Fal
 
 
 def renewed(schedule, p, m, v, gather=0.0):
-    """The same where the optimizer alone is shared out."""
+    """The same with only the optimizer sharded."""
     return gathered(schedule, p, m, v, None, gather, only=RenewWeights())
 
 
@@ -129,7 +129,7 @@ def in_turn(stages, sequence):
 
 
 def fewest(sequence, room):
-    """Gathers of the best of all ways to make room, by trying them all."""
+    """The fewest gathers over all choices of weights to free, by brute force."""
     states = {frozenset(): 0}
     for stage in sequence:
         after: dict[frozenset[int], int] = {}
@@ -243,7 +243,7 @@ def test_not_for_two_pipes():
 
 
 def test_replicas_of_a_rank_are_put_on_one_node():
-    """Which sends more between nodes than the tile that would be taken else."""
+    """Although that sends more between nodes than the default tile."""
     hardware = {"hardware": {"ranks_per_node": 4}, "schedule": {"chunks": 2, "microbatch_size": 256}}
     compiled = compile_job(asked(dp=4, **hardware))
     assert compiled.program.node == (1, 4) and compiled.program.one_sided

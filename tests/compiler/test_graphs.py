@@ -1,4 +1,4 @@
-"""Graphs of stages: their orders, bounds, cuts and what is refused."""
+"""Graphs of stages: their orders, bounds, partitions and refusals."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Placement
 
-BARS = [  # what each stage reads; 1F1B and zb-h1 at F = B = W = 1 and 8 microbatches
+BARS = [  # the sources of each stage; 1F1B and zb-h1 at F = B = W = 1 and 8 microbatches
     ([[], [0], [], [2], [1, 3], [4]], 33, 27),
     ([[], [], [1], [2], [0, 3], [4]], 36, 28),
     ([[], [], [], [0, 1, 2]], 27, 25),

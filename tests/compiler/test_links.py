@@ -1,4 +1,4 @@
-"""Messages: on links that carry one of a direction at a time, for buffers they wait for, and on their way."""
+"""Messages: on links that carry one per direction at a time, with waits for buffers, and in flight."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ def test_bursts_of_messages_queue_on_a_busy_link(name, comm):
 
 
 def test_the_second_message_waits_until_the_first_has_left_its_link():
-    """Each takes 3 ms, 2 of them on the link: F m1 is sent at 2 and goes at 3."""
+    """Each takes 3 ms, 2 of them on the link: F m1 is sent at 2 and leaves at 3."""
     order = Program(
         Placement.linear(2), 2,
         tuple(tuple(parse_line(f"{kind} s{s} m{mb}")[0] for kind in ("F", "BW") for mb in (0, 1)) for s in (0, 1)),
@@ -90,7 +90,7 @@ def test_estimated_times_wait_for_buffers_and_links_and_given_ones_do_not_unless
 
 
 def in_transit(timeline, costs):
-    """Per rank and op the tensors on their way as it runs, its own result included and what it is given left out."""
+    """Per rank and op the tensors in flight while it runs, with its own result and without its input."""
     found = []
     for entries in ledger(timeline, costs):
         units, counts = 0.0, {}
@@ -103,7 +103,7 @@ def in_transit(timeline, costs):
 
 
 def moving(microbatches, f):
-    """Per rank and compute op of GPipe on two ranks the tensors on their way; B and W take 1."""
+    """Per rank and compute op of GPipe on two ranks the tensors in flight; B and W take 1."""
     program = lower(make("gpipe", 2, microbatches))
     costs = Costs.uniform(program.placement).with_ms(f=f)
     timeline = simulate(program, costs)
@@ -126,7 +126,7 @@ def test_a_tensor_that_leaves_in_the_middle_of_an_op_counts_for_its_share_of_it(
 
 @pytest.mark.parametrize(("ms", "share"), [(4.0, 0.25), (2.0, 0.5), (1.0, 1.0), (0.0, 1.0)])
 def test_what_is_sent_right_before_a_tentative_step_leaves_while_it_runs(ms, share):
-    """The last rank's last gradient takes 1 ms to the first rank, which has posted for it."""
+    """The last rank's last gradient takes 1 ms to the first rank, which has posted its buffer."""
     program = lower(make("1f1b", 2, 3), "post-validate")
     costs = Costs.uniform(program.placement, comm=1.0).with_ms(tentative=(ms, ms))
     counts = list(in_transit(simulate(program, costs), costs)[1].values())

@@ -1,4 +1,4 @@
-"""Steps under noise: theory where there is one, the simulator with changed costs where there is not."""
+"""Steps under noise: compared with theory, or with the simulator at changed costs."""
 
 from statistics import fmean, stdev
 

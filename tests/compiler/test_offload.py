@@ -1,4 +1,4 @@
-"""Activations that go to the host: limits are kept, links shared, times those of the published pass or better."""
+"""Activation offload: limits are kept, links shared, times equal those of the published pass or are better."""
 
 import itertools
 import random
@@ -33,7 +33,7 @@ REFUSED = [row for row in REFERENCE if row["k"] and row["status"] != "ok"]
 
 
 def case(row):
-    """The order of a row without copies, with what copies cost."""
+    """The order of a row without copies, and the costs of copies."""
     p, m, v, group = (int(row[key]) for key in ("p", "m", "v", "group"))
     f, b, w, comm = (float(row[key]) for key in ("T_F", "T_B", "T_W", "T_comm"))
     program = SCHEDULES["gis"].make(Request(p, m, v, group=group))
@@ -47,7 +47,7 @@ def with_copies(program, f=1.0, b=1.0, w=1.0, comm=0.0, *, k=0.5):
 
 
 def moved(program, context, limit, stages=None):
-    """With copies, as they keep every rank to a limit."""
+    """The program with copies that keep every rank within a limit."""
     every = frozenset(range(program.placement.stages))
     return Context(
         Offload((limit,) * len(program.ranks), every if stages is None else stages).run(program, context), context.costs
@@ -65,7 +65,7 @@ def keeps(found, limit):
 
 
 def compared(sample):
-    """For each row: how much longer than published, as a share; the share that is moved, here and as published."""
+    """For each row: the excess over the published time, as a share; the offloaded share, here and published."""
     found = []
     for row in sample:
         context, limit = case(row), float(row["peak_after"])
@@ -268,7 +268,7 @@ def test_a_pass_that_knows_of_the_link_is_faster_than_one_that_does_not():
 
 
 def beside_published(rows):
-    """How much longer than the published lists take when pairs of ranks run them in lock step, as shares."""
+    """The excess over the published lists, run in lock step by pairs of ranks, as shares."""
     for row in rows:
         plain = case(row)
         context = Context(plain.program, replace(plain.costs, shared=2, alone=0.7))

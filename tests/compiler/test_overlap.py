@@ -1,4 +1,4 @@
-"""Groups: an F and a backward that start together; braid-v, its bars, and what its groups hide."""
+"""Overlap groups: an F and a backward that start together; braid-v, its bars, and the sums hidden by its groups."""
 
 import random
 from dataclasses import replace
@@ -39,7 +39,7 @@ def pairs(name, p, m, v):
 
 @pytest.mark.parametrize(("name", "v"), BOTH)
 def test_pairs_as_groups_are_the_published_orders(name, v):
-    """The bubble (p/2 - 1)(F&B + B - 3W) of DualPipe is that of pairs that need both inputs before they start."""
+    """The bubble (p/2 - 1)(F&B + B - 3W) of DualPipe assumes pairs that need both inputs before they start."""
     variant = {"dualpipe": "dualpipe_atomic", "dualpipe-v": "dualpipev_atomic"}[name]
     cells = [row for row in rows("unit_cost_orders.csv") if row["variant"] == variant]
     assert len(cells) >= 6

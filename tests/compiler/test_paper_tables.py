@@ -1,4 +1,4 @@
-"""Published and independently computed numbers, read from tests/reference, and what others measured on GPUs."""
+"""Published and independently computed numbers from tests/reference, and published measurements on GPUs."""
 
 import csv
 from itertools import product
@@ -27,7 +27,7 @@ def rows(name):
 
 
 PAPER = {"1F1B": "1f1b", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "1F1B-I": "interleaved-1f1b", "ZB-V": "zb-v"}
-# To 4 digits where the paper's own time model gives the cell. The 1F1B-I column comes out up to 0.005 above print under
+# To 4 digits if the paper's own time model gives the cell. The 1F1B-I column comes out up to 0.005 above print under
 # it; ZB-V's cells were made with an order chosen for the profiled times, ours is the one for uniform times.
 TOLERANCE = {"1F1B": 0.5e-4, "ZB-H1": 0.5e-4, "ZB-H2": 0.5e-4, "1F1B-I": 0.006, "ZB-V": 0.002}
 

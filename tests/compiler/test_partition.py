@@ -18,7 +18,7 @@ from zbc.ir import Placement
 
 
 def splits(n, parts):
-    """Every way to cut n things into that many non-empty parts."""
+    """Every partition of n items into that many non-empty parts."""
     for inner in itertools.combinations(range(1, n), parts - 1):
         yield [0, *inner, n]
 
@@ -59,7 +59,7 @@ def a_placement(rng):
 
 
 def drawn(rng, placement):
-    """Layer weights per stage; some stages weigh their layers more."""
+    """Layer weights per stage; in some stages the layers weigh more."""
     n = placement.stages + rng.randint(0, 4)
     layers = [rng.choice([1, 1, 2, 5]) if rng.random() < 0.5 else rng.random() for _ in range(n)]
     return [
@@ -69,7 +69,7 @@ def drawn(rng, placement):
 
 @pytest.mark.parametrize("few", [0, FEW], ids=["searched", "all tried"])
 def test_the_fullest_rank_is_as_light_as_in_the_best_of_all_cuts(few, monkeypatch):
-    """Several stages per rank, 120 draws, against every cut there is."""
+    """Several stages per rank, 120 draws, compared with every partition."""
     monkeypatch.setattr(balancing, "FEW", few)
     rng = Random(few)
     for _ in range(120):
@@ -82,7 +82,7 @@ def test_the_fullest_rank_is_as_light_as_in_the_best_of_all_cuts(few, monkeypatc
 
 @pytest.mark.parametrize(("p", "v", "layers"), [(64, 2, 200), (64, 8, 600), (16, 4, 100)])
 def test_large_placements_are_cut_too(p, v, layers):
-    """Equal layers and a heavy head: the least that some rank has to bear is known."""
+    """Equal layers and a heavy head: the least load of the fullest rank is known."""
     weights = [[1.0] * (layers - 1) + [7.0]] * (p * v)
     where = Placement.vshape(p, v)
     cuts = even(weights, where)
@@ -91,7 +91,7 @@ def test_large_placements_are_cut_too(p, v, layers):
 
 
 def with_head(ms=0.0):
-    """F = B = W = 1 for each block, and a head that takes so long in each."""
+    """F = B = W = 1 for each block, and `head` for the head."""
     return {"costs": {"per": "layer", "f": 1.0, "b": 1.0, "w": 1.0, "head": {"f": ms, "b": ms, "w": ms}}}
 
 
@@ -104,7 +104,7 @@ def with_head(ms=0.0):
             {"layers": 8, "costs": {"f": 1.0, "b": 1.0, "w": 1.0}}, [2, 2, 2, 2], id="times of ranks say no cut"
         ),
         pytest.param({"layers": 6, "partition": {"layers_per_stage": [0, 3, 3, 0]}}, [0, 3, 3, 0], id="a given cut"),
-        pytest.param(  # a layer costs 4 instead of 3 where it runs twice
+        pytest.param(  # a layer costs 4 instead of 3 if it runs twice
             {"layers": 14, "memory": {"activations": {"0": "recompute"}}, **with_head()}, [2, 4, 4, 4], id="recompute"
         ),
         pytest.param({"layers": 12, "memory": {"activations": "recompute"}, **with_head()}, [3, 3, 3, 3], id="by all"),

@@ -1,4 +1,4 @@
-"""Passes, each shown as listing -> listing, and what all of them leave alone."""
+"""Passes, each shown as listing -> listing, and invariants of all passes."""
 
 import random
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_a_receive_is_posted_one_compute_op_ahead_and_a_send_follows_its_produce
 
 
 def test_receives_of_a_channel_are_posted_in_the_order_they_are_sent():
-    """Rank 0 sends m1 before m0; rank 1 uses m0 first. The post of m1 moves ahead of that of m0."""
+    """Rank 0 sends m1 before m0; rank 1 uses m0 first. The receive of m1 is posted before that of m0."""
     before = program("F s0 m1\nF s0 m0", "F s1 m0\nF s1 m1")
     assert listing(ran(InsertComm(), before))[1] == ["RECV_F s1 m1 <r0", "RECV_F s1 m0 <r0", "F s1 m0", "F s1 m1"]
 
@@ -75,8 +75,8 @@ def test_the_step_ends_with_one_agreement_and_one_step_per_stage():
 
 
 def test_without_a_barrier_the_step_before_is_closed_in_the_warm_up():
-    """Rank 1 ends a unit after rank 0, so its verdict comes while rank 0 runs a forward; what rank 0 sends before REDO
-    is received before REDO."""
+    """Rank 1 ends a unit after rank 0, so its verdict comes while rank 0 runs a forward; messages that rank 0 sends
+    before REDO are received before REDO."""
     rank0, rank1 = listing(lower(make("zb-h2", 2, 3), "post-validate"))
     assert rank0[:6] == ["NORM", "F s0 m0", "SEND_F s0 m0 >r1", "VERDICT", "REDO", "F s0 m1"]
     assert rank0[rank0.index("COMMIT s0") - 1 :][:3] == ["SEND_F s0 m2 >r1", "COMMIT s0", "B s0 m0"]
@@ -85,7 +85,7 @@ def test_without_a_barrier_the_step_before_is_closed_in_the_warm_up():
 
 
 def test_only_replicated_stages_are_reduced_and_every_holder_meets_in_one_order():
-    """Stage 1 is done first, so all start with it; rank 1 is done with its copy of stage 0 before it begins."""
+    """Stage 1 is complete first, so all start with it, although rank 1 has finished its copy of stage 0 before."""
     ops = program("F s0 m0\nBW s0 m0", "F s1 m0\nBW s1 m0", placement=Placement.bidirectional((0, 1)))
     assert listing(ran(ReduceGrads(), ops)) == [
         ["REDUCE s1", "F s0 m0", "BW s0 m0", "REDUCE s0"],
@@ -144,7 +144,7 @@ def test_sums_pass_all_checks_and_run_on_every_copy(name, copies, tied, sharded)
 
 
 def test_sums_of_random_orders_and_placements_never_deadlock():
-    """Also where ranks meet in several groups: pipes in both directions, a weight shared by the ends."""
+    """Also with several groups of ranks: pipes in both directions, a weight shared by the ends."""
     met = 0
     for seed in range(300):
         rng = random.Random(seed)
@@ -163,7 +163,7 @@ def test_sums_of_random_orders_and_placements_never_deadlock():
             check_deadlock(ran(InsertComm(), made))
         except ZbcError as found:
             error = found
-        if error is None:  # what transfers alone do not let run, sums do not mend
+        if error is None:  # sums cannot fix a deadlock of transfers
             check_all(after)
     assert met > 300
 

@@ -1,4 +1,4 @@
-"""Published runs, planned again from what their authors measured: see docs/fidelity.md and bench/published.py."""
+"""Published runs, planned again from the authors' measurements: see docs/fidelity.md and bench/published.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zbc.compiler.cost.footprint import regathered
 
 @functools.cache
 def throughput() -> tuple[published.Throughput, ...]:
-    """Table 4 with a number for a message."""
+    """Table 4 with a given time for a message."""
     return tuple(published.zero_bubble())
 
 
@@ -43,7 +43,7 @@ def test_schedules_rank_as_they_were_measured_where_these_are_more_than_two_perc
 
 
 def test_half_of_the_activations_on_the_host_cost_a_fifth_of_the_throughput_and_not_half():
-    """A tenth was measured; half is what it costs where a block keeps all that it makes."""
+    """A tenth was measured; the cost is half if a block keeps all of its activations."""
     found = [*published.offload()]
     assert len(found) == 2
     assert all(0.78 < row.predicted < row.measured for row in found), found

@@ -1,4 +1,4 @@
-"""A recorded run against its prediction: where all goes as predicted nothing deviates, else the report names why."""
+"""A recorded run compared with its prediction: no deviation if all is as predicted, else the report names the cause."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -36,7 +36,7 @@ def as_predicted(plan, **changes):
 
 
 def slowed(plan, slow, times):
-    """Op times in a world where everything is as predicted but for rank `slow`."""
+    """Op times as predicted, except on rank `slow`."""
     return lambda op, rank, step: plan.costs.duration(op) * (times if rank == slow else 1.0)
 
 
@@ -76,7 +76,7 @@ def test_stages_that_are_slow_in_every_copy_make_no_rank_slow(tmp_path):
 
 
 def test_copies_that_share_a_node_are_told_apart_too(tmp_path):
-    """Ranks 0 and 1 are both copies of the first rank of the pipeline, so 0 hears from 2 and 1 from 3."""
+    """Ranks 0 and 1 are both copies of the first rank of the pipeline, so 0 receives from 2 and 1 from 3."""
     nodes = {"parallel": {"dp": 2, "node": [1, 2]}, "hardware": {"ranks_per_node": 2}}
     plan = compiled("1f1b", p=2, m=4, costs=GIVEN, **nodes)
     found = report.build(record(plan, tmp_path, as_predicted(plan, op=slowed(plan, 1, 1.2))), again=False)
@@ -191,7 +191,7 @@ def test_the_slow_link_is_named_and_no_other(tmp_path, pair):
 
 
 def test_a_receiver_that_comes_late_says_nothing_of_the_link(tmp_path):
-    """A transport takes a moment for what has long been there; that is no transfer of a whole op's length."""
+    """A transport takes a moment even for a tensor that arrived long ago; that is not a transfer as long as an op."""
     plan = compiled("zb-h1")
     messages = list(step_of(record(plan, tmp_path, as_predicted(plan, hiccup=0.3)), 5).messages())
     assert len(messages) == 2 * 3 * 8 and any(message.took > 3 * MS for message in messages)
@@ -269,8 +269,8 @@ SLICED = {"schedule": {"slices": 4}, "model": {"seq_len": 64}}
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1", "zb-v"])
 def test_slices_are_put_together_to_whole_microbatches(tmp_path, kind):
-    """Their times are those of a step, and one planned again from the run takes as long; nothing is counted per slice
-    that is meant per microbatch."""
+    """Their times add up to those of a step, and a plan from the run takes as long; no time per microbatch is counted
+    per slice."""
     plan = compiled(kind, **SLICED)
     world = as_predicted(plan, op=lambda op, rank, step: 1.5 * plan.costs.duration(op))
     trace = record(plan, tmp_path, world)

@@ -1,4 +1,4 @@
-"""Stages with different numbers of ranks: how many each gets, their order, and what a job may say of them."""
+"""Stages with different numbers of ranks: the numbers, their order, and settings of jobs."""
 
 import itertools
 import json
@@ -50,7 +50,7 @@ def test_published_profiles(case):
 
 
 def every_plan(layers, devices):
-    """All plans by brute force."""
+    """All numbers of replicas, by brute force."""
     for stages in range(1, min(layers, devices) + 1):
         for cuts in itertools.combinations(range(1, layers), stages - 1):
             points = [0, *cuts, layers]

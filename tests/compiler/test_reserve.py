@@ -1,4 +1,4 @@
-"""What is kept free of a rank's memory for what no plan predicts."""
+"""The memory of a rank that is kept free for uses that no plan predicts."""
 
 from dataclasses import replace
 from pathlib import Path

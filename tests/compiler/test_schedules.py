@@ -39,7 +39,7 @@ def test_each_stage_runs_each_microbatch_once_on_its_own_rank(name, p):
 @every
 @with_p
 def test_weight_gradients_of_a_stage_come_in_microbatch_order(name, p):
-    """Then they add up in the order of one process, and are bitwise its gradients."""
+    """Then they are summed in the order of one process, and are bitwise equal to its gradients."""
     for m, v in cases(name):
         program = make(name, p, m, v)
         for ops in program.ranks:
@@ -139,7 +139,7 @@ def test_interleaved_rounds_can_be_shorter_than_the_pipeline(p):
 
 @pytest.mark.parametrize(("p", "v", "m", "group"), [(4, 2, 8, 1), (4, 2, 16, 2), (6, 3, 12, 3), (8, 2, 16, 4)])
 def test_no_other_warm_up_of_a_short_round_is_faster(p, v, m, group):
-    """Tried one by one: what d(0) could be instead of 2g - 1; up to 2g nothing is a deadlock."""
+    """Tries other values of d(0) than 2g - 1 one by one; up to 2g none deadlocks."""
     best = timed(SCHEDULES["interleaved-1f1b"].make(Request(p, m, v, group=group))).makespan
     for reach in range(2 * p - 1):
         warmups = [(v - 1) * group + min(2 * (p - 1 - r), reach) for r in range(p)]

@@ -1,4 +1,4 @@
-"""Which rank of the run takes which place: the link table, and nodes whose heavier traffic stays inside."""
+"""The order of ranks in a run: by the link table, and with the heavier traffic inside of nodes."""
 
 import itertools
 import json
@@ -216,7 +216,7 @@ def test_an_order_names_each_rank_once(tmp_path):
 
 
 def test_two_sizes_give_latency_and_speed():
-    """2 us and 1 GB/s one way; what the slower of the two ranks saw counts."""
+    """2 us and 1 GB/s one way; the measurement of the slower rank counts."""
     small, large = 2e-6 + 256 / 1e9, 2e-6 + (4 << 20) / 1e9
     found = table_of(2, [{(0, 1): (small, large)}, {(0, 1): (small / 2, large / 2)}])
     assert found.gbps == ((0.0, pytest.approx(1.0)), (pytest.approx(1.0), 0.0))
@@ -249,7 +249,7 @@ def test_ranks_of_two_machines_have_the_link_of_the_first_ones():
 
 @pytest.mark.parametrize("order", [(1, 0), (1, 2, 0)])
 def test_threads_in_another_order_compute_the_same(order):
-    """(1, 2, 0) is not its own inverse: an order read as one would have ranks wait for the wrong neighbours."""
+    """(1, 2, 0) is not its own inverse: taking it for its inverse would make ranks wait for wrong neighbours."""
     program = make_program("1f1b", len(order), 4)
     plain, turned = make_plan(program), make_plan(program, order=order)
     one, other = run_threads(plain, 3), run_threads(turned, 3)
@@ -315,7 +315,7 @@ def compiled(**changes):
 
 
 def test_a_plan_says_where_its_ranks_are():
-    """Small tensors and large weights: copies share a node. Many microbatches: pipelines do."""
+    """With small tensors and large weights copies share a node; with many microbatches pipelines do."""
     few, many = compiled(m=1), compiled(m=64)
     assert (few.program.node, many.program.node) == ((1, 2), None)
     manifest = few.assemble()[0]

@@ -1,4 +1,4 @@
-"""A vocabulary that all ranks share, planned from a job: what its ops cost, what ranks hold, what is refused."""
+"""Vocabulary parallel, planned from a job: costs of its ops, memory of ranks, refusals."""
 
 import itertools
 import re
@@ -82,7 +82,7 @@ def test_a_job_without_the_key_is_the_plan_it_was():
 
 
 def test_stages_have_what_is_left_and_shares_add_up_to_the_rest():
-    """Nothing of the parameters is lost, and nothing is there twice."""
+    """No parameter is lost, and none is counted twice."""
     for family in ("llama", "gpt"):
         ends, shared = (
             job(model={**LARGE, "family": family}, parallel={"pp": 4, "vocabulary": w}) for w in ("ends", "shared")
@@ -106,7 +106,7 @@ def test_given_heads_are_shared_out_by_rank():
 
 
 def test_estimates_of_all_ranks_are_those_of_the_whole_head():
-    """Work is shared out, and little more than before: kernels that start on every rank, rows that each rank reads."""
+    """The sum is the whole work plus small overhead: kernel starts on every rank, rows that each rank reads."""
     ends, shared = (estimate.layers(job(model=LARGE, parallel={"pp": 4, "vocabulary": w})) for w in ("ends", "shared"))
     one = vocabulary.columns(job(model=LARGE, parallel=SHARED))
     assert ends[-1].total < 4 * (one["s"] + one["t"]) + shared[-1].total < 1.25 * ends[-1].total
@@ -186,7 +186,7 @@ def test_zero1_shares_out_stages_and_rows():
 
 
 def test_measured_shares_are_planned_with():
-    """Of 1,024 rows each; two ranks have twice as many. A run that shared them tells what is left of the ends."""
+    """Measured with 1,024 rows each; two ranks have twice as many. A run with shares gives the rest of the ends."""
     words = WordTimes(rows=1024, s=[8.0, 4.0], t=[3.0, 7.0], i=0.5, e=0.25)
     shared = job(model=LARGE, parallel=SHARED)
     for sums, s, t in ((1, 8.0, 3.0), (2, 4.0, 7.0)):
@@ -207,7 +207,7 @@ def test_measured_shares_are_planned_with():
 
 @pytest.mark.parametrize("sums", [1, 2])
 def test_a_recorded_run_tells_what_shares_took(tmp_path, sums):
-    """One block a rank, of 2 ms forward; what is left of the ends is told apart from what their words took."""
+    """One block per rank, of 2 ms forward; the rest of the ends is separated from the times of words."""
     took = {Kind.F: 2.0, Kind.BW: 5.0, Kind.S: 8.0, Kind.T: 3.0, Kind.I: 0.5, Kind.E: 0.25}
     if sums == 2:
         took |= {Kind.S: 4.0, Kind.T: 7.0}
@@ -305,7 +305,7 @@ def test_a_small_model_with_a_large_vocabulary_gains_what_was_published():
 
 
 def test_logits_of_two_units_wait_where_that_is_faster_and_fits():
-    """A limit in bytes below what that needs keeps it to one."""
+    """With a smaller limit in bytes there is only one."""
     changes = {
         "model": {"family": "gpt", "layers": 26, "hidden": 2304, "heads": 8, "vocab": 256_000, "seq_len": 4096},
         "schedule": {"kind": "1f1b", "microbatches": 16, "microbatch_size": 1},
@@ -333,7 +333,7 @@ SIZES = [(4, 8, 1, 0.0), (8, 24, 1, 0.25), (8, 12, 4, 0.25), (8, 24, 4, 0.0), (3
 
 
 def woven(kind, p, m, k, sums, late=1, **ms):
-    """Makespan and most units, in slices, without the vocabulary and with it; and the program."""
+    """Makespan and most units, in slices, without and with the vocabulary; and the program."""
     card = find(kind)
     program = card.make(Request(p=p, m=m, v=card.default_chunks, slices=k))
     costs = Costs.uniform(program.placement)
@@ -356,7 +356,7 @@ def test_the_bubble_is_what_it_was_and_a_sum_keeps_one_unit_more(kind, p, m, k, 
 
 
 def test_v_half_beside_what_was_published():
-    """97 and 98 there, p = 8, m = 24, S = T = 0.25."""
+    """Published are 97 and 98, at p = 8, m = 24, S = T = 0.25."""
     for sums, late, makespan, units in ((1, 2, 94, 6), (2, 1, 96, 7)):
         (_, found), (_, most), _ = woven("v-half", 8, 24, 1, sums, late, s=0.25, t=0.25)
         assert found <= makespan + 1e-9 and most <= units + 1e-9

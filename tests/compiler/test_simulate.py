@@ -23,7 +23,7 @@ every = pytest.mark.parametrize("name", FIXED)
 
 
 def needs(op, stages):
-    """Straight from the definition of a pipeline, all inputs of an op."""
+    """All inputs of an op, from the definition of a pipeline."""
     kind, s, i = op.kind, op.stage, op.mb
     if kind is Kind.F:
         return [(Kind.F, s - 1, i)] if s else []
@@ -84,7 +84,7 @@ def test_uneven_stages_wait_for_the_slowest():
 
 
 def test_slices_take_the_times_given_for_them():
-    """Two ranks, one microbatch in two slices: the second rank waits for each slice, backwards in their turn."""
+    """Two ranks, one microbatch in two slices: the second rank waits for each slice; backwards in reverse."""
     slices = ((Kind.F, 0), (Kind.F, 1), (Kind.BW, 1), (Kind.BW, 0))
     program = Program(
         Placement.linear(2), 1, tuple(tuple(Op(kind, r, 0, slice=k) for kind, k in slices) for r in range(2)), slices=2
@@ -156,7 +156,7 @@ def test_putting_off_weight_gradients_costs_what_they_hold():
 
 
 def summed(name, p, m, reduce, *, tie=0.0, gather=0.0, **how):
-    """A lowered schedule of unit ops with sums that take as long as said."""
+    """A lowered schedule of unit ops with sums of given times."""
     program = lower(replace(make(name, p, m), **how))
     costs = Costs.uniform(program.placement)
     stages = program.placement.stages
@@ -164,7 +164,7 @@ def summed(name, p, m, reduce, *, tie=0.0, gather=0.0, **how):
 
 
 def test_sums_hide_behind_the_ops_of_ranks_that_are_not_done():
-    """1F1B on two ranks: rank 1 is done 2 (a BW of rank 0) before the step ends, and sums meanwhile."""
+    """1F1B on two ranks: rank 1 ends 2 (a BW of rank 0) before the step, and sums meanwhile."""
     plain = timed(make("1f1b", 2, 4))
     timeline = summed("1f1b", 2, 4, 1.5, dp=2)
     assert timeline.makespan == plain.makespan + 1.5, "what rank 0 sums, nothing hides"

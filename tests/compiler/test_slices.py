@@ -1,4 +1,4 @@
-"""Jobs whose microbatches are cut into slices: keys, costs, memory, plans and what is refused."""
+"""Jobs with microbatches cut into slices: keys, costs, memory, plans and refusals."""
 
 import json
 from dataclasses import replace
@@ -95,7 +95,7 @@ def test_a_seq_len_beyond_its_slices():
 def test_lengths_that_are_not_the_sequence(cuts, words):
     error = problem(**sliced(3, model={"seq_len": 16}, schedule={"cuts": cuts}))
     assert error.code == "E103" and words in error.message
-    if len(cuts) == 3:  # what the hint says works
+    if len(cuts) == 3:  # the hint works
         near = json.loads(error.hint.partition("= ")[2].partition(", or")[0])
         assert cuts_of(job(**sliced(3, model={"seq_len": 16}, schedule={"cuts": near})))[-1] == 16
 
@@ -149,7 +149,7 @@ def test_shares_of_given_times_add_up_to_the_whole(cuts):
 
 
 def test_estimated_slices_keep_what_the_whole_keeps():
-    """But for the place of keys and values, which all slices of a microbatch share."""
+    """Except keys and values, which all slices of a microbatch share."""
     whole, cut = planned(**LONG).costs, planned(**sliced()).costs
     for s in range(4):
         kept, kv = cut.bytes_of("kept")[s], cut.bytes_of("kv")[s]

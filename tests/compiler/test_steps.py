@@ -1,4 +1,4 @@
-"""What steps in a row cost, with the optimizer's barrier and without it."""
+"""The cost of consecutive steps, with the optimizer's barrier and without it."""
 
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -26,7 +26,7 @@ def costs_of(program, *, f=UNIT, b=UNIT, w=UNIT, comm=0.0, hop=0.0, step=0.0, te
 
 
 def either_way(order, costs):
-    """Of an order, from both of its complete programs alike."""
+    """The times of an order with and without the barrier, equal from both of its complete programs."""
     timeline = simulate(order, costs)
     found = of_complete(Context(lower(order, costs=costs), costs))
     assert of_complete(Context(lower(order, "post-validate", costs), costs)) == pytest.approx(found)
@@ -95,7 +95,7 @@ def test_steps_follow_one_another_without_a_gap_they_do_not_need():
 
 
 def test_stages_that_are_stepped_in_parts_wait_for_the_weights_of_the_other_parts():
-    """Behind each step, with a barrier or without: a forward needs all of them."""
+    """After each step, with a barrier or without: a forward needs all of them."""
     program = replace(make("1f1b", 2, 4), dp=2, sharded=True)
     free, gathered = (costs_of(program).with_ms(gather=(ms,) * 2) for ms in (0.0, 2.0))
     (barrier, less), (longer, more) = either_way(program, free), either_way(program, gathered)

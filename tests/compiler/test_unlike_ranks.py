@@ -1,4 +1,4 @@
-"""Ranks that are unlike: what their ops cost, which layers they get, and what they may hold."""
+"""Ranks that differ: the costs of their ops, their layers, and their memory limits."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_ops_of_a_rank_take_as_much_longer_and_nothing_else():
 
 
 def test_rates_by_rank_are_the_machines_they_stand_for():
-    """A rank of half the arithmetic and half the bandwidth is one whose ops take twice as long but for their starts."""
+    """On a rank with half the arithmetic and half the bandwidth ops take twice as long, except for their starts."""
     rates = {"tflops": [1.0, 0.5, 1.0, 1.0], "memory_gbps": [20.0, 10.0, 20.0, 20.0], "kernel_us": 0.0}
     asked = job(layers=12, pp=4, kind="1f1b", hardware=rates)
     assert estimate.slowness(asked) == pytest.approx([1, 2, 1, 1])
@@ -65,7 +65,7 @@ def test_ops_of_copies_of_a_stage_take_what_they_take_on_their_own_ranks(kind):
 
 
 def test_layers_of_copies_of_a_stage_go_by_the_mean_of_their_ranks():
-    """Ranks 0 and 3 of a pipe that goes both ways have stages 0 and 3."""
+    """Ranks 0 and 3 of a bidirectional pipeline have stages 0 and 3."""
     count = blocks(planned(kind="chimera", hardware={"slow": [1, 1, 2, 1]}))
     assert sum(count[1:3]) < sum(blocks(planned(kind="chimera"))[1:3])
 

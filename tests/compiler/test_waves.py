@@ -33,7 +33,7 @@ REFERENCE = {
 
 @pytest.mark.parametrize("variant", REFERENCE)
 def test_reference_orders_are_reproduced_or_beaten(variant):
-    """Hanayo's reference empties the pipe between units, ours joins them; all others are equal."""
+    """Hanayo's reference drains the pipe between units, ours joins them; all others are equal."""
     name, v, early = REFERENCE[variant]
     cells = [row for row in rows("unit_cost_orders.csv") if row["variant"] == variant]
     assert len(cells) >= 6
@@ -82,7 +82,7 @@ def test_closed_forms_hold_up_to_16_ranks(name):
 @every
 @pytest.mark.parametrize("p", few([1, 2, 3, 4, 6, 7], (1, 3, 4)))
 def test_any_number_of_microbatches_runs_once_through_every_stage(name, p):
-    """Public generators lose microbatches from 3p on, or want special counts."""
+    """Public generators lose microbatches from 3p on, or require special counts."""
     schedule = SCHEDULES[name]
     if p % schedule.ranks_in:
         return
@@ -103,7 +103,7 @@ def test_any_number_of_microbatches_runs_once_through_every_stage(name, p):
 
 @every
 def test_each_pipe_takes_its_microbatches_in_order_at_every_stage(name):
-    """Then the gradients of a copy add up in one order, whatever the schedule."""
+    """Then the gradients of a copy are summed in the same order under any schedule."""
     for p in (2, 4, 6):
         for m in (3, 8, 13):
             for ops in make(name, p, m).ranks:

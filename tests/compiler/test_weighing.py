@@ -1,4 +1,4 @@
-"""memory.activations = "auto" where copies are possible: the fastest of keep, recompute, offload and both."""
+"""memory.activations = "auto" if offload is possible: the fastest of keep, recompute, offload and both."""
 
 import json
 
@@ -25,12 +25,12 @@ def planned(folder, activations, *, kind="1f1b", limit="0.5x", offload=1.0, f=1.
 
 
 def words(activations):
-    """What stages do."""
+    """The choices of stages."""
     return {activations} if isinstance(activations, str) else {*activations.values()}
 
 
 def step(folder, activations, **job):
-    """ms, infinite where there is no plan."""
+    """ms of a step, infinite without a plan."""
     try:
         return planned(folder, activations, **job).step_ms
     except ZbcError as error:

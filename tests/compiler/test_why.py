@@ -1,4 +1,4 @@
-"""Why a step is not shorter, and the windows in which ranks idle: held against the timeline they explain."""
+"""Why a step is not shorter, and the idle windows of ranks: compared with the timeline they explain."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Nothing here may hang: every test has a time limit, every process of the pool answers in time or is killed."""
+"""No test here may hang: every test has a time limit, every process of the pool answers in time or is killed."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ LIMIT_S = 90
 
 @pytest.fixture(autouse=True)
 def limit(request):
-    """Raise in a test that takes too long; end everything if even that does not help."""
+    """Raises in a test that takes too long; ends the process if that does not help."""
     marker = request.node.get_closest_marker("limit")
     seconds = LIMIT_S if marker is None else marker.args[0]
 
@@ -27,14 +27,14 @@ def limit(request):
 
 @pytest.fixture
 def one_thread_per_kernel():
-    """As the ranks of the pool have it."""
+    """One thread per kernel, as in the ranks of the pool."""
     with threads(1):
         yield
 
 
 @pytest.fixture
 def out(tmp_path):
-    """The run directory; nothing of the run in it may be left when the test is over: no rank, and no open port."""
+    """The run directory; at the end of the test no rank of the run and no open port may be left."""
     before, listening = forked(), ports()
     folder = tmp_path / "run"
     yield folder
@@ -45,8 +45,8 @@ def out(tmp_path):
 
 
 class Pool:
-    """Processes in one gloo world that run what they are told: `run(function, *args)` is `function(rank, *args)` on
-    each, and returns the results by rank."""
+    """Processes in one gloo world: `run(function, *args)` calls `function(rank, *args)` on each; returns results by
+    rank."""
 
     def __init__(self, ranks: int) -> None:
         import torch.distributed as dist

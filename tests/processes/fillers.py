@@ -1,11 +1,11 @@
-"""Tasks of fillers, as a user writes them."""
+"""Tasks for fillers, as users write them."""
 
 import time
 from pathlib import Path
 
 
 class Sleeping:
-    """Sleeps, and counts in a file; from the step `fails` on it raises, after `ends` it is done."""
+    """Sleeps, and counts in a file; raises from step `fails` on, and ends after `ends`."""
 
     def __init__(self, rank, ranks, folder, ms, fails, ends):
         self.seconds, self._file = ms / 1e3, Path(folder) / f"rank-{rank}"

@@ -1,4 +1,4 @@
-"""What the processes of the pool are told to do."""
+"""Functions for the processes of the pool."""
 
 import hashlib
 import io
@@ -58,7 +58,7 @@ def train(
 
 
 def pack(tensors: dict[str, torch.Tensor | None]) -> bytes:
-    """Bytes instead of torch's shared memory, which dies with its process."""
+    """Packs tensors as bytes instead of torch's shared memory, which ends with its process."""
     buffer = io.BytesIO()
     torch.save(tensors, buffer)
     return buffer.getvalue()

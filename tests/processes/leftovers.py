@@ -1,4 +1,4 @@
-"""What a run may leave behind when it ends, however it ends: nothing that runs, and nothing that listens."""
+"""Checks that a run leaves no process and no listening port, however it ends."""
 
 import os
 from multiprocessing import forkserver
@@ -15,7 +15,7 @@ def alive(pid: int) -> bool:
 
 
 def forked() -> set[int]:
-    """The processes that the fork server has started and that are still there."""
+    """The processes started by the fork server that still exist."""
     server = forkserver._forkserver._forkserver_pid
     return set() if server is None else {pid for pid in _processes() if _parent(pid) == server and alive(pid)}
 

@@ -1,6 +1,6 @@
-"""Ranks that wait for the test: what it does at a line of the console it does at that step, however late it reads it.
+"""Ranks that wait for the test: its action at a console line happens at that step, even if it reads the line late.
 
-The main functions of a rank's process that stand here change what is decisive in that process, and do the usual then.
+The main functions for ranks in this file patch their process, then run as usual.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _usual = local._rank
 def run_paced(
     folder: Path, ranks: int, out: Path, each: Callable[[str], None] = lambda line: None, **options: Any
 ) -> list[str]:
-    """`run_here`, but rank 0 goes on behind a line only when `each` has seen it."""
+    """`run_here`, but rank 0 continues after a line only when `each` has seen it."""
     gates = _gates(out)
     gates.mkdir(exist_ok=True)
 
@@ -36,7 +36,7 @@ def run_paced(
 
 
 def rank_that_waits(place: Place, options: RunOptions, pipe: Any) -> None:
-    """Of `run_paced`."""
+    """The main function of a rank in `run_paced`."""
     tell, gates = local.Line.tell, _gates(options.out)
 
     def patiently(self: local.Line, kind: str, content: Any) -> None:
@@ -49,13 +49,13 @@ def rank_that_waits(place: Place, options: RunOptions, pipe: Any) -> None:
 
 
 def run_on_a_slow_disk(folder: Path, ranks: int, out: Path, **options: Any) -> list[str]:
-    """`run_here`, but every checkpoint is there for a while before it is complete."""
+    """`run_here`, but every checkpoint exists for a while before it is complete."""
     with mock.patch.object(local, "_rank", rank_with_a_slow_disk):
         return run_here(folder, ranks, out, **options)
 
 
 def rank_with_a_slow_disk(place: Place, options: RunOptions, pipe: Any) -> None:
-    """Of `run_on_a_slow_disk`."""
+    """The main function of a rank in `run_on_a_slow_disk`."""
     write = disk.write_index
 
     def slowly(*args: Any) -> None:
@@ -67,7 +67,7 @@ def rank_with_a_slow_disk(place: Place, options: RunOptions, pipe: Any) -> None:
 
 
 def _gates(out: Path | None) -> Path:
-    """Where the test leaves a file for every line that it has seen."""
+    """The folder in which the test creates a file for every line that it has seen."""
     assert out is not None
     return out.with_name("gates")
 

@@ -1,4 +1,4 @@
-"""Plan directories for runs in processes, and what such a run leaves behind."""
+"""Plan directories for runs in processes, and the files of such runs."""
 
 import json
 import os
@@ -33,7 +33,7 @@ TABLES: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """So many threads for each kernel of this process; ranks have one, and sums depend on it."""
+    """Sets the threads per kernel of this process; ranks have one, and sums depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -59,13 +59,13 @@ def compiled(folder: Path, **changes: Mapping[str, Any]) -> Compiled:
 
 
 def write_plan(folder: Path, name: str = "plan", **changes: Mapping[str, Any]) -> Path:
-    """The plan of a small job on four ranks, under `folder`."""
+    """Writes the plan of a small job on four ranks below `folder`."""
     compiled(folder, **changes).write(folder / name)
     return folder / name
 
 
 def write_troubled_plan(folder: Path, how: str, good: int, **changes: Mapping[str, Any]) -> Path:
-    """A plan on four ranks with four forwards a step; the layer on rank 2 misbehaves after `good` of them."""
+    """A plan on four ranks with four forwards per step; the layer on rank 2 misbehaves after `good` of them."""
     return write_plan(folder, **{**troubled(how, good), **changes})
 
 
@@ -75,7 +75,7 @@ def troubled(how: str, good: int) -> dict[str, Mapping[str, Any]]:
 
 
 def write_program(folder: Path, ranks: Sequence[Sequence[str]], **changes: Mapping[str, Any]) -> Path:
-    """A plan whose ops are replaced by others, hashes and all, past the checks of the compiler."""
+    """A plan with replaced ops and valid hashes, without the checks of the compiler."""
     result = compiled(folder, **changes)
     ops = [[Op.parse(text) for text in lines] for lines in ranks]
     replace(result, program=result.program.with_ranks(ops, by="by-hand")).write(folder / "plan")
@@ -92,7 +92,7 @@ def processes(out: Path) -> list[int]:
 
 
 def at_step(step: int, action: Callable[[], object]) -> Callable[[str], None]:
-    """Calls `action` when the line of that step is first shown."""
+    """A callback that calls `action` when the line of that step is first shown."""
     left = [action]
 
     def each(line: str) -> None:
@@ -103,7 +103,7 @@ def at_step(step: int, action: Callable[[], object]) -> Callable[[str], None]:
 
 
 def killing(out: Path, victims: Mapping[int, int]) -> Callable[[str], None]:
-    """Kills these ranks (step -> rank) when the lines of the steps are first shown."""
+    """A callback that kills these ranks (step -> rank) when the lines of the steps are first shown."""
     ways = [at_step(step, partial(_kill, out, rank)) for step, rank in victims.items()]
     return lambda line: [each(line) for each in ways] and None
 

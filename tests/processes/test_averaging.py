@@ -1,4 +1,4 @@
-"""Replicas that average weights on four gloo ranks: the bits of threads, also when a rank is killed on the way."""
+"""Replicas that average weights on four gloo ranks: bitwise as with threads, also if a rank is killed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""bench/gpu.py is for a person with a GPU; that it works, and finds what is wrong, is tested here without one."""
+"""bench/gpu.py needs a GPU; this tests without one that it works and finds errors."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`zbc run --resume`: where a run begins, what it goes on with, and what its directory holds afterwards."""
+"""`zbc run --resume`: the first step of a run, its state, and its directory afterwards."""
 
 import json
 import os
@@ -226,7 +226,7 @@ sys.stdin.read()
 
 @contextmanager
 def held(folder):
-    """Another process writes its checkpoints into this folder."""
+    """Another process that writes its checkpoints into this folder."""
     command = [sys.executable, "-c", HOLDER, str(folder / together.WRITER)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
@@ -236,7 +236,7 @@ def held(folder):
 
 
 def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
-    """What a run holds ends with its process, so nothing is left behind that keeps the next one out."""
+    """The lock of a run ends with its process, so it cannot block the next one."""
     monkeypatch.setattr(together, "_PATIENCE_S", 0.3)
     board, folder = Board(dist.HashStore(), 0, 1), tmp_path / "a folder"
     with together.owned(board, folder, "this run"):
@@ -254,7 +254,7 @@ def test_two_runs_at_once_do_not_write_into_one_folder(tmp_path, monkeypatch):
 
 @pytest.mark.repeats
 def test_a_whole_run_ends_before_its_first_step_where_another_writes(tmp_path):
-    """Ranks are as patient as they are."""
+    """With the usual patience of ranks."""
     folder = tmp_path / "a folder"
     folder.mkdir()
     with held(folder), pytest.raises(ZbcError, match="another run writes its checkpoints into"):
@@ -263,7 +263,7 @@ def test_a_whole_run_ends_before_its_first_step_where_another_writes(tmp_path):
 
 
 def test_a_restart_waits_longer_for_what_its_own_launch_still_holds(tmp_path, monkeypatch):
-    """A file server keeps the locks of a machine that is gone for a while."""
+    """A file server keeps the locks of a lost machine for a while."""
     monkeypatch.setattr(together, "_PATIENCE_S", 0.0)
     asked = iter([False, False, True])
     monkeypatch.setattr(together, "_locked", lambda file: next(asked, False))
@@ -276,7 +276,7 @@ def test_a_restart_waits_longer_for_what_its_own_launch_still_holds(tmp_path, mo
 
 
 def test_what_the_run_before_wrote_as_it_ended_is_where_the_next_begins(place, tmp_path, monkeypatch):
-    """It is asked to end, takes a moment for a last checkpoint, and the same command is given again meanwhile."""
+    """It is asked to end and takes a moment for a last checkpoint; meanwhile the same command is given again."""
     run = tmp_path / "runs/plan-2"
 
     def locked(file):

@@ -34,7 +34,7 @@ def plan_of(schedule, *, zero1=False, tied=False, low=False, sync="before-step",
 
 
 def as_threads(pool, plan, steps=3, rel=0.0, atol=0.0):
-    """What processes find, and threads, which find the same or nearly: losses, norms and weights."""
+    """Compares losses, norms and weights of processes with those of threads, exactly or nearly."""
     found, workers = pool.run(train, plan, steps), run_threads(plan, steps)
     for losses, norms, *_ in found:
         assert losses == pytest.approx(losses_of(workers), rel=rel)
@@ -63,7 +63,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", few(OTHERS, 2))
 def test_processes_of_other_plans_compute_what_threads_compute(pool, name):
-    """Four ranks sum in another order."""
+    """Four ranks sum in a different order."""
     make, rel, atol = OTHERS[name]
     as_threads(pool, make(), rel=rel, atol=atol)
 
@@ -73,7 +73,7 @@ def test_processes_of_other_plans_compute_what_threads_compute(pool, name):
     few([("zb-v", {"zero1": True, "sync": "post-validate"}), ("zb-h1", {"tied": True}), ("1f1b", {"low": True})], 1),
 )
 def test_staged_transfers_change_no_bit(pool, schedule, how):
-    """As where ranks share a GPU; on a CPU what is staged is copied. Messages, sums, scatters and gathers."""
+    """Staged as if ranks shared a GPU; on a CPU by a copy. Messages, sums, scatters and gathers."""
     plan = plan_of(schedule, **how)
     plain, staged = pool.run(train, plan, 3), pool.run(train, plan, 3, False, True)
     for one, other in zip(plain, staged, strict=True):
@@ -88,7 +88,7 @@ WAYS += [("zb-v", {"zero1": True, "low": True}), ("zb-h1", {"tied": True, "zero1
 
 @pytest.mark.parametrize(("schedule", "how"), few(WAYS, 3))
 def test_processes_compute_what_threads_compute(pool, schedule, how):
-    """Sums of two terms have one order; those of a tied weight have four."""
+    """Sums of two terms have only one order; sums of a tied weight have four terms."""
     plan, rel = plan_of(schedule, **how), 1e-6 if how.get("tied") or schedule == "chimera" else 0.0
     found, workers = as_threads(pool, plan, rel=rel, atol=1e-4 if rel else 0.0)
     assert found[0][:2] == found[1][:2] == found[2][:2] == found[3][:2]
@@ -111,8 +111,8 @@ def test_processes_in_another_order_compute_the_same(pool, schedule, order):
     few(freed.CASES[1::3], [("breadth-first", 1, "float32"), ("zb-v", 1, "bfloat16")]),
 )
 def test_processes_whose_weights_come_and_go_compute_bit_by_bit(pool, schedule, resident, dtype):
-    """What threads whose weights stay compute, whether processes meet or take weights from each other; the memory that
-    they share has no name any more."""
+    """Equal to threads whose weights stay, with collective and with one-sided exchange; shared memory is unlinked
+    afterwards."""
     model = {**SMALL, "dtype": dtype}
     plan, threads = freed.plan_of(schedule, 2, 4, resident, model=model), freed.whole(schedule, 2, 4, dtype)
     expected = freed.weights(threads)
@@ -156,7 +156,7 @@ def test_copies_of_a_weight_keep_the_same_bits_in_every_process(pool):
 
 
 def overlapping(rank, plan):
-    """A sum goes on while its rank computes, and two go on at once."""
+    """A sum overlaps with compute of its rank, and two sums overlap."""
     network = open_network(plan)
     pair = (0, 2) if rank in (0, 2) else (1, 3)
     one, two = torch.full((3,), float(rank)), torch.full((2,), 10.0 * rank)

@@ -1,4 +1,4 @@
-"""One plan with everything a large model asks for at once, trained on eight processes, and gone on with as another."""
+"""One plan with all features of a large model, trained on eight processes, and resumed under another plan."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.threads import losses_of, run_threads
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 
-# Wide enough for what slices keep to be moved (runtime/features/parcels.py leaves what is small).
+# Wide enough for activations of slices to be offloaded (runtime/features/parcels.py leaves small ones).
 MODEL = {"layers": 8, "hidden": 128, "heads": 4, "vocab": 512, "seq_len": 256, "dtype": "bfloat16"}
 SAME = {
     "model": MODEL,

@@ -46,7 +46,7 @@ def mounted(folder, *options):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder, how to leave next to no room in it for the processes of a run, and how to give the room back."""
+    """A folder, a function that fills its disk almost completely, and one that frees the space."""
     folder = tmp_path / "disk"
     if not mounted(folder, "-o", "size=8m"):  # files of the ranks may not grow beyond a few bytes instead
 
@@ -218,7 +218,7 @@ def test_gradients_that_are_not_finite_end_the_run_as_the_job_says(tmp_path, out
 
 @pytest.mark.parametrize("saves", [False, pytest.param(True, marks=pytest.mark.repeats)])
 def test_the_step_that_ends_a_run_is_written_down_however_late_rank_0_is(tmp_path, out, saves):
-    """So it is where the checkpoint beside it fails."""
+    """Also if the checkpoint of that step fails."""
     changes, folder = troubled("nan", good=8), tmp_path / "checkpoints"
     changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:late_layers"}
     folder.mkdir()

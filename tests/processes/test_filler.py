@@ -1,4 +1,4 @@
-"""[filler] in runs over gloo, as a user has it."""
+"""[filler] in runs over gloo, as for a user."""
 
 from tests.processes.plans import metrics, run_here, write_plan
 from tests.refusals import refused

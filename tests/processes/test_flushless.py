@@ -1,4 +1,4 @@
-"""Steps without a flush on four gloo ranks: the bits of threads, also when ranks are killed on the way."""
+"""Steps without a flush on four gloo ranks: bitwise as with threads, also if ranks are killed."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_processes_train_what_one_does_a_step_late(pool, schedule, p, m, v, dp):
 
 @pytest.mark.repeats
 def test_ranks_that_are_killed_leave_no_trace(tmp_path, out):
-    """They go on from a checkpoint, which has both versions."""
+    """They resume from a checkpoint, which has both versions."""
     optimizer = {"lr": 0.01, "sync": "two-versions"}
     tables = {"parallel": {"pp": 2}, "optimizer": optimizer, "train": {"steps": 12}}
     (tmp_path / "a").mkdir()

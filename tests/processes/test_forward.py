@@ -1,4 +1,4 @@
-"""`zbc run --forward` as its user starts it: weights of a run, ranks as processes and as threads, errors by name."""
+"""`zbc run --forward` as a user starts it: weights of a run, ranks as processes and as threads, errors by code."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Four gloo processes compute what one process computes, and the transport keeps its promises."""
+"""Four gloo processes compute the same as one process, and the transport keeps its promises."""
 
 import threading
 import weakref
@@ -120,7 +120,7 @@ def test_ranks_that_share_tokens_find_the_numbers_of_one_process(pool, kind, pp,
 
 
 def test_groups_in_turns_have_the_bits_of_one_process_per_rank(pool, tmp_path):
-    """Over gloo as over a hub, where the same plan runs one op after the other."""
+    """Over gloo as over a hub, on which the same plan runs one op after the other."""
     how = {"model_more": {"layers": 4}, "m": 6, "schedule_more": {"overlap": True}}
     plan = test_tensor_parallel.plan_of(tmp_path, "dualpipe-v", pp=2, tp=2, **how)
     assert any(op.kind.is_mark for op in plan.program.ranks[0])
@@ -198,7 +198,7 @@ def test_messages_are_matched_by_what_they_are_and_not_by_their_order(pool):
 
 
 def two_ways(rank, plan):
-    """Rank 1 sends to 2, which is not there yet, and then to 0, which is: whether what 0 took was let go of."""
+    """Rank 1 sends to 2, which is late, and then to 0, which receives: whether the tensor sent to 0 was freed."""
     network, left, found = open_network(plan), threading.Event(), None
     if rank == 0:
         network.post(message(0, 1, 0), torch.empty(3), 1)
@@ -239,7 +239,7 @@ def test_a_tensor_that_is_not_contiguous_arrives_as_it_reads(pool):
 
 
 def broken_protocol(rank, plan):
-    """The message of every misuse, tried on rank 1 without a peer that answers."""
+    """The error message of every misuse, tried on rank 1 without a peer that answers."""
     network = open_network(plan)
     tries = []
     if rank == 1:

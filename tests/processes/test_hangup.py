@@ -16,13 +16,13 @@ from zbc.training.checkpoint import folder as disk
 
 @pytest.fixture
 def command(tmp_path, out):
-    """`zbc run` for as long as it is let, with a checkpoint as it ends."""
+    """A long `zbc run` with a checkpoint at its end."""
     plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6}, checkpoint={"every": 10**5})
     return [sys.executable, "-m", "zbc", "run", str(plan), "--local", "2", "--out", str(out)]
 
 
 def has_signals_as_they_are():
-    """As without nohup, under which this suite may run."""
+    """Restores the signals that nohup, under which this suite may run, ignores."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
 
@@ -40,7 +40,7 @@ def has_steps(out, count):
 
 
 def saved(out):
-    """Whether what the last step left is in a checkpoint."""
+    """Whether the result of the last step is in a checkpoint."""
     return disk.newest(out / "checkpoints") == disk.folder_of(out / "checkpoints", len(metrics(out)))
 
 
@@ -77,7 +77,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def read_until_closed(terminal, over):
-    """Show nothing of it, but take what is written, until the window is closed."""
+    """Reads and drops the output until the window is closed."""
     while not over():
         os.read(terminal, 4096)
     os.close(terminal)

@@ -1,4 +1,4 @@
-"""`train.hook`: what a user's function is told after each step, and how it ends a run."""
+"""`train.hook`: the arguments of a user's function after each step, and its end of a run."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ def fails(step):
 
 
 def ends(step):
-    """The third step, on the last rank alone."""
+    """A hook that ends the run at the third step, on the last rank alone."""
     return step.number == 3 and step.rank == step.ranks - 1
 
 

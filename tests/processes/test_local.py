@@ -1,4 +1,4 @@
-"""`zbc run --local`: it trains, and whatever goes wrong in one rank ends all and says where."""
+"""`zbc run --local`: it trains, and any failure of one rank ends all and is reported with its place."""
 
 import json
 import multiprocessing
@@ -83,7 +83,7 @@ def test_a_run_says_what_it_is_in_its_directory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hangup():
-    """SIGHUP as it is without nohup, under which this suite may run: there it is ignored, and zbc leaves it so."""
+    """Restores SIGHUP, which is ignored under nohup, where this suite may run; zbc leaves an ignored SIGHUP ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -187,7 +187,7 @@ class Process:
 
 @pytest.fixture
 def ranks():
-    """`ranks((exit code or None, what it said), ...)` is a parent of such ranks, and the lines that it shows."""
+    """`ranks((exit code or None, messages), ...)` is a parent of such ranks, and the lines that it shows."""
     opened = []
 
     def make(*ranks, board=None):
@@ -208,7 +208,7 @@ def ranks():
 
 
 def supervised(parent):
-    """What supervising these ranks ends in."""
+    """The error of supervising these ranks."""
     read, write = os.pipe()
     try:
         with pytest.raises(ZbcError) as raised, local._ended(parent):
@@ -220,21 +220,21 @@ def supervised(parent):
 
 
 def test_the_lines_of_a_run_that_fails_are_shown_however_late_they_are_read(ranks):
-    """In time for none of them: the failure of one rank is heard as soon as the first line of another."""
+    """Even if the failure of one rank is read as early as the first line of another."""
     failure = ZbcError("E704", "run: step 3 has gradients that are not finite")
     parent, lines = ranks((None, [("line", f"step {n}") for n in (1, 2, 3)]), (None, [("failed", failure)]))
     assert supervised(parent).code == "E704" and lines == ["step 1", "step 2", "step 3"]
 
 
 def test_a_rank_that_died_is_the_cause_however_late_that_is_seen(ranks):
-    """By then another one has told that it lost it."""
+    """Another rank has reported the lost connection by then."""
     lost = ("failed", ZbcError("E702", "run: rank 0 lost rank 1 at RECV_B s0 m0 <r1"))
     parent, _ = ranks((None, [lost]), (-9, []))
     assert supervised(parent).message == "run: rank 1 was killed by SIGKILL"
 
 
 def test_ranks_that_left_in_silence_are_not_the_cause(ranks):
-    """They left because rank 0 reports why, which it could not: nobody read its lines."""
+    """They exit silently because rank 0 reports the cause, but its lines could not be read."""
     failure = ("failed", ZbcError("E703", "run: rank 0 failed: ValueError: out of luck"))
     board = Board(dist.HashStore(), 0, 2)
     assert board.claim()

@@ -35,7 +35,7 @@ def result(step=0, **changes):
 
 @pytest.fixture
 def open_log(tmp_path, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)  # whatever terminal these tests were started in
+    monkeypatch.delenv("COLUMNS", raising=False)  # set by some terminals
 
     def open_log(steps=12, out=tmp_path / "run", go_on=None, first=0, **changes):
         plan = write_plan(tmp_path, **{"log": {"every": 5}, **changes})
@@ -67,7 +67,7 @@ def test_a_line_is_broken_between_its_numbers_where_a_terminal_is_narrow(columns
 
 
 def test_what_a_run_gets_done_is_what_its_plan_would_at_the_same_time_of_a_step(open_log, tmp_path):
-    """One function makes both, so a prediction is off by the time of a step and by nothing else."""
+    """One function computes both, so a prediction is off only by the time of a step."""
     with open_log(log={"every": 5, "peak_tflops": 0.001}) as log:
         told = json.loads((tmp_path / "run" / "run.json").read_text())["predicted"]
         log.record(result(seconds=told["barrier_ms"] / 1e3))
@@ -220,7 +220,7 @@ def test_tensorboard_has_every_finite_number_of_every_step(open_log, tmp_path):
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_tensorboard_has_each_step_once_when_a_run_goes_on(open_log, tmp_path, first):
-    """Behind a checkpoint, or from its beginning where it had none yet."""
+    """After a checkpoint, or from the beginning without one."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with open_log(log={"tensorboard": True}) as log:
@@ -234,7 +234,7 @@ def test_tensorboard_has_each_step_once_when_a_run_goes_on(open_log, tmp_path, f
 
 
 class FakeWandb:
-    """Weights & Biases as far as it is used; the package itself is large, and is not needed to see what it is told."""
+    """A fake of Weights & Biases that records calls; the real package is large and not needed for that."""
 
     def __init__(self):
         self.told = []
@@ -386,7 +386,7 @@ def test_what_the_flight_recorder_holds_is_written_where_torch_would(tmp_path, m
     monkeypatch.delattr(f"{c10d}._dump_fr_trace", raising=False)
     torchrun.write_flight_record(path)
     assert path == tmp_path / "fr_3" and not path.exists()
-    for name in ("_dump_fr_trace", "_dump_nccl_trace"):  # the second is asked where torch has both
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):  # the second is called if torch has both
         monkeypatch.setattr(f"{c10d}.{name}", lambda name=name: name.encode(), raising=False)
         torchrun.write_flight_record(path)
         assert path.read_bytes() == name.encode()

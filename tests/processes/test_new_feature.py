@@ -48,7 +48,7 @@ def build(context):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A copy of zbc beside the one here, each with a plan of the same job."""
+    """This zbc and a copy of it, each with a plan of the same job."""
     folder = tmp_path_factory.mktemp("feature")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(zbc.__file__).parent, folder / "more" / "zbc", ignore=ignored)

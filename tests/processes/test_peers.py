@@ -1,4 +1,4 @@
-"""Which ranks share a GPU, how they then talk, and which GPU each takes; GPUs are made up."""
+"""Ranks that share a GPU, their transport, and the GPU of each rank; with fake GPUs."""
 
 import socket
 from datetime import timedelta
@@ -18,7 +18,7 @@ HERE, OTHER_GPU, OTHER_HOST = ("", ""), ("GPU-0", "GPU-1"), ("here", "there")
 
 
 class Said:
-    """A board on which other ranks have said what this one says, but for the words that they change."""
+    """A board on which other ranks have posted the same as this one, except for given changes."""
 
     rank = 0
 

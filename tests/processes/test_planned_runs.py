@@ -65,7 +65,7 @@ def test_a_job_is_planned_and_run_in_one_go_with_the_options_of_a_job(tmp_path):
 def test_under_torchrun_the_first_rank_plans_and_the_others_take_its_plan(tmp_path):
     (tmp_path / "job.toml").write_text(toml_text(pp=2, m=2, layers=4, train={"steps": 2}, optimizer={}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "zbc"]
-    for kind in ("1f1b", "zb-h1"):  # the second launch must not take what the first one said
+    for kind in ("1f1b", "zb-h1"):  # the second launch must not read the first one's word
         done = ran(tmp_path, "run", "job.toml", "--schedule", kind, command=torchrun)
         assert done.stderr.count("ms a step predicted") == 1 and f"{kind} on 2 cpu ranks" in done.stdout
     assert {read_manifest(path).schedule for path in (tmp_path / "runs/plans").glob("job-*")} == {"1f1b", "zb-h1"}
@@ -74,7 +74,7 @@ def test_under_torchrun_the_first_rank_plans_and_the_others_take_its_plan(tmp_pa
 @pytest.mark.limit(240)
 @pytest.mark.repeats
 def test_tuning_finds_a_plan_that_is_no_slower_than_the_first(tmp_path):
-    """Layers that sleep for times of their own, in GPipe with all layers taken to be alike: there is much to find."""
+    """Layers with different sleeping times, planned as GPipe with equal layers: there is much to gain."""
     (tmp_path / "zbc.toml").write_text(SLEEPING)
     done = ran(tmp_path, "tune", "zbc.toml", "--best", "1", "--steps", "4", "--json", "-o", "tuned")
     told = json.loads(done.stdout)
@@ -93,7 +93,7 @@ TOOK = {"gpipe": 90.0, "zb-h1": 50.0, "1f1b": 70.0}
 
 @pytest.fixture
 def pretending(tmp_path, monkeypatch):
-    """A tuner whose commands take no time: a run takes what `TOOK` says of its schedule."""
+    """A tuner whose commands take no time: a run takes the time in `TOOK` for its schedule."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zbc.compiler.schedules.SCHEDULES", {name: _card(name) for name in TOOK})
     Path("zbc.toml").write_text(toml_text(kind="gpipe", m=4))

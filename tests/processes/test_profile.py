@@ -1,4 +1,4 @@
-"""`zbc profile`: processes that measure, a file that plans, and errors that come through."""
+"""`zbc profile`: processes that measure, a file for plans, and errors that are reported."""
 
 import json
 

@@ -59,7 +59,7 @@ def test_replicas_share_the_optimizers_work(tmp_path):
 
 
 def test_a_replica_that_does_not_sum_is_caught(tmp_path):
-    """The planted bug of this design: its weights would drift away from those of the other."""
+    """The planted bug of this design: its weights would drift away from the other replica's."""
     from tests.processes.plans import compiled
     from zbc.compiler.check import check_all
     from zbc.errors import ZbcError

@@ -1,4 +1,4 @@
-"""`zbc run --local N --max-restarts K`: ranks that are killed come back, and the run ends as if nobody had died."""
+"""`zbc run --local N --max-restarts K`: killed ranks are restarted, and the run ends as an undisturbed one."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def result(out):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """Of a run that nobody disturbs."""
+    """The result of an undisturbed run."""
     folder = tmp_path_factory.mktemp("whole")
     run_here(plan_of(folder), 2, folder / "run")
     return result(folder / "run")

@@ -1,4 +1,4 @@
-"""Ranks that were started together find each other, whatever earlier starts left behind."""
+"""Ranks that were started together find each other, independent of leftovers of earlier starts."""
 
 import threading
 from datetime import timedelta
@@ -60,7 +60,7 @@ def test_a_start_that_never_was_complete_does_not_hold_up_the_next(store):
 
 
 def test_a_launch_is_told_from_every_other_one_whatever_it_is_called(store):
-    """torchrun calls every launch "none" unless it is told a name, and that may be given again the next day."""
+    """torchrun calls every launch "none" unless it is given a name, which may be used again later."""
     other = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
     for name in ("none", "job1"):
         first = launch_of(store, name, 1, restarted=False)

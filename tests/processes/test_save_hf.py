@@ -25,7 +25,7 @@ SIZES = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": 8}
 
 @pytest.fixture(params=few(["gpt", "gpt tied", "llama"], ("llama",)))
 def folder(request, tmp_path):
-    """A folder of each family, written without transformers: the untrained layers of a job."""
+    """A folder of each family with the untrained layers of a job, written without transformers."""
     section = {**SIZES, "family": request.param.split()[0], "tie_embeddings": "tied" in request.param}
     section |= {"rope_scaling": {"kind": "linear", "factor": 2.0}, "kv_heads": 1} if request.param == "llama" else {}
     model = Model.model_validate(section)

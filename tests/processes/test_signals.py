@@ -1,4 +1,4 @@
-"""The first signal asks, a later one insists, and a blocked main thread keeps neither from being heard."""
+"""The first signal asks a run to end, a later one forces it, and both work with a blocked main thread."""
 
 import os
 import signal

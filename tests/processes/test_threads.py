@@ -1,4 +1,4 @@
-"""`zbc run --local N --threads`: ranks as threads train what processes train, and end as they do."""
+"""`zbc run --local N --threads`: ranks as threads train the same as processes, and end the same way."""
 
 import json
 import signal

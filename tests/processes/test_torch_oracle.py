@@ -1,4 +1,4 @@
-"""Torch's own runtime, told by an exported CSV to run the same order, finds the same losses and gradients."""
+"""torch's own runtime computes the same losses and gradients with the same order from an exported CSV."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ from zbc.training.data.data import Batches, build_samples
 from zbc.training.models import model
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-UNORDERED = ("braid-v",)  # a W comes later than those of later microbatches, and torch adds up norms in W, we in B
+UNORDERED = ("braid-v",)  # a W runs after W of later microbatches, and torch sums gradients of norms in W, zbc in B
 M = 8  # torch scales gradients by 1/8 at the end, ours from the start, which is the same bits
 
 
@@ -50,7 +50,7 @@ def test_torch_runs_groups_of_two_to_the_same_bits(pool):
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
 @pytest.mark.parametrize("schedule", few(SCHEDULES, ("1f1b", "zb-h1")))
 def test_torch_runs_our_transfers_too_to_the_same_bits(pool, tmp_path, schedule):
-    """In the dialect compute_comms, which torch takes as it is; dualpipe-v in groups of two."""
+    """In the dialect compute_comms, which torch runs unchanged; dualpipe-v in groups of two."""
     overlap = schedule == "dualpipe-v"
     try:
         program = lower(SCHEDULES[schedule].make(Request(4, M, SCHEDULES[schedule].default_chunks, overlap=overlap)))
@@ -64,7 +64,7 @@ def test_torch_runs_our_transfers_too_to_the_same_bits(pool, tmp_path, schedule)
 
 
 def agrees(pool, program, path=None, *, exactly=True):
-    """Both runtimes train one step with the order: torch by `zbc.torch_schedule`, or with this lowered form."""
+    """Asserts that both runtimes agree on one step: torch by `zbc.torch_schedule`, or with this lowered form."""
     plan = make_plan(program, keep=gloo_ranks.without_step)
     theirs = pool.run(torch_peer.train, plan, path)
     ours = pool.run(gloo_ranks.train, plan, 1)
@@ -89,7 +89,7 @@ def test_torch_schedule_runs_two_stages_a_rank_on_four_ranks(pool, schedule):
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 hangs in its own transfers of such orders")
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-v", "looped-zb"], ("zb-v",)))
 def test_stages_in_fsdp2_get_the_gradients_of_one_process_with_b_and_w_apart(pool, schedule):
-    """Two replicas of two ranks, which share out the weights of each stage."""
+    """Two replicas of two ranks, with the weights of each stage sharded."""
     program = make_program(schedule, 2, 4)
     plan = make_plan(program, keep=gloo_ranks.without_step)
     found = gloo_ranks.unpack(pool.run(torch_peer.sharded, plan))
@@ -115,7 +115,7 @@ JUDGE = getattr(pipelining, "analyze_pipeline_activation_liveness", None)
 @pytest.mark.skipif(JUDGE is None, reason="torch looks how long activations live from 2.15 on")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_torch_finds_as_many_activations_alive_on_each_rank_at_once(schedule):
-    """Its slots are those of an activation that lives from F to W; ours with as much left by B as F kept."""
+    """In torch's analysis an activation lives from F to W; ours is run with B leaving W all that F kept."""
     program = make_program(schedule, 4, M)
     try:
         torch_csv.dumps(program)
@@ -128,7 +128,7 @@ def test_torch_finds_as_many_activations_alive_on_each_rank_at_once(schedule):
 
 
 def alive(program, rank, judge=JUDGE):
-    """How many activations of its stages there are on a rank at once, by torch."""
+    """The most activations of its stages on a rank at once, by torch."""
     mine = program.placement.stages_of(rank)
     total = program.placement.stages
     stages = [

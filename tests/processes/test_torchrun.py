@@ -56,7 +56,7 @@ def test_torchrun_trains_and_rank_0_shows_every_line_once(tmp_path):
 
 
 def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path):
-    """Without torchrun, too: any launcher that sets the usual variables will do, and rank 0 hosts the store."""
+    """Without torchrun, too: with any launcher that sets the usual variables; rank 0 hosts the store."""
     mine = {"parallel": {"pp": 2}, "model": {"family": "mylayers:layers", "loss": "mse"}, "data": DATA}
     plans = []
     for name, kind, size in (("first", "1f1b", 8), ("second", "zb-h1", 9)):
@@ -87,7 +87,7 @@ def test_ranks_with_different_plans_and_code_are_told_so_by_one_of_them(tmp_path
 @pytest.mark.repeats
 @pytest.mark.limit(240)
 def test_two_machines_restart_behind_the_newest_checkpoint_and_save_when_they_are_asked_to_end(tmp_path):
-    """torchrun counts restarts per machine: one counts the rank that was killed, the other may count none."""
+    """torchrun counts restarts per machine: one counts the killed rank, the other may count none."""
     tables = {"parallel": {"pp": 2}, "train": {"steps": 10**6, "watchdog_s": 20.0}, "checkpoint": {"every": 4}}
     plan, out = write_plan(tmp_path, **tables), tmp_path / "run"
     there = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two"]
@@ -214,7 +214,7 @@ def test_a_signal_that_killed_a_rank_elsewhere_is_in_the_headline():
 
 @pytest.mark.parametrize("store_there", [False, True])
 def test_a_run_that_is_asked_to_end_before_its_first_step_says_so_once(tmp_path, store_there):
-    """One of two ranks, which waits for the other; before that, for a store that another process is to host."""
+    """One of two ranks, which waits for the other, or before that for the store of another process."""
     plan, port = write_plan(tmp_path, parallel={"pp": 2}), free_port()
     place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     place |= {"RANK": "0" if store_there else "1", "MASTER_PORT": str(port)}
@@ -243,7 +243,7 @@ def catches(pid, number):
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Put this process in the place of a rank."""
+    """Sets the environment of this process to that of a rank."""
 
     def place(rank, world, **more):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}

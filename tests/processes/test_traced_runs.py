@@ -1,4 +1,4 @@
-"""`zbc run --trace`: processes record the steps they are asked to, and what a killed run recorded can be read."""
+"""`zbc run --trace`: processes record the given steps, and the recording of a killed run can be read."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from zbc.plan.directory import StoredPlan
 from zbc.trace import recording as trace
 from zbc.training.recording.measure import CATEGORIES
 
-SLEEPERS = {  # steps of a quarter of a second, beside which it is little when a busy machine stops a rank for a moment
+SLEEPERS = {  # steps of a quarter of a second, long compared with the stalls of a busy machine
     "model": {"family": "tests.runtime.ticking:sleepers", "loss": "mse", "args": {"ms": [[8.0] * 3] * 4, "width": 8}},
     "data": {"kind": "tests.runtime.ticking:Vectors", "args": {"width": 8}},
 }
@@ -59,7 +59,7 @@ def test_steps_of_every_phase_of_a_ramp_are_recorded_beside_their_plan(tmp_path)
 
 
 def test_all_that_ranks_hold_at_one_moment_is_predicted_with_shared_optimizers(tmp_path):
-    """The sums' buffers and the activations are largest at different ops: a sum of both peaks would be too much."""
+    """Buffers of sums and activations peak at different ops: the sum of both peaks would be too large."""
     model = {"layers": 4, "hidden": 256, "heads": 4, "vocab": 256, "seq_len": 64}
     parallel, optimizer = {"pp": 2, "dp": 2}, {"zero1": True}
     schedule = {"kind": "zb-h1", "microbatches": 4}
@@ -75,7 +75,7 @@ def test_all_that_ranks_hold_at_one_moment_is_predicted_with_shared_optimizers(t
 
 @pytest.mark.repeats
 def test_what_a_killed_run_recorded_can_be_read(tmp_path):
-    """A hundred steps in, those that are not yet written down are the last few."""
+    """After a hundred steps only the last few are not written yet."""
     plan, out = write_plan(tmp_path, parallel={"pp": 2}), tmp_path / "run"
     kill = at_step(100, lambda: os.kill(processes(out)[1], signal.SIGKILL))
     with pytest.raises(ZbcError, match="was killed by SIGKILL"):
@@ -86,7 +86,7 @@ def test_what_a_killed_run_recorded_can_be_read(tmp_path):
 
 @pytest.mark.repeats
 def test_a_rank_that_fails_has_written_down_all_it_recorded(tmp_path):
-    """Its disk takes a tenth of a second for a line, so that most are still to be written when a layer raises."""
+    """Its disk takes a tenth of a second per line, so that most lines are not written yet when a layer raises."""
     changes = troubled("raise", good=4 * 20)
     changes["model"] = {**changes["model"], "family": "tests.processes.user_layers:slowly_traced_layers"}
     with pytest.raises(ZbcError, match="out of luck"):
@@ -113,7 +113,7 @@ def test_steps_beyond_the_run_are_refused_before_it_starts(tmp_path):
 
 
 def test_groups_in_turns_are_compared_with_what_was_predicted(tmp_path):
-    """The first op of a group waits for the messages of both, and no op of it says what it takes alone."""
+    """The first op of a group waits for the messages of both, so no op's time is its time alone."""
     model = {"layers": 6, "hidden": 32, "heads": 4, "vocab": 64, "seq_len": 32}
     schedule = {"kind": "braid-v", "microbatches": 6, "microbatch_size": 2}
     plan = write_plan(tmp_path, parallel={"pp": 2, "tp": 2}, schedule=schedule, model=model)

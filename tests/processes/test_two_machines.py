@@ -1,4 +1,4 @@
-"""Ranks spread over machines, started as docs/multinode.md says: network namespaces, or two torchrun agents on one."""
+"""Ranks on several machines, started as in docs/multinode.md: network namespaces, or two torchrun agents on one."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def written(start):
 
 
 def documented(start, ranks=1):
-    """The commands of the page that begin like this, for so many ranks a machine; `node1` is to be filled in."""
+    """The commands of the page that begin like this, for `ranks` ranks per machine; `node1` has to be filled in."""
     return [line.replace("--nproc-per-node 4", f"--nproc-per-node {ranks}") for line in written(start)]
 
 
@@ -67,7 +67,7 @@ def running(*processes):
 
 
 def trains(plan, out, places, commands):
-    """Run one command on each machine; the losses are those of one process."""
+    """Runs one command on each machine; asserts the losses of one process."""
     processes = [
         place.start(["bash", "-c", f"{command} --out {out}"], plan.parent)
         for place, command in zip(places, commands, strict=True)
@@ -106,7 +106,7 @@ SLURM = {"SLURM_JOB_NODELIST": "some[1-2]", "SLURM_NNODES": "2", "SLURM_NTASKS":
 
 
 def submitted(script, folder, tasks):
-    """What a script's tasks say of how they were started, where srun starts one after the other."""
+    """The start parameters that a script's tasks print, with an srun that starts them one after the other."""
     loops = "for task in $(seq 0 $((2 * tasks - 1))); do SLURM_PROCID=$task SLURM_NODEID=$((task / tasks))"
     for name, text in {
         "scontrol": 'test "$1 $2 $3" = "show hostnames some[1-2]" && printf "some1\\nsome2\\n"',
@@ -152,7 +152,7 @@ def test_the_manifest_for_kubernetes_starts_what_is_started_by_hand_in_each_pod(
 
 
 def test_a_machine_that_cannot_be_reached_is_named_with_its_interface(two, plan):
-    """Without agents, as any launcher starts ranks; the second one listens where only itself can come."""
+    """Without agents, as any launcher starts ranks; the second machine listens on an address that only it reaches."""
     one = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     one |= {"MASTER_ADDR": two[0].address, "MASTER_PORT": str(free_port())}
     command = ["python", "-m", "zbc", "run", "plan"]
@@ -171,7 +171,7 @@ def test_a_machine_that_cannot_be_reached_is_named_with_its_interface(two, plan)
 
 @pytest.mark.repeats
 def test_a_run_outlives_an_outage_and_names_the_machine_that_is_gone_for_good(two, tmp_path):
-    """Each machine has a name of its own; one end of the cable is down for longer than goes untold, then for good."""
+    """Each machine has a name of its own; one end of the cable is down until it is reported, then permanently."""
     plan = write_plan(tmp_path, parallel={"pp": 2}, train={"steps": 10**6, "watchdog_s": 25.0}, log={"every": 1})
     out, port = tmp_path / "run", free_port()
     start = f"exec torchrun --nnodes 2 --nproc-per-node 1 --master-addr {two[0].address} --master-port {port}"
@@ -210,7 +210,7 @@ us = [[0, 300, 300, 300], [300, 0, 300, 300], [300, 300, 0, 300], [300, 300, 300
 
 @pytest.mark.repeats
 def test_the_order_of_a_table_of_links_is_as_fast_as_their_cables(tmp_path):
-    """Messages of 128 KiB take 110 ms over a slow cable, of which the order that was found needs none."""
+    """Messages of 128 KiB take 110 ms over a slow cable; the order from the table uses none of these."""
     if WHY is not None:
         pytest.skip(WHY)
     (tmp_path / "links.toml").write_text(TABLE)

@@ -1,4 +1,4 @@
-"""The watchdog reports a run that stands still, once, and no other."""
+"""The watchdog reports a run without progress, once, and no other run."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ from zbc.training.watchdog import Watchdog, in_time
 
 
 class Ends:
-    """What a watchdog decided."""
+    """The decisions of a watchdog."""
 
     def __init__(self):
         self.errors, self.orphaned, self.any = [], [], threading.Event()
@@ -81,7 +81,7 @@ def test_a_run_stands_still_only_if_no_rank_has_begun_an_op(watchdog, seconds, a
 
 
 def late_listener():
-    """Rank 0 of 2 under a watchdog of two seconds, and 99 s: rank 1 was stopped at 97, which was heard at 98.7."""
+    """Rank 0 of 2 at 99 s, under a watchdog of two seconds: rank 1 was stopped at 97, which was reported at 98.7."""
     dog, ends = make(limit=2.0)
     dog._awake_since = 0.0
     dog.watch(Progress())
@@ -200,7 +200,7 @@ def test_ranks_that_were_never_heard_and_ranks_outside_of_steps_have_a_line(watc
 
 
 def begin(store, dogs):
-    """Have watchdogs begin, and hear each other."""
+    """Starts watchdogs, and waits until they have heard each other."""
     for dog, ends in dogs:
         dog._hung = lambda error, tell=ends.hung: (Board(store, 0, len(dogs)).report(7), tell(error))
         dog.phase("starting", waiting=True)
@@ -282,7 +282,7 @@ def test_a_store_that_does_not_answer_keeps_no_rank_from_reporting(monkeypatch):
 
 
 class Mortal:
-    """A store that ends when it is told to."""
+    """A store that can be ended."""
 
     def __init__(self):
         self.store, self.dead = dist.HashStore(), threading.Event()
@@ -332,7 +332,7 @@ def test_a_call_that_fails_or_takes_too_long_gives_nothing():
 
 
 class Elsewhere:
-    """A thread that stands still in a function of its own, under a watchdog that was made there."""
+    """A thread that blocks in its own function, under a watchdog created there."""
 
     def __init__(self, make):
         self.made, self.go = threading.Event(), threading.Event()
@@ -349,7 +349,7 @@ def test_the_late_rank_says_in_which_function_it_is_and_the_one_that_waits_repor
     store = dist.HashStore()
     late, waiting = (Elsewhere(lambda r=r: make(r, 2, limit=0.3, store=store)) for r in (1, 0))
     begin(store, [(one.dog, one.ends) for one in (late, waiting)])
-    late.dog.stand_down()  # it only says where it is
+    late.dog.stand_down()  # it only reports its position
     late.dog.watch(in_op("F s1 m6", since=0.0))
     until(lambda: waiting.dog._listener.heard[1].beat.total)  # until it is heard to be in a step
     waiting.dog.watch(in_op("VALIDATE", since=0.0, waiting=True))
@@ -367,7 +367,7 @@ def test_the_late_rank_says_in_which_function_it_is_and_the_one_that_waits_repor
 
 
 def together(*calls):
-    """What each call returns or raises, all running at the same time."""
+    """The result or exception of each call, all running at the same time."""
 
     def run(index):
         try:

@@ -1,4 +1,4 @@
-"""What ranks have on its way to and from their neighbours is what was predicted, with processes as well."""
+"""Bytes in flight between ranks are as predicted, with processes as well."""
 
 import statistics
 from dataclasses import replace
@@ -32,7 +32,7 @@ def sleeping(**changes):
 
 @pytest.fixture(scope="module")
 def profile():
-    """Knows for how long, and was weighed."""
+    """A profile with the sleeping times and measured bytes."""
     described, cpu = sleeping(), torch.device("cpu")
     rig = build_rig(described, cpu)
     times = dict(zip(rig.order, MS, strict=True))
@@ -66,7 +66,7 @@ def test_buffers_of_processes_are_those_predicted(kind, p, m, profile, pair, poo
 
 @pytest.mark.parametrize("vocab", few([512, 3000], (512,)))
 def test_buffers_of_processes_that_share_out_the_optimizer_are_those_predicted(vocab, pool, tmp_path):
-    """A message that is on its way after the op that began it is nothing that this op alone needs."""
+    """A message still in flight after the op that started it must not count as workspace of that op."""
     changes = {"model": {"vocab": vocab, "seq_len": 64}, "parallel": {"dp": 2}, "optimizer": {"zero1": True}}
     compiled = compile_job(job(data={"kind": "synthetic"}, kind="1f1b", pp=2, m=6, layers=6, **changes))
     compiled.write(tmp_path / "plan")

@@ -56,7 +56,7 @@ def train(rank: int, plan: StoredPlan, path: str | None) -> tuple[list[float], b
 
 
 def sharded(rank: int, plan: StoredPlan) -> bytes:
-    """The gradients of one step of two replicas of the pipeline, packed: each stage is in FSDP2 over its copies.
+    """The gradients of one step of two replicas of the pipeline, packed: each stage in FSDP2 over its copies.
 
     Ranks 2r and 2r + 1 are the copies of rank r of the pipeline.
     """
@@ -90,7 +90,7 @@ def sharded(rank: int, plan: StoredPlan) -> bytes:
 
 
 def refused(rank: int, plan: StoredPlan, changes: dict[str, object]) -> str:
-    """What `zbc.torch_schedule` says of stages that are not the plan's."""
+    """The error of `zbc.torch_schedule` for stages that are not the plan's."""
     placement = plan.manifest.to_placement()
     mine = changes.get("stages", {}).get(rank, placement.stages_of(rank))  # type: ignore[attr-defined]
     total = int(changes.get("total", placement.stages))  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""Several machines: network namespaces with a cable between each pair, where this user may make some."""
+"""Several machines: network namespaces with a cable between each pair, if this user may create them."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ _MADE = count()  # so that names are new
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a command runs: `enter` stands in front of it."""
+    """A machine; `enter` is the prefix of a command that runs on it."""
 
     address: str
     interface: str
@@ -33,7 +33,7 @@ class Machine:
 
 
 def refusal() -> str | None:
-    """Why no namespaces can be made here; None if they can."""
+    """Why no namespaces can be created here; None if they can."""
     try:
         with machines():
             return None
@@ -44,9 +44,9 @@ def refusal() -> str | None:
 
 @contextmanager
 def machines(number: int = 2, slow: Mapping[tuple[int, int], str] = MappingProxyType({})) -> Iterator[list[Machine]]:
-    """So many that see each other and nothing else, each pair by a cable of its own; `slow` ones as tc: "40mbit".
+    """`count` machines that reach only each other, each pair by a cable of its own; `slow` cables as in tc: "40mbit".
 
-    A machine has one address, on all of its cables. Raises OSError or CalledProcessError where that is not allowed.
+    A machine has one address, on all of its cables. Raises OSError or CalledProcessError if that is not allowed.
     """
     tag = f"z{os.getpid() % 100000}{'abcdefgh'[next(_MADE) % 8]}"
     names, made = [f"{tag}n{k}" for k in range(number)], list[str]()

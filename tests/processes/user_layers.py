@@ -18,7 +18,7 @@ from zbc.training.metrics.metrics import RunRecord
 
 
 class Trouble(nn.Module):
-    """A linear layer that goes wrong after `good` forwards, in the way called `how`."""
+    """A linear layer that fails after `good` forwards, in the way named `how`."""
 
     def __init__(self, how: str, good: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def layers(how: str = "", good: int = 0) -> list[nn.Module]:
 
 
 def late_layers(how: str = "", good: int = 0) -> list[nn.Module]:
-    """The same, in a run whose rank 0 takes a second to write down a step that was skipped, and disks half of one."""
+    """The same, in a run whose rank 0 takes a second to log a skipped step, and whose disks take half a second."""
     record, write = RunRecord.record, saving.write_parts
 
     def late(self: RunRecord, result: StepResult) -> str | None:
@@ -73,7 +73,7 @@ def late_layers(how: str = "", good: int = 0) -> list[nn.Module]:
 
 
 def slowly_traced_layers(how: str = "", good: int = 0) -> list[nn.Module]:
-    """The same, where a line of a trace takes a tenth of a second to write."""
+    """The same, in a run in which a line of a trace takes a tenth of a second to write."""
     step = Writer.step
 
     def slowly(self: Writer, timing: Timing) -> None:
