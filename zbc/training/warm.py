@@ -1,8 +1,8 @@
-"""Before the first step on a GPU: use every kernel, and every group at its real size, while nothing is posted.
+"""Warm-up before the first step on a GPU: uses every kernel, and every group at its real size, with nothing posted.
 
-The first use of a kernel loads it, that of a group connects it, and memory comes from the driver: each may wait until
-the device has nothing to do. Behind a posted receive that is until the message comes, which may need what waits.
-Afterwards weights, gradients, optimizers and buffers are as they were, bit by bit.
+The first use of a kernel loads it, that of a group connects it, and memory is allocated by the driver: each may wait
+until the device is idle. After a posted receive that is when the message arrives, which may depend on the waiting op: a
+deadlock. Afterwards weights, gradients, optimizers and buffers are unchanged, bit by bit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zbc.training.building.context import Settings
 from zbc.training.data.prefetch import AHEAD
 from zbc.training.evaluate import evaluating
 
-_FEW = 64  # elements of a parameter that stands for all of its type
+_FEW = 64  # elements of a parameter that represents all of its type
 
 
 def warm(worker: Worker) -> None:
@@ -80,7 +80,7 @@ def _warm(worker: Worker, settings: Settings) -> None:
 
 
 def _compute(worker: Worker, stage: Stage, losses: dict[int, Tensor | float]) -> None:
-    """F and the backwards of a stage, twice: the second time gradients are added to."""
+    """Runs F and the backwards of a stage, twice: the second time gradients are accumulated."""
     if _counts(stage):
         return
     ops = [op for run in worker.phase_runs for op in run.plan.ops if op.stage == stage.index]
@@ -92,14 +92,14 @@ def _compute(worker: Worker, stage: Stage, losses: dict[int, Tensor | float]) ->
 
 
 def _counts(stage: Stage) -> bool:
-    """Whether a forward leaves something behind that is in no buffer, so that one more would show."""
+    """Whether a forward changes state outside of buffers, so that one more would change the training."""
     return any(layer.traits.carries or layer.traits.mixes for layer in stage.layers)
 
 
 def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | None:
-    """A microbatch through a stage and back; its loss, if it ends in one.
+    """Runs forward and backward of a microbatch through a stage; returns its loss, if it ends in one.
 
-    What moves to the host meanwhile does so here, too, for which the stage's host memory is made.
+    Offloads and reloads if the plan does, which allocates the stage's host memory.
     """
     x, finish = _input(worker, stage), _finish(worker, stage)
     slot = Slot() if split or stage.slotted else None
@@ -110,7 +110,7 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
     keeps = worker.features.of(Offloads).moves if moves else KEEPS
     y, left = keeps.forward(worker, stage, x, 0, finish, slot)
     assert left is not None
-    del x  # as in a step, where only what F left has it
+    del x  # as in a step, where only the saved state of F has it
     if moves:
         for turn in (left.entry.offload, left.entry.release, left.entry.reload, left.entry.arrive):
             turn(moves[0])
@@ -127,7 +127,7 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
 
 
 def _share_words(worker: Worker) -> None:
-    """I, S, T and E of a microbatch or its first slice, twice: the second time gradients are added to."""
+    """Runs I, S, T and E of a microbatch or its first slice, twice: the second time gradients are accumulated."""
     shared = worker.features.find(Vocabulary)
     if shared is None or worker.batches is None:
         return
@@ -165,7 +165,7 @@ def _finish(worker: Worker, stage: Stage) -> Callable[[Tensor], Tensor]:
 
 
 def _carried(worker: Worker, read: Callable[[int, int], Tensor]) -> Tensor:
-    """The first microbatch, on the device; and as much pinned memory as is ever on its way there."""
+    """The first microbatch, on the device; also allocates the maximum of pinned memory for later ones."""
     tensor = read(worker.step, worker.number(0))
     if worker.device.type == "cuda":
         pinned = [tensor.clone().pin_memory() for _ in range(AHEAD + 2)]
@@ -174,7 +174,7 @@ def _carried(worker: Worker, read: Callable[[int, int], Tensor]) -> Tensor:
 
 
 def _update(worker: Worker, stage: Stage, settings: Settings) -> None:
-    """An optimizer of a few numbers of each type of the stage's weights, through all that it may be asked for."""
+    """Runs all methods of an optimizer of a few numbers of each type of the stage's weights."""
     lowered, ahead = settings.lowered, settings.optimizer.sync == "post-validate"
     parameters = {str(p.dtype): p for p in stage.parameters.values() if p.requires_grad}
     few = {name: p.detach().reshape(-1)[:_FEW].clone() for name, p in parameters.items()}
@@ -193,11 +193,11 @@ def _update(worker: Worker, stage: Stage, settings: Settings) -> None:
         made.drop()
 
 
-# ---- groups: every rank uses those it is in, in an order that all share -----------------------------------------
+# ---- groups: every rank uses its groups in the order that all ranks share ----------------------------------------
 
 
 def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
-    """Sums of gradients, weights of shared optimizers, and the vector of a step, which all ranks sum."""
+    """Runs gradient reductions, gathers of sharded weights, and the all-reduce of a step's vector."""
     for op in sorted(worker.sums, key=lambda op: (op.stage < 0, op.stage)):
         worker.sums[op].start(worker.transport)
         worker.summing.append(worker.sums[op])
@@ -213,7 +213,7 @@ def _sum(worker: Worker, losses: dict[int, Tensor | float]) -> None:
 
 
 def _signal(worker: Worker) -> None:
-    """The numbers of a step without a barrier, down the pipeline and back up."""
+    """Sends NORM down the pipeline and VERDICT back, as in a step without a barrier."""
     if not isinstance(worker.phase_run.ending, Ahead):
         return
     numbers = torch.zeros(worker.layout.size, dtype=torch.float64, device=worker.device)
@@ -228,7 +228,7 @@ def _signal(worker: Worker) -> None:
 
 
 def _transfer(worker: Worker) -> None:
-    """One message of every direction, at its size."""
+    """Sends one message of every direction, at its real size."""
     out, back = _messages(worker, sends=True), _messages(worker, sends=False)
     pairs = of_replica(worker.plan.manifest, worker.replica, directions(worker.placement), worker.at)
     for source, target in (pair for some in rounds(pairs) for pair in some):
@@ -241,7 +241,7 @@ def _transfer(worker: Worker) -> None:
 
 
 def _messages(worker: Worker, *, sends: bool) -> dict[int, tuple[Message, Tensor]]:
-    """By the rank at the other end: the first of the plan's messages, which both ends agree on, and what it carries."""
+    """By the rank at the other end: the first of the plan's messages, the same on both ends, and its tensor."""
     found: dict[int, tuple[Message, Op]] = {}
     for op in worker.plan.ops:
         if not op.kind.is_transfer or op.kind.is_recv is sends:

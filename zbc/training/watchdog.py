@@ -1,14 +1,14 @@
-"""A thread beside each rank that says where the rank is, listens to the others, and ends a run that stands still.
+"""The watchdog thread of each rank: publishes the rank's op, reads those of the others, and ends a run that hangs.
 
-A rank that waits cannot tell whether the one it waits for is slow, stuck or gone. The watchdogs can: each publishes the
-op its rank is in and for how long. When for `limit` seconds no rank has begun another op, the first to notice reports
-where every rank is. A rank whose watchdog is silent too (stopped, swapped out, its machine gone) is named as such.
+A rank that waits cannot tell whether its peer is slow, stuck or gone. The watchdogs can: each publishes the op of its
+rank and the time it has taken. When no rank has begun another op for `limit` seconds, the first watchdog to notice
+reports the op of every rank. A rank with a silent watchdog (stopped, swapped out, its machine gone) is named as such.
 
-A GPU works later than its host tells it to: there the op is the one that the device is in, which events on its stream
-say, and a rank waits if what that op needs has not come.
+A GPU runs asynchronously: there the op is the one that the device is in, by events on its stream, and a rank waits if
+the inputs of that op have not arrived.
 
-On a busy machine a sign of life may be heard seconds after it was given. So a rank counts as one that stands still once
-it has said so itself, and as silent once looks at the store, not the clock alone, have shown nothing new for a while.
+On a busy machine a heartbeat may be read seconds after it was written. So a rank counts as hanging only by its own
+heartbeats, and as silent once reads of the store, not the clock alone, have shown nothing new for a while.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from zbc.training.launch.outages import Outages, Retrying
 
 _ENDED = ZbcError("E702", "run: another rank failed").exit_code
 _Result = TypeVar("_Result")
-_CLAIM_S = 5.0  # for the store to say who reports a failure
+_CLAIM_S = 5.0  # for the store to decide which rank reports a failure
 _MUTE = "it was stopped, its machine is gone, or native code holds Python's lock"
-_ALONE_S = 5.0  # for what took the store with it to show in this rank itself
+_ALONE_S = 5.0  # for the cause of the store's end to show in this rank, too
 _LATE = "it did not answer in time"
-_DEAF_S = 10.0  # without a sign of life of itself, after which a rank goes by what it heard of others before
-_HEARD_S = 0.5  # for the others to hear that a phase begins
-_GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end in silence
+_DEAF_S = 10.0  # without reading its own heartbeat, after which a rank extrapolates the others' last ones
+_HEARD_S = 0.5  # for the others to read that a phase begins
+_GRACE_S = 20.0  # for the rank that claimed a failure to report it, before the others end silently
 
 
 class Listener:
-    """Reads the signs of life of all ranks, in a thread of its own: a store that does not answer blocks only this."""
+    """Reads the heartbeats of all ranks, in a thread of its own: a store that does not answer blocks only this one."""
 
     def __init__(self, board: Callable[[], Board], tick: float) -> None:
         self._board, self._tick = board, tick
@@ -68,7 +68,7 @@ class Listener:
                 self.looked = now
                 self.failed, self.reported = board.failed(), board.reported()
         except (RuntimeError, ZbcError):
-            self.cut_off = True  # what was heard last stays, and ages
+            self.cut_off = True  # the last heartbeats stay, and age
 
 
 class Watchdog:
@@ -87,20 +87,20 @@ class Watchdog:
     ) -> None:
         self.rank, self.ranks, self.limit = rank, ranks, limit
         self.name = name
-        self._hosts: Sequence[str] = ()  # of each rank, where there are several
+        self._hosts: Sequence[str] = ()  # of each rank, if there are several hosts
         self._outages: Outages | None = None
-        # Only the watchdog is to give up a connection that does not answer.
+        # Only the watchdog may give up a connection that does not answer.
         self._retrying = Retrying(600 + 4 * limit)
         self.tick = min(2.0, max(0.2, limit / 10))
         self._silence = max(1.5, 3 * self.tick + 0.5)
         self._board, self._hung, self._orphaned = board, hung, orphaned
-        # Building a model, reading data or writing weights takes longer than an op, and is one long op here.
+        # Building a model, reading data or writing weights takes longer than an op, and counts as one long op.
         self._patience = self._long = max(60.0, 2 * limit)
         self._progress = Progress(since=time.monotonic())
         self._awake_since = time.monotonic()
         self._standing_down = self._nearly_done = False
         self._main = threading.get_ident()  # the thread that is watched
-        self._changed, self._heard = threading.Event(), threading.Event()  # a phase began; the others may know
+        self._changed, self._heard = threading.Event(), threading.Event()  # a phase began; it was published
         self._done = threading.Event()
         self._listener = Listener(board, self.tick)
         self._thread = threading.Thread(target=self._run, name="zbc-watchdog", daemon=True)
@@ -110,39 +110,39 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching; the run is over for this rank."""
+        """Stops watching; the run has ended for this rank."""
         self._done.set()
         self._changed.set()
         self._thread.join(timeout=1.0)
         self._listener.stop()
 
     def phase(self, text: str, *, waiting: bool = False) -> None:
-        """What the rank does outside of training steps."""
+        """Sets the rank's activity outside of training steps."""
         self._progress, self._patience = Progress(op=text, waiting=waiting, since=time.monotonic()), self._long
         self._heard.clear()
         self._changed.set()
         if not waiting and self._thread.is_alive():
-            self._heard.wait(_HEARD_S)  # what runs now, a user's code, may end the process without a word
+            self._heard.wait(_HEARD_S)  # a user's code, which runs now, may end the process silently
 
     def watch(self, progress: Progress) -> None:
-        """From here on the rank trains, and all others do too."""
+        """Watches training from here on, on all ranks."""
         progress.op, progress.since = "the first step", time.monotonic()
         self._progress, self._patience = progress, self.limit
 
     def placed(self, hosts: Sequence[str], name: Callable[[int], str], say: Callable[[str], None]) -> None:
-        """From here on it is known which machine each rank is on; `say` shows what there is to say of those."""
+        """Sets the machine of each rank; `say` shows messages about outages of machines."""
         self.name = name
         if len(set(hosts)) > 1:
             self._hosts, self._outages = hosts, Outages(self.rank, hosts, say)
 
     def silent(self) -> list[int]:
-        """The other ranks that were heard once and not for some ticks up to the last look; none if nothing is heard."""
+        """Ranks with heartbeats, but no new one for some ticks before the last read; empty if this rank is one."""
         looked, heard = self._listener.looked, self._listener.heard
         quiet = [rank for rank, one in heard.items() if looked - max(one.at, self._awake_since) > self._silence]
         return [] if self.rank in quiet else quiet
 
     def await_silence(self) -> list[int]:
-        """For a rank that lost a connection: wait until it shows who is gone. Empty if all go on."""
+        """For a rank that lost a connection: waits until some ranks are silent and returns them; empty if none is."""
         deadline = time.monotonic() + 2 * self._silence + 2.0
         while time.monotonic() < deadline:
             if gone := self.silent():
@@ -151,17 +151,17 @@ class Watchdog:
         return []
 
     def stand_down(self) -> None:
-        """The rank's own thread ends the process; from here on the watchdog only beats and listens."""
+        """The rank's own thread ends the process; from here on the watchdog only publishes and reads."""
         self._standing_down = True
 
     def nearly_done(self) -> None:
-        """All ranks have met for the last time: the store may go from here on."""
+        """The last collective of all ranks has completed: from here on the store may end."""
         self._nearly_done = True
 
     def await_report(self) -> int | None:
-        """For a rank that failed because another did: stay until that one has told, so that it sees who is gone.
+        """For a rank that failed because another did: waits for that one's report, so that it still sees this rank.
 
-        Returns the exit code of all; None if that one has not told in time.
+        Returns the exit code of all ranks; None if there is no report in time.
         """
         deadline = time.monotonic() + _GRACE_S
         while self._listener.reported is None and time.monotonic() < deadline:
@@ -171,7 +171,7 @@ class Watchdog:
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def _over(self, seconds: float) -> bool:
-        """Wait until then, or until a phase begins; whether the watchdog has been stopped."""
+        """Waits for `seconds`, or until a phase begins; returns whether the watchdog has been stopped."""
         self._changed.wait(seconds)
         self._changed.clear()
         return self._done.is_set()
@@ -182,7 +182,7 @@ class Watchdog:
         while not self._over(self.tick if count else 0.0):
             now = time.monotonic()
             if now - ticked > 3 * self.tick + 2.0:
-                self._awake_since = now  # this whole process was stopped; nothing it knows is about the others
+                self._awake_since = now  # this whole process was stopped; its data about the others are outdated
             count, ticked = count + 1, now
             if board is not None and not _told(board, self._beat(count, now)):
                 board = None
@@ -204,7 +204,7 @@ class Watchdog:
             elif self._stuck(now) and not self._standing_down:
                 if self._report(now):
                     return
-                failed_at = now  # another one reports, and is to hear on that this one lives
+                failed_at = now  # another one reports, and still needs this one's heartbeats
                 self._tell_stack(board)
 
     def _leave(self) -> None:
@@ -213,7 +213,7 @@ class Watchdog:
             self._orphaned(_ENDED if reported is None else reported)
 
     def _end_alone(self) -> None:
-        """Without the store ranks cannot meet again, for a checkpoint or the end: rank 0 says so, and all go."""
+        """Ends the run, with a message of rank 0: without the store ranks cannot meet for a checkpoint or the end."""
         if self.rank != 0:
             self._orphaned(_ENDED)
             return
@@ -232,9 +232,9 @@ class Watchdog:
         return Beat(count, p.step, p.index, p.total, p.op, p.waiting, now - max(p.since, self._awake_since))
 
     def _lost(self, now: float) -> bool:
-        """Outside of steps: whether a rank, or the store, gave no sign of life for `limit` seconds, and at least ten.
+        """Outside of steps: whether a rank, or the store, gave no heartbeat for `limit` seconds, and at least ten.
 
-        Whatever takes long there, they go on giving some.
+        Heartbeats go on however long a phase takes.
         """
         looked, heard = self._listener.looked, self._listener.heard
         if self._progress.total or not looked:
@@ -243,17 +243,17 @@ class Watchdog:
         return now - max(min(signs), self._awake_since) > max(self.limit, _DEAF_S)
 
     def _stuck(self, now: float) -> bool:
-        """No rank has begun anything for `limit` seconds, or one is lost, as far as is known here."""
+        """Whether no rank has begun an op for `limit` seconds, or one is lost, as far as this rank knows."""
         if self._lost(now):
             return True
         if now - max(self._progress.seen(now).since, self._awake_since) < self._patience:
             return False
-        slack = 2 * self.tick + 0.5  # what is heard is older than what is known of oneself
+        slack = 2 * self.tick + 0.5  # heartbeats of others are older than the rank's own data
         others = (rank for rank in self._listener.heard if rank != self.rank)
         return all(self._stood_still(rank, now) >= self._patience - slack for rank in others)
 
     def _stood_still(self, rank: int, now: float) -> float:
-        """How long another rank has been in its op: by its own word, as long as more of that is to be expected."""
+        """Seconds that another rank has been in its op: by its last heartbeat, as long as more can be expected."""
         known = self._listener.heard
         heard, own = known[rank], known.get(self.rank)
         deaf = now - max(self._listener.looked if own is None else own.at, self._awake_since) > _DEAF_S
@@ -263,14 +263,14 @@ class Watchdog:
         return heard.beat.seconds + now - max(heard.at, self._awake_since)
 
     def _report(self, now: float) -> bool:
-        """Tell where every rank is, unless another one does that: whether this one has."""
-        (rows, culprits), mute = self.rows(now), self.silent()  # as it is now, however long the store takes
+        """Reports the op of every rank, unless another rank reports; returns whether this one has."""
+        (rows, culprits), mute = self.rows(now), self.silent()  # the state now, however long the store takes
         claimed = in_time(lambda: self._board().claim(), _CLAIM_S)
         if claimed is False:
             return False
         p, waited = self._progress.seen(now), max(self.limit, _DEAF_S) if self._lost(now) else self._patience
         when = f"at step {p.step + 1}" if p.total else f"while starting ({p.op})"
-        shown = culprits if claimed else [rank for rank in culprits if rank == self.rank]  # of others it is old
+        shown = culprits if claimed else [rank for rank in culprits if rank == self.rank]  # others are outdated
         rows = self.lines(rows, mute, shown) if self.ranks > 1 else rows
         if claimed is None:
             rows.append("the store of the run does not answer, so this is what was known before")
@@ -283,7 +283,7 @@ class Watchdog:
         return True
 
     def _stack(self) -> list[str]:
-        """Where the rank is, on its own thread or on that of the op which has its turn."""
+        """The Python stack of the rank's own thread, or of the thread of the op that has the turn."""
         return frames.of_thread(self._progress.thread or self._main)
 
     def _tell_stack(self, board: Board | None) -> None:
@@ -292,7 +292,7 @@ class Watchdog:
                 board.tell_stack(self._stack())
 
     def _where(self, culprits: list[int], mute: list[int], *, ask: bool) -> list[str]:
-        """The Python stacks of the ranks that hold the others up, but for the silent ones; `ask`: the store answers."""
+        """The Python stacks of the ranks that hold the others up, except silent ones; `ask`: the store answers."""
         wanted = [rank for rank in culprits if rank in self._listener.heard and rank not in (self.rank, *mute)]
         stacks = in_time(lambda: self._stacks(wanted), 3 * self.tick + 7.0) if ask and wanted else None
         found = {self.rank: self._stack(), **(stacks or {})}
@@ -305,14 +305,14 @@ class Watchdog:
         return lines
 
     def _stacks(self, ranks: list[int]) -> dict[int, list[str]]:
-        """Wait until these ranks have told where they are, or for a while."""
+        """Waits for the stacks of these ranks, with a timeout."""
         board, deadline = self._board(), time.monotonic() + 3 * self.tick + 5.0
         while len(found := board.stacks(ranks)) < len(ranks) and time.monotonic() < deadline:
             time.sleep(self.tick / 4)
         return found
 
     def rows(self, now: float | None = None) -> tuple[list[str], list[int]]:
-        """One line per rank that says where it is, and the ranks that hold the others up."""
+        """One line per rank with its op, and the ranks that hold the others up."""
         now = time.monotonic() if now is None else now
         heard = {**self._listener.heard, self.rank: Heard(self._beat(0, now), now)}
         silent = {*self.silent(), *(rank for rank in range(self.ranks) if rank not in heard)}
@@ -329,7 +329,7 @@ class Watchdog:
     def lines(
         self, rows: Sequence[str], mute: Iterable[int], culprits: Sequence[int] = (), of: Iterable[int] | None = None
     ) -> list[str]:
-        """The rows, or those `of` some ranks, arrows at ranks that hold the others up; a silent machine is one."""
+        """The rows, or rows `of` some ranks, with arrows at `culprits`; one row for a machine that is silent."""
         found, silent = list[tuple[str, str]](), {*mute}
         who = "the rank that holds" if len(culprits) == 1 else "one of the ranks that hold"
         for rank, row in enumerate(rows) if of is None else [(rank, rows[rank]) for rank in of]:
@@ -363,7 +363,7 @@ def _told(board: Board, beat: Beat) -> bool:
 
 
 def in_time(call: Callable[[], _Result], seconds: float) -> _Result | None:
-    """What `call` returns, or None if it fails or takes longer; it may go on in a thread of its own."""
+    """The result of `call`, or None if it fails or takes longer; it may go on in a thread of its own."""
     found: list[_Result] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Build a rank's `Worker` from its plan: stages, data, loss and optimizers."""
+"""Builds a rank's `Worker` from its plan: stages, data, loss and optimizers."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def build_worker(
     tell: Callable[[str], None] = lambda text: None,
     looks: dict[int | None, Shapes] | None = None,
 ) -> Worker:
-    """Build what one rank needs to run its plan, on `device`; `ramp` are the plans that its training begins with.
+    """Builds the worker of one rank, on `device`; `ramp` are the plans of the first phases of its training.
 
-    `plans` are the layers, if they are not those of the plan's model; `tell` is told of what takes long. `looks`: what
-    other ranks of the plan saw of its layers, by the rows of a slice, and this one sees if it is the first.
+    `plans` are the layers, if they are not those of the plan's model; `tell` is called with texts before long tasks.
+    `looks` caches the shapes of the layers, by the rows of a slice, for other ranks of the plan in this process.
 
-    Raises E205 or E406 (the plan asks for what this runtime does not do), E501 to E511 (data, user code, shapes), E617
-    (nothing to compile with).
+    Raises E205 or E406 (the plan needs something that this runtime does not support), E501 to E511 (data, user code,
+    shapes), E617 (no compiler).
     """
     site = Site([*ramp, plan], transport, device, plans, {} if looks is None else looks)
     manifest, settings, chosen = site.manifest, site.settings, site.settings.model

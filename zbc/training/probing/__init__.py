@@ -1,1 +1,1 @@
-"""What the layers of a user do, found out before training starts."""
+"""Trials of user-defined layers before training starts: shapes, side effects, gradients."""

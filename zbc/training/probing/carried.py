@@ -1,10 +1,10 @@
-"""What a layer keeps in plain attributes from one forward to the next, where nobody can put it back.
+"""State that a layer keeps in plain attributes from one forward to the next, which the runtime cannot restore.
 
-Buffers that a forward changes are renewed for every microbatch (runtime/core/remembered.py). A counter, or the last
-input kept in an attribute, is not: its output is that of one process only where each forward runs once, in order. Nor
-can anybody keep apart what several microbatches leave in one attribute between their forward and their backward. Most
-attributes that change do no harm, such as attention weights kept to be looked at. So a layer that changes some in each
-forward, or that makes buffers in its first, runs with made-up numbers: forward x, forward other, backward of x.
+Buffers that a forward changes are copied for every microbatch (runtime/core/remembered.py). A counter, or the last
+input kept in an attribute, is not: the output equals that of one process only if each forward runs once, in order.
+Likewise several microbatches share an attribute between their forward and their backward. Most attributes that change
+are harmless, such as attention weights kept for inspection. So a layer that changes some in each forward, or makes
+buffers in its first, is tried with random numbers: forward x, forward other, backward of x.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"forward"}
 
 
 def attributes(module: nn.Module) -> dict[str, list[Any]]:
-    """What stands in the plain attributes of a layer and of the modules inside it; for `differing`."""
+    """The plain attributes of a layer and of the modules inside it, with tensor versions; for `differing`."""
     return {
         f"{path}.{key}" if path else key: [
             (leaf, leaf._version if isinstance(leaf, Tensor) else 0) for leaf in tree_leaves(value)
@@ -51,10 +51,10 @@ def _alike(one: list[Any], other: list[Any]) -> bool:
 
 
 def carried(module: nn.Module, takes: TensorSpec) -> tuple[bool, bool]:
-    """Whether the output of a layer follows the forwards before it, and whether a forward changes the output or the
-    gradients of the one before.
+    """Whether the output of a layer depends on earlier forwards, and whether a forward changes the output or the
+    gradients of an earlier one.
 
-    `module` runs on the CPU and is used up. One that cannot run there is said to do neither.
+    `module` runs on the CPU and is modified. Both are False if it cannot run there.
     """
     with seeded(0):
         x, other = (example_for(module, takes) for _ in range(2))
@@ -62,21 +62,21 @@ def carried(module: nn.Module, takes: TensorSpec) -> tuple[bool, bool]:
     try:
         first = _there_and_back(copy.deepcopy(module), x, None)
         with torch.no_grad():  # a graph could not be copied
-            _forward(module, other, 2)  # which makes what only a first one makes
+            _forward(module, other, 2)  # makes the state that only a first forward makes
         alone = _there_and_back(copy.deepcopy(module), x, None)
     except FAILURES:
         return False, False
     try:
         apart = _there_and_back(module, x, other)
         again = _there_and_back(module, x, None)
-    except FAILURES:  # autograd noticed that what it kept was overwritten
+    except FAILURES:  # autograd noticed that a saved tensor was overwritten
         return False, True
     y, *others = ({OUTPUT: found[OUTPUT]} for found in (alone, first, again))
     return not all(_same(y, one) for one in others), not _same(alone, apart)
 
 
 def _there_and_back(module: nn.Module, x: Tensor, between: Tensor | None) -> dict[str, Tensor]:
-    """One forward and backward; the forward of `between` comes in between."""
+    """One forward and backward, with the forward of `between` in between."""
 
     def both(x: Tensor) -> Tensor:
         y = _forward(module, x, 1)
@@ -89,7 +89,7 @@ def _there_and_back(module: nn.Module, x: Tensor, between: Tensor | None) -> dic
 
 
 def _forward(module: nn.Module, x: Tensor, seed: int) -> Tensor:
-    """Every forward finds the same buffers."""
+    """A forward that starts from the same buffers each time."""
     with left_alone(places(module, [name for name, _ in module.named_buffers()])), seeded(seed):
         y: Tensor = module(x.clone())
         return y

@@ -1,8 +1,8 @@
 """`zbc doctor --model`: two microbatches through the stages of a plan and through plain autograd; are gradients equal?
 
-All stages run here, on the CPU, one after the other: with B and W apart where the plan has them apart, with recompute
-where it recomputes, compiled where it compiles, boundary tensors of the planned types in between. The other side runs
-the same layers, unpatched and uncut, with the same data and random numbers, and calls `loss.backward()`.
+All stages run here, on the CPU, one after the other: with separate B and W, recompute, compilation, and types of
+boundary tensors as in the plan. The reference runs the same layers, unpatched and unpartitioned, with the same data and
+random numbers, and calls `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a 
 
 
 class Compared(NamedTuple):
-    """One parameter, and how far its gradients are apart (contract.py)."""
+    """One parameter, and the distance between its gradients (contract.py)."""
 
     name: str
     error: float
-    finite: bool = True  # whether the gradient of plain autograd is
+    finite: bool = True  # whether the gradient of plain autograd is finite
 
 
 @dataclass(frozen=True)
 class Checkup:
-    """What came out; `stages` says of each how it ran. `unscaled`: layers that put into the backward themselves what
-    does not grow with the loss."""
+    """The result; `stages` describes how each stage ran. `unscaled`: layers that add gradients in their own backward
+    which do not scale with the loss."""
 
     stages: tuple[str, ...]
     loss: float
@@ -86,9 +86,9 @@ class Checkup:
 
 
 def check_up(plan: StoredPlan) -> Checkup:
-    """Run the first microbatches of step 0 both ways.
+    """Runs the first microbatches of step 0 both ways.
 
-    Raises E5xx where the model, its data or its loss do not work, or ranks of the plan would refuse them.
+    Raises E5xx if the model, its data or its loss do not work, or ranks of the plan would refuse them.
     """
     single, worker = _alone(plan, plan.manifest.slices)
     if single.manifest.slices > 1 and any(layer.traits.random for s in worker.stages.values() for layer in s.layers):
@@ -121,9 +121,9 @@ def _unscaled(
     tolerance: float,
     least: float,
 ) -> tuple[str, ...]:
-    """Layers where gradients that were right begin not to double with the loss: the last of those, in each chain.
+    """The last layer of each chain from which gradients do not double with the loss although they were correct.
 
-    What a layer adds goes on to the layers before it.
+    A gradient added by a layer propagates to the layers before it.
     """
     wrong = {
         name.rpartition(".")[0]
@@ -137,7 +137,7 @@ def _unscaled(
 
 @contextmanager
 def _shown() -> Iterator[None]:
-    """What a layer, the loss or the data of the job fail with is E703, with the place in their code."""
+    """Turns errors of a layer, the loss or the data of the job into E703, with the place in their code."""
     try:
         yield
     except ZbcError:
@@ -147,14 +147,14 @@ def _shown() -> Iterator[None]:
 
 
 def _alone(plan: StoredPlan, slices: int) -> tuple[StoredPlan, Worker]:
-    """A plan for one rank, and that at work."""
+    """A plan for one rank, and its worker."""
     single = _single(plan, slices)
     return single, build_worker(RankPlan(0, single.program.ranks[0], single.manifest), Hub(1).end(0), CPU)
 
 
 def _single(plan: StoredPlan, slices: int) -> StoredPlan:
-    """The plan's stages on one rank, without the end of a step, for two microbatches: in flight together if any are in
-    the plan."""
+    """The plan's stages on one rank, without the end of a step, for two microbatches: both in flight if the plan has
+    several in flight."""
     manifest, stages = plan.manifest, range(plan.manifest.stages)
     parts = range(slices)
     split = {op.stage for ops in plan.program.ranks for op in ops if op.kind is Kind.B}
@@ -198,8 +198,8 @@ def _single(plan: StoredPlan, slices: int) -> StoredPlan:
 def plain_gradients(
     plan: StoredPlan, device: torch.device = CPU, *, times: float = 1.0
 ) -> tuple[float, dict[str, Tensor | None]]:
-    """Mean loss and gradients of all microbatches of step 0, by plain autograd of the model as it is, of so many
-    `times` the loss."""
+    """Mean loss of all microbatches of step 0 and gradients of `times` that loss, by plain autograd of the unmodified
+    model."""
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     seed, lowered, count = settings.train.seed, settings.lowered, manifest.microbatches
     modules = {name: module.to(device) for name, module in plain_modules(settings).items()}
@@ -240,7 +240,7 @@ def plain_gradients(
 
 
 def plain_modules(settings: Settings) -> dict[str, nn.Module]:
-    """The layers of the model by name, ties included, as plain torch has them."""
+    """The layers of the model by name, as plain torch modules with tied weights."""
     plans = layer_plans(settings)
     modules = {plan.name: plan.build(settings.train.seed) for plan in plans}
     for plan in plans:
@@ -253,7 +253,7 @@ def plain_modules(settings: Settings) -> dict[str, nn.Module]:
 
 
 def _named(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """Every parameter once, under the name of its first owner."""
+    """Each parameter once, under the name of its first owner."""
     found: dict[int, tuple[str, nn.Parameter]] = {}
     for name, module in modules.items():
         for local, parameter in module.named_parameters():

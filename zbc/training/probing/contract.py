@@ -1,4 +1,4 @@
-"""One way to run a user's layer with made-up numbers, and how far two tensors are apart that should be the same."""
+"""A trial run of a user's layer with random numbers, and the distance between tensors that should be equal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zbc.runtime.core.slot import Slot, using
 
-ROUNDING = 1e-6  # what is said of a difference that is nothing but rounding
+ROUNDING = 1e-6  # reported for a difference that is only rounding
 OUTPUT = "its output"
 
 
@@ -21,8 +21,8 @@ def there_and_back(
     grad_of: Callable[[Tensor], Tensor],
     slot: Slot | None = None,
 ) -> dict[str, Tensor]:
-    """One forward and backward of a layer by `call`: its output, and the gradients of input and parameters that there
-    are, by what they are called; W comes apart with a `slot`. `grad_of` makes the gradient of the output."""
+    """One forward and backward of a layer by `call`: its output, and the existing gradients of input and parameters, by
+    their descriptions; with a `slot` W is separate. `grad_of` makes the gradient of the output."""
     module.zero_grad()
     leaf = x.detach().requires_grad_(x.requires_grad)
     with using(slot), torch.enable_grad():
@@ -43,10 +43,10 @@ def there_and_back(
 
 
 def apart(plain: Tensor | None, found: Tensor | None, least: float = 0.0) -> float:
-    """The largest difference as a share of the largest number of `plain`.
+    """The largest absolute difference, divided by the largest absolute number of `plain`.
 
-    0 where all bits are equal, inf where one is missing, of another shape or not finite where the other is. Differences
-    up to `least` are rounding: some gradients are nothing else (that of a bias in front of a softmax).
+    0 if both are equal, inf if one is missing or they differ in shape or in which numbers are finite. Differences up to
+    `least` count as rounding: some gradients consist of rounding only (that of a bias before a softmax).
     """
     if plain is None or found is None:
         return 0.0 if plain is found else math.inf
@@ -61,7 +61,7 @@ def apart(plain: Tensor | None, found: Tensor | None, least: float = 0.0) -> flo
 
 
 def largest(tensor: Tensor | None) -> float:
-    """The largest of the numbers that are finite; 0 where there are none."""
+    """The largest absolute value of the finite numbers; 0 if there are none."""
     if tensor is None:
         return 0.0
     known = tensor.detach()[tensor.isfinite()]

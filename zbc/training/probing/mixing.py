@@ -1,11 +1,10 @@
-"""Which layers of a user can run in slices of a sequence, or on rows of several samples, and whether a loss can: tried
-with made-up numbers.
+"""Trials with random numbers whether a user's layers and loss can run on slices of a sequence, or on packed rows.
 
-A layer can if it treats every token alone, or mixes tokens through `zbc.attention` only. So it is run on a short
-sequence as a whole and in slices; outputs and the gradients of inputs have to agree. Or it is run on a row of two
-samples, of which one is another the second time: what comes out for the other one has to stay. Layers between which
-several tensors pass are tried together. Weights are initial ones and noise on top: what begins at 0 would hide what it
-mixes.
+A layer can if it treats every token separately, or mixes tokens through `zbc.attention` only. So it runs on a short
+sequence as a whole and in slices; outputs and the gradients of inputs have to agree. Or it runs on a row of two
+samples, and once more with one of them replaced: the output for the other one has to stay the same. Layers with several
+tensors between them are tried together. Weights are initial ones plus noise, since weights that start at 0 would hide
+mixing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from zbc.training.models.model import LayerPlan
 from zbc.training.probing.contract import apart
 from zbc.training.probing.shapes import with_values
 
-TOKENS = 48  # of the made-up sequence, if the layers take one that short
+TOKENS = 48  # of the random sequence, if the layers accept one that short
 NOISE = 0.05
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of the largest number; of others 5e-2
 ONE_SLICE = "or set schedule.slices = 1"
@@ -49,7 +48,7 @@ Modules = list[tuple[str, nn.Module]]  # by name
 
 
 def try_layers(site: Site, stages: Iterable[Stage]) -> None:
-    """Raise E512 for a layer of these stages that does not do in slices what it does as a whole."""
+    """Raises E512 for a layer of these stages whose results in slices differ from those on the whole."""
     layers = [layer for stage in stages for layer in stage.layers]
     for layer in layers:
         if names := (*layer.traits.remembers, *layer.traits.carries):
@@ -59,14 +58,14 @@ def try_layers(site: Site, stages: Iterable[Stage]) -> None:
 
 
 def try_packed(site: Site, stages: Iterable[Stage]) -> None:
-    """Raise E512 for a layer of these stages in which samples of one row see each other."""
+    """Raises E512 for a layer of these stages that mixes samples of one row."""
     _try_each(site, [layer for stage in stages for layer in stage.layers], "rows", _try_rows)
 
 
 def _try_each(
     site: Site, layers: Iterable[StageLayer], what: str, attempt: Callable[[Modules, TensorSpec], None]
 ) -> None:
-    """Try these layers, each kind once, together with those between which and them several tensors pass."""
+    """Tries these layers, each kind once, together with the layers that exchange several tensors with them."""
     mine, known = {layer.name: layer for layer in layers}, set[object]()
     group: list[LayerPlan] = []
     for plan in site.layers:
@@ -78,14 +77,14 @@ def _try_each(
         kind = takes, tuple(map(_signature, held)) if len(held) == len(group) else first
         if held and kind not in known:
             known.add(kind)
-            # What layers add to the loss is of each slice, as of each microbatch; it need not be that of the whole.
+            # Auxiliary losses are per slice, as per microbatch; they need not equal those of the whole.
             with seeded(seed_of(what)), adding_to(Adding(0.0)):
                 attempt([(one.name, _made_noisy(with_values(one, site.settings.lowered))) for one in group], takes.spec)
         group = []
 
 
 def _signature(layer: StageLayer) -> str:
-    """Layers with the same one differ in their weights only."""
+    """A key; layers with the same key differ in their weights only."""
     inner = [
         (path, type(module), {key: repr(value) for key, value in vars(module).items() if not key.startswith("_")})
         for path, module in layer.module.named_modules()
@@ -95,7 +94,7 @@ def _signature(layer: StageLayer) -> str:
 
 
 def _made_noisy(module: nn.Module) -> nn.Module:
-    """Without dropout, and with weights that hide nothing."""
+    """Disables dropout, and adds noise to the weights."""
     for inner in module.modules():
         if isinstance(inner, Dropouts):
             inner.p = 0.0
@@ -113,7 +112,7 @@ def _made_noisy(module: nn.Module) -> nn.Module:
 
 
 def _try(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> None:
-    """On a short sequence, or on one as long as in training if the layers take no other."""
+    """Tries a short sequence, or one as long as in training if the layers accept no other."""
     length, names = parts[-1].length, modules[-1][0]
     try:
         found, wanted = _both(modules, takes, _cut(min(TOKENS, length)))
@@ -141,23 +140,23 @@ def _try(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> None:
 
 
 def _cut(length: int) -> list[Part]:
-    """Three slices of unequal length, if there are three tokens."""
+    """Three slices of unequal length, if there are enough tokens."""
     places = sorted({0, 5 * length // 12, 2 * length // 3, length})
     return [Part(number, start, stop, length) for number, (start, stop) in enumerate(pairwise(places))]
 
 
-Named = list[tuple[str, Tensor]]  # what it is, and the tensor, whose first dimension is the tokens
+Named = list[tuple[str, Tensor]]  # a description, and the tensor, whose first dimension is the tokens
 
 
 def _both(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> tuple[Named, Named]:
-    """What comes out in slices, and as a whole: outputs of all layers, then the gradient of the input."""
+    """Results in slices, and as a whole: outputs of all layers, then the gradient of the input."""
     length = parts[-1].length
     shape = (takes.shape[0], length, *takes.shape[2:])
     drawn, x = takes.numbers, takes._replace(shape=shape).drawn(below=2)
     leaf = x.clone().requires_grad_(drawn)
     whole = _forward_of(modules, leaf)
     if not torch.equal(whole[-1][-1], _forward_of(modules, leaf)[-1][-1]):
-        return [], []  # it draws random numbers, and nobody can tell what is what
+        return [], []  # it draws random numbers: results cannot be compared
     grad = TensorSpec.of(whole[-1][-1]).drawn(below=2)
     pasts: Pasts = {}
     leaves = [part.of(x).clone().requires_grad_(drawn) for part in parts]
@@ -194,7 +193,7 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 def _forward_of(modules: Modules, x: Tensor, inside: Inside | None = None) -> list[_Tensors]:
-    """What each layer returns."""
+    """The output of each layer."""
     given: _Tensors = (x,)
     found = []
     for name, module in modules:
@@ -215,7 +214,7 @@ def _try_rows(modules: Modules, takes: TensorSpec) -> None:
         with packed(ends), torch.no_grad():
             whole = _forward_of(modules, one)[-1][-1]
             if length == 1 or not torch.equal(whole, _forward_of(modules, one)[-1][-1]):
-                return  # it draws random numbers, and nobody can tell what is what
+                return  # it draws random numbers: results cannot be compared
             first = _forward_of(modules, torch.cat([other[:, :cut], one[:, cut:]], 1))[-1][-1]
             second = _forward_of(modules, torch.cat([one[:, :cut], other[:, cut:]], 1))[-1][-1]
     except FAILURES as error:
@@ -232,8 +231,8 @@ def _try_rows(modules: Modules, takes: TensorSpec) -> None:
 
 
 def try_loss(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> None:
-    """Raise E513 if what the slices of a microbatch add is not its loss; `targets` (samples, length, ..) are real ones,
-    of which some tokens are taken, from all of the sequence."""
+    """Raises E513 if the losses of a microbatch's slices do not add up to its loss; `targets` (samples, length, ..)
+    are real ones, of which some tokens from the whole sequence are used."""
     places = torch.linspace(0, targets.shape[1] - 1, min(TOKENS, targets.shape[1])).round().long()
     target = targets[:, places]
     with seeded(seed_of("slices")):
@@ -252,7 +251,7 @@ def try_loss(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> None
 
 
 def try_padding(name: str, loss: Loss, output: TensorSpec, target: Tensor) -> None:
-    """Raise E513 for a loss in which targets of padding count; `target` (rows, tokens, ...) is a real one."""
+    """Raises E513 for a loss in which targets of padding count; `target` (rows, tokens, ...) is a real one."""
     target = target.clone()
     half = max(1, target.shape[1] // 2)
     target[:, half:] = IGNORED
@@ -265,7 +264,7 @@ def try_padding(name: str, loss: Loss, output: TensorSpec, target: Tensor) -> No
 
 
 def refuse_others(name: str, what: str, found: Tensor, length: int) -> None:
-    """Raise E110 for samples (a batch of them) that are no sequences of so many tokens; `what`: inputs or targets."""
+    """Raises E110 for a batch of samples that are not sequences of `length` tokens; `what`: "inputs" or "targets"."""
     if found.dim() < 2 or found.shape[1] != length:
         one = TensorSpec(tuple(found.shape[1:]), found.dtype)
         text = f"config: schedule.slices cuts sequences of {length} tokens, and {what} of {name} are {one} each"

@@ -1,9 +1,9 @@
-"""What the forward of a layer does besides returning a tensor, seen while shapes are derived.
+"""Side effects of a layer's forward, observed while shapes are derived.
 
 random       it draws from torch's generators: the stage seeds them for it
 overwrites   it writes into its input, which an earlier layer or a message may still need: it gets a copy
 remembers    it changes buffers of its modules, as BatchNorm does: see remembered.py
-whole        its backward stays in one piece, all in B: it calls autograd itself
+whole        its backward is not split, all of it is in B: it calls autograd itself
 carries      it changes plain attributes of its modules in every forward: see carried.py
 """
 
@@ -22,24 +22,24 @@ from zbc.runtime.core.stage import Traits
 from zbc.runtime.seeding import draws_unseeded, moved, unseeded
 from zbc.training.probing.carried import attributes, differing
 
-_STATISTICS = ("running_mean", "running_var")  # what kernels of BatchNorm write to without their schema saying so
+_STATISTICS = ("running_mean", "running_var")  # kernels of BatchNorm write to them, which is not in their schema
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices ops that draw random numbers, and from a generator of whose; what memory they write to, which versions do
-    not tell of `.data`; and those whose gradients are not dense."""
+    """Records ops that draw random numbers, and whether from a generator argument; the storages they write to, which
+    version counters miss for `.data`; and ops with gradients that are not dense."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = self.elsewhere = self.sparse = False
-        self._written: list[torch.UntypedStorage] = []  # kept, so that no other is taken for one of them
+        self._written: list[torch.UntypedStorage] = []  # kept alive, so that no address is reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         usual = {argument.name: argument.default_value for argument in func._schema.arguments}
         given = {**usual, **dict(zip(usual, args, strict=False)), **kwargs}
         self.elsewhere |= given.get("generator") is not None
-        # Attention draws for its dropout only, and says so if it has none.
+        # Attention draws for its dropout only; its argument says if it has none.
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags and bool(given.get("dropout_p", True))
         self.sparse |= any(given.get(name) is True for name in ("sparse", "sparse_grad"))
         statistics = _STATISTICS if given.get("training", given.get("train")) else ()
@@ -50,7 +50,7 @@ class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def wrote(self, tensor: Tensor) -> bool:
-        """Whether some op wrote to the memory of a tensor."""
+        """Whether some op wrote to the storage of a tensor."""
         if tensor.layout is not torch.strided:
             return False
         place = tensor.untyped_storage()._cdata
@@ -64,7 +64,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 class _Differentiates(TorchFunctionMode):
-    """Notices calls of autograd."""
+    """Records calls of autograd."""
 
     _CALLS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -78,11 +78,11 @@ class _Differentiates(TorchFunctionMode):
 
 
 def observe(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tuple[str, ...]]:
-    """Call the forward of `module` on `x` and say what it did, and which buffers it made.
+    """Calls the forward of `module` on `x`; returns its result, its traits, and the names of buffers that it made.
 
-    Attributes that the second forward leaves alone are tables: where the first changed something, a second one tells.
-    Raises E509 if it draws random numbers that nobody seeds (outside torch, or from a generator of its own), writes to
-    its parameters, or asks for gradients that are not dense.
+    If the first forward changed attributes, a second one runs: attributes that it does not change are tables.
+    Raises E509 if it draws unseeded random numbers (outside torch, or from a generator of its own), writes to its
+    parameters, or has gradients that are not dense.
     """
     y, traits, made = _once(name, module, x)
     if not (made or traits.carries):
@@ -92,7 +92,7 @@ def observe(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tu
 
 
 def _once(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tuple[str, ...]]:
-    """What a forward returned and did, and which buffers it made."""
+    """The result and traits of one forward, and the names of buffers that it made."""
     buffers, given = dict(module.named_buffers()), x.clone()
     others, before = unseeded(), attributes(module)
     with _Ops() as ops, _Differentiates() as differentiates:
@@ -106,12 +106,12 @@ def _once(name: str, module: nn.Module, x: Tensor) -> tuple[object, Traits, tupl
 
 
 def union(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
-    """Every name once, in order."""
+    """Each name once, in order."""
     return tuple(dict.fromkeys((*one, *other)))
 
 
 def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None:
-    """Raise E509 for what a forward did that no stage can do; `source`: of random numbers that nobody seeds."""
+    """Raises E509 if a forward did something that a stage does not support; `source`: an unseeded generator it used."""
     written = next((key for key, parameter in module.named_parameters() if ops.wrote(parameter)), None)
     if source is not None:
         raise draws_unseeded(name, source)
@@ -127,7 +127,7 @@ def _refuse(name: str, module: nn.Module, ops: _Ops, source: str | None) -> None
 
 
 def reaches(y: Tensor, x: Tensor) -> bool:
-    """Whether a backward from `y` comes to the leaf `x`."""
+    """Whether a backward from `y` reaches the leaf `x`."""
     seen, left = set[Any](), [y.grad_fn]
     if y is x:
         return True

@@ -1,8 +1,8 @@
-"""Is a compiled layer the layer? Asked of each before training starts, on a microbatch of numbers drawn for it.
+"""Checks of compiled layers before training starts, on a microbatch of random numbers.
 
-The layer runs as it is and compiled, forwards and backwards, with W apart where the plan has it apart. Outputs and the
-gradients of input and parameters have to agree; a layer of which they do not is refused by name. Weights, gradients,
-buffers and random generators are left as they were.
+Each layer runs uncompiled and compiled, forward and backward, with a separate W if the plan has one. Outputs and the
+gradients of input and parameters have to agree; otherwise the layer is refused by name. Weights, gradients, buffers and
+random generators are left unchanged.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from zbc.runtime.seeding import drawing, seed_of, seeded
 from zbc.training.models.compiled import first_line, not_compiled
 from zbc.training.probing.contract import OUTPUT, apart, largest, there_and_back
 
-# By dtype: how far two tensors may be apart, as a share of the largest number; and the share of the layer's largest
-# gradient up to which differences of gradients are rounding.
+# By dtype: the maximum relative distance (contract.py); and the share of the layer's largest gradient up to which
+# differences of gradients count as rounding.
 TOLERANCE = {"float32": (1e-4, 1e-6), "bfloat16": (5e-2, 5e-3)}
 
 
 def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None] = lambda text: None) -> None:
-    """Compile the layers of a stage that are to be compiled, and hold each against itself.
+    """Compiles the layers of a stage that are to be compiled, and compares each with its uncompiled self.
 
-    `tell` is told before each of them, since it takes long. Raises E511 for a layer that cannot be compiled or comes
-    out different, E617 without a compiler.
+    `tell` is called before each of them, since it takes long. Raises E511 for a layer that cannot be compiled or gives
+    different results, E617 without a compiler.
     """
     if all(layer.compiled is None for layer in stage.layers):
         return
     with seeded(seed_of(stage.seed, "compile", stage.index)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch.compile looks, and warns
-        warnings.simplefilter("ignore", DeprecationWarning)  # of what it does itself
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch.compile's own code
         came = stage.came
         given = stage.takes.drawn(stage.device) if came is None else came.example(stage.device)
         x = stage.arrived(given).requires_grad_(stage.flows)
@@ -52,8 +52,8 @@ def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None]
 
 
 def _compiled(stage: Stage, layer: StageLayer, x: Tensor, slot: Slot | None) -> dict[str, Tensor]:
-    """What the compiled layer makes of `x`. Raises E511 if it is compiled again for other numbers: it would be all the
-    time."""
+    """The results of the compiled layer for `x`. Raises E511 if other numbers make torch compile it again: every step
+    would."""
     try:
         found = _run(stage, layer, layer.call, x, slot)
     except ZbcError:
@@ -74,7 +74,7 @@ def _compiled(stage: Stage, layer: StageLayer, x: Tensor, slot: Slot | None) -> 
 def _run(
     stage: Stage, layer: StageLayer, call: Callable[[Tensor], Tensor], x: Tensor, slot: Slot | None
 ) -> dict[str, Tensor]:
-    """One forward and backward of a layer, of the buffers it has now."""
+    """One forward and backward of a layer, from its current buffers."""
 
     def forward(leaf: Tensor) -> Tensor:
         seed = seed_of(stage.seed, "compile", layer.name)
@@ -89,7 +89,7 @@ def _run(
 
 
 def _hold(layer: StageLayer, plain: dict[str, Tensor], found: dict[str, Tensor], dtype: str, way: str) -> None:
-    """Raise E511 unless both are the same up to rounding."""
+    """Raises E511 unless both are equal up to rounding."""
     share, floor = TOLERANCE[dtype]
     least = floor * max((largest(grad) for name, grad in plain.items() if name != OUTPUT), default=0.0)
     wrong = []

@@ -15,7 +15,7 @@ from zbc.runtime.core.stage import Stage, StageLayer
 
 
 def refuse_untrainable(name: str, layer: nn.Module) -> None:
-    """Raise E509 for parameters that have no size yet and for what cannot be looked into."""
+    """Raises E509 for parameters that have no size yet and for TorchScript modules."""
     for path, module in layer.named_modules():
         where = f"{name}.{path}" if path else name
         if isinstance(module, torch.jit.ScriptModule):
@@ -27,7 +27,7 @@ def refuse_untrainable(name: str, layer: nn.Module) -> None:
 
 
 def refuse_stage(manifest: Manifest, ops: Sequence[Op], stage: Stage) -> None:
-    """Raise E509 if a layer of a stage would not train as in one process, on a rank with `ops`."""
+    """Raises E509 if a layer of a stage would not train as in one process, on a rank with `ops`."""
     order = [(op.mb, op.slice) for op in ops if op.kind is Kind.F and op.stage == stage.index]
     ordered, copies = order == sorted(set(order)), manifest.holders(stage.index) > 1
     for layer in stage.layers:
@@ -45,7 +45,7 @@ def refuse_stage(manifest: Manifest, ops: Sequence[Op], stage: Stage) -> None:
 
 
 def _refuse_hooks(stage: Stage, layer: StageLayer) -> None:
-    """Hooks see the accumulated gradients of one copy of a stage, which are no gradients of one process."""
+    """Refuses hooks on accumulated gradients, which in a replica are not those of one process."""
     for name, parameter in layer.module.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             text = f"model: layer {layer.name} has a hook on the accumulated gradient of {name}, and several ranks hold"
@@ -55,7 +55,7 @@ def _refuse_hooks(stage: Stage, layer: StageLayer) -> None:
 
 
 def _refuse_buffers(stage: Stage, layer: StageLayer, *, copies: bool) -> None:
-    """Buffers follow the order of the forwards, so there has to be one order: each microbatch once, ascending."""
+    """Refuses buffers that forwards change unless one rank runs each microbatch once, in ascending order."""
     if not layer.traits.remembers:
         return
     text = f"model: layer {layer.name} changes its buffer {layer.traits.remembers[0]} in its forward, and "
@@ -77,7 +77,7 @@ def _refuse_attributes(stage: Stage, layer: StageLayer, why: str | None) -> None
 
 
 def _lost(manifest: Manifest, stage: Stage, *, ordered: bool) -> str | None:
-    """Why attributes would not follow the forwards of a stage as in one process; None where they do."""
+    """The reason why attributes would not change as in one process; None if they do."""
     training = manifest.training
     if stage.recompute:
         return "recompute runs its forwards twice"
@@ -89,7 +89,7 @@ def _lost(manifest: Manifest, stage: Stage, *, ordered: bool) -> str | None:
 
 
 def overlaps(ops: Sequence[Op], stage: int) -> bool:
-    """Whether a forward of a stage runs before everything of the one before it has been used."""
+    """Whether a forward of a stage runs before the backward of the previous one has completed."""
     waiting = set[Key]()
     for op in ops:
         if op.stage == stage and op.kind is Kind.F:

@@ -1,10 +1,10 @@
-"""Every boundary tensor and parameter name of a model, found without computing anything.
+"""All boundary tensors and parameter names of a model, derived without computing anything.
 
 All layers are built and run once, in order, on torch's meta device. Every rank does this for the whole model, so all
-know the same names in the same order and the same shapes, and a plan that disagrees is refused before training.
+have the same names in the same order and the same shapes, and a plan that disagrees is refused before training.
 
-Under autocast a layer's output type depends on the ops inside. The meta device knows no autocast, so there the layers
-run as fake tensors of the real device: boundaries get the type they would have without a cut, which keeps results
+Under autocast a layer's output type depends on its ops. The meta device has no autocast, so the layers then run with
+fake tensors of the real device: boundaries get the type that they have without a partition, which keeps results
 independent of it.
 """
 
@@ -34,21 +34,21 @@ from zbc.training.models.model import LayerPlan, Owners, hollow
 from zbc.training.probing.carried import carried
 from zbc.training.probing.probe import observe, reaches, union
 
-_TRIALS = 8  # forwards of a layer that returns several tensors, of which some might want a gradient
+_TRIALS = 8  # forwards of a layer that returns several tensors, some of which might require a gradient
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the whole model looks like: per stage its input, and its output, None for the one that ends in the loss;
-    every parameter name of the model, sorted, and its size; the types of the gradients of those that train; per layer
-    what its forward does besides returning a tensor.
-    `laid`: per stage its input as it lies in memory without a cut; transfers make tensors contiguous. `layouts`: per
-    stage, how its input is packed if it is several tensors; `goes`: its output. `before`: what each layer takes, by
-    name; `output`: what the last one returns.
+    """Shapes and properties of the whole model: per stage its input and output, the latter None for the last stage,
+    which ends in the loss; all parameter names of the model, sorted, and their sizes; the types of the gradients of
+    those that train; per layer its traits.
+    `laid`: per stage the memory layout of its input without a partition; transfers make tensors contiguous. `layouts`:
+    per stage, the packing of its input if that is several tensors; `goes`: of its output. `before`: the input of each
+    layer, by name; `output`: the output of the last one.
 
-    `flows`: per stage, whether its input may get a gradient: whether anything before it trains. `passed`: whether a
-    trial saw the gradient of its output arrive; one forward cannot tell that it never does. `packed`: per layer, how
-    what it takes and gives are packed where they are several tensors.
+    `flows`: per stage, whether its input may get a gradient: whether anything before it trains. `passed`: whether its
+    output got a gradient in a trial; one forward cannot prove that it never does. `packed`: per layer, the packings of
+    its input and output if they are several tensors.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -67,7 +67,7 @@ class Shapes:
     packed: Mapping[str, tuple[Packing | None, Packing | None]]
 
     def of_tokens(self, count: int) -> Shapes:
-        """The same where each of `count` ranks has its part of the tokens of what goes from layer to layer."""
+        """The shapes if the tokens of tensors between layers are sharded over `count` ranks."""
 
         def part(spec: TensorSpec) -> TensorSpec:
             batch, tokens, *rest = spec.shape
@@ -82,9 +82,9 @@ class Shapes:
 
 
 class _Seen(NamedTuple):
-    """What a layer did. `laid`: its output, and `gives` how that is packed if it is several tensors; `trains`: it may
-    want a gradient; `passes`: the gradient of its output reaches its input, or would if that wanted one; `made`:
-    buffers that came to be in its first forward. Of its parameters `sizes`, and `types` of their gradients."""
+    """The result of a layer's trial. `laid`: its output, and `gives` its packing if it is several tensors; `trains`:
+    the output may require a gradient; `passes`: its gradient reaches the input, or would if that required one; `made`:
+    buffers that its first forward made. `sizes` of its parameters, and `types` of their gradients."""
 
     traits: Traits
     laid: Laid
@@ -96,8 +96,8 @@ class _Seen(NamedTuple):
     types: Mapping[str, torch.dtype] = {}
 
     def judged(self, follows: bool, mixes: bool) -> _Seen:
-        """Of attributes that change and buffers that were made: whether the output follows what they are of other
-        forwards, and whether microbatches mix in them."""
+        """With the traits of changed attributes and made buffers: `follows`: the output depends on other forwards
+        through them; `mixes`: microbatches mix in them."""
         names, remembers = self.traits.carries, self.traits.remembers
         traits = replace(
             self.traits,
@@ -118,17 +118,17 @@ def derive(
     rows: int | None = None,
     flow: bool = False,
 ) -> Shapes:
-    """Run all layers without data, from model inputs like `first(layer)`, of the name of a layer that reads the data;
+    """Runs all layers without data, from model inputs of the spec `first(layer)` for each layer that reads the data;
     `autocast` is the device to autocast for, if any.
 
-    `lowered` is the type parameters are turned into for forward, if it is not their own. `rows`: `first` is a slice of
-    so many tokens. `flow`: the input of the first layer wants a gradient.
+    `lowered` is the type that parameters are cast to for forward, if it is not their own. `rows`: the number of tokens
+    of a slice, if `first` is one. `flow`: the input of the first layer requires a gradient.
 
-    Raises E505 if a layer cannot run or the plan's boundary tensors are others, E506 if its layers are, E508 if two
-    layers share a parameter, E509 if a layer does what cannot be trained in a pipeline.
+    Raises E505 if a layer cannot run or the plan has other boundary tensors, E506 if it has other layers, E508 if two
+    layers share a parameter, E509 if a layer cannot be trained in a pipeline.
     """
     _check_layers(plans, manifest)
-    before, packed = dict[str, Laid](), dict[str, tuple[Packing | None, Packing | None]]()  # what each layer takes
+    before, packed = dict[str, Laid](), dict[str, tuple[Packing | None, Packing | None]]()  # of each layer's input
     known, seen = dict[tuple[str, Laid, bool], _Seen](), dict[str, _Seen]()
     owners, wanted, after = Owners(), flow, read_by(plans)
     for plan in plans:
@@ -179,8 +179,8 @@ def derive(
 
 
 class _StageEnds(NamedTuple):
-    """A stage: the layers that it reads, and the one stage whose output is its input; its last layer, or that of the
-    stages before where it has none ("" before the first); its input, and its output."""
+    """A stage: the layers that it reads, and the only stage whose output is its input, if there is one; its last layer,
+    or the last one before if it has none ("" before the first); its input and output."""
 
     sources: tuple[str, ...]
     home: int | None
@@ -197,7 +197,7 @@ def _stages(
     seen: Mapping[str, _Seen],
     packed: Mapping[str, tuple[Packing | None, Packing | None]],
 ) -> list[_StageEnds]:
-    """How a plan cuts the layers. A stage without any gives what it takes; before the first layer the model input."""
+    """The stages of a plan's partition. A stage without layers passes on its input, before the first layer the data."""
     found, last, made = list[_StageEnds](), "", next(iter(before.values()))
     homes = dict[str, int]()  # by its last layer, the latest stage
     for stage, names in enumerate(manifest.layers):
@@ -214,7 +214,7 @@ def _stages(
 
 
 def read_by(plans: Sequence[LayerPlan]) -> dict[str, tuple[str, ...]]:
-    """The layers whose outputs each one takes: in a chain the one before it."""
+    """The layers whose outputs each layer reads: in a chain the previous one."""
     found, previous = dict[str, tuple[str, ...]](), tuple[str, ...]()
     for plan in plans:
         found[plan.name] = previous if plan.after is None else plan.after
@@ -223,7 +223,7 @@ def read_by(plans: Sequence[LayerPlan]) -> dict[str, tuple[str, ...]]:
 
 
 def _taken(sources: Sequence[_Seen]) -> tuple[Laid, Packing | None]:
-    """What a layer takes, and how it is packed: an output, or several as one."""
+    """The input of a layer and its packing: one output, or several packed into one."""
     if len(sources) == 1:
         return sources[0].laid, sources[0].gives
     made = [one.laid.zeros(torch.device("meta")) for one in sources]
@@ -232,8 +232,8 @@ def _taken(sources: Sequence[_Seen]) -> tuple[Laid, Packing | None]:
 
 
 class _Look(NamedTuple):
-    """A layer that is looked at, and what for: what it `takes`, and how several tensors `come` to it; `flow`: whether
-    the input wants a gradient; `rows` of a slice."""
+    """A trial of a layer: `takes` is its input, `comes` the packing if that is several tensors; `flow`: whether the
+    input requires a gradient; `rows` of a slice."""
 
     plan: LayerPlan
     takes: Laid
@@ -269,13 +269,13 @@ def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
 
 
 def _output(look: _Look, module: nn.Module, autocast: torch.device | None, lowered: torch.dtype | None) -> _Seen:
-    """What a layer makes of its input, and does.
+    """Runs the trial of a layer.
 
-    A layer that cannot run without values is built and run once on the CPU. One that cannot take the input as it lies
-    on the meta device is given a contiguous one: there tensors may lie in another way than in training.
+    A layer that cannot run without values is built and run once on the CPU. One that cannot take an input in the layout
+    of the meta device gets a contiguous one: layouts there may differ from those in training.
     """
     device = torch.device("meta") if autocast is None else autocast
-    # Kernels of the CPU may want buffers of the type of the parameters beside them, which nothing says without values.
+    # Kernels of the CPU may need buffers of the parameters' type, which only a run with values shows.
     mixed = lowered is not None and device.type == "cpu" and any(b.is_floating_point() for b in module.buffers())
     found: _Seen | None = None
     plain = look._replace(takes=Laid(look.takes.spec))
@@ -307,7 +307,7 @@ def _output(look: _Look, module: nn.Module, autocast: torch.device | None, lower
 
 
 def with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
-    """A layer of its own with initial weights; what the plan builds may be ready-made and in use."""
+    """A copy of a layer with initial weights: the module that the plan returns may exist already and be in use."""
     with seeded(0):
         built = adapt(plan.name, copy.deepcopy(plan.build(0)), {})
     if lowered is not None:
@@ -316,7 +316,7 @@ def with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
 
 
 def _run(look: _Look, module: nn.Module, device: torch.device) -> _Seen:
-    """Without values: on the meta device, or as fake tensors of another one, under autocast."""
+    """Runs without values: on the meta device, or with fake tensors of another one, under autocast."""
     if device.type == "meta":
         return _looked_at(look, module, device)
     with FakeTensorMode(), torch.autocast(device.type, torch.bfloat16):
@@ -337,14 +337,14 @@ def _looked_at(look: _Look, module: nn.Module, device: torch.device, gives: Pack
 
 
 def _may_train(module: nn.Module, y: Tensor, flow: bool) -> bool:
-    """Whether an output may want a gradient in some other forward: layers leave parts out at random, or by the data."""
+    """Whether an output may require a gradient in some other forward: layers skip parts at random, or by the data."""
     return TensorSpec.of(y).numbers and (flow or any(p.requires_grad for p in module.parameters()))
 
 
 def _packing(plan: LayerPlan, module: nn.Module, x: Tensor, y: tuple[object, ...]) -> Packing:
-    """How several outputs are packed; a few more forwards say which of them want gradients.
+    """The packing of several outputs; a few more forwards show which of them require gradients.
 
-    Not all that may are taken to: gradients of masks and tables would cost messages, and attention its fast kernels.
+    Other outputs are assumed not to: gradients of masks and tables would cost messages, and attention its fast kernels.
     """
     several = [_sendable(plan, one) for one in y] or [_sendable(plan, y)]
     wants = [one.requires_grad for one in several]
@@ -358,7 +358,7 @@ def _packing(plan: LayerPlan, module: nn.Module, x: Tensor, y: tuple[object, ...
 
 
 def _sendable(plan: LayerPlan, y: object) -> Tensor:
-    """What a layer returned, or one of several. Raises E505 for what no message can bring."""
+    """A layer's output, or one of several. Raises E505 for one that cannot be sent."""
     if not isinstance(y, Tensor):
         text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
         raise ZbcError("E505", text, hint="layers return a tensor, or a tuple of tensors, which the next one takes")
@@ -376,7 +376,7 @@ def _refuse_several_at_the_end(name: str, gives: Packing | None) -> None:
 
 
 def _check_ties(plans: Sequence[LayerPlan], sizes: Mapping[str, int]) -> None:
-    """Raise E508 for weights that cannot be one."""
+    """Raises E508 for weights that cannot be tied."""
     for plan in plans:
         for local, owner in plan.ties.items():
             name = f"{plan.name}.{local}"
@@ -392,9 +392,9 @@ def _check_ties(plans: Sequence[LayerPlan], sizes: Mapping[str, int]) -> None:
 def _agreed(
     stage: int, derived: TensorSpec, planned: Boundary | None, *, free_dtype: bool, rows: int | None
 ) -> TensorSpec:
-    """The tensor behind `stage`. Under autocast a plan may choose another floating-point type than the layers'.
+    """The output of `stage`. Under autocast a plan may choose another floating-point type than the layers'.
 
-    A plan says the shape of the longest slice; `rows` is the length of this one."""
+    A plan has the shape of the longest slice; `rows` is the length of this one."""
     if planned is None:
         return derived
     dtype = getattr(torch, planned.dtype, None)
