@@ -1,4 +1,4 @@
-"""Which layers of a model do the same, so that one of them has to be measured only."""
+"""Kinds of equal layers of a model, of which only one has to be measured."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from zbc.training.models.model import LayerPlan
 
-_DEEP = 4  # levels of objects that are looked into
-_SEARCHED = 120  # layers among which pieces to leave out are looked for
+_DEEP = 4  # levels of nested objects that are compared
+_SEARCHED = 120  # maximum number of layers for the search of pieces to leave out
 
 
 def kinds(plans: Sequence[LayerPlan], inputs: Sequence[Hashable]) -> list[str]:
-    """The kind of each layer; `inputs` are what they take.
+    """The kind of each layer; `inputs` are their input specs.
 
-    Layers are of one kind if their modules have the same structure, sizes and settings, and take the same. The first
-    layer, whose input needs no gradient, and the last, which ends in the loss, are kinds of their own. A kind is called
-    by its layer in a built-in family (all blocks are "block"), else by the class of its module.
+    Layers are of one kind if their modules have the same structure, sizes and settings, and the same input. The first
+    layer, whose input needs no gradient, and the last, which ends in the loss, are kinds of their own. A kind is named
+    by its layer in a built-in family (all blocks are "block"), otherwise by the class of its module.
     """
     found: dict[Hashable, str] = {}
     result = []
@@ -41,7 +41,7 @@ def kinds(plans: Sequence[LayerPlan], inputs: Sequence[Hashable]) -> list[str]:
 
 
 def describe(module: nn.Module) -> Hashable:
-    """What two modules that compute the same have in common: everything but the values of tensors."""
+    """A key that is equal for modules with the same computation: everything except the values of tensors."""
     parameters = tuple((name, _tensor(p), p.requires_grad) for name, p in module._parameters.items() if p is not None)
     buffers = tuple((name, _tensor(b)) for name, b in module._buffers.items() if b is not None)
     own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
@@ -50,7 +50,7 @@ def describe(module: nn.Module) -> Hashable:
 
 
 def _setting(value: Any, depth: int) -> Hashable:
-    """A value that decides what a module computes, as something to compare."""
+    """A setting of a module as a hashable value to compare."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return type(value).__name__, value
     if isinstance(value, torch.dtype | torch.device | torch.Size):
@@ -75,7 +75,7 @@ def _setting(value: Any, depth: int) -> Hashable:
 
 
 def _function(value: Callable[..., Any], depth: int) -> Hashable:
-    """A function by its name and by what it has closed over."""
+    """A function as its name and the values of its closure."""
     cells = getattr(value, "__closure__", None) or ()
     return _name(value), tuple(_setting(cell.cell_contents, depth - 1) for cell in cells)
 
@@ -89,12 +89,12 @@ def _name(value: Any) -> str:
 
 
 def chain(order: Sequence[str], inputs: Sequence[Hashable]) -> list[int]:
-    """A short row of layers in which every kind occurs and each can take what the one before it gives.
+    """A short chain of layers in which every kind occurs and each layer accepts the output of the previous one.
 
-    `order` is the kind of each layer, `inputs` what it takes. The first and the last layer stay. A piece of the model
-    can be left out if the layer after it takes what the piece takes, and its kinds occur elsewhere.
+    `order` is the kind of each layer, `inputs` its input. The first and the last layer stay. A piece of the model can
+    be left out if the layer after it has the same input as the piece, and its kinds occur elsewhere.
     """
-    # Of a run of one kind, one is enough: what it gives is what it takes.
+    # Of a run of one kind, one layer is enough: its output has the spec of its input.
     kept = [i for i, kind in enumerate(order) if i == 0 or kind != order[i - 1]]
     while len(kept) <= _SEARCHED:
         cut = next(_spare(kept, order, inputs), None)

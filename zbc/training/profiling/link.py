@@ -1,8 +1,7 @@
-"""How long transfers between two ranks take, by the transport of every training run.
+"""Times of transfers between two ranks, by the transport of training runs.
 
-One rank computes for a moment and sends; the other has posted its buffer and waits, asleep, as a rank does that has
-nothing else to do. The message carries the time at which it was sent: processes of one machine share a clock. Sizes
-take turns.
+One rank computes for a moment and sends; the other has posted its buffer and waits, asleep, like an idle rank. The
+message carries the time at which it was sent: processes of one machine share a clock. Sizes take turns.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from zbc.training.devices import settled
 from zbc.training.profiling.statistics import quick
 
 _BUSY = 0.002  # seconds that the sender computes
-_LATE = 0.004  # seconds after which a message is surely there
+_LATE = 0.004  # seconds after which a message has surely arrived
 _WARM_UP = 3
 _REPEATS = 6
 _IN_A_ROW = 4  # sums
@@ -40,7 +39,7 @@ class Pair:
         self._messages = [[Message(*way, mb, 0, 0) for mb in range(2 * self._rounds)] for way in ((0, 1), (1, 0))]
 
     def measure(self, sizes: Sequence[int]) -> Samples:
-        """What this rank measures: rank 0 sends, rank 1 receives. No size below 8 bytes."""
+        """This rank's samples: rank 0 sends, rank 1 receives. No size below 8 bytes."""
         found: Samples = defaultdict(list)
         vector = torch.zeros(64, dtype=torch.float64, device=self.device)
         for number in range(self._rounds):
@@ -81,7 +80,7 @@ class Pair:
         network.finish_step()
 
     def _take(self, number: int, size: int, found: Samples) -> None:
-        """What it costs rank 0 to take a message that has come."""
+        """Measures the time that rank 0 takes to receive a message that has arrived."""
         message = self._messages[1][self._rounds + number]
         tensor = torch.zeros(size, dtype=torch.uint8, device=self.device)
         if self.rank:
@@ -100,7 +99,7 @@ class Pair:
 
 
 def sums_of(rank: int, count: int, device: torch.device, sizes: Sequence[int], rounds: int) -> Samples:
-    """us of a sum over all `count` ranks, as they meet inside of ops, by its bytes; some follow one another."""
+    """us of an all-reduce over all `count` ranks, as inside of ops, by its bytes; the mean of some in a row."""
     network, everyone = Network(_manifest(1, tp=count), device, timedelta(seconds=300)), (*range(count),)
     found = Samples()
     for number in range(_WARM_UP + rounds):
@@ -120,7 +119,7 @@ def sums_of(rank: int, count: int, device: torch.device, sizes: Sequence[int], r
 
 
 def _manifest(messages: int, tp: int = 1) -> Manifest:
-    """Of two stages on two ranks, or of one on `tp`; what matters is who talks to whom, and how many messages."""
+    """A manifest of two stages on two ranks, or of one on `tp`, which determines the groups and number of messages."""
     stages = 2 if tp == 1 else 1
     ops = tuple((Op(Kind.F, stage),) for stage in range(stages))
     manifest, _ = assemble(
@@ -137,10 +136,10 @@ def _manifest(messages: int, tp: int = 1) -> Manifest:
 
 
 def fit(samples: Mapping[str, Sequence[float]]) -> LinkProfile | None:
-    """The latency and the speed that come nearest to the medians, each weighed by its own size; None without any.
+    """The latency and the bandwidth fitted to the medians; None without samples.
 
-    What the sender's call takes is not part of it, since that is the rank's own time. Least squares of relative errors,
-    so that small messages count as much as large ones.
+    The time of the sender's call is subtracted, since it is the rank's own time. Least squares of relative errors, so
+    that small messages count as much as large ones.
     """
     less = quick(samples.get("send", ()))
     found = {int(size): times for size, times in samples.items() if size.isdigit()}
@@ -168,14 +167,14 @@ def _line(rows: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return y - slope * x, slope
 
 
-_FASTEST = 1e-9  # us per byte, where size makes no difference: 1000 TB/s
+_FASTEST = 1e-9  # us per byte, if the size makes no difference: 1000 TB/s
 
 
 class HostCopies:
-    """Copies between pinned memory of the host and a cuda device, on a stream for each way."""
+    """Copies between pinned memory of the host and a cuda device, on one stream per direction."""
 
     def __init__(self, device: torch.device, size: int = 64 * 2**20, rounds: int = 10, side: int = 4096) -> None:
-        """`size`: bytes of a tensor; `side`: of the matrices that are multiplied meanwhile."""
+        """`size`: bytes of a tensor; `side`: rows and columns of the matrices multiplied during copies."""
         self.device, self.size, self.rounds = device, size, rounds
         self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -183,7 +182,7 @@ class HostCopies:
         self._factors = [torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2)]
 
     def measure(self) -> Copy:
-        """One way alone, both at once, and both beside products."""
+        """Measures each direction alone, both at once, and both during matrix products."""
         alone = self._products(())
         back, out = self._copies((0,), busy=False)[0], self._copies((1,), busy=False)[0]
         both, busy = self._copies((0, 1), busy=False), self._copies((0, 1), busy=True)
@@ -198,7 +197,7 @@ class HostCopies:
         )
 
     def _copies(self, ways: Sequence[int], *, busy: bool) -> list[float]:
-        """GB/s of each way (0: to the device), in which `rounds` copies follow one another."""
+        """GB/s of each direction (0: to the device), with `rounds` copies in a row."""
         found = list[list[float]]([] for _ in ways)
         for _ in range(_REPEATS):
             torch.cuda.synchronize(self.device)
@@ -211,7 +210,7 @@ class HostCopies:
         return [median(each[1:]) for each in found]  # the first warms up
 
     def _products(self, ways: Sequence[int]) -> float:
-        """ms of some products while copies go these ways."""
+        """ms of some products during copies in these directions."""
         took = list[float]()
         for _ in range(_REPEATS):
             torch.cuda.synchronize(self.device)

@@ -1,7 +1,7 @@
-"""One rank that runs one layer of each kind as a stage of its own, with the handlers of every training run.
+"""One rank that runs one layer of each kind as a stage of its own, with the handlers of training runs.
 
-Between the first two layers stands one that does nothing: what its ops take is what a rank adds to every op. Weights
-take part in everything but stay as they are: the learning rate is 0.
+Between the first two layers is one that does nothing: the times of its ops are a rank's overhead per op. Weights take
+part in everything but do not change: the learning rate is 0.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from zbc.training.profiling.alike import chain, kinds
 from zbc.training.worker import build_worker
 
 IDLE = "idle"
-MICROBATCHES = 5  # the first makes the gradients, then two with B and W apart and two in one piece, in turns
+MICROBATCHES = 5  # the first makes the gradients, then two with separate B and W and two with BW, in turns
 SPLIT = (1, 3)
 FUSED = (2, 4)
 
 
 @dataclass(frozen=True)
 class Rig:
-    """What to measure: `layers` are the stages by kind, `order` the kind of each layer of the model."""
+    """The layers to measure: `layers` are the stages by kind, `order` the kind of each layer of the model."""
 
     job: Job
     layers: tuple[LayerPlan, ...]
@@ -43,7 +43,7 @@ class Rig:
     order: tuple[str, ...]
 
     def worker(self, device: torch.device, *, microbatches: int = MICROBATCHES, cuts: Sequence[int] = ()) -> Worker:
-        """A worker whose script is one step of every kind of op, all stages in turn; `cuts` is where slices begin."""
+        """A worker whose script is one step of every kind of op, all stages in turn; `cuts`: boundaries of slices."""
         names, slices = [layer.name for layer in self.layers], max(1, len(cuts) - 1)
         ops = _ops(len(self.layers), microbatches, slices)
         plan = _plan(self.job, names, ops, microbatches, cuts if slices > 1 else ())
@@ -51,9 +51,9 @@ class Rig:
         return build_worker(rank, Apart(Hub(1), 0), device, plans=self.layers)
 
     def plain(self) -> Rig:
-        """The same without the layer that does nothing: it would share its tensors with its neighbours.
+        """The rig without the layer that does nothing, which would share its tensors with its neighbours.
 
-        Nothing is compiled there: bytes are counted op by op, and code that is compiled for several shows none.
+        Nothing is compiled in it: bytes are counted op by op, and ops that are compiled into one are not seen.
         """
         at = self.kinds.index(IDLE)
         layers, kinds, inputs = self.layers, self.kinds, self.inputs
@@ -66,7 +66,7 @@ class Rig:
         )
 
     def output(self, stage: int) -> TensorSpec | None:
-        """What a stage gives; None after the last."""
+        """The output of a stage; None after the last."""
         return (*self.inputs[1:], None)[stage]
 
 
@@ -81,7 +81,7 @@ class Idle(nn.Module):
 
 
 class Apart(HubTransport):
-    """The end of a rank that has a part of each layer, without those that have the others: sums bring nothing."""
+    """The transport of a tensor parallel rank without the other ranks: all-reduces change nothing."""
 
     def _start(self, offer: Offer, ranks: tuple[int, ...]) -> Started:
         if offer.what == "gather":
@@ -90,7 +90,7 @@ class Apart(HubTransport):
 
 
 def build_rig(job: Job, device: torch.device) -> Rig:
-    """Find the kinds of layers of a job. Raises E5xx where its model or its data do not work."""
+    """A rig with each kind of layer of a job. Raises E5xx if its model or its data do not work."""
     plans = [
         replace(plan, ties={}) for plan in layer_plans(Settings.of(_plan(job, ["any"], [Op(Kind.F, 0)], 1).manifest))
     ]
@@ -111,7 +111,7 @@ def build_rig(job: Job, device: torch.device) -> Rig:
 
 
 def _shapes(job: Job, plans: Sequence[LayerPlan], device: torch.device) -> Shapes:
-    """Of a stage for each layer of the model."""
+    """The shapes of the model with one stage per layer."""
     names = [plan.name for plan in plans]
     manifest = _plan(job, names, [Op(Kind.F, s) for s in range(len(names))], 1).manifest
     return Site([RankPlan(0, (), manifest)], Apart(Hub(1), 0), device, plans).shapes
@@ -129,7 +129,7 @@ def _ops(stages: int, microbatches: int, slices: int) -> list[Op]:
 
 
 def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int, cuts: Sequence[int] = ()) -> StoredPlan:
-    """A plan of one rank with a stage for each layer."""
+    """A plan of one rank with one stage per layer."""
     slices = max(1, len(cuts) - 1)
     place = Placement(((0,) * len(names),))
     program = Program(place, microbatches, (tuple(ops),), ("profile",), slices, cp=job.parallel.cp, tp=job.parallel.tp)

@@ -1,7 +1,7 @@
-"""All of a profile: ranks that measure at the same time, then two that exchange tensors.
+"""A whole profile: ranks that measure at the same time, then two that exchange tensors.
 
 As many processes compute at once as a run would have on the processor, since cores share caches and memory: a layer
-alone on the machine is faster than beside its neighbours. They come from the fork server that starts local runs.
+alone on the machine is faster than one with neighbours. They come from the fork server that starts local runs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _LARGEST = 2**28  # bytes of a tensor that is sent
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to measure. `together` processes compute at once, each with `threads` threads, for `rounds` rounds."""
+    """Settings of a profile. `together` processes compute at once, each with `threads` threads, for `rounds` rounds."""
 
     device: str
     threads: int
@@ -61,7 +61,7 @@ class Sampling:
 
 
 def effort(job: Job, *, device: str | None, threads: int | None, together: int | None, rounds: int) -> Sampling:
-    """The effort with what is left open as a local run of the job would have it.
+    """The settings of a profile; unset ones are those of a local run of the job.
 
     Raises E603 without a GPU.
     """
@@ -77,7 +77,7 @@ def effort(job: Job, *, device: str | None, threads: int | None, together: int |
 
 @dataclass(frozen=True)
 class Measurements:
-    """What the ranks measured."""
+    """The measurements of all ranks."""
 
     times: Samples
     bytes: dict[str, Weighed]
@@ -87,15 +87,15 @@ class Measurements:
     sums: LinkSamples
     copies: Copy | None
     name: str
-    reserve: int | None = None  # bytes of the device in use beside torch's own
+    reserve: int | None = None  # bytes of the device in use in addition to torch's own
     slices: Took = field(default_factory=dict)  # of a block
-    words: WordTimes | None = None  # of a rank's share of them
+    words: WordTimes | None = None  # of a rank's vocabulary shard
 
 
 def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) -> Profile:
-    """Profile a job; `done` is called `rounds + 1` times on the way.
+    """Profiles a job; `done` is called `rounds + 1` times on the way.
 
-    Raises E110 for a graph of layers, E5xx where the model or its data do not work, E702 where a process dies.
+    Raises E110 for a graph of layers, E5xx if the model or its data do not work, E702 if a process dies.
     """
     if job.model.graph:
         text = "profile: layers are run one after the other, and model.graph is no chain"
@@ -113,7 +113,7 @@ def measure(job: Job, how: Sampling, done: Callable[[], None] = lambda: None) ->
 
 
 def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
-    """The profile of what was measured."""
+    """The profile made from measurements."""
     times = found.times
     host = {name: median(times[IDLE, name]) for name in ("f", "b", "w", "step", "norm")}
     moves = [quick(found.link.get(name, ())) for name in ("post", "send", "take")]
@@ -151,14 +151,14 @@ def assemble(job: Job, how: Sampling, found: Measurements) -> Profile:
 
 
 def _layer(found: Measurements, kind: str, host: dict[str, float]) -> LayerProfile:
-    """`host` is what the layer that does nothing takes."""
+    """The profile of one kind of layer; `host` has the times of the layer that does nothing, which are subtracted."""
     times, weighed = found.times, found.bytes.get(kind)
 
     def of(name: str, less: str = "") -> Measured:
         return measured(times[kind, name], host.get(less, 0.0))
 
     more = median(times[kind, AGAIN]) - median(times[kind, KEEP])
-    # F is torch's own where its backward comes in one piece; what that saves is counted to the backward.
+    # F is torch's own if its backward is not split; the time that this saves is subtracted from the backward.
     saved = max(0.0, quick(times[kind, "f"]) - quick(times[kind, "f fused"]))
     return LayerProfile(
         f=of("f", "f"),
@@ -183,7 +183,7 @@ def _layer(found: Measurements, kind: str, host: dict[str, float]) -> LayerProfi
 
 
 def _layers(job: Job, how: Sampling, done: Callable[[], None]) -> dict[str, Any]:
-    """Times of all ranks together, and what the first one found besides."""
+    """Times of all ranks, and the other measurements of the first one."""
     counts, results = [0] * how.together, list[Any]()
     with _ranks(how.together, _rank, (job, how)) as pipes:
         while len(results) < how.together:
@@ -202,7 +202,7 @@ def _layers(job: Job, how: Sampling, done: Callable[[], None]) -> dict[str, Any]
 
 
 def _pooled(samples: Iterable[Mapping[K, Sequence[float]]]) -> dict[K, list[float]]:
-    """Those of all ranks, by what they are of."""
+    """The samples of all ranks, by key."""
     found: dict[K, list[float]] = {}
     for key, values in (item for one in samples for item in one.items()):
         found.setdefault(key, []).extend(values)
@@ -210,7 +210,7 @@ def _pooled(samples: Iterable[Mapping[K, Sequence[float]]]) -> dict[K, list[floa
 
 
 def _rank(rank: int, job: Job, how: Sampling, pipe: Connection) -> dict[str, Any]:
-    """Measure until told that it is enough; all go on meanwhile, so that none is alone."""
+    """Measures until told to stop: each rank goes on until all have enough, so that none runs alone."""
     torch.set_num_threads(how.threads)
     device = torch.device(how.device, 0) if how.device == "cuda" else torch.device("cpu")
     rig = build_rig(job, device)
@@ -241,15 +241,15 @@ def _rank(rank: int, job: Job, how: Sampling, pipe: Connection) -> dict[str, Any
 
 
 def unpredicted(device: torch.device) -> int:
-    """Bytes of a GPU that are in use for what no plan predicts: beside torch's memory, and of it for cuBLAS. Of this
-    process, where no other one uses the GPU."""
+    """Bytes of a GPU in use that no plan predicts: those outside of torch's memory, and cuBLAS workspaces in it. They
+    are this process's only if no other one uses the GPU."""
     free, total = torch.cuda.mem_get_info(device)
     beside = total - free - torch.cuda.memory_reserved(device)
     return max(0, beside) + workspaces(device)
 
 
 def processor() -> str:
-    """The model of the processor, where the system tells."""
+    """The model of the processor, if the system provides it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -271,7 +271,7 @@ def _around(sizes: tuple[int, ...]) -> list[int]:
 def _together(
     count: int, target: Callable[..., LinkSamples], how: Sampling, sizes: list[int], folder: str
 ) -> LinkSamples:
-    """What so many processes of `target` measure."""
+    """The measurements of `count` processes that run `target`."""
     with _ranks(count, target, (how, sizes, folder)) as pipes:
         found: dict[int, Any] = {}
         while len(found) < count:
@@ -294,7 +294,7 @@ def _sharer(count: int, rank: int, how: Sampling, sizes: list[int], folder: str,
 
 @contextmanager
 def _joined(rank: int, count: int, how: Sampling, meeting: str) -> Iterator[torch.device]:
-    """A rank of a run of `count`, and its device."""
+    """Joins a process group of `count` ranks; yields the device of this one."""
     torch.set_num_threads(how.threads)
     cuda = how.device == "cuda"
     bind_loopback()
@@ -331,7 +331,7 @@ def _ranks(count: int, target: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 
 def _heard(pipes: list[Connection]) -> list[tuple[int, Any]]:
-    """What processes have said, waiting for something. Raises what one of them raised, E702 if one died."""
+    """Waits for messages of processes and returns them. Raises an error that one of them raised, E702 if one died."""
     heard = []
     for pipe in ready(pipes):
         rank = pipes.index(pipe)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""How long slices of a block take, by their tokens and those before them: what a job with slices is planned with.
+"""Times of slices of a block, by their tokens and those before them, for planning jobs with slices.
 
-A built-in family's block runs on its sequences whole and in 2, 4 and 8 even slices, with B and W apart.
+A built-in family's block runs on its sequences whole and in 2, 4 and 8 even slices, with separate B and W.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Took = dict[tuple[int, int], dict[str, float]]  # rows and tokens before them ->
 
 
 def slice_times(rig: Rig, device: torch.device) -> Took:
-    """ms of F, B and W of each slice; empty where the job asks for none, or no block of a family is in the rig."""
+    """ms of F, B and W of each slice; empty if the job has no slices, or the rig no block of a family."""
     length = rig.job.model.seq_len or 0
     if rig.job.schedule.slices == 1 or BLOCK not in rig.kinds:
         return {}

@@ -1,8 +1,8 @@
-"""How fast each pair of ranks can talk: the table that hardware.links names.
+"""Latency and bandwidth of each pair of ranks: the table named by hardware.links.
 
-Run by every rank that torchrun started. Pairs send a small and a large tensor to and fro, those that share no machine
-at once; half of the lower quartile of the round trips is what a message takes: others on a machine only add to it.
-On CPUs the first ranks of two machines speak for all of these.
+Run by every rank that torchrun started. Pairs exchange a small and a large tensor, pairs without a common machine at
+the same time; a message takes half of the lower quartile of the round trips, since other load only adds to them.
+On CPUs the first ranks of two machines are measured for all ranks there.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from zbc.training.devices import settled
 from zbc.training.launch.reach import bind_towards
 
 _SMALL, _LARGE = 256, 4 << 20  # bytes
-_FEWEST, _ENOUGH_S = 3, 3.0  # round trips, and the time after which there are no more
-_FASTEST = 1e5  # GB/s: what no link is
+_FEWEST, _ENOUGH_S = 3, 3.0  # minimum of round trips, and the time after which no more follow
+_FASTEST = 1e5  # GB/s: upper bound for any link
 
-Bar = Callable[[int], AbstractContextManager[Callable[[], None]]]  # of so many turns; what to call after each
+Bar = Callable[[int], AbstractContextManager[Callable[[], None]]]  # a progress bar of n turns; yields its increment
 
 
 def measure(device: str, rounds: int, bar: Bar) -> LinkTable | None:
@@ -64,7 +64,7 @@ def measure(device: str, rounds: int, bar: Bar) -> LinkTable | None:
 
 
 def turns(hosts: Sequence[str], stands: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """The pairs to measure, in turns of those that share no machine; `stands`: who speaks for a rank elsewhere."""
+    """The pairs to measure, in turns of pairs without a common machine; `stands`: by rank, its proxy elsewhere."""
     found = list[list[tuple[int, int]]]()
     for a, b in combinations(range(len(hosts)), 2):
         if hosts[a] == hosts[b] or (stands[a], stands[b]) == (a, b):
@@ -77,7 +77,7 @@ def turns(hosts: Sequence[str], stands: Sequence[int]) -> list[list[tuple[int, i
 
 
 def _trip(other: int, first: bool, size: int, where: torch.device, rounds: int) -> float:
-    """Seconds that a message of so many bytes takes, one way: some round trips, `rounds` of them if they are quick."""
+    """Seconds one way of a message of `size` bytes, from some round trips, `rounds` of them if they are fast."""
     tensor, took = torch.zeros(size // 4, device=where), list[float]()
     more, end = torch.ones(1, device=where), time.perf_counter() + _ENOUGH_S
     while more.item():
@@ -105,7 +105,7 @@ def table_of(
     hosts: Sequence[str] = (),
     stands: Sequence[int] = (),
 ) -> LinkTable:
-    """Latency and speed of each pair, from the seconds of a small and of a large message as both its ranks saw them."""
+    """Latency and bandwidth of each pair, from the seconds of a small and a large message measured by both ranks."""
     gbps, us = ([[0.0] * world for _ in range(world)] for _ in range(2))
     for a, b in combinations(range(world), 2):
         apart = stands and hosts[a] != hosts[b]

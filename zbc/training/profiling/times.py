@@ -1,6 +1,6 @@
-"""How long each op of a rig takes, step after step.
+"""Times of each op of a rig, step after step.
 
-Steps take turns: stages keep their activations in one, and recompute them in the next.
+Steps alternate: stages keep their activations in one, and recompute them in the next.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zbc.training.profiling.rig import FUSED, IDLE, SPLIT, Rig
 WARM_UP = 2  # rounds that do not count
 NAMES = ("f", "f fused", "b", "w", "bw", "step", "norm", "tentative")
 KEEP, AGAIN = "f and b", "f and b with recompute"
-CLOSE = "close"  # the end of a step but for the norm and the optimizer
+CLOSE = "close"  # the end of a step without the norm and the optimizer
 
 Samples = dict[tuple[str, str], list[float]]  # kind of layer ("" for CLOSE), and one of these names -> ms
 
 
 @dataclass
 class Stopwatch:
-    """Runs a rig and keeps what it measures in `samples`."""
+    """Runs a rig and collects its measurements in `samples`."""
 
     rig: Rig
     device: torch.device
@@ -48,7 +48,7 @@ class Stopwatch:
         worker.script[:] = [*script[:at], *ends, *ahead, *script[at:]]
 
     def round(self) -> None:
-        """One step that keeps activations and one that recomputes them; the first rounds warm up."""
+        """Runs one step that keeps activations and one that recomputes them; the first rounds warm up."""
         keep = self._step(recompute=False)
         again = self._step(recompute=True)
         self._steps += 1
@@ -85,7 +85,7 @@ class Stopwatch:
                 return
             name = op.kind.value.lower()
             if op.kind.computes and op.mb not in (*SPLIT, *FUSED):
-                name = "first"  # it makes gradients, all others add to them
+                name = "first"  # it makes gradients, all others accumulate
             elif op.kind is Kind.F and op.mb in FUSED:
                 name = "f fused"
             self._measure(op.stage, name, lambda: handler(worker, op))
@@ -96,7 +96,7 @@ class Stopwatch:
         self._measure(op.stage, "norm", worker.optimizers[op.stage].squares)
 
     def _tentative(self, stage: int) -> Callable[[Worker, Op], None]:
-        """A tentative step of a stage, by an optimizer of its own that has made one step before."""
+        """A handler that measures a tentative step of a stage, by a separate optimizer that has made one step."""
         built: list[Masters] = []
 
         def run(worker: Worker, op: Op) -> None:

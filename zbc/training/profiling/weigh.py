@@ -1,4 +1,4 @@
-"""How many bytes each stage of a rig keeps and needs, seen with the scale that weighs whole ranks (measure.py)."""
+"""Bytes that each stage of a rig saves and needs, measured with the `Scale` for whole ranks (measure.py)."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from zbc.training.profiling.rig import Rig
 from zbc.training.recording.measure import Ledger, Reading, Scale, categories
 
 Handler = Callable[[Worker, Op], None]
-_APART, _WHOLE = 1, 2  # microbatches with B and W apart, and in one, after the one that makes the gradients
+_APART, _WHOLE = 1, 2  # microbatches with separate B and W, and with BW, after the one that makes the gradients
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """One kind of layer."""
+    """The measurements of one kind of layer."""
 
     bytes: LayerBytes
     parameters: int
-    parts: list[int]  # how many in each that trains
+    parts: list[int]  # elements of each parameter that trains
 
 
 def weigh(rig: Rig, device: torch.device) -> dict[str, Weighed]:
-    """Every kind of layer of a rig, from steps of a worker of its own."""
+    """Measures every kind of layer of a rig, in steps of a separate worker."""
     rig = rig.plain()
     worker = rig.worker(device, microbatches=3)
     gradients = _gradients(worker)
@@ -63,12 +63,12 @@ def weigh(rig: Rig, device: torch.device) -> dict[str, Weighed]:
 
 @dataclass(frozen=True)
 class _Change:
-    """What an op added to what is alive, and what it needed beyond that, in bytes."""
+    """Bytes of activations that an op added, and temporary bytes beyond these."""
 
     held: int
     more: int
-    rise: int  # the most there was meanwhile beyond what was alive before, gradients included
-    came: int  # of them, what it made where there was nothing
+    rise: int  # peak during the op above the bytes alive before, gradients included
+    came: int  # bytes of gradients that it made new
 
 
 def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
@@ -81,7 +81,7 @@ def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
 
 
 def _first(worker: Worker, scale: Scale, step: int) -> dict[Op, _Change]:
-    """The changes of a step in which every backward is the first: it finds no gradients of its stage."""
+    """The changes of a step in which every backward is the first: its stage has no gradients before."""
 
     def dropping(handler: Handler) -> Handler:
         def run(worker: Worker, op: Op) -> None:
@@ -100,7 +100,7 @@ def _first(worker: Worker, scale: Scale, step: int) -> dict[Op, _Change]:
 
 
 def _gradients(worker: Worker) -> dict[int, int]:
-    """Will hold the bytes of each stage's gradients, once a step has run."""
+    """A dict that will have the bytes of each stage's gradients, once a step has run."""
     found: dict[int, int] = {}
 
     def look(worker: Worker, op: Op) -> None:
@@ -125,7 +125,7 @@ def _layer(
     alone = again[Op(Kind.F, stage, _APART)]
     entry, result = _bytes(rig.inputs[stage]), 0 if given is None else _bytes(given)
     keeps = _keeps(of, rig.inputs[stage], worker, last=given is None)
-    # B ends with the gradient it hands on, without the one it got.
+    # B ends with the gradient it passes on, without the one it got.
     after = b.held + (0 if stage == 0 else entry) - result
     held = _held(worker, stage)
     trained = [p.numel() for p in of.parameters.values() if p.requires_grad]
@@ -161,9 +161,9 @@ def _layer(
 
 
 class _Kept(NamedTuple):
-    """What the graph of a stage's forward keeps: bytes beside its input and output until B, bytes until W.
+    """Tensors saved by the graph of a stage's forward: bytes until B, without its input and output; bytes until W.
 
-    And whether it keeps its input, whether its output, and whether B leaves the very gradient that it got.
+    And whether it saves its input, its output, and whether W needs the same gradient tensor that B got.
     """
 
     b: int
@@ -174,7 +174,7 @@ class _Kept(NamedTuple):
 
 
 def _keeps(stage: Stage, takes: TensorSpec, worker: Worker, *, last: bool) -> _Kept:
-    """One forward and backward of a stage by itself: in a step, neighbours hold on to the tensors that they share."""
+    """Runs forward and backward of a stage alone: in a step, its neighbours also reference the tensors between them."""
     stage.recompute = False
     x = torch.zeros(takes.shape, dtype=takes.dtype, device=worker.device)
     leaf, finish = x.requires_grad_(stage.flows), stage.fit

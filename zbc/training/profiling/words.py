@@ -1,4 +1,4 @@
-"""How long a rank's share of a vocabulary takes that all ranks share: what a job with one is planned with."""
+"""Times of a rank's ops of a parallel vocabulary, for planning jobs with one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARM_UP = 2
 
 
 def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
-    """ms of S, T, I and E of a microbatch with ceil(vocab / (pp tp)) words; None where they are at the ends."""
+    """ms of S, T, I and E of a microbatch with ceil(vocab / (pp tp)) words; None if the vocabulary is not parallel."""
     job, model = rig.job, rig.job.model
     if job.parallel.vocabulary == "ends" or not (model.builtin and model.vocab and model.hidden and model.seq_len):
         return None
