@@ -1,1 +1,1 @@
-"""All that training needs around the runtime: data, models, checkpoints, launching, watching."""
+"""Training around the runtime: data, models, checkpoints, launchers, watchdogs."""

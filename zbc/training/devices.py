@@ -1,4 +1,4 @@
-"""The GPUs of a run: which rank has which, and how full they are."""
+"""The GPUs of a run: their assignment to ranks, and their memory in use."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ T = TypeVar("T")
 
 
 def settled(device: torch.device) -> None:
-    """Wait until a device has done what it was told to; on a CPU it has."""
+    """Waits until a device has completed all its work; does nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Laps:
-    """Takes the times of calls on a device, in ms.
+    """Measures the times of calls on a device, in ms.
 
-    On a GPU none is waited for, as in a run, whose host is ahead of it: events stand around a call on the stream, and
-    `read` asks them. What a kernel takes to start is then hidden behind the one before it, unless the host is slower.
+    On a GPU calls are not waited for, as in a run, whose host is ahead of it: each is enclosed by events on the stream,
+    which `read` evaluates. Launch times are then hidden by the kernel before, unless the host is slower.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Laps:
         self._open: list[tuple[torch.cuda.Event, torch.cuda.Event, list[float]]] = []
 
     def take(self, call: Callable[[], T], into: list[float]) -> T:
-        """What `call` returns; how long it takes goes `into` a list, on a GPU at the next `read`."""
+        """Returns `call()`; its time is appended to `into`, on a GPU in the next `read`."""
         if self._device.type == "cpu":
             began = time.perf_counter()
             found = call()
@@ -47,7 +47,7 @@ class Laps:
         return found
 
     def read(self) -> None:
-        """Wait for the device, and for all that was taken."""
+        """Waits for the device, and stores the times of all calls."""
         settled(self._device)
         for begin, end, into in self._open:
             into.append(begin.elapsed_time(end))
@@ -55,20 +55,20 @@ class Laps:
 
 
 def place(local_rank: int) -> torch.device:
-    """The GPU of a rank: launchers either show each rank its own one, or all of them to all. Where there are fewer than
-    ranks, they share."""
+    """The GPU of a rank: launchers make either its own or all of them visible to each rank. If there are fewer than
+    ranks, ranks share them."""
     index = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def named(device: torch.device) -> str:
-    """A GPU as no other one is called."""
+    """A unique name of a GPU."""
     return f"{torch.cuda.get_device_properties(device).uuid} on {socket.gethostname()}"
 
 
 def check_apart(said: Sequence[str], name: Callable[[int], str]) -> None:
-    """Raise E603 if two ranks have one GPU; `said` is `named` by rank."""
+    """Raises E603 if two ranks have the same GPU; `said` has the result of `named` by rank."""
     for first, gpu in enumerate(said):
         sharing = [name(rank) for rank in range(first, len(said)) if said[rank] == gpu]
         if len(sharing) > 1:
@@ -78,13 +78,13 @@ def check_apart(said: Sequence[str], name: Callable[[int], str]) -> None:
 
 
 def in_use(device: torch.device) -> str:
-    """Bytes in use on a GPU, and those that torch's allocator took of them; for `fullest`."""
+    """Bytes in use on a GPU, and the part reserved by torch's allocator; for `fullest`."""
     free, total = torch.cuda.mem_get_info(device)
     return f"{total - free} {torch.cuda.memory_reserved(device)}"
 
 
 def fullest(said: Sequence[str], name: Callable[[int], str]) -> str:
-    """A line on the fullest of the GPUs."""
+    """A line about the GPU with the most memory in use."""
     used = [tuple(map(int, one.split())) for one in said]
     rank = max(range(len(used)), key=used.__getitem__)
     whole, torchs = used[rank]

@@ -1,4 +1,4 @@
-"""Where Python code is, without the lines that would not help a user: those of zbc and of torch."""
+"""Stack traces for users: without the frames of zbc and of torch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _MOST = 8  # frames of a stack
 
 
 def of_error(error: BaseException) -> list[str]:
-    """Where an error comes from, as lines."""
+    """The traceback of an error, as lines."""
     return _lines(traceback.extract_tb(error.__traceback__))
 
 
 def failure(error: BaseException, text: str) -> ZbcError:
-    """E703 for what a layer, the loss or the data of a job raised, with the place in their code."""
+    """E703 for an error raised by a layer, the loss or the data of a job, with the place in their code."""
     first, *more = f"{type(error).__name__}: {error}".splitlines()
     details = [*more, *reversed(getattr(error, "__notes__", [])), *of_error(error)]
     return ZbcError("E703", f"{text}: {first}", details=details)
 
 
 def raised(error: BaseException) -> list[str]:
-    """What an error says, and where in code of users it comes from."""
+    """The message of an error, and its traceback if it comes from code of users."""
     return [f"{type(error).__name__}: {error}", *(of_error(error) if of_users(error) else ())]
 
 
@@ -44,7 +44,7 @@ def of_users(error: BaseException) -> bool:
 
 
 def of_thread(ident: int) -> list[str]:
-    """Where a thread of this process is, as lines; only the part that zbc's runtime has called."""
+    """The stack of a thread of this process, as lines, from the first frame of zbc's runtime on."""
     frame = sys._current_frames().get(ident)
     if frame is None:
         return []
@@ -53,6 +53,6 @@ def of_thread(ident: int) -> list[str]:
 
 
 def _lines(frames: Sequence[traceback.FrameSummary]) -> list[str]:
-    """The innermost frame always, of the others those of neither zbc's runtime nor torch."""
+    """The frames outside of zbc's runtime and torch, and always the innermost one, as lines."""
     chosen = [frame for frame in frames[:-1] if not frame.filename.startswith((*_OURS, _TORCH))] + list(frames[-1:])
     return [line for text in traceback.format_list(chosen[-_MOST:]) for line in text.rstrip("\n").split("\n")]

@@ -1,7 +1,7 @@
-"""What becomes of a run whose gradients are not finite.
+"""Handling of gradients that are not finite.
 
-A step with such a gradient changes nothing on any rank (the verdict says so). Whether the run goes on is `[train]`'s to
-say, and every rank decides alike, since all see the same results.
+A step with such a gradient changes nothing on any rank (the verdict is to skip it). `[train]` determines whether the
+run goes on, and all ranks decide the same, since they have the same results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHOWN = 4  # parameters that are named
 
 
 class Skips(Guest):
-    """Counts the steps that were skipped, in a row and in all."""
+    """Counts skipped steps, in a row and in all."""
 
     def __init__(self, manifest: Manifest) -> None:
         train = Train.model_validate(manifest.training["train"], strict=False)
@@ -46,7 +46,7 @@ class Skips(Guest):
 
 
 def origin(layers: Sequence[Sequence[str]], names: Sequence[str]) -> tuple[int, list[str]] | None:
-    """The stage, and the parameters of its layer, that backward reached first among `names`."""
+    """The last layer with parameters in `names`, which backward reached first: its stage and these parameters."""
     for stage in reversed(range(len(layers))):
         for layer in reversed(layers[stage]):
             found = [name for name in names if name == layer or name.startswith(f"{layer}.")]

@@ -1,1 +1,1 @@
-"""The numbers of a run, for files and people."""
+"""Metrics of a run, for files and the console."""

@@ -1,4 +1,4 @@
-"""One line on a terminal that is written over: how far the run is, between the lines that stay."""
+"""A progress line on a terminal, overwritten in place between the permanent lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _EVERY_S = 0.1
 
 
 class Screen:
-    """`show` writes over what it wrote last on `stream`; `say` clears it before a line that stays, for `emit`."""
+    """`show` overwrites its last text on `stream`; `say` clears it and passes a permanent line to `emit`."""
 
     def __init__(self, emit: Callable[[str], None], stream: TextIO) -> None:
         self._emit, self._stream, self._shown, self._last = emit, stream, False, -_EVERY_S

@@ -1,11 +1,11 @@
-"""The numbers of a run: one JSON object per step in the run directory, and a line for the console now and then.
+"""Metrics of a run: one JSON object per step in the run directory, and a line on the console for some steps.
 
     runs/plan-1/
-      run.json         what ran: plan, schedule, ranks, settings, prediction
+      run.json         the run: plan, schedule, ranks, settings, prediction
       metrics.jsonl    one line per step, complete at any moment
       tensorboard/     the same, if log.tensorboard asks for it
 
-Rank 0 writes; every number of a step is the same on all ranks, so the loss is there wherever the last stage lives.
+Rank 0 writes; every number of a step is the same on all ranks, so it has the loss wherever the last stage is.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from zbc.training.launch import rundir
 from zbc.training.launch.options import RunOptions
 from zbc.training.metrics import sinks
 
-_ONE_LINE = 10_000  # columns, where neither COLUMNS nor a terminal says how many: lines are not broken
+_ONE_LINE = 10_000  # columns without COLUMNS and a terminal: lines are not wrapped
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What a run is, besides its plan."""
+    """Settings of a run that are not in its plan."""
 
     options: RunOptions
     steps: int
     processes: list[str]  # per rank, host:pid
     phases: Phases  # of the training
-    first: int = 0  # steps trained before, by the run that this one goes on with
-    start: Start = field(default_factory=Start)  # the checkpoint they are in, and the run directory
-    tokens: Callable[[int], int] | None = None  # of a step, where samples are of unequal length
+    first: int = 0  # steps trained before, by the run that this one resumes
+    start: Start = field(default_factory=Start)  # the checkpoint of these steps, and the run directory
+    tokens: Callable[[int], int] | None = None  # of a step, if samples are of unequal length
 
 
 class RunRecord:
-    """The run directory while the run lasts, as a context manager."""
+    """The run directory during the run, as a context manager."""
 
     def __init__(self, manifest: Manifest, settings: RunSettings) -> None:
-        """Make the directory: `--out`, or the first free `<log.dir>/<plan name>-<n>`; or go on in that of the start.
+        """Makes the directory: `--out`, or the first free `<log.dir>/<plan name>-<n>`; or reuses the resumed run's.
 
-        There the numbers of steps after the first `settings.first` are dropped: they come again.
+        There the metrics of steps after the first `settings.first` are dropped: they are trained again.
         Raises E606 if it cannot be written, E607 if `--out` holds a run already.
         """
         self._manifest, self._settings, self._steps = manifest, settings, settings.steps
@@ -99,7 +99,7 @@ class RunRecord:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        with nullcontext() if error is None else suppress(OSError):  # of a full disk that was told of
+        with nullcontext() if error is None else suppress(OSError):  # a full disk, which was reported
             for sink in self._sinks:
                 sink.close()
 
@@ -116,20 +116,20 @@ class RunRecord:
         return line if resumed is None else f"{line}\ngoing on from {resumed}, after step {self._first}"
 
     def record(self, result: StepResult) -> str | None:
-        """Write a step down; its line for the console, if it is a step to show."""
+        """Writes the metrics of a step; returns its line for the console, if it is a step to show."""
         numbers = self._numbers(result)
         step = numbers["step"]
         shown = (
             step in (self._first + 1, self._steps) or step % self._log["every"] == 0 or result.stop or result.skipped
         )
-        if shown and (count := self._experts):  # all of them in each step would be most of the file
+        if shown and (count := self._experts):  # in each step they would be most of the file
             rows = [*map(int, result.routed)]
             numbers["expert_rows"] = [rows[at : at + count] for at in range(0, len(rows), count)]
         self._write(numbers)
         return self._line(numbers) if shown else None
 
     def record_evaluation(self, result: EvaluationResult) -> str:
-        """Write an evaluation down; its line for the console."""
+        """Writes an evaluation; returns its line for the console."""
         numbers = {
             "step": result.step + 1,
             "eval_loss": result.loss,
@@ -144,7 +144,7 @@ class RunRecord:
         )
 
     def _write(self, numbers: dict[str, Any]) -> None:
-        """Raises E606 if that is not possible; lines that are there stay whole."""
+        """Writes a line of metrics. Raises E606 if that fails; existing lines stay complete."""
         text = json.dumps({key: _plain(value) for key, value in numbers.items()})
         try:
             self._file.add(text + "\n")
@@ -185,11 +185,11 @@ class RunRecord:
 
     @property
     def _experts(self) -> int:
-        """Of a block whose rows are counted."""
+        """The number of experts of a block; 0 if their rows are not counted."""
         return (self._model.experts or 0) if self._model.builtin else 0
 
     def _loads(self, routed: Sequence[float]) -> dict[str, float]:
-        """The load of the busiest expert over the mean one of its block: mean over the blocks, and the worst."""
+        """The load of the busiest expert divided by the mean of its block: mean and maximum over the blocks."""
         count = self._experts
         if not routed or not count:
             return {}
@@ -198,7 +198,7 @@ class RunRecord:
         return {"expert_load": sum(over) / len(over), "expert_load_worst": max(over)} if over else {}
 
     def live(self, result: StepResult) -> str:
-        """How far the run is, in one line."""
+        """The progress of the run, in one line."""
         numbers, done = self._numbers(result), result.step + 1
         full = 20 * done // self._steps
         rate = self._rate_text(numbers)
@@ -208,7 +208,7 @@ class RunRecord:
     def _line(self, numbers: dict[str, Any]) -> str:
         width = len(str(self._steps))
         peak = max(numbers["peak_bytes"])
-        held = "peak" if self._options.device == "cuda" else "process"  # a process is more than its tensors
+        held = "peak" if self._options.device == "cuda" else "process"  # whose size includes more than tensors
         how = " SKIPPED" if numbers["skipped"] else " REDONE" if numbers["redone"] else ""
         parts = [
             f"step {numbers['step']:{width}d}/{self._steps}",
@@ -268,5 +268,5 @@ def _count(number: int, one: str, many: str | None = None) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """The value for JSON, which has no NaN and no infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go besides metrics.jsonl: TensorBoard and Weights & Biases, each an optional package."""
+"""Optional sinks of a run's metrics, in addition to metrics.jsonl: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, Protocol
 
 from zbc.errors import ZbcError
 
-_WANDB = "wandb_run"  # in run.json: what W&B calls the run
+_WANDB = "wandb_run"  # key in run.json of the run's id at W&B
 
 
 class Sink(Protocol):
-    """A place where the numbers of steps go."""
+    """A destination of the metrics of steps."""
 
     def write(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """The numbers of a step (from 1); lists have one value per rank."""
+        """Writes the metrics of a step (from 1); lists have one value per rank."""
 
     def close(self) -> None: ...
 
 
 def check(log: Mapping[str, Any]) -> None:
-    """Raise E610 if `[log]` asks for what is not installed; looks without importing."""
+    """Raises E610 if `[log]` needs a package that is not installed; does not import it."""
     for package, wanted in (("tensorboard", log.get("tensorboard")), ("wandb", log.get("wandb"))):
         found = importlib.util.find_spec(package) if wanted else None
         if wanted and (found is None or found.origin is None):  # without origin: a folder of that name, no package
@@ -33,15 +33,15 @@ def check(log: Mapping[str, Any]) -> None:
 
 
 def names(log: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, str]:
-    """What `run.json` has to keep for a run that goes on to be found again; `before` is what it had."""
+    """Entries of `run.json` that identify the run at its sinks when it resumes; `before` is the previous run.json."""
     kept = before.get(_WANDB)
     return {_WANDB: kept if isinstance(kept, str) and kept else uuid.uuid4().hex} if log.get("wandb") else {}
 
 
 def open_sinks(log: Mapping[str, Any], folder: Path, about: Mapping[str, Any], first: int | None = None) -> list[Sink]:
-    """What `[log]` asks for, writing below the run directory `folder`; `about` is what `run.json` says.
+    """The sinks of `[log]`, writing below the run directory `folder`; `about` is the content of `run.json`.
 
-    `first`: the run goes on after so many steps, and what was written of later ones is to be forgotten.
+    `first`: the number of steps after which the run resumes; metrics of later steps are dropped.
     """
     sinks: list[Sink] = []
     if log.get("tensorboard"):
@@ -71,7 +71,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of project `log.wandb`, its files in `wandb/` of the run directory. WANDB_MODE=offline keeps it there.
 
-    A run that goes on goes on there too. Steps that W&B has already it does not take again; they are the same.
+    A resumed run is resumed there, too. W&B ignores steps that it has already; they are the same.
     """
 
     def __init__(self, project: str, folder: Path, about: Mapping[str, Any]) -> None:

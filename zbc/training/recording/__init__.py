@@ -1,1 +1,1 @@
-"""What a rank did and held, and when."""
+"""Recording of a rank's ops and memory over time."""

@@ -1,8 +1,8 @@
-"""How far the clocks of two ranks are apart, found by asking rank 0 for its time.
+"""The offset of a rank's clock from that of rank 0, measured by asking rank 0 for its time.
 
-A rank looks at its clock, asks, and looks again when the answer is there: rank 0 looked at its own somewhere in
-between. Of several tries the quickest counts, and half of what it took is the uncertainty. Where both run on one
-machine they read the same clock, which the answer has to agree with.
+A rank reads its clock, asks, and reads it again when the answer has arrived: rank 0 read its own clock in between. The
+fastest of several tries counts, and half of its time is the uncertainty. Ranks on one machine read the same clock, so
+their offset is 0 unless the answer contradicts it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zbc.trace.recording import ClockOffset
 from zbc.training.launch.board import Board
 
 _TRIES = 12
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # of this machine since it was started; Linux
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # unique per boot of a machine; Linux
 
 
 def compare_clocks(
@@ -27,9 +27,9 @@ def compare_clocks(
     now: Callable[[], int] = time.perf_counter_ns,
     machine: str | None = None,
 ) -> ClockOffset:
-    """Compare the clock `now` (ns) with that of rank 0; all ranks do so together, once for each `name`.
+    """Compares the clock `now` (ns) with that of rank 0; all ranks call this together, once for each `name`.
 
-    `machine` tells machines apart; by default what the kernel says. Blocks for as long as `limit`.
+    `machine` identifies the machine, by default with the kernel's boot id. Blocks for at most `limit`.
     """
     here = _machine() if machine is None else machine
     if board.rank == 0:
@@ -57,7 +57,7 @@ def compare_clocks(
 
 
 def _machine() -> str:
-    """Empty where that cannot be told."""
+    """The boot id of this machine; empty if there is none."""
     try:
         return _BOOT.read_text().strip()
     except OSError:

@@ -1,24 +1,23 @@
-"""What a rank really holds while it runs a step: bytes of live tensors by category, on any device.
+"""Measured memory of a rank during a step: bytes of live tensors by category, on any device.
 
 `Scale(worker)` wraps the ops of a worker; run steps as usual and read it, and `close` it to go on without. The first
-step does not count, since there the optimizer makes its state. Every tensor that an op makes is seen by a
-dispatch mode and counted by its storage, once however many views there are, until the storage is freed: tensors that
-autograd saved are as visible as any others. What a kernel allocates and frees inside itself is not seen. Ops run about
-three times slower meanwhile, those of small kernels more; with a pace (pace.py) all by the same factor, so that what
-waits for a neighbour waits as in other steps.
+step does not count, since the optimizer makes its state there. A dispatch mode registers every tensor that an op makes
+and counts its storage, once for all views, until it is freed: tensors saved by autograd are included. Temporary memory
+inside a kernel is not. Ops run about three times slower meanwhile, those of small kernels more; with a pace (pace.py)
+all are slowed by the same factor, so that waits for neighbours are as in other steps.
 
     weights      parameters, buffers of modules, and copies of weights in the autocast type
-    gradients    what lies in `.grad`
+    gradients    `.grad` of parameters
     masters      float32 copies of parameters in a lower type
     optimizer    the optimizer's state
-    activations  all else that is alive between two ops, but for tensors on their way
-    buffers      tensors on their way to or from a neighbour while an op runs, and what it needs beyond what is alive
-                 before and after. What it sent before leaves when the neighbour takes it, at any moment: a tensor that
-                 does so while the op runs counts for the share of its time that it was still there. A result that its
-                 own backward needs as well stays whenever it is taken, and is an activation
-    host         slabs that activations are copied to: host memory, so part of no peak, on a CPU neither
+    activations  all else that is alive between two ops, except tensors in flight
+    buffers      tensors in flight to or from a neighbour while an op runs, and temporary memory of the op: bytes beyond
+                 those alive before and after. A sent tensor is freed when the neighbour takes it, at any moment: if
+                 that is while the op runs, it counts for the share of the op's time in which it was still alive. A
+                 result that its own backward needs as well is an activation, whether it is taken or not
+    host         slabs of offloaded activations: host memory, so not part of any peak, on a CPU neither
 
-Each category is at its own peak of all ops but transfers, between which no time passes; `peak` is that of everything.
+Each category has its own peak over all ops except transfers, between which no time passes; `peak` is the overall peak.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ CATEGORIES = ("weights", "gradients", "masters", "optimizer", "activations", "bu
 
 @dataclass
 class RankBytes:
-    """Bytes of one rank; see the head of this file."""
+    """Bytes of one rank by category; see the module's docstring."""
 
     weights: int = 0
     gradients: int = 0
@@ -66,16 +65,16 @@ class RankBytes:
     peak: int = 0
 
     def raise_to(self, other: RankBytes) -> None:
-        """Take over what is larger in `other`."""
+        """Raises each number to that of `other` if it is larger."""
         for name in (entry.name for entry in fields(self)):
             setattr(self, name, max(getattr(self, name), getattr(other, name)))
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of all storages that ops under this mode made and that are still alive.
+    """Counts the bytes of all live storages made by ops under this mode.
 
-    Storages have numbers of their own, since ids are used again. `moving` are those that another rank's thread may free
-    at any time; `kept` counts all others, and `peak` is the largest `kept`.
+    Storages are numbered, since ids are reused. `moving` are storages that another rank's thread may free at any time;
+    `kept` is the sum of all others, in bytes, and `peak` the maximum of `kept`.
     """
 
     def __init__(self) -> None:
@@ -83,17 +82,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.kept = self.peak = 0
         self.sizes: dict[int, int] = {}  # number -> bytes
         self.moving: set[int] = set()
-        self.left: list[tuple[int, int]] = []  # of what was on its way: bytes, and when they were freed, in ns
+        self.left: list[tuple[int, int]] = []  # freed tensors that were in flight: bytes, and time in ns
         self._numbers: dict[int, int] = {}  # id of the storage's Python object -> number
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.count = 0
-        self.changes: list[tuple[int, int]] = []  # what was made, and freed, of what is kept: number, bytes
-        self._lock = threading.RLock()  # a storage may be freed by another thread, and in the middle of anything here
+        self.changes: list[tuple[int, int]] = []  # allocations and frees counted in `kept`: number, bytes
+        self._lock = threading.RLock()  # a storage may be freed by another thread, at any point of this code
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and self.number(leaf) is None]
-        if made:  # views of what was there before this ledger began are not new
+        if made:  # views of tensors from before this ledger began are not new
             given = {_id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             self.add(leaf for leaf in made if _id(leaf) not in given)
         return result
@@ -120,14 +119,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.changes.append((number, size))
 
     def move(self, numbers: set[int]) -> None:
-        """From here on another thread may free these."""
+        """Marks storages that another thread may free from here on."""
         with self._lock:
             fresh = numbers & self.sizes.keys() - self.moving
             self.moving |= fresh
             self.kept -= self.bytes(fresh)
 
     def keep(self, numbers: set[int]) -> None:
-        """These stay after all."""
+        """Unmarks storages that stay after all."""
         with self._lock:
             back = numbers & self.moving
             self.moving -= back
@@ -135,12 +134,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = max(self.peak, self.kept)
 
     def forget(self, numbers: set[int]) -> None:
-        """These are no memory of the device."""
+        """Removes storages that are not device memory."""
         with self._lock:
             self.kept -= sum(self.sizes.pop(number, 0) for number in numbers)
 
     def resize(self) -> None:
-        """Follow storages whose bytes went or came back in place: weights that are gathered and freed."""
+        """Updates storages resized in place: weights that are gathered and freed."""
         with self._lock:
             for number, watch in list(self._watches.items()):
                 storage = watch()
@@ -148,7 +147,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if more and number not in self.moving:
                     self.sizes[number] += more
                     self.kept += more
-                    self.peak = max(self.peak, self.kept, self.peak + more)  # whatever else the op took meanwhile
+                    self.peak = max(self.peak, self.kept, self.peak + more)  # in addition to other memory of the op
 
     def bytes(self, numbers: Iterable[int]) -> int:
         return sum(self.sizes.get(number, 0) for number in numbers)
@@ -167,14 +166,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass
 class Reading:
-    """What one op did, in bytes."""
+    """The memory of one op, in bytes."""
 
     op: Op
-    held: RankBytes  # after it; buffers and the peak are those while it ran
-    transit: int  # on its way then, see `buffers` at the head of this file
-    extra: int  # needed meanwhile beyond what was alive before and after
-    rise: int  # the most that was alive meanwhile, beyond what was before it
-    came: int  # gradients that it made where there were none
+    held: RankBytes  # after it; buffers and the peak are those during the op
+    transit: int  # in flight, see `buffers` in the module's docstring
+    extra: int  # temporary memory, beyond the bytes alive before and after
+    rise: int  # peak during the op, above the bytes alive before it
+    came: int  # gradients that it made new
 
     @property
     def activations(self) -> int:
@@ -183,7 +182,7 @@ class Reading:
 
 @dataclass
 class Scale:
-    """Weighs a worker: `held` is the most of any step but the first, `readings` are the ops of the last one."""
+    """Measures a worker's memory: `held` is the maximum of all steps but the first, `readings` are the last step's."""
 
     worker: Worker
     pace: Pace | None = None
@@ -194,15 +193,15 @@ class Scale:
         self._ledger = Ledger()
         self._plain = list(self.worker.script)
         self._posted: dict[Message, set[int]] = {}
-        self._kept: set[int] = set()  # results that are sent, and kept as well
+        self._kept: set[int] = set()  # results that are sent, and saved as well
         self._steps = 0
         worker = self.worker
         if isinstance(worker.batches, Prefetched):
-            worker.batches.close()  # the mode sees what is made on this thread only
+            worker.batches.close()  # the mode sees tensors made on this thread only
         if worker.batches is not None:
-            worker.batches.targets(0, 0)  # the order of an epoch's samples, made once, is nothing a step holds
+            worker.batches.targets(0, 0)  # makes the order of an epoch's samples, which is not part of a step
         self._ledger.add(tensor for _, tensors in self._categories() for tensor in tensors)
-        worker.features.of(Braids).one_by_one = True  # what two ops hold in turns is not told apart
+        worker.features.of(Braids).one_by_one = True  # tensors of two interleaved ops could not be distinguished
         worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
         self._clock = worker.clock = _Begins(worker.clock)
 
@@ -213,7 +212,7 @@ class Scale:
         self.close()
 
     def close(self) -> None:
-        """Let the worker run as before."""
+        """Restores the worker."""
         self.worker.script[:] = self._plain
         self.worker.clock = self._clock.inner
         self.worker.features.of(Braids).one_by_one = False
@@ -253,21 +252,21 @@ class Scale:
         return run
 
     def _left(self) -> int:
-        """Bytes that left while an op ran that is over now, each for its share of the op's time."""
+        """Bytes in flight that were freed during the last op, each weighted by its share of the op's time."""
         began, ended = self._clock.began, time.perf_counter_ns()
         shares = ((size, (at - began) / max(1, ended - began)) for size, at in list(self._ledger.left))
         return round(sum(size * min(1.0, max(0.0, share)) for size, share in shares))
 
     def _came(self, last: int) -> set[int]:
-        """Gradients that were made after the storage `last`."""
+        """Gradients whose storages were made after the storage `last`."""
         gradients = next(tensors for name, tensors in self._categories() if name == "gradients")
         return {number for number in self._ledger.numbers(gradients) if number > last}
 
     def _extra(self, before: int, fresh: set[int]) -> int:
-        """What an op needed beyond what was alive before and after it.
+        """Temporary bytes of an op, beyond those alive before and after it.
 
-        Gradients are a category of their own, at its peak: those that the first backward of a step makes (`fresh`)
-        count as if they had been there before, as they are in all others.
+        Gradients are a category of their own, with its own peak: those that the first backward of a step makes
+        (`fresh`) count as if they had existed before, as in all other backwards.
         """
         ledger = self._ledger
         level = most = before = before + ledger.bytes(fresh)
@@ -278,7 +277,7 @@ class Scale:
         return most - max(before, ledger.kept)
 
     def _taken(self, op: Op) -> set[int]:
-        """What the op takes over from a neighbour: no longer on its way, it stays or goes with what the op keeps."""
+        """Storages that the op takes over from a neighbour: no longer in flight, but part of the op's own."""
         worker, route = self.worker, self.worker.routes.get(op)
         if route is None or not op.kind.computes:
             return set()
@@ -288,7 +287,7 @@ class Scale:
         return self._ledger.numbers([worker.edges[edge]] if edge in worker.edges else [])
 
     def _mark(self, op: Op, last: int) -> None:
-        """What is on its way to or from a neighbour from now on; `last` is the newest storage before the op."""
+        """Marks storages in flight to or from a neighbour from now on; `last` is the newest storage before the op."""
         worker, ledger, route = self.worker, self._ledger, self.worker.routes.get(op)
         if op.kind.is_recv and route is not None and route.message is not None:
             self._posted[route.message] = {number for number in list(ledger.sizes) if number > last}
@@ -300,7 +299,7 @@ class Scale:
         ledger.move(ledger.numbers(worker.edges.values()) - self._kept)
 
     def _note(self, reading: Reading) -> None:
-        """Complete a reading, of which the peak is known and what left meanwhile, and keep it."""
+        """Completes and stores a reading, which has the peak and the bytes in flight freed during the op."""
         ledger, found = self._ledger, reading.held
         counted = set[int]()
         for name, tensors in self._categories():
@@ -325,7 +324,7 @@ class Scale:
 def categories(
     stages: Iterable[Stage], optimizers: Iterable[StageOptimizer], casts: Iterable[SplitLinear] = ()
 ) -> Iterator[tuple[str, list[Tensor]]]:
-    """What stages and optimizers hold between ops, but for activations; a tensor counts where it comes first."""
+    """Tensors of stages and optimizers between ops, by category, without activations; the first one counts."""
     stages, optimizers = list(stages), list(optimizers)
     parameters = [p for one in optimizers for p in one.parameters.values()]
     buffers = [b for stage in stages for layer in stage.layers for b in layer.module.buffers()]
@@ -338,7 +337,7 @@ def categories(
 
 
 class _Begins:
-    """A `Clock` that also knows when the op that runs began: what it waited before that is not counted."""
+    """A `Clock` that also stores when the current op began to compute, to exclude its waits before."""
 
     def __init__(self, inner: Clock) -> None:
         self.inner, self.began = inner, 0

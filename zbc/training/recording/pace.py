@@ -1,8 +1,8 @@
-"""How long ops are to take while their tensors are looked at, so that each keeps its share of the step.
+"""Target times of ops while their memory is measured, so that each keeps its share of the step.
 
-Looking costs time for every kernel: ops of many small ones become several times slower, ops of a few large ones hardly.
-Left alone, ranks would meet at other moments than they do, and other tensors would wait for them. So all are made
-slower by the same factor.
+Measuring costs time for every kernel: ops of many small ones become several times slower, ops of a few large ones
+hardly do. Ranks would then synchronise at other moments than usual, with other tensors in flight. So all ops are slowed
+by the same factor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.state import Worker
 from zbc.trace.recording import Timing
 
-LOOKING_S = 0.005  # for the kernels of a layer, on a CPU
-MOST = 8.0  # times slower
+LOOKING_S = 0.005  # of measuring the kernels of a layer, on a CPU
+MOST = 8.0  # maximum factor
 
 Pace = Mapping[tuple[Kind, int], float]  # kind and stage -> seconds from when an op has its inputs
 
 
 def pace_of(worker: Worker, timing: Timing, result: StepResult | None) -> Pace | None:
-    """The pace for a step like that of `timing`; None if `result` does not tell. All ranks find the same factor."""
+    """The pace for a step with the times of `timing`; None without a `result`. All ranks compute the same factor."""
     if result is None:
         return None
     factor = slower(worker.phase_run.plan.manifest, result)
@@ -32,7 +32,7 @@ def pace_of(worker: Worker, timing: Timing, result: StepResult | None) -> Pace |
 
 
 def usual(worker: Worker, timing: Timing) -> Pace:
-    """Seconds of the compute ops of a step, without what they waited for: the median over microbatches."""
+    """Seconds of the compute ops of a step, without their waits: the median over microbatches."""
     found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     computing = ((index, op) for index, (_, op, _) in enumerate(worker.script) if op.kind.computes)
     for (index, op), lead in zip(computing, timing.lead_ns, strict=True):
@@ -41,7 +41,7 @@ def usual(worker: Worker, timing: Timing) -> Pace:
 
 
 def slower(manifest: Manifest, result: StepResult) -> float:
-    """The factor: so that an op of usual length has time for what looking at it takes. The same on every rank."""
+    """The factor that gives an op of mean length enough time for its measurement. The same on every rank."""
     ops = 3 * manifest.microbatches * manifest.stages / manifest.ranks
     each = max(result.busy_seconds) / ops
     layers = max(map(len, manifest.layers))
@@ -49,5 +49,5 @@ def slower(manifest: Manifest, result: StepResult) -> float:
 
 
 def left(pace: Pace | None, op: Op, took: float) -> float:
-    """Seconds that an op which took `took` is to take longer."""
+    """Seconds by which an op that took `took` is to be delayed."""
     return 0.0 if pace is None else max(0.0, pace.get((op.kind, op.stage), 0.0) - took)

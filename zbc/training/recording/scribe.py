@@ -1,4 +1,4 @@
-"""Writing beside the steps: a thread does, in order, what a rank would otherwise do between two of its steps."""
+"""Background writing: a thread runs, in order, work that a rank would otherwise do between two of its steps."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-_MOST = 64  # pieces of work put off at a time; who has more waits until some are done
+_MOST = 64  # maximum number of pending pieces of work; `add` waits beyond it
 
 
 class Scribe:
-    """Does work in a thread of its own, in the order in which it came.
+    """Runs work in a thread of its own, in the order in which it was added.
 
-    What a rank has added is done soon, while it waits or computes outside of Python; a process that is killed loses the
-    few pieces that were not. One that ends by itself does them all: as Python exits, or with `close` before it ends
-    without that, as a rank does that fails.
+    Work runs soon, while the rank waits or computes outside of Python; a process that is killed loses the few pending
+    pieces. A process that ends by itself runs them all: when Python exits, or in `close`, if it ends without that, like
+    a rank that fails.
     """
 
     def __init__(self) -> None:
@@ -23,20 +23,20 @@ class Scribe:
         self._failed = False
 
     def add(self, work: Callable[[], None]) -> None:
-        """Have it done. Raises what went wrong with work added before; then nothing is done any more."""
+        """Adds a piece of work. Raises the error of earlier work, after which no more work is done."""
         self._wait(_MOST - 1)
         self._left.append(self._thread.submit(self._do, work))
 
     def flush(self) -> None:
-        """Block until all that was added is done. Raises as `add`."""
+        """Blocks until all work is done. Raises as `add`."""
         self._wait(0)
 
     def close(self) -> None:
-        """Do what is left and end; no further calls but this one."""
+        """Runs the pending work and ends; no further calls except this one."""
         self._thread.shutdown()
 
     def _wait(self, most: int) -> None:
-        """Until at most so many pieces are left."""
+        """Waits until at most `most` pieces are pending."""
         while self._left and (len(self._left) > most or self._left[0].done()):
             self._left[0].result()
             self._left.popleft()

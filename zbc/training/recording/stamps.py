@@ -1,4 +1,4 @@
-"""Moments of a rank, to be read later: on the host a number at once, on a GPU an event in the stream that computes."""
+"""Timestamps of a rank, to be read later: on the host a number, on a GPU an event in the compute stream."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _TRIES = 5
 
 
 class Stamps(Protocol):
-    """Moments of one step, taken as it runs."""
+    """Timestamps of one step."""
 
     def open(self) -> None:
-        """A step begins; stamps of the one before are void."""
+        """A step begins; stamps of the previous one become invalid."""
 
     def stamp(self) -> Any:
-        """Now; cheap."""
+        """A timestamp of now; cheap."""
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
         """ns of stamps of this step, on the clock of `time.perf_counter_ns`."""
 
 
 class HostStamps:
-    """For devices that compute while the call lasts."""
+    """For devices whose ops complete before the call returns."""
 
     stamp = staticmethod(time.perf_counter_ns)
 
@@ -39,9 +39,9 @@ class HostStamps:
 class CudaStamps:
     """For cuda, where a call only enqueues work.
 
-    Events know how far they are apart, not when they were: at the beginning of a step one is recorded while the stream
-    is empty, between two looks at the host's clock. Only that stream is waited for, not the device: what was sent may
-    be on its way.
+    Events measure differences, not absolute times: at the beginning of a step one is recorded while the stream is
+    empty, between two reads of the host's clock. It waits for that stream only, not for the device: sends may be in
+    flight.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -80,5 +80,5 @@ class CudaStamps:
 
 
 def stamps_for(device: torch.device) -> Stamps:
-    """Those of a device: events on CUDA, else the host's time."""
+    """The timestamps of a device: events on CUDA, otherwise the host's time."""
     return CudaStamps(device) if device.type == "cuda" else HostStamps()

@@ -1,7 +1,7 @@
-"""Record what a rank does in some of its steps: start and end of every op, what it waited for, what it held.
+"""Records some steps of a rank: start and end of every op, its waits, its memory.
 
-A recorded step runs in a loop of its own, with a transport and a clock that look at the time: what is not recorded runs
-as if nothing of this were there. When it is over a thread beside the rank makes lines of what was stamped.
+A recorded step runs in a loop of its own, with a transport and a clock that take timestamps: other steps run without
+overhead. After the step a background thread writes the timestamps as lines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from zbc.training.recording.pace import pace_of
 from zbc.training.recording.scribe import Scribe
 from zbc.training.recording.stamps import Stamps, stamps_for
 
-_MESSAGE = Cause.MESSAGE.value  # waited for at every other op
+_MESSAGE = Cause.MESSAGE.value  # the cause of every other op's wait
 
 
 @dataclass
@@ -47,9 +47,9 @@ class Tracer:
     """Runs the steps of a rank in one phase, and records those in `steps` (from 0).
 
     `compare` compares this rank's clock with that of rank 0; all ranks call it together, before the first recorded step
-    and after the last. What ops hold is looked at in the step after the last recorded one, or in the one before the
-    first, since looking takes long; in the first step of all the optimizer makes its state, and the first step of a
-    phase only turns to its plan, so neither counts. The step before that one is timed, for the pace of its ops.
+    and after the last. Memory is measured in the step after the last recorded one, or in the one before the first,
+    since that slows the step; never in the very first step, in which the optimizer makes its state, nor in the first
+    step of a phase, which switches to its plan. The step before the measured one is timed, for the pace of its ops.
     """
 
     worker: Worker
@@ -60,7 +60,7 @@ class Tracer:
     number: int = -1
     _opened: bool = False
     _closed: bool = False
-    _timed: tuple[Stamped, StepResult | None] | None = None  # of the step before the one that is looked at
+    _timed: tuple[Stamped, StepResult | None] | None = None  # of the step before the measured one
 
     def __post_init__(self) -> None:
         self._recorder, self._scribe = Recorder(self.worker), Scribe()
@@ -97,11 +97,11 @@ class Tracer:
             self._clock()
 
     def settle(self) -> None:
-        """The run has failed: write down what was recorded until then."""
+        """Writes the steps recorded so far, when the run has failed."""
         self._scribe.close()
 
     def end(self) -> None:
-        """The run is over."""
+        """Ends the recording after the last step."""
         self.close()
         self._scribe.flush()
         self._scribe.close()
@@ -123,7 +123,7 @@ class Tracer:
 
 
 class Tracers(dict[int, Tracer]):
-    """A tracer for each phase that has steps to record, or has had."""
+    """A tracer for each phase with recorded steps, of this run or of the one it resumes."""
 
     def step(self, worker: Worker, step: int, *, stop: bool = False) -> StepResult | None:
         """`run_step`, recorded or not."""
@@ -142,9 +142,9 @@ class Tracers(dict[int, Tracer]):
 def open_tracers(
     worker: Worker, board: Board, options: RunOptions, run_steps: range, limit: timedelta, run: Path | None
 ) -> Tracers:
-    """Begin a trace in the run directory, which rank 0 (`run` is None elsewhere) tells all others of.
+    """Starts a trace in the run directory, which rank 0 (`run` is None elsewhere) sends to all others.
 
-    `run_steps` are those that are still to be trained; what was recorded before them stays.
+    `run_steps` are the steps still to be trained; records of earlier ones are kept.
     """
     if run is not None:
         trace.start(run, options.plan)
@@ -172,19 +172,19 @@ def open_tracers(
 
 @dataclass(frozen=True)
 class Stamped:
-    """What was stamped in a step, as read: ns on the clock of the rank."""
+    """The timestamps of a step: ns on the clock of the rank."""
 
     step: int  # from 0
     script: Sequence[Entry]  # its ops
     marks: list[int]  # before the first op and after each
-    leads: tuple[list[int], list[int]]  # ops, when they began to compute
-    waits: tuple[list[int], list[int]]  # op and cause of each wait; from when to when
+    leads: tuple[list[int], list[int]]  # ops, times when they began to compute
+    waits: tuple[list[int], list[int]]  # op and cause of each wait; its start and end
     close: int
-    copies: list[int] = field(default_factory=list)  # from when to when
-    turns: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # ops of groups in turns, since when
+    copies: list[int] = field(default_factory=list)  # start and end of each
+    turns: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # interleaved ops, starts of turns
 
     def timing(self) -> Timing:
-        """Put it together. A REDO stamps computation of its own, which its op does not count as."""
+        """The timing of the step. Timestamps of computations inside a REDO are dropped: it is not a compute op."""
         began, waited = dict(zip(*self.leads, strict=True)), self.waits
         marks = self.marks
         if self.turns[0]:
@@ -201,10 +201,10 @@ class Stamped:
         return Timing(self.step + 1, marks[0], took, leads, waits, max(0, self.close - marks[-1]), copies)
 
     def _in_a_row(self, began: dict[int, int]) -> tuple[list[int], dict[int, int], tuple[list[int], list[int]]]:
-        """Marks, begins and waits as if the two ops of a group that ran in turns had run one after the other.
+        """Marks, begins and waits as if two interleaved ops of a group had run one after the other.
 
-        Both begin to compute together; from there on each has the share of the group's time in which it had its turn,
-        the first one first. What either waited for before that counts as a wait of the first.
+        Both begin to compute together; from there on each gets the share of the group's time in which it had its turn,
+        the first one first. Waits of either before that count as waits of the first.
         """
         marks, began, (of, at) = list(self.marks), dict(began), self.waits
         own = _turns_taken(*self.turns, marks)
@@ -220,7 +220,7 @@ class Stamped:
 
 
 def _turns_taken(ops: list[int], since: list[int], marks: list[int]) -> dict[int, list[tuple[int, int]]]:
-    """By op: from when to when it had its turn. A turn ends where the next one of its group begins, or with that."""
+    """By op, start and end of its turns. A turn ends when the next one of its group begins, or with the group."""
     found: dict[int, list[tuple[int, int]]] = {}
     for place, (index, moment) in enumerate(zip(ops, since, strict=True)):
         ends = [*since[place + 1 : place + 2], max(moment, marks[index + 1])]
@@ -230,19 +230,19 @@ def _turns_taken(ops: list[int], since: list[int], marks: list[int]) -> dict[int
 
 @dataclass
 class Recorder:
-    """Times one step after the other."""
+    """Records the timestamps of steps, one at a time."""
 
     worker: Worker
     stamps: Stamps | None = None  # those of the worker's device
     _marks: list[Any] = field(default_factory=list)  # before the first op and after each
     _leads: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # ops, when they begin to compute
-    _waits: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # op and cause; from when, to when
+    _waits: tuple[list[int], list[Any]] = field(default_factory=lambda: ([], []))  # op and cause; start and end
 
     def __post_init__(self) -> None:
         self._stamps: Stamps = self.stamps or stamps_for(self.worker.device)
 
     def record(self, step: int, stop: bool) -> tuple[StepResult | None, Stamped]:
-        """Run a step and stamp it."""
+        """Runs a step and takes its timestamps."""
         worker, stamps = self.worker, self._stamps
         for found in (self._marks, *self._leads, *self._waits):
             found.clear()
@@ -273,7 +273,7 @@ class Recorder:
         return result, Stamped(step, worker.script, marks, leads, waits, read([close])[0], copies, taken)
 
     def _copies(self) -> list[list[Any]]:
-        """Where copies of activations write when they run; what waits for them is noted as well."""
+        """The list to which offloads and reloads append their times; also records waits for them."""
         pool, progress, stamp = self.worker.features.of(Offloads).pool, self.worker.progress, self._stamps.stamp
 
         def wait(ticket: Ticket) -> None:
@@ -289,17 +289,17 @@ class Recorder:
     def _loop(self, worker: Worker) -> None:
         progress, now, stamp, mark = worker.progress, time.monotonic, self._stamps.stamp, self._marks.append
         for found in self._waits:
-            found.clear()  # those before the first op
+            found.clear()  # waits before the first op
         mark(stamp())
         for index, (handler, op, text) in enumerate(worker.script):
             progress.index, progress.op, progress.since = index, text, now()
             handler(worker, op)
             mark(stamp())
-        progress.index = len(worker.script)  # what is waited for from here on belongs to the close
+        progress.index = len(worker.script)  # waits from here on belong to the close
 
 
 class _Clock:
-    """A `Clock` that also notes when an op begins to compute."""
+    """A `Clock` that also records when an op begins to compute."""
 
     def __init__(
         self, inner: Clock, worker: Worker, stamp: Callable[[], Any], leads: tuple[list[int], list[Any]]
@@ -315,7 +315,7 @@ class _Clock:
 
 
 class _Transport(Around):
-    """Notes how long it was waited for."""
+    """Records its waits."""
 
     def __init__(
         self,
@@ -346,7 +346,7 @@ class _Transport(Around):
         self.noted(Cause.DELIVERY, lambda: self.inner.finish_step(drain=drain))
 
     def noted(self, cause: Cause, call: Callable[[], None]) -> None:
-        """Do what may wait, and note how long it took."""
+        """Runs a call that may wait, and records its time."""
         began = self._stamp()
         call()
         self._at += (began, self._stamp())
