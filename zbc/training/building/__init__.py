@@ -1,1 +1,1 @@
-"""A rank's `Worker` from its plan, part by part; worker.py puts them together."""
+"""The parts of a rank's `Worker`, built from its plan; worker.py assembles them."""

@@ -1,4 +1,4 @@
-"""What a rank is built from: the sections of its plan, the layers, and what they look like."""
+"""The inputs to building a rank: the sections of its plan, the layers, and their shapes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Section = TypeVar("_Section", bound=spec.Section)
 
 @dataclass(frozen=True)
 class Settings:
-    """The sections of a plan that the runtime reads, checked again."""
+    """The sections of a plan that the runtime reads, validated again."""
 
     model: spec.Model
     data: spec.Data
@@ -63,12 +63,12 @@ class Settings:
 
     @property
     def lowered(self) -> torch.dtype | None:
-        """The type that weights are turned into for forward; None where they stay as they are made."""
+        """The type that weights are cast to for forward; None if they stay in their own type."""
         return LOWERED[self.model.parameters]
 
     @property
     def where(self) -> str:
-        """What the samples are made of, for messages."""
+        """The source of the samples, for messages."""
         return place(self.data, self.model)
 
 
@@ -77,7 +77,7 @@ def section(section: type[_Section], values: Any) -> _Section:
 
 
 def layer_plans(settings: Settings) -> list[model.LayerPlan]:
-    """The layers of a plan, with pretrained weights and adapters where it has them."""
+    """The layers of a plan, with pretrained weights and adapters if it has them."""
     plans = model.layers(settings.model, settings.train.seed)
     if settings.pretrained is not None:
         plans = pretrained.fill(plans, settings.model, Path(settings.pretrained))
@@ -86,11 +86,10 @@ def layer_plans(settings: Settings) -> list[model.LayerPlan]:
 
 @dataclass
 class Site:
-    """A rank of a run, and what its worker is built from, which is found when it is first asked for.
+    """A rank of a run, and the inputs of its worker, computed on first access.
 
-    `parts` are its plans by phase, the last of which the training comes to; `given` the layers, where they are not
-    those of the plan's model; `looks` what other ranks of the plan saw of them, by the rows of a slice, and this one
-    sees if it is the first.
+    `parts` are its plans by phase, the last one's is the final phase; `given` the layers, if they are not those of the
+    plan's model; `looks` caches their shapes, by the rows of a slice, for other ranks of the plan in this process.
     """
 
     parts: Sequence[RankPlan]
@@ -104,14 +103,14 @@ class Site:
         self.manifest = manifest = self.plan.manifest
         self.settings, self.topology, self.placement = Settings.of(manifest), manifest.topology, manifest.to_placement()
         self.seat, self.mine = self.topology.of(self.rank), self.placement.stages_of(self.plan.rank)
-        self.last = any(not self.placement.sinks(s) for s in self.mine)  # whether it has the loss
+        self.last = any(not self.placement.sinks(s) for s in self.mine)  # whether it has the last stage
         self.reads = manifest.vocabulary is not None or bool(set(self.placement.ends) & set(self.mine))  # data
-        # Whether each of the ranks that share layers has its part of the tokens; or "regather" (job/sections.py).
+        # Whether it is sequence parallel; or "regather" (job/sections.py).
         self.shares_sequence: bool | str = manifest.planning.get("parallel", {}).get("tp_sequence", False)
 
     @cached_property
     def work(self) -> Dealer | None:
-        """What deals samples of unequal length to replicas. Raises E117, E501 to E505, E530 to E532."""
+        """The dealer of samples of unequal length to replicas, if any. Raises E117, E501 to E505, E530 to E532."""
         shape, settings = shape_of(self.manifest), self.settings
         if shape is None:
             return None
@@ -120,7 +119,7 @@ class Site:
 
     @cached_property
     def samples(self) -> Samples | None:
-        """The data, where this rank reads them; a factory's everywhere: it knows the model's input."""
+        """The data, if this rank reads them; a factory's on every rank, since it determines the model's input."""
         if self.work is not None:
             return Padded(self.work.documents, self.work.shape.room)
         if not self.reads and self.settings.data.kind in KINDS:
@@ -130,19 +129,19 @@ class Site:
 
     @cached_property
     def layers(self) -> Sequence[model.LayerPlan]:
-        """Of the model."""
+        """The layers of the model."""
         return layer_plans(self.settings) if self.given is None else self.given
 
     @cached_property
     def some_targets(self) -> Tensor | None:
-        """Of the first samples, where the loss is a user's and this rank computes it."""
+        """Targets of the first samples, if the loss is user-defined and this rank computes it."""
         if self.samples is None or not self.last or self.settings.model.loss in model.LOSSES:
             return None
         return self.samples.targets(range(min(len(self.samples), 8)))
 
     @cached_property
     def slices(self) -> list[Part]:
-        """Those of a microbatch; none where it is whole. Raises E406 where the plan says no places."""
+        """The slices of a microbatch; empty if it is whole. Raises E406 if the plan has no boundaries for them."""
         manifest, cuts = self.manifest, self.manifest.cuts
         if manifest.slices > 1 and not cuts:
             text = f"run: the plan cuts microbatches into {manifest.slices} slices, and does not say where"
@@ -152,18 +151,18 @@ class Site:
 
     @cached_property
     def ranks(self) -> int:
-        """How many ranks share the tokens of a microbatch."""
+        """The number of ranks over which the tokens of a microbatch are sharded."""
         return self.topology.along("cp")
 
     @cached_property
     def tokens(self) -> Tokens | None:
-        """Those of each sequence that this rank has, where ranks share them."""
+        """This rank's tokens of each sequence, with context parallelism."""
         cuts, length = self.manifest.cuts, self.settings.model.seq_len or 0
         return None if self.ranks == 1 else Tokens(rows_of(cuts or [0, length], self.seat.at[0], self.ranks), length)
 
     @cached_property
     def by_slice(self) -> list[Shapes]:
-        """What the layers look like in training, in each slice of a microbatch or in all of one. Raises as `derive`."""
+        """The shapes of the layers in training, per slice of a microbatch, or for a whole one. Raises as `derive`."""
         lengths: list[int | None] = [part.rows for part in self.slices]
         lengths = lengths or [None]
         for rows in sorted({*lengths} - self.looks.keys(), key=lambda rows: rows or 0, reverse=True):
@@ -173,12 +172,12 @@ class Site:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """In the longest slice of a microbatch, or in all of one."""
+        """The shapes in the longest slice of a microbatch, or in a whole one."""
         _ = self.by_slice
         return self.looks[max((part.rows for part in self.slices), default=None)]
 
     def ways(self, layer: str) -> Ways:
-        """How several tensors that a layer takes or gives are packed."""
+        """The packings of a layer's input and output, by the rows of a slice."""
         return {rows: shapes.packed[layer] for rows, shapes in self.looks.items()}
 
     def _look(self, rows: int | None) -> Shapes:
@@ -190,7 +189,7 @@ class Site:
             found = input_spec(settings.data, settings.model, samples, size, group)
             if self.ranks > 1:
                 found = found._replace(shape=(size, found.shape[1] // self.ranks, *found.shape[2:]))
-            if shared:  # the first layer begins with what all ranks looked up
+            if shared:  # the input of the first layer is the embedding
                 shape = *found.shape, settings.model.hidden or 0
                 found = TensorSpec(shape, lowered or torch.get_default_dtype())
             elif lowered is not None and found.dtype.is_floating_point:

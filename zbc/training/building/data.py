@@ -1,4 +1,4 @@
-"""What a rank reads, in its order."""
+"""The data of a rank, in the order in which it reads them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zbc.training.data.unequal import PackedBatches
 
 
 def batches_of(site: Site, phases: Phases) -> BatchSource | None:
-    """What a rank of the run reads, in its order; None where it reads nothing. A user's dataset may draw random
-    numbers, so it stays in the rank's thread."""
+    """The data source of a rank of the run; None if it reads no data. A user's dataset may draw random numbers, so it
+    is read in the rank's thread, without prefetch."""
     settings, manifest = site.settings, site.manifest
     if site.samples is None or not site.reads:
         return None
@@ -37,7 +37,7 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
 
 
 def counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:
-    """Microbatches of a user's dataset, weighed by the targets that count, where the rank computes losses."""
+    """Microbatches of a user's dataset, weighted by the number of targets that count, on ranks that compute losses."""
     work, parts = worker.work, worker.layout.weighted
 
     def numbers(step: int, replica: int) -> range:
@@ -61,13 +61,13 @@ def counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:
 
 
 def wants(plan: RankPlan, rank: int) -> list[Want]:
-    """What a step of `plan` reads on a rank of the run, in its order."""
+    """The inputs and targets that a step of `plan` reads on a rank of the run, in order."""
     manifest = plan.manifest
     first = manifest.topology.of(rank).dp * manifest.microbatches  # of the microbatches of this replica
     if manifest.vocabulary is not None:
         read = {Kind.I: "inputs", Kind.S: "targets"}
         return [(read[op.kind], first + op.mb) for op in plan.ops if op.kind in read and not op.slice]
-    # Of steps without a flush, those of the next one come first: that is their place in its own order.
+    # Without a flush, microbatches of the next step come first, as in that step's own order.
     listed = [op._replace(mb=op.mb - NEXT) for op in plan.ops if op.mb >= NEXT]
     listed += [op for op in plan.ops if op.mb < NEXT]
     forwards = [op for op in listed if op.kind is Kind.F and not op.slice]

@@ -1,4 +1,4 @@
-"""The optimizers of a rank, and what sums its gradients over the copies of a stage."""
+"""The optimizers of a rank, and the reductions of its gradients over the replicas of a stage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from zbc.training.probing.shapes import Shapes
 
 
 def tied_weights(site: Site) -> dict[str, tuple[int, ...]]:
-    """The weights that stages share, with those stages, the owner's first."""
+    """The weights that stages share, each with its stages, the owner's first."""
     found: dict[str, tuple[int, ...]] = {}
     if not (site.manifest.tied or site.settings.adapter.rank) or site.manifest.vocabulary is not None:
         return found
@@ -49,7 +49,7 @@ def tied_weights(site: Site) -> dict[str, tuple[int, ...]]:
 def optimizers_of(
     site: Site, stages: Mapping[int, Stage], tied: Collection[str], shared: Shared, *, apart: bool
 ) -> dict[int, StageOptimizer]:
-    """By owner: stages, and the experts of each where they are shared out (`apart`)."""
+    """The optimizers by owner: stages, and the experts of each stage if these are sharded (`apart`)."""
     late = lateness(site.plan.ops) if site.manifest.flushless else {}
     wholes = {
         name: Whole(partial(cut.collect, group=group), cut.of)
@@ -76,8 +76,8 @@ def _optimizer_of(
     owner: int,
     wholes: Mapping[str, Whole],
 ) -> StageOptimizer:
-    """Of the `parameters` of `owner`, a stage or its experts, of which there are `casts`; `late`: by how many steps of
-    the stage its gradients come late, where it steps on its own."""
+    """The optimizer of the `parameters` of `owner`, a stage or its experts, and of their `casts`; `late`: the delay of
+    its gradients in steps of the stage, in asynchronous training."""
     manifest, settings = site.manifest, site.settings
     ranks, own = (meeting(manifest, Op(kind, owner), site.rank) for kind in (Kind.REDUCE, Kind.GATHER))
     options, lowered = settings.optimizer, settings.lowered
@@ -110,9 +110,9 @@ def _optimizer_of(
 
 
 def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Collection[str]) -> Averages | None:
-    """The weights that replicas average; those that are `tied` are of several stages. None where they do not.
+    """The averages of weights over replicas; `tied` weights belong to several stages. None if replicas do not average.
 
-    Raises E406 if the plan does not say how.
+    Raises E406 if the plan has no settings for them.
     """
     if not site.manifest.averages:
         return None
@@ -131,7 +131,7 @@ def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Coll
 
 
 def sums_of(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
-    """What each REDUCE of the plan sums; `shapes` of all parameters of the model."""
+    """The gradient reduction of each REDUCE of the plan; `shapes` has all parameters of the model."""
     sizes = dict(zip(shapes.parameters, shapes.sizes, strict=True))
     manifest, found = worker.plan.manifest, dict[Op, GradientSum]()
     tied = worker.features.of(Ties).homes
@@ -154,7 +154,7 @@ def sums_of(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
 
 
 def _share_of(worker: Worker, size: int) -> int:
-    """Elements of a shared weight on this rank: of the words of an embedding, which is what built-in models share."""
+    """Elements of a tied weight on this rank: its rows of the embedding, the only weight that built-in models tie."""
     group = worker.features.of(SharedLayers).group
     if group is None:
         return size

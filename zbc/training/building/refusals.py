@@ -1,4 +1,4 @@
-"""Layers, data and losses that do not go with what a plan asks for, as far as a rank can tell."""
+"""Refusals of layers, data and losses that are incompatible with a plan's features, as far as a rank can tell."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zbc.training.probing.mixing import refuse_others, try_layers, try_loss, try
 
 
 def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
-    """Raise E110, E406, E512 or E513 for what the plan asks for and this rank cannot."""
+    """Raises E110, E406, E512 or E513 for features of the plan that this rank cannot run."""
     settings, data = site.settings, site.settings.data.kind
     name, loss, users = settings.model.loss, model.loss(settings.model.loss), not settings.model.builtin
     if site.slices:
@@ -42,7 +42,7 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
 
 
 def _refuse_groups(site: Site) -> None:
-    """Raise E110 for names of [[optimizer.groups]] that no parameter of the model has."""
+    """Raises E110 for names in [[optimizer.groups]] that no parameter of the model has."""
     for group in site.settings.optimizer.groups:
         for name in group.names:
             if not any(fnmatchcase(known, name) for known in site.shapes.parameters):
@@ -52,7 +52,7 @@ def _refuse_groups(site: Site) -> None:
 
 
 def _refuse_pairs(site: Site) -> None:
-    """Raise E406 for a plan of features that do not go together, which was not made by this zbc."""
+    """Raises E406 for a plan with incompatible features, which was not made by this zbc."""
     kinds, manifest = {op.kind for part in site.parts for op in part.ops}, site.manifest
     has = {
         "freeze": FROZEN in manifest.capabilities,

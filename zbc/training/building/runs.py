@@ -1,4 +1,4 @@
-"""What a rank runs in each phase of a training: the script, with what stands around its ops."""
+"""The PhaseRun of a rank in each phase of a training: the script, with wrappers around its handlers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def phase_run(site: Site, plan: RankPlan) -> PhaseRun:
 
 
 def turns_in(site: Site, plan: RankPlan, stages: Mapping[int, Stage]) -> dict[int, Turns]:
-    """The stages in which layers are frozen."""
+    """The turns of the stages with frozen layers."""
     after = site.settings.freeze.after
     found = {s: turns_of(plan.ops, stage, plan.manifest, after) for s, stage in stages.items()}
     return {s: turns for s, turns in found.items() if turns is not None}

@@ -1,4 +1,4 @@
-"""What a rank has a part of: a vocabulary that all ranks share, layers that several do."""
+"""A rank's shards: of a parallel vocabulary, of layers, experts and tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from zbc.training.models.shared_words import LOGITS, Tables
 
 
 def tables_of(site: Site) -> Tables | None:
-    """What leaves this rank's words of the vocabulary, if all ranks of the pipeline share it. Raises E406 for plans of
-    models whose output layer this runtime cannot cut."""
+    """The object that cuts tables to this rank's vocabulary shard, if the vocabulary is parallel. Raises E406 for
+    models whose output layer this runtime cannot shard."""
     words = site.manifest.vocabulary
     if words is None:
         return None
@@ -43,14 +43,14 @@ def tables_of(site: Site) -> Tables | None:
 
 
 def words_of(site: Site, part: int) -> list[tuple[int, int]]:
-    """From where to where the words of each rank of the pipeline go that one of those which share its layers has."""
+    """The bounds of the words of each rank of the pipeline, for index `part` along the inner axes."""
     rows = site.manifest.vocabulary.rows if site.manifest.vocabulary is not None else []
     parts = [(low, *bounds(high - low, part, site.topology.parts)) for low, high in pairwise(rows)]
     return [(low + start, low + stop) for low, start, stop in parts]
 
 
 def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary:
-    """This rank's words."""
+    """This rank's vocabulary shard."""
     settings, run, placement = site.settings, site.topology, site.placement
     words, low, lowered = site.manifest.vocabulary, tables.low, settings.lowered
     assert words is not None
@@ -86,7 +86,7 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
 
 
 def shared_with(site: Site) -> Shared:
-    """Who shares layers with this rank, who the experts of its blocks, and who its tokens."""
+    """The groups of ranks that shard layers, experts and tokens with this rank."""
     meter, swaps = Meter() if site.device.type == "cpu" else None, None  # on a GPU the host does not wait
     inner = dict[str, Group | None]()
     for axis in INNER:
@@ -100,7 +100,7 @@ def shared_with(site: Site) -> Shared:
 
 
 def share_out(site: Site, shared: Shared, tables: Tables | None) -> Callable[[str, nn.Module], None]:
-    """What leaves this rank's part of a layer, and notes which that is."""
+    """A function that cuts a layer to this rank's shard, and records the cuts in `shared`."""
     joined = not _by_words(site.settings.model)
 
     def share(name: str, layer: nn.Module) -> None:
@@ -119,7 +119,7 @@ def share_out(site: Site, shared: Shared, tables: Tables | None) -> Callable[[st
 
 
 def _by_words(chosen: spec.Model) -> bool:
-    """Whether the loss is found from parts of the logits, where ranks share layers."""
+    """Whether the loss can be computed from sharded logits."""
     return chosen.builtin and chosen.loss == "cross_entropy"
 
 
@@ -128,7 +128,7 @@ def terms_of(chosen: spec.Model) -> Terms:
 
 
 def loss_of(chosen: spec.Model, group: Group | None, layers: Iterable[nn.Module]) -> Loss:
-    """The loss of a model; `layers` are those that are here, of which the head has what a loss by chunks needs."""
+    """The loss of a model; `layers` are this rank's, of which the head has the settings of a loss by chunks."""
     terms = terms_of(chosen)
     if not _by_words(chosen) or (group is None and terms == PLAIN and chosen.loss_chunk is None):
         return model.loss(chosen.loss)
@@ -138,7 +138,7 @@ def loss_of(chosen: spec.Model, group: Group | None, layers: Iterable[nn.Module]
 def log_probabilities_of(
     chosen: spec.Model, group: Group | None, layers: Iterable[nn.Module]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Those of targets, of what the model gives; None of a model whose output are no logits of a vocabulary."""
+    """The function that computes log probabilities of targets; None if the model's output is not logits."""
     if not _by_words(chosen):
         return None
     return cross_entropy.log_probabilities(chosen.vocab or 0, group, _chunks(layers))

@@ -1,4 +1,4 @@
-"""The stages of a rank: their layers, what goes in and out, compiled where asked."""
+"""Builds the stages of a rank: layers, input and output specs, compilation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def build_stages(site: Site, share: Callable[[str, nn.Module], None]) -> dict[in
             passed=shapes.passed[s],
             compiles=settings.model.compile,
             fused=settings.train.fused_gradients,
-            # One that swaps rows with other ranks cannot run again alone: what a trial did not show it does not find.
+            # With expert parallelism one rank cannot rerun a forward alone, so draws unseen in trials are not detected.
             watched=not settings.model.builtin and not manifest.ep,
             share=share,
         )
@@ -49,7 +49,7 @@ def build_stages(site: Site, share: Callable[[str, nn.Module], None]) -> dict[in
             stages[s].inputs = _arguments(settings.model, manifest, s)
         for part in site.parts:
             refuse_stage(part.manifest, part.ops, stages[s])
-    if manifest.vocabulary is None:  # else what is tied is one table in each rank's share
+    if manifest.vocabulary is None:  # otherwise tied weights are one table in each rank's vocabulary shard
         share_ties(stages.values(), site.layers, settings.train.seed, site.device, share)
     for s in site.mine if site.slices else ():
         in_slices(stages[s], site.slices, [forms(manifest, s, one) for one in site.by_slice])
@@ -73,7 +73,7 @@ def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int,
 
 
 def forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:
-    """What a stage takes and gives, and how."""
+    """The input and output specs of a stage, their packings and layouts, as arguments of `Stage`."""
     last = not manifest.to_placement().sinks(stage)
     return {
         "takes": shapes.inputs[stage],
@@ -85,14 +85,14 @@ def forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:
 
 
 def split_stages(parts: Sequence[RankPlan]) -> set[int]:
-    """The stages of which some B and W stand apart."""
+    """The stages with separate B and W ops."""
     return {op.stage for plan in parts for op in plan.ops if op.kind is Kind.B}
 
 
 def compile_stages(
     stages: Mapping[int, Stage], parts: Sequence[RankPlan], dtype: str, tell: Callable[[str], None]
 ) -> None:
-    """Compile now what is to be compiled, and see that it comes out right."""
+    """Compiles the layers that are to be compiled, and checks their results."""
     from zbc.training.models.compiled import make_room  # takes a second or two to import
     from zbc.training.probing.proof import prove
 

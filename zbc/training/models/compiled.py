@@ -1,9 +1,9 @@
 """Layers compiled by torch.compile (`model.compile`).
 
-Where a plan runs B and W apart, the layers that split their backward (split.py) stay outside: the compiled code is cut
-around each of them. It would otherwise be one node of the graph, with all of its backward in B. What is deferred until
-W are tensors that compiled code has handed out, which it never writes into again; buffers inside of it, which it does
-use again, are seen by nobody else.
+If a plan has separate B and W, the layers that split their backward (split.py) stay uncompiled: the graph is broken
+around each of them. It would otherwise be one node of autograd's graph, with all of its backward in B. Deferred work
+holds tensors returned by compiled code, which it never writes into again; buffers inside of it, which it does reuse,
+are not visible outside.
 
 Shapes are those of the plan and never change, so each kind of layer is compiled once for each way it is called; layers
 of one kind share the code. Random numbers are drawn as without compiling.
@@ -28,22 +28,22 @@ _NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
 
 
 def compile_layer(layer: nn.Module, patches: Iterable[Patch]) -> Callable[[Tensor], Tensor]:
-    """The forward of `layer`, to be compiled when it first runs; `patches` of layers inside of it stay as they are."""
+    """The forward of `layer`, compiled when it first runs; `patches` of layers inside of it stay uncompiled."""
     for patch in patches:
         patch.module.forward = Outside(patch)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of what torch imports for it
+        warnings.simplefilter("ignore", DeprecationWarning)  # of modules that torch imports for it
         compiled: Callable[[Tensor], Tensor] = torch.compile(layer, dynamic=False, **BACKEND)
     return compiled
 
 
 def make_room(layers: int) -> None:
-    """Let so many layers, which may all be of one class and of different kinds, be compiled."""
+    """Raises torch's limits for `layers` layers, which may all be of one class and of different kinds."""
     compile_here(_WAYS * layers, _WAYS * _WAYS * layers)
 
 
 class Outside:
-    """A forward that compiled code calls without looking into it."""
+    """A forward that compiled code calls without tracing it."""
 
     def __init__(self, patch: Patch) -> None:
         self.patch = patch
@@ -60,7 +60,7 @@ _outside: Callable[[Patch, Tensor], Tensor] = torch.compiler.disable(_call)  # t
 
 
 def not_compiled(layer: str, error: Exception) -> ZbcError:
-    """What torch says of a layer that it cannot compile, and what to do about it."""
+    """E511 or E617 for a layer that torch cannot compile, with torch's messages."""
     chain: list[BaseException] = [error]
     while (inner := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) and inner not in chain:
         chain.append(inner)
@@ -74,5 +74,5 @@ def not_compiled(layer: str, error: Exception) -> ZbcError:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of torch's says first; the rest is where in torch."""
+    """The first line of an error of torch's; the rest is its location in torch."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:200]
