@@ -207,37 +207,45 @@ def throughput(name: str, folder: Path) -> Case:
 # ---- shared, braids: layers that two ranks share -------------------------------------------------------------
 
 
-def tensor_parallel(kind: str, count: int, ms: float, a: float, m: int, folder: Path, **more: Any) -> tuple[Any, ...]:
-    """Plan and job of 2 x 2 ranks; layers of `ms` for F, B and W meet once in F and once in B, for `a` ms at least.
+FAMILIES = {"tp": ("shared", {"pp": 2, "tp": 2}), "ep": ("exchanged", {"pp": 2, "dp": 2, "ep": 2})}
 
-    A sum that completes sooner is held back; `more["costs"]` has the time of sums per stage.
+
+def grouped(
+    axis: str, kind: str, count: int, ms: float, a: float, m: int, folder: Path, **more: Any
+) -> tuple[Any, ...]:
+    """Plan and job of 2 x 2 ranks; layers of `ms` for F, B and W exchange in F and in B, for `a` ms at least.
+
+    An exchange that completes sooner is held back; `more["costs"]` has the time of exchanges per stage.
     """
+    family, parallel = FAMILIES[axis]
     text = sleepers(
         kind,
         count,
         {**dict.fromkeys("fbw", ms), "a": a},
-        "shared",
-        parallel={"pp": 2, "tp": 2},
+        family,
+        parallel=parallel,
         optimizer={"kind": "sgd", "lr": 0.0},
-        **{**more, "schedule": {"microbatches": m, "microbatch_size": 1, **more.get("schedule", {})}},
+        **{**more, "schedule": {"microbatches": m, "microbatch_size": 2, **more.get("schedule", {})}},
     )
     return *stored(text, folder), text
 
 
-def shared(kind: str, folder: Path) -> Case:
-    """The prediction is F + a, B + a, and a BW whose sum is hidden by its W."""
+def shared(kind: str, folder: Path, axis: str = "tp") -> Case:
+    """The prediction is F + a, B + a, and a BW whose exchange is hidden by its W."""
     chunks = 2 if kind in ("zb-v", "interleaved-1f1b") else 1
-    costs = {"per": "layer", "tp": 6.0 * 8 / 2 / chunks}
-    plan, compiled, text = tensor_parallel(kind, 8, 12.0, 6.0, 8, folder, costs=costs)
+    costs = {"per": "layer", axis: 6.0 * 8 / 2 / chunks}
+    plan, compiled, text = grouped(axis, kind, 8, 12.0, 6.0, 8, folder, costs=costs)
     return Case([Side("zbc", plan, compiled.timeline.makespan, ours)], text)
 
 
-def braids(kind: str, folder: Path) -> Case:
-    """Four units per stage, as in two blocks. In the simulation a group of f and b ms with sums of a_f and a_b takes
-    max(f + b, a_f + a_b), and without groups ops wait for their own sums."""
-    costs, schedule = {"per": "layer", "tp": 20.0 * 16 / 4}, {"overlap": True} if kind == "dualpipe-v" else {}
-    how: dict[str, Any] = {"costs": costs, "schedule": schedule, "partition": {"mode": "uniform"}}
-    plan, compiled, text = tensor_parallel(kind, 16, 25.0, 20.0, 6, folder, **how)
+def braids(kind: str, folder: Path, axis: str = "tp") -> Case:
+    """Four units per stage, as in two blocks. In the simulation a group of f and b ms with exchanges of a_f and a_b
+    takes max(f + b, a_f + a_b), and without groups ops wait for their own exchanges."""
+    schedule = {} if kind == "braid-v" else {"overlap": True}
+    if kind == "interleaved-1f1b":
+        schedule |= {"chunks": 2, "early": 1}
+    how: dict[str, Any] = {"costs": {"per": "layer", axis: 20.0 * 16 / 4}, "schedule": schedule}
+    plan, compiled, text = grouped(axis, kind, 16, 25.0, 20.0, 6, folder, **how, partition={"mode": "uniform"})
     ranks = [[op for op in ops if not op.kind.is_mark] for ops in compiled.program.ranks]
     apart = simulate(compiled.program.with_ranks(ranks, by="apart"), compiled.costs).makespan
     if ranks == list(map(list, compiled.program.ranks)):
@@ -442,6 +450,22 @@ ROWS = {
         steps=6,
         cases=("braid-v", "dualpipe-v"),
         sides=braids,
+    ),
+    "experts": Row(
+        first="experts that two replicas share, on 2 x 2 ranks",
+        others="nothing",
+        printed="a step beside the one that is predicted with its all-to-alls",
+        steps=8,
+        cases=("1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "dualpipe-v"),
+        sides=partial(shared, axis="ep"),
+    ),
+    "hidden": Row(
+        first="groups with experts whose ops run one after the other, on 2 x 2 ranks",
+        others="in turns",
+        printed=BOTH,
+        steps=6,
+        cases=("braid-v", "dualpipe-v", "interleaved-1f1b"),
+        sides=partial(braids, axis="ep"),
     ),
     "vocabulary": Row(
         first="a vocabulary at the ends of the pipeline",

@@ -10,12 +10,13 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import zbc
 from zbc.ir import Op
 from zbc.runtime.core.slot import Slot, accumulate, current_slot
 from zbc.runtime.core.state import Worker
@@ -173,13 +174,17 @@ def copied(count: int, f: float, b: float, w: float, copy: float) -> list[nn.Mod
 
 
 class Slow:
-    """A transport on which a sum takes at least `least` seconds."""
+    """A transport on which a sum, or a swap of rows, takes at least `least` seconds."""
 
     def __init__(self, inner: Any, least: float) -> None:
         self._inner, self._least, self.rank = inner, least, inner.rank
 
     def start_sum(self, tensor: Tensor, ranks: tuple[int, ...]) -> Held:
         return Held(self._inner.start_sum(tensor, ranks), time.perf_counter() + self._least)
+
+    def start_swap(self, mine: Tensor, out: Sequence[int], parts: Tensor, into: Sequence[int], ranks: Any) -> Any:
+        pending = self._inner.start_swap(mine, out, parts, into, ranks)
+        return Held(pending, time.perf_counter() + self._least) if mine.is_floating_point() else pending
 
 
 class Held:
@@ -216,6 +221,31 @@ class Shared(nn.Module):
 
 def shared(count: int, f: float, b: float, w: float, a: float) -> list[nn.Module]:
     return [Shared(f, b, w, a) for _ in range(count)]
+
+
+class Exchanged(nn.Module):
+    """Two experts, one on each rank of a group, with half of the rows each: two all-to-alls in F and two in B, of at
+    least `a` ms together."""
+
+    def __init__(self, f: float, b: float, w: float, a: float) -> None:
+        super().__init__()
+        self.experts = nn.ModuleDict({str(e): Sleeper(f, b, w, 1) for e in range(2)})
+        self.exchange, self.least = zbc.experts(), a / 2e3
+
+    def share_experts(self, group: Group) -> str:
+        slow = group._replace(transport=Slow(group.transport, self.least))  # type: ignore[arg-type]
+        self.exchange = zbc.experts(slow)
+        self.experts = self.exchange.own(self.experts)
+        return "experts"
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        counts = torch.full((2,), len(rows) // 2)
+        return self.exchange.run(rows, counts, self.experts.values()).view_as(x)
+
+
+def exchanged(count: int, f: float, b: float, w: float, a: float) -> list[nn.Module]:
+    return [Exchanged(f, b, w, a) for _ in range(count)]
 
 
 class Points:
