@@ -9,11 +9,12 @@
     zbc.Plan, zbc.Run, zbc.ZbcError                see help(zbc.Plan)
     zbc.attention(q, k, v), zbc.positions(x)       for your layers that run in slices of a sequence
     zbc.add_loss(x, value), zbc.loss_scale()       for your layers with losses of their own
+    zbc.alongside(x, **others)                     for your layers whose masks or tables all later layers take
     zbc.selective(module)                          for your layers that recompute selectively
     zbc.experts(group), zbc.decided(make)          for your layers with experts that replicas share out
 
-All but the last seven mirror the commands. Each is imported when first used, so that `import zbc` costs nothing.
-Only those seven, `zbc.torch_schedule` and `zbc.forward` need torch. docs/python.md has examples.
+All but the last eight mirror the commands. Each is imported when first used, so that `import zbc` costs nothing.
+Only those eight, `zbc.torch_schedule` and `zbc.forward` need torch. docs/python.md has examples.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from zbc.forwarding import forward as forward
     from zbc.pipelining import torch_schedule as torch_schedule
     from zbc.runtime.core.again import selective as selective
+    from zbc.runtime.core.bundle import alongside as alongside
     from zbc.runtime.core.remembered import decided as decided
     from zbc.runtime.features.added import add_loss as add_loss
     from zbc.runtime.features.added import loss_scale as loss_scale
@@ -46,6 +48,7 @@ __all__ = [
     "ZbcError",
     "__version__",
     "add_loss",
+    "alongside",
     "attention",
     "compare",
     "decided",
@@ -65,6 +68,7 @@ _HOMES = {
     "torch_schedule": "zbc.pipelining",
     "forward": "zbc.forwarding",
     "add_loss": "zbc.runtime.features.added",
+    "alongside": "zbc.runtime.core.bundle",
     "attention": "zbc.runtime.features.slicing",
     "decided": "zbc.runtime.core.remembered",
     "experts": "zbc.runtime.features.expert_parallel",

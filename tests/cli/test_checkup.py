@@ -36,11 +36,31 @@ JOBS = {
         "kind": "zb-v",
         "model": {"family": "tests.runtime.user_models:several", "loss": "mse", "args": {"width": 8, "count": 4}},
     },
+    "dicts": {**ZOO, "model": {"family": "tests.runtime.user_models:structured", "loss": "mse"}},
+    "outputs": {
+        **ZOO,
+        "model": {
+            "family": "tests.runtime.user_models:two_heads",
+            "loss": "tests.runtime.user_models:both_errors",
+            "args": {"named": True},
+        },
+    },
+    "transformers": {
+        "data": {"kind": "synthetic"},
+        "layers": 5,
+        "model": {
+            "family": "tests.runtime.user_models:transformers_llama",
+            "loss": "cross_entropy",
+            "vocab": 32,
+            "seq_len": 6,
+        },
+    },
 }
 
 
 @pytest.mark.parametrize(
-    "name", few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers", "shared weights", "several tensors"))
+    "name",
+    few(JOBS, ("split", "recompute", "tied", "no barrier", "buffers", "shared weights", "dicts")),
 )
 def test_a_right_model_is_right_in_a_few_lines(zbc, job, name):
     ran = zbc("doctor", "--model", job(**JOBS[name]))

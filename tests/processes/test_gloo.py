@@ -47,13 +47,14 @@ def zoo(kind):
 
 
 SEVERAL = {"family": "tests.runtime.user_models:several", "layers": 8, "loss": "mse", "args": {"width": 8, "count": 8}}
+STRUCTURED = {**SEVERAL, "family": "tests.runtime.user_models:structured"}
 FEATURES = {
     "slices of unequal length": ("zb-v", {"slices": 3}, {"rows": (0, 7, 12, 16)}, 1e-6),
     "recompute": ("zb-v", {}, {"activations": "recompute"}, 0.0),
     "conjugated in name only": ("1f1b", {}, zoo("mirrored"), 0.0),
     "negated in name only": ("1f1b", {}, zoo("negated"), 0.0),
     "several tensors between layers": ("zb-v", {}, {"model": SEVERAL, **VECTORS}, 0.0),
-    "several, and a backward in one": ("1f1b", {}, {"model": SEVERAL, **VECTORS}, 0.0),
+    "dicts and constants, and a backward in one": ("1f1b", {}, {"model": STRUCTURED, **VECTORS}, 0.0),
     "recompute, and a backward in one": ("gpipe", {}, {"activations": "recompute"}, 0.0),
 }
 

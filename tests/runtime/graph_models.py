@@ -24,6 +24,16 @@ def layers(counts: dict[str, int], dropout: float = 0.0) -> dict[str, list[Calla
     return {name: [partial(Layer, dropout) for _ in range(count)] for name, count in counts.items()}
 
 
+class Two(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"one": x, "other": x}
+
+
+def ends_in_two(counts: dict[str, int], dropout: float) -> dict[str, list[Callable[[], nn.Module]]]:
+    made = layers(counts)
+    return {**made, "b": [*made["b"][:-1], Two]}
+
+
 class Layer(nn.Module):
     """tanh(linear(2 x + y / 3 + ..)): which input is which shows."""
 

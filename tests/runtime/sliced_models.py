@@ -181,6 +181,27 @@ def several(width: int = 8) -> list[nn.Module]:
     return [Begins(width, width), GoesOn(width), GoesOn(width), Ends()]
 
 
+class Aside(nn.Linear):
+    """The places of the tokens go on by themselves."""
+
+    def forward(self, x: Tensor) -> Any:
+        return zbc.alongside({"x": [super().forward(x)], "how": None}, places=zbc.positions(x))
+
+
+class Nested(Mixer):
+    def forward(self, given: dict[str, Any], places: Tensor) -> dict[str, Any]:
+        return {**given, "x": [super().forward(given["x"][0] + places[:, None] / LENGTH)]}
+
+
+class Opened(nn.Module):
+    def forward(self, given: dict[str, Any]) -> Tensor:
+        return torch.tanh(given["x"][0])
+
+
+def nested(width: int = 8) -> list[nn.Module]:
+    return [Aside(width, width), Nested(width), Nested(width), Opened()]
+
+
 def tokens(vocab: int = 61, width: int = 8) -> list[nn.Module]:
     return [nn.Embedding(vocab, width), Mixer(width), Mixer(width), nn.Linear(width, vocab)]
 

@@ -1,5 +1,6 @@
 """Small complete plans for runtime tests, and the same training done by one process with plain autograd."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from zbc.ir import Op, Placement, Program
 from zbc.job import spec
 from zbc.plan.directory import Boundary, RampPlan, RankPlan, StoredPlan, assemble
 from zbc.plan.phases import Phases
+from zbc.runtime.core.bundle import Alongside
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.vocabulary_state import Vocabulary
 from zbc.runtime.seeding import drawing, seed_of
@@ -172,6 +174,15 @@ def plain_loss(chosen: spec.Model) -> Callable[[Any, Any], torch.Tensor]:
     return loss
 
 
+def _next(module, x):
+    """What comes behind a layer, as docs/models.md says it."""
+    if not isinstance(x, Alongside):
+        return module(*x) if isinstance(x, tuple) else module(x)
+    known = inspect.signature(module.forward).parameters
+    y = module(x.value, **{name: one for name, one in x.others.items() if name in known})
+    return Alongside(y, x.others)
+
+
 def reference(
     plan: StoredPlan,
     steps: int = 1,
@@ -226,8 +237,8 @@ def reference(
             with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
                 for name, module in layers:
                     with drawing(CPU, seed_of(seed, step, mb, name)):
-                        x = module(*x) if isinstance(x, tuple) else module(x)
-                loss = criterion(x, target)
+                        x = _next(module, x)
+                loss = criterion(x.value if isinstance(x, Alongside) else x, target)
             losses.append(loss.item() * weights_of[mb])
             if loss.requires_grad:
                 (loss * weights_of[mb] / m).backward()

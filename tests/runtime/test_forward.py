@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from tests.refusals import error_of
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
+from tests.runtime.test_gradients import VECTORS, user
 from tests.runtime.test_tensor_parallel import plan_of as parted_plan
 from tests.threads import begun, run_threads
 from tests.tiers import few
@@ -90,6 +91,13 @@ def test_a_training_goes_on_as_if_nothing_had_been_written(tmp_path):
     plain = run_threads(plan, 2)
     other = run_threads(plan, 2, step=begun(lambda worker: forward(worker, tmp_path / "rows.safetensors")))
     assert [r.loss for r in plain[0].results] == [r.loss for r in other[0].results]
+
+
+def test_a_model_with_several_outputs_has_no_rows(tmp_path):
+    section = user("two_heads", loss="tests.runtime.user_models:both_errors")
+    plan = make_plan(make_program("1f1b", 1, 2), model=section, **VECTORS)
+    error = error_of(rows_of, plan, tmp_path)
+    assert error.code == "E505" and "returns (float32 [2, 8], float32 [2, 4])" in error.message
 
 
 def test_missing_data_and_no_place_are_refused_by_name(tmp_path):

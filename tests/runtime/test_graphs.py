@@ -27,13 +27,25 @@ M, SIZE = 4, 2
 ALL = [(name, kind, kept) for name in GRAPHS for kind in ("1f1b", "zb-h1") for kept in ("keep", "recompute")]
 
 
-def plan_of(name, kind="1f1b", *, named=True, dropout=0.0, dp=1, compiles=False, parallel=None, limit=None, **sections):
+def plan_of(
+    name,
+    kind="1f1b",
+    *,
+    family="layers",
+    named=True,
+    dropout=0.0,
+    dp=1,
+    compiles=False,
+    parallel=None,
+    limit=None,
+    **sections,
+):
     """A plan; `named`: each group without sources has data of its own."""
     graph, counts, ranks = GRAPHS[name]
     data = {"kind": "tests.runtime.graph_models:Vectors"}
     if named:
         data["args"] = {"of": [group for group, reads in graph.items() if not reads]}
-    model = {"family": "tests.runtime.graph_models:layers", "layers": sum(counts.values()), "loss": "mse"}
+    model = {"family": f"tests.runtime.graph_models:{family}", "layers": sum(counts.values()), "loss": "mse"}
     model |= {"graph": graph, "groups": counts, "args": {"counts": counts, "dropout": dropout}}
     model |= {"compile": compiles}
     schedule = {"kind": kind, "microbatches": M, "microbatch_size": SIZE} | ({"memory_limit": limit} if limit else {})
@@ -170,6 +182,11 @@ def test_a_memory_limit_holds_for_it():
     assert losses_of(run_threads(plan, 2)) == losses_of(run_threads(plan_of("one and three", "zb-h1"), 2))
     with refused("E302", match="rank 0 holds 4 activation units", hint="1x"):
         plan_of("skip", limit="0.6x")
+
+
+def test_a_group_read_beside_others_that_ends_in_several_tensors_is_refused():
+    with refused("E505", match=r"layer c.0 reads several groups, of which one ends in \{'one': float32 \[2, 8\]"):
+        run_threads(plan_of("two branches", family="ends_in_two"), 1)
 
 
 @pytest.mark.parametrize("name", ["two branches", "skip"])

@@ -130,7 +130,7 @@ REFUSED = {
     "numpys": ("E509", "layer layers.1 draws from numpy.random"),
     "own_generator": ("E509", "layer layers.1 draws from a generator of its own"),
     "with_history": ("E509", "keeps a tensor with a history of autograd"),
-    "branches": ("E505", "layer layers.1 returned dict, not one tensor"),
+    "branches": ("E505", "layer layers.2 cannot take the tensors {'a': float32"),
     "handed_out_twice": ("E508", "layers.0 and layers.2 share a parameter"),
     "writes_weights": ("E509", "layer layers.1 writes to its parameter linear.weight"),
     "writes_weights_quietly": ("E509", "layer layers.1 writes to its parameter linear.weight"),

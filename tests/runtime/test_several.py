@@ -5,16 +5,18 @@ import torch
 
 from tests.jobs import job
 from tests.refusals import refused
-from tests.runtime.small_plans import make_plan, make_program
+from tests.runtime.small_plans import make_plan, make_program, parameters
 from tests.runtime.test_evaluate import by_one_process, plan_for, results
 from tests.runtime.test_gradients import VECTORS, check_gradients, check_training, user, without_step
+from tests.runtime.user_models import both_errors, llama_config
 from tests.threads import run_threads
 from tests.tiers import few
 from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.runtime.core.bundle import Packing
+from zbc.runtime.core.bundle import Packing, taken_apart
 from zbc.runtime.core.execute import run_step
+from zbc.runtime.core.route import slice_loss
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.training.models import model
 from zbc.training.probing.shapes import derive
@@ -94,13 +96,13 @@ def test_a_tuple_is_packed_and_unpacked_without_a_change():
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"what": "dict"}, "layers.1 returned dict, not one tensor"),
-        ({"what": "list"}, "layers.1 returned list, not one tensor"),
-        ({"what": "none"}, "layers.1 returned NoneType"),
-        ({"what": "nothing"}, "layers.1 returned tuple"),
+        ({"what": "dict"}, r"layers.2 cannot take the tensors \{'a': float32 \[2, 8\]\}"),
+        ({"what": "none"}, r"layers.2 cannot take the tensors \(float32 \[2, 8\], None\)"),
+        ({"what": "object"}, r"layers.1 returned object at \[1\]\['a'\]"),
+        ({"what": "nothing"}, "layers.1 returned dict, in which there is no tensor"),
         ({"what": "sparse"}, "layers.1 returned a sparse_coo tensor"),
         ({"what": "pair"}, r"layers.2 cannot take the tensors \(float32 \[2, 8\], float32 \[2, 8\]\)"),
-        ({"what": "pair", "last": True}, "layers.3, the last one, returned 2 tensors"),
+        ({"what": "pair", "last": True}, r"the last layer returns \(float32 .*\), and model.loss = mse takes one"),
     ],
 )
 def test_what_the_next_layer_cannot_be_given_is_refused_by_name(args, said):
@@ -109,6 +111,99 @@ def test_what_the_next_layer_cannot_be_given_is_refused_by_name(args, said):
         model = user("ends_in_two")
     with refused("E505", match=said):
         run_threads(plan_of("1f1b", 2, model=model), 1)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_dicts_lists_and_constants_between_layers_have_the_gradients_of_one_process(schedule, activations):
+    model = user("structured", layers=8, count=8)
+    check_gradients(plan_of(schedule, 4, 4, model=model, keep=without_step, activations=activations))
+
+
+def test_constants_travel_in_no_message(monkeypatch):
+    """Per row: states and what is mixed, 8 numbers of 4 bytes each, and 8 bytes of a mask."""
+    from zbc.runtime.transports import hub
+
+    sent, real = set(), hub.HubTransport.send
+
+    def send(self, message, tensor, peer):
+        sent.add(tensor.numel() * tensor.itemsize)
+        return real(self, message, tensor, peer)
+
+    monkeypatch.setattr(hub.HubTransport, "send", send)
+    run_threads(plan_of("1f1b", 2, size=2, model=user("structured")), 1)
+    assert sent == {2 * (2 * 8 * 4) + 16, 2 * (2 * 8 * 4)}
+
+
+def test_a_number_beside_tensors_that_changes_is_refused_with_its_place():
+    with refused("E505", match=r"layers.1 returned 1 at \['count'\], where 0 was before", hint="torch.tensor"):
+        run_threads(plan_of("1f1b", 2, model=user("wavers")), 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"a": torch.zeros(2), "n": True}, r"True at \['n'\], where 1 was"),
+        ({"a": torch.zeros(2), "n": torch.zeros(1)}, r"float32 \[1\] at \['n'\], where 1 was"),
+        (
+            {"a": torch.zeros(2), "b": 1},
+            r"returned \{'a': float32 \[2\], 'b': 1\}, it must be \{'a': float32 \[2\], 'n': 1\}",
+        ),
+        (torch.zeros(2), r"returned float32 \[2\], it must be"),
+    ],
+)
+def test_another_structure_than_the_first_is_told(found, said):
+    tensors, form = taken_apart({"a": torch.zeros(2), "n": 1})
+    layout = Packing.of(tensors, [False], form)
+    assert taken_apart({"a": torch.ones(2), "n": 1})[1] == form and taken_apart(found)[1] != form
+    with pytest.raises(ZbcError, match=said):
+        raise layout.unlike("x", found)
+
+
+def test_decoder_layers_of_transformers_train_as_their_model_does_without_a_wrapper():
+    transformers = pytest.importorskip("transformers")
+    section = {**user("transformers_llama", layers=5, loss="cross_entropy"), "vocab": 32, "seq_len": 6}
+    plan = make_plan(make_program("zb-h1", 2, 4), model=section, data={"kind": "synthetic"}, keep=without_step)
+    workers = run_threads(plan, 1)
+    mine = parameters(workers)
+    whole = transformers.LlamaForCausalLM(llama_config())
+    names = {"layers.0.tokens": "model.embed_tokens", "layers.1": "model.layers.0", "layers.2": "model.layers.1"}
+    names |= {"layers.3": "model.norm", "layers.4": "lm_head"}
+    theirs = {name: whole.get_parameter(_theirs(name, names)) for name in mine}
+    assert len(theirs) == len([*whole.parameters()])
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            parameter.copy_(mine[name])
+    batches = next(worker.batches for worker in workers if worker.batches is not None)
+    total = 0.0
+    for mb in range(4):
+        logits = whole(input_ids=batches.inputs(0, mb), use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batches.targets(0, mb).flatten())
+        (loss / 4).backward()
+        total += loss.item() / 4
+    assert workers[0].results[0].loss == pytest.approx(total, rel=1e-6)
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(mine[name].grad, parameter.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def _theirs(name, names):
+    mine = next(one for one in names if name.startswith(f"{one}."))
+    return name.replace(mine, names[mine], 1)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_loss_gets_all_that_the_last_layer_returns(named, activations):
+    model = user("two_heads", named=named, loss="tests.runtime.user_models:both_errors")
+    check_gradients(plan_of("zb-v", 2, model=model, keep=without_step, activations=activations))
+    check_training(plan_of("1f1b", 2, model=model, optimizer={"lr": 1e-2}))
+
+
+def test_microbatches_without_a_target_that_counts_add_nothing_to_a_loss_of_several_outputs():
+    outputs = {"one": torch.ones(2, requires_grad=True), "n": None, "whole": torch.ones(1, dtype=torch.int64)}
+    loss = slice_loss(both_errors, torch.zeros(2), 0.0, outputs)
+    loss.backward()
+    assert loss.item() == 0.0 and torch.equal(outputs["one"].grad, torch.zeros(2))
 
 
 def test_an_evaluation_has_the_loss_of_one_process():

@@ -196,6 +196,7 @@ WAYS += [("zb-h1", 2, 2, 2, {"how": {"tied": True}, "model": {**GPT, "tie_embedd
 WAYS += [("zb-h1", 2, 3, 3, {"model": user("mixers"), **SEQUENCES})]
 WAYS += [("zb-v", 2, 3, 3, {"model": user("several"), **SEQUENCES})]
 WAYS += [("1f1b", 2, 3, 3, {"model": user("several"), **SEQUENCES, "activations": "recompute"})]
+WAYS += [("zb-h1", 2, 3, 3, {"model": user("nested"), **SEQUENCES})]
 WAYS += [("1f1b", 2, 4, 4, {"model": user("tokens", loss="cross_entropy"), **PADDED})]
 WAYS += [("zb-h1", 2, 4, 4, {"model": user("tokens", loss=HERE + "own_cross_entropy"), **PADDED})]
 

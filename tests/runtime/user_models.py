@@ -1,12 +1,14 @@
 """Layer factories and datasets that tests name as a user would."""
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import zbc
 from tests.runtime.zoo import LINEAR, ready, these
 from zbc.runtime.core.slot import accumulate, current_slot
 
@@ -347,8 +349,122 @@ class Returns(nn.Module):
 
     def forward(self, x: Tensor, *more: Tensor):
         y = self.linear(x)
-        made = {"dict": {"a": y}, "list": [y, y], "none": (y, None), "nothing": (), "pair": (y, y)}
+        made = {
+            "dict": {"a": y},
+            "object": (y, {"a": object()}),
+            "none": (y, None),
+            "nothing": {"a": 1},
+            "pair": (y, y),
+        }
         return {**made, "sparse": (y, torch.eye(8).to_sparse())}[self.what]
+
+
+class Names(NamedTuple):
+    states: Tensor
+    shift: float | None
+
+
+class Opens(nn.Module):
+    """Tensors in a dict, a list and a tuple with names, with constants of all kinds beside them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.down(x)
+        named = [Names(y, 0.5), (y.tanh(), True)]
+        return {"named": named, "mask": None, "count": 2, "mode": "sum", "many": {"a": x > 0, "nan": float("nan")}}
+
+
+class Middle(nn.Module):
+    """Uses what is in there, and gives the same on with one more of `count`, the tensors changed."""
+
+    def __init__(self, width: int, last: bool = False) -> None:
+        super().__init__()
+        self.down, self.last = nn.Linear(width, width), last
+
+    def forward(self, given: dict[str, Any]) -> Any:
+        names, (other, adds) = given["named"]
+        assert type(names) is Names and given["mask"] is None and given["mode"] == "sum" and adds is True
+        mixed = torch.where(given["many"]["a"], other, other * given["count"])
+        y = names.states + self.down(mixed) + names.shift
+        return (
+            y if self.last else {**given, "named": [Names(y, names.shift), (mixed, adds)], "count": given["count"] + 1}
+        )
+
+
+def structured(width: int = 8, count: int = 4):
+    made = [lambda last=i == count - 2: Middle(width, last) for i in range(count - 1)]
+    return [lambda: Opens(width), *made]
+
+
+class Wavers(nn.Linear):
+    """A number beside its output that no trial shows."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"y": [super().forward(x)], "count": int(not x.is_meta)}
+
+
+class First(nn.Linear):
+    def forward(self, given: dict[str, Any]) -> Tensor:
+        return super().forward(given["y"][0])
+
+
+wavers = ready(LINEAR, partial(Wavers, 8, 8), partial(First, 8, 8), LINEAR)
+
+
+class Tokens(nn.Module):
+    """What a transformers model does before its decoder layers."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        super().__init__()
+        self.tokens, self.rotary = nn.Embedding(config.vocab_size, config.hidden_size), LlamaRotaryEmbedding(config)
+
+    def forward(self, ids: Tensor) -> Any:
+        x = self.tokens(ids)
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
+        return zbc.alongside(x, attention_mask=None, position_embeddings=self.rotary(x, places), use_cache=False)
+
+
+def llama_config() -> Any:
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaConfig(vocab_size=32, num_hidden_layers=2, attn_implementation="sdpa", **sizes)
+
+
+def transformers_llama():
+    """Decoder layers, norm and head as they come from transformers, nothing around them."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+    config = llama_config()
+    layers = [partial(LlamaDecoderLayer, config, i) for i in range(config.num_hidden_layers)]
+    norm, head = partial(LlamaRMSNorm, 16), partial(nn.Linear, 16, 32, bias=False)
+    return [partial(Tokens, config), *layers, norm, head]
+
+
+class Both(nn.Module):
+    """Two heads."""
+
+    def __init__(self, named: bool = False) -> None:
+        super().__init__()
+        self.one, self.other, self.named = nn.Linear(8, 8), nn.Linear(8, 4), named
+
+    def forward(self, x: Tensor) -> Any:
+        one, other = self.one(x), self.other(x)
+        return {"one": one, "rest": [other, None]} if self.named else (one, other)
+
+
+def two_heads(named: bool = False):
+    return [LINEAR, partial(Residual, 8), partial(Residual, 8), partial(Both, named)]
+
+
+def both_errors(outputs: Any, target: Tensor) -> Tensor:
+    one, other = (outputs["one"], outputs["rest"][0]) if isinstance(outputs, dict) else outputs
+    return functional.mse_loss(one, target) + functional.mse_loss(other, target[:, :4])
 
 
 def returning(what: str, last: bool = False):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zbc import excludes
 from zbc.errors import ZbcError, unwritten
+from zbc.runtime.core.bundle import shown
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.training.building.context import Settings
@@ -44,6 +45,9 @@ class ForwardRun(EvaluationRun):
 
     def collect(self, output: Tensor, target: Tensor) -> Tensor:
         """In place of the loss. A forward that runs twice makes its rows again."""
+        if not isinstance(output, Tensor):
+            text = f"run: --forward writes one tensor, and the last layer returns {shown(output)}"
+            raise ZbcError("E505", text, hint="let the last layer return the tensor to be written")
         self._into[-1] = self.row(output, target).float()
         return output.new_zeros(())
 

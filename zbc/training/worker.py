@@ -80,7 +80,7 @@ def build_worker(
         ),
         features=Features(one for one in features if one is not None),
     )
-    if site.some_targets is not None:
+    if site.some_targets is not None and shapes.ends is None:
         told = no_mean(chosen.loss, worker.loss, shapes.output, site.some_targets)
         worker.warnings = () if told is None else (told,)
     counts = None

@@ -1,30 +1,98 @@
 """Several tensors between two layers, packed into one: stages send, keep and pass on a single tensor.
 
 A layer that returns a tuple is given a `forward` that packs its bytes into one float32 tensor, the carrier; the next
-layer gets the tuple back as its arguments:
+layer gets the tuple back as its arguments, and anything else (a list, a dict, any node of torch.utils._pytree) as one:
 
     | tensors that gradients flow through | tensors without: masks, tables, whole numbers |
     0                                     back                                          size
 
 Only the first part comes back as a gradient (`back` numbers of it). The packed values are only copied, never computed
 with, so every bit arrives. The packing of a layer's tensors is determined when the layers first run, without data
-(training/probing/shapes.py).
+(training/probing/shapes.py). So are the constants between them (None, numbers, texts), which no message carries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
+from zbc.runtime.core.private import pytree
 from zbc.runtime.core.tensors import Laid, TensorSpec
 from zbc.runtime.features.slicing import now
 
 _ALIGN = 16  # bytes: of the largest type, complex128
 _WIDTH = 4  # bytes of a number of a carrier
+
+
+class Alongside(NamedTuple):
+    """The result of `alongside`."""
+
+    value: Any
+    others: dict[str, Any]
+
+
+def alongside(value: Any, **others: Any) -> Any:
+    """Returns the output of your layer with other inputs of all later layers, by name.
+
+    Each later layer is called with the value and with the others that its forward has a parameter for; its output takes
+    the place of the value. The loss gets the value alone.
+    """
+    return Alongside(value, others)
+
+
+def names_of(forward: Callable[..., Any]) -> frozenset[str] | None:
+    """Returns the keywords of a forward; None: any."""
+    parameters = inspect.signature(forward).parameters.values()
+    free = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    return None if free else frozenset(one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY)
+
+
+def call(forward: Callable[..., Any], given: Any, takes: frozenset[str] | None = None, *, last: bool = False) -> Any:
+    """Returns the output of a layer for that of the layer before; after the `last` one nothing goes alongside.
+
+    `takes`: see `names_of`."""
+    if not isinstance(given, Alongside):
+        return forward(*given) if isinstance(given, tuple) else forward(given)
+    value, others = given
+    mine = {name: one for name, one in others.items() if takes is None or name in takes}
+    y = forward(*value, **mine) if isinstance(value, tuple) else forward(value, **mine)
+    return y if last or isinstance(y, Alongside) else Alongside(y, others)
+
+
+class Form(NamedTuple):
+    """The structure around the tensors of an output, and its leaves: `Tensor` stands for each of the tensors."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+    kinds: tuple[type, ...]  # of the leaves: True is no 1
+
+    def __deepcopy__(self, memo: object) -> Form:  # torch warns where it copies the tree
+        return self
+
+    def around(self, tensors: Sequence[Any]) -> Any:
+        """Returns the structure with these tensors in it."""
+        left = iter(tensors)
+        return pytree.tree_unflatten([next(left) if one is Tensor else one for one in self.leaves], self.tree)
+
+
+def taken_apart(y: Any) -> tuple[Sequence[Any], Form | None]:
+    """Returns the tensors of an output and the structure around them; None around the items of a tuple."""
+    if isinstance(y, tuple) and all(isinstance(one, Tensor) for one in y):
+        return y, None
+    found, tree = pytree.tree_flatten(y)
+    leaves = (Tensor if isinstance(one, Tensor) else math.nan if one != one else one for one in found)
+    kept = tuple(leaves)
+    return [one for one in found if isinstance(one, Tensor)], Form(tree, kept, tuple(map(type, kept)))
+
+
+class _Text(str):
+    __repr__ = str.__str__
 
 
 class Part(NamedTuple):
@@ -44,14 +112,20 @@ class Part(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How a tuple of tensors is packed: `parts` in its order; `size` and `back` in numbers of float32."""
+    """How a tuple of tensors is packed: `parts` in its order; `size` and `back` in numbers of float32.
+
+    `form`: the structure around them, of any but a tuple. `ends`: the input of the last layer, or the input of the
+    loss, which takes it unpacked.
+    """
 
     parts: tuple[Part, ...]
     size: int
     back: int
+    form: Form | None = None
+    ends: bool = False
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor], flows: Sequence[bool]) -> Packing:
+    def of(cls, tensors: Sequence[Tensor], flows: Sequence[bool], form: Form | None = None) -> Packing:
         """`flows`: whether each of `tensors` gets a gradient."""
         starts, at, back = dict[int, int](), 0, 0
         for index in sorted(range(len(tensors)), key=lambda index: not flows[index]):
@@ -60,10 +134,10 @@ class Packing(NamedTuple):
             at += -(-used // _ALIGN) * _ALIGN // _WIDTH
             back = at if flows[index] else back
         parts = (Part(Laid.of(t), starts[i], flows[i]) for i, t in enumerate(tensors))
-        return cls(tuple(parts), max(at, 1), max(back, 1))  # no message is empty
+        return cls(tuple(parts), max(at, 1), max(back, 1), form)  # no message is empty
 
     def __str__(self) -> str:
-        return _list([part.laid.spec for part in self.parts])
+        return _shown([part.laid.spec for part in self.parts], self.form)
 
     @property
     def spec(self) -> TensorSpec:
@@ -79,7 +153,7 @@ class Packing(NamedTuple):
         found = [TensorSpec.of(tensor) for tensor in tensors]
         wanted = [part.laid.spec for part in self.parts]
         if found != wanted:
-            text = f"run: layer {where} returned {_list(found)}, it must be {_list(wanted)}"
+            text = f"run: layer {where} returned {_shown(found)}, it must be {_shown(wanted)}"
             hint = "every microbatch has the same shapes; layers must not depend on the data"
             raise ZbcError("E505", text, hint=hint)
         packed: Tensor = _Pack.apply(self, *tensors)  # type: ignore[no-untyped-call]
@@ -98,6 +172,19 @@ class Packing(NamedTuple):
         found: tuple[Tensor, ...] = _Unpack.apply(self, carrier)  # type: ignore[no-untyped-call]
         return found
 
+    def unlike(self, where: str, y: Any) -> ZbcError:
+        """Returns E505 for an output of another structure."""
+        places, tree = pytree.tree_flatten_with_path(y)
+        if self.form is not None and tree == self.form.tree:
+            for (path, leaf), known, kind in zip(places, self.form.leaves, self.form.kinds, strict=True):
+                if known is not Tensor and (type(leaf) is not kind or leaf != known):
+                    what = shown(leaf)
+                    text = f"run: layer {where} returned {what} at {pytree.keystr(path)}, where {known!r} was before"
+                    hint = "what is no tensor is the same in every microbatch: return torch.tensor(..) of it"
+                    return ZbcError("E505", text, hint=hint)
+        text = f"run: layer {where} returned {shown(y)}, it must be {self}"
+        return ZbcError("E505", text, hint="layers must not depend on the data")
+
     def example(self, device: torch.device | None = None) -> Tensor:
         """A carrier of random values; integers and masks are zeros."""
         return _fill(self, torch.zeros(self.size), [part.laid.spec.drawn() for part in self.parts]).to(device)
@@ -111,8 +198,15 @@ class Packing(NamedTuple):
         return whole
 
 
-def _list(specs: Sequence[TensorSpec]) -> str:
-    return f"({', '.join(map(str, specs))})"
+def shown(y: Any) -> str:
+    """Returns the text of an output, with shapes and types in place of tensors."""
+    tensors, form = taken_apart(y)
+    return _shown(map(TensorSpec.of, tensors), form)
+
+
+def _shown(specs: Iterable[TensorSpec], form: Form | None = None) -> str:
+    texts = [_Text(spec) for spec in specs]
+    return f"({', '.join(texts)})" if form is None else str(form.around(texts))
 
 
 def _fill(layout: Packing, carrier: Tensor, tensors: Sequence[Tensor | None], *, back: bool = False) -> Tensor:
@@ -168,6 +262,7 @@ class Adapted:
 
     def __init__(self, name: str, forward: Callable[..., Any], ways: Ways, *, trial: bool) -> None:
         self.name, self.forward, self._ways, self._trial = name, forward, ways, trial
+        self._takes = names_of(forward)
 
     @property
     def way(self) -> tuple[Packing | None, Packing | None]:
@@ -176,18 +271,22 @@ class Adapted:
 
     def __call__(self, x: Tensor) -> Any:
         layout, given = self.way
-        y = self.forward(x) if layout is None else self.forward(*layout.unpack(x))
-        if given is None:
+        if layout is None:
+            y = self.forward(x)
+        else:
+            came = layout.unpack(x)
+            taken = came if layout.form is None else layout.form.around(came)
+            y = call(self.forward, taken, self._takes, last=layout.ends)
+        if given is None or (given.ends and not self._trial):
             return y
-        if not isinstance(y, tuple) or not all(isinstance(one, Tensor) for one in y):
-            what = f"a tuple of {len(given.parts)} tensors"
-            text = f"run: layer {self.name} returned {type(y).__name__}, it must be {what}"
-            raise ZbcError("E505", text, hint="layers must not depend on the data")
+        tensors, form = taken_apart(y)
+        if form != given.form:
+            raise given.unlike(self.name, y)
         if not self._trial and torch.is_grad_enabled():
-            self._refuse_new(y, given)
-        return given.pack(y, self.name)
+            self._refuse_new(tensors, given)
+        return given.pack(tensors, self.name)
 
-    def _refuse_new(self, y: tuple[Tensor, ...], given: Packing) -> None:
+    def _refuse_new(self, y: Sequence[Tensor], given: Packing) -> None:
         """Raises E509 for a tensor that requires a gradient and has no room for one."""
         for index, (tensor, part) in enumerate(zip(y, given.parts, strict=False)):
             if tensor.requires_grad and not part.flows:

@@ -15,13 +15,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode  # tensors of a device without memory there
 from torch.autograd import graph
 from torch.nn.modules.dropout import _DropoutNd as Dropouts  # the base of all dropout modules
+from torch.utils import _pytree as pytree  # dicts, lists, tuples and what else is registered
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every op, whoever calls it
 from torch.utils._pytree import tree_leaves  # the elements of dicts, lists and tuples
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it too, without saying that it exports it
 
-__all__ = ["Dropouts", "FakeTensorMode", "Store", "TorchDispatchMode", "tree_leaves"]
+__all__ = ["Dropouts", "FakeTensorMode", "Store", "TorchDispatchMode", "pytree", "tree_leaves"]
 
 # ---- faster than the public functions ------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Key, Kind, Message, Op
 from zbc.job.userobject import IN_A_RANK
 from zbc.ops import At, Scope
+from zbc.runtime.core.bundle import shown, taken_apart
 from zbc.runtime.core.reading import read
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
@@ -186,19 +187,19 @@ class Measures(Losses):
         worker.losses[op.mb] = tensor if not op.slice else worker.losses.get(op.mb, 0.0) + tensor
 
 
-def slice_loss(function: Loss, target: Tensor, share: float, output: Tensor) -> Tensor:
+def slice_loss(function: Loss, target: Tensor, share: float, output: Any) -> Tensor:
     """The contribution of a slice to the loss of its microbatch. Raises E505 as `stage_loss`."""
     if share == 0.0:  # no target counts: a mean over none would be no number
-        return (output * 0.0).sum()
+        return total([(one * 0.0).sum() for one in taken_apart(output)[0] if TensorSpec.of(one).numbers])
     return stage_loss(function, target, output) * share
 
 
-def stage_loss(function: Loss, target: Tensor, output: Tensor) -> Tensor:
+def stage_loss(function: Loss, target: Tensor, output: Any) -> Tensor:
     """The loss of a microbatch. Raises E505 if it is not one number."""
     try:
         loss = function(output, target)
     except IN_A_RANK as error:
-        error.add_note(f"in model.loss, for an output {TensorSpec.of(output)} and a target {TensorSpec.of(target)}")
+        error.add_note(f"in model.loss, for an output {shown(output)} and a target {TensorSpec.of(target)}")
         raise
     if loss.dim() != 0:
         text = f"run: model.loss returned a tensor of shape {list(loss.shape)}, it must be one number"

@@ -20,6 +20,13 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
     """Raises E110, E406, E512 or E513 for features of the plan that this rank cannot run."""
     settings, data = site.settings, site.settings.data.kind
     name, loss, users = settings.model.loss, model.loss(settings.model.loss), not settings.model.builtin
+    if name in model.LOSSES and site.shapes.ends is not None:
+        text = f"run: the last layer returns {site.shapes.ends}, and model.loss = {name} takes one tensor"
+        raise ZbcError("E505", text, hint='return it, or set model.loss = "package.module:function", which gets all')
+    if (site.slices or site.manifest.balance is not None) and site.shapes.ends is not None:
+        text = f"run: the last layer returns {site.shapes.ends}; slices and packed rows with several outputs"
+        hint = 'return one tensor, or set schedule.slices = 1 and data.balance = "none"'
+        raise ZbcError("E110", f"{text} are not written yet", hint=hint)
     if site.slices:
         if site.samples is not None and data not in KINDS:
             some = range(min(len(site.samples), 8))

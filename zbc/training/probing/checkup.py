@@ -20,6 +20,7 @@ from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
+from zbc.runtime.core.bundle import call, names_of
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.precision import lower_precision
 from zbc.runtime.core.state import Worker
@@ -218,6 +219,7 @@ def plain_gradients(
     criterion = loss_of(settings.model, None, modules.values())
     counts = count_of(criterion, settings.model.loss, batches.targets(0, 0)) or (lambda target: 1.0)
     weights = [counts(batches.targets(0, mb)) for mb in range(count)]
+    *_, last = modules
     for mb, weight in enumerate(weights):
         if not weight:
             continue  # no target counts
@@ -231,7 +233,8 @@ def plain_gradients(
                 else:
                     given = batches.inputs(0, mb, group_of(settings.model, name)).to(device)
                 with drawing(device, seed_of(seed, 0, mb, name)):
-                    made[name] = x = module(*given) if isinstance(given, tuple) else module(given)
+                    x = call(module, given, names_of(module.forward), last=name == last)
+                    made[name] = x
             loss = criterion(x, target) * (weight * count / sum(weights))
         if loss.requires_grad:
             (times * loss / count).backward()  # type: ignore[no-untyped-call]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
+from zbc.runtime.core.bundle import call, names_of, taken_apart
 from zbc.runtime.core.private import Dropouts
 from zbc.runtime.core.route import slice_loss, stage_loss
 from zbc.runtime.core.stage import Stage, StageLayer
@@ -194,13 +195,12 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 def _forward_of(modules: Modules, x: Tensor, inside: Inside | None = None) -> list[_Tensors]:
     """The output of each layer."""
-    given: _Tensors = (x,)
+    given: Any = x
     found = []
-    for name, module in modules:
+    for index, (name, module) in enumerate(modules):
         with nullcontext() if inside is None else within(Inside(inside.part, inside.pasts, name)):
-            y: Any = module(*given)
-        given = y if isinstance(y, tuple) else (y,)
-        found.append(given)
+            given = call(module, given, names_of(module.forward), last=index == len(modules) - 1)
+        found.append(tuple(taken_apart(given)[0]))
     return found
 
 

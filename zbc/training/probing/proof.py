@@ -41,7 +41,8 @@ def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None]
         came = stage.came
         given = stage.takes.drawn(stage.device) if came is None else came.example(stage.device)
         x = stage.arrived(given).requires_grad_(stage.flows)
-        for layer in stage.layers:
+        last = max(index for index, layer in enumerate(stage.layers) if layer.compiled is not None)
+        for layer in stage.layers[: last + 1]:
             plain = _run(stage, layer, layer.module, x, None)
             if layer.compiled is not None:
                 tell(f"compiling {layer.name}")

@@ -23,9 +23,9 @@ from zbc.errors import ZbcError
 from zbc.job.userobject import FAILURES
 from zbc.plan.directory import Boundary, Manifest
 from zbc.runtime.core.bucket import gradient_type
-from zbc.runtime.core.bundle import Packing, adapt
+from zbc.runtime.core.bundle import Packing, adapt, taken_apart
 from zbc.runtime.core.precision import lower_precision
-from zbc.runtime.core.private import FakeTensorMode
+from zbc.runtime.core.private import FakeTensorMode, pytree
 from zbc.runtime.core.stage import Traits
 from zbc.runtime.core.tensors import Laid, TensorSpec
 from zbc.runtime.seeding import seeded
@@ -34,6 +34,7 @@ from zbc.training.models.model import LayerPlan, Owners, hollow
 from zbc.training.probing.carried import carried
 from zbc.training.probing.probe import observe, reaches, union
 
+_CONSTANTS = (type(None), bool, int, float, str)  # allowed between tensors
 _TRIALS = 8  # forwards of a layer that returns several tensors, some of which might require a gradient
 
 
@@ -44,7 +45,7 @@ class Shapes:
     those that train; per layer its traits.
     `laid`: per stage the memory layout of its input without a partition; transfers make tensors contiguous. `layouts`:
     per stage, the packing of its input if that is several tensors; `goes`: of its output. `before`: the input of each
-    layer, by name; `output`: the output of the last one.
+    layer, by name; `output`: the output of the last one; `ends`: its packing if that is several tensors.
 
     `flows`: per stage, whether its input may get a gradient: whether anything before it trains. `passed`: whether its
     output got a gradient in a trial; one forward cannot prove that it never does. `packed`: per layer, the packings of
@@ -64,6 +65,7 @@ class Shapes:
     goes: tuple[Packing | None, ...]
     before: Mapping[str, Laid]
     output: TensorSpec
+    ends: Packing | None
     packed: Mapping[str, tuple[Packing | None, Packing | None]]
 
     def of_tokens(self, count: int) -> Shapes:
@@ -129,14 +131,15 @@ def derive(
     """
     _check_layers(plans, manifest)
     before, packed = dict[str, Laid](), dict[str, tuple[Packing | None, Packing | None]]()  # of each layer's input
-    known, seen = dict[tuple[str, Laid, bool], _Seen](), dict[str, _Seen]()
+    known, seen = dict[tuple[str, Laid, Packing | None, bool], _Seen](), dict[str, _Seen]()
     owners, wanted, after = Owners(), flow, read_by(plans)
     for plan in plans:
         sources = [seen[one] for one in after[plan.name]]
         flow = any(one.trains for one in sources) if sources else wanted
-        taken, comes = _taken(sources) if sources else (Laid(first(plan.name)), None)
+        taken, comes = _taken(plan.name, sources) if sources else (Laid(first(plan.name)), None)
+        comes = comes and comes._replace(ends=plan is plans[-1])
         before[plan.name] = taken
-        place = (plan.like or plan.name, taken, flow)
+        place = (plan.like or plan.name, taken, comes, flow)
         if place not in known:
             module = plan.on_meta(owners)
             inner = {local: p.numel() for local, p in module.named_parameters()}
@@ -148,8 +151,8 @@ def derive(
                 found = found.judged(*carried(look.adapted(with_values(plan, lowered), found.gives), taken.spec))
             known[place] = found._replace(sizes=inner, types=types)
         seen[plan.name] = known[place]
-        packed[plan.name] = comes, known[place].gives
-    _refuse_several_at_the_end(plans[-1].name, packed[plans[-1].name][1])
+        gives = known[place].gives
+        packed[plan.name] = comes, gives and gives._replace(ends=plan is plans[-1])
     _check_ties(plans, {f"{name}.{local}": size for name, one in seen.items() for local, size in one.sizes.items()})
     inside = [(plan, local, seen[plan.name]) for plan in plans for local in seen[plan.name].sizes]
     own = [(f"{plan.name}.{local}", local, one) for plan, local, one in inside if local not in plan.ties]
@@ -174,6 +177,7 @@ def derive(
         goes=(*(packed[one.last][1] if one.last else None for one in stages[:-1]), None),
         before=before,
         output=seen[plans[-1].name].laid.spec,
+        ends=packed[plans[-1].name][1],
         packed=packed,
     )
 
@@ -222,10 +226,14 @@ def read_by(plans: Sequence[LayerPlan]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _taken(sources: Sequence[_Seen]) -> tuple[Laid, Packing | None]:
-    """The input of a layer and its packing: one output, or several packed into one."""
+def _taken(name: str, sources: Sequence[_Seen]) -> tuple[Laid, Packing | None]:
+    """The input of a layer and its packing: one output, or several packed into one (else E505: each a tensor)."""
     if len(sources) == 1:
         return sources[0].laid, sources[0].gives
+    several = next((one.gives for one in sources if one.gives is not None), None)
+    if several is not None:
+        text = f"run: layer {name} reads several groups, of which one ends in {several}"
+        raise ZbcError("E505", text, hint="the last layer of a group that is read beside others returns one tensor")
     made = [one.laid.zeros(torch.device("meta")) for one in sources]
     packing = Packing.of(made, [one.trains for one in sources])
     return Laid(packing.spec), packing
@@ -300,7 +308,7 @@ def _output(look: _Look, module: nn.Module, autocast: torch.device | None, lower
     except FAILURES as error:
         what = f"a tensor {look.takes.spec}" if look.comes is None else f"the tensors {look.comes}"
         text = f"run: layer {look.plan.name} cannot take {what}"
-        hint = "each layer takes what the layer before returns: the tensor, or those of a tuple as its arguments"
+        hint = "each layer takes what the layer before returns: what it is, or the items of a tuple as its arguments"
         if mixed:
             hint += '; with model.parameters = "bfloat16" its buffers stay as they are, try "float32"'
         raise ZbcError("E505", text, hint=hint, details=frames.raised(error)) from error
@@ -328,9 +336,10 @@ def _looked_at(look: _Look, module: nn.Module, device: torch.device, gives: Pack
     x = look.takes.zeros(device).requires_grad_(differentiable and look.flow)
     with torch.enable_grad():
         y, traits, made = observe(look.plan.name, look.adapted(module, gives), x)
-        if isinstance(y, tuple) and gives is None:
+        if not isinstance(y, Tensor) and gives is None:
             return _looked_at(look, module, device, _packing(look.plan, module, x, y))
-        y = _sendable(look.plan, y)
+        assert isinstance(y, Tensor)
+        _sendable(look.plan, y)
     passes = reaches(y, x) if x.requires_grad else differentiable
     trains = y.requires_grad or (gives is None and _may_train(module, y, look.flow))
     return _Seen(traits, Laid.of(y), gives, trains, passes, made)
@@ -341,38 +350,42 @@ def _may_train(module: nn.Module, y: Tensor, flow: bool) -> bool:
     return TensorSpec.of(y).numbers and (flow or any(p.requires_grad for p in module.parameters()))
 
 
-def _packing(plan: LayerPlan, module: nn.Module, x: Tensor, y: tuple[object, ...]) -> Packing:
+def _packing(plan: LayerPlan, module: nn.Module, x: Tensor, y: object) -> Packing:
     """The packing of several outputs; a few more forwards show which of them require gradients.
 
     Other outputs are assumed not to: gradients of masks and tables would cost messages, and attention its fast kernels.
     """
-    several = [_sendable(plan, one) for one in y] or [_sendable(plan, y)]
+    for path, leaf in pytree.tree_flatten_with_path(y)[0]:
+        if isinstance(leaf, Tensor):
+            _sendable(plan, leaf)
+        elif type(leaf) not in _CONSTANTS:
+            text = f"run: layer {plan.name} returned {type(leaf).__name__}" + f" at {pytree.keystr(path)}" * bool(path)
+            hint = "return tensors, None, numbers and texts, in tuples, lists and dicts: tuple(x.shape) of a size"
+            raise ZbcError("E505", text, hint=hint)
+    several, form = taken_apart(y)
+    if not several:
+        text = f"run: layer {plan.name} returned {type(y).__name__}, in which there is no tensor"
+        raise ZbcError("E505", text, hint="return at least one tensor, which the next layer takes")
     wants = [one.requires_grad for one in several]
     both = zip(wants, several, strict=True)
     doubted = any(not want and _may_train(module, one, x.requires_grad) for want, one in both)
     for seed in range(_TRIALS if doubted else 0):
         with seeded(seed):
             given = x if x.is_meta or not x.is_floating_point() else torch.randn_like(x).requires_grad_(x.requires_grad)
-            wants = [want or one.requires_grad for want, one in zip(wants, module(given.clone()), strict=True)]
-    return Packing.of(several, wants)
+            made = module(given.clone())
+        again, other = taken_apart(made)
+        if other != form:
+            raise Packing.of(several, wants, form).unlike(plan.name, made)
+        wants = [want or one.requires_grad for want, one in zip(wants, again, strict=True)]
+    return Packing.of(several, wants, form)
 
 
-def _sendable(plan: LayerPlan, y: object) -> Tensor:
-    """A layer's output, or one of several. Raises E505 for one that cannot be sent."""
-    if not isinstance(y, Tensor):
-        text = f"run: layer {plan.name} returned {type(y).__name__}, not one tensor"
-        raise ZbcError("E505", text, hint="layers return a tensor, or a tuple of tensors, which the next one takes")
+def _sendable(plan: LayerPlan, y: Tensor) -> None:
+    """Raises E505 for a tensor that cannot be sent."""
     if y.layout is not torch.strided or y.is_nested or y.is_quantized:
         kind = "nested" if y.is_nested else "quantized" if y.is_quantized else str(y.layout).removeprefix("torch.")
         text = f"run: layer {plan.name} returned a {kind} tensor, which cannot be sent"
         raise ZbcError("E505", text, hint="return a dense tensor: to_dense(), dequantize()")
-    return y
-
-
-def _refuse_several_at_the_end(name: str, gives: Packing | None) -> None:
-    if gives is not None:
-        text = f"run: layer {name}, the last one, returned {len(gives.parts)} tensors"
-        raise ZbcError("E505", text, hint="the last layer returns one tensor, which the loss takes")
 
 
 def _check_ties(plans: Sequence[LayerPlan], sizes: Mapping[str, int]) -> None:
