@@ -1,1 +1,1 @@
-"""The layers of a model, built in or from a Hugging Face folder."""
+"""The layers of a model: built-in families, user factories, weights of a Hugging Face folder."""

@@ -1,13 +1,13 @@
-"""Adapters (LoRA) beside the linear layers of a model, all else frozen: see zbc/job/adapter.py.
+"""Adapters (LoRA) of the linear layers of a model, all else frozen: see zbc/job/adapter.py.
 
-A linear layer stays what it is, under its name, and gets modules inside of it:
+A linear layer keeps its name, and gets modules inside of it:
 
     layers.3.qkv.weight                         frozen
     layers.3.qkv.lora.q_proj.down.weight        (rank, inputs), drawn as nn.Linear draws it
     layers.3.qkv.lora.q_proj.up.weight          (outputs of q_proj, rank), 0 at first
 
-`down` and `up` are linear layers like others: they wait for W, are cast once a step, and are cut where ranks share
-layers. B of the frozen one is its input gradient alone, and its F keeps nothing.
+`down` and `up` are linear layers like others: their W is deferred, they are cast once per step, and sharded with tensor
+parallelism. B of the frozen layer is its input gradient only, and its F saves nothing.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Lora(nn.Module):
     def __init__(self, inputs: int, outputs: int, rank: int, like: Tensor) -> None:
         super().__init__()
         made = partial(nn.Linear, bias=False, device=like.device, dtype=like.dtype)
-        self.down, self.up = made(inputs, rank), made(rank, outputs)  # which draws as peft does
+        self.down, self.up = made(inputs, rank), made(rank, outputs)  # with the same draws as peft
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor, scale: float) -> Tensor:
-        inside = self.down(x)  # scaled where it is narrow
+        inside = self.down(x)  # scaled here, where it is narrow
         return self.up(inside if scale == 1.0 else inside * scale)  # type: ignore[no-any-return]
 
 
@@ -56,7 +56,7 @@ class LoraLinear(nn.Linear):
 
     lora: nn.Module
     scale: float
-    spans: tuple[tuple[str, int, int], ...]  # of each adapter its name, and from where to where its outputs go
+    spans: tuple[tuple[str, int, int], ...]  # of each adapter its name, and the bounds of its outputs
 
     def forward(self, x: Tensor) -> Tensor:
         y, x = self.frozen(x), _cast(x)
@@ -75,12 +75,12 @@ class LoraLinear(nn.Linear):
 
     @cached_property
     def frozen(self) -> SplitLinear:
-        """The layer without adapters. Its cast stays: the weight never changes."""
+        """The layer without adapters. Its cast is kept: the weight never changes."""
         return SplitLinear(self)
 
 
 def _cast(x: Tensor) -> Tensor:
-    """The input of several layers in the type that autocast has for each of them."""
+    """The input of several layers, cast once to autocast's type."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or x.dtype != torch.float32:
         return x
@@ -94,9 +94,9 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[LayerPlan]:
-    """The layers with adapters, all else frozen; those of one kind stay that if they have the same ones.
+    """The layers with adapters, all else frozen; layers of one kind remain of one kind if they have the same adapters.
 
-    Raises E110 for targets that no linear layer is.
+    Raises E110 for targets that match no linear layer.
     """
     if not adapter.rank:
         return list(plans)
@@ -113,13 +113,13 @@ def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[
             known += [] if has in known else [has]
             like += f" {known.index(has) + 1}" if known.index(has) else ""
         found.append(replace(plan, like=like, alter=partial(_adapt, adapter, spans)))
-    if not model.builtin:  # of others it was seen before (job/adapter.py)
+    if not model.builtin:  # built-in ones were checked before (job/adapter.py)
         raise_all(unknown(adapter, names))
     return found
 
 
 def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Those that do what torch's own does, by their place in a layer; "" is the layer itself."""
+    """The linear layers with torch's own forward, by their path in a layer; "" is the layer itself."""
     return [
         (path, one)
         for path, one in layer.named_modules()
@@ -128,8 +128,8 @@ def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
 
 
 def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], layer: nn.Module) -> None:
-    """Freeze a layer and add its adapters, whose weights are drawn now: again for a layer that a user hands out again,
-    or that was tried before."""
+    """Freezes a layer and adds its adapters, whose weights are drawn now, also if the layer got adapters before: when a
+    user returns it twice, or in a trial."""
     linears = dict(_linears(layer))
     if not any(isinstance(one, LoraLinear) for one in linears.values()):
         layer.requires_grad_(False)
@@ -137,7 +137,7 @@ def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], layer: nn.Modu
     for path, some in spans.items():
         if some:
             one = linears[path]
-            one.__class__ = LoraLinear  # so that whoever has it has the adapters too
+            one.__class__ = LoraLinear  # in place, so that all references get the adapters
             assert isinstance(one, LoraLinear)
             one.lora, one.scale = nn.Module(), adapter.scale
             one.spans = tuple((part.key, part.start, part.stop) for part in some)
@@ -145,14 +145,14 @@ def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], layer: nn.Modu
                 one.lora.add_module(key, Lora(one.in_features, stop - start, adapter.rank, one.weight))
 
 
-# ---- what does not train -------------------------------------------------------------------------------------
+# ---- frozen weights ------------------------------------------------------------------------------------------
 
 
 _DIGEST = "_frozen_digest"
 
 
 def _digest(layer: nn.Module) -> int:
-    """Of all bits of its parameters, whatever their order: a sum."""
+    """A digest of all bits of its parameters, independent of their order: a sum."""
     found = torch.zeros((), dtype=torch.int64)
     for parameter in (p.detach() for p in layer.parameters() if not p.is_meta):
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
@@ -162,8 +162,8 @@ def _digest(layer: nn.Module) -> int:
 
 
 class Frozen(Feature):
-    """Weights that never change are in no checkpoint: they come from where they came from, and checkpoints keep a
-    digest of those of each layer. `trained`: the names of all others."""
+    """Frozen weights are not in checkpoints: they are loaded from their source again, and checkpoints have a digest per
+    layer. `trained`: the names of all other weights."""
 
     def __init__(self, stages: Mapping[int, Stage], trained: Collection[str]) -> None:
         self.trained = frozenset(trained)
@@ -177,7 +177,7 @@ class Frozen(Feature):
         return self._kept.get(stage, {})
 
     def begins(self, worker: Worker) -> None:
-        """Raise E613 where a checkpoint is of other frozen weights."""
+        """Raises E613 if a checkpoint has the digest of other frozen weights."""
         for stage, own in self._own.items():
             for name, value in own.items():
                 if not value.equal(self._kept[stage][name].cpu()):
@@ -192,7 +192,7 @@ _SIDES = {"down": "lora_A", "up": "lora_B"}
 
 
 def check_target(folder: Path, adapter: Adapter) -> None:
-    """Look before training whether adapters can be written. Raises E525 (in the way), E604 (there are none), E610."""
+    """Checks before training whether adapters can be written. Raises E525 (files exist), E604 (no adapters), E610."""
     if not adapter.rank:
         text = "run: --save-adapter writes adapters, and the plan has none"
         raise ZbcError("E604", text, hint="set adapter.rank and plan again, or use --save-hf")
@@ -209,7 +209,7 @@ def _of_file(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -
 
 
 def tensors_of(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapters among parameters by global name, as the tensors of a folder of peft by theirs, on the CPU."""
+    """The adapters among the parameters, by the tensor names of peft, on the CPU."""
     return {
         f"base_model.model.{part.name}.{theirs}.weight": parameters[f"{linear}.lora.{key}.{ours}.weight"].detach().cpu()
         for linear, key, part in _of_file(adapter, model, parameters)
@@ -218,7 +218,7 @@ def tensors_of(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor])
 
 
 def merged(adapter: Adapter, model: Model, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters without adapters, which are added to the weights beside them, in float32."""
+    """The parameters with adapters merged into the weights of their layers, in float32."""
     found = {name: p for name, p in parameters.items() if ".lora." not in name}
     for linear, key, part in _of_file(adapter, model, parameters):
         down, up = (parameters[f"{linear}.lora.{key}.{side}.weight"].detach().float() for side in _SIDES)
@@ -230,7 +230,7 @@ def merged(adapter: Adapter, model: Model, parameters: Mapping[str, nn.Parameter
 
 
 def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str], source: str | None) -> None:
-    """Make one file of the shards of all ranks (`hfexport.write_shard`), and say what peft has to know."""
+    """Merges the shards of all ranks (`hfexport.write_shard`) into one file, and writes the config of peft."""
     library, tensors, paths = safetensors(), dict[str, Tensor](), list[Path]()
     for text in filter(None, shards):
         paths.append(folder / json.loads(text)["file"])
@@ -255,7 +255,7 @@ def complete(folder: Path, adapter: Adapter, model: Model, shards: Iterable[str]
 
 
 def _shortest(targets: Collection[str], model: Model) -> list[str]:
-    """The last words of the names of adapted layers, if no other layer's name ends so; else these names."""
+    """The last components of the names of adapted layers, if no other layer's name ends in one; otherwise the names."""
     ends = {name.rpartition(".")[2] for name in targets}
     all_of = {name for _, *names in called(model) for name in names}
     return sorted(ends if {name for name in all_of if name.rpartition(".")[2] in ends} == {*targets} else targets)

@@ -1,4 +1,4 @@
-"""Stages of a rank from its plan: their layers built, split or compiled, and tied to those of others."""
+"""Builds the stages of a rank: their layers, split or compiled, with tied weights."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def build_stage(
     goes: Packing | None = None,
     share: Callable[[str, nn.Module], None] = lambda name, layer: None,
 ) -> Stage:
-    """Build a stage's layers with their initial weights and move them to `device`.
+    """Builds a stage's layers with their initial weights and moves them to `device`.
 
-    `splits`: the plan runs B and W of this stage apart; without it they stay as they are and cost what they cost.
-    `compiles`: layers that can be are compiled, when they first run. `watched`: any forward may turn out to draw random
-    numbers, in whatever trials did not show. `fused`: linear layers add up weight gradients inside their products.
-    `share` leaves this rank's part of a layer that several ranks share.
+    `splits`: the plan has separate B and W for this stage; without it layers stay unpatched, with torch's own cost.
+    `compiles`: layers that can be compiled are, when they first run. `watched`: any forward may draw random numbers
+    although none did in trials. `fused`: linear layers accumulate weight gradients inside their products.
+    `share` reduces a layer to this rank's shard.
     """
     layers, patches, low = list[StageLayer](), list[Patch](), dtype == "bfloat16"
     for plan in plans:
@@ -58,7 +58,7 @@ def build_stage(
         seen = traits[plan.name]
         seen = replace(seen, random=seen.random or draws(module))
         chosen = compiles and plan.compiles
-        # Under autocast a linear layer of torch keeps a cast of its weight for every microbatch, ours one for all.
+        # Under autocast torch's linear layer saves a cast of its weight per microbatch, ours has one for all.
         own = spares or fused or (low and not chosen)
         kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if own else ()
         found = split_backward(module, kinds, fused=fused)
@@ -77,8 +77,8 @@ def build_stage(
 
 
 def _compiled(module: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor] | None:
-    """None where there is nothing to compile: a layer that its user compiled, that takes or returns several tensors, or
-    that is one of those left outside."""
+    """The compiled forward of a layer; None if its user compiled it, if it takes or returns several tensors, or if it
+    is one of those that stay uncompiled."""
     from zbc.runtime.core.private import is_compiled
     from zbc.training.models.compiled import compile_layer  # takes a second or two to import
 
@@ -94,11 +94,11 @@ def share_ties(
     device: torch.device,
     share: Callable[[str, nn.Module], None] = lambda name, layer: None,
 ) -> None:
-    """Let layers that are tied to a parameter of another one use it, under its name.
+    """Makes layers that are tied to a parameter of another one use it, under its name.
 
-    Where the owner is on this rank they share one parameter, which belongs to the owner's stage; elsewhere they get one
+    If the owner is on this rank they share one parameter, which belongs to the owner's stage; otherwise they get one
     copy with the same initial values, which belongs to the first of them. To be called with all stages of a rank,
-    before anything holds their parameters.
+    before their parameters are used elsewhere.
     """
     found = list(stages)
     owned = {name: p for stage in found for name, p in stage.parameters.items()}
@@ -121,7 +121,7 @@ def _initial(
     device: torch.device,
     share: Callable[[str, nn.Module], None],
 ) -> nn.Parameter:
-    """A parameter of a layer that another rank holds, with its initial values."""
+    """A parameter of a layer of another rank, with its initial values."""
     plan = next(plan for plan in plans if name.startswith(f"{plan.name}."))
     layer = plan.build(seed)
     share(plan.name, layer)

@@ -1,18 +1,18 @@
-"""Experts in place of a block's MLP: each token meets the `top_k` of them that its router chooses, and none is dropped.
+"""Mixture of experts in place of a block's MLP: the router sends each token to `top_k` experts; no token is dropped.
 
-    router      (N, H) -> (N, E), float32 from there on: scores by softmax or sigmoid, of which the top_k largest weigh
-                experts; they add up to 1 with `normed`
-    experts.e   an MLP of the family, for the rows of the tokens that chose it, in the order of the tokens
-    shared      an MLP that all tokens meet; what it gives is weighted by a sigmoid of its own gate
+    router      (N, H) -> (N, E), float32 from there on: scores by softmax or sigmoid, the top_k largest of which are
+                the weights of experts; they add up to 1 with `normed`
+    experts.e   an MLP of the family, for the rows of the tokens routed to it, in the order of the tokens
+    shared      an MLP for all tokens; its output is weighted by a sigmoid of its own gate
 
-Rows are sorted by expert, run, and put back; a token adds up what its experts give in the order in which it chose them.
-A forward that runs again for its backward goes by what the first one chose.
-An expert whom no token chose runs on no rows, so that all have gradients in every microbatch.
+Rows are sorted by expert, run, and put back; a token adds the outputs of its experts in the router's order.
+A recomputed forward reuses the choices of the first one.
+An expert without tokens runs on zero rows, so that all have gradients in every microbatch.
 
-Ranks that share layers have a part of the width of each expert, and the router whole: what experts give and the
-gradients of the weights they are given with are sums.
+Tensor parallel ranks have a shard of the width of each expert, and the whole router: outputs of experts and gradients
+of their weights (scores) are all-reduced.
 
-With a `rate` a bias, which STEP moves (features/routing.py), is added to the scores as experts are chosen.
+With a `rate` a bias, which STEP changes (features/routing.py), is added to the scores when experts are chosen.
 `balance` c adds c E sum(f P) to the loss, of each block: f the share of all choices that an expert got, P its mean
 share of a token's scores (arXiv 2101.03961, section 2.2; 2412.19437, section 2.1.2); `z` c adds c
 mean(logsumexp(logits)^2) (arXiv 2202.08906).
@@ -35,7 +35,7 @@ from zbc.training.models.gpt import linear, same
 
 
 class Expert(nn.Module):
-    """(rows, H) -> (rows, H): the MLP of a family; `gated` as in Llama, else with biases as in GPT-2."""
+    """(rows, H) -> (rows, H): the MLP of a family; `gated` as in Llama, otherwise with biases as in GPT-2."""
 
     def __init__(self, hidden: int, width: int, layers: int, *, gated: bool, activation: nn.Module) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def softmax(logits: Tensor) -> Tensor:
 
 
 def _lowered(rows: Tensor) -> Tensor:
-    """Rows in the type in which experts read them, in which they go to other ranks and are kept."""
+    """Rows in the type in which experts read them, and in which they are sent to other ranks and saved."""
     kind = rows.device.type
     lower = torch.is_autocast_enabled(kind) and rows.dtype is torch.float32
     return rows.to(torch.get_autocast_dtype(kind)) if lower else rows
@@ -91,8 +91,8 @@ class Experts(nn.Module):
         z: float = 0.0,
         rate: float = 0.0,
     ) -> None:
-        """`count` experts of `width`; `shared`: width of the one that all tokens meet, 0 for none; `scores`: what makes
-        them of logits; `rate`: by which a step moves the bias of an expert, 0 for none."""
+        """`count` experts of `width`; `shared`: width of the shared expert, 0 for none; `scores`: function from logits
+        to scores; `rate`: change of an expert's bias per step, 0 for none."""
         super().__init__()
         self.count, self.top_k, self.normed, self.balance, self.z = count, top_k, normed, balance, z
         self.scores = scores
@@ -102,11 +102,11 @@ class Experts(nn.Module):
         self.shared = made(shared) if shared else None
         self.shared_gate = linear(hidden, 1, bias=False) if shared else None
         self.swaps = Swaps()
-        self.enter = self.leave = same  # where ranks have parts of each; of tokens of which each may have its part,
-        self.whole = self.meet = same  # all of them, found alike by all; and what is alike, into parts of experts
-        self.tokens: Group | None = None  # where ranks share the tokens of a microbatch
-        self.rows = _flat  # how it takes what comes before it: tokens in a row, or, to be collected, by sequences
-        self.place: int | None = None  # of its first expert among those of all blocks
+        self.enter = self.leave = same  # with tensor parallelism: input and output of the sharded experts;
+        self.whole = self.meet = same  # gather of tokens for a computation that all repeat; its results into experts
+        self.tokens: Group | None = None  # the context parallel group, if any
+        self.rows = _flat  # the layout of its input: tokens flat, or by sequences, if they are gathered
+        self.place: int | None = None  # index of its first expert among those of all blocks
         self.rate = rate
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(count) if rate else None)
@@ -137,11 +137,11 @@ class Experts(nn.Module):
         return add_loss(y, self._added(logits, likely, counts)) if adds else y
 
     def _chosen(self, likely: Tensor) -> Tensor:
-        """(N, top_k): the experts that each token meets, those it wants most first."""
+        """(N, top_k): the experts of each token, by descending score plus bias."""
         return (likely if self.bias is None else likely + self.bias).topk(self.top_k, -1).indices
 
     def share_experts(self, group: Group) -> str:
-        """Keep this rank's, of replicas that share them out."""
+        """Keeps only this rank's experts, with expert parallelism over `group`."""
         self.swaps = Swaps(group)
         self.experts = self.swaps.own(self.experts)
         return "experts"

@@ -26,7 +26,7 @@ STD = 0.02
 
 
 def same(x: Tensor) -> Tensor:
-    """Where ranks that share a layer meet (sharding.py), and nobody does."""
+    """The identity: in place of the collectives of tensor parallelism (sharding.py)."""
     return x
 
 
@@ -43,14 +43,14 @@ class Embed(nn.Module):
         scale: float = 1.0,
         padding: int | None = None,
     ) -> None:
-        """`learned`: there is a table of positions; `scale`: of the embeddings of tokens; `padding`: the word whose
+        """`learned`: with a table of positions; `scale`: factor of token embeddings; `padding`: the word whose
         embedding gets no gradient."""
         super().__init__()
         self.scale = scale
         self.tokens = nn.Embedding(vocab, hidden, padding)
         self.positions = nn.Embedding(seq_len, hidden) if learned else None
         self.look_up: Callable[[Tensor], Tensor] = self._look_up
-        self.place = 0  # of this rank's part of the tokens, where ranks share the sequence
+        self.place = 0  # index of this rank's shard of the tokens, with sequence parallelism
         self.index: Tensor
         self.register_buffer("index", torch.arange(seq_len), persistent=False)
         for table in (self.tokens, self.positions):
@@ -113,7 +113,7 @@ class GptBlock(nn.Module):
         self.attend = attention
 
     def forward(self, x: Tensor) -> Tensor:
-        # What a norm gives is named nowhere: it is gone once the layer behind it has read it.
+        # The output of a norm is not bound to a name: it is freed once the next layer has read it.
         x = x + self.leave(self.proj(self._mixed(self.qkv(self._before(self.norm1, x)))))
         if self.mlp is not None:
             return x + self.mlp(self._before(self.norm2, x)).view(x.shape)  # type: ignore[no-any-return]
@@ -131,7 +131,7 @@ class GptBlock(nn.Module):
         return made_again(self._mix, x)
 
     def _mix(self, x: Tensor) -> Tensor:
-        """Of queries, keys and values what attention makes."""
+        """Attention of the joint queries, keys and values."""
         batch, length, _ = x.shape
         each = x.view(batch, length, -1, self.size).transpose(1, 2)
         q, k, v = torch.split(each, [self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -152,8 +152,8 @@ class GptHead(nn.Module):
         cap: float | None = None,
         chunk: int | None = None,
     ) -> None:
-        """`scale`: what logits are divided by; `cap`: they become cap tanh(logits / cap). `chunk`: tokens that the loss
-        makes logits of at once; the head ends before them, (B, T, H)."""
+        """`scale`: divisor of logits; `cap`: they become cap tanh(logits / cap). `chunk`: number of tokens whose logits
+        the loss makes at once; the head then ends before the logits, (B, T, H)."""
         super().__init__()
         self.norm, self.scale, self.cap, self.chunk = norm, scale, cap, chunk
         self.logits = nn.Linear(hidden, vocab, bias=False)
@@ -170,7 +170,7 @@ class GptHead(nn.Module):
 
 
 def linear(inputs: int, outputs: int, residual_layers: int | None = None, *, bias: bool = True) -> nn.Linear:
-    """A linear layer with initial weights; `residual_layers`: it leads back into the residual stream of so many."""
+    """A linear layer with initial weights; `residual_layers`: layers of a model, if it ends in the residual stream."""
     made = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(made.weight, std=STD if residual_layers is None else STD / math.sqrt(2 * residual_layers))
     if bias:

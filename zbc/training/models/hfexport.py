@@ -1,10 +1,10 @@
 """Weights as a Hugging Face folder that transformers loads: config.json, *.safetensors and their index.
 
-What began with the weights of such a folder keeps all that stands there beside them: the keys of its config.json, the
-tokenizer and how to generate, and the rows of positions that sequences of this training did not reach.
+A training that began with the weights of such a folder keeps the rest of it: the keys of its config.json, the tokenizer
+and generation config, and the rows of positions beyond the sequence length of this training.
 
-Every rank writes the tensors of its own stages into a file of its own. The index comes last, in one rename, so a folder
-with an index is complete.
+Every rank writes the tensors of its own stages into a file of its own. The index is written last, in one rename, so a
+folder with an index is complete.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from zbc.job.spec import Model
 from zbc.training.models.pretrained import INDEX, SINGLE, Weights, safetensors
 
 _POSITIONS = "embed.positions.weight"
-_BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # tokenizers, templates, how to generate
+_BESIDE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # tokenizers, templates, generation config
 
 
 def check_target(folder: Path, model: Model) -> None:
-    """Look before training whether `write_shard` will work. Raises E524 (no counterpart), E525 (in the way), E610."""
+    """Checks before training that `write_shard` will work. Raises E524 (no counterpart), E525 (files exist), E610."""
     hfconfig.config_of(model)
     make_folder(folder, (hfconfig.CONFIG, INDEX, SINGLE))
 
 
 def make_folder(folder: Path, names: Iterable[str]) -> None:
-    """Make a folder that holds none of these files. Raises E525, E610."""
+    """Makes a folder that has none of these files. Raises E525, E610."""
     safetensors()
     for name in names:
         if os.path.exists(folder / name):
@@ -51,15 +51,15 @@ def make_folder(folder: Path, names: Iterable[str]) -> None:
 
 
 def begun_with(pretrained: str | None) -> Path | None:
-    """The folder that a training began with; None where it is gone, which is no reason to lose the weights."""
+    """The folder that a training began with; None if it no longer exists, which must not lose the trained weights."""
     folder = None if pretrained is None else Path(pretrained)
     return None if folder is None or not os.path.isfile(folder / hfconfig.CONFIG) else folder
 
 
 def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | None = None) -> dict[str, Tensor]:
-    """Parameters by global name as the tensors of a folder by theirs, on the CPU. A tied head is the embedding's.
+    """Parameters as the tensors of a folder, by their names there, on the CPU. A tied head is left out.
 
-    `source`: the folder that they began with, of whose longer table of positions the other rows are kept.
+    `source`: the folder of the initial weights, from whose longer table of positions the remaining rows are taken.
     """
     found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
@@ -78,7 +78,7 @@ def tensors_of(model: Model, parameters: Mapping[str, Tensor], source: Path | No
 
 
 def write_shard(folder: Path, number: int, count: int, tensors: Mapping[str, Tensor]) -> str:
-    """Write file `number` (from 0) of `count`; returns what `write_index` needs to know of it, as text."""
+    """Writes file `number` (from 0) of `count`; returns its description for `write_index`, as text."""
     name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
     part = folder / f".{name}.part"
     try:
@@ -95,9 +95,9 @@ def write_shard(folder: Path, number: int, count: int, tensors: Mapping[str, Ten
 
 
 def write_index(folder: Path, model: Model, shards: Iterable[str], source: Path | None = None) -> list[str]:
-    """Complete a folder once all shards are there; `shards` is what `write_shard` said of them, "" for none.
+    """Completes a folder once all shards are written; `shards` are the results of `write_shard`, "" for none.
 
-    `source`: the folder whose weights the training began with. What to say of that is returned.
+    `source`: the folder of the initial weights. Returns messages about it.
     """
     known = [json.loads(text) for text in shards if text]
     places = {name: shard["file"] for shard in known for name in shard["tensors"]}
@@ -114,7 +114,7 @@ def write_index(folder: Path, model: Model, shards: Iterable[str], source: Path 
 
 
 def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Write a file in one go. Raises E525."""
+    """Writes a file atomically. Raises E525."""
     part = folder / f".{name}.part"
     try:
         part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -130,7 +130,7 @@ def _differences(before: Mapping[str, Any], config: Mapping[str, Any], source: P
 
 
 def _copy_beside(source: Path, folder: Path) -> Iterator[str]:
-    """Copy what stands beside weights; nothing that is in `folder` already is overwritten."""
+    """Copies the other files of a model's folder; existing files in `folder` are not overwritten."""
     copied = []
     for path in sorted(source.iterdir()):
         weights = path.name in (hfconfig.CONFIG, INDEX) or path.name.endswith(".index.json")

@@ -1,4 +1,4 @@
-"""The Llama block: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and what its variants change in it.
+"""The Llama block: RMSNorm, rotary positions, grouped-query attention, SwiGLU; and its variants.
 
     embed       token embedding                                   (B, T) int64       -> (B, T, H)
     layers.i    x + attention(norm(x)), then x + mlp(norm(x))     (B, T, H)          -> (B, T, H)
@@ -9,11 +9,11 @@ i // (heads / kv_heads). Initial weights as in gpt.py; the residual stream stays
 
     qwen2       biases of queries, keys and values
     qwen3       a norm of each head's queries and keys
-    olmo2       norms behind attention and MLP; a norm of all heads' queries together, and of all keys
-    granite     embeddings, scores, what is added to the stream, and logits are multiplied with numbers
+    olmo2       norms after attention and MLP; a norm of all heads' queries together, and of all keys
+    granite     scale factors for embeddings, scores, outputs of attention and MLP, and logits
     olmoe       a norm of all heads' queries together, and of all keys
     gemma       norms multiply by 1 + weight, the gate is a GELU, embeddings come times sqrt(H)
-    gemma2      a gemma with norms before and behind attention and MLP, limits of attention and capped scores and logits
+    gemma2      a gemma with norms before and after attention and MLP, limits of attention and capped scores and logits
     gemma3_text a gemma2 with a norm of each head's queries and keys; layers with a window turn by a base of their own
     smollm3     some layers have no positions
 
@@ -37,12 +37,12 @@ from zbc.training.models.rotary import Rotary
 
 
 def norm(size: int, eps: float, variant: str) -> nn.Module:
-    """The norm of a variant, over the last `size` features."""
+    """The norm of a variant, over the last dimension, of `size` features."""
     return OffsetNorm(size, eps) if variant in GEMMA else nn.RMSNorm(size, eps=eps)
 
 
 class OffsetNorm(nn.Module):
-    """RMSNorm in float32 that multiplies by 1 + weight, as Gemma has it; weights begin at 0."""
+    """RMSNorm in float32 that multiplies by 1 + weight, as in Gemma; initial weights are 0."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def gate(variant: str) -> nn.Module:
 
 
 def _before(enter: Callable[[Tensor], Tensor], x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
-    """What comes before attention or MLP, made again where it is a norm."""
+    """The norm before attention or MLP, recomputed in backward; without a norm only `enter`."""
     return made_again(enter, x, inside=(norm,), what=GATHERED) if isinstance(norm, nn.Module) else enter(x)
 
 
@@ -88,9 +88,9 @@ class LlamaBlock(nn.Module):
         limits: Limits | None = None,
     ) -> None:
         """`size`: features of a head; `ffn`: width inside the MLP; `layers`: of the model, for the initial weights;
-        `bias`: of the projection behind attention; `experts`: in place of the MLP;
-        `scores`: what those of attention are multiplied with, 1 / sqrt(size) by default; `residual`: what attention and
-        MLP add is; `rotary`: None for no positions; `limits`: of attention."""
+        `bias`: of the projection after attention; `experts`: in place of the MLP;
+        `scores`: factor of attention scores, 1 / sqrt(size) by default; `residual`: factor of the outputs of attention
+        and MLP; `rotary`: None for no positions; `limits`: of attention."""
         super().__init__()
         self.heads, self.kv_heads, self.size = heads, kv_heads, size
         before, behind = variant not in BEHIND, variant in BEHIND + AROUND
@@ -116,7 +116,7 @@ class LlamaBlock(nn.Module):
         self.limits = (limits or Limits())._asdict()
 
     def forward(self, x: Tensor) -> Tensor:
-        # What a norm gives is named nowhere: it is gone once the layer behind it has read it.
+        # The output of a norm is not bound to a name: it is freed once the next layer has read it.
         mixed = self.leave(self.proj(self._mixed(self.qkv(_before(self._before1, x, self.norm1)))))
         x = self._sum(x, self.behind1(mixed))
         del mixed
@@ -126,8 +126,8 @@ class LlamaBlock(nn.Module):
             y = self.leave(self.down(self._inside(self.gate_up(_before(self._before2, x, self.norm2)))))
         return self._sum(x, self.behind2(y))
 
-    # A norm of single operations has several gradients for its input: the view has them added up before they meet that
-    # of the stream, as they are where the norm is made again.
+    # A norm of single operations has several gradients for its input: with the view they are added up before they are
+    # added to that of the stream, in the same order as with recompute.
     def _before1(self, x: Tensor) -> Tensor:
         return self.enter(self.norm1(x.view_as(x)))
 
@@ -149,7 +149,7 @@ class LlamaBlock(nn.Module):
         return x + y if self.residual == 1.0 else x + y * self.residual
 
     def _mix(self, x: Tensor) -> Tensor:
-        """Of queries, keys and values what attention makes."""
+        """Attention of the joint queries, keys and values."""
         batch, length, _ = x.shape
         heads = x.view(batch, length, -1, self.size).transpose(1, 2)
         q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
@@ -160,7 +160,7 @@ class LlamaBlock(nn.Module):
         return self.attend(q, k, v, **self.limits).transpose(1, 2).reshape(batch, length, self.heads * self.size)
 
     def _normed(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """(B, heads, T, size) in float32, each head by itself or all together."""
+        """The norm of (B, heads, T, size) in float32, per head or over all heads."""
         if not self.wide:
             return norm(x.float()).type_as(x)  # type: ignore[no-any-return]
         flat = x.transpose(1, 2)

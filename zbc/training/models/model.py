@@ -1,9 +1,9 @@
-"""From `[model]` to named layers, each with a way to build it, and to a loss function.
+"""Named layers of `[model]`, each with a function that builds it, and the loss function.
 
 Layers are named "embed", "layers.0", ..., "head" for the built-in families and "layers.0", ... for a factory's, or
 "vision.0", ... in a group `vision` of a graph;
-parameters `{layer}.{name inside it}`. Names and initial weights depend neither on the cut into stages nor on the number
-of ranks.
+parameters `{layer}.{name inside it}`. Names and initial weights depend neither on the partition into stages nor on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from zbc.training.models.experts import Experts, softmax
 from zbc.training.models.rotary import Rotary
 from zbc.training.probing.refusals import refuse_untrainable
 
-TIED = "embed.tokens.weight"  # the weight that embedding and head share, under the name of the first
+TIED = "embed.tokens.weight"  # the weight shared by embedding and head, under its name in the embedding
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer that can be built on any rank: `make` takes nothing and returns the module.
+    """One layer that can be built on any rank: `make` takes no arguments and returns the module.
 
-    Layers with the same `like` differ in their weights only, so what one returns and is made of holds for all. `fill`
-    overwrites the initial weights of a layer that has been built; `alter` then changes the layer, and draws what is new
-    from a seed of its own.
-    `ties` names parameters that are those of another layer: `{"logits.weight": "embed.tokens.weight"}`.
-    `after`: in a graph the layers whose outputs it takes, in the order of its arguments; None: the one before it.
-    `compiles`: it is one of those that `model.compile` is about.
+    Layers with the same `like` differ in their weights only, so output and parameter shapes of one hold for all. `fill`
+    overwrites the initial weights of a built layer; `alter` then changes the layer, and draws new weights from a seed
+    of its own.
+    `ties` maps parameters to those of other layers: `{"logits.weight": "embed.tokens.weight"}`.
+    `after`: in a graph the layers whose outputs it reads, in the order of its arguments; None: the previous layer.
+    `compiles`: `model.compile` applies to it.
     """
 
     name: str
@@ -60,7 +60,7 @@ class LayerPlan:
     after: tuple[str, ...] | None = None
 
     def build(self, seed: int) -> nn.Module:
-        """The layer on the CPU with its initial weights: drawn from a seed of its own, made of `seed` and the name."""
+        """The layer on the CPU with initial weights, drawn from a seed of its own, made of `seed` and the name."""
         with seeded(seed_of(seed, self.name)):
             module = self._call()
         refuse_wrapped(self.name, module)
@@ -74,7 +74,7 @@ class LayerPlan:
     def on_meta(self, owners: Owners | None = None) -> nn.Module:
         """The layer without storage: shapes, dtypes and parameter names only.
 
-        Raises E508 if `owners` knows its parameters as another layer's, E509 if it cannot be trained in a pipeline.
+        Raises E508 if `owners` has its parameters under another layer, E509 if it cannot be trained in a pipeline.
         """
         try:
             with torch.device("meta"):
@@ -99,29 +99,29 @@ class LayerPlan:
 
 
 class Owners:
-    """Which layer has which parameter, also where builders hand out the same module twice."""
+    """The layer of each parameter; detects builders that return the same module twice."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
 
     def add(self, name: str, layer: nn.Module, tied: Collection[str] = ()) -> None:
-        """Raises E508 if another layer has one of its parameters, other than those that are `tied` to it."""
+        """Adds a layer. Raises E508 if another layer has one of its parameters, except those in `tied`."""
         for parameter in [p for local, p in layer.named_parameters() if local not in tied]:
             other, owner = self._known.get(id(parameter), (None, name))
-            if other is not None and other() is parameter:  # ids of parameters that are gone are used again
+            if other is not None and other() is parameter:  # ids of freed parameters are reused
                 raise _shared([owner, name])
             self._known[id(parameter)] = weakref.ref(parameter), name
 
 
 def _shared(names: list[str]) -> ZbcError:
-    """Two layers that share a parameter could be cut onto two ranks, where each would train its own copy."""
+    """E508 for layers that share a parameter: on two ranks, each would train its own copy."""
     text = f"model: {' and '.join(names)} share a parameter"
     hint = 'say which are one in [model.ties], as "layers.3.weight" = "layers.0.weight", or give each its own'
     return ZbcError("E508", text, hint=hint)
 
 
 def layers(model: spec.Model, seed: int) -> list[LayerPlan]:
-    """All layers in order. Raises E502 (factory) or E506 (another number of layers than the job says)."""
+    """All layers in order. Raises E502 (factory) or E506 (another number of layers than in the job)."""
     return _family(model) if model.builtin else _factory(model, seed)
 
 
@@ -219,8 +219,8 @@ def _head(model: spec.Model, hidden: int, vocab: int) -> nn.Module:
 
 
 def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
-    """Call the user's factory. Ready-made modules were drawn under one seed in its order, so they are alike on all
-    ranks too; builders are cheaper, since a rank then builds only its own layers."""
+    """Calls the user's factory. Ready-made modules are drawn from one seed in its order, so they are equal on all
+    ranks; builders are cheaper, since a rank then builds only its own layers."""
     factory = userobject.load(model.family, "model.family")
     with seeded(seed_of(seed, "model")):
         made = userobject.call(factory, model.args, model.family, "model.family")
@@ -240,7 +240,7 @@ def _factory(model: spec.Model, seed: int) -> list[LayerPlan]:
 
 
 def _grouped(model: spec.Model, made: Any) -> list[LayerPlan]:
-    """The layers of a graph, group after group. Raises E502 for no dict, E506 for other groups or numbers of layers."""
+    """The layers of a graph, group by group. Raises E502 for no dict, E506 for other groups or numbers of layers."""
     if not isinstance(made, Mapping):
         text = f"model: {model.family} returned {type(made).__name__}, and model.graph has groups of layers"
         raise ZbcError("E502", text, hint="return a dict with a list of layers for each group, or drop model.graph")
@@ -263,7 +263,7 @@ def _grouped(model: spec.Model, made: Any) -> list[LayerPlan]:
 
 
 def _ties(model: spec.Model, layer: int) -> dict[str, str]:
-    """The parameters of a layer that `model.ties` says are another's."""
+    """The parameters of a layer that `model.ties` ties to another layer's."""
     start = f"layers.{layer}."
     return {name.removeprefix(start): owner for name, owner in model.ties.items() if name.startswith(start)}
 
@@ -287,7 +287,7 @@ def _builder(item: Any) -> Callable[[], nn.Module]:
 
 
 def _refuse_shared(found: list[Any], ties: Sequence[Mapping[str, str]]) -> None:
-    """Of the parameters of ready-made layers, those that `ties` does not say are another's."""
+    """Raises E508 for parameters shared by ready-made layers that are not in `ties`."""
     owners = Counter(
         id(p)
         for item, tied in zip(found, ties, strict=True)
@@ -333,7 +333,7 @@ def loss(name: str) -> Loss:
 
 
 def mse(output: Tensor, targets: Tensor) -> Tensor:
-    """The mean of squared differences; what is not of one shape is torch's to judge."""
+    """The mean of squared differences; tensors of different shapes are left to torch."""
     if mse_kernel is None or output.shape != targets.shape:
         return functional.mse_loss(output, targets)
     return mse_kernel(output, targets, 1)  # type: ignore[no-any-return]  # 1: the mean
@@ -342,8 +342,8 @@ def mse(output: Tensor, targets: Tensor) -> Tensor:
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean negative log-likelihood over all leading dimensions, in float32 at least.
 
-    Under autocast on a GPU torch computes it of bfloat16 logits in bfloat16, which on a CPU it does not.
-    Raises E505 for targets that are not one for each, and for those of images that could be in torch's order, too.
+    Under autocast on a GPU torch computes it in bfloat16 for bfloat16 logits, on a CPU it does not.
+    Raises E505 for targets of another shape than the logits without classes, and if torch's order would fit as well.
     """
     shape, others = logits.shape, (logits.shape[0], *logits.shape[2:])
     if shape[:-1] != targets.shape or (len(shape) > 3 and others == targets.shape):

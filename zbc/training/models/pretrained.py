@@ -1,7 +1,7 @@
 """Initial weights from a Hugging Face folder (config.json and *.safetensors), read lazily.
 
-A rank opens the files that hold its own layers and reads those tensors only. safetensors is a plain format: a JSON
-header and raw numbers. Nothing is unpickled: folders with pytorch_model.bin alone are refused.
+A rank opens the files with its own layers and reads those tensors only. safetensors is a plain format: a JSON header
+and raw numbers. Nothing is unpickled: folders with only pytorch_model.bin are refused.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _IGNORED = re.compile(r"(.*\.)?(attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 
 
 def fill(plans: Sequence[LayerPlan], model: Model, folder: Path) -> list[LayerPlan]:
-    """The same layers, with the weights of `folder` once they are built.
+    """The layers with the weights of `folder`, which are read when they are built.
 
-    Raises E520 (no such folder), E521 (its model is not one of zbc's), E522 (the job is another model), E523 (a tensor
-    is missing or none of the model's); when a layer is built E523 (a tensor has another shape, or is damaged).
+    Raises E520 (no such folder), E521 (its model is not one of zbc's), E522 (the job has another model), E523 (a tensor
+    is missing or is not one of the model's); when a layer is built E523 (a tensor has another shape, or is damaged).
     """
     source = str(folder / hfconfig.CONFIG)
     theirs = hfconfig.check_fits(model, hfconfig.read_config(folder), source)
@@ -43,7 +43,7 @@ def fill(plans: Sequence[LayerPlan], model: Model, folder: Path) -> list[LayerPl
 
 
 class Weights:
-    """The tensors of a folder, by name; `tied`: there the head is the embedding."""
+    """The tensors of a folder, by name; `tied`: its head is the embedding."""
 
     def __init__(self, folder: Path, model: Model, *, tied: bool) -> None:
         self._folder, self._model, self._tied = folder, model, tied
@@ -53,7 +53,7 @@ class Weights:
         self._prefix = prefix if not any(name.startswith(prefix) for name in self._files) else ""
 
     def check(self, wanted: Sequence[str]) -> None:
-        """Raise E523 unless the folder has what these parameters are made of, and no weights besides."""
+        """Raises E523 unless the folder has exactly the tensors of these parameters."""
         needed = {part.name for parameter in wanted for part in self._parts(parameter)}
         missing = sorted(needed - self._files.keys())
         extra = sorted(name for name in self._files.keys() - needed if not _IGNORED.fullmatch(name) and name != HEAD)
@@ -64,13 +64,13 @@ class Weights:
                 raise ZbcError("E523", f"model: {self._folder} {what} {shown}", hint=hint)
 
     def beyond(self, parameter: str, rows: int) -> Tensor:
-        """The rows of a parameter that is one tensor there, from `rows` on: those that a shorter one left out."""
+        """The rows from `rows` on of a parameter's tensor in the folder, which a shorter table leaves out."""
         (part,) = self._parts(parameter)
         return self._read(part)[rows:]
 
     @torch.no_grad()
     def fill(self, layer: str, module: nn.Module) -> None:
-        """Overwrite the parameters of a layer, on the CPU, in their own type."""
+        """Overwrites the parameters of a layer, on the CPU, in their own type."""
         for local, parameter in module.named_parameters():
             found = [(part, self._read(part)) for part in self._parts(f"{layer}.{local}")]
             start = 0
@@ -105,7 +105,7 @@ class Weights:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of every tensor in a folder. Raises E520 (none there) or E523 (an index or a file is damaged)."""
+    """The file of every tensor in a folder. Raises E520 (no weights) or E523 (an index or a file is damaged)."""
     index, single = folder / INDEX, folder / SINGLE
     if os.path.isfile(index):
         return _indexed(index)
@@ -147,7 +147,7 @@ def _damaged(path: Path, error: BaseException) -> ZbcError:
 
 
 def safetensors() -> Any:
-    """The library, an optional one. Raises E610 where it is missing."""
+    """The optional library safetensors. Raises E610 if it is not installed."""
     try:
         import safetensors
         import safetensors.torch

@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv 2104.09864), plain or stretched for longer sequences."""
+"""Rotary position embeddings (arXiv 2104.09864), plain or scaled for longer sequences."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Rotary(nn.Module):
 def rotation_rates(size: int, theta: float, scaling: RopeScaling | None, seq_len: int = 0) -> Tensor:
     """Radians per position of each feature pair, fastest first: theta ** (-2i / size).
 
-    "linear" divides all by `factor`. "dynamic" has a larger theta for sequences of more than `original_seq_len`.
-    "llama3" (Llama 3.1) divides those with fewer than `low_freq_factor` turns per original sequence, leaves those with
-    more than `high_freq_factor`, and goes linearly from one to the other between. "yarn" (arXiv 2309.00071) goes
-    linearly in i, from the pair of `high_freq_factor` turns to that of `low_freq_factor`, which are whole numbers
+    "linear" divides all rates by `factor`. "dynamic" has a larger theta for sequences longer than `original_seq_len`.
+    "llama3" (Llama 3.1) divides rates with fewer than `low_freq_factor` turns per original sequence, keeps those with
+    more than `high_freq_factor`, and interpolates linearly in the rate between. "yarn" (arXiv 2309.00071) interpolates
+    linearly in i, from the pair of `high_freq_factor` turns to that of `low_freq_factor`, which are rounded to integers
     unless `fractions`.
     """
     if scaling is not None and scaling.kind == "dynamic":

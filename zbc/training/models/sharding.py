@@ -1,18 +1,18 @@
-"""How the built-in layers are shared by the ranks of a tensor-parallel group.
+"""Sharding of the built-in layers over a tensor parallel group.
 
-    embed    rows of the token table by words                           leave behind the look-up
-    blocks   heads of attention, columns of the MLP                      enter behind each norm, leave behind proj, down
-    experts  columns of each, as of the MLP                              enter with weights, leave behind their sum;
+    embed    rows of the token table, by words                           leave after the look-up
+    blocks   heads of attention, columns of the MLP                      enter after each norm, leave after proj, down
+    experts  columns of each, as in the MLP                              enter with weights, leave after their sum;
                                                                          the router's logits of all tokens are whole
-    head     rows of the projection by words                             enter behind the norm
+    head     rows of the projection, by words                            enter after the norm
 
-Norms, learned positions and biases behind a sum are whole: the first rank alone adds the biases of proj and down, and
-so holds them. Norms of queries and keys are whole, too, but each rank has the gradient of its own heads only: what is
-`partial` is summed once per step. So is what adapters have whole, `down` beside columns and `up` beside rows; and,
-where ranks share the sequence, what each holds whole.
+Norms, learned positions and biases after an all-reduce are not sharded: only the first rank has the biases of proj and
+down, and adds them. Norms of queries and keys are not sharded either, but each rank has the gradient of its own heads
+only: `partial` gradients are summed once per step. So are those of unsharded adapters, `down` of column parallel and
+`up` of row parallel layers; and, with sequence parallelism, those of all unsharded parameters.
 
-A user's layer has a method `shard(group)` that says which of its parameters are cut, and along which dimension:
-{"up.weight": 0, "down.weight": 1}, or (dimension, sizes of blocks) where each block is cut.
+A user's layer has a method `shard(group)` that returns the parameters to shard and their dimensions:
+{"up.weight": 0, "down.weight": 1}, or (dimension, sizes of blocks) if each block is sharded separately.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from zbc.training.models.rotary import Rotary
 
 
 class Shares(NamedTuple):
-    """Of a layer, by names inside of it: the parameters of which this rank has a part, and those of whose gradient."""
+    """Parameters of a layer, by names inside of it: `cuts` of sharded ones, and those with `partial` gradients."""
 
     cuts: Mapping[str, Cut]
     partial: frozenset[str] = frozenset()
 
 
 def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
-    """Leave this rank's part of a layer, in place.
+    """Reduces a layer to this rank's shard, in place.
 
-    `joined`: the head returns all logits, for a loss that knows of no parts. Raises E119 for layers without `shard`.
+    `joined`: the head gathers all logits, for a loss that needs whole ones. Raises E119 for layers without `shard`.
     """
     if isinstance(layer, Embed | GptBlock | LlamaBlock | GptHead):
         found = _built_in(layer, group, joined)
@@ -58,7 +58,7 @@ def shard(name: str, layer: nn.Module, group: Group, *, joined: bool) -> Shares:
 
 
 _OF_HEADS = ("norm_q.", "norm_k.")
-_ADDED = ("proj.bias", "down.bias")  # behind a sum: the first rank's alone
+_ADDED = ("proj.bias", "down.bias")  # after an all-reduce: the first rank's only
 
 
 def _built_in(layer: Embed | GptBlock | LlamaBlock | GptHead, group: Group, joined: bool) -> dict[str, Cut]:
@@ -82,7 +82,7 @@ def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
 
 
 def spread(layer: nn.Module, tokens: Spread, rows: Tensor) -> None:
-    """Have a layer run this rank's tokens, those at the places `rows` of their sequence."""
+    """Makes a layer run on this rank's tokens, at the positions `rows` of their sequence (context parallel)."""
     for module in layer.modules():
         if isinstance(module, Embed):
             module.index = module.index[rows]
@@ -96,7 +96,7 @@ def spread(layer: nn.Module, tokens: Spread, rows: Tensor) -> None:
 
 def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
     layer.place = group.place if group.sequence else 0
-    if layer.tokens is None:  # all ranks share its words: see shared_words.py
+    if layer.tokens is None:  # the vocabulary is parallel: see shared_words.py
         layer.look_up = group.leave
         return {}
     words = layer.tokens.num_embeddings
@@ -122,7 +122,7 @@ def _head(layer: GptHead, group: Group, joined: bool) -> dict[str, Cut]:
 
 
 def _block(layer: GptBlock | LlamaBlock, group: Group) -> dict[str, Cut]:
-    """Rows of qkv are all queries, keys, values; of gate_up the gate, then up. Heads go to ranks whole."""
+    """Shards a block. Rows of qkv are all queries, keys, values; of gate_up the gate, then up. Heads are not split."""
     parts = [heads * layer.size for heads in (layer.heads, layer.kv_heads, layer.kv_heads)]
     layer.heads, layer.kv_heads = layer.heads // group.size, layer.kv_heads // group.size
     found = dict(_columns(layer, "qkv", parts, group)) | _rows(layer, "proj", group)
@@ -148,7 +148,7 @@ def _mlp(layer: nn.Module, group: Group) -> dict[str, Cut]:
 
 
 def _columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
-    """Cut a linear layer by its outputs, each of its `parts` alike."""
+    """Shards a linear layer by its outputs, each of its `parts` separately (column parallel)."""
     linear = _linear(layer, name)
     for key in ("weight", "bias"):
         if getattr(linear, key) is not None:
@@ -158,8 +158,7 @@ def _columns(layer: nn.Module, name: str, parts: list[int], group: Group) -> Ite
 
 
 def _adapters(linear: nn.Linear, name: str, parts: list[int], group: Group) -> Iterator[tuple[str, Cut]]:
-    """Cut those beside a linear layer whose outputs are cut: each rank's `down` gives all there is, its `up` its own
-    outputs."""
+    """Shards the adapters of a column parallel layer: `down` is whole on each rank, `up` has its outputs only."""
     if isinstance(linear, LoraLinear):
         starts = [*accumulate(parts, initial=0)]
         for key, start, stop in linear.spans:
@@ -172,7 +171,7 @@ def _adapters(linear: nn.Linear, name: str, parts: list[int], group: Group) -> I
 
 
 def _rows(layer: nn.Module, name: str, group: Group) -> dict[str, Cut]:
-    """Cut one by its inputs. Its bias is added once, by the first rank."""
+    """Shards a linear layer by its inputs (row parallel). Its bias is added once, by the first rank."""
     linear = _linear(layer, name)
     cut = _keep(linear, "weight", 1, [linear.in_features], group)
     linear.in_features = linear.weight.shape[1]

@@ -1,6 +1,6 @@
-"""The embedding and the output layer of built-in models where all ranks of a pipeline share them, each with some words.
+"""Embedding and output layer of built-in models with vocabulary parallelism over all ranks of a pipeline.
 
-The first layer begins with what the ranks looked up, and the last one ends before the logits:
+The first layer begins after the look-up, and the last one ends before the logits:
 
     embed       scale and learned positions                       (B, T, H)          -> (B, T, H)
     head        norm                                              (B, T, H)          -> (B, T, H)
@@ -32,7 +32,7 @@ def _names(*, tied: bool) -> tuple[str, ...]:
 
 
 class Tables:
-    """The rows [low, high) of the tables of a model, as they are left behind by its layers."""
+    """The rows [low, high) of the tables of a model, cut out of its layers."""
 
     def __init__(self, low: int, high: int, *, tied: bool) -> None:
         self.low, self.high = low, high
@@ -41,7 +41,7 @@ class Tables:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def cut(self, name: str, layer: nn.Module) -> None:
-        """Take this rank's rows out of a layer with its initial weights, which goes on without its table."""
+        """Takes this rank's rows from a layer with initial weights, and removes its table."""
         table = without_words(layer)
         found = TIED if isinstance(layer, Embed) else LOGITS
         if table is not None and found in self._names:
@@ -49,7 +49,7 @@ class Tables:
             self._shapes[found] = tuple(table.shape)
 
     def parameters(self, plans: Sequence[LayerPlan], seed: int, device: torch.device) -> dict[str, nn.Parameter]:
-        """By the names of the whole tables; layers that other ranks hold are built for their rows."""
+        """The rows as parameters, by the names of the whole tables; builds layers of other ranks to get their rows."""
         for plan in plans:
             if any(name.startswith(f"{plan.name}.") and name not in self._rows for name in self._names):
                 self.cut(plan.name, plan.build(seed))
@@ -57,12 +57,12 @@ class Tables:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the whole tables."""
+        """The shapes of the whole tables."""
         return self._shapes
 
 
 def without_words(layer: nn.Module) -> Tensor | None:
-    """Take the table out of a built-in layer, in place; None of one that has none."""
+    """Removes the table of a built-in layer, in place, and returns it; None if it has none."""
     if isinstance(layer, Embed):
         table: Tensor = layer.tokens.weight
         layer.register_module("tokens", None)
@@ -71,13 +71,13 @@ def without_words(layer: nn.Module) -> Tensor | None:
     if isinstance(layer, GptHead):
         table = layer.logits.weight
         layer.register_module("logits", nn.Identity())
-        layer.cap = None  # of logits, which are elsewhere
+        layer.cap = None  # of logits, which it no longer computes
         return table
     return None
 
 
 def trunk(plans: Iterable[LayerPlan]) -> list[LayerPlan]:
-    """The layers without the tables, to look at without values."""
+    """The layers without the tables, to derive shapes from."""
     return [replace(plan, make=_made(plan.make), ties={}, fill=None) for plan in plans]
 
 
