@@ -1,1 +1,1 @@
-"""What a step trains on."""
+"""Training data: samples, their order, and the microbatches of a step."""

@@ -53,7 +53,7 @@ def standard_library(limit: int = DEFAULT_BYTES) -> bytearray:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """Python files in sorted order; installed packages, which may be many, are not even walked."""
+    """Python files in sorted order; does not walk installed packages, which may be many."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(set(folders) - _SKIPPED)
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))

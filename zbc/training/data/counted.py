@@ -1,8 +1,8 @@
-"""Microbatches that weigh as many targets as count in them, in the mean over a step.
+"""Microbatches weighted by the number of targets that count, in the mean over a step.
 
-A loss is a mean over the targets that count, in the step as a whole. Means of microbatches in which other numbers of
-targets count are not to be averaged: each is weighed by its number. A rank that computes losses reads the targets of
-the whole step for that, of all replicas; it keeps its own until they are asked for.
+The loss of a step is the mean over all its targets that count. If microbatches have different numbers of them, their
+means are weighted by these numbers. For that a rank that computes losses reads the targets of the whole step, of all
+replicas; it caches its own until they are requested.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from zbc.runtime.features.words import IGNORED
 from zbc.runtime.seeding import seed_of, seeded
 
 Count = Callable[[Tensor], float]
-_STEPS = 3  # that are remembered: one without a flush begins the next
+_STEPS = 3  # cached steps: without a flush the next step begins before the end of one
 
 
 def count_of(loss: Any, name: str, target: Tensor) -> Count | None:
-    """How many targets count, by what the loss says of itself; else of whole numbers those that are not IGNORED.
+    """A function that counts targets: the loss's own attribute `count`, otherwise integers that are not IGNORED.
 
-    None where all weigh alike: mean squared errors, and floating-point numbers, as `target` is, which all count.
+    None if all microbatches have equal weights: for mean squared errors, and for a floating-point `target`.
     """
     own = getattr(loss, "count", None)
     if own is None:
@@ -47,15 +47,15 @@ def count_of(loss: Any, name: str, target: Tensor) -> Count | None:
 
 
 def counting(target: Tensor) -> float:
-    """Whole numbers that are not IGNORED."""
+    """The number of integers that are not IGNORED."""
     return int((target != IGNORED).sum())
 
 
 def no_mean(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> str | None:
-    """What to say of a loss that is no mean over the targets that count: of all samples it is not the mean, so weighed,
-    of what it is for each half. `targets` are some real ones.
+    """A warning if a loss is not a mean over the targets that count: its value for all samples is not the weighted mean
+    of its values for both halves. `targets` are some real ones.
 
-    The training then depends on how many microbatches a step has. Some losses are meant so, which compare samples.
+    The training then depends on the number of microbatches of a step, as intended for losses that compare samples.
     """
     counts, half = count_of(loss, name, targets) or (lambda target: float(target.numel())), len(targets) // 2
     if not half or not output.dtype.is_floating_point:
@@ -66,7 +66,7 @@ def no_mean(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> str |
         try:
             (all_, whole), *halves = ((counts(targets[cut]), float(loss(made[cut], targets[cut]))) for cut in cuts)
         except IN_A_RANK:
-            return None  # for numbers that a model never gives, perhaps; training will tell
+            return None  # perhaps only for outputs that the model never gives; training would raise it
     mean = sum(weight * value for weight, value in halves if weight) / (all_ or 1.0)
     if not math.isfinite(whole) or math.isclose(whole, mean, rel_tol=1e-3, abs_tol=1e-6):
         return None
@@ -78,7 +78,7 @@ def no_mean(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> str |
 
 
 class Counted(BatchSource):
-    """Weighs its microbatches; `groups` are those of a step that one mean is over."""
+    """A source with weights of microbatches; `groups` are the microbatches of a step with a common mean."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Counted(BatchSource):
         parts: bool = False,
         tell: int = 1,
     ) -> None:
-        """`own`: whether this rank's replica asks for a microbatch of a step. `parts`: weights are shares of the whole,
-        instead of 1 on the mean. `tell`: ranks that share the tokens of a microbatch."""
+        """`own`: whether this rank's replica runs a microbatch of a step. `parts`: weights are shares of the whole,
+        not 1 on average. `tell`: number of ranks over which the tokens of a microbatch are sharded."""
         self._source, self._count, self._groups, self._own, self._parts = source, count, groups, own, parts
         self._tell = tell
         self._weights: dict[int, dict[int, float]] = {}
@@ -137,7 +137,7 @@ class Counted(BatchSource):
         return found
 
     def _look(self, step: int, mb: int) -> tuple[float, float]:
-        """How many targets count of those that this rank has, and of all of a microbatch."""
+        """The numbers of targets that count: of this rank's tokens, and of all tokens of a microbatch."""
         whole = self._source.whole(step, mb)
         target = self._source.own(whole)
         if self._own(step, mb):

@@ -1,9 +1,9 @@
-"""What a step trains on: which samples, in which order, as tensors of one microbatch.
+"""Training data: the samples of each step, their order, and microbatches as tensors.
 
-The order is a pure function of (seed, position): all samples once per epoch in a fresh permutation, and a step begins
-at the position that the phases of the training give, which is how many samples the steps before it took. Any rank can
-look up any microbatch; resuming needs one integer and nothing else. With several replicas microbatches are counted over
-all, so no two replicas see the same sample.
+The order is a pure function of (seed, position): all samples once per epoch in a new permutation. A step begins at the
+position given by the phases of the training, the number of samples of all steps before it. Any rank can look up any
+microbatch; resuming needs only one integer. Microbatches are numbered over all replicas, so no two replicas get the
+same sample.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from zbc.training.data.pairs import UnfitError, pair_of
 from zbc.training.data.permutation import Permutation
 from zbc.training.data.tokens import TokenWindows
 
-KINDS = ("text", "tokens", "synthetic")  # made of tokens, so that a shape is known without looking
-_ORDERS = 4  # of epochs that are remembered
-_KEPT = 1024  # targets that wait for their turn, at most about so many
-_AT_ONCE = 32  # samples that are looked up in one go, ahead of the microbatch that is asked for
+KINDS = ("text", "tokens", "synthetic")  # made of tokens, so that shapes are known without reading
+_ORDERS = 4  # cached epochs
+_KEPT = 1024  # cached targets of samples whose input was read, at most about this number
+_AT_ONCE = 32  # indices of samples that are computed at once, ahead of the requested microbatch
 
 
 class Samples(Protocol):
-    """A map-style dataset that gives whole microbatches.
+    """A map-style dataset that returns whole microbatches.
 
-    Numbers go on behind the last sample: in epoch `e` sample `i` has the number i + e x len.
+    Numbers continue after the last sample: in epoch `e` sample `i` has the number i + e x len.
     """
 
     def __len__(self) -> int: ...
 
     def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        """The inputs of these samples, stacked along a new first dimension; with a `group` those for its layers, where
-        samples have inputs for several."""
+        """The inputs of these samples, stacked along a new first dimension; `group` selects the inputs of a group of
+        layers if samples have several."""
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         """Their targets, stacked."""
 
     def digest(self) -> int:
-        """Of a few samples, 40 bits: ranks compare what they read. Raises E516 if two looks at one sample differ.
+        """A digest of a few samples, 40 bits, which ranks compare. Raises E516 if two reads of one sample differ.
 
-        0 for what is the same on all that have the same files, and says so itself.
+        0 for data read from files, whose content is checked in other ways.
         """
         return 0
 
 
 class Windows(Samples):
-    """Windows of `seq_len` tokens, one after the other; a target is its window shifted by one token."""
+    """Consecutive windows of `seq_len` tokens; a target is its window shifted by one token."""
 
     def __init__(self, tokens: Tensor, seq_len: int) -> None:
         count = max(0, (len(tokens) - 1) // seq_len)
@@ -77,7 +77,7 @@ class Windows(Samples):
 
 
 class RandomTokens(Samples):
-    """Random tokens, made on demand from the sample's number; nothing can be learned from them."""
+    """Random tokens, made on demand from the sample's number; there is nothing to learn from them."""
 
     def __init__(self, vocab: int, seq_len: int, seed: int, count: int = 2**20) -> None:
         self._vocab, self._seq_len, self._seed, self._count = vocab, seq_len, seed, count
@@ -99,9 +99,9 @@ class RandomTokens(Samples):
 class Pairs:
     """A user's map-style dataset of pairs (see pairs.py), all of one shape.
 
-    The ranks of the first and the last stage each index it. What it draws from the generators of torch, Python and
-    numpy follows from `seed`, the epoch and the sample, so that both ranks see the same; all else has to be so anyhow.
-    With `both`, for a rank that reads inputs and targets, a target stays from the look at its input on.
+    The ranks of the first and the last stage each index it. Generators of torch, Python and numpy are seeded with
+    `seed`, the epoch and the sample, so that both ranks draw the same; otherwise it must be deterministic.
+    With `both`, for a rank that reads inputs and targets, a target is cached when its input is read.
     """
 
     def __init__(self, dataset: Any, name: str, seed: int, *, both: bool = False) -> None:
@@ -143,13 +143,13 @@ class Pairs:
         return int.from_bytes(seen.digest()[:5], "big")
 
     def _bytes(self, index: int) -> bytes:
-        """All of a sample."""
+        """All bytes of a sample."""
         x, target = self._pair(index, self._look([index])[0])
         tensors = [*(x[name] for name in sorted(x)), target] if isinstance(x, Mapping) else [x, target]
         return b"".join(one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
 
     def _stacked(self, indices: Sequence[int], which: int, found: list[Tensor]) -> Tensor:
-        """Raises E505 for samples of several shapes."""
+        """Stacks tensors of samples. Raises E505 if they have several shapes."""
         other = next((k for k, one in enumerate(found) if one.shape != found[0].shape), None)
         if other is not None:
             what, shapes = ("input", "target")[which], [list(found[k].shape) for k in (other, 0)]
@@ -159,7 +159,7 @@ class Pairs:
         return torch.stack(found)
 
     def pairs(self, numbers: Sequence[int], group: str | None = "") -> list[tuple[Tensor, Tensor]]:
-        """Samples; of inputs for several groups of layers those for one, or any where `group` is None."""
+        """Samples as pairs; if they have several inputs, that of `group`, or any if `group` is None."""
         found = zip(numbers, self._look(numbers), strict=True)
         return [self._checked(number % len(self), sample, group) for number, sample in found]
 
@@ -193,7 +193,7 @@ class Pairs:
 
 
 class SampleRange:
-    """Samples `start` to `stop` of others."""
+    """The samples `start` to `stop` of `samples`."""
 
     def __init__(self, samples: Samples, start: int, stop: int) -> None:
         self._samples, self._start, self._stop = samples, start, stop
@@ -216,7 +216,7 @@ class SampleRange:
 
 
 class Tokens(NamedTuple):
-    """Those of a sequence of `length` that a rank has, by their places."""
+    """The positions of a rank's tokens in a sequence of `length`."""
 
     rows: Tensor
     length: int
@@ -230,11 +230,11 @@ class Tokens(NamedTuple):
 
 
 class Batches(BatchSource):
-    """The microbatches of every step. Inputs in floating point come as `lowered`, if that is given.
+    """The microbatches of every step. Floating-point inputs are cast to `lowered`, if that is given.
 
-    `phases` says where steps begin; by default all are of `microbatches`, which else is the most that one has.
-    `tokens`: those of each sequence that this rank has, if not all.
-    Raises E504, at `where`, if the samples do not make one step.
+    `phases` has the positions of steps; by default all have `microbatches`, otherwise that is the maximum of a step.
+    `tokens`: this rank's tokens of each sequence, if not all.
+    Raises E504, at `where`, if there are not enough samples for one step.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class Batches(BatchSource):
         self.phases = phases
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
-        """The model input of a microbatch, on the CPU; that for a `group` of layers, where there are several."""
+        """The model input of a microbatch, on the CPU; `group` selects the input of a group of layers."""
         numbers = self._numbers(step, mb)
         x = self.own(self._samples.inputs(numbers, group) if group else self._samples.inputs(numbers))
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
@@ -280,23 +280,23 @@ class Batches(BatchSource):
         return self.own(self.whole(step, mb))
 
     def whole(self, step: int, mb: int) -> Tensor:
-        """The same of the tokens of all ranks."""
+        """Its targets with the tokens of all ranks."""
         return self._samples.targets(self._numbers(step, mb))
 
     def own(self, whole: Tensor) -> Tensor:
-        """Of the tokens of all ranks this one's."""
+        """This rank's tokens of a tensor with all of them."""
         return whole if self._tokens is None else self._tokens.of(whole)
 
     def digest(self) -> int:
         return self._samples.digest()
 
     def _numbers(self, step: int, mb: int) -> list[int]:
-        """As `Samples` counts them, over epochs."""
+        """The numbers of its samples over epochs, as in `Samples`."""
         place = self.phases.position(step) + mb * self._size
         return in_epochs(self.indices(step, mb), place, self._count)
 
     def indices(self, step: int, mb: int) -> list[int]:
-        """The numbers of its samples."""
+        """The indices of its samples."""
         phases, known, start = self._begun
         if known != step or phases is not self.phases:
             start = self.phases.position(step)
@@ -308,7 +308,7 @@ class Batches(BatchSource):
         return numbers[place - first : place - first + size]
 
     def taken(self, position: int, count: int) -> list[int]:
-        """The numbers of `count` samples from a position on."""
+        """The indices of `count` samples from a position on."""
         epoch, place = divmod(position, self._count)
         found: list[int] = []
         while len(found) < count:
@@ -327,12 +327,12 @@ class Batches(BatchSource):
 
 
 def in_epochs(indices: Sequence[int], position: int, count: int) -> list[int]:
-    """The numbers over epochs (see `Samples`) of the samples of `count` that come from a position on."""
+    """The numbers over epochs (see `Samples`) of `indices`, samples of `count` from a position on."""
     return [index + (position + k) // count * count for k, index in enumerate(indices)]
 
 
 def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:
-    """The samples of `[data]` to train on; `both`: of which this rank reads inputs and targets.
+    """The training samples of `[data]`; `both`: this rank reads inputs and targets.
 
     Raises E501 to E505, E530 to E532.
     """
@@ -342,7 +342,7 @@ def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool =
 
 
 def build_validation(data: spec.Data, model: spec.Model, seed: int) -> Samples | None:
-    """The samples to evaluate on, which are never trained on; None if the job keeps none. Raises as `build_samples`."""
+    """The validation samples, which are never trained on; None if the job has none. Raises as `build_samples`."""
     if data.validation_path is not None:
         return all_samples(data.model_copy(update={"path": data.validation_path}), model, seed)
     if not data.validation:
@@ -352,7 +352,7 @@ def build_validation(data: spec.Data, model: spec.Model, seed: int) -> Samples |
 
 
 def place(data: spec.Data, model: spec.Model, *, kept: bool = False) -> str:
-    """What the samples of a training are made of, or of those `kept` for evaluation, in the words of the job."""
+    """The source of the training samples, or of those `kept` for evaluation, by the job's keys."""
     key, path = ("path", data.path)
     if kept and data.validation_path is not None:
         key, path = ("validation_path", data.validation_path)
@@ -373,7 +373,7 @@ def _kept(data: spec.Data, samples: Samples) -> int:
 
 
 def build_dataset(data: spec.Data, seed: int) -> Any:
-    """A user's dataset; what its factory draws is the same on all ranks. Raises E501 to E505."""
+    """A user's dataset; its factory draws the same random numbers on all ranks. Raises E501 to E505."""
     factory = userobject.load(data.kind, "data.kind")
     with reading() as begin:
         begin(seed_of(seed, "data"))
@@ -381,7 +381,7 @@ def build_dataset(data: spec.Data, seed: int) -> Any:
 
 
 def all_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = False) -> Samples:
-    """Those to train on and those that are kept."""
+    """All samples, for training and validation."""
     if data.kind not in KINDS:
         return Pairs(build_dataset(data, seed), data.kind, seed, both=both)
     seq_len = _token_length(data, model)
@@ -398,7 +398,7 @@ def all_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool = F
 
 
 def input_spec(data: spec.Data, model: spec.Model, samples: Samples | None, size: int, group: str = "") -> TensorSpec:
-    """The model input of one microbatch, or that for a `group`; a factory's dataset is asked for its first sample."""
+    """The spec of the model input of one microbatch, or of `group`'s; reads the first sample of a factory's dataset."""
     if data.kind not in KINDS and samples is not None:
         if len(samples) == 0:
             text = f"data: {data.kind} returned a dataset without samples"

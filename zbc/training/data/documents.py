@@ -1,4 +1,4 @@
-"""Samples of unequal length: documents of token files, random ones, and those of a user's dataset."""
+"""Samples of unequal length: documents of token files, random ones, or a user's dataset."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zbc.runtime.seeding import seed_of
 from zbc.training.data.data import Pairs
 from zbc.training.data.tokens import TokenFile
 
-AT_ONCE = 2**24  # tokens of a file that are looked through at a time
+AT_ONCE = 2**24  # tokens of a file that are scanned at a time
 SPREAD = 1.1  # standard deviation of the logarithm of random lengths
 
 
 class Documents(Protocol):
-    """A map-style dataset of sequences whose lengths are known before they are read."""
+    """A map-style dataset of sequences with lengths known in advance."""
 
     lengths: Tensor  # (samples,) int64
 
@@ -29,7 +29,7 @@ class Documents(Protocol):
         return len(self.lengths)
 
     def pair(self, number: int) -> tuple[Tensor, Tensor]:
-        """The input and the target of a sample, both (tokens, ...); numbers and `digest` are those of `Samples`."""
+        """The input and the target of a sample, both (tokens, ...); numbers and `digest` as in `Samples`."""
 
     def digest(self) -> int:
         return 0
@@ -52,9 +52,9 @@ class RandomDocuments(Documents):
 
 
 class TokenDocuments(Documents):
-    """Documents of token files, in pieces of at most `longest` tokens; a target is its piece one token later.
+    """Documents of token files, in pieces of at most `longest` tokens; a target is its piece shifted by one token.
 
-    Raises E117 for a file that does not say which token ends a document, E532 for a token out of the vocabulary.
+    Raises E117 for a file without an end-of-document token, E532 for a token outside of the vocabulary.
     """
 
     def __init__(self, paths: Sequence[str], dtype: str | None, longest: int, vocab: int | None) -> None:
@@ -79,7 +79,7 @@ class TokenDocuments(Documents):
 
 
 def _pieces(file: TokenFile, longest: int) -> tuple[Tensor, Tensor]:
-    """Where pieces of documents begin in a file, and how many tokens they have to predict."""
+    """The first tokens of pieces of documents in a file, and the numbers of tokens they have to predict."""
     end, tokens = file.about.end, file.about.tokens
     if end is None:
         text = f"data: {file.path} does not say which token ends a document, so its samples have no length"
@@ -99,7 +99,7 @@ def _pieces(file: TokenFile, longest: int) -> tuple[Tensor, Tensor]:
 class PairDocuments(Documents):
     """A user's dataset of (input, target) sequences with an attribute `lengths`, one number for each.
 
-    Raises E117 for a dataset without it, or with a sample longer than a row has room.
+    Raises E117 for a dataset without it, or with a sample longer than `longest` tokens, the length of a row.
     """
 
     def __init__(self, pairs: Pairs, dataset: Any, name: str, longest: int) -> None:
@@ -130,7 +130,7 @@ class PairDocuments(Documents):
 
 
 class Some(Documents):
-    """Documents `start` to `stop` of others."""
+    """The documents `start` to `stop` of `documents`."""
 
     def __init__(self, documents: Documents, start: int, stop: int) -> None:
         self._documents, self._start = documents, start

@@ -1,8 +1,8 @@
-"""Samples of a user's data set as pairs (input, target) of tensors, whichever way they are written.
+"""Samples of a user's dataset, in one of several formats, as pairs (input, target) of tensors.
 
     (x, y)                                     tensors, numpy arrays, numbers or lists of numbers
     {"input": x, "target": y}                  the same
-    {"input_ids": x, "labels": y, ..}          as Hugging Face has them: the target of a token is the label of the next
+    {"input_ids": x, "labels": y, ..}          as in Hugging Face: the target of a token is the label of the next one
 
 A mapping for x has an input for each group of layers (`model.graph`).
 """
@@ -19,15 +19,15 @@ from zbc.runtime.features.words import IGNORED
 
 _NAMES = (("input", "target"), ("inputs", "targets"), ("x", "y"))
 _TOKENS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
-_ELSE = frozenset({"token_type_ids", "special_tokens_mask", "length"})  # what tokenizers add
+_ELSE = frozenset({"token_type_ids", "special_tokens_mask", "length"})  # keys that tokenizers add
 
 
 class UnfitError(Exception):
-    """Why a sample is no pair."""
+    """The reason why a sample is not a pair."""
 
 
 def pair_of(sample: Any) -> tuple[Any, Tensor]:
-    """(input, target), of which the input may be a mapping of tensors. Raises UnfitError."""
+    """(input, target); the input may be a mapping of tensors. Raises UnfitError."""
     if isinstance(sample, Mapping):
         if _TOKENS in sample:
             return _shifted(sample)
@@ -44,7 +44,7 @@ def pair_of(sample: Any) -> tuple[Any, Tensor]:
 
 
 def _tensor(value: Any, what: str) -> Tensor:
-    """As torch takes it: of Python's floats in torch's own type."""
+    """The value as a tensor, by torch.as_tensor: Python floats get torch's default type."""
     if isinstance(value, Tensor):
         return value
     try:
@@ -54,7 +54,7 @@ def _tensor(value: Any, what: str) -> Tensor:
 
 
 def _shifted(sample: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Tokens but the last, and the labels from the second on. Padding behind them is what labels leave out."""
+    """All tokens but the last, and the labels from the second on. Labels of padding after the tokens are ignored."""
     more = {*sample} - {_TOKENS, _LABELS, _MASK} - _ELSE
     if more or _LABELS not in sample:
         raise UnfitError(f"has {_TOKENS} and {', '.join(sorted(more)) or 'no ' + _LABELS}")

@@ -1,14 +1,14 @@
-"""A random order of any number of things that is computed, not stored: item i of a billion costs microseconds.
+"""A random permutation of any number of items, computed on demand: item i of a billion costs microseconds.
 
-A Feistel network permutes the smallest square of a power of two that covers the numbers; results that are too large go
-through it again, which keeps a permutation one (cycle walking; at most four rounds of that on average).
+A Feistel network permutes the numbers below the smallest square of a power of two that covers them; results that are
+too large go through it again, so that it stays a permutation (cycle walking; at most four passes on average).
 """
 
 from __future__ import annotations
 
 _ROUNDS = 6
 _MASK = 2**64 - 1
-_REMEMBERED = 4096  # values of a round; all there are where up to 2**24 things are put in order
+_REMEMBERED = 4096  # cached values of a round; all values for up to 2**24 items
 
 
 class Permutation:
@@ -38,7 +38,7 @@ class Permutation:
 
 
 class _Round(dict[int, int]):
-    """What one round makes of each half. Mixing takes ten times as long as looking up what was mixed before."""
+    """The round function, with cached values: mixing takes ten times as long as a look-up."""
 
     def __init__(self, key: int, low: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches made ready by a thread of their own, so that a stage that reads data does not wait for them."""
+"""Batches prepared by a background thread, so that a stage that reads data does not wait for them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from zbc.runtime.core.state import BatchSource
 from zbc.training.data.data import Batches
 
 CPU = torch.device("cpu")
-AHEAD = 4  # tensors made ready before they are asked for
+AHEAD = 4  # tensors prepared in advance
 
-Want = tuple[str, int]  # "inputs" or "targets", and of which microbatch
+Want = tuple[str, int]  # "inputs" or "targets", and the microbatch
 
 
 class Prefetched(BatchSource):
-    """Batches, ahead of the plan: `wants` is what a step of every phase asks for, in its order.
+    """Prefetched batches: `wants` has the requests of a step of every phase, in order.
 
-    What is asked for in another order is made on the spot. An error in the thread is raised where its tensor is asked
-    for. Tensors for a GPU, `device`, are pinned, so that their copy does not block.
+    Requests in another order are served synchronously. An error in the thread is raised when its tensor is requested.
+    Tensors for a GPU, `device`, are pinned, so that their copy does not block.
     """
 
     def __init__(self, batches: Batches, wants: Sequence[Sequence[Want]], device: torch.device = CPU) -> None:
@@ -33,10 +33,10 @@ class Prefetched(BatchSource):
         self.open()
 
     def open(self) -> None:
-        """Make batches ahead, also after `close`."""
+        """Starts prefetching, also after `close`."""
         self._places = [{want: place for place, want in enumerate(step)} for step in self._wants]
         self._asked: SimpleQueue[_Coming | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None  # from the first tensor on that is asked for
+        self._thread: threading.Thread | None = None  # from the first request on
 
     @property
     def count(self) -> int:
@@ -52,12 +52,12 @@ class Prefetched(BatchSource):
         return self._batches.digest()
 
     def follow(self, phases: Phases) -> None:
-        """Have the steps begin where `phases` says; there are as many as before."""
+        """Starts the steps from the position of `phases`; the number of phases is unchanged."""
         self._forget()
         self._batches.follow(phases)
 
     def close(self) -> None:
-        """End the thread; what it reads at the moment is finished, and from now on all is made on the spot."""
+        """Ends the thread after its current read; later requests are served synchronously."""
         self._forget()
         self._asked.put(None)
         if self._thread is not None:
@@ -78,7 +78,7 @@ class Prefetched(BatchSource):
         return self._make(kind, step, mb) if made is None else made
 
     def _order(self, step: int, place: int) -> None:
-        """Have the next ones made; forget those that are no longer next."""
+        """Requests the next tensors from the thread; cancels those that are no longer next."""
         coming: list[tuple[str, int, int]] = []
         while len(coming) < AHEAD:
             wants = self._wants[self._batches.phases.index(step)]
@@ -96,7 +96,7 @@ class Prefetched(BatchSource):
     def _start(self) -> threading.Thread:
         thread = threading.Thread(target=_make_all, args=(self._asked, self._device), name="zbc-data", daemon=True)
         thread.start()
-        weakref.finalize(self, self._asked.put, None)  # it ends also where nobody closes this
+        weakref.finalize(self, self._asked.put, None)  # it ends also without `close`
         return thread
 
     def _make(self, kind: str, step: int, mb: int) -> Tensor:
@@ -105,7 +105,7 @@ class Prefetched(BatchSource):
 
 
 class _Coming:
-    """A tensor that the thread makes: a future of a quarter of the weight, since there is one for every microbatch."""
+    """A tensor that the thread makes: a future with a quarter of the overhead, since every microbatch has one."""
 
     __slots__ = ("_call", "_done", "_error", "_key", "_value")
 
@@ -117,12 +117,12 @@ class _Coming:
         self._done.acquire()
 
     def cancel(self) -> None:
-        """It is no longer wanted."""
+        """Cancels it: it is no longer needed."""
         self._call = None
 
     def make(self) -> None:
-        """In the thread."""
-        call, self._call = self._call, None  # which holds what holds this
+        """Makes the tensor, in the thread."""
+        call, self._call = self._call, None  # drops a reference cycle
         try:
             self._value = None if call is None else call(*self._key)
         except BaseException as error:
@@ -130,7 +130,7 @@ class _Coming:
         self._done.release()
 
     def result(self) -> Tensor | None:
-        """Wait for it. Raises what went wrong; None if it was no longer wanted."""
+        """Waits for the tensor. Raises the thread's error; None if it was cancelled."""
         with self._done:
             if self._error is not None:
                 raise self._error
@@ -139,7 +139,7 @@ class _Coming:
 
 def _make_all(asked: SimpleQueue[_Coming | None], device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # which each thread has to be told
+        torch.cuda.set_device(device)  # the current device is per thread
     while (coming := asked.get()) is not None:
         coming.make()
         del coming

@@ -1,4 +1,4 @@
-"""Text files named by a user: finding them and refusing what is not text."""
+"""Text files named by a user: finds them and refuses files that are not text."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def not_text(file: Path, raw: bytes, start: int = 0) -> ZbcError | None:
 
 
 def line_at(file: Path, byte: int) -> str:
-    """`FILE:LINE` of a byte of a file, the line counted from 1; the file alone where it cannot be read any more."""
+    """`FILE:LINE` of a byte of a file, the line counted from 1; only the file if it can no longer be read."""
     line, left = 1, byte
     try:
         with file.open("rb") as source:

@@ -1,9 +1,9 @@
-"""Token files: numbers of 2 or 4 bytes one after the other, and a JSON beside them that says what they are.
+"""Token files: consecutive numbers of 2 or 4 bytes, and a JSON sidecar that describes them.
 
     train.bin        little-endian uint16 (up to 65536 different tokens) or uint32
-    train.bin.json   type, how many there are, the size of the vocabulary, which token ends a document
+    train.bin.json   type, number of tokens, size of the vocabulary, the token that ends a document
 
-A file of others without the JSON will do, if the job says its type in `data.dtype`.
+Files from elsewhere without the JSON can be used, if the job gives their type in `data.dtype`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WIDTHS = {"uint16": 2, "uint32": 4}
 
 @dataclass(frozen=True)
 class Tokens:
-    """What is known of a token file. `vocab` is None where no JSON says it."""
+    """The description of a token file. `vocab` is None without a JSON."""
 
     dtype: str
     tokens: int
@@ -37,12 +37,12 @@ class Tokens:
 
 
 def sidecar(path: Path) -> Path:
-    """The JSON beside a token file that says what is in it."""
+    """The JSON sidecar that describes a token file."""
     return path.with_name(path.name + ".json")
 
 
 def describe(path: Path, dtype: str | None = None) -> Tokens:
-    """Read what a token file is; `dtype` is for a file without JSON. Raises E530 (cannot be read), E531 (damaged)."""
+    """The description of a token file; `dtype`: its type without a JSON. Raises E530 (unreadable), E531 (damaged)."""
     try:
         size = path.stat().st_size
         if not os.path.isfile(path):
@@ -85,6 +85,6 @@ def _parse(path: Path, text: bytes) -> Tokens:
 
 
 def write_sidecar(path: Path, tokens: Tokens) -> None:
-    """Write that JSON, which `describe` reads."""
+    """Writes the JSON that `describe` reads."""
     about: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(tokens)}
     sidecar(path).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")

@@ -1,11 +1,10 @@
-"""`zbc data tokenize`: text files to one token file, in pieces, so that it can go on where it was stopped.
+"""`zbc data tokenize`: text files to one token file, in pieces, so that it can be resumed after an interrupt.
 
     out.bin.part        the tokens so far
-    out.bin.part.json   how many of them count, and where in the input they end; replaced after each piece
+    out.bin.part.json   the number of valid ones, and their end in the input; replaced after each piece
 
-A piece is some bytes of one file: cut after a line end, so the same pieces come out whether or not the work was
-interrupted, and so do the same tokens. A document is a file, or a line of a .jsonl file (its "text"); each ends with
-the end token.
+A piece is some bytes of one file, up to the end of a line, so pieces and tokens are the same whether or not the work
+was interrupted. A document is a file, or a line of a .jsonl file (its "text"); each ends with the end token.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON ca
 
 
 class Tokenizer(Protocol):
-    """Text to tokens. `end` is the token after a document, None for none; `name` tells tokenizers apart."""
+    """Text to tokens. `end` is the token after a document, None for none; `name` identifies the tokenizer."""
 
     name: str
     vocab: int
@@ -45,7 +44,7 @@ class Tokenizer(Protocol):
 
 
 class Bytes:
-    """Each byte a token; NUL, which no text has, ends a document."""
+    """Each byte is a token; NUL, which is not in any text, ends a document."""
 
     name: str = "bytes"
     vocab: int = 256
@@ -56,10 +55,10 @@ class Bytes:
 
 
 class Json:
-    """A tokenizer.json, through the tokenizers library. No special tokens are added but the end of a document."""
+    """A tokenizer.json, through the tokenizers library. Adds no special tokens except the end of a document."""
 
     def __init__(self, path: Path, end: str | None) -> None:
-        """`end` names the token after each document; else a usual name that the vocabulary has. Raises E533, E610."""
+        """`end` names the token after each document; by default a common name in the vocabulary. Raises E533, E610."""
         try:
             from tokenizers import Tokenizer as Library
         except ImportError:
@@ -88,7 +87,7 @@ class Json:
 
 @dataclass(frozen=True)
 class Journal:
-    """How far the work is: so many tokens are written, the next byte to read is `byte` of input `file`."""
+    """Progress of the work: number of written tokens; the next byte to read is `byte` of input `file`."""
 
     inputs: str  # a fingerprint of the inputs and the tokenizer
     file: int = 0
@@ -100,9 +99,9 @@ class Journal:
 def tokenize(
     texts: Sequence[str], out: Path, tokenizer: Tokenizer, *, done: Callable[[int], None] = lambda count: None
 ) -> Tokens:
-    """Write `out` and the JSON beside it; `done(bytes)` hears of every piece of text that is through.
+    """Writes `out` and its JSON sidecar; calls `done(bytes)` after every piece of text.
 
-    Raises E501 and E503 (the text), E533 (in the way), E608 (cannot be written).
+    Raises E501 and E503 (the text), E533 (`out` exists), E608 (cannot be written).
     """
     if os.path.exists(out):
         raise ZbcError("E533", f"data: {out} exists", hint="name another file with -o, or remove this one")
@@ -120,7 +119,7 @@ def tokenize(
                         journal = _write(target, part, piece, tokenizer, dtype, journal)
                         done(piece.size)
             except ZbcError:
-                if not journal.tokens:  # nothing to go on from
+                if not journal.tokens:  # nothing to resume
                     part.unlink()
                 raise
             os.fsync(target.fileno())
@@ -135,21 +134,21 @@ def tokenize(
 
 
 def total_bytes(texts: Sequence[str], out: Path) -> int:
-    """Of all the text that `tokenize` would read. Raises E501."""
+    """Bytes of all the text that `tokenize` would read. Raises E501."""
     return sum(_size(file) for file in _inputs(texts, out))
 
 
 def _inputs(texts: Sequence[str], out: Path) -> list[Path]:
-    """What `texts` name, but not what an interrupted attempt has left there of its own."""
+    """The files of `texts`, without output files of an interrupted attempt."""
     part = out.with_name(out.name + ".part")
     own = {path.resolve() for path in (part, sidecar(part), sidecar(part).with_suffix(".new"), sidecar(out))}
     return [file for file in text_files(list(texts)) if file.resolve() not in own]
 
 
 def _alone(target: BinaryIO, out: Path) -> None:
-    """Raise E533 if another process is making the same file. Where the file system has no locks nothing is checked."""
+    """Raises E533 if another process is making the same file. Not checked if the file system has no locks."""
     try:
-        fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+        fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released at the end of the process, however it ends
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             text = f"data: another process is making {out}"
@@ -164,7 +163,7 @@ def _size(file: Path) -> int:
 
 
 def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
-    """Changes with the inputs' names, sizes and times, and with the tokenizer."""
+    """A digest of the inputs' names, sizes and times, and of the tokenizer."""
     known: list[Any] = [tokenizer.name, tokenizer.end, PIECE]
     for file in files:
         known.append([str(file.absolute()), _size(file), file.stat().st_mtime_ns])
@@ -172,7 +171,7 @@ def _fingerprint(files: Sequence[Path], tokenizer: Tokenizer) -> str:
 
 
 def _resume(part: Path, inputs: str, width: int) -> Journal:
-    """Where to go on: what is behind the last journal is dropped; all of it if it was made from something else."""
+    """The journal to resume from; drops tokens after it, or all tokens if they were made from other inputs."""
     fresh = Journal(inputs)
     try:
         journal = Journal(**json.loads(sidecar(part).read_bytes()))
@@ -197,7 +196,7 @@ class TextPiece:
 
 
 def _pieces(file: Path, start: int) -> Iterator[TextPiece]:
-    """The rest of a file from byte `start`, which is where a piece ended; an empty file is one piece."""
+    """The pieces of a file from byte `start` on, where the previous piece ended; an empty file is one piece."""
     lines = file.suffix == ".jsonl"
     try:
         source = file.open("rb")
@@ -218,7 +217,7 @@ def _pieces(file: Path, start: int) -> Iterator[TextPiece]:
 
 
 def _read(source: BinaryIO, *, whole_lines: bool) -> bytes:
-    """About PIECE bytes, up to the end of a line; of a text without line ends, to the end of a character."""
+    """About PIECE bytes, up to the end of a line, or of a character in a text without line ends."""
     raw = source.read(PIECE)
     if len(raw) < PIECE or raw.endswith(b"\n"):
         return raw
@@ -233,7 +232,7 @@ def _read(source: BinaryIO, *, whole_lines: bool) -> bytes:
 
 
 def _documents(file: Path, raw: bytes, start: int) -> Iterator[str]:
-    """The texts of whole lines, which begin at byte `start` of `file`."""
+    """The texts of whole lines; the first one begins at byte `start` of `file`."""
     for line in raw.split(b"\n"):
         if line.strip():
             yield _text_of(file, line, start)
@@ -261,7 +260,7 @@ def _text_of(file: Path, line: bytes, start: int) -> str:
 def _write(
     target: BinaryIO, part: Path, piece: TextPiece, tokenizer: Tokenizer, dtype: str, journal: Journal
 ) -> Journal:
-    """Append the tokens of a piece, then say so in the journal: a crash in between costs this piece, no more."""
+    """Appends the tokens of a piece, then updates the journal: a crash in between loses only this piece."""
     count, texts = 0, tokenizer.encode(piece.texts)
     for tokens in texts:
         numbers = array.array(_CODES[dtype])

@@ -1,7 +1,7 @@
-"""Training data from token files: windows read in place, when they are needed.
+"""Training data from token files: windows read on demand.
 
-A window is read with one call from the file; the system keeps in memory what is used often, as it does for a mapping.
-It is not mapped, because a mapped file that somebody shortens kills the process with SIGBUS, and a read says so.
+A window is read with one call from the file; the page cache works as for a mapping. The file is not mapped, because a
+mapped file that gets shorter kills the process with SIGBUS, whereas a read returns an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TYPES = {"uint16": torch.uint16, "uint32": torch.uint32}
 
 
 class TokenFile:
-    """One file, open for reading. Raises E530, E531 when opened or read."""
+    """One token file, open for reading. Raises E530, E531 when opened or read."""
 
     def __init__(self, path: Path, dtype: str | None) -> None:
         self.path, self.about = path, describe(path, dtype)
@@ -50,9 +50,9 @@ class TokenFile:
 
 
 class TokenWindows:
-    """Windows of `seq_len` tokens, one after the other within each file; a target is its window one token later.
+    """Consecutive windows of `seq_len` tokens within each file; a target is its window shifted by one token.
 
-    Raises E532 for a token that the model's vocabulary does not have.
+    Raises E532 for a token outside of the model's vocabulary.
     """
 
     def __init__(self, paths: Sequence[str], dtype: str | None, seq_len: int, vocab: int | None) -> None:

@@ -1,7 +1,7 @@
-"""Steps of samples of unequal length: which replica trains on which, and their microbatches as tensors.
+"""Steps of samples of unequal length: their distribution over replicas, and their microbatches as tensors.
 
-All of it is a pure function of the lengths, the seed and the position in the data, which each rank works out for
-itself; ranks only make sure in the beginning that they know the same lengths. A step takes equally many samples.
+It is a pure function of the lengths, the seed and the position in the data, which each rank computes by itself; ranks
+only check at the beginning that they have the same lengths. All steps have the same number of samples.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zbc.runtime.features.words import IGNORED
 from zbc.training.data.data import KINDS, Batches, Pairs, build_dataset, in_epochs, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
 
-LOOKED_AT = 4096  # samples whose lengths say how many a step takes
-KEPT = 3  # steps that are remembered
+LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a step
+KEPT = 3  # cached steps
 
 
 def shape_of(manifest: Manifest) -> Shape | None:
-    """What the samples of a plan are dealt to; None where all replicas have equally many microbatches."""
+    """The replicas and rows to which a plan's samples are dealt; None if replicas have equally many microbatches."""
     how = manifest.balance
     if how is None:
         return None
@@ -38,7 +38,7 @@ def shape_of(manifest: Manifest) -> Shape | None:
 
 
 def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
-    """The samples of `[data]` to train on. Raises E117, E501 to E505, E530 to E532."""
+    """The training samples of `[data]`. Raises E117, E501 to E505, E530 to E532."""
     found = _all(data, model, seed)
     kept = -int(-data.validation * len(found) // 1)
     return Some(found, 0, len(found) - kept) if kept else found
@@ -59,7 +59,7 @@ def _all(data: spec.Data, model: spec.Model, seed: int) -> Documents:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """One step: the numbers (over epochs) and lengths of its samples; the microbatches of each replica, of places in
+    """One step: the numbers (over epochs) and lengths of its samples; the microbatches of each replica, as indices into
     these."""
 
     samples: Sequence[int]
@@ -87,12 +87,12 @@ class Dealer(Work):
 
     @property
     def digest(self) -> int:
-        """Of all lengths and a few samples: a number of 40 bits."""
+        """A digest of all lengths and a few samples: a number of 40 bits."""
         raw = self.documents.lengths.numpy().tobytes() + self.documents.digest().to_bytes(5, "big")
         return int.from_bytes(hashlib.sha256(raw).digest()[:5], "big")
 
     def step(self, step: int) -> StepWork:
-        """Raises E117 if the step has more than there is room for."""
+        """The work of a step. Raises E117 if its samples do not fit into `max_microbatches`."""
         found = self._known.get(step)
         if found is None:
             position = self.phases.position(step)
@@ -107,7 +107,7 @@ class Dealer(Work):
         return found
 
     def tokens(self, step: int) -> int:
-        """Those of all samples of a step."""
+        """The number of tokens of all samples of a step."""
         return sum(self.step(step).lengths)
 
     def count(self, step: int, replica: int) -> int:
@@ -133,17 +133,17 @@ class Dealer(Work):
 
 
 class Gain(NamedTuple):
-    """What unequal counts gain in some steps."""
+    """The gain of unequal numbers of microbatches in some steps."""
 
     steps: int
     samples: int  # of a step
-    fill: float  # share of the rooms of microbatches that is not padding
-    counts: tuple[int, int]  # fewest and most microbatches of a replica
-    gain: float  # how many times as long steps take with equally many samples for each replica
+    fill: float  # share of the tokens of microbatches that is not padding
+    counts: tuple[int, int]  # minimum and maximum of microbatches of a replica
+    gain: float  # time of steps with equally many samples for each replica, divided by the time of these
 
 
 def predicted(manifest: Manifest, steps: int = 20) -> Gain:
-    """Of the first steps of a plan, by what samples cost. Raises E117, E501 to E505, E530 to E532."""
+    """The gain in the first steps of a plan, by the cost of samples. Raises E117, E501 to E505, E530 to E532."""
     planning, training = manifest.planning, manifest.training
     data = spec.Data.model_validate(training["data"], strict=False)
     model = spec.Model.model_validate(planning["model"], strict=False)
@@ -175,22 +175,22 @@ def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:
 
 
 class PackedBatches(BatchSource):
-    """A `BatchSource` of microbatches whose rows hold several samples; what is left of a row is padding."""
+    """A `BatchSource` of microbatches with packed rows; the rest of a row is padding."""
 
     def __init__(self, dealer: Dealer, lowered: torch.dtype | None = None) -> None:
         self._dealer, self._lowered = dealer, lowered
 
     @property
     def count(self) -> int:
-        """How many samples there are."""
+        """The number of samples."""
         return len(self._dealer.documents)
 
     def digest(self) -> int:
-        """Of a few samples and all lengths."""
+        """A digest of a few samples and all lengths."""
         return self._dealer.digest
 
     def follow(self, phases: Phases) -> None:
-        """The dealer does."""
+        """Does nothing: the dealer follows the phases."""
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU: (rows, tokens, ...)."""
@@ -215,7 +215,7 @@ class PackedBatches(BatchSource):
 
 
 class Padded:
-    """Documents as `Samples` of one length, for what asks how a microbatch looks."""
+    """Documents padded to `Samples` of one length, to derive the shape of a microbatch."""
 
     def __init__(self, documents: Documents, room: int) -> None:
         self._documents, self._room = documents, room
