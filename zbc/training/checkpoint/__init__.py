@@ -1,1 +1,1 @@
-"""Checkpoints: what a run writes down so that another one, cut and scheduled as it likes, can go on from there."""
+"""Checkpoints, from which a run with any partition and schedule can resume."""

@@ -1,4 +1,4 @@
-"""Where a rank's state is copied to before it is written: one piece of memory, used again by every save."""
+"""The staging memory of a rank's state before it is written: one allocation, reused by every save."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _STEP = 64  # bytes; where a tensor may begin
 
 
 class Arena:
-    """Room for copies of tensors, by key. `pinned`: a GPU copies into it while its host goes on.
+    """Memory for copies of tensors, by key. `pinned`: a GPU copies into it asynchronously.
 
-    It is ordinary memory that is pinned afterwards: torch's own pinned memory comes in powers of two, up to twice of
-    what is needed.
+    It is ordinary memory that is pinned afterwards: torch's pinned allocations are powers of two, up to twice the size.
     """
 
     def __init__(self, *, pinned: bool = False) -> None:
@@ -27,7 +26,7 @@ class Arena:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def places(self, tensors: Mapping[str, Tensor]) -> Mapping[Hashable, Tensor]:
-        """A contiguous tensor on the CPU for each; what was in those of the call before is lost."""
+        """A contiguous tensor on the CPU for each; overwrites those of the previous call."""
         laid: dict[Hashable, tuple[torch.Size, torch.dtype]] = {k: (t.shape, t.dtype) for k, t in tensors.items()}
         if laid != self._laid:
             self._lay(tensors)
@@ -51,16 +50,16 @@ class Arena:
             torch.cuda.check_error(int(register(self._memory.data_ptr(), self._memory.nbytes, 0)))
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Frees the memory."""
         if self._pinned and self._memory.nbytes:
             torch.cuda.check_error(int(_driver().cudaHostUnregister(self._memory.data_ptr())))
         self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 def copy_beside(device: torch.device, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-    """Copy the second of each pair into the first, which is on the CPU.
+    """Copies the second of each pair into the first, which is on the CPU.
 
-    A GPU does so beside what it computes: then what is copied must be held, and not change, until the event is over.
+    On a GPU copies overlap with compute: sources must be kept alive and unchanged until the event has completed.
     """
     if device.type != "cuda":
         for place, tensor in pairs:

@@ -1,14 +1,14 @@
-"""A rank's file of tensors, and how the parts of a tensor in many files come together.
+"""A rank's file of tensors, and the assembly of a tensor's parts from many files.
 
 A part is elements `start` to `start + n` of a tensor in memory order: a whole parameter, a piece of ZeRO-1 and a scalar
-are alike. Reading executes nothing: files hold a JSON header and numbers.
+are treated the same. Reading executes nothing: files hold a JSON header and numbers.
 
 Why not the storage of torch.distributed.checkpoint (2.13)? FileSystemWriter pickles its index.
 HuggingFaceStorageWriter writes safetensors, but
-- of two pieces of a tensor in one file it keeps one: its key is the name alone;
-- it writes neither index nor checksums: a tensor is as long as the files that happen to be there;
-- it makes one `bytes` of all that a rank holds, and Python's lock is held meanwhile, beside the steps.
-What its planners would add for flat parts is the intersection of two intervals, for a second of imports.
+- it keeps only one of two pieces of a tensor in one file: its key is the name alone;
+- it writes neither index nor checksums: the length of a tensor depends on the files that happen to exist;
+- it makes one `bytes` object of a rank's whole state, holding the GIL while steps run.
+For flat parts its planners would only add the intersection of two intervals, for a second of imports.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _TYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 TYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _TYPES}
-_SYNCED = 2**28  # bytes after which the disk is waited for, so that no wait is long
+_SYNCED = 2**28  # bytes between two fsyncs, so that none takes long
 
 
 class TensorPart(NamedTuple):
-    """Elements of the tensor `name` from `start` on; `shape` is that of the whole tensor."""
+    """Elements of the tensor `name` from `start` on; `shape` is the shape of the whole tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class TensorPart(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What it is called in its file: the tensor's own name where it is all of it."""
+        """Its name in its file: the tensor's own name if it is the whole tensor."""
         return self.name if self._whole else f"{self.name}[{self.start}:{self.start + self.tensor.numel()}]"
 
     @property
@@ -68,7 +68,7 @@ class TensorPart(NamedTuple):
 
 
 def check_type(name: str, tensor: Tensor) -> None:
-    """Raise E611 if a tensor is of a type that the files cannot hold."""
+    """Raises E611 if a tensor has a type that the files cannot store."""
     if tensor.dtype not in _TYPES:
         text = f"run: {name} is {_name(tensor.dtype)}, which checkpoints cannot hold"
         raise ZbcError("E611", text, hint="turn checkpoints off with checkpoint.every = 0")
@@ -79,12 +79,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The elements of a tensor, on the CPU and in a row."""
+    """The bytes of a tensor, on the CPU and contiguous."""
     return tensor.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().data
 
 
 def digest(tensor: Tensor) -> str:
-    """What two tensors have in common if their bits are equal, and one in four billion of others."""
+    """A checksum (CRC-32) of the bits of a tensor."""
     return f"{zlib.crc32(_bytes(tensor)):08x}"
 
 
@@ -94,7 +94,7 @@ def digest(tensor: Tensor) -> str:
 def write_parts(
     folder: Path, rank: int, parts: Sequence[TensorPart], alive: Callable[[], None] = lambda: None
 ) -> disk.Contents:
-    """Write one rank's file, if it has any parts; `alive` is called now and then. Raises OSError where that fails."""
+    """Writes one rank's file, if it has any parts; `alive` is called from time to time. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     if not parts:
         return disk.Contents(files={}, tensors={})
@@ -113,9 +113,9 @@ def write_parts(
 
 
 def _write(path: Path, parts: Sequence[TensorPart], alive: Callable[[], None]) -> disk.File:
-    """Write a safetensors file: eight bytes for the length of a JSON header, the header, raw numbers.
+    """Writes a safetensors file: eight bytes for the length of a JSON header, the header, raw numbers.
 
-    Not by that library, which holds Python's lock for the whole file; its checksum is made on the way.
+    Not by that library, which holds the GIL for the whole file; computes the checksum on the way.
     """
     size, unsynced, checksum = 0, 0, 0
     try:
@@ -156,7 +156,7 @@ def _sync(file: Any) -> None:
 
 
 def put_together(written: Iterable[disk.Contents]) -> disk.Contents:
-    """The contents of a checkpoint, from those of its files. Raises E703 if parts overlap or leave something out."""
+    """The contents of a checkpoint, merged from those of its files. Raises E703 if parts overlap or are missing."""
     files, tensors = dict[str, disk.File](), dict[str, disk.StoredTensor]()
     for one in written:
         files |= one.files
@@ -174,24 +174,24 @@ def put_together(written: Iterable[disk.Contents]) -> disk.Contents:
 
 
 class Reader:
-    """A complete checkpoint; `alive` is called now and then while it is read. Raises E612 where it is damaged."""
+    """A complete checkpoint; `alive` is called from time to time during reads. Raises E612 if it is damaged."""
 
     def __init__(self, folder: Path, alive: Callable[[], None] = lambda: None) -> None:
         self.folder, self._alive = folder, alive
         self.index = disk.read_index(folder)
-        self._open: dict[str, Any] = {}  # what is open is mapped into memory and has no descriptor
+        self._open: dict[str, Any] = {}  # open files are memory-mapped and have no descriptor
 
     @property
     def tensors(self) -> Mapping[str, disk.StoredTensor]:
         return self.index.tensors
 
     def check_files(self, first: int = 0, every: int = 1) -> None:
-        """Compare files with what was written: of the sorted list, each `every`th from `first` on."""
+        """Compares files with their checksums: each `every`th of the sorted list, from `first` on."""
         for name in sorted(self.index.files)[first::every]:
             disk.check_file(self.folder, name, self.index.files[name], self._alive)
 
     def fill(self, target: Tensor, name: str, start: int = 0) -> None:
-        """Overwrite a tensor, wherever it is, with the elements of another from `start` on."""
+        """Overwrites a tensor on any device with the elements of `name` from `start` on."""
         about, count = self.tensors[name], target.numel()
         if start + count > math.prod(about.shape):
             text = f"run: the checkpoint lacks elements {start} to {start + count} of {name}"

@@ -1,11 +1,11 @@
-"""Checkpoints on disk: which there are, which one is complete, which may go.
+"""Checkpoints on disk: listing, completing, pruning and reading them.
 
     <dir>/step-00000100/
-      rank-0000.safetensors   the tensors that rank 0 answers for; one file per rank that has any
-      index.json              which part of which tensor is where, and what training this is; checksums of each file
+      rank-0000.safetensors   the tensors that rank 0 writes; one file per rank that has any
+      index.json              the place of each part of each tensor, the training, and checksums of each file
       .complete               written last, in one rename: the sha256 of index.json
 
-A folder without `.complete` is what a run left that ended while it was writing, and is never read.
+A folder without `.complete` is from a run that ended while it was writing, and is never read.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ COMPLETE, INDEX = ".complete", "index.json"
 FORMAT, VERSION = "zbc-checkpoint", 3
 FOLDER = "checkpoints"  # in a run directory
 _STEP = re.compile(r"step-(\d{8,})")
-BLOCK = 2**23  # bytes read, written and summed up in one go
+BLOCK = 2**23  # bytes read, written and checksummed at once
 _Index = Annotated[int, Field(ge=0, lt=2**63)]
-_File = Annotated[str, Field(pattern=r"^rank-\d{4,}\.safetensors$")]  # beside the index, never elsewhere
+_File = Annotated[str, Field(pattern=r"^rank-\d{4,}\.safetensors$")]  # next to the index, never elsewhere
 Type = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
 
@@ -43,14 +43,14 @@ class _Checked(BaseModel):
 
 
 class File(_Checked):
-    """What was written into a file."""
+    """Size and checksum of a file."""
 
     bytes: _Index
     crc32: _Index  # to find damage, not forgery: a quarter of the time of sha256
 
 
 class StoredPart(_Checked):
-    """Elements of a tensor in memory order, and where they are: a file, and the name of a tensor in it."""
+    """Elements of a tensor in memory order, and their place: a file, and the name of a tensor in it."""
 
     start: _Index
     count: _Index
@@ -66,7 +66,7 @@ class StoredTensor(_Checked):
     parts: list[StoredPart]
 
     def is_whole(self) -> bool:
-        """Whether its parts, one after the other, make all of it."""
+        """Whether its parts, concatenated, are the whole tensor."""
         ends = [0, *itertools.accumulate(part.count for part in self.parts)]
         return [part.start for part in self.parts] == ends[:-1] and ends[-1] == math.prod(self.shape)
 
@@ -78,7 +78,7 @@ class Contents(_Checked):
     tensors: dict[str, StoredTensor]
 
     def wrong(self) -> str | None:
-        """Why this is not all of a checkpoint; None if it is."""
+        """The reason why this is not a whole checkpoint; None if it is."""
         for name, tensor in self.tensors.items():
             if not tensor.is_whole():
                 return f"the parts of {name} overlap or leave something out"
@@ -89,13 +89,13 @@ class Contents(_Checked):
 
 
 class Index(Contents):
-    """`index.json`: what training a checkpoint is of, and where its tensors are."""
+    """`index.json`: the training of a checkpoint, and the places of its tensors."""
 
     format: str
     version: int
     step: _Index  # steps trained
-    samples: _Index  # that they took
-    data_samples: _Index | None  # of all there are
+    samples: _Index  # used by these steps
+    data_samples: _Index | None  # in the dataset
     seed: int
     optimizer: str
     plan: str
@@ -108,12 +108,12 @@ class Index(Contents):
 
 
 def folder_of(parent: Path, step: int) -> Path:
-    """Where the checkpoint after `step` steps is kept."""
+    """The folder of the checkpoint after `step` steps."""
     return parent / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int | None:
-    """How many steps are in a checkpoint, by its name; None if that is not a checkpoint's."""
+    """The number of steps of a checkpoint, from its name; None if that is not a checkpoint's."""
     match = _STEP.fullmatch(folder.name)
     return None if match is None else int(match[1])
 
@@ -145,7 +145,7 @@ def _all(parent: Path) -> dict[int, Path]:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Complete a checkpoint whose files are all there; whatever else is in its folder is of an attempt that failed."""
+    """Completes a checkpoint whose files are all written; deletes other files in its folder, of a failed attempt."""
     text = index.model_dump_json(indent=1) + "\n"
     for entry in folder.iterdir():
         if entry.name not in index.files:
@@ -157,7 +157,7 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, where the system can do that."""
+    """Flushes the names in a folder to disk, if the system supports it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -169,14 +169,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def prune(parent: Path, keep: int, newest: int) -> None:
-    """Delete all but the `keep` newest complete checkpoints up to step `newest`, and incomplete ones before that.
+    """Deletes all but the `keep` newest complete checkpoints up to step `newest`, and incomplete ones before that.
 
-    `newest` is what was written just now: if a folder is called later than that, somebody has called it so. A
-    checkpoint loses its `.complete` first, so that one half deleted is never taken for a whole one.
+    `newest` was written just now: a folder with a later name was named so by a user, and stays. `.complete` is deleted
+    first, so that a half deleted checkpoint is never taken for a complete one.
     """
     kept = [step for step in complete(parent) if step <= newest][-keep:]
     for step, folder in _all(parent).items():
-        if step not in kept and step < newest and not folder.is_symlink():  # what is elsewhere is somebody else's
+        if step not in kept and step < newest and not folder.is_symlink():  # the target of a link is not ours
             (folder / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -185,7 +185,7 @@ def prune(parent: Path, keep: int, newest: int) -> None:
 
 
 def read_index(folder: Path) -> Index:
-    """What a complete checkpoint says of itself. Raises E612 if it is not complete, damaged, or of another version."""
+    """The index of a complete checkpoint. Raises E612 if it is not complete, damaged, or of another version."""
     if not is_complete(folder):
         text = f"run: {folder} is not a complete checkpoint"
         hint = "name one with the file .complete in it, or the run directory to have the newest of those"
@@ -212,7 +212,7 @@ def read_index(folder: Path) -> Index:
 
 
 def _json(path: Path) -> tuple[Any, bytes]:
-    """What a file says, and its bytes. Raises E612."""
+    """The JSON content of a file, and its bytes. Raises E612."""
     try:
         raw = path.read_bytes()
         return json.loads(raw), raw
@@ -221,7 +221,7 @@ def _json(path: Path) -> tuple[Any, bytes]:
 
 
 def check_file(folder: Path, name: str, told: File, alive: Callable[[], None] = lambda: None) -> None:
-    """Raise E612 unless a file has the length and the bytes that were written; `alive` is called now and then."""
+    """Raises E612 unless a file has the length and the bytes that were written; `alive` is called from time to time."""
     path = folder / name
     try:
         size = path.stat().st_size
@@ -239,7 +239,7 @@ def check_file(folder: Path, name: str, told: File, alive: Callable[[], None] = 
 
 
 def damaged(path: Path, why: str) -> ZbcError:
-    """E612, with the checkpoint before this one as the way out."""
+    """E612, with the previous checkpoint as a hint."""
     folder, step = path.parent, step_of(path.parent)
     before = [one for number, one in complete(folder.parent).items() if step is not None and number < step]
     hint = "there is no complete one before it"

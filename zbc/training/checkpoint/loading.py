@@ -1,4 +1,4 @@
-"""Go on after the steps of a checkpoint, whatever plan it was made under."""
+"""Loads a checkpoint, made under any plan."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def load(
     alive: Callable[[], None] = lambda: None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """Overwrite the state of all ranks, which call this together, before the first step; how many steps it has.
+    """Overwrites the state of all ranks, which call this together, before the first step; returns its number of steps.
 
-    `alive` is called now and then; `tell` takes what rank 0 has to say. Raises E612 (damaged; the ranks share out the
-    files and look at every byte), E613 (of another model, optimizer or seed).
+    `alive` is called from time to time; `tell` receives messages of rank 0. Raises E612 (damaged; the ranks divide the
+    files among them and check every byte), E613 (another model, optimizer or seed).
     """
     manifest = worker.plan.manifest
     found: list[Reader] = []
@@ -64,7 +64,7 @@ def load(
 
 
 def _check_training(reader: Reader, training: dict[str, Any]) -> None:
-    """Raise E613 where training could not go on as it was."""
+    """Raises E613 if the seed or the optimizer differs."""
     ours = {"train.seed": training["train"]["seed"], "optimizer.kind": training["optimizer"]["kind"]}
     theirs = {"train.seed": reader.index.seed, "optimizer.kind": reader.index.optimizer}
     for key, value in ours.items():
@@ -74,7 +74,7 @@ def _check_training(reader: Reader, training: dict[str, Any]) -> None:
 
 
 def _restore(worker: Worker, reader: Reader) -> None:
-    """Overwrite everything of a rank. Raises E612 (damaged), E613 (of another model)."""
+    """Overwrites the whole state of a rank. Raises E612 (damaged), E613 (another model)."""
     _check_fits(worker, reader)
     for optimizer in worker.optimizers.values():
         _restore_weights(worker, optimizer, reader)
@@ -86,10 +86,10 @@ def _restore(worker: Worker, reader: Reader) -> None:
 
 
 def _check_fits(worker: Worker, reader: Reader) -> None:
-    """Raise E613 if the checkpoint is of another model than this rank's."""
+    """Raises E613 if the checkpoint is of another model than this rank's."""
     theirs = {name.removeprefix(MODEL): about for name, about in reader.tensors.items() if name.startswith(MODEL)}
     sizes = zip(worker.layout.parameters, worker.layout.sizes, strict=True)
-    ours = {name for name, size in sizes if size and written(worker, name)}  # what has no elements is in no file
+    ours = {name for name, size in sizes if size and written(worker, name)}  # empty ones are in no file
     cuts = worker.features.of(SharedLayers).cuts
     differences = [f"{name}: only in this job" for name in sorted(ours - theirs.keys())]
     differences += [f"{name}: only in the checkpoint" for name in sorted(theirs.keys() - ours)]
@@ -122,7 +122,7 @@ def _restore_weights(worker: Worker, optimizer: StageOptimizer, reader: Reader) 
 
 
 def _state_keys(reader: Reader, optimizer: StageOptimizer) -> Mapping[str, list[str]]:
-    """What the checkpoint has of an optimizer, by parameter; what only some keep of it if this one does."""
+    """The keys of optimizer state in the checkpoint, by parameter, without optional ones that this optimizer lacks."""
     kept = {OLDER: isinstance(optimizer, TwoVersions | OneVersion), FED: inside(optimizer, Feedback) is not None}
     kept[MEAN] = inside(optimizer, Mean) is not None
     found: dict[str, list[str]] = {}
@@ -135,7 +135,7 @@ def _state_keys(reader: Reader, optimizer: StageOptimizer) -> Mapping[str, list[
 
 
 def _fill(held: Held, reader: Reader, cut: Cut | None) -> None:
-    """Overwrite a parameter, or a piece of one."""
+    """Overwrites a parameter, or a piece of one."""
     if cut is not None:
         held.tensor.data.copy_(_part(reader, held, MODEL + held.name, cut))
     elif held.tensor.numel():
@@ -143,7 +143,7 @@ def _fill(held: Held, reader: Reader, cut: Cut | None) -> None:
 
 
 def _part(reader: Reader, held: Held, name: str, cut: Cut) -> Tensor:
-    """What is held of the part that this rank has of a tensor."""
+    """The elements of `held`, from this rank's shard of a tensor."""
     about = reader.tensors[name]
     whole = torch.empty(about.shape, dtype=TYPES[about.dtype])
     reader.fill(whole, name)
@@ -152,7 +152,7 @@ def _part(reader: Reader, held: Held, name: str, cut: Cut) -> Tensor:
 
 
 def _state(reader: Reader, held: Held, name: str, cut: Cut | None) -> Tensor:
-    """What the optimizer keeps: shaped like the parameter, of which this rank has a part, or one number."""
+    """A tensor of optimizer state: this rank's part of one with the parameter's shape, or one number."""
     about = reader.tensors[name]
     if cut is not None and about.shape == list(cut.shape):
         return _part(reader, held, name, cut)
@@ -165,7 +165,7 @@ def _state(reader: Reader, held: Held, name: str, cut: Cut | None) -> Tensor:
 
 
 def _set_state(optimizer: StageOptimizer, held: list[Held], states: Mapping[int, dict[str, Tensor]]) -> None:
-    """By torch's own `load_state_dict`, which knows which state belongs on which device."""
+    """Sets the optimizer state by torch's own `load_state_dict`, which moves it to the right devices."""
     inner = optimizer.optimizer
     if inner is None:
         return

@@ -1,6 +1,6 @@
-"""Where a run begins: at step 0, or after the steps of a checkpoint that this run or another one has written.
+"""The start of a run: at step 0, or after the steps of a checkpoint of this run or another one.
 
-Rank 0 chooses and tells the others; no torch is needed for it.
+Rank 0 chooses and sends its choice to the others; does not need torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zbc.training.launch.rounds import same_launch
 
 @dataclass(frozen=True)
 class Start:
-    """`checkpoint`: what to load, None to begin at step 0. `run`: the run directory to go on in, None for a new one."""
+    """`checkpoint`: the one to load, None to begin at step 0. `run`: the run directory to resume, None: a new one."""
 
     checkpoint: Path | None = None
     run: Path | None = None
@@ -33,14 +33,14 @@ class Start:
 
 @contextmanager
 def begun(board: Board, options: RunOptions, manifest: Manifest, who: str) -> Iterator[Start]:
-    """Where this run begins, on every rank; inside of the block other runs are kept out of its folder of checkpoints.
+    """The start of this run, on every rank; inside of the block its folder of checkpoints is locked for other runs.
 
-    Chosen again once the folder is this run's: who had it until then may have written one more as it ended. `who` is
-    told to those that are refused. Raises as `choose`, and E614 where another run writes now.
+    Chosen again once the folder is locked: its previous owner may have written one more checkpoint as it ended. `who`
+    is shown to runs that are refused. Raises as `choose`, and E614 if another run writes there now.
     """
 
     def place(start: Start) -> Path | None:
-        """Where its checkpoints go; None if there are none, or they go into a directory yet to be made."""
+        """The folder of its checkpoints; None if it writes none, or into a directory that does not exist yet."""
         return _place(manifest, start.run or options.out) if _options(manifest).get("every") else None
 
     def choice() -> dict[str, Any]:
@@ -58,17 +58,17 @@ def begun(board: Board, options: RunOptions, manifest: Manifest, who: str) -> It
 
 
 def choose(options: RunOptions, manifest: Manifest) -> Start:
-    """What `--resume` means here.
+    """The start by `--resume`.
 
         none   begin at step 0
         auto   the newest complete checkpoint: of checkpoint.dir, of --out, or of this plan's runs in log.dir; without
                one begin at step 0
         PATH   that checkpoint, or the newest of that run directory or folder of checkpoints
 
-    Without --resume a run begins at step 0, except that a restart goes on with the run it is a restart of. So
-    does a restart of a run that was given a PATH, once it has a checkpoint of its own.
+    Without --resume a run begins at step 0, except that a restart resumes the run that it restarts. So does a restart
+    of a run that was given a PATH, once it has a checkpoint of its own.
 
-    Raises E612 if PATH has no complete checkpoint, E614 if checkpoints of another run are where this one's would go.
+    Raises E612 if PATH has no complete checkpoint, E614 if this run's folder has checkpoints of another run.
     """
     asked = options.resume
     own = _restart(options, manifest) if options.restarted and asked != "none" else Start()
@@ -85,12 +85,12 @@ def choose(options: RunOptions, manifest: Manifest) -> Start:
 
 
 def save_folder(manifest: Manifest, run: Path) -> Path:
-    """Where the checkpoints of a run go."""
+    """The folder of a run's checkpoints."""
     return Path(_options(manifest).get("dir") or run / disk.FOLDER)
 
 
 def _place(manifest: Manifest, run: Path | None) -> Path | None:
-    """The same; None if that is in a run directory that is not there yet."""
+    """The folder of a run's checkpoints; None if it is in a run directory that does not exist yet."""
     return None if run is None and not _options(manifest).get("dir") else save_folder(manifest, run or Path())
 
 
@@ -121,7 +121,7 @@ def _newest(options: RunOptions, manifest: Manifest) -> Start:
 
 
 def _restart(options: RunOptions, manifest: Manifest) -> Start:
-    """The run that this launch began with, which may have written nothing yet."""
+    """The run of this launch before its restart, which may have written nothing yet."""
     found = [options.out] if options.out is not None else _runs(manifest, options.plan)
     run = next((one for one in found if same_launch(rundir.told(one).get("launch"), options.launch)), None)
     return Start() if run is None else Start(disk.newest(save_folder(manifest, run)), run)
@@ -140,14 +140,14 @@ def _complete_in(path: Path) -> Path:
     found = path if disk.is_complete(path) else disk.newest(path) or disk.newest(path / disk.FOLDER)
     if found is None:
         if disk.step_of(path) is not None and os.path.isdir(path):
-            disk.read_index(path)  # which says that it is not complete
+            disk.read_index(path)  # raises that it is not complete
         text = f"run: there is no complete checkpoint in {path}"
         raise ZbcError("E612", text, hint="name a checkpoint, a run directory with checkpoints, auto or none")
     return found
 
 
 def _refuse(folder: Path | None, step: int) -> None:
-    """Raise E614 if a run that begins after `step` would write among later checkpoints of another one."""
+    """Raises E614 if a run that begins after `step` would write among later checkpoints of another one."""
     later = [] if folder is None else [found for number, found in disk.complete(folder).items() if number > step]
     if later:
         text = f"run: {folder} holds checkpoints of another run, up to {later[-1].name}"
@@ -156,6 +156,6 @@ def _refuse(folder: Path | None, step: int) -> None:
 
 
 def _run_of(checkpoint: Path | None) -> Path | None:
-    """The run directory that a checkpoint was written from, if it is still there."""
+    """The run directory of a checkpoint's run, if it still exists."""
     named = None if checkpoint is None else disk.read_index(checkpoint).run
     return Path(named) if named and os.path.isfile(Path(named) / rundir.RUN) else None

@@ -1,10 +1,10 @@
-"""When a run is written down, and how: now, or beside the steps that follow.
+"""Saving checkpoints: synchronously, or in the background of the following steps.
 
-    step k       copy the state aside (not at all if steps wait for the disk), and go on training
-    beside it    write this rank's file; meet the others; rank 0 compares copies and completes the checkpoint
-    step k + n   the next save waits for the one before; what went wrong meanwhile ends the run, on every rank alike
+    step k       copies the state to host memory (not if steps wait for the disk), and goes on training
+    background   writes this rank's file; synchronises; rank 0 compares replicas and completes the checkpoint
+    step k + n   the next save waits for the previous one; an error of it ends the run, on every rank
 
-Until `.complete` is in place the checkpoint before is the newest, and it stays until then.
+Until `.complete` exists the previous checkpoint is the newest, and it is kept until then.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from zbc.training.guest import Guest
 from zbc.training.launch.board import Board
 
 _LOOK_S = 1.0
-_PARTS = "parts of a checkpoint"  # what ranks have written, for rank 0
+_PARTS = "parts of a checkpoint"  # key of the ranks' contents, for rank 0
 
 
 @dataclass
 class Checkpoints(Guest):
-    """One rank's part in the checkpoints of a run.
+    """Saves one rank's part of the checkpoints of a run.
 
-    `board` is for it alone: one thread at a time meets the other ranks there. `tell` takes what rank 0 has to say.
+    `board` is used by it only: one thread at a time meets the other ranks there. `tell` receives messages of rank 0.
     """
 
     worker: Worker
     board: Board
     options: spec.Checkpoint
     folder: Path
-    run: str = ""  # the run directory, for those who resume
+    run: str = ""  # the run directory, stored for a resume
     tell: Callable[[str], None] = lambda line: None
     last: int = 0  # steps in the newest checkpoint, or in the one this run began with
 
@@ -59,7 +59,7 @@ class Checkpoints(Guest):
 
     def __post_init__(self) -> None:
         if self.options.every:
-            entries(self.worker)  # what the files cannot hold is known before the first step
+            entries(self.worker)  # raises before the first step for types that the files cannot store
 
     def due(self, step: int, *, last: bool, stopping: bool = False) -> bool:
         every = self.options.every
@@ -73,9 +73,9 @@ class Checkpoints(Guest):
         self.save(step)
 
     def save(self, step: int) -> None:
-        """Write down the state after step `step`, which is final on all ranks; all of them call this.
+        """Saves the state after step `step`, which is final on all ranks; all of them call this.
 
-        Raises E611 (the disk refuses; from the save before, if that went on in the background) or E705 (copies differ).
+        Raises E611 (cannot write; also for the previous save, if that ran in the background) or E705 (replicas differ).
         """
         self.wait()
         self.last = step + 1
@@ -97,7 +97,7 @@ class Checkpoints(Guest):
         try:
             beats = -1
             while not wait([running], _LOOK_S).done:
-                if self._beats != beats:  # the watchdog is to find what hangs, not a slow disk
+                if self._beats != beats:  # the watchdog is to report hangs, not a slow disk
                     beats, progress.since = self._beats, time.monotonic()
         finally:
             progress.waiting, self._running = False, None
@@ -111,11 +111,11 @@ class Checkpoints(Guest):
         if self.worker.rank == 0:
             self.tell(line)
 
-    # ---- what happens beside the steps ---------------------------------------------------------------------------
+    # ---- in the background of steps ------------------------------------------------------------------------------
 
     def _stage(self, found: Sequence[HeldPart]) -> tuple[list[HeldPart], torch.cuda.Event | None]:
-        """Copies on the CPU, in memory that is used again by the next save; on a GPU when the event is over, for which
-        the next update of weights waits."""
+        """Copies on the CPU, in memory that the next save reuses; on a GPU complete once the event is, for which the
+        next update of weights waits."""
         if self._aside is None:
             self._aside = Arena(pinned=self.worker.device.type == "cuda")
         places = self._aside.places({entry.part.key: entry.part.tensor for entry in found})
@@ -131,14 +131,14 @@ class Checkpoints(Guest):
         self, found: list[HeldPart], staged: Sequence[HeldPart], copied: torch.cuda.Event | None, step: int
     ) -> str:
         if self.worker.device.type == "cuda":
-            torch.cuda.set_device(self.worker.device)  # which each thread has to be told
+            torch.cuda.set_device(self.worker.device)  # the current device is per thread
         if copied is not None:
             copied.synchronize()
-        found.clear()  # held until here, since buffers are replaced by what forwards make of them
+        found.clear()  # held until here, since forwards replace buffers
         return self._save(staged, step)
 
     def _save(self, found: Sequence[HeldPart], step: int) -> str:
-        """Write, meet, complete; what is said when it is done."""
+        """Writes, synchronises, completes; returns the message about it."""
         began = time.monotonic()
         folder = disk.folder_of(self.folder, step)
         together(self.board, f"checkpoint {step} written", lambda: self._write(folder, found), folder)
@@ -198,7 +198,7 @@ class Checkpoints(Guest):
 
 
 def _shown(path: Path) -> Path:
-    """A path as it is called from here, unless the folder that is here was removed."""
+    """A path relative to the current directory if possible; unchanged if that was removed."""
     with suppress(FileNotFoundError):
         here = Path.cwd()
         return path.relative_to(here) if path.is_relative_to(here) else path
@@ -206,7 +206,7 @@ def _shown(path: Path) -> Path:
 
 
 def check_copies(copies: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> None:
-    """Raise E705 unless all ranks that hold a copy of something hold the same bits."""
+    """Raises E705 unless all replicas of an entry have the same bits."""
     seen: dict[str, dict[str, list[int]]] = {}
     for rank, found in enumerate(copies):
         for entry, value in found.items():

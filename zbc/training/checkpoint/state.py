@@ -1,7 +1,7 @@
 """A rank's training state by names that do not depend on the partition.
 
-    model.<parameter>           its value: the master's where there is one
-    optim.<parameter>.<key>     what the optimizer keeps for it: exp_avg, exp_avg_sq, step, momentum_buffer
+    model.<parameter>           its value: the master's if there is one
+    optim.<parameter>.<key>     its optimizer state: exp_avg, exp_avg_sq, step, momentum_buffer
     buffer.<buffer>             a module's buffer, if it is in its state_dict or forwards change it
 
 Random numbers need no state of their own: all of them are drawn from seeds made of names, steps and microbatches.
@@ -33,7 +33,7 @@ MODEL, OPTIM, BUFFER = "model.", "optim.", "buffer."
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A part that this rank has. Every one of `holders` has the same; `writer` is the one that writes it down."""
+    """A part of a tensor on this rank. All of `holders` have the same; `writer` is the one that writes it."""
 
     part: TensorPart
     holders: tuple[int, ...]
@@ -41,7 +41,7 @@ class HeldPart:
 
 
 def entries(worker: Worker) -> list[HeldPart]:
-    """Everything of a rank between two steps. Raises E611 for what the files cannot hold."""
+    """The whole state of a rank between two steps. Raises E611 for types that the files cannot store."""
     found = [entry for stage in sorted(worker.stages) for entry in (*_weights(worker, stage), *_others(worker, stage))]
     found += [entry for owner in sorted(worker.optimizers) if owner < 0 for entry in _weights(worker, owner)]
     for entry in found:
@@ -50,15 +50,15 @@ def entries(worker: Worker) -> list[HeldPart]:
 
 
 def written(worker: Worker, parameter: str) -> bool:
-    """Whether a parameter of the model is in checkpoints: not if nothing but adapters trains."""
+    """Whether a parameter of the model is in checkpoints: frozen ones are not, if only adapters train."""
     frozen = worker.features.find(Frozen)
     return frozen is None or parameter in frozen.trained
 
 
 def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
-    """Parameters and what the optimizer keeps for them; the ranks with the same, `usual`, share out who writes what."""
+    """Parameters and their optimizer state; writing is divided among the ranks with the same state, `usual`."""
     optimizer = worker.optimizers[owner]
-    apart = owner == WORDS  # of which ranks that share layers have rows of their own
+    apart = owner == WORDS  # of which tensor parallel ranks have rows of their own
     usual = holding(worker.plan.manifest, owner, worker.rank)
     state = {} if optimizer.optimizer is None else optimizer.optimizer.state
     shares, cuts, ties = _shares(optimizer, usual), worker.features.of(SharedLayers).cuts, worker.features.of(Ties)
@@ -66,13 +66,13 @@ def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
         for name in sorted(cuts.keys() & sharded.dealt):
             yield from _collected(worker, owner, name, *sharded.collect(name, worker.transport))
     for held in optimizer.held():
-        if not held.tensor.numel() or not written(worker, held.name):  # there is nothing to keep of it
+        if not held.tensor.numel() or not written(worker, held.name):  # nothing to save
             continue
         if held.name in cuts and held.shared:
             yield from _collected(worker, owner, held.name, held.tensor.data, state.get(held.tensor, {}))
         if held.name in cuts or (
             worker.share and not apart
-        ):  # what each holds whole, the first of those that share layers has
+        ):  # unsharded parameters are written by the first rank of the group
             continue
         tied = held.name in ties.homes
         holders = ties.ranks(worker, held.name) if tied else usual
@@ -92,7 +92,7 @@ def _weights(worker: Worker, owner: int) -> Iterator[HeldPart]:
 
 
 def _mirrors(worker: Worker, stage: int, optimizer: StageOptimizer) -> tuple[int, ...]:
-    """The ranks with the same parts of a stage as this one: itself, and in other pipes those of the same replica."""
+    """The ranks with the same shard of a stage as this one: itself, and those of the same replica in other pipes."""
     if not optimizer.mirrored:
         return (worker.rank,)
     seats = sorted(set(worker.placement.holders(stage)))
@@ -108,14 +108,14 @@ def _check_tensor(name: str, key: str, value: object) -> None:
 def _collected(
     worker: Worker, stage: int, parameter: str, part: Tensor, state: Mapping[str, Any]
 ) -> Iterator[HeldPart]:
-    """What ranks that share layers have parts of, whole again; they all call this for the same, and take turns with
-    who keeps and writes it. Of several replicas the first one does.
+    """Gathers a tensor parallel parameter and its state; the whole group calls this, and its ranks take turns in
+    keeping and writing the results. Of several replicas only the first one does.
     """
     shared = worker.features.of(SharedLayers)
     group, cut = shared.group, shared.cuts[parameter]
     home = experts_of(stage) if stage <= EXPERTS else stage
     owner = worker.placement.rank_of(worker.features.of(Ties).homes.get(parameter, (home,))[0])
-    first = worker.plan.manifest.ep if stage <= EXPERTS else 1  # so many replicas have all experts together
+    first = worker.plan.manifest.ep if stage <= EXPERTS else 1  # `ep` replicas hold all experts together
     if group is None or worker.copy >= first or owner != worker.plan.rank:
         return
     seat = group.ranks[0]
@@ -123,7 +123,7 @@ def _collected(
     for turn, (name, value) in enumerate((name, value) for name, value in own if value is not None):
         _check_tensor(parameter, name, value)
         writer = seat + turn % group.size
-        if value.shape != part.shape:  # one number, alike on all
+        if value.shape != part.shape:  # one number, equal on all
             yield HeldPart(TensorPart(name, tuple(value.shape), 0, value), (writer,), writer)
             continue
         whole = cut.collect(value, group)
@@ -132,15 +132,15 @@ def _collected(
 
 
 def _shares(optimizer: StageOptimizer, holders: tuple[int, ...]) -> dict[str, int]:
-    """Which of the ranks that hold the same parameters writes which; they all find the same."""
+    """The writer of each parameter among the ranks that hold the same ones; the result is the same on all of them."""
     whole = [Piece(name, 0, parameter.numel()) for name, parameter in sorted(optimizer.parameters.items())]
     dealt = zip(holders, deal(whole, len(holders)), strict=True)
     return {piece.name: rank for rank, share in dealt for piece in share}
 
 
 def _others(worker: Worker, stage: int) -> Iterator[HeldPart]:
-    """Buffers, and what features keep. Those that forwards change are of a stage with one copy, any others are alike on
-    all that hold one."""
+    """Buffers, and tensors of features. Buffers that forwards change are in stages without replicas, others are equal
+    on all replicas."""
     holders = holding(worker.plan.manifest, stage, worker.rank)
     layers = () if worker.share else worker.stages[stage].layers
     places = [place for layer in layers for place in state_buffers(layer)]
@@ -151,17 +151,17 @@ def _others(worker: Worker, stage: int) -> Iterator[HeldPart]:
 
 
 def features_keep(worker: Worker, stage: int) -> Iterator[tuple[str, Tensor]]:
-    """What features have checkpoints keep of a stage, by its name there."""
+    """Tensors of features for checkpoints of a stage, by their names there."""
     for feature in worker.features:
         for name, value in feature.kept(stage).items():
             yield f"feature.{type(feature).__name__}.{name}", value
 
 
 def state_buffers(layer: StageLayer) -> Iterator[tuple[str, nn.Module, str]]:
-    """The buffers that are state: those of a state_dict, and others that forwards change."""
+    """The buffers that are state: those in the state_dict, and others that forwards change."""
     changing = {(id(module), key) for module, key in layer.buffers}
     for path, module in layer.module.named_modules():
         own = [key for place, key in layer.buffers if place is module and key not in module._buffers]
-        for key in [*module._buffers, *own]:  # those of the second kind are there from the first forward on
+        for key in [*module._buffers, *own]:  # `own` ones exist from the first forward on
             if key not in module._non_persistent_buffers_set or (id(module), key) in changing:
                 yield ".".join(filter(None, (layer.name, path, key))), module, key

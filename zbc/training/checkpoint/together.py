@@ -1,4 +1,4 @@
-"""What all ranks do together about checkpoints: fail alike, try out the folder, keep other runs out of it."""
+"""Collective tasks of all ranks for checkpoints: common errors, a check of the folder, its lock."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from zbc.errors import ZbcError
 from zbc.training.checkpoint import folder as disk
 from zbc.training.launch.board import Board
 
-_LIMIT = timedelta(hours=24)  # for ranks to meet: a slow disk is no failure, and a dead rank is found by others
+_LIMIT = timedelta(hours=24)  # for ranks to meet: a slow disk is no failure, and dead ranks are detected elsewhere
 
 
 def together(
     board: Board, name: str, work: Callable[[], dict[str, Any]], folder: Path | None = None
 ) -> list[dict[str, Any]]:
-    """What `work` returned on each rank, as plain data; the first rank's error, if there is one, is raised on all.
+    """The results of `work` on all ranks, as plain data; an error of the first failed rank is raised on all.
 
-    An OSError becomes E611, of a file in `folder`.
+    An OSError becomes E611, for a file in `folder`.
     """
     try:
         said: dict[str, Any] = {"fine": work()}
@@ -47,7 +47,7 @@ def together(
 
 
 def _unwritable(error: OSError, folder: Path | None) -> ZbcError:
-    """E611, with what is safe."""
+    """E611, with the newest complete checkpoint."""
     place = error.filename or folder or "the checkpoint"
     before = None if folder is None else disk.newest(folder.parent)
     safe = [] if before is None else [f"the newest complete checkpoint is {before}"]
@@ -62,19 +62,19 @@ _SHARED = ".shared-"
 
 
 def try_out(board: Board, folder: Path) -> None:
-    """Have every rank write into the folder of checkpoints, and read what rank 0 wrote; all ranks call this.
+    """Checks that every rank can write into the folder of checkpoints, and sees rank 0's file; all ranks call this.
 
-    Raises E611 if one cannot, or sees another folder under that name: machines that do not share a disk would each keep
-    a part of every checkpoint.
+    Raises E611 if one cannot, or has another folder of that name: machines without a shared disk would each keep a part
+    of every checkpoint.
     """
-    first = disk.folder_of(folder, 0)  # what is said of a folder that cannot be written speaks of those beside it
+    first = disk.folder_of(folder, 0)  # an error about it names the newest checkpoint next to it
 
     def leave() -> dict[str, Any]:
         if board.rank != 0:
             return {}
-        name = f"{_SHARED}{uuid.uuid4().hex}"  # a new one: file systems remember that a name was not there
+        name = f"{_SHARED}{uuid.uuid4().hex}"  # a new one: file systems cache that a name did not exist
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_SHARED}*"):  # by a run that was killed here; no other one is in this folder now
+        for left in folder.glob(f"{_SHARED}*"):  # of a run that was killed here; no other run uses the folder now
             left.unlink(missing_ok=True)
         (folder / name).write_text("written by rank 0")
         return {"name": name}
@@ -99,21 +99,20 @@ def try_out(board: Board, folder: Path) -> None:
 
 # ---- one run at a time ---------------------------------------------------------------------------------------
 #
-# Rank 0 holds a lock of the system on a file in the folder while its process lives. However that ends, the lock does
-# too. Network file systems share such locks. On one that has none, two runs in one folder are noticed when a checkpoint
-# is read.
+# Rank 0 holds a system lock on a file in the folder for the life of its process, however that ends. Network file
+# systems share such locks. On one without locks, two runs in one folder are detected when a checkpoint is read.
 
-WRITER = ".writer"  # its text is for whoever is refused: who writes here
+WRITER = ".writer"  # its text names the owner, for runs that are refused
 _PATIENCE_S = 5.0  # for a process that is just ending
-_LEASE_S = 90.0  # for one of this launch, whose machine may be gone: a file server then keeps its locks for a while
+_LEASE_S = 90.0  # for one of this launch, whose machine may be gone: a file server keeps its locks for a while
 _TICK_S = 0.1
 
 
 @contextmanager
 def owned(board: Board, folder: Path | None, who: str, launch: str = "") -> Iterator[None]:
-    """Keep other runs out of `folder` inside of the block, which all ranks enter together. Raises E614 on all of them.
+    """Locks `folder` against other runs inside of the block, which all ranks enter together. Raises E614 on all.
 
-    `folder`: None if it is not there yet, so that no other run can know it. `launch` is the same for all restarts.
+    `folder`: None if it does not exist yet, so that no other run can use it. `launch` is the same for all restarts.
     """
     locks: list[int] = []
 
@@ -131,12 +130,12 @@ def owned(board: Board, folder: Path | None, who: str, launch: str = "") -> Iter
 
 
 def _lock(folder: Path, who: str, launch: str) -> int | None:
-    """An open file with the lock on it; None where there is no such thing. Raises E614 if another process has it."""
+    """An open file with the lock; None if it cannot be created. Raises E614 if another process has the lock."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(folder / WRITER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError:
-        return None  # whoever tries the folder out will say so
+        return None  # `try_out` reports it
     began = time.monotonic()
     while not _locked(file):
         other, _, theirs = os.pread(file, 4096, 0).decode(errors="replace").strip().partition("\n")
@@ -152,7 +151,7 @@ def _lock(folder: Path, who: str, launch: str) -> int | None:
 
 
 def _locked(file: int) -> bool:
-    """Take the lock; False if another process has it. Where the file system has no locks that counts as taken."""
+    """Takes the lock; False if another process has it. True if the file system has no locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
