@@ -1,1 +1,1 @@
-"""How the processes of a run begin, find each other and end."""
+"""Start, rendezvous and end of the processes of a run."""

@@ -1,7 +1,7 @@
-"""What the ranks of a run tell each other besides tensors: who they are, where they are, who failed first.
+"""Messages between the ranks of a run other than tensors: identity, heartbeats, the first failure.
 
-All of it lives under a few keys of the TCPStore that the run was started with. A store connection serves one call at a
-time and some calls block, so every thread that takes part holds a `Board` on a connection of its own.
+All of them are keys in the TCPStore of the run. A store connection serves one call at a time and some calls block, so
+every thread that uses it has a `Board` with a connection of its own.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from zbc.runtime.core.private import Store
 
 
-_PIECE = 2**20  # characters of one value; torch's store takes 8 MiB at most
+_PIECE = 2**20  # characters of one value; torch's store accepts 8 MiB at most
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One sign of life of a rank. `count` grows with each; `seconds` is how long it has been in `op` by then."""
+    """A heartbeat of a rank. `count` increases with each; `seconds` is its time in `op` so far."""
 
     count: int
     step: int
     index: int
-    total: int  # 0 while the rank starts or ends, and `op` says what it does
+    total: int  # 0 while the rank starts or ends, with its activity in `op`
     op: str
     waiting: bool
     seconds: float
@@ -39,14 +39,14 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A rank's last sign of life and when (`time.monotonic` here) it first showed."""
+    """A rank's last heartbeat and the time (`time.monotonic` of this process) when it was first read."""
 
     beat: Beat
     at: float
 
 
 def plain_name(rank: int) -> str:
-    """A rank for messages, where there is one replica of the pipeline."""
+    """The name of a rank in messages, with one replica of the pipeline."""
     return f"rank {rank}"
 
 
@@ -58,11 +58,11 @@ class Board:
         self._heard: set[int] = set()
 
     def beat(self, beat: Beat) -> None:
-        """Publish a sign of life; does not wait for the store."""
+        """Publishes a heartbeat; does not wait for the store."""
         self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
 
     def beats(self) -> dict[int, Beat]:
-        """The last sign of life of every rank that gave one."""
+        """The last heartbeat of every rank that has one."""
         missing = [rank for rank in range(self.ranks) if rank not in self._heard]
         self._heard.update(rank for rank in missing if self._store.check([f"beat/{rank}"]))
         known = sorted(self._heard)
@@ -70,73 +70,73 @@ class Board:
         return {rank: Beat(**json.loads(text)) for rank, text in zip(known, texts, strict=True)}
 
     def claim(self) -> bool:
-        """Whether this rank is the first to report a failure; all others stay silent."""
+        """Claims the report of a failure; True for the first rank only, all others stay silent."""
         return self._store.compare_set("failed", "", str(self.rank)) == str(self.rank).encode()
 
     def failed(self) -> int | None:
-        """The rank whose claim it is to report a failure."""
+        """The rank that claimed the report of a failure, if any."""
         return int(self._store.get("failed")) if self._store.check(["failed"]) else None
 
     def reported(self) -> int | None:
-        """The exit code of all, once it has done so and the run may end."""
+        """The exit code of all ranks, once that rank has reported and the run may end."""
         return int(self._store.get("reported")) if self._store.check(["reported"]) else None
 
     def report(self, code: int) -> None:
-        """Say so; `code` is the exit code of all."""
+        """Marks the failure as reported; `code` is the exit code of all ranks."""
         self._store.set("reported", str(code))
         self._store.get("reported")  # `set` does not wait for the store, and this process is about to end
 
     def tell_stack(self, lines: Sequence[str]) -> None:
-        """Leave word where this rank's code is, for the rank that reports a failure."""
+        """Publishes this rank's stack, for the rank that reports a failure."""
         self._store.set(f"stack/{self.rank}", "\n".join(lines))
 
     def stacks(self, ranks: Iterable[int]) -> dict[int, list[str]]:
-        """What these ranks have told so far."""
+        """The stacks that these ranks have published so far."""
         told = [rank for rank in ranks if self._store.check([f"stack/{rank}"])]
         return {rank: self._store.get(f"stack/{rank}").decode().split("\n") for rank in told}
 
     def killed(self) -> dict[int, str]:
-        """The ranks of which another has left word that a signal killed them."""
+        """The ranks that were killed by a signal, as published by others, with its name."""
         told = [rank for rank in range(self.ranks) if self._store.check([f"killed/{rank}"])]
         return {rank: self._store.get(f"killed/{rank}").decode() for rank in told}
 
     def ask_stop(self, reason: str) -> None:
-        """Leave word why this rank asks the run to stop; the request itself travels with VALIDATE."""
+        """Publishes the reason why this rank asks the run to stop; the request itself is part of VALIDATE."""
         self._store.compare_set("stop", "", reason)
 
     def stop_reason(self) -> str | None:
         return self._store.get("stop").decode() if self._store.check(["stop"]) else None
 
     def tell(self, key: str, text: str) -> None:
-        """Leave a word under a name that is used once."""
+        """Publishes a text under a key that is used once."""
         self._store.set(key, text)
 
     def hear(self, key: str, limit: timedelta) -> str:
-        """Wait for a word."""
+        """Waits for a text and returns it."""
         self._store.wait([key], limit)
         return self._store.get(key).decode()
 
     def meet(self, name: str, limit: timedelta, say: str = "") -> list[str]:
-        """Wait until every rank is here; what each had to say."""
+        """Waits until every rank has called this; returns the texts of all."""
         self._store.set(f"{name}/{self.rank}", say)
         keys = [f"{name}/{rank}" for rank in range(self.ranks)]
         self._store.wait(keys, limit)
         return [text.decode() for text in self._store.multi_get(keys)]
 
     def be_there(self, name: str) -> None:
-        """Come to where others `meet` without waiting for them; the store knows of it when this returns."""
+        """Joins a `meet` of others without waiting for them; the store has it when this returns."""
         self._store.set(f"{name}/{self.rank}", "")
         self._store.get(f"{name}/{self.rank}")
 
     def leave(self, name: str, text: str) -> None:
-        """Leave something long for one rank to collect once all have met; it replaces what was left before."""
+        """Publishes a long text for one rank to `collect` after all have met; replaces the previous one."""
         pieces = range(0, len(text), _PIECE)
         self._store.set(f"{name}/{self.rank}", str(len(pieces)))
         for number, start in enumerate(pieces):
             self._store.set(f"{name}/{self.rank}/{number}", text[start : start + _PIECE])
 
     def collect(self, name: str) -> list[str]:
-        """What every rank has left."""
+        """The texts that all ranks have published with `leave`."""
         found = []
         for rank in range(self.ranks):
             count = int(self._store.get(f"{name}/{rank}"))
@@ -144,9 +144,9 @@ class Board:
         return found
 
     def agree(self, identity: Mapping[str, str], limit: timedelta, name: Callable[[int], str] = plain_name) -> None:
-        """Wait until every rank has said its `identity`. Raises E605 that names the ranks that differ, and in what.
+        """Waits for the `identity` of every rank. Raises E605 that names the ranks that differ, and their entries.
 
-        What only some ranks speak of is compared among them.
+        Entries that only some ranks have are compared among these.
         """
         said: list[dict[str, str]] = [json.loads(text) for text in self.meet("identity", limit, json.dumps(identity))]
         wanted = dict.fromkeys(what for one in said for what in one)
@@ -160,7 +160,7 @@ class Board:
 
 
 def _differing(what: str, said: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> str | None:
-    """Which ranks have something else than most, and what; None if there is one opinion."""
+    """A text on the ranks whose value is not the most common one; None if all are equal."""
     values = {rank: one[what] for rank, one in enumerate(said) if what in one}
     usual, _ = Counter(values.values()).most_common(1)[0]
     odd = [f"{name(rank)} has {value}" for rank, value in values.items() if value != usual]
@@ -174,23 +174,23 @@ Connect = Callable[[], "Store"]  # a new connection to the store of this run
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank of a run is, and at which store it meets the others."""
+    """The place of one rank of a run, and the address of its store."""
 
     rank: int
     ranks: int
     host: str  # of the store
     port: int
-    keys: str  # what its keys begin with: keeps runs, and restarts of one, apart in a store they share
+    keys: str  # prefix of its keys, which separates runs, and restarts of one, in a shared store
     local_rank: int = 0
-    one_machine: bool = True  # all ranks are on it, for certain
+    one_machine: bool = True  # whether all ranks are surely on one machine
     hosts_store: bool = (
         False  # torchrun's agent hosts one that outlives every rank; other launchers leave that to rank 0
     )
-    error_file: str | None = None  # what torchrun shows of a failure in its own summary
+    error_file: str | None = None  # of a failure, shown in torchrun's summary
     recorder_file: str | None = None  # for NCCL's flight recorder
 
     def connect(self) -> Store:
-        """Raises E609 if the store cannot be reached."""
+        """A new connection to the store. Raises E609 if it cannot be reached."""
         return prefixed(self.keys, open_store(self.host, self.port, host_it=False))
 
     def board(self) -> Board:
@@ -198,7 +198,7 @@ class Place:
 
 
 def open_store(host: str, port: int, *, host_it: bool) -> Store:
-    """Connect to the store of a run, or host it. Raises E609 if that is not possible."""
+    """Connects to the store of a run, or hosts it. Raises E609 if that fails."""
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=host_it, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_S)

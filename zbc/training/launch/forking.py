@@ -1,4 +1,4 @@
-"""The process that ranks are forked from: it has torch loaded and has never used it.
+"""The fork server of ranks: a process that has torch loaded and has never used it.
 
 A rank forked from it starts in 50 ms; one that loads torch itself takes 2 s, and forking a process whose torch has run
 is not safe. This module does not import torch, so that the fork server can load it while the caller does.
@@ -18,10 +18,10 @@ from zbc.training.launch.signals import handled
 
 
 def start_fork_server() -> None:
-    """Start the server, without waiting for it, so that it outlives the signals that ask a run to end.
+    """Starts the server, without waiting for it, so that it survives the signals that ask a run to end.
 
     A job scheduler, `timeout` and a terminal that is closed send them to all processes of the command, and without the
-    server nobody knows what becomes of the ranks.
+    server the exit codes of the ranks would be lost.
     """
     with _ignored():
         fork_server()
@@ -29,7 +29,7 @@ def start_fork_server() -> None:
 
 @contextmanager
 def _ignored() -> Iterator[None]:
-    """Processes that are started in this block ignore those signals; SIGINT the fork server ignores by itself."""
+    """Processes started in this block ignore those signals; the fork server ignores SIGINT by itself."""
     numbers = [number for number in handled() if number != signal.SIGINT]
     if threading.current_thread() is not threading.main_thread():
         numbers = []  # only the main thread may do so

@@ -1,8 +1,8 @@
-"""What has to be the same on all ranks: plan, versions, and the code itself.
+"""The identity that all ranks must share: plan, versions, and the code itself.
 
-A machine that was not updated runs other code under the same version, and a run with two kinds of code may well go on
-and learn nothing. So the sources are compared: zbc's, and every module that the job's own modules have brought along
-(but for what is installed beside them: that goes by torch's version).
+A machine that was not updated runs other code under the same version, and a run with two kinds of code may go on
+without an error and learn nothing. So the sources are compared: zbc's, and every module imported by the job's own
+modules (except installed packages: only torch's version is compared).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from zbc.job import userobject
 from zbc.plan.directory import Manifest
 
 _DIGITS = 12
-# The first is compared as a whole, the second by its version: what torch compiles lies in a cache of its own.
+# The first is compared as a whole, the second by its version: code compiled by torch is in a cache of its own.
 _NOT_MODULES = ("zbc", "torch", "__main__", "__mp_main__")
 _PACKAGES = {"site-packages", "dist-packages"}
 
 
 def identity(manifest: Manifest, steps: int, trace: frozenset[int] = frozenset()) -> dict[str, str]:
-    """What this rank is about to run, by what it is called in messages. Raises E502 if the job's code is not there."""
+    """The identity of this rank's run, by names for messages. Raises E502 if the job's code cannot be imported."""
     return {
         "plan id": manifest.id,
         "plan.json (sha256)": manifest.sha256,
@@ -43,7 +43,7 @@ def identity(manifest: Manifest, steps: int, trace: frozenset[int] = frozenset()
 
 
 def _named(manifest: Manifest) -> set[str]:
-    """The top-level packages of the callables the job names, which are imported here."""
+    """The top-level packages of the callables in the job, which are imported here."""
     model, data = manifest.planning["model"], manifest.training["data"]
     keys = {"model.family": model.get("family"), "model.loss": model.get("loss"), "data.kind": data.get("kind")}
     keys["train.hook"] = manifest.training["train"].get("hook")
@@ -55,12 +55,12 @@ def _named(manifest: Manifest) -> set[str]:
 
 
 def _modules(packages: set[str]) -> list[tuple[str, Path]]:
-    """The modules of users that are loaded, and their files: those of `packages`, and those that are not installed."""
+    """The loaded modules of users, and their files: those of `packages`, and others that are not installed."""
     found = []
     for name, module in sorted(sys.modules.items()):
         file, top = getattr(module, "__file__", None), name.partition(".")[0]
         if not isinstance(file, str) or not os.path.isabs(file) or not file.endswith(".py"):
-            continue  # not Python, or made up: torch has some
+            continue  # not Python, or synthetic: torch has some
         if top not in _NOT_MODULES and (top in packages or not _installed(file)):
             found.append((name, Path(file)))
     return found
@@ -72,7 +72,7 @@ def _installed(file: str) -> bool:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    """Of the files' names and contents; a file that cannot be read counts as empty."""
+    """A digest of the files' names and contents; a file that cannot be read counts as empty."""
     seen = hashlib.sha256()
     for file in files:
         seen.update(file.name.encode() + b"\0")

@@ -1,7 +1,7 @@
-"""`zbc run`: find out how this process was started, and take its part in the run.
+"""`zbc run`: determines how this process was started, and runs its part of the run.
 
-Under torchrun this process is one rank, and the only place that reads the environment is here; with `--local N` it
-starts the ranks itself. Modules that need torch are imported after it is known to be there.
+Under torchrun this process is one rank, and only this module reads the environment; with `--local N` it starts the
+ranks itself. Modules that need torch are imported after a check that it is installed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from zbc.training.metrics.live import Screen
 if TYPE_CHECKING:
     from zbc.training.launch.board import Place
 
-_MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds behind the others
+_MOMENT_S = 15.0  # for the rank that shows an error which all ranks have; it may start seconds after the others
 
 
 def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> None:
-    """Train as `options` say; `emit` takes the lines of the console.
+    """Trains with `options`; `emit` receives the lines of the console.
 
     Raises ZbcError (E4xx plan, E5xx data and user code, E6xx environment, E7xx the run failed), and KeyboardInterrupt
-    when SIGINT or SIGTERM ended it. Under torchrun an error after the start is written to stderr in one piece by the
-    first rank that fails, and the processes end here: torchrun hides exit codes, and an orderly exit could wait for
-    transfers that never end.
+    if SIGINT or SIGTERM ended it. Under torchrun the first rank that fails writes its error to stderr in one piece, and
+    the processes end here: torchrun hides exit codes, and an orderly exit could wait for transfers that never end.
     """
     started = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     _check_start(options, started=started)
@@ -87,7 +86,7 @@ def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> None:
 
 
 def _check_cuda(options: RunOptions, manifest: Manifest) -> None:
-    """Raise E603 where torch finds no CUDA device, before any rank trains; ranks may share one."""
+    """Raises E603 if torch finds no CUDA device, before any rank trains; ranks may share one."""
     from torch.cuda import device_count
 
     if device_count():
@@ -98,8 +97,8 @@ def _check_cuda(options: RunOptions, manifest: Manifest) -> None:
 
 
 def _check_start(options: RunOptions, *, started: bool) -> None:
-    """Raise E604 if this process is to start ranks that torchrun has started, or to restart such ones; and for options
-    that only ranks which zbc starts have, or only those that are processes."""
+    """Raises E604 if --local or --max-restarts is used under torchrun, for options that need --local without it, and
+    for restarts of threads."""
     if started and options.local is not None:
         text = "run: --local inside of torchrun, which starts the ranks already"
         raise ZbcError("E604", text, hint="leave out --local, or torchrun")
@@ -118,7 +117,7 @@ def _check_start(options: RunOptions, *, started: bool) -> None:
 
 
 def _check_plan(options: RunOptions, manifest: Manifest) -> None:
-    """Raise what shows before a rank is started: a plan that cannot be run, or something asked for that cannot be."""
+    """Raises errors that can be detected before a rank is started: of the plan, or of options."""
     sections_of(manifest)
     sinks.check(manifest.training["log"])
     if (stands_for := manifest.planning["model"].get("stands_for")) is not None:
@@ -143,8 +142,8 @@ def _check_plan(options: RunOptions, manifest: Manifest) -> None:
 
 
 def check_forward(options: RunOptions, manifest: Manifest, *, begun: bool = False) -> None:
-    """Raise E604 for what does not go with --forward, and where no weights are given; `begun`: no checkpoint was found.
-    Layers of a factory may bring their own."""
+    """Raises E604 for options incompatible with --forward, and if no weights are given; `begun`: no checkpoint was
+    found. Layers of a factory may have their own weights."""
     asked = {"--trace": options.trace or None, "--save-hf": options.save_hf, "--out": options.out}
     asked["--save-adapter"] = options.save_adapter
     if given := [name for name, value in asked.items() if value is not None]:
@@ -159,19 +158,19 @@ def check_forward(options: RunOptions, manifest: Manifest, *, begun: bool = Fals
 
 
 def _flight_recorder(manifest: Manifest) -> None:
-    """Have NCCL keep its last operations, and write them down when one of them hangs, unless the user says otherwise.
+    """Makes NCCL record its last operations, and write them when one of them hangs, unless the user sets it otherwise.
 
     `torchfrtrace` reads the files; they are /tmp/nccl_trace_rank_N unless TORCH_NCCL_DEBUG_INFO_TEMP_FILE names others.
     """
     if manifest.planning["hardware"]["device"] != "cuda":
         return
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # what it was called before
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its former name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 def _recorder_file(rank: int) -> str:
-    """Where torch would write what NCCL's flight recorder holds."""
+    """The file into which torch would write NCCL's flight record."""
     names = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     return next((os.environ[name] for name in names if name in os.environ), "/tmp/nccl_trace_rank_") + str(rank)
 
@@ -213,7 +212,7 @@ def _check_world(options: RunOptions, manifest: Manifest) -> None:
 
 
 def _place() -> Place:
-    """What torchrun says in the environment."""
+    """The place of this rank, from torchrun's environment variables."""
     from zbc.training.launch.board import Place
 
     env = os.environ

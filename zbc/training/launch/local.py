@@ -1,9 +1,9 @@
 """`zbc run --local N`: all ranks as processes of this machine, on its CPU or its GPUs.
 
 This process hosts the store, starts the ranks from a fork server that has torch loaded (0.2 s for four ranks instead of
-8 s), shows what rank 0 says and watches. A rank that dies or fails ends the others at once: they are killed, stopped
-ones too, and a rank whose parent is gone ends itself. With `--max-restarts` all of them are then started again, with
-another store, and go on from the newest checkpoint.
+8 s), shows the output of rank 0 and supervises. If a rank dies or fails the others are killed at once, stopped ones
+too, and a rank whose parent is gone ends itself. With `--max-restarts` all of them are then started again, with another
+store, and resume from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 HOST, PREFIX = "127.0.0.1", "zbc"
 _NOT_STARTED = "it had not started yet"
 _ASK_S = 2.0  # for the store, which this process hosts, to answer
-_LAST_WORD_S = 20.0  # for a rank that is about to say why the run ends
+_LAST_WORD_S = 20.0  # for a rank that is about to report why the run ends
 
 
 @dataclass
 class Child:
-    """A rank seen from the parent."""
+    """The parent's handle of a rank."""
 
     process: BaseProcess
     pipe: Connection
@@ -59,7 +59,7 @@ class Child:
 
 @dataclass
 class Parent:
-    """The supervisor's state; `wake` is written to when a signal came."""
+    """The supervisor's state."""
 
     emit: Callable[[str], None]
     board: Board | None = None
@@ -72,10 +72,10 @@ class Parent:
 
 
 def run_local(manifest: Manifest, options: RunOptions, screen: Screen) -> None:
-    """Train with one process per rank of the plan, for each replica of the pipeline.
+    """Trains with one process per rank of the plan, for each replica of the pipeline.
 
-    Raises what the first rank to fail raised: ZbcError (E702 if it died), RankFailed for the unforeseen;
-    KeyboardInterrupt when SIGINT or SIGTERM ended the run.
+    Raises the error of the first rank to fail: ZbcError (E702 if it died), RankFailed for an unexpected one;
+    KeyboardInterrupt if SIGINT or SIGTERM ended the run.
     """
     parent = Parent(screen.say, name=manifest.topology.name, live=screen.show)
     read, write = os.pipe()
@@ -100,7 +100,7 @@ def run_local(manifest: Manifest, options: RunOptions, screen: Screen) -> None:
 
 
 def _run_again(parent: Parent, options: RunOptions, once: Callable[[RunOptions], None]) -> None:
-    """Run until the training ends, or fails once more than the options let it."""
+    """Runs until the training ends, or has failed more than `max_restarts` times."""
     for restart in range(1, options.max_restarts + 1):
         try:
             return once(options)
@@ -114,12 +114,12 @@ def _run_again(parent: Parent, options: RunOptions, once: Callable[[RunOptions],
 
 
 def worth_a_restart(failure: Failure) -> bool:
-    """Whether the same may go well another time: not if the job, the data, the environment or the gradients fail."""
+    """Whether a restart may succeed: not after errors of the job, the data, the environment or the gradients."""
     return isinstance(failure, RankFailed) or (failure.exit_code == RUN_FAILED and failure.code != "E704")
 
 
 def _run_once(parent: Parent, ranks: int, options: RunOptions, wake: int) -> None:
-    """Start all ranks and see them to their end, with a store of their own."""
+    """Starts all ranks, with a store of their own, and supervises them to their end."""
     store, port = host_store()
     parent.board = Board(prefixed(PREFIX, store), rank=-1, ranks=ranks)
     parent.children = {}
@@ -162,9 +162,9 @@ def _start(place: Place, options: RunOptions) -> Child:
 
 @contextmanager
 def _ended(parent: Parent) -> Iterator[None]:
-    """No rank outlives this block. Killing is enough: what a rank writes is complete after every line.
+    """Kills all ranks at the end of its block. That is safe: files of a rank are complete after every line.
 
-    Where the run has failed, what ranks had said by then is still shown.
+    If the run has failed, output that ranks had sent by then is still shown.
     """
     try:
         yield
@@ -186,7 +186,7 @@ def _kill(parent: Parent) -> None:
 
 
 def _show_rest(parent: Parent) -> None:
-    """Show the lines of ranks that are no more; another failure than the first is none of the run's."""
+    """Shows the remaining lines of dead ranks; failures other than the first are ignored."""
     for child in parent.children.values():
         with suppress(EOFError, OSError):  # the last message may be cut off
             while not child.pipe.closed and child.pipe.poll():
@@ -215,7 +215,7 @@ def _supervise(parent: Parent, wake: int) -> None:
 
 
 def _listen(parent: Parent, child: Child) -> None:
-    """Take one message of a rank."""
+    """Handles one message of a rank."""
     try:
         kind, content = child.pipe.recv()
     except (EOFError, OSError):
@@ -233,7 +233,7 @@ def _listen(parent: Parent, child: Child) -> None:
 
 
 def _bury_lost(parent: Parent, failure: Failure) -> None:
-    """Raise for a rank that has died, if that is what another one tells of: it only knows that a connection is gone."""
+    """Raises for a rank that has died, if `failure` is the lost connection of its peer."""
     if isinstance(failure, ZbcError) and failure.code == "E702":
         for rank, child in parent.children.items():
             if not child.done and child.process.exitcode not in (None, 0, RUN_FAILED):
@@ -241,9 +241,9 @@ def _bury_lost(parent: Parent, failure: Failure) -> None:
 
 
 def _bury(parent: Parent, rank: int) -> None:
-    """A rank's process has ended: hear what it said last, and raise if it was not done.
+    """Handles the end of a rank's process: reads its last messages, and raises if it was not done.
 
-    A terminal sends its signals to ranks as well. One that was not yet there to ignore it is no failure of the run.
+    A terminal sends its signals to ranks as well. One that did not yet ignore them is not a failure of the run.
     """
     child = parent.children[rank]
     while not child.pipe.closed and child.pipe.poll():
@@ -267,7 +267,7 @@ def _bury(parent: Parent, rank: int) -> None:
 
 
 def _hear_reporter(parent: Parent, rank: int) -> None:
-    """Where `rank` ended in silence because another reports why, hear that one, which may have had to wait for us."""
+    """If `rank` ended silently because another rank reports, reads the messages of that one."""
     reporter = None if parent.board is None else in_time(parent.board.failed, _ASK_S)
     child = None if reporter is None or reporter == rank else parent.children.get(reporter)
     while child is not None and not child.pipe.closed and child.pipe.poll(_LAST_WORD_S):
@@ -307,7 +307,7 @@ class Line:
 def _rank(place: Place, options: RunOptions, pipe: Connection) -> None:
     """The main function of a rank's process."""
     for number in handled():
-        signal.signal(number, signal.SIG_IGN)  # the terminal sends them to all; the parent says when to stop
+        signal.signal(number, signal.SIG_IGN)  # the terminal sends them to all; the parent asks to stop
     line, stop = Line(pipe), StopFlag()
     threading.Thread(target=_obey, args=(pipe, stop), name="zbc-parent", daemon=True).start()
     bind_loopback()
@@ -319,7 +319,7 @@ def _rank(place: Place, options: RunOptions, pipe: Connection) -> None:
 
 
 def _obey(pipe: Connection, stop: StopFlag) -> None:
-    """Wait for the parent's word to stop. When the parent is gone, so is this process."""
+    """Waits for the parent's request to stop. Ends this process if the parent is gone."""
     while True:
         try:
             stop.reason = pipe.recv()
@@ -331,4 +331,4 @@ def _send(pipe: Connection, content: Any) -> None:
     try:
         pipe.send(content)
     except (BrokenPipeError, ConnectionResetError):
-        return  # the other end is gone, which both sides find out by other means
+        return  # the other end is gone, which both sides detect by other means

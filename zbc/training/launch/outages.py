@@ -1,8 +1,8 @@
-"""Links between machines that fail for a while: told once when they do and once when they are back, and lived through.
+"""Temporary outages of links between machines: reported once when they begin and once when they end, and survived.
 
-TCP sends again what got no answer, after twice the time each time, so a link that was down for a minute may stay unused
-for another. On Linux from 6.15 a socket can be told to try at least once a second: all of this process are, those of
-gloo, NCCL and the store too, which are none of Python's. Where the kernel cannot, they stay as they are.
+TCP retransmits with doubling intervals, so a link that was down for a minute may stay unused for another one. On Linux
+from 6.15 the interval of a socket can be limited to a second: this is set for all sockets of this process, also those
+of gloo, NCCL and the store, which are not Python's. Other kernels keep their intervals.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from pathlib import Path
 
 from zbc.training.launch.board import Board, Heard
 
-TOLD_S = 10.0  # without a sign of life, after which a machine is told of
-_AGAIN_MS = 1000  # the least that Linux takes
+TOLD_S = 10.0  # without a heartbeat, after which a machine's outage is reported
+_AGAIN_MS = 1000  # the minimum on Linux
 _RTO_MAX = 44  # TCP_RTO_MAX_MS, in no version of Python yet
-_EXIT_CODE = 49  # of the fields in /proc/PID/stat behind the command's name
+_EXIT_CODE = 49  # index of the field in /proc/PID/stat after the command's name
 
 
 class Outages:
-    """What one rank tells of the machines of a run: the first one of others, the first one of a machine of its own."""
+    """Reports outages of machines: the first rank of the run for all machines, that of a machine for its own."""
 
     def __init__(self, rank: int, hosts: Sequence[str], say: Callable[[str], None]) -> None:
         self._rank, self._hosts, self._say = rank, hosts, say
-        self._since: dict[str, float] = {}  # machines that were told of, and when they were heard last
+        self._since: dict[str, float] = {}  # reported machines, and the times of their last heartbeats
 
     def look(self, heard: Mapping[int, Heard], awake: float, now: float) -> None:
-        """What was heard by `now`, by a process that has run since `awake`."""
+        """Evaluates heartbeats up to `now`, in a process that has run since `awake`."""
         here, ages = self._hosts[self._rank], dict[str, float]()
         for rank, one in heard.items():
             if self._rank in (0, self._hosts.index(here)):
                 host = self._hosts[rank]
                 ages[host] = max(ages.get(host, 0.0), one.at, awake)
         if now - ages.get(here, now) > TOLD_S:
-            ages = {here: ages[here]}  # it hears nothing of itself, so silence of others says nothing
+            ages = {here: ages[here]}  # it does not read its own heartbeat, so silence of others means nothing
         elif self._rank:
             ages = {host: at for host, at in ages.items() if host == here}
         for host, at in ages.items():
@@ -53,7 +53,7 @@ class Outages:
 
 
 class Retrying:
-    """Has the TCP connections of this process try again each second, those that are new since the last call."""
+    """Limits the retransmission interval of this process's TCP connections to a second; each call sets new ones."""
 
     def __init__(self, patience: float) -> None:
         """`patience`: seconds after which a connection without an answer is given up."""
@@ -77,7 +77,7 @@ class Retrying:
 
 
 def watch_siblings(processes: Sequence[str], rank: int, board: Callable[[], Board]) -> None:
-    """Leave word of each rank of this machine that a signal kills, in a thread: the others only lose a connection.
+    """Publishes each rank of this machine that a signal kills, in a thread: its peers only lose a connection.
 
     `processes`: `host:pid` of each rank.
     """
@@ -96,7 +96,7 @@ def watch_siblings(processes: Sequence[str], rank: int, board: Callable[[], Boar
         while opened:
             for number, _ in poll.poll():
                 dead = opened.pop(number)
-                killed = _killed_by(int(processes[dead].rpartition(":")[2]))  # before its parent asks, and it is gone
+                killed = _killed_by(int(processes[dead].rpartition(":")[2]))  # before its parent reaps it
                 poll.unregister(number)
                 os.close(number)
                 if killed is not None:
@@ -107,7 +107,7 @@ def watch_siblings(processes: Sequence[str], rank: int, board: Callable[[], Boar
 
 
 def _killed_by(pid: int) -> str | None:
-    """The signal that ended a process which its parent has not asked for yet."""
+    """The signal that ended a process that its parent has not reaped yet."""
     with suppress(OSError, ValueError, IndexError):
         code = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_EXIT_CODE])
         return signal.Signals(os.WTERMSIG(code)).name if os.WIFSIGNALED(code) else None

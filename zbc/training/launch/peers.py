@@ -1,4 +1,4 @@
-"""How a rank's process comes to its transport."""
+"""Connects a rank's process to its transport."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ SHARED = "ranks share a GPU: what they send goes through the host's memory, whic
 def connected(
     manifest: Manifest, device: torch.device, board: Board, connect: Connect, limit: timedelta
 ) -> tuple[Transport, bool]:
-    """A rank's end of the network, and whether ranks share GPUs. Raises E609 or E615 if there is no way to the others,
-    E603 if ranks share a GPU where each could have one.
+    """A rank's transport, and whether ranks share GPUs. Raises E609 or E615 if the others cannot be reached, E603 if
+    ranks share a GPU although each could have one.
 
-    NCCL refuses ranks that share a GPU; if any do, all of them go over gloo.
+    NCCL refuses ranks that share a GPU; if any do, all of them use gloo.
     """
     shared = device.type == "cuda" and _shared(manifest, device, board, limit)
     backend = "nccl" if device.type == "cuda" and not shared else "gloo"
@@ -40,7 +40,7 @@ def connected(
 
 
 def _shared(manifest: Manifest, device: torch.device, board: Board, limit: timedelta) -> bool:
-    """Whether two ranks have the same GPU, whatever number it has for each of them."""
+    """Whether two ranks have the same GPU, compared by its unique name."""
     here, count = socket.gethostname(), torch.cuda.device_count()
     hosts = board.meet("host", limit, f"{here} {count}")
     gpus = board.meet("device", limit, devices.named(device))

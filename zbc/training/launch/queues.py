@@ -1,4 +1,4 @@
-"""How many hardware queues the streams of a GPU have; the driver reads it when a process first uses the GPU."""
+"""The number of hardware queues for the streams of a GPU; the driver reads it when a process first uses the GPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from zbc.errors import ZbcError
 from zbc.plan.directory import Manifest, read_ramp
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-_MOST = "32"  # that there are; without the variable 8, which a rank's streams may exceed
+_MOST = "32"  # the maximum; without the variable it is 8, less than a rank may have streams
 
 
 def set_queues(folder: Path, manifest: Manifest) -> None:
-    """Have a queue for every stream, unless the user says otherwise. Raises E618 where one is not enough for the plan.
-
-    See zbc/compiler/check/device.py for what a plan does with a single one.
+    """Sets a queue for every stream, unless the user set it otherwise. Raises E618 if that is one, and the plan may
+    deadlock with it; see zbc/compiler/check/device.py.
     """
     if os.environ.setdefault(VARIABLE, _MOST) != "1":
         return

@@ -1,8 +1,8 @@
-"""Where ranks listen for those of other machines, and whether these can reach them.
+"""The interface on which ranks listen for other machines, and a check that these can reach it.
 
-gloo listens at the address that this machine's name stands for unless GLOO_SOCKET_IFNAME says otherwise, and on many
-machines /etc/hosts has the name stand for 127.0.0.1: then no other machine gets through. Whether all do is asked before
-the process groups are made, which would wait for long.
+gloo listens at the address of this machine's host name unless GLOO_SOCKET_IFNAME is set, and on many machines
+/etc/hosts maps the name to 127.0.0.1: then no other machine can connect. This is checked before the process groups are
+made, which would wait for long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zbc.runtime.transports.network import bind_loopback
 from zbc.training.launch.board import Board
 
 _SIOCGIFADDR = 0x8915  # Linux
-_ANYWHERE = "192.0.2.1"  # of no machine (RFC 5737); asking for the way there sends nothing
+_ANYWHERE = "192.0.2.1"  # of no machine (RFC 5737); looking up the route to it sends nothing
 
 _CONNECT_S = 20.0
 _HINT = (
@@ -32,14 +32,14 @@ _HINT = (
 
 
 class Interface(NamedTuple):
-    """One with an IPv4 address."""
+    """A network interface with an IPv4 address."""
 
     name: str
     address: str
 
 
 def interfaces() -> list[Interface]:
-    """Those of this machine; empty where the system has another way to tell."""
+    """The interfaces of this machine; empty on systems other than Linux."""
     with suppress(ImportError):
         import fcntl
 
@@ -56,8 +56,7 @@ def interfaces() -> list[Interface]:
 def towards(host: str) -> Interface | None:
     """The interface through which `host` is reached, and reaches this machine.
 
-    Where `host` is this machine itself it is the one of the default route, or the only one there is. None if all that
-    does not tell.
+    If `host` is this machine itself, the interface of the default route, or the only one. None if it is unknown.
     """
     known = {one.address: one for one in interfaces()}
     outside = [one for one in known.values() if not ip_address(one.address).is_loopback]
@@ -69,17 +68,17 @@ def towards(host: str) -> Interface | None:
 
 
 def bind_towards(host: str) -> Interface | None:
-    """Have gloo listen where other machines reach this one, unless GLOO_SOCKET_IFNAME says otherwise; where that is.
-    NCCL meets there, too, unless NCCL_SOCKET_IFNAME says otherwise.
+    """Makes gloo listen on the interface that other machines reach, unless GLOO_SOCKET_IFNAME is set; returns it. NCCL
+    uses it, too, unless NCCL_SOCKET_IFNAME is set.
 
-    Has to come before the process group. `host` is that of the store: under a name of this machine alone (127.0.0.1)
-    every rank is on it. None if nothing can be told, and gloo decides.
+    To be called before the process group is made. `host` is the store's: if it is a loopback address, every rank is on
+    this machine. None if the interface is unknown, and gloo decides.
     """
     if _only_here(host):
         bind_loopback()
     elif (found := towards(host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found.name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found.name}")  # this one, not all whose names begin so
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found.name}")  # exactly this one, not a prefix
     chosen, _, _ = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")
     return next((one for one in interfaces() if one.name == chosen), None)
 
@@ -92,26 +91,26 @@ def _only_here(host: str) -> bool:
 
 
 def _local_end(host: str) -> str | None:
-    """The address that packets to `host` would have as their source."""
+    """The source address of packets to `host`."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, 9))
         return str(way.getsockname()[0])
     return None
 
 
-# ---- is everybody there? -------------------------------------------------------------------------------------
+# ---- can all machines be reached? ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Doorstep:
-    """Where a rank is found by those of other machines."""
+    """The interface on which a rank can be reached from other machines."""
 
     interface: Interface
-    first: bool  # of the ranks on its machine: it opens a door for all of them
+    first: bool  # whether it is the first rank of its machine, which listens for all of them
 
 
 def check_reach(board: Board, here: Doorstep, limit: timedelta, name: Callable[[int], str]) -> None:
-    """Connect to every other machine of the run, all ranks together. Raises E615 that names who does not reach whom."""
+    """Connects to every other machine of the run, on all ranks together. Raises E615 that names all failed pairs."""
     with ExitStack() as stack:
         port = 0
         if here.first:
@@ -127,7 +126,7 @@ def check_reach(board: Board, here: Doorstep, limit: timedelta, name: Callable[[
 
 
 def _try(other: dict[str, Any]) -> str | None:
-    """Why a door cannot be reached; None if it can."""
+    """The reason why another machine cannot be reached; None if it can."""
     try:
         socket.create_connection((other["address"], other["port"]), timeout=_CONNECT_S).close()
     except OSError as error:
@@ -136,7 +135,7 @@ def _try(other: dict[str, Any]) -> str | None:
 
 
 def unconnected(who: str, error: BaseException) -> ZbcError:
-    """torch's own words for a group that cannot be made, with what to do about it."""
+    """E615 for a group that cannot be made, with torch's message."""
     text = f"run: {who} cannot connect to the others"
     return ZbcError("E615", text, hint=_HINT, details=[str(error).partition("\n")[0]])
 

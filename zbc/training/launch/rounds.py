@@ -1,13 +1,13 @@
-"""Which start of a run this is: torchrun restarts ranks, and what earlier ones left in its store must not be read.
+"""The number of a run's start: torchrun restarts ranks, which must not read keys of earlier starts in its store.
 
-torchrun's own count (TORCHELASTIC_RESTART_COUNT) is each machine's: where another machine failed first, a machine may
-restart without counting. So rank 0 draws a number from the store, which lives as long as the launch, and every other
-rank asks for it:
+torchrun's own count (TORCHELASTIC_RESTART_COUNT) is per machine: if another machine failed first, a machine may restart
+without counting. So rank 0 draws a number from the store, which lives as long as the launch, and every other rank asks
+for it:
 
-    every rank but 0    queue a question with a word of its own, wait for the answer to that word
-    rank 0              answer the questions in the queue, those of earlier starts too, which nobody reads
+    every rank but 0    queues a question with a unique word, waits for the answer to that word
+    rank 0              answers the questions in the queue, also those of earlier starts, which are not read
 
-Ranks may come in any order, and nobody has to know who is still missing.
+Ranks may start in any order, without coordination.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NO_NAME = ("", "none")  # torchrun's without --rdzv-id
 
 @contextmanager
 def joined(store: Store, rank: int, ranks: int, patience: float) -> Iterator[int]:
-    """The number of this start, from 1, the same on all ranks; rank 0 goes on answering inside of the block.
+    """The number of this start, from 1, the same on all ranks; rank 0 answers the others inside of the block.
 
     `store` holds the keys of all starts of this launch. Raises E609 if rank 0 does not answer for `patience` seconds.
     """
@@ -48,10 +48,10 @@ def joined(store: Store, rank: int, ranks: int, patience: float) -> Iterator[int
 
 
 def launch_of(store: Store, name: str, number: int, *, restarted: bool) -> str:
-    """What tells this launch from every other one: `name`, which torchrun calls it by, and a word kept in its store.
+    """A unique id of this launch: torchrun's `name` for it, and a random word in its store.
 
-    The name alone does not: without --rdzv-id it is "none", and with one it may be given again the next day. Where the
-    launcher counts a restart that the store knows nothing of (`number` is 1), there is only the name.
+    The name is not unique: without --rdzv-id it is "none", and with one it may be reused the next day. If the launcher
+    counts a restart that is not in the store (`number` is 1), the id is the name only.
     """
     if restarted and number == 1 and name not in _NO_NAME:
         return name
@@ -59,7 +59,7 @@ def launch_of(store: Store, name: str, number: int, *, restarted: bool) -> str:
 
 
 def same_launch(told: object, launch: str) -> bool:
-    """Whether what a run says it was launched by is `launch`."""
+    """Whether the launch id in a run's run.json is `launch`."""
     return isinstance(told, str) and (told == launch or told.startswith(f"{launch}/"))
 
 
@@ -78,7 +78,7 @@ def _ask(store: Store, patience: float) -> int:
 
 
 def _answer(store: Store, number: int, ranks: int, done: threading.Event) -> None:
-    """Answer every question, until all ranks are there."""
+    """Answers every question, until all ranks have joined."""
     question = 1
     try:
         while store.add(f"joined/{number}", 0) < ranks - 1 and not done.is_set():

@@ -1,11 +1,11 @@
-"""The run directory: a new one for a single run, or that of the run which goes on.
+"""The run directory: a new one for a new run, or that of the run that is resumed.
 
     runs/plan-1/
-      run.json         what ran: plan, schedule, ranks, settings, prediction
+      run.json         the run: plan, schedule, ranks, settings, prediction
       metrics.jsonl    one line per step
 
-Whoever makes `metrics.jsonl` has the directory: of two runs that are given the same one at once the second is refused,
-and leaves what the first has written.
+The run that creates `metrics.jsonl` owns the directory: of two runs with the same one at once the second is refused,
+and does not touch the files of the first.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ METRICS, RUN = "metrics.jsonl", "run.json"
 
 @contextmanager
 def begun(parent: Path, name: str, out: Path | None, about: Mapping[str, Any]) -> Iterator[tuple[Path, LineFile]]:
-    """A new run directory, which says what it is `about`, and its `metrics.jsonl`: `out`, or the next free one.
+    """A new run directory with the run.json `about`, and its `metrics.jsonl`: `out`, or the next free one.
 
-    Those are called `<parent>/<name>-<n>`. If the block raises, what was made here is gone again. Raises OSError, and
-    E607 if `out` holds a run already.
+    Free ones are called `<parent>/<name>-<n>`. If the block raises, the files made here are removed. Raises OSError,
+    and E607 if `out` holds a run already.
     """
     with folders_for(parent / name if out is None else out / METRICS):
         folder = _numbered(parent, name) if out is None else out
@@ -50,7 +50,7 @@ def begun(parent: Path, name: str, out: Path | None, about: Mapping[str, Any]) -
 
 
 def gone_on(folder: Path, first: int, about: Mapping[str, Any]) -> LineFile:
-    """The `metrics.jsonl` of a run that goes on after `first` steps: lines of later ones are gone. Raises OSError."""
+    """The `metrics.jsonl` of a run resumed after `first` steps, without lines of later ones. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     _drop_after(folder / METRICS, first)
     replace_text(folder / RUN, _text(about))
@@ -58,7 +58,7 @@ def gone_on(folder: Path, first: int, about: Mapping[str, Any]) -> LineFile:
 
 
 def told(run: Path) -> dict[str, Any]:
-    """What `run.json` of a run that goes on says; nothing if it is not there, or damaged."""
+    """The `run.json` of a run; empty if it is missing or damaged."""
     try:
         about = json.loads((run / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -67,7 +67,7 @@ def told(run: Path) -> dict[str, Any]:
 
 
 def before(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The earlier parts of a run that goes on, by its `run.json`: plan, first step, when they started."""
+    """The earlier parts of a resumed run, from its `run.json`: plan, first step, start time of each."""
     if not told:
         return []
     return [*told.get("before", []), {key: told.get(key) for key in ("plan", "schedule", "first_step", "started")}]
@@ -95,7 +95,7 @@ def _claimed(folder: Path) -> LineFile:
 
 
 def _drop_after(metrics: Path, step: int) -> None:
-    """Keep the lines of the first `step` steps; one that was cut off in the middle goes too."""
+    """Keeps the lines of the first `step` steps; also drops an incomplete line."""
     if not metrics.exists():
         return
     kept = []

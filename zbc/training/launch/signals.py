@@ -1,8 +1,8 @@
-"""SIGINT, SIGTERM and SIGHUP (a terminal that is closed): the first asks, a second one insists.
+"""SIGINT, SIGTERM and SIGHUP (a terminal that is closed): the first one asks to stop, a second one forces it.
 
-Python runs signal handlers in the main thread between two bytecodes, and a rank's main thread may be inside a transfer
-for as long as a peer takes. The operating system's handler, though, writes to the wakeup descriptor at once, and a
-thread reads it.
+Python runs signal handlers in the main thread between two bytecodes, and a rank's main thread may be blocked in a
+transfer until its peer is ready. But the C-level handler writes to the wakeup descriptor at once, and a thread reads
+it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 
 
 def handled() -> list[signal.Signals]:
-    """The signals that ask this process to end. `nohup` has SIGHUP ignored, and that stands."""
+    """The signals that ask this process to end; without SIGHUP if it is ignored, as under `nohup`."""
     return [*_ALWAYS, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
 
 
 class Signals:
     """A context in which the first signal calls `asked(name)` and a later one `insisted(name)`, in a thread.
 
-    `apart`: seconds before another signal counts as a second one. `repeated`: a launcher forwards a Ctrl-C that its
-    children got from the terminal already, so one more is none of the user's however late it comes. Outside of the main
-    thread, where signals cannot be handled, this does nothing.
+    `apart`: seconds before another signal counts as a second one. `repeated`: the launcher forwards a Ctrl-C that its
+    children got from the terminal already, so one more is not the user's, however late it comes. Does nothing outside
+    of the main thread, where signals cannot be handled.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Signals:
 
 
 def shares_terminal() -> bool:
-    """Whether the process that started this one, and this one, get the signals of a terminal together."""
-    parent = os.getppid()  # 0 where it is outside of this container
+    """Whether this process and its parent both get the signals of a terminal."""
+    parent = os.getppid()  # 0 if it is outside of this container
     try:
         return parent != 0 and os.getpgid(parent) == os.getpgid(0)
     except OSError:
@@ -87,4 +87,4 @@ def shares_terminal() -> bool:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """A Python handler has to be installed for the wakeup descriptor to be written to."""
+    """Does nothing: a Python handler has to be installed for the wakeup descriptor to be written to."""

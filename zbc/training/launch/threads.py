@@ -1,7 +1,7 @@
 """`zbc run --local N --threads`: all ranks as threads of this process, on one device.
 
 Everything else of a run is as with processes: metrics, checkpoints, traces, the watchdog. On a GPU each rank has a
-stream of its own. Ranks share torch's random generators, Python's lock and the process: one that dies takes all along.
+stream of its own. Ranks share torch's random generators, the GIL and the process: if one crashes, all do.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from zbc.training.metrics.live import Screen
 from zbc.training.train import Building, Failure, RankContext, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
 
-_LEAVE_S = 5.0  # for the ranks of a run that failed to notice
+_LEAVE_S = 5.0  # for the other ranks to end after a failure
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What the threads of a run share."""
+    """The state shared by the threads of a run."""
 
     options: RunOptions
     device: torch.device
@@ -47,7 +47,7 @@ class _Run:
 
 
 def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> None:
-    """Train with a thread per rank of the plan. Raises what the first rank to fail raised, and KeyboardInterrupt when a
+    """Trains with a thread per rank of the plan. Raises the error of the first rank to fail, and KeyboardInterrupt if a
     signal ended the run."""
     world = manifest.topology.world
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
@@ -77,7 +77,7 @@ def run_threads(manifest: Manifest, options: RunOptions, screen: Screen) -> None
 
 
 def _ask(run: _Run, name: str) -> None:
-    """Have all ranks stop. Before they train nothing is lost, and what a rank waits for may never come."""
+    """Asks all ranks to stop. Ends at once before training: nothing is lost, and a rank might wait forever."""
     for stop in run.stops:
         stop.reason = name
     if not all(stop.training for stop in run.stops):
@@ -85,7 +85,7 @@ def _ask(run: _Run, name: str) -> None:
 
 
 def _rank(run: _Run, rank: int) -> None:
-    torch.set_num_threads(max(1, cores() // run.hub.ranks))  # of this thread's kernels, as a rank's process has it
+    torch.set_num_threads(max(1, cores() // run.hub.ranks))  # for this thread's kernels, as in a rank's process
     place = Place(rank, run.hub.ranks, HOST, run.port, PREFIX)
 
     def report(failure: Failure) -> NoReturn:
@@ -94,12 +94,12 @@ def _rank(run: _Run, rank: int) -> None:
         raise SystemExit
 
     def leave(code: int) -> NoReturn:
-        raise SystemExit  # this thread; the rank that reports has the run end
+        raise SystemExit  # ends this thread; the rank that reports ends the run
 
     def show(line: str) -> None:
         try:
             run.screen.say(line)
-        except SystemExit:  # nobody reads what this run says
+        except SystemExit:  # the output is closed
             end(EXIT_PIPE)
 
     context = RankContext(
@@ -120,7 +120,7 @@ def _rank(run: _Run, rank: int) -> None:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """A stream for this thread, current while the block lasts; nothing on a CPU."""
+    """Makes a new stream current for this thread inside of the block; does nothing on a CPU."""
     if device.type != "cuda":
         yield
         return

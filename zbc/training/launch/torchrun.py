@@ -1,4 +1,4 @@
-"""This process as one rank among several that torchrun, or a launcher like it, has started."""
+"""Runs this process as one of the ranks started by torchrun or a similar launcher."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from zbc.training.metrics.live import Screen
 from zbc.training.train import Failure, RankContext, StopFlag, end, run_rank
 from zbc.training.watchdog import in_time
 
-_LINGER_S = 10.0  # for the others' last word with the store, where its host is a rank itself and the run has failed
-_LAST_S = 30.0  # the same where it has not, and all of them come to their end
-_SAY_S = 2.0  # for this rank's own
+_LINGER_S = 10.0  # for the others' last messages to the store, if a rank hosts it and the run has failed
+_LAST_S = 30.0  # the same if it has not failed, and all ranks end
+_SAY_S = 2.0  # for this rank's own messages
 _LEFT = "left"
 
 
 def run_place(place: Place, manifest: Manifest, options: RunOptions, screen: Screen) -> None:
-    """Run this rank. Raises KeyboardInterrupt when a signal ended the run, E609 if there is no store to meet at.
+    """Runs this rank. Raises KeyboardInterrupt if a signal ended the run, E609 if the store cannot be reached.
 
-    A failure is written to stderr in one piece by the first rank that fails, and ends the processes here: torchrun
-    hides exit codes, and an orderly exit could wait for transfers that never end.
+    The first rank that fails writes its failure to stderr in one piece, and all processes end here: torchrun hides exit
+    codes, and an orderly exit could wait for transfers that never end.
     """
     patience = max(60.0, 2 * float(manifest.training["train"]["watchdog_s"]))
     with ExitStack() as stack:
@@ -62,13 +62,13 @@ def run_place(place: Place, manifest: Manifest, options: RunOptions, screen: Scr
 
 
 def _run(place: Place, options: RunOptions, screen: Screen) -> str | None:
-    """The rank's part in the run; what to say of it if it was stopped before its last step, else None."""
+    """Runs the rank; returns a message if the run was stopped before its last step, otherwise None."""
     stop = StopFlag()
     device = devices.place(place.local_rank) if options.device == "cuda" else torch.device("cpu")
 
     def asked(name: str) -> None:
         stop.reason = name
-        if not stop.training:  # nothing is lost, and the ranks it waits for may never come
+        if not stop.training:  # nothing is lost, and the ranks it waits for may never start
             claimed = in_time(lambda: place.board().claim(), _SAY_S)
             if claimed or (claimed is None and place.rank == 0):
                 _end_early(name, lambda: place.board().report(EXIT_INTERRUPTED))
@@ -81,7 +81,7 @@ def _run(place: Place, options: RunOptions, screen: Screen) -> str | None:
         end(code)
 
     def report(failure: Failure) -> NoReturn:
-        with suppress(OSError):  # all ranks have to end whether anybody hears why or not
+        with suppress(OSError):  # all ranks have to end, even if the message cannot be shown
             sys.stdout.flush()
         with suppress(OSError):
             told = visible(failure.render()) + "\n"
@@ -93,7 +93,7 @@ def _run(place: Place, options: RunOptions, screen: Screen) -> str | None:
     def show(line: str) -> None:
         try:
             screen.say(line)
-        except SystemExit:  # nobody reads what this run says: end all ranks, in silence
+        except SystemExit:  # the output is closed: end all ranks silently
             board = place.board()
             if in_time(board.claim, 5.0):
                 in_time(lambda: board.report(EXIT_PIPE), 5.0)
@@ -105,7 +105,7 @@ def _run(place: Place, options: RunOptions, screen: Screen) -> str | None:
 
 
 def _end_early(name: str, tell: Callable[[], None] = lambda: None) -> NoReturn:
-    """End this process, and say why: a signal came before the first step."""
+    """Ends this process with a message: a signal came before the first step."""
     with suppress(OSError):
         os.write(2, f"stopped before the first step (asked by {name}); there is nothing to resume\n".encode())
     in_time(tell, _SAY_S)
@@ -113,7 +113,7 @@ def _end_early(name: str, tell: Callable[[], None] = lambda: None) -> NoReturn:
 
 
 def _doorstep(place: Place) -> Doorstep | None:
-    """Choose where gloo listens."""
+    """Chooses the interface on which gloo listens; None on one machine, or if it is unknown."""
     if place.one_machine:
         bind_loopback()
         return None
@@ -122,7 +122,7 @@ def _doorstep(place: Place) -> Doorstep | None:
 
 
 def part(place: Place, patience: float) -> None:
-    """This rank's last word with the store; the rank that hosts it stays until all have said theirs, or for a while."""
+    """The rank's last message to the store; the rank that hosts it waits for those of all, with a timeout."""
 
     def say() -> None:
         if place.hosts_store:
@@ -135,9 +135,9 @@ def part(place: Place, patience: float) -> None:
 
 
 def write_flight_record(path: Path) -> None:
-    """Write down NCCL's last operations, for `torchfrtrace`.
+    """Writes NCCL's last operations, for `torchfrtrace`.
 
-    torch does so when NCCL times out, which it does not get to: the watchdog ends the run long before.
+    torch does so when NCCL times out, but the watchdog ends the run long before.
     """
     with suppress(OSError, TypeError):
         if record := flight_record():
@@ -145,7 +145,7 @@ def write_flight_record(path: Path) -> None:
 
 
 def _tell_torchrun(failure: Failure, path: str | None) -> None:
-    """Leave the message where torchrun's own summary shows it, as `elastic.multiprocessing.errors.record` does."""
+    """Writes the message for torchrun's own summary, like `elastic.multiprocessing.errors.record`."""
     if path:
         text = failure.render()
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
