@@ -1,7 +1,7 @@
-"""Evaluation between steps: the loss on samples that are never trained on, by the placement's forward-only program.
+"""Evaluation between steps: the loss on validation samples, by the placement's forward-only program.
 
-Nothing of a training changes by it: modules are put into evaluation mode and back each into its own, no graph is kept,
-and every random number that training draws has a seed of its own.
+It does not change the training: modules are put into evaluation mode and back into their own modes, no graph is kept,
+and all random draws of training have seeds of their own.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from zbc.training.guest import Guest
 
 @dataclass
 class EvaluationRun(PhaseRun):
-    """What a rank runs to evaluate: the forward-only program, on data of its own; None where they are not read."""
+    """The PhaseRun of an evaluation: the forward-only program; `batches` is None on ranks that read no data."""
 
     every: int = 0
-    total: int = 0  # microbatches per evaluation, in all replicas; 0 where the rank does not know
+    total: int = 0  # microbatches per evaluation, in all replicas; 0 if the rank does not know
     results: list[EvaluationResult] = field(default_factory=list)
-    counts: Callable[[Tensor], float] | None = None  # how many targets count, where microbatches may differ in that
-    weights: dict[int, float] = field(default_factory=dict)  # of the microbatches of a batch, where losses are found
+    counts: Callable[[Tensor], float] | None = None  # number of targets that count, if microbatches may differ in it
+    weights: dict[int, float] = field(default_factory=dict)  # of the microbatches of a batch, on ranks with losses
 
     def weigh(self, worker: Worker, number: int, target: Tensor, share: float) -> float:
         weight = share if self.counts is None else self.counts(target)
@@ -51,10 +51,10 @@ _Run = TypeVar("_Run", bound=EvaluationRun)
 
 
 def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], float] | None) -> EvaluationRun:
-    """What the job asks for; `counts`: how many targets count.
+    """The evaluation of the job; `counts`: counts the targets that count.
 
-    Inputs in floating point come in the type of the weights, as in training.
-    Raises E504 if what is kept for it does not make one batch of as many samples as a step has.
+    Floating-point inputs are cast to the type of the weights, as in training.
+    Raises E504 if there are fewer validation samples than a step has samples.
     """
     manifest, settings, train = site.manifest, site.settings, site.settings.train
     kept = build_validation(settings.data, settings.model, train.seed) if site.reads else None
@@ -65,7 +65,7 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
             text = f"data: {len(kept)} samples are kept for evaluation, which takes {per_step * size} at once"
             hint = "set data.validation higher, or validation_path to a larger file"
             raise ZbcError("E504", text, where=place(settings.data, settings.model, kept=True), hint=hint)
-        # A seed of its own, so that few batches are a fair sample of all, and the same ones every time.
+        # A seed of its own, so that few batches are a random sample of all, the same one every time.
         seed = seed_of(train.seed, "evaluation")
         batches = Batches(
             kept, seed=seed, microbatches=per_step, size=size, lowered=settings.lowered, tokens=site.tokens
@@ -90,7 +90,7 @@ def forward_run(worker: Worker, kind: type[_Run], batches: Batches | None) -> _R
 
 
 def forwards(worker: Worker, run: EvaluationRun, batches: int) -> Iterator[int]:
-    """Run batch after batch; what is found of each is there while the caller has its number."""
+    """Runs one batch after the other; yields the number of each, while its losses and weights exist."""
     training, progress = worker.phase_run, worker.progress
     with evaluating(worker):
         worker.phase_run = run
@@ -109,7 +109,7 @@ def forwards(worker: Worker, run: EvaluationRun, batches: int) -> Iterator[int]:
 
 @dataclass
 class Evaluations(Guest):
-    """The evaluations of a run; `tell` takes what each finds."""
+    """The evaluations of a run; `tell` receives their results."""
 
     worker: Worker
     tell: Callable[[EvaluationResult], None] | None = None
@@ -125,7 +125,7 @@ class Evaluations(Guest):
 
 
 def evaluate(worker: Worker, step: int) -> EvaluationResult:
-    """Evaluate the weights as they are after step `step`; all ranks do so together. The last step has to be final."""
+    """Evaluates the weights after step `step`; all ranks call this together. The last step has to be final."""
     run = worker.evaluation
     if not isinstance(run, EvaluationRun):
         raise ZbcError("E703", "run: this plan has no evaluation", hint="set train.eval_every and plan again")
@@ -133,7 +133,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
     manifest, progress = worker.plan.manifest, worker.progress
     count = _agreed_count(worker, run)
     per_batch = run.count * manifest.topology.dp
-    batches = -(-count // per_batch)  # the last one may go on with samples seen before, which do not count
+    batches = -(-count // per_batch)  # the last one may be filled up with earlier samples, which do not count
     losses = torch.zeros(2, batches * per_batch, dtype=torch.float64, device=worker.device)  # times weights; weights
     for batch in forwards(worker, run, batches):
         for mb, loss in () if worker.share else worker.losses.items():
@@ -141,10 +141,10 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
             place = batch * per_batch + number
             losses[0, place], losses[1, place] = loss, run.weights[number]
     worker.all_reduce(losses, worker.everyone)
-    worker.clock.read()  # this is no time of a step
+    worker.clock.read()  # drops the time, which is not part of a step
     progress.waiting = True
     totals = [0.0, 0.0]
-    for which, values in enumerate(losses[:, :count].tolist()):  # in order, so that the sum does not depend on the cut
+    for which, values in enumerate(losses[:, :count].tolist()):  # in order: the sum is the same for every partition
         for value in values:
             totals[which] += value
     progress.waiting, worker.step = False, step
@@ -155,7 +155,7 @@ def evaluate(worker: Worker, step: int) -> EvaluationResult:
 
 
 def _agreed_count(worker: Worker, run: EvaluationRun) -> int:
-    """The rank with the first stage, which reads the data, says how many microbatches count."""
+    """The number of microbatches that count, from the rank with the first stage, which reads the data."""
     first = worker.copy == worker.share == 0 and worker.placement.rank_of(0) == worker.plan.rank
     count = torch.tensor([run.total if first else 0], dtype=torch.float64, device=worker.device)
     worker.all_reduce(count, worker.everyone)
@@ -164,8 +164,8 @@ def _agreed_count(worker: Worker, run: EvaluationRun) -> int:
 
 @contextmanager
 def evaluating(worker: Worker) -> Iterator[None]:
-    """All modules in evaluation mode; afterwards each in its own again, buffers that forwards change, in that mode too,
-    are what they were, and no cast of a weight is left behind."""
+    """Runs its body with all modules in evaluation mode; afterwards restores their modes and the buffers that forwards
+    change even in that mode, and drops casts of weights."""
     modules: list[nn.Module] = [
         module for stage in worker.stages.values() for layer in stage.layers for module in layer.module.modules()
     ]

@@ -1,4 +1,4 @@
-"""The filler of a rank, as the job's [filler] has it; see runtime/features/filler.py."""
+"""Installs the filler of a rank, from the job's [filler]; see runtime/features/filler.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from zbc.text import GIB, size
 
 
 def install(worker: Worker, tell: Callable[[str], None]) -> Filling | None:
-    """Make the task of [filler], and have the worker's waits filled with it; None where there is none, or no room.
+    """Makes the task of [filler], and fills the worker's waits with it; None if there is no task, or too little memory.
 
-    The factory gets `rank` and `ranks` (of the run) beside filler.args. Raises E502 (it cannot be imported, or fails).
+    The factory gets `rank` and `ranks` (of the run) and filler.args. Raises E502 (it cannot be imported, or fails).
     """
     manifest = worker.plan.manifest
     asked = spec.Filler.model_validate(manifest.training.get("filler", {}), strict=False)
@@ -37,7 +37,7 @@ def install(worker: Worker, tell: Callable[[str], None]) -> Filling | None:
 
 
 def _room(worker: Worker) -> int | None:
-    """Bytes that the plan leaves free on this rank's device; None where that is not known."""
+    """Bytes that the plan leaves free on this rank's device; None if unknown."""
     manifest = worker.plan.manifest
     memory = manifest.planning.get("hardware", {}).get("memory_gib")
     rows = manifest.predicted.get("per_rank", [])

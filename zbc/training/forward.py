@@ -1,8 +1,8 @@
-"""`zbc run --forward`: a data set once through the pipeline, without a backward, into one safetensors file.
+"""`zbc run --forward`: runs a dataset once through the pipeline, without a backward, into one safetensors file.
 
-Of built-in models with cross entropy a row holds the log-probabilities of a sample's targets, 0 where one does not
-count; of others the model's output. Rows come in the order of the samples, as float32. A last batch that samples do not
-fill goes on with the first ones again, whose rows are dropped.
+For built-in models with cross entropy a row has the log-probabilities of a sample's targets, 0 for one that does not
+count; for others the model's output. Rows are in the order of the samples, as float32. The last batch is filled up with
+the first samples, whose rows are dropped.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from zbc.training.building.shares import log_probabilities_of
 from zbc.training.data.data import Batches, Samples, all_samples, place
 from zbc.training.evaluate import EvaluationRun, forward_run, forwards
 
-_DIMS = 8  # that a row may have, with how many there are
+_DIMS = 8  # length of a message with the number of dimensions of a row and their sizes
 
 
 @dataclass
 class ForwardRun(EvaluationRun):
-    """What a rank runs; `row` makes rows of an output and targets, `rows` has those of each microbatch of a batch."""
+    """The PhaseRun of a rank; `row` makes rows from output and targets, `rows` has those of a batch, by microbatch."""
 
     row: Callable[[Tensor, Tensor], Tensor] = lambda output, targets: output
     rows: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class ForwardRun(EvaluationRun):
         return 1.0
 
     def collect(self, output: Tensor, target: Tensor) -> Tensor:
-        """In place of the loss. A forward that runs twice makes its rows again."""
+        """Stores the rows, in place of the loss. A forward that runs twice overwrites them."""
         if not isinstance(output, Tensor):
             text = f"run: --forward writes one tensor, and the last layer returns {shown(output)}"
             raise ZbcError("E505", text, hint="let the last layer return the tensor to be written")
@@ -53,7 +53,7 @@ class ForwardRun(EvaluationRun):
 
 
 class _Repeated:
-    """Samples, and the first ones again after the last, `count` in all."""
+    """Samples, with the first ones repeated after the last, `count` in all."""
 
     def __init__(self, samples: Samples, count: int) -> None:
         self._samples, self._count = samples, count
@@ -78,10 +78,10 @@ class _InOrder(Batches):
 
 
 def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, int]:
-    """Write the rows of the job's data set to `out`, of `most` batches at most; what they are, and how many.
+    """Writes the rows of the job's dataset to `out`, of `most` batches at most; returns their name and their number.
 
-    All ranks do so together. Raises E118 for what it does not go with, E504 for no samples, E606 for a file that cannot
-    be written.
+    All ranks call this together. Raises E118 for incompatible features, E504 for no samples, E606 for a file that
+    cannot be written.
     """
     manifest, settings = worker.plan.manifest, Settings.of(worker.plan.manifest)
     for name, there in (
@@ -129,7 +129,7 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
 
 
 def _data(worker: Worker, settings: Settings, per_batch: int) -> tuple[Batches | None, int]:
-    """What this rank reads; rank 0 looks how many samples there are even where it reads none."""
+    """The data of this rank, and the number of samples, which rank 0 determines even if it reads no data."""
     if worker.batches is None and worker.rank:
         return None, 0
     samples = all_samples(settings.data, settings.model, settings.train.seed)
@@ -149,7 +149,7 @@ def _data(worker: Worker, settings: Settings, per_batch: int) -> tuple[Batches |
 
 
 def _shape(worker: Worker, rows: dict[int, Tensor]) -> list[int]:
-    """Of the row of one sample, which the rank that has microbatch 0 knows."""
+    """The shape of the row of one sample, from the rank with microbatch 0."""
     own = list(rows[0].shape[1:]) if 0 in rows else []
     told = torch.zeros(_DIMS, dtype=torch.float64, device=worker.device)
     told[: len(own) + 1] = torch.tensor([len(own) if 0 in rows else 0, *own], dtype=torch.float64)
@@ -159,7 +159,7 @@ def _shape(worker: Worker, rows: dict[int, Tensor]) -> list[int]:
 
 
 class _Rows:
-    """A safetensors file of one float32 tensor, written batch by batch; under its name once it is whole."""
+    """A safetensors file of one float32 tensor, written batch by batch, and renamed once it is complete."""
 
     def __init__(self, path: Path, name: str, count: int) -> None:
         self._path, self._name, self._count, self._begun = path, name, count, False
@@ -194,7 +194,7 @@ class _Rows:
             raise self._unwritten(error) from error
 
     def close(self) -> None:
-        """Leave nothing half written."""
+        """Removes an incomplete file."""
         self._file.close()
         self._part.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""`train.hook`: a function of the user that every rank calls after each step, and that may end the run."""
+"""`train.hook`: a user's function that every rank calls after each step, and that may end the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY = "train.hook"
 
 
 class Step(NamedTuple):
-    """A step that is over, as a hook is told of it. All but `rank`, `seconds` and `layers` is so on all ranks."""
+    """A completed step, as passed to a hook. All but `rank`, `seconds` and `layers` is the same on all ranks."""
 
     number: int  # from 1
     loss: float
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 class Hook(Guest):
-    """It is called on every rank. A true answer on any rank ends the run after the next step, like its last one."""
+    """Calls the hook on every rank. If it returns True on any, the next step becomes the last one of the run."""
 
     def __init__(self, name: str, worker: Worker, board: Board) -> None:
         self._name, self._worker, self._board = name, worker, board

@@ -1,4 +1,4 @@
-"""One rank of a run from its first connection to its last step, however its process was started."""
+"""One rank of a run from its first connection to its last step, under any launcher."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ from zbc.training.warm import warm
 from zbc.training.watchdog import Watchdog, in_time
 from zbc.training.worker import build_worker
 
-_SETTLE_S = 5.0  # for a rank that fails to write down what it has recorded
+_SETTLE_S = 5.0  # for a failed rank to write its recorded steps
 
 
 class RankFailed(Exception):
-    """An exception that zbc did not foresee, with its traceback as text: it comes from another process."""
+    """An unexpected exception, with its traceback as text, since it is from another process."""
 
     exit_code = EXIT_BUG
 
@@ -82,8 +82,8 @@ Failure = ZbcError | RankFailed
 
 
 def end(code: int) -> NoReturn:
-    """End this process now: an orderly exit could wait for transfers that never end."""
-    for stream in (sys.stdout, sys.stderr):  # what layers of the user printed
+    """Ends this process now: an orderly exit could wait for transfers that never end."""
+    for stream in (sys.stdout, sys.stderr):  # for output of user code
         with suppress(OSError, AttributeError):  # to a full disk, a terminal that is gone, nowhere (None)
             stream.flush()
     os._exit(code)
@@ -91,7 +91,7 @@ def end(code: int) -> NoReturn:
 
 @dataclass
 class StopFlag:
-    """Why this process was asked to stop; the rank looks at it between steps, once it is `training`."""
+    """The reason why this process was asked to stop; the rank checks it between steps, once it is `training`."""
 
     reason: str | None = None
     training: bool = False
@@ -99,7 +99,7 @@ class StopFlag:
 
 @dataclass(frozen=True)
 class Building:
-    """Ranks as threads build their layers one after the other, and look at those of the model once for all."""
+    """State shared by ranks as threads, which build their layers one after the other, and derive shapes only once."""
 
     turn: threading.Lock = field(default_factory=threading.Lock)
     looks: dict[int | None, Shapes] = field(default_factory=dict)
@@ -107,25 +107,25 @@ class Building:
 
 @dataclass(frozen=True)
 class RankContext:
-    """A rank in its process, made by what started that."""
+    """The context of a rank in its process, made by the launcher."""
 
     place: Place
     options: RunOptions
     device: torch.device
-    emit: Callable[[str], None]  # takes the lines rank 0 shows
+    emit: Callable[[str], None]  # receives the lines that rank 0 shows
     report: Callable[[Failure], NoReturn]  # shows why the run ends, and ends this process
-    leave: Callable[[int], NoReturn]  # ends this process with that code, in silence: another rank reports
-    live: Callable[[str], None] = lambda text: None  # takes how far the run is, after every step of rank 0
+    leave: Callable[[int], NoReturn]  # ends this process with that code, silently: another rank reports
+    live: Callable[[str], None] = lambda text: None  # receives the progress, after every step of rank 0
     stop: StopFlag = field(default_factory=StopFlag)
-    doorstep: Doorstep | None = None  # where other machines find this rank; None if there are none, or nobody knows
-    transport: Transport | None = None  # to the other ranks; None: the network, which this rank is yet to join
+    doorstep: Doorstep | None = None  # for other machines to reach this rank; None if there are none, or it is unknown
+    transport: Transport | None = None  # to the other ranks; None: the network, to be connected
     building: Building = field(default_factory=Building)  # one for all ranks of this process
 
 
 def run_rank(context: RankContext) -> str | None:
-    """Train; returns what to say of a run that was stopped before its last step, None if it was not.
+    """Trains; returns a message if the run was stopped before its last step, otherwise None.
 
-    What goes wrong ends the process through `context`, never with an exception.
+    Errors end the process through `context`, never with an exception.
     """
     watchdog: Watchdog | None = None
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
@@ -161,37 +161,37 @@ def run_rank(context: RankContext) -> str | None:
 
 
 class _Run:
-    """One rank's part in a run: each step finds here what those before it have left."""
+    """The state of one rank's run: each phase reads here the results of earlier ones."""
 
     plans: list[RankPlan]  # by phase
     processes: list[str]  # per rank, host:pid
     transport: Transport
     worker: Worker
     filling: Filling | None
-    training: ExitStack  # what is over when training is
+    training: ExitStack  # contexts that end with the training
     start: resume.Start
     log: RunRecord | None = None  # on rank 0
-    first = 0  # steps trained before, by the run that this one goes on with
-    saves: Path | None = None  # where its checkpoints are
-    stopped: str | None = None  # what to say of it, if that was before its last step
+    first = 0  # steps trained before, by the run that this one resumes
+    saves: Path | None = None  # the folder of its checkpoints
+    stopped: str | None = None  # a message, if it was stopped before its last step
 
     def __init__(self, context: RankContext, manifest: Manifest, watchdog: Watchdog) -> None:
         self.context, self.manifest, self.watchdog = context, manifest, watchdog
         self.options, self.board, self.rank = context.options, context.place.board(), context.place.rank
-        # The watchdog is to find what hangs; this only keeps a rank whose watchdog is dead from staying forever.
+        # The watchdog reports hangs; this limit only ends a rank whose watchdog is dead.
         self.limit = timedelta(seconds=600 + 4 * watchdog.limit)
         self.name, self.total = manifest.topology.name, self.options.steps or int(manifest.training["train"]["steps"])
         self.step: Step = run_step
         self.guests = list[Guest]()
 
     def show(self, text: str) -> None:
-        """A line for the console, if this is rank 0."""
+        """Shows a line on the console, if this is rank 0."""
         if self.rank == 0:
             self.context.emit(text)
 
 
 def _meet(run: _Run) -> None:
-    """Wait until all ranks are there, to run the same."""
+    """Waits until all ranks have started, and checks that they run the same."""
     manifest, trace = run.manifest, run.options.trace
     if trace and manifest.balance is not None:
         raise excludes.refused("balance", "trace", "run")
@@ -241,18 +241,18 @@ def _build(run: _Run) -> None:
 
 
 def _begin(run: _Run) -> None:
-    """Load the checkpoint to go on from, if there is one."""
+    """Loads the checkpoint to resume from, if there is one."""
     run.context.stop.training = True
     who = f"{run.processes[0]}, plan {run.manifest.id}, in {Path.cwd()}"
     run.start = run.training.enter_context(resume.begun(run.board, run.options, run.manifest, who))
     if run.start.checkpoint is not None:
-        # As long as something is read this is no stand-still, however long it takes.
+        # Each read counts as progress for the watchdog, however long the load takes.
         alive = functools.partial(run.watchdog.phase, "loading the checkpoint")
         run.first = load(run.worker, run.board, run.start.checkpoint, alive=alive, tell=run.context.emit)
 
 
 def _forward(run: _Run) -> None:
-    """Run the data set forward, in place of a training."""
+    """Runs the dataset forward, in place of a training."""
     options, out = run.options, run.options.forward
     assert out is not None
     if run.start.checkpoint is None:
@@ -263,7 +263,7 @@ def _forward(run: _Run) -> None:
 
 
 def _record(run: _Run) -> None:
-    """Have rank 0 write down the numbers of the run."""
+    """Makes rank 0 write the metrics of the run."""
     if run.rank == 0:
         tokens = run.worker.work.tokens if isinstance(run.worker.work, Dealer) else None
         about = RunSettings(run.options, run.total, run.processes, run.worker.phases, run.first, run.start, tokens)
@@ -281,7 +281,7 @@ def _trace(run: _Run) -> None:
 
 @contextmanager
 def _recorded(tracer: Tracers) -> Iterator[None]:
-    """What was recorded is written down when this block is over, whether it fails or not; a disk may refuse to."""
+    """Writes recorded steps at the end of its block, also if that fails; errors of the disk are ignored then."""
     try:
         yield
         tracer.end()
@@ -291,7 +291,7 @@ def _recorded(tracer: Tracers) -> Iterator[None]:
 
 
 def _invite(run: _Run) -> None:
-    """Have those come that take part in the run beside its steps."""
+    """Registers the guests of the run: console, evaluations, hook, checkpoints."""
     worker, context, log = run.worker, run.context, run.log
     evaluated = None if log is None else lambda found: context.emit(log.record_evaluation(found))
     run.guests += [_Outside(run), Evaluations(worker, evaluated)]
@@ -308,7 +308,7 @@ def _invite(run: _Run) -> None:
 
 
 class _Outside(Guest):
-    """The console, the files of the run and whoever asks it to stop."""
+    """The console, the files of the run, and requests to stop."""
 
     def __init__(self, run: _Run) -> None:
         self._run, self._asked, self._skips = run, False, Skips(run.manifest)
@@ -332,7 +332,7 @@ class _Outside(Guest):
         except ZbcError:
             try:
                 for guest in run.guests:
-                    guest.wait()  # all ranks end here, so what is being written may become whole
+                    guest.wait()  # all ranks end here, so a checkpoint being written can be completed
             finally:
                 progress = run.worker.progress
                 progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
@@ -360,7 +360,7 @@ def _train(run: _Run) -> None:
 
 
 def train_steps(worker: Worker, steps: range, guests: Sequence[Guest], run: Step = run_step) -> int | None:
-    """Train as the plan says; after which step the run was stopped, None if that was the last."""
+    """Trains by the plan; returns the number of steps after which the run was stopped, None if all were trained."""
 
     def tell(result: StepResult | None) -> None:
         if result is not None:
@@ -398,7 +398,7 @@ def train_steps(worker: Worker, steps: range, guests: Sequence[Guest], run: Step
 
 
 def agree_on_samples(worker: Worker) -> None:
-    """Raise E117 where ranks that deal samples to replicas do not know the same, E516 where those that read do not."""
+    """Raises E117 if ranks that deal samples to replicas have different ones, E516 if ranks that read data do."""
     dealt, source = isinstance(worker.work, Dealer), worker.batches
     if not dealt and worker.plan.manifest.training["data"]["kind"] in KINDS:
         return
@@ -411,11 +411,11 @@ def agree_on_samples(worker: Worker) -> None:
         raise ZbcError("E117" if dealt else "E516", text, hint="let all ranks read the same data")
 
 
-# ---- when training is over -----------------------------------------------------------------------------------
+# ---- after training ------------------------------------------------------------------------------------------
 
 
 def _tell_filled(run: _Run) -> None:
-    """Say what the filler got done on each rank."""
+    """Shows the work done by the filler on each rank."""
     if run.filling is not None:
         run.worker.transport = run.filling.inner
     if run.worker.plan.manifest.training.get("filler", {}).get("task"):
@@ -425,7 +425,7 @@ def _tell_filled(run: _Run) -> None:
 
 
 def _tell_late(run: _Run) -> None:
-    """Say how many steps of its own each stage made between a forward and its backward, as it was counted."""
+    """Shows the largest delay of gradients of each stage, in its own steps, as counted."""
     if run.worker.phase_run.ending.every:
         found = {s: one.stalest for s, one in run.worker.optimizers.items() if isinstance(one, OneVersion)}
         told = run.board.meet("late", run.limit, json.dumps(found))
@@ -434,7 +434,7 @@ def _tell_late(run: _Run) -> None:
 
 
 def _save(run: _Run) -> None:
-    """Every rank writes the weights it answers for; the first completes the folder when all have."""
+    """Every rank writes its part of the weights; rank 0 completes the folder when all have."""
     worker, folder, beside = run.worker, run.options.save_hf, run.options.save_adapter
     if folder is None and beside is None:
         return
@@ -471,8 +471,8 @@ def _save(run: _Run) -> None:
 
 
 def _uncut(worker: Worker) -> dict[str, nn.Parameter]:
-    """The weights that are written down from this rank, whole: of ranks that share layers from the first of them, of a
-    vocabulary that all share from those that would have it else."""
+    """The weights that this rank writes, unsharded: tensor parallel ones on the first rank of the group, a parallel
+    vocabulary on the ranks with the first and the last stage."""
     found = primary(worker)
     shared = worker.features.find(Vocabulary)
     if shared is not None and worker.copy == 0:
@@ -495,7 +495,7 @@ def _end(run: _Run) -> None:
     device = run.context.device
     run.watchdog.phase("ending")
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # groups end only when nothing is on its way in them
+        torch.cuda.synchronize(device)  # groups can end only without operations in flight
         run.show(devices.fullest(run.board.meet("memory", run.limit, devices.in_use(device)), run.name))
     run.board.meet("ended", run.limit)
     run.watchdog.nearly_done()
@@ -506,11 +506,11 @@ def _end(run: _Run) -> None:
         dist.destroy_process_group()
 
 
-# ---- when it fails -------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------------------
 
 
 def _give_up(error: BaseException, context: RankContext, watchdog: Watchdog | None) -> NoReturn:
-    """End the process: the first rank that fails reports why, all others follow in silence."""
+    """Ends the process: the first rank that fails reports why, all others end silently."""
     if watchdog is not None:
         watchdog.stand_down()
     failure = explain(error, context.place.rank)
@@ -524,7 +524,7 @@ def _give_up(error: BaseException, context: RankContext, watchdog: Watchdog | No
 
 
 def _who_is_gone(failure: ZbcError, context: RankContext, watchdog: Watchdog) -> ZbcError:
-    """What a lost connection is of: the ranks that are silent, and those that a signal killed."""
+    """A lost connection's error with its cause: the ranks that are silent, and those that a signal killed."""
     gone, (rows, _) = watchdog.await_silence(), watchdog.rows()
     killed = in_time(lambda: context.place.board().killed(), 5.0) or {}
     shown = watchdog.lines(rows, gone, of=gone)
@@ -539,8 +539,8 @@ def _who_is_gone(failure: ZbcError, context: RankContext, watchdog: Watchdog) ->
 
 
 def explain(error: BaseException, rank: int) -> Failure:
-    """The error as a user sees it; an op's exception names rank, op and step, and shows the user's own frames."""
-    notes = [*reversed(getattr(error, "__notes__", []))]  # the op, then where in it
+    """The error to show to the user; an op's exception names rank, op and step, and shows the user's own frames."""
+    notes = [*reversed(getattr(error, "__notes__", []))]  # the op, then the place in it
     if isinstance(error, ZbcError):
         return _with_details(error, notes)
     if not any(note.startswith("while rank") for note in notes):
