@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zbc.ir import Kind, Message, Op
 from zbc.job.userobject import IN_A_RANK
+from zbc.ops import Lane
 from zbc.plan.directory import judges
 from zbc.runtime.core import exhausted
 from zbc.runtime.core.answers import squares
@@ -104,16 +105,15 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
     x, finish = _input(worker, stage), _finish(worker, stage)
     slot = Slot() if split or stage.slotted else None
     last = worker.features.find(Vocabulary) is None and not worker.placement.sinks(stage.index)
-    moves = [
-        op for run in worker.phase_runs for op in run.plan.ops if (op.kind, op.stage) == (Kind.OFFLOAD, stage.index)
-    ]
-    keeps = worker.features.of(Offloads).moves if moves else KEEPS
+    ops = (op for run in worker.phase_runs for op in run.plan.ops if op.stage == stage.index)
+    moved = next((op for op in ops if op.kind.row.lane is Lane.OUT), None)
+    keeps = KEEPS if moved is None else worker.features.of(Offloads).moves
     y, left = keeps.forward(worker, stage, x, 0, finish, slot)
     assert left is not None
     del x  # as in a step, where only the saved state of F has it
-    if moves:
+    if moved is not None:
         for turn in (left.entry.offload, left.entry.release, left.entry.reload, left.entry.arrive):
-            turn(moves[0])
+            turn(moved)
     grad = worker.phase_run.share(y) if last else torch.zeros_like(y)
     with using(slot), torch.autograd.set_multithreading_enabled(False):
         if slot is not None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from zbc.compiler.cost.cost import Costs
-from zbc.ir import COPY, Key, Kind, Program
-from zbc.ops import ROWS
+from zbc.ir import COPY, Key, Program
+from zbc.ops import ROWS, Lane
 
 
 def slabs(program: Program, rank: int) -> dict[int, int]:
@@ -20,7 +20,7 @@ def slabs(program: Program, rank: int) -> dict[int, int]:
     taken, most = dict[int, int](), dict[int, int]()
     away = set[Key]()
     for op in program.ranks[rank]:
-        if op.kind is Kind.OFFLOAD:
+        if op.kind.row.lane is Lane.OUT:
             away.add(op.key)
             taken[op.stage] = taken.get(op.stage, 0) + 1
             most[op.stage] = max(most.get(op.stage, 0), taken[op.stage])

@@ -106,7 +106,7 @@ def _gradients(worker: Worker) -> dict[int, int]:
     def look(worker: Worker, op: Op) -> None:
         found.update({stage: _held(worker, stage)["gradients"] for stage in worker.stages})
 
-    at = next(index for index, (_, op, _) in enumerate(worker.script) if op.kind is Kind.VALIDATE)
+    at = next(index for index, (_, op, _) in enumerate(worker.script) if op.kind.is_barrier)
     worker.script.insert(at, (look, worker.script[at][1], "look"))
     return found
 

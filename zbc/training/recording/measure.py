@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from zbc.ir import Kind, Message, Op
+from zbc.ops import Lane
 from zbc.runtime.core.clock import Clock
 from zbc.runtime.core.optimizer import StageOptimizer
 from zbc.runtime.core.private import TorchDispatchMode, shares_memory, tree_leaves
@@ -241,7 +242,7 @@ class Scale:
             if worker.features.of(Gathers).freed:
                 ledger.resize()
             time.sleep(left(self.pace, op, (time.perf_counter_ns() - self._clock.began) / 1e9))
-            if op.kind is Kind.OFFLOAD:
+            if op.kind.row.lane is Lane.OUT:
                 ledger.forget(ledger.numbers(slab.memory for slab in worker.features.of(Offloads).pool.slabs))
             gone, came = self._left(), self._came(last)
             extra, rise = self._extra(before, came), ledger.peak - before
