@@ -289,7 +289,7 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         common=(model.shared_hidden or 0) // tp,
         past=past,
         tp=tp,
-        fused_grads=job.train.fused_gradients and (job.hardware.device == "cuda" or model.dtype == "float32"),
+        fused_grads=job.train.fused_gradients,
         shared=job.parallel.shared,
         cp=job.parallel.cp,
     )

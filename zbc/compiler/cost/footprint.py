@@ -293,9 +293,14 @@ class Sizes:
         most = max(rows * min(keys, self.window + rows if self.window else keys) for rows, keys in chunks)
         return 5 * 4 * self.heads * most * self.sequences
 
+    @property
+    def fuses(self) -> bool:
+        """Whether products may be added to float32 sums in one kernel."""
+        return self.cuda or self.width == GRAD_BYTES
+
     def weight_grad(self, elements: float, *, first: bool) -> float:
         """Bytes the weight gradient of a linear layer takes before it is added to the sum."""
-        return 0.0 if self.fused_grads else weight_grad(elements, self.width, first=first)
+        return 0.0 if self.fused_grads and self.fuses else weight_grad(elements, self.width, first=first)
 
     @property
     def cast(self) -> bool:
@@ -534,14 +539,15 @@ def _by_chunks(z: Sizes) -> Footprint:
     narrow = n < GRAD_BYTES
     logits, low = 4.0 * vocab * some, float(n * vocab * some * narrow)
     grad = float(GRAD_BYTES * h * vocab)
-    rows, product = float(h * n * t), float(n * h * vocab * narrow)
+    rows, product = float(h * n * t), float(n * h * vocab * (not z.fuses))
+    normed = float(z.stream * h * t) if z.cast else 0.0  # the norm's output, beside the cast that is kept
     most = rows + grad + max(logits * (1 + z.logits_cap), logits + low, low + product)
     norm = h if z.gated else 2 * h
     return Footprint(
         act_b=(z.stream * h + z.norm) * z.own + (h * n + 12) * t,
         entry=z.stream * h * z.own + 8 * t,
-        more_f=logits + low,
-        more_alone=logits + low + rows,
+        more_f=logits + low + normed,
+        more_alone=logits + low + rows + normed,
         more_b=most,
         more_bw=most,
         came_b=GRAD_BYTES * (norm + h * vocab),

@@ -122,18 +122,23 @@ def accumulate_product(parameter: Tensor, grad: Tensor, rows: Tensor) -> None:
         parameter = _original(parameter)
     if _is_frozen(parameter):
         return
-    left, into, wanted = grad.t(), parameter.grad, parameter.grad_dtype or parameter.dtype
-    if wanted is rows.dtype:
-        if into is None:
-            parameter.grad = left.mm(rows)
-        else:
-            into.addmm_(left, rows)
-    elif not rows.is_cuda or wanted is not torch.float32:
-        accumulate(parameter, left.mm(rows))
-    elif into is None:
-        parameter.grad = torch.mm(left, rows, out_dtype=wanted)
+    wanted = parameter.grad_dtype or parameter.dtype
+    if parameter.grad is not None:
+        add_product(parameter.grad, grad.t(), rows)
+    elif wanted is torch.float32 and wanted is not rows.dtype and rows.is_cuda:
+        parameter.grad = torch.mm(grad.t(), rows, out_dtype=wanted)
     else:
-        torch.addmm(into, left, rows, out_dtype=wanted, out=into)
+        parameter.grad = grad.t().mm(rows).to(wanted)
+
+
+def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds `left` times `right` to `into`, in one kernel if the types allow."""
+    if into.dtype is right.dtype:
+        into.addmm_(left, right)
+    elif into.is_cuda and into.dtype is torch.float32:
+        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
+    else:
+        into.add_(left.mm(right))
 
 
 def _is_frozen(parameter: Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.core.slot import Slot, accumulate, current_slot
+from zbc.runtime.core.slot import Slot, accumulate, add_product, current_slot
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.features import words
 from zbc.runtime.features.tensor_parallel import Group
@@ -98,10 +98,8 @@ class _CrossEntropy(torch.autograd.Function):
             del logits, kept
             if into is not None:
                 torch.mm(d, by, out=into[span])
-            if learnt is not None and learnt.dtype is d.dtype:
-                learnt.addmm_(d.t(), x[span])
-            elif learnt is not None:
-                learnt.add_(d.t().mm(x[span]))
+            if learnt is not None:
+                add_product(learnt, d.t(), x[span])
             del d
         return into, _learn(ctx.weight, learnt, ctx.slot), None, None
 
