@@ -232,7 +232,7 @@ ROWS = (
         "adapter",
         "E110",
         {
-            "compile|experts|shared vocabulary|loss by chunks": UNWRITTEN,
+            "compile|experts|shared vocabulary": UNWRITTEN,
             "frees": ("frozen weights are whole on every replica", 'use shard = "optimizer" or "gradients"'),
         },
         at_other=True,

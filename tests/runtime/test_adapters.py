@@ -197,6 +197,12 @@ def test_however_ranks_share_it_it_trains_alike(traits, family):
     assert apart(found, trained(tables(model__family=family))) <= 2e-5
 
 
+@pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], 1))
+def test_a_loss_by_chunks_of_a_frozen_head_trains_alike(dtype):
+    whole, chunked = (tables(model__dtype=dtype, **more) for more in ({}, {"model__loss_chunk": 7}))
+    assert apart(trained(chunked), trained(whole)) <= (2e-5 if dtype == "float32" else 1e-2)
+
+
 def test_of_tied_embeddings_and_replicas_nothing_is_summed_but_adapters(tmp_path):
     plain = tables("tied embeddings", schedule__microbatches=8)
     shared = tables("tied embeddings", parallel__dp=2, schedule__microbatches=4)

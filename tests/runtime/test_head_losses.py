@@ -109,6 +109,15 @@ def test_memory_of_the_head_is_predicted(tmp_path, kind, activations, case, term
         assert predicted.bytes == pytest.approx(measured.peak, rel=0.02)
 
 
+@pytest.mark.parametrize("case", few(SIZED, 1))
+@pytest.mark.parametrize("kind", few(["zb-h1", "1f1b"], 1))
+def test_memory_of_a_frozen_head_is_predicted(tmp_path, kind, case):
+    model = {**SIZED[case], "loss_chunk": 16}
+    *_, (predicted, measured) = both(tmp_path, kind=kind, m=5, model=model, adapter={"rank": 4})
+    assert predicted.activations == pytest.approx(measured.activations, rel=0.01)
+    assert predicted.bytes == pytest.approx(measured.peak, rel=0.01)
+
+
 def test_chunks_leave_the_last_rank_less_memory_and_one_product_more():
     sizes = {"hidden": 64, "seq_len": 256, "vocab": 4096}
     whole, chunked = (compile_job(job(kind="zb-h1", model={**sizes, **more})) for more in ({}, {"loss_chunk": 32}))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zbc.compiler.cost import estimate, work
-from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes
+from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes, by_chunks
 from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.ir import Placement
 from zbc.job.adapter import linears, parts
@@ -116,13 +116,15 @@ def _embedding(layer: Layer, z: Sizes) -> Layer:
 
 def _head(job: Job, layer: Layer, z: Sizes) -> Layer:
     """The head: B is the gradient of its input; F keeps only the part of the loss which that needs."""
-    size = layer.size
-    kept = size.act_b - z.hidden * z.width * z.tokens - _normalized(z) * z.own
+    size = by_chunks(z, learns=False) if z.chunk else layer.size
+    input_ = 0 if z.chunk else z.hidden * z.width * z.tokens  # a loss by chunks makes logits again
+    kept = size.act_b - input_ - _normalized(z) * z.own
     back = size.more_b
     size = replace(
         _fixed(size, z), act_b=kept, act_w=0.0, more_b=back, more_w=0.0, more_bw=back, largest=0.0, keeps_given=False
     )
-    saved = Machine.of(job).ms([Kernel(0, _of_norm(z) * z.own, 0)])
+    learnt = work.learnt_by_chunks(z) if z.chunk else ()
+    saved = Machine.of(job).ms([Kernel(0, _of_norm(z) * z.own, 0), *learnt])
     return _without(replace(layer, b=max(0.0, layer.b - saved), w=0.0, size=size), layer.params)
 
 

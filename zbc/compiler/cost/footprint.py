@@ -499,7 +499,7 @@ def head(z: Sizes) -> Footprint:
     """The last norm, the projection to the vocabulary and the loss."""
     h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
     if z.chunk:
-        return _by_chunks(z)
+        return by_chunks(z)
     logits = n * vocab * t
     wide = 4 * vocab * t if n < 4 else 0  # the loss is computed in float32
     kept: float = 4 * vocab * t + (logits if z.logits_cap else 0)  # for the loss, and the tanh of a cap
@@ -531,15 +531,15 @@ def head(z: Sizes) -> Footprint:
     )
 
 
-def _by_chunks(z: Sizes) -> Footprint:
+def by_chunks(z: Sizes, *, learns: bool = True) -> Footprint:
     """The head if the loss makes logits of `z.chunk` tokens at once, in its backward again: it keeps its input and
-    log(sum of exp), B makes the weight gradient."""
+    log(sum of exp), B makes the weight gradient if the layer `learns`."""
     h, n, t, vocab = z.hidden, z.width, z.tokens, z.vocab
     some = min(z.chunk, t)
     narrow = n < GRAD_BYTES
     logits, low = 4.0 * vocab * some, float(n * vocab * some * narrow)
-    grad = float(GRAD_BYTES * h * vocab)
-    rows, product = float(h * n * t), float(n * h * vocab * (not z.fuses))
+    grad = float(GRAD_BYTES * h * vocab * learns)
+    rows, product = float(h * n * t), float(n * h * vocab * (learns and not z.fuses))
     normed = float(z.stream * h * t) if z.cast else 0.0  # the norm's output, beside the cast that is kept
     most = rows + grad + max(logits * (1 + z.logits_cap), logits + low, low + product)
     norm = h if z.gated else 2 * h

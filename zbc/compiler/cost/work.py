@@ -228,10 +228,16 @@ def words(z: Sizes) -> Work:
     if z.chunk:  # one product forward, three backward: logits again, and the gradients of both factors
         parts, wide = -(-z.tokens // z.chunk), vocab * z.tokens
         forward, backward = Kernel(0, (cast + 24) * wide, 8 * parts), Kernel(0, (2 * cast + 32) * wide, 9 * parts)
-        size = parts * h * vocab
-        learnt = [_added(logits, z, size)] if z.fuses else [logits, _accumulate(z, size, parts)]
-        return Work((logits, forward), (logits, logits, *learnt, _accumulate(z, h * vocab, 1), backward), ())
+        return Work((logits, forward), (logits, logits, *learnt_by_chunks(z), backward), ())
     return Work((logits, Kernel(0, loss[0], 3 + capped)), (logits, Kernel(0, loss[1], 3 + capped)), product_w)
+
+
+def learnt_by_chunks(z: Sizes) -> tuple[Kernel, ...]:
+    """Kernels of the weight gradient of the projection, each chunk's added to a sum, in B of a loss by chunks."""
+    parts, logits = -(-z.tokens // z.chunk), product(z.tokens, z.hidden, z.vocab, z.width)
+    size = z.hidden * z.vocab
+    summed = (_added(logits, z, parts * size),) if z.fuses else (logits, _accumulate(z, parts * size, parts))
+    return (*summed, _accumulate(z, size, 1))
 
 
 def _accumulate(z: Sizes, params: int, tensors: int) -> Kernel:
