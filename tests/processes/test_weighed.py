@@ -1,6 +1,7 @@
 """Bytes in flight between ranks are as predicted, with processes as well."""
 
 import statistics
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -43,7 +44,7 @@ def profile():
 def most_buffers(rank, plan):
     """The most bytes of buffers in each step but the first."""
     worker, found = open_worker(rank, plan), []
-    with Scale(worker) as scale:
+    with closing(Scale(worker)) as scale:
         for step in range(STEPS):
             run_step(worker, step)
             found.append(max(one.held.buffers for one in scale.readings if not one.op.kind.is_transfer))

@@ -44,7 +44,9 @@ CASES = {
     "llama": {"model": {"family": "llama", "hidden": 48, "heads": 6, "kv_heads": 2, "ffn_hidden": 80, "seq_len": 24}},
 }
 LLAMA, WINDOWS = CASES["llama"]["model"], {"window": 12, "whole_every": 2}
+MASTERS = {"dtype": "bfloat16", "parameters": "bfloat16"}
 CASES |= {
+    **{f"{name} masters": {"model": {**LLAMA, "variant": name, **MASTERS}} for name in ("llama", "qwen3", "gemma")},
     "qwen2": {"model": {**LLAMA, "variant": "qwen2", "kv_heads": 3}},
     "qwen3": {"model": {**LLAMA, "variant": "qwen3", "dtype": "bfloat16", "head_size": 10, "attention_bias": True}},
     "gemma": {"model": {**LLAMA, "variant": "gemma"}},

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from itertools import groupby, pairwise
 
@@ -394,6 +395,6 @@ def test_what_is_hidden_is_what_is_not_waited_for():
 
 def test_ops_of_groups_are_weighed_one_after_the_other(tmp_path):
     (worker, *_) = run_threads(braided(tmp_path), 1)
-    with Scale(worker):
+    with closing(Scale(worker)):
         assert worker.features.of(Braids).one_by_one
     assert not worker.features.of(Braids).one_by_one

@@ -232,8 +232,13 @@ class Sizes:
         if not self.gated:
             return 2 * self.stream
         if self.wide_norm:
-            return 8 + (4 if self.stream == 4 else 7) * self.hidden  # narrow streams: wide copies, for one tensor
-        return 4 if self.cuda else 4 + self.stream * self.hidden
+            return 8 + (6 if self.copied else 4) * self.hidden
+        return 4 if self.cuda else 4 + (6 if self.copied else 4) * self.hidden
+
+    @property
+    def copied(self) -> bool:
+        """Whether a norm of single operations keeps a wide copy of its input in place of that."""
+        return self.gated and self.stream < 4 and (self.wide_norm or not self.cuda)
 
     @property
     def head_norms(self) -> int:
@@ -372,6 +377,7 @@ def block(z: Sizes) -> Footprint:
         act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
         entry=z.stream * h * z.own + 8 * z.top_k * t,  # and the chosen experts
         result=z.stream * h * z.own,
+        loose=z.stream * h * z.own * z.copied,
         keeps_given=not z.cast and z.shared == 1,
         more_f=max(
             h * n * t + spread,
@@ -515,6 +521,7 @@ def head(z: Sizes) -> Footprint:
         act_b=(z.stream * h + z.norm) * z.own + (h * n + 8) * t + kept,
         act_w=(h + vocab) * n * t,
         entry=z.stream * h * z.own + 8 * t,
+        loose=z.stream * h * z.own * z.copied,
         more_f=more_f,
         more_alone=more_f + kept,
         more_b=more_b,

@@ -467,10 +467,10 @@ class Sharded(OptimizerOver):
         return 0 if self._flat is None else self._flat.bytes + there
 
     @property
-    def kept(self) -> int:
-        """Bytes of this rank's shard of the weights, if weights are freed, and of its window."""
-        own = sum(p.nbytes for p in self._own.values()) if self._frees else 0
-        return own + (0 if self._window is None else self._window.bytes)
+    def kept(self) -> list[Tensor]:
+        """This rank's shards of the weights, if weights are freed, and its window."""
+        own = [*self._own.values()] if self._frees else []
+        return own if self._window is None else [*own, self._window.weights]
 
     def _view(self, piece: Piece, casts: Mapping[str, Tensor] = NO_CASTS) -> Tensor:
         if piece.name in casts:

@@ -65,7 +65,6 @@ class Window:
         self._weights = [one[:weights] for one in memory.tensors]
         self._slots = [one[start:].view(len(ranks), width).view(kind)[:, :slot] for one in memory.tensors]
         self._step = 1  # counters are 0 at first
-        self.bytes = start + len(ranks) * width
 
     @property
     def weights(self) -> Tensor:

@@ -6,7 +6,7 @@ and counts its storage, once for all views, until it is freed: tensors saved by 
 inside a kernel is not. Ops run about three times slower meanwhile, those of small kernels more; with a pace (pace.py)
 all are slowed by the same factor, so that waits for neighbours are as in other steps.
 
-    weights      parameters, buffers of modules, and copies of weights in the autocast type
+    weights      parameters, buffers of modules, copies of weights in the autocast type, a rank's parts, and windows
     gradients    `.grad` of parameters
     masters      float32 copies of parameters in a lower type
     optimizer    the optimizer's state
@@ -206,12 +206,6 @@ class Scale:
         worker.script[:] = [(self._weighed(handler), op, text) for handler, op, text in worker.script]
         self._clock = worker.clock = _Begins(worker.clock)
 
-    def __enter__(self) -> Scale:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Restores the worker."""
         self.worker.script[:] = self._plain
@@ -222,13 +216,14 @@ class Scale:
 
     def _weighed(self, handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
         def run(worker: Worker, op: Op) -> None:
+            ledger = self._ledger
             if op == worker.script[0][1]:
                 if self._steps < 2:
                     self.held = RankBytes()
                 self._steps += 1
+                ledger.add(self._shares())
                 self.readings.clear()
                 self._kept.clear()
-            ledger = self._ledger
             if worker.features.of(Gathers).freed:
                 ledger.resize()
             ledger.keep(self._taken(op))
@@ -319,7 +314,11 @@ class Scale:
     def _categories(self) -> Iterator[tuple[str, list[Tensor]]]:
         shared = self.worker.features.find(Vocabulary)
         casts = () if shared is None else (shared.output.cast,)
-        return categories(self.worker.stages.values(), self.worker.optimizers.values(), casts)
+        for name, tensors in categories(self.worker.stages.values(), self.worker.optimizers.values(), casts):
+            yield name, [*tensors, *self._shares()] if name == "weights" else tensors
+
+    def _shares(self) -> list[Tensor]:
+        return [one for shard in self.worker.features.of(Gathers).freed for one in shard.kept]
 
 
 def categories(

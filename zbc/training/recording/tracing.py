@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import sub
@@ -113,7 +114,7 @@ class Tracer:
 
     def _weigh(self, worker: Worker, step: int, stop: bool) -> StepResult | None:
         pace = None if self._timed is None else pace_of(worker, self._timed[0].timing(), self._timed[1])
-        with Scale(worker, pace) as scale:
+        with closing(Scale(worker, pace)) as scale:
             result = run_step(worker, step, stop=stop)
         names = (*CATEGORIES, *(["host"] if worker.features.of(Offloads).of(worker.phase_run) else []), "peak")
         rows = [[getattr(reading.held, name) for name in names] for reading in scale.readings]
