@@ -200,3 +200,16 @@ def test_poison_reaches_ranks_that_wait_and_ranks_that_call_later():
     hub.poison(1, "boom")
     with pytest.raises(ZbcError, match="rank 1 failed: boom"):
         hub.end(0).send(DOWN, torch.zeros(1), 1)
+
+
+def test_whoever_comes_last_writes_into_views_that_another_rank_made_without_gradients():
+    """Torch refuses that where gradients are recorded."""
+    hub, both = Hub(2), torch.zeros(2, 2, 1)
+    with torch.no_grad():
+        mine = both.unbind()[1]
+    ends = [hub.end(rank) for rank in range(2)]
+    meetings = [ends[0].start_gather(torch.ones(1), mine, (0, 1))]
+    meetings.append(ends[1].start_gather(torch.full((1,), 2.0), torch.zeros(2, 1), (0, 1)))
+    for meeting in meetings:
+        meeting.wait()
+    assert both.flatten().tolist() == [0.0, 0.0, 1.0, 2.0]

@@ -237,6 +237,7 @@ class Hub:
         return any(source == rank for source, _ in self._letters.values())
 
 
+@torch.no_grad()  # by whoever comes last, in the middle of any op
 def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
     """Runs a collective, for which all offers are of one kind; sums are in the order of the ranks."""
     if offers[0].what == "swap":
