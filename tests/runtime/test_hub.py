@@ -208,7 +208,7 @@ def test_whoever_comes_last_writes_into_views_that_another_rank_made_without_gra
     with torch.no_grad():
         mine = both.unbind()[1]
     ends = [hub.end(rank) for rank in range(2)]
-    meetings = [ends[0].start_gather(torch.ones(1), mine, (0, 1))]
+    meetings = [ends[0].start_gather(torch.ones(1, requires_grad=True), mine, (0, 1))]
     meetings.append(ends[1].start_gather(torch.full((1,), 2.0), torch.zeros(2, 1), (0, 1)))
     for meeting in meetings:
         meeting.wait()
