@@ -242,23 +242,23 @@ def test_a_run_goes_on_with_other_shares_of_experts(tmp_path, some, other):
 
 
 HELD = [
-    ("1f1b", "all", "bfloat16"),
-    ("1f1b", "optimizer", "float32"),
-    ("interleaved-1f1b", "weights", "float32"),
-    ("1f1b", "none", "float32"),
+    ("1f1b", "all", "bfloat16", "keep"),
+    ("1f1b", "optimizer", "float32", "keep"),
+    ("interleaved-1f1b", "weights", "float32", "keep"),
+    ("1f1b", "none", "float32", "recompute"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "shard", "dtype"), few(HELD, 1))
-def test_a_plan_knows_what_a_rank_with_some_of_the_experts_holds(tmp_path, monkeypatch, kind, shard, dtype):
+@pytest.mark.parametrize(("kind", "shard", "dtype", "kept"), few(HELD, 1))
+def test_a_plan_knows_what_a_rank_with_some_of_the_experts_holds(tmp_path, monkeypatch, kind, shard, dtype, kept):
     """Where loads are even, as plans have them."""
 
     def even(self, likely):
         return torch.arange(len(likely) * self.top_k).view(-1, self.top_k) % self.count
 
     monkeypatch.setattr(Experts, "_chosen", even)
-    wide = {"hidden": 128, "seq_len": 96, "expert_hidden": 192, "shared_hidden": 64, "experts": 8, "dtype": dtype}
-    way = {"schedule": {"kind": kind}, "model": wide}
+    wide = {"hidden": 128, "seq_len": 96, "expert_hidden": 192, "shared_hidden": 64, "experts": 8, "top_k": 4}
+    way = {"schedule": {"kind": kind}, "model": {**wide, "dtype": dtype}, "memory": {"activations": kept}}
     some, whole = (compiled(tmp_path, way, dp=4, ep=ep, shard=shard) for ep in (2, 1))
     predicted, more = ([rank.bytes for rank in peaks(one.program, one.costs)] for one in (some, whole))
     some.write(tmp_path / "plan")

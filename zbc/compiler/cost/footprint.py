@@ -249,6 +249,11 @@ class Sizes:
         return 4 * (copies * (self.queries + self.keys) + self.heads * (self.queries + self.keys) // self.queries)
 
     @property
+    def orders(self) -> int:
+        """Bytes per token of the places of its rows among those of all experts, there and back; int64."""
+        return 8 * self.top_k * (5 if self.experts < self.choices else 3)
+
+    @property
     def behind(self) -> int:
         """Bytes per token that norms after attention and MLP keep: input and normalized input, in float32."""
         return 2 * (8 + 8 * self.hidden) if self.around else 0
@@ -368,7 +373,7 @@ def block(z: Sizes) -> Footprint:
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     gathers = n * (2 * k * z.cp + 4 * k - 2 * q - (4 if z.gated else 2) * f) * t if z.cp > 1 else 0.0
     act_b = (2 * (z.stream * h + z.norm) + z.behind) * z.own
-    act_b += (z.head_norms + inside * n + z.logs + 8 * z.choices) * t
+    act_b += (z.head_norms + inside * n + z.logs + 8 * z.choices + z.orders) * t
     rise_w, rise_bw = (None, _rise_of_experts(z, act_b)) if z.experts else _rises(z, grad)
     if z.experts:  # one expert runs at a time, between the rows of all
         more_bw, first_bw = (max(2 * z.met * h * n * t, one - _others(z)) for one in (more_bw, first_bw))

@@ -47,10 +47,11 @@ class Swaps(NamedTuple):
         self.group.swap(counts, (each,) * size, got, (each,) * size)
         come = got.view(size, each)  # by source rank
         out, into = counts.view(size, each).sum(1).tolist(), come.sum(1).tolist()
-        mine = _swapped(rows, out, into, self.group)
         kind = torch.arange(each, device=rows.device).repeat(size).repeat_interleave(got)
         order = kind.argsort(stable=True)  # by expert, then by source rank
-        parts = torch.split(mine.index_select(0, order), come.sum(0).tolist())
+        mine = _swapped(rows, out, into, self.group).index_select(0, order)
+        del rows  # only the experts' own order is kept
+        parts = torch.split(mine, come.sum(0).tolist())
         made = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
         return _swapped(made.index_select(0, order.argsort()), into, out, self.group)
 

@@ -125,8 +125,7 @@ class Experts(nn.Module):
             tell_load(self.place, counts)
         all_x = self.enter(x)
         given, weights = all_x.flatten(0, -2), self.meet(weights)
-        rows = _lowered(given.index_select(0, order // self.top_k))
-        found = self.swaps.run(rows, counts, self.experts.values())
+        found = self.swaps.run(_lowered(given.index_select(0, order // self.top_k)), counts, self.experts.values())
         found = found.index_select(0, order.argsort()).view(*chosen.shape, -1)
         y: Tensor = (found * weights.to(found.dtype)[..., None]).sum(1)
         if self.shared is not None and self.shared_gate is not None:
