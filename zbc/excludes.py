@@ -296,7 +296,8 @@ ROWS = (
             "compile": (
                 "a layer is compiled for whole microbatches",
                 "set compile = false, or slices = 1",
-            )
+            ),
+            "replicas": UNWRITTEN,
         },
     ),
     Excludes(

@@ -322,6 +322,8 @@ def test_plans_that_meet_in_another_order_are_found():
     assert reduced_as(wrong, plan.program).ranks == program.ranks
     (found,) = order_problems([plan.program, wrong])
     assert found.code == "E209" and "rank 1" in found.message and "REDUCE" in found.details[0]
+    (found,) = order_problems([replace(plan.program, scatters=True), wrong])
+    assert found.hint == 'use breadth-first, or shard = "optimizer"'  # one-sided goes with weights that come and go
 
 
 class Mixes(torch.nn.Module):

@@ -28,7 +28,9 @@ def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
                 counts = [f"{each.microbatches} microbatches" for each in (program, first)]
                 text = f"program: rank {rank} meets its replicas in another order with {counts[0]} than {counts[1]}"
                 details = [f"{counts[0]}: {_from(one, other)}", f"{counts[1]}: {_from(other, one)}"]
-                hint = 'use parallel.exchange = "one-sided", breadth-first, or memory.resident for all stages of a rank'
+                hint = 'parallel.exchange = "one-sided", ' if first.resident else ""
+                last = 'shard = "optimizer"' if first.scatters else "memory.resident for all stages of a rank"
+                hint = f"use {hint}breadth-first, or {last}"
                 yield ZbcError("E209", text, details=details, hint=hint)
                 break
 
