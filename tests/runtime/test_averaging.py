@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from tests.check import operational
+from tests.jobs import job
 from tests.refusals import refused
 from tests.runtime.test_checkpoints import at
 from tests.runtime.test_tensor_parallel import numbers, plan_of
-from tests.threads import CPU, each_parameter, losses_of, run_threads
+from tests.threads import CPU, each_parameter, losses_of, run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.check import check_all
+from zbc.compiler.compile import compile_job
 from zbc.errors import ZbcError
 from zbc.ir import Kind
-from zbc.plan.directory import RankPlan
+from zbc.plan.directory import RankPlan, StoredPlan
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.features import averaging
 from zbc.runtime.transports.hub import Hub
@@ -283,3 +285,14 @@ def test_planted_bugs_are_caught(bug, tmp_path, monkeypatch):
     stages = [sorted(one.stages[s].parameters) for one in pipelined[:2] for s in sorted(one.stages)]
     single = alone(tmp_path, 2, formula(stages, share=0.5))
     assert numbers(pipelined) != numbers(single)
+
+
+@pytest.mark.repeats
+def test_a_plan_knows_what_averages_hold_once_all_parts_have_come(tmp_path):
+    """Parts are equal: four where shares are of 30%."""
+    made = compile_job(job(kind="1f1b", pp=2, m=2, layers=2, parallel={"dp": 2, "average": {"share": 0.3}}))
+    made.write(tmp_path / "plan")
+    held = [scale.held for scale in scaled(StoredPlan.read(tmp_path / "plan"), 6)[1]]
+    for predicted, found in zip(made.memory, held[:2], strict=True):
+        sent = found.activations - predicted.activations
+        assert predicted.optimizer == pytest.approx(found.optimizer + sent, rel=0.01)

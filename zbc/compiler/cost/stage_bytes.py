@@ -215,7 +215,7 @@ def _averaging(job: Job, params: int) -> float:
     asked = job.parallel.average
     if asked is None:
         return 0.0
-    return GRAD_BYTES * params * ((2 * asked.share if asked.delay else 0.0) + (1.0 if asked.smooth else 0.0))
+    return GRAD_BYTES * params * ((2 / asked.parts if asked.delay else 0.0) + (1.0 if asked.smooth else 0.0))
 
 
 def _counted(placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> tuple[int, int]:
