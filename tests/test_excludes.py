@@ -44,6 +44,7 @@ VALUES = {
     "slices": 2,
     "open slices": "auto",
     "ramp": [{"microbatches": 2, "steps": 1}],
+    "tokens": [2, 1],
     "file": "order.csv",
     "plugin": "some:order",
     "overlap": True,

@@ -36,6 +36,7 @@ compiler.planner
 interop  compiler.graphs
 compiler.order
 compiler.deciding compiler.seating  compiler.freezing  compiler.adapting
+compiler.numbering
 compiler.compile
 compiler.recorded  compiler.whatif
 viz

@@ -105,6 +105,7 @@ TRAITS = {
     "slices": Trait("schedule.slices", _not(1, "auto")),
     "open slices": _value("schedule.slices", "auto"),
     "ramp": Trait("schedule.ramp", bool),
+    "tokens": Trait("schedule.tokens", bool),
     "file": Trait("schedule.file", _given),
     "plugin": Trait("schedule.plugin", _given),
     "overlap": Trait("schedule.overlap", bool),
@@ -250,6 +251,16 @@ ROWS = (
             "trace": ("one plan is recorded for all replicas of a step", "leave out --trace"),
         },
         at_other=True,
+    ),
+    Excludes(
+        "tokens",
+        "E110",
+        {
+            "sliced": "slices are cut at the same places of all microbatches",
+            "ramp": "they are of one number of microbatches",
+            "world": ("they are of one number of microbatches", "set parallel.pp and dp"),
+            "balance": "balanced steps choose their own number of microbatches",
+        },
     ),
     Excludes(
         "graph",

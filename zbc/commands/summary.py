@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from zbc.compiler.check import Survival
     from zbc.compiler.compile import Compiled
-    from zbc.compiler.report.report import AdapterReport, FreezeReport, RankReport, Report, StepsReport
+    from zbc.compiler.report.report import AdapterReport, FreezeReport, RankReport, Report, StepsReport, UnequalReport
     from zbc.compiler.whatif.others import Other, Others
     from zbc.compiler.whatif.sharing import Sharing
     from zbc.compiler.whatif.why import Path, WhatIf
@@ -55,6 +55,8 @@ def of_plan(
         yield labelled("freeze", *_freezing(report.freezing, report.makespan_ms, compiled.job.freeze.after))
     if report.adapter is not None:
         yield labelled("adapter", *_adapter(report.adapter, report.makespan_ms, report.per_rank))
+    if report.unequal is not None:
+        yield labelled("tokens", *_unequal(report.unequal))
     if report.flushless is not None:
         yield labelled("flush", *_flushless(report.flushless))
     if compiled.job.parallel.average is not None:
@@ -193,6 +195,16 @@ def _adapter(found: AdapterReport, ms: float, ranks: Sequence[RankReport]) -> It
     held = [one.peak_bytes for one in ranks if one.peak_bytes is not None]
     if found.whole_bytes and held:
         yield f"memory at most {size(max(held))}; {size(found.whole_bytes)} if all weights trained"
+
+
+def _unequal(found: UnequalReport) -> Iterator[str]:
+    """The numbers of unequal microbatches, and what it gains that the order knows them."""
+    order = "as given" if found.tokens == found.given else "numbered anew"
+    yield f"microbatches 0 to {len(found.tokens) - 1}, {order}, have rows of"
+    yield from wrap(list(map(str, found.tokens)), _TEXT, between=", ")
+    ways = ("in the order for equal ones", found.alike_ms), ("with the given numbers", found.given_ms)
+    known = [f"{short(ms)} ms {name}" for name, ms in ways if ms is not None]
+    yield f"{short(found.ms)} ms by the objective; {', '.join(known)}"
 
 
 def _flushless(found: StepsReport) -> Iterator[str]:

@@ -27,6 +27,7 @@ from zbc.compiler.deciding import decided
 from zbc.compiler.freezing import freeze_report, freezes
 from zbc.compiler.graph import build
 from zbc.compiler.memory.per_rank import RankMemory
+from zbc.compiler.numbering import numbered
 from zbc.compiler.order import glance, order
 from zbc.compiler.partition.limits import limits_of
 from zbc.compiler.partition.setup import Ordered, as_ordered
@@ -34,13 +35,12 @@ from zbc.compiler.passes.reduce_grads import reduced_as
 from zbc.compiler.report import report
 from zbc.compiler.schedules import AUTO, LIMITS, SCHEDULES, find
 from zbc.compiler.schedules.options import option_problems, undecided
-from zbc.compiler.seating import seated
 from zbc.compiler.sim.simulate import Timeline
 from zbc.compiler.steps import either_way, least_period
 from zbc.errors import MISTYPED, Problems, ZbcError
 from zbc.host.until import Until
 from zbc.ir import Program
-from zbc.job import gpu, spec, toml, world
+from zbc.job import gpu, spec, tokens, toml, world
 from zbc.job.cuts import cuts_of
 from zbc.job.flops import attention_cost
 from zbc.job.flushless import FLUSHLESS
@@ -101,7 +101,8 @@ class Compiled:
         job = self.job
         world = job.parallel.ranks
         peak, frozen = job.log.peak_tflops, bool(job.adapter.rank)
-        return throughput(job.model, self.sequences, ms, world, peak, frozen=frozen)
+        tokens = job.parallel.dp * job.schedule.microbatch_size * sum(job.tokens) if job.model.seq_len else 0
+        return throughput(job.model, self.sequences, ms, world, peak, tokens or None, frozen=frozen)
 
     def assemble(self) -> tuple[plans.Manifest, dict[str, str]]:
         """The manifest and the text of every other file; names of files may have a folder."""
@@ -272,6 +273,7 @@ def job_of(document: toml.Document, measured: Measured = UNMEASURED) -> Job:
     draft.problems += _schedule_problems(draft)
     draft.problems += _set_limit(draft)
     _set_rows(draft)
+    tokens.settle(draft)
     draft.problems += _pretrained(draft)
     return draft.finish()
 
@@ -416,7 +418,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
     began = time.perf_counter()
     table = estimate.layers(job)
     try:
-        job, before = seated(job, table, budget)
+        job, before, unequal = numbered(job, table, budget)
         found = freezes(job, before, table)
         raise_found(complete_problems(found.compute.graph))  # passes and the simulator rely on it; plugins may be wrong
         found.compute.forget()
@@ -450,6 +452,7 @@ def _compile(job: Job, budget: float | None) -> Compiled:
         compile_seconds=took,
         freezing=freezing,
         adapter=adapter_report(job, found),
+        unequal=unequal,
         flushless=steps,
     )
     compiled = Compiled(job, found.name, found.program, program, found.costs, layers, found, timeline, memory, summary)

@@ -179,7 +179,7 @@ class _State:
         """The time at which the input of `op` from stage `other`, made by one of these kinds, has arrived."""
         ends = (self.ended.get(op._replace(kind=kind, stage=other)) for kind in kinds)
         end = next((end for end in ends if end is not None), None)
-        return None if end is None else end + self.costs.link(0, op.stage, other)
+        return None if end is None else end + self.costs.link(0, op.stage, other, op.mb)
 
     def start(self, rank: int, place: int, time: float) -> float:
         """Runs the op at `place` of the remaining ops; returns its end."""

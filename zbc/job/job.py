@@ -38,7 +38,7 @@ _SINCE: dict[
     str, tuple[str, ...]
 ] = {  # keys that a plan stores only if they are set: ids of plans from before these keys stay the same
     "model": ("graph", "groups", "loss_chunk", "z_loss", "label_smoothing"),
-    "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches"),
+    "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches", "tokens", "renumber"),
     "parallel": ("cp", "vocabulary", "vocabulary_sums"),
     "hardware": ("gpu",),
     "costs": ("cp", "s", "t", "i", "e"),
@@ -106,6 +106,26 @@ class Job:
         """Slices of a microbatch; 1 while their number is open."""
         asked = self.schedule.slices
         return asked if isinstance(asked, int) else 1
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Of each microbatch the tokens of its rows, where these are not whole ones; else ()."""
+        asked = self.schedule.tokens or []
+        return tuple(asked) if {*asked} - {self.row_tokens} else ()
+
+    @property
+    def row_tokens(self) -> int:
+        """Those of a whole row: of the longest, where the model has no length."""
+        return self.model.seq_len or max(self.schedule.tokens or [1])
+
+    def with_tokens(self, tokens: Sequence[int]) -> Job:
+        """The job with microbatches of other lengths; without any, with whole rows."""
+        return replace(self, schedule=self.schedule.model_copy(update={"tokens": list(tokens) or None}))
+
+    def of_length(self, tokens: int) -> Job:
+        """The job of whole rows with so many tokens; of a model without a length as it is."""
+        model = self.model if self.model.seq_len is None else self.model.model_copy(update={"seq_len": tokens})
+        return replace(self.with_tokens(()), model=model)
 
     def in_slices(self, count: int) -> Job:
         """The job with `count` slices of each microbatch."""

@@ -19,6 +19,7 @@ from zbc.job import (
     learning_rate,
     model_section,
     ramp,
+    tokens,
     toml,
 )
 from zbc.job import unread as idle
@@ -560,6 +561,7 @@ RULES = (
     _sharding_rules,
     adapter.problems,
     balance.problems,
+    tokens.problems,
     _average_rules,
     _expert_rules,
     _idle_rules,

@@ -166,6 +166,12 @@ class Schedule(Section):
     max_microbatches: Count | None = Field(
         None, description="data.balance: the most that one replica gets in a step; default twice microbatches"
     )
+    tokens: list[Count] | None = Field(
+        None, description="of each microbatch the tokens of its rows, where they are unequal; default model.seq_len"
+    )
+    renumber: bool = Field(
+        True, description="tokens: microbatches may be put in another order, in which a step is shorter"
+    )
     ramp: list[Phase] = Field([], description="smaller batches at the beginning: microbatches, and steps or samples")
     chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")
     group: Count | None = Field(

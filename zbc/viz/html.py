@@ -12,6 +12,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from zbc.compiler.cost.cost import Costs
 from zbc.compiler.memory.ledger import activations
 from zbc.compiler.whatif.why import chain
 from zbc.ir import Kind, Op
@@ -113,7 +114,7 @@ def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: S
         "durations": [ms for ms in durations],
         "source": [number.get(sources[piece.id], -1) for rank in shown for piece in pieces[rank]],
         "path": [number[i] for i in _path(one) if i in number],
-        "held": [[one.costs.held(Op(kind, stage)) for stage in range(placement.stages)] for kind in kinds],
+        "held": [[_held(one.costs, Op(kind, stage)) for stage in range(placement.stages)] for kind in kinds],
         "comm": [list(pipe.values()) for pipe in one.costs.links],
         "chunks": {
             rank: {pipe * _FAR + stage: chunk for (pipe, stage), chunk in chunks_of(placement, rank).items() if chunk}
@@ -126,6 +127,11 @@ def _panel(one: Drawn, name: str, kinds: Sequence[Kind], length: float, ranks: S
             if piece.end > piece.start
         ],
     }
+
+
+def _held(costs: Costs, op: Op) -> float | list[float]:
+    """Activation units that ops like this add; microbatch by microbatch where these are unequal."""
+    return [costs.held(op._replace(mb=mb)) for mb in range(costs.unequal)] if costs.unequal else costs.held(op)
 
 
 def _beside(one: Drawn, rank: int, shown: Container[int]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _transfers(one: Drawn, base: int, pieces: dict[int, DrawnOp], rank_of: dict[
     crossing.sort(key=lambda pair: pair[0].end)
     for number, (source, taker) in enumerate(crossing):
         sender, receiver = rank_of[source.id], rank_of[taker.id]
-        ms = one.costs.link(source.op.pipe, source.op.stage, taker.op.stage)
+        ms = one.costs.link(source.op.pipe, source.op.stage, taker.op.stage, source.op.mb)
         start, stop = _ns(source.end), min(_ns(source.end + ms), _ns(taker.start))
         track, begin = _COMPUTE, _ns(source.start)
         if stop > start:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
-from typing import NamedTuple
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 from zbc.compiler.cost.stage_bytes import NO_BYTES, StageBytes
 from zbc.errors import ZbcError
-from zbc.ir import COPY, WHOLE, Edge, Kind, Op, Placement, chain
+from zbc.ir import COPY, NEXT, WHOLE, Edge, Kind, Op, Placement, chain
 from zbc.ops import EXPERTS, OWNERS, TIED, VALUES, WORDS, Ref, experts_of
 
 
@@ -32,8 +33,8 @@ class ShareBytes:
 
 
 PerStage = tuple[float, ...]
-Column = tuple[float | tuple[float, ...], ...]  # an entry per stage: of any slice of a microbatch, or one per slice
-Links = Mapping[Edge, float]  # ms of a transfer along each edge, or back
+Column = tuple[float | tuple[float, ...], ...]  # an entry per stage: of any part (see `Costs.parts`), or one per part
+Links = Mapping[Edge, float | tuple[float, ...]]  # ms of a transfer along each edge, or back; of any part, or per part
 
 
 def _activations_of(refs: Mapping[Kind, tuple[Ref, ...]]) -> dict[Kind, str]:
@@ -44,6 +45,8 @@ def _activations_of(refs: Mapping[Kind, tuple[Ref, ...]]) -> dict[Kind, str]:
 
 _SUMS = ("f_sums", "b_sums", "bw_waits")
 BY_SLICE = ("f", "b", "w", "bw", *_SUMS)  # columns with an entry for each slice of a microbatch
+_WORDS = ("s", "t", "i", "e", "spread", "meet", "sum", "give", "take")
+BY_MICROBATCH = (*BY_SLICE, "messages", "out", "back", *_WORDS)  # and those in which unequal microbatches have them
 _WAITS = {"f": "f_sums", "b": "b_sums", "bw": "bw_waits"}  # the column of an op's wait for collectives, by its own
 _MAKES = _activations_of({kind: kind.row.writes for kind in Kind})
 _FREES = _activations_of({kind: kind.row.frees for kind in Kind})
@@ -99,7 +102,8 @@ class Costs:
     node: tuple[int, int] | None = None  # neighbours of a pipeline, and replicas of each, on one node
     overlap: float = 0.0  # the share of the shorter op of an overlap group that the longer one hides
     slices: int = 1  # of a microbatch; with several, an entry of F, B, W and their values has one for each
-    sliced: tuple[tuple[StageBytes, ...], ...] = ()  # per slice, the `bytes` of every stage that depend on it
+    unequal: int = 0  # microbatches, if they differ: then these entries, and those of links, have one for each of them
+    sliced: tuple[tuple[StageBytes, ...], ...] = ()  # per part, the `bytes` of every stage that depend on it
     rendezvous: bool = False
     occupies: tuple[Links, ...] = ()
     shared: int = 1  # neighbouring ranks with one link to the host: one copy out and one back at a time
@@ -156,41 +160,42 @@ class Costs:
         names = [name for name in BY_SLICE if name in self.ms]
         ms = {name: _shared(self._column(name), shares.get(name[0], rows)) for name in names}
         size = {
-            name: tuple(tuple(Size(one.units * row, one.bytes * row) for row in rows) for one in map(_whole, sizes))
+            name: tuple(tuple(Size(row * units, row * size) for row in rows) for units, size in map(self._whole, sizes))
             for name, sizes in self.size.items()
         }
         return replace(self, ms={**self.ms, **ms}, size=size, slices=len(rows))
 
     def portions(self, name: str, whole: PerStage) -> Column:
-        """Splits `whole` ms of microbatches by slice, in the proportions of a column."""
+        """Splits `whole` ms of typical microbatches by part, in the proportions of a column."""
+        typical = self.typical(name)
         return tuple(
-            tuple(ms * part / sum(entry) if sum(entry) else ms / len(entry) for part in entry)
-            if isinstance(entry, tuple)
-            else ms
-            for ms, entry in zip(whole, self._column(name), strict=True)
+            tuple(ms * part / one if one else ms / self.slices for part in entry) if isinstance(entry, tuple) else ms
+            for ms, entry, one in zip(whole, self._column(name), typical, strict=True)
         )
 
     def evened(self) -> Costs:
         """Returns these costs with equal activations in all slices, in units alone."""
         k = self.slices
+        if k == 1:
+            return replace(self, bytes=None, sliced=())
 
         def even(entry: Size | tuple[Size, ...]) -> Size:
-            return Size(sum(one.units for one in _by_slice(entry, k)) / k)
+            return Size(sum(one.units for one in _by_part(entry, k)) / k)
 
         size = {name: column if name == "kv" else tuple(map(even, column)) for name, column in self.size.items()}
         return replace(self, size=size, bytes=None, sliced=())
 
     def unit(self, pick: Callable[[Sequence[float]], float]) -> Costs:
-        """Returns costs of a slice as a microbatch of its own: `pick` (as min, mean) joins the slices; "kv" is shared
+        """Returns costs of a part as a microbatch of its own: `pick` (as min, mean) joins the parts; "kv" is shared
         out."""
         k = self.slices
-        if k == 1:
+        if self.parts == 1:
             return self
         kv = self.units("kv") if "kv" in self.size else (0.0,) * self.stages
         shared = {"kept": tuple(each / k for each in kv)}
         size = {
             name: tuple(
-                Size(pick([one.units for one in _by_slice(entry, k)]) + more)
+                Size(pick([one.units for one in _by_part(entry, self.parts)]) + more)
                 for entry, more in zip(self.size[name], shared.get(name, (0.0,) * self.stages), strict=True)
             )
             for name in ("kept", "left")
@@ -199,7 +204,12 @@ class Costs:
             name: tuple(pick(entry) if isinstance(entry, tuple) else entry for entry in column)
             for name, column in self.ms.items()
         }
-        return replace(self, ms=ms, size=size, slices=1, sliced=())
+
+        links, occupies = (
+            tuple({edge: pick(ms) if isinstance(ms, tuple) else ms for edge, ms in pipe.items()} for pipe in pipes)
+            for pipes in (self.links, self.occupies)
+        )
+        return replace(self, ms=ms, size=size, links=links, occupies=occupies, slices=1, unequal=0, sliced=())
 
     def joined(self) -> Costs:
         """Returns costs with a fused backward: B does everything, and W nothing."""
@@ -223,8 +233,17 @@ class Costs:
     def stages(self) -> int:
         return len(self.ms["f"])
 
+    @property
+    def parts(self) -> int:
+        """How many entries there may be for a stage: the slices of any microbatch, or the microbatches of a step."""
+        return self.unequal or self.slices
+
+    def part(self, mb: int, part: int) -> int:
+        """Which of these is a slice of a microbatch, of any of steps in a row."""
+        return mb % NEXT % self.unequal if self.unequal else part
+
     def of(self, column: str, stage: int = 0, part: int = 0) -> float:
-        """ms by a column: of slice `part` of a microbatch, on one stage."""
+        """ms by a column: of a part, on one stage."""
         if stage <= EXPERTS:
             column, stage = f"{column} e", experts_of(stage)
         elif stage < 0:
@@ -236,8 +255,14 @@ class Costs:
         return entry[part] if isinstance(entry, tuple) else entry
 
     def column(self, name: str) -> PerStage:
-        """ms of every stage for a whole microbatch, as a tuple that loops can fetch once."""
-        return tuple(sum(entry) if isinstance(entry, tuple) else entry for entry in self._column(name))
+        """ms of every stage for a whole microbatch (the mean of unequal ones), as a tuple that loops can fetch once."""
+        count = self.unequal or 1
+        return tuple(sum(entry) / count if isinstance(entry, tuple) else entry for entry in self._column(name))
+
+    def typical(self, name: str) -> PerStage:
+        """The same with the median of unequal microbatches, to compare with medians of measured times."""
+        found = self._column(name) if self.unequal else self.column(name)
+        return tuple(median(entry) if isinstance(entry, tuple) else entry for entry in found)
 
     def each(self, combine: Callable[..., float], *names: str) -> Column:
         """Applies `combine` to the ms of these columns, slice by slice if they have slices; returns a column."""
@@ -252,7 +277,8 @@ class Costs:
         column = op.kind.row.cost
         if not column:
             return 0.0
-        return self.pace(op.kind, op.pipe, op.stage) * self.of(column, op.stage, op.slice) - self.frozen(op)
+        part = self.part(op.mb, op.slice)
+        return self.pace(op.kind, op.pipe, op.stage) * self.of(column, op.stage, part) - self.frozen(op)
 
     def pace(self, kind: Kind, pipe: int, stage: int) -> float:
         """The time of an op on its pipe's rank relative to its column."""
@@ -269,7 +295,8 @@ class Costs:
 
     def weight_ms(self, op: Op) -> float:
         """ms of the weight gradients of a W or a BW without frozen layers."""
-        w, stage, part = self.of("w", op.stage, op.slice), op.stage, op.slice
+        stage, part = op.stage, self.part(op.mb, op.slice)
+        w = self.of("w", stage, part)
         if op.kind is Kind.W:
             return w
         sums, waits = self.sums(op)
@@ -279,13 +306,14 @@ class Costs:
         """ms that an op saves because layers are frozen."""
         return 0.0 if op.share == WHOLE else self.left_out(op, (WHOLE - op.share) / WHOLE)
 
-    def left_out(self, op: Op, part: float) -> float:
-        """ms that a W or a BW saves with that part of its layers frozen, which count alike. Collectives that the W of a
-        BW hid are not saved."""
-        less = self.weight_ms(op) * part
+    def left_out(self, op: Op, share: float) -> float:
+        """ms that a W or a BW saves with that share of its layers frozen, which count alike. Collectives that the W of
+        a BW hid are not saved."""
+        less = self.weight_ms(op) * share
         if op.kind is Kind.W or not self.sums(op)[0]:
             return less
-        return min(less, max(0.0, self.of("bw", op.stage, op.slice) - self.of("b", op.stage, op.slice)))
+        part = self.part(op.mb, op.slice)
+        return min(less, max(0.0, self.of("bw", op.stage, part) - self.of("b", op.stage, part)))
 
     def _column(self, name: str) -> Column:
         found = self.ms.get(name)
@@ -298,8 +326,8 @@ class Costs:
         column = op.kind.row.cost
         if column not in _WAITS or _SUMS[0] not in self.ms:
             return 0.0, 0.0
-        inside = self.of("f_sums" if column == "f" else "b_sums", op.stage, op.slice)
-        return inside, self.of(_WAITS[column], op.stage, op.slice)
+        part = self.part(op.mb, op.slice)
+        return self.of("f_sums" if column == "f" else "b_sums", op.stage, part), self.of(_WAITS[column], op.stage, part)
 
     def pair(self, first: Op, second: Op, one: float, other: float) -> float:
         """ms of an overlap group of two ops that take `one` and `other` ms alone.
@@ -311,20 +339,46 @@ class Costs:
         one, other = max(0.0, one - wait), max(0.0, other - longer)
         return max(one + other - self.overlap * min(one, other), sums + more)
 
-    def link(self, pipe: int, a: int, b: int) -> float:
-        """ms of a transfer from stage `a` to its neighbour `b`, an output or a gradient."""
+    def renumbered(self, numbers: Sequence[int]) -> Costs:
+        """The same with unequal microbatches in another order, the first of which is that of the first number."""
+
+        def again(entry: Any) -> Any:
+            whole = isinstance(entry, tuple) and not isinstance(entry, Size)
+            return tuple(entry[k] for k in numbers) if whole else entry
+
+        return replace(
+            self,
+            ms={name: tuple(map(again, column)) for name, column in self.ms.items()},
+            size={name: tuple(map(again, sizes)) for name, sizes in self.size.items()},
+            links=tuple({edge: again(ms) for edge, ms in pipe.items()} for pipe in self.links),
+            occupies=tuple({edge: again(ms) for edge, ms in pipe.items()} for pipe in self.occupies),
+            sliced=again(self.sliced) if self.sliced else (),
+            shares=again(self.shares) if self.shares else (),
+        )
+
+    def lag(self, pipe: int, a: int, b: int) -> float | tuple[float, ...]:
+        """ms of a transfer from stage `a` to its neighbour `b`, an output or a gradient; of any part, or of each."""
         return self.links[pipe][(a, b) if a < b else (b, a)]
 
+    def link(self, pipe: int, a: int, b: int, mb: int = 0) -> float:
+        """The same of one microbatch, of any where all are alike."""
+        found = self.lag(pipe, a, b)
+        return found[self.part(mb, 0)] if isinstance(found, tuple) else found
+
+    def lags(self, pipe: int) -> dict[Edge, float]:
+        """ms of a transfer along each edge, or back, on the mean."""
+        return {edge: fmean(ms) if isinstance(ms, tuple) else ms for edge, ms in self.links[pipe].items()}
+
     def units(self, value: str) -> PerStage:
-        """Activation units of a value on every stage, for a whole microbatch."""
-        return tuple(_whole(size).units for size in self.size[value])
+        """Activation units of a value on every stage, for a whole microbatch; of unequal ones the largest."""
+        return tuple(self._whole(size).units for size in self.size[value])
 
     def bytes_of(self, value: str) -> PerStage:
         """Bytes of a value on every stage, for a whole microbatch; 0 if sizes are not known."""
-        return tuple(_whole(size).bytes for size in self.size[value])
+        return tuple(self._whole(size).bytes for size in self.size[value])
 
     def bytes_at(self, stage: int, part: int = 0) -> StageBytes | None:
-        """Memory of a stage without its activations, for ops of slice `part`; None if sizes are not known."""
+        """Memory of a stage without its activations, for ops of `part`; None if sizes are not known."""
         if self.bytes is None:
             return None
         return self.sliced[part][stage] if self.sliced else self.bytes[stage]
@@ -351,12 +405,13 @@ class Costs:
         return [] if self.bytes is None else [*map(self.bytes_owned, owners)]
 
     def share_of(self, value: str, part: int = 0) -> float:
-        """Bytes of a value of a vocabulary shard, for a slice; 0 if sizes are not known."""
+        """Bytes of a value of a vocabulary shard, for a part; 0 if sizes are not known."""
         return self.shares[part if len(self.shares) > 1 else 0].values.get(value, 0.0) if self.shares else 0.0
 
     def share_need(self, op: Op) -> float:
         """Temporary bytes of a vocabulary op, or of an F that begins with the look-up; 0 if sizes are not known."""
-        return self.shares[op.slice if len(self.shares) > 1 else 0].needs[op.kind.row.cost] if self.shares else 0.0
+        part = self.part(op.mb, op.slice) if len(self.shares) > 1 else 0
+        return self.shares[part].needs[op.kind.row.cost] if self.shares else 0.0
 
     def over(self, transfer: str) -> Costs:
         """Returns these costs with messages that wait for a buffer ("rendezvous"), or do not ("eager")."""
@@ -381,7 +436,7 @@ class Costs:
         """
         if "kv" not in self.size or op.kind.row.family not in ("forward", "input"):
             return _NOTHING
-        size, forward = _whole(self.size["kv"][op.stage]), op.kind.row.family == "forward"
+        size, forward = self._whole(self.size["kv"][op.stage]), op.kind.row.family == "forward"
         begins, ends = op.slice == (0 if forward else self.slices - 1), not forward and op.slice == 0
         buffers = begins - 2 * ends
         return Size(buffers * size.units, buffers * size.bytes)
@@ -392,13 +447,20 @@ class Costs:
         return self._size(made, op) if made else _NOTHING, self._size(freed, op) if freed else _NOTHING
 
     def largest(self, value: str, stage: int) -> Size:
-        """The largest size of a stage's value over all slices."""
+        """The largest size of a stage's value over all parts."""
         entry = self._entry(value, stage)
         return entry if isinstance(entry, Size) else max(entry, key=lambda size: size.bytes)
 
+    def _whole(self, entry: Size | tuple[Size, ...]) -> Size:
+        """Of a whole microbatch; of unequal ones of the largest."""
+        if isinstance(entry, Size):
+            return entry
+        of = max if self.unequal else sum
+        return Size(of(one.units for one in entry), of(one.bytes for one in entry))
+
     def _size(self, value: str, op: Op) -> Size:
         entry = self._entry(value, op.stage)
-        return entry if isinstance(entry, Size) else entry[op.slice]
+        return entry if isinstance(entry, Size) else entry[self.part(op.mb, op.slice)]
 
     def _entry(self, value: str, stage: int) -> Size | tuple[Size, ...]:
         """A value's size on a stage; without a "host" entry, all activations that F keeps can be offloaded."""
@@ -420,32 +482,24 @@ class Costs:
 
     def _need(self, op: Op, what: str) -> float:
         """`StageBytes.<what>` for an op; 0 if sizes are not known."""
-        size = self.bytes_at(op.stage, op.slice)
+        size = self.bytes_at(op.stage, self.part(op.mb, op.slice))
         if size is None:
             return 0.0
         found: float = getattr(getattr(size, what), op.kind.row.cost, 0.0)
         return found
+
+    def key(self, op: Op) -> CacheKey:
+        """What decides the costs of an op, whatever its pipe: the key of all that remembers them."""
+        return op[0], op[1], self.part(op[2], op[4]), op[6]
 
 
 _NOTHING = Size(0.0)
 CacheKey = tuple[Kind, int, int, int]
 
 
-def key_of(op: Op) -> CacheKey:
-    """The part of an op that decides its costs, whatever its microbatch and pipe: a key for caches."""
-    return op[0], op[1], op[4], op[6]
-
-
-def _whole(entry: Size | tuple[Size, ...]) -> Size:
-    """The size for a whole microbatch."""
-    if isinstance(entry, Size):
-        return entry
-    return Size(sum(one.units for one in entry), sum(one.bytes for one in entry))
-
-
-def _by_slice(entry: Size | tuple[Size, ...], slices: int) -> tuple[Size, ...]:
-    """Sizes slice by slice; a value with one size for all slices has it in each."""
-    return (entry,) * slices if isinstance(entry, Size) else entry
+def _by_part(entry: Size | tuple[Size, ...], parts: int) -> tuple[Size, ...]:
+    """Sizes part by part; a value with one size for all parts has it in each."""
+    return (entry,) * parts if isinstance(entry, Size) else entry
 
 
 def _shared(column: Column, shares: Sequence[float]) -> Column:
@@ -462,6 +516,11 @@ def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[flo
     if not parts:
         return combine(*entries)
     return tuple(map(combine, *(entry if isinstance(entry, tuple) else (entry,) * parts for entry in entries)))
+
+
+def times_links(factor: float, links: tuple[Links, ...]) -> tuple[Links, ...]:
+    """`links` whose transfers take so many times as long."""
+    return tuple({edge: _times(ms, factor) for edge, ms in pipe.items()} for pipe in links)
 
 
 def refuse_slices(what: str, slices: int, *, where: str | None = None) -> None:

@@ -7,8 +7,9 @@ counted in footprint.py. These are estimates; measured times, given in [costs] o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import truediv
+from statistics import fmean
 from typing import Any
 
 from zbc.compiler.cost import adapters, footprint, profiled, work
@@ -19,6 +20,7 @@ from zbc.ir import Placement
 from zbc.job.graph import names
 from zbc.job.model_section import AROUND, GEMMA, HEAD_NORMS
 from zbc.job.spec import GivenCosts, Job, LayerCost, Model
+from zbc.job.tokens import shares_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Layer:
     cheap: float = 0.0  # the share of F that selective recompute runs again
     spared: Footprint | None = None  # `size` with selective recompute; None if that changes nothing
     part: float = 1.0  # the share of F's activations that is kept with it
+    lengths: Mapping[int, Layer] = field(default_factory=dict)  # it with rows of so many tokens, where they are unequal
 
     @property
     def selective(self) -> Layer:
@@ -68,6 +71,28 @@ class Layer:
 
 def layers(job: Job) -> list[Layer]:
     """Every layer in order, with measured costs or given per-layer costs if the job has them."""
+    table = _whole(job)
+    if not job.tokens:
+        return table
+    each = {tokens: _of_length(job, table, tokens) for tokens in dict.fromkeys(job.tokens)}
+    return [replace(one, lengths={tokens: found[i] for tokens, found in each.items()}) for i, one in enumerate(table)]
+
+
+def on_the_mean(job: Job, table: Sequence[Layer]) -> Sequence[Layer]:
+    """The table with the times of the mean of all microbatches."""
+    return [_mean([one.lengths[tokens] for tokens in job.tokens]) for one in table] if job.tokens else table
+
+
+def _mean(each: Sequence[Layer]) -> Layer:
+    f, b, w, cheap = (fmean(ms) for ms in zip(*((one.f, one.b, one.w, one.cheap * one.f) for one in each), strict=True))
+    one, measured = each[0].measured, [layer.measured for layer in each if layer.measured]
+    if one is not None:
+        bw, again = fmean(found.bw for found in measured), fmean(found.again for found in measured)
+        one = replace(one, f=f, b=b, w=w, bw=bw, again=again)
+    return replace(each[0], f=f, b=b, w=w, cheap=cheap / f if f else 0.0, measured=one)
+
+
+def _whole(job: Job) -> list[Layer]:
     table = _counted(job)
     if job.profile is not None:
         found = profiled.measurements(job.profile, [layer.name for layer in table], job.optimizer.name)
@@ -182,6 +207,11 @@ def of_slice(job: Job, table: Sequence[Layer], begin: int, share: Mapping[str, f
     if own is not None and job.profile is None and not (job.costs.per == "layer" and job.costs.f is not None):
         return own
     return [_part(layer, None if own is None else own[i], share, rows) for i, layer in enumerate(table)]
+
+
+def _of_length(job: Job, table: Sequence[Layer], tokens: int) -> list[Layer]:
+    """The table for microbatches whose rows have so many tokens, of one for whole rows."""
+    return of_slice(job.of_length(tokens), table, 0, shares_of(job, tokens), tokens / job.row_tokens)
 
 
 def _part(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: float) -> Layer:

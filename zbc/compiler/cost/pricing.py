@@ -1,4 +1,5 @@
-"""The costs of a job on one partition: given, estimated or measured, of whole microbatches or of their slices."""
+"""The costs of a job on one partition: given, estimated or measured, of whole microbatches or of their slices, or of
+microbatches of unequal length."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from operator import add, mul, sub
 from typing import NamedTuple
 
 from zbc.compiler.cost import copies, estimate, nodes, profiled, stage_bytes, stepping, vocabulary
-from zbc.compiler.cost.cost import BY_SLICE, Column, Costs, Links, PerStage, Size, links_of
+from zbc.compiler.cost.cost import BY_MICROBATCH, BY_SLICE, Column, Costs, Links, PerStage, Size, links_of, times_links
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES
 from zbc.compiler.cost.machine import Machine
@@ -19,6 +20,9 @@ from zbc.errors import ZbcError
 from zbc.ir import Placement
 from zbc.job.cuts import cuts_of, share, shares_of
 from zbc.job.spec import Job, Memory
+from zbc.job.tokens import shares_of as shares_of_length
+
+NEEDS = 8  # lengths whose ops' needs are counted, where microbatches have more; those of others are rounded up
 
 
 def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
@@ -38,8 +42,18 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     table = chosen(plain)
     job = _seated(job, placement, stages, table)
     whole, cuts = _build(job, placement, stages, table), cuts_of(job)
+    if job.tokens:
+        lengths, each, bytes = sorted({*job.tokens}, reverse=True), dict[int, Costs](), whole.bytes
+        for k, tokens in enumerate(lengths):
+            layers, one = chosen([layer.lengths[tokens] for layer in plain]), job.of_length(tokens)
+            if bytes is not None:
+                needs = k % -(-len(lengths) // NEEDS) == 0
+                bytes = stage_bytes.of_length(one, placement, stages, layers, bytes, needs=needs)
+            each[tokens] = _of_length(job, tokens, _of_ops(one, placement, stages, layers, bytes), whole)
+            each[tokens] = _complete(each[tokens], one, tokens / job.row_tokens, placement)
+        return _of_unequal(_complete(whole, job, 1.0, placement), [each[tokens] for tokens in job.tokens])
     if not cuts:
-        return _with_messages(_with_words(_with_copies(whole, job), [job], [1.0], placement), job, placement)
+        return _complete(whole, job, 1.0, placement)
     rows, shares = share(cuts, 1.0, 0.0), shares_of(job, cuts)
     parts, tables, jobs = list[Costs](), list[Sequence[Layer]](), list[Job]()
     for j, (begin, end) in enumerate(pairwise(cuts)):
@@ -65,6 +79,45 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     return _with_copies(_weighed(found, whole, parts, kv, fused, _recomputed(job, placement)), job)
 
 
+def _complete(costs: Costs, job: Job, rows: float, placement: Placement) -> Costs:
+    """Those of microbatches that are not cut, with such a part of the tokens of whole rows, and all there is beside
+    their ops."""
+    return _with_messages(_with_words(_with_copies(costs, job), [job], [rows], placement), job, placement)
+
+
+def _of_length(job: Job, tokens: int, found: Costs, whole: Costs) -> Costs:
+    """Those that were `found` for rows of so many tokens, where what was given is of the `whole` ones; a byte is as
+    many units as of these."""
+    rows = tokens / job.row_tokens
+    if job.costs.f is not None and job.costs.per != "layer":
+        part = whole.cut([rows], **{name: [share] for name, share in shares_of_length(job, tokens).items()})
+        found = found.with_ms(**{name: part.column(name) for name in BY_SLICE if name in part.ms})
+    if job.costs.comm is not None:
+        found = replace(found, links=times_links(rows, found.links), occupies=times_links(rows, found.occupies))
+    size = {}
+    for name in whole.size:
+        each = zip(whole.units(name), whole.bytes_of(name), found.bytes_of(name), strict=True)
+        size[name] = tuple(Size(units * (now / full if full else rows), now) for units, full, now in each)
+    return replace(found, size=size)
+
+
+def _of_unequal(whole: Costs, each: Sequence[Costs]) -> Costs:
+    """Those of `whole` rows with entries of all microbatches where these are not alike."""
+    names = [name for name in BY_MICROBATCH if name in whole.ms]
+    ms = {name: tuple(zip(*(one.ms[name] for one in each), strict=True)) for name in names}
+    size = {name: tuple(zip(*(one.size[name] for one in each), strict=True)) for name in whole.size}
+    links, occupies = (_of_each(of) for of in ([one.links for one in each], [one.occupies for one in each]))
+    sliced = tuple(one.bytes or () for one in each) if whole.bytes is not None else ()
+    shares = tuple(one.shares[0] for one in each) if whole.shares else ()
+    found = whole.with_ms(**ms)
+    return replace(found, size=size, links=links, occupies=occupies, unequal=len(each), sliced=sliced, shares=shares)
+
+
+def _of_each(links: Sequence[tuple[Links, ...]]) -> tuple[Links, ...]:
+    """The same of every edge, with those of all microbatches."""
+    return tuple({edge: tuple(one[edge] for one in pipe) for edge in pipe[0]} for pipe in zip(*links, strict=True))
+
+
 def _with_messages(costs: Costs, job: Job, placement: Placement) -> Costs:
     """Adds the time for which a message keeps both of its ranks from computing: given or measured, else a share of its
     transfer. It becomes a part of the F or the backward that sends or receives the message.
@@ -77,11 +130,11 @@ def _with_messages(costs: Costs, job: Job, placement: Placement) -> Costs:
         given = measured if job.costs.message is None else job.costs.message
         ms = profiled.messages(placement, lambda pipe, edge: given)
     else:
-        share, links = Machine.of(job).message_share, costs.links
-        ms = profiled.messages(placement, lambda pipe, edge: share * links[pipe][edge])
+        share = Machine.of(job).message_share
+        ms = profiled.messages(placement, lambda pipe, edge: share * costs.lags(pipe)[edge])
         # The time that both ends spend on a message is a part of its transfer; the rest is latency on the link.
         rest = max(0.0, 1 - 2 * share)
-        costs = replace(costs, links=tuple({edge: rest * ms for edge, ms in pipe.items()} for pipe in links))
+        costs = replace(costs, links=times_links(rest, costs.links))
     if not any(ms):
         return costs
     timed = costs.with_ms(messages=ms)
@@ -145,20 +198,29 @@ def _weighed(
 
 def _build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> Costs:
     """The costs of whole microbatches."""
-    given = job.costs.f is not None
-    times = _times(job, placement, stages, table)
-    bytes = stage_bytes.of_stages(job, placement, stages, table)
-    size = _sizes(job, placement, stages, table, bytes)
-    known = job.model.builtin
-    source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
-    links, occupies = _transfers(job, placement, stages, table)
-    costs = Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
+    costs = _of_ops(job, placement, stages, table, stage_bytes.of_stages(job, placement, stages, table))
     costs = replace(costs, paces=estimate.paces_of(job, placement))
-    costs = costs.over(job.hardware.transfer or ("eager" if given else "rendezvous"))
+    costs = costs.over(job.hardware.transfer or ("eager" if job.costs.f is not None else "rendezvous"))
     if job.profile is not None:
         costs = costs.with_ms(agree=(profiled.agree_ms(job.profile.host, job.parallel.copies * placement.ranks),))
     costs = _with_optimizer(costs, job, placement, stages, table)
     return replace(_with_sums(costs, job, placement, stages, table), node=job.parallel.node)
+
+
+def _of_ops(
+    job: Job,
+    placement: Placement,
+    stages: Sequence[Sequence[int]],
+    table: Sequence[Layer],
+    bytes: tuple[StageBytes, ...] | None,
+) -> Costs:
+    """Of these F, B, W, transfers and what they keep."""
+    given, times = job.costs.f is not None, _times(job, placement, stages, table)
+    size = _sizes(job, placement, stages, table, bytes)
+    known = job.model.builtin
+    source = "profiled" if job.profile else "given" if given else "estimated" if known else "assumed equal"
+    links, occupies = _transfers(job, placement, stages, table)
+    return Costs(times, size, links, bytes, source, overlap=job.costs.overlap, occupies=occupies)
 
 
 def _with_copies(costs: Costs, job: Job) -> Costs:

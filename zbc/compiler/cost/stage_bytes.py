@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbc.compiler.cost import adapters, estimate, stepping
 from zbc.compiler.cost.estimate import Layer
@@ -66,8 +66,28 @@ def of_stages(
     if not job.model.builtin and any(layer.measured is None or layer.measured.held is None for layer in table):
         return None
     behind = [*boundaries(job, stages, table), 0.0]
-    found = [_stage(job, placement, s, part, table, behind) for s, part in enumerate(stages)]
-    near = [[a for a in placement.sources(s) if _together(placement, a, s)] for s in range(len(stages))]
+    return _with_given(placement, [_stage(job, placement, s, part, table, behind) for s, part in enumerate(stages)])
+
+
+def of_length(
+    job: Job,
+    placement: Placement,
+    stages: Sequence[Sequence[int]],
+    table: Sequence[Layer],
+    like: Sequence[StageBytes],
+    *,
+    needs: bool,
+) -> tuple[StageBytes, ...]:
+    """The same for rows of another length than those of `like`; without `needs` ops need as much as there."""
+    behind, found = [*boundaries(job, stages, table), 0.0], list[StageBytes]()
+    for s, (part, one) in enumerate(zip(stages, like, strict=True)):
+        more = _needs(job, placement, s, part, table) if needs else {}
+        found.append(replace(one, **_kept(job, placement, s, part, table, behind), **more))
+    return _with_given(placement, found)
+
+
+def _with_given(placement: Placement, found: Sequence[StageBytes]) -> tuple[StageBytes, ...]:
+    near = [[a for a in placement.sources(s) if _together(placement, a, s)] for s in range(len(found))]
     return tuple(replace(one, given=sum((found[a].sent for a in near[s]), 0.0)) for s, one in enumerate(found))
 
 
@@ -83,25 +103,42 @@ def _stage(
     sizes = [table[i].size for i in part]
     largest = max((z.largest for z in sizes), default=0.0)
     params, _ = _counted(placement, s, part, table)
-    again, own = job.memory.recomputes(s), _owned(job, placement, s, part, table)
-    share = sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:])
+    own = _owned(job, placement, s, part, table)
     return replace(
         own,
         weights=own.weights + sum(z.tables for z in sizes) + adapters.held(job, placement, s, part, table),
-        boundary=max(behind[at] for at in (s, *placement.sources(s))),
-        more=more(sizes, recompute=again, first=not placement.sources(s)),
-        first=more([z.first for z in sizes], recompute=again, first=not placement.sources(s)),
-        rise=rise(sizes, recompute=again, first=False),
-        coming=rise(sizes, recompute=again, first=True),
         early=min(own.gradients, sum(z.came_b for z in sizes)),
         lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
         largest=largest,
         step=own.step + _temporaries(job, sizes, stepping.matrices(job.optimizer, owned_by(part, table, False))),
-        logits=0.0 if again else sum(z.logits for z in sizes),
-        behind=behind[s],
-        share=share,
-        sent=0.0 if again else sum(z.tail for z in sizes[-1:]),
+        **_needs(job, placement, s, part, table),
+        **_kept(job, placement, s, part, table, behind),
     )
+
+
+def _needs(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> dict[str, Any]:
+    """Of `StageBytes` what ops need while they run."""
+    sizes, again, first = [table[i].size for i in part], job.memory.recomputes(s), not placement.sources(s)
+    return {
+        "more": more(sizes, recompute=again, first=first),
+        "first": more([z.first for z in sizes], recompute=again, first=first),
+        "rise": rise(sizes, recompute=again, first=False),
+        "coming": rise(sizes, recompute=again, first=True),
+    }
+
+
+def _kept(
+    job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]
+) -> dict[str, Any]:
+    """Of `StageBytes` what a microbatch leaves there, or sends."""
+    sizes, again = [table[i].size for i in part], job.memory.recomputes(s)
+    return {
+        "boundary": max(behind[at] for at in (s, *placement.sources(s))),
+        "logits": 0.0 if again else sum(z.logits for z in sizes),
+        "behind": behind[s],
+        "share": sum(z.act_b for z in sizes) + sum(z.loose for z in sizes[:1]) + sum(z.tail for z in sizes[-1:]),
+        "sent": 0.0 if again else sum(z.tail for z in sizes[-1:]),
+    }
 
 
 def of_experts(

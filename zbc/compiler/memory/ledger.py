@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from zbc.compiler.cost.cost import CacheKey, Costs, Size, key_of
+from zbc.compiler.cost.cost import CacheKey, Costs, Size
 from zbc.compiler.graph import Graph
 from zbc.compiler.sim.simulate import Timeline
 from zbc.ir import Op
@@ -89,7 +89,7 @@ class Activations:
 
     def of(self, op: Op) -> Change | None:
         """The change by an op; None if there is none."""
-        key = key_of(op)
+        key = self._costs.key(op)
         if key not in self._known:
             self._known[key] = self._change(op)
         return self._known[key]
@@ -100,7 +100,7 @@ class Activations:
             return None
         costs = self._costs
         flight = ("kept" in made) - ("kept" in freed)
-        size = costs.bytes_at(op.stage, op.slice)
+        size = costs.bytes_at(op.stage, costs.part(op.mb, op.slice))
         logits = size.logits if size else 0.0
         kv = costs.held_kv(op)
         return Change(costs.held(op), costs.held_bytes(op), flight, flight * logits, kv, begins=not freed)
@@ -208,7 +208,8 @@ class _RankLedger:
         self.effects: dict[tuple[CacheKey, int], _Effect] = {}
 
     def entries(self) -> Iterator[Entry]:
-        graph, effects, leaving, start, over = self.graph, self.effects, self.leaving, self.clock.begin, self.clock.end
+        graph, effects, leaving, key = self.graph, self.effects, self.leaving, self.costs.key
+        start, over = self.clock.begin, self.clock.end
         shared = graph.program.sharded and not graph.layout.ahead and self.costs.bytes is not None
         gradients = Gradients([graph.ops[i] for i in graph.mine(self.rank)], self.costs)
         there = gradients.bytes + sum(one.state.gradients for one in self.costs.shares[:1])
@@ -216,7 +217,7 @@ class _RankLedger:
             yield Entry(graph.first[self.rank], (Delta("gradients", 0.0, there),), ())
         for i in graph.mine(self.rank):
             op = graph.ops[i]
-            effect = effects.get((key_of(op), op[3])) or self._effect(op)
+            effect = effects.get((key(op), op[3])) or self._effect(op)
             if effect.lane is Lane.COLLECTIVE and effect.size:  # data for others exists until it completes
                 heappush(leaving, (self.clock.over(i), i, effect.size))
             if effect.lane is Lane.LINK:
@@ -300,7 +301,7 @@ class _RankLedger:
         else:
             both = (*self._deltas(op, row, first=False), *self._deltas(op, row, first=True))
             found = _Effect(row.lane, *both, size=self._given(op, row))
-        self.effects[key_of(op), op.pipe] = found
+        self.effects[self.costs.key(op), op.pipe] = found
         return found
 
     def _deltas(self, op: Op, row: Row, *, first: bool) -> tuple[tuple[Delta, ...], tuple[Delta, ...]]:
@@ -348,7 +349,7 @@ class _RankLedger:
         for refs, sign in ((row.writes, 1), (row.frees, -1)):
             for ref in refs:
                 if VALUES[ref.what].scope == "share" and layout.is_at(ref.at, self.rank, op.stage, row):
-                    sizes += sign * self.costs.share_of(ref.what, op.slice)
+                    sizes += sign * self.costs.share_of(ref.what, self.costs.part(op.mb, op.slice))
         return sizes
 
     def _given(self, op: Op, row: Row) -> float:
@@ -372,12 +373,12 @@ class _RankLedger:
                     continue  # without transfers its lifetime is unknown
                 by_maker = (ref.what == "act") == out
                 if not (ref.what == "act" and (by_maker or not crosses) and self._keeps_result(edge[0])):
-                    found.append(self._size(edge[0], op.slice))
+                    found.append(self._size(edge[0], op))
         return found
 
-    def _size(self, source: int, part: int) -> float:
-        """Bytes of the tensor of a slice on an edge from a stage."""
-        size = self.costs.bytes_at(source, part)
+    def _size(self, source: int, op: Op) -> float:
+        """Bytes of the tensor that an op has on an edge from a stage."""
+        size = self.costs.bytes_at(source, self.costs.part(op.mb, op.slice))
         return size.behind if size else 0.0
 
     def _keeps_result(self, stage: int) -> bool:
@@ -390,12 +391,12 @@ class _RankLedger:
         message = self.graph.program.placement.message(op)
         if message is None:
             return nothing
-        size = self._size(message.edge[0], op.slice)
+        size = self._size(message.edge[0], op)
         if op.kind.is_recv:
             return nothing._replace(begin=(Delta("transit", 1.0, size),))
         if message.forward and self._keeps_result(message.source):
             return nothing
-        return nothing._replace(size=size, link=self.costs.link(op.pipe, message.source, message.sink))
+        return nothing._replace(size=size, link=self.costs.link(op.pipe, message.source, message.sink, op.mb))
 
     def _send(self, i: int, effect: _Effect) -> None:
         """Queues the end of a SEND: its receiver has posted a buffer, and the transfer has arrived there."""

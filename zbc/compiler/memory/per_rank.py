@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zbc.compiler.cost.cost import CacheKey, Costs, key_of
+from zbc.compiler.cost.cost import CacheKey, Costs
 from zbc.compiler.cost.stage_bytes import StageBytes
 from zbc.compiler.graph import Graph
 from zbc.compiler.memory.ledger import Activations, Entry, activations, changes, lasting, ledger
@@ -147,7 +147,7 @@ def _buffers(graph: Graph, entries: Iterable[Entry], costs: Costs) -> _Most:
         gradients = max(gradients, there)
         change = changes.of(op)
         if change is not None and not change.begins:
-            key = key_of(op), first
+            key = costs.key(op), first
             if key not in more:
                 more[key] = costs.more_bytes(op, first=first)
             need = more[key]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from zbc.compiler.cost.estimate import Layer
+from zbc.compiler.cost.estimate import Layer, on_the_mean
 from zbc.compiler.partition.initial import Stages, is_open, times
 from zbc.errors import ZbcError
 from zbc.ir import Placement
@@ -35,7 +35,7 @@ def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
     if job.partition.layers_per_stage is not None:
         runs = _listed(job, groups, job.partition.layers_per_stage)
     else:
-        ms = times(job, table, [1.0])[0] if is_open(job) else [1.0] * len(table)
+        ms = times(job, on_the_mean(job, table), [1.0])[0] if is_open(job) else [1.0] * len(table)
         runs = even([[ms[i] for i in layers] for layers in groups.values()], ranks)
     counts = [count for run in runs for count in run]
     stages = tuple(tuple(range(a, b)) for a, b in pairwise([0, *accumulate(counts)]))

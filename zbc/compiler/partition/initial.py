@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
-from zbc.compiler.cost.estimate import Layer, slow_of
+from zbc.compiler.cost.estimate import Layer, on_the_mean, slow_of
 from zbc.compiler.partition import megatron_layout
 from zbc.compiler.partition.balance import even
 from zbc.errors import ZbcError
@@ -37,7 +37,7 @@ def initial(job: Job, placement: Placement, table: Sequence[Layer]) -> Stages:
         raise ZbcError("E130", text, where=job.where("model", "layers"), hint=hint)
     if not is_open(job):
         return uniform(table, stages)
-    points = even(times(job, table, slow_of(job, placement)), placement)
+    points = even(times(job, on_the_mean(job, table), slow_of(job, placement)), placement)
     return tuple(tuple(range(a, b)) for a, b in pairwise(points))
 
 

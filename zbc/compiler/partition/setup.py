@@ -313,8 +313,7 @@ class Setup:
         for pipe in self.placement.pipes:
             for s, rank in enumerate(pipe):
                 loads[rank] += (f[s] + backward[s]) / len(self.placement.pipes)
-        units, words = self.costs.slices, ("s", "t", "i", "e") if self.job.vocabulary else ()
-        return max(loads) + sum(self.costs.of(name, 0, part) for name in words for part in range(units))
+        return max(loads) + sum(self.costs.column(name)[0] for name in ("s", "t", "i", "e") if self.job.vocabulary)
 
     @property
     def least_step(self) -> float:

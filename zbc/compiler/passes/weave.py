@@ -224,7 +224,7 @@ class _Play:
             if over is None:
                 return None
             if self.placement.crosses(near, op.stage):
-                over += self.costs.link(op.pipe, *((near, op.stage)))
+                over += self.costs.link(op.pipe, near, op.stage, op.mb)
             found = max(found, over)
         needs = [] if forward else [self.over.get((True, op.stage, unit))]
         if forward and op.stage == 0:
@@ -239,7 +239,8 @@ class _Play:
 
     def _put(self, rank: _Rank, r: int, now: float, op: Op) -> None:
         kind, unit = op.kind, (op.mb, op.slice)
-        end = now + (self.costs.of(kind.row.cost, r, op.slice) if kind.unit_wide else self.costs.duration(op))
+        wide = kind.unit_wide
+        end = now + (self.costs.of(kind.row.cost, r, self.costs.part(*unit)) if wide else self.costs.duration(op))
         rank.free = end
         rank.done.append(op)
         heappush(self.heap, (end, r))
@@ -274,7 +275,7 @@ class _Play:
         if near == op.stage or not self.placement.crosses(near, op.stage):
             return 0.0
         reads = near > op.stage if forward else near < op.stage
-        return self.costs.link(op.pipe, op.stage, near) if reads else 0.0
+        return self.costs.link(op.pipe, op.stage, near, op.mb) if reads else 0.0
 
     def _looked_up(self, first: int, now: float) -> None:
         """Once `first` units have begun, queues the next look-ups."""
@@ -296,7 +297,7 @@ class _Play:
     def _meets(self, kind: Kind, unit: Unit, now: float) -> None:
         """Runs a collective to which all ranks have come."""
         self.begun[kind, unit] = now, len(self.begun)
-        at = self.met[kind, unit] = now + self.costs.of(kind.row.cost, 0, unit[1])
+        at = self.met[kind, unit] = now + self.costs.of(kind.row.cost, 0, self.costs.part(*unit))
         follows = {Kind.SPREAD: Kind.S, Kind.MEET: Kind.T, Kind.TAKE: Kind.E}.get(kind)
         if follows is not None:
             self._all(follows, unit, at)

@@ -52,6 +52,7 @@ class Case:
         card.check_ranks(job.parallel.pp)
         raise_all(refusals(job, card))
         self.job, self.table, self.card, self.v = job, table, card, card.stages_per_rank(chunks)
+        self.mean = estimate.on_the_mean(job, table)
         self.placement = card.placement(job.parallel.pp, self.v)
         self.start = Choice.of(initial(job, self.placement, table))
         self.stages = self.placement.stages
@@ -96,7 +97,7 @@ class Case:
     def times(self, recompute: frozenset[int], *, split: bool | None = None) -> list[list[float]]:
         """[stage][layer] ms, including the job's own recompute stages, with the schedule's form of backward."""
         split = self.card.splits_backward if split is None else split
-        return times(self.job, self.table, estimate.slow_of(self.job, self.placement), recompute, split=split)
+        return times(self.job, self.mean, estimate.slow_of(self.job, self.placement), recompute, split=split)
 
     def even(self, recompute: frozenset[int]) -> Choice:
         """The partition that is most even in time if these stages recompute."""

@@ -97,8 +97,9 @@ def deviations(times: Times, costs: Costs, steps: int, program: Program) -> list
     for (kind, stage, rank), samples in times.work.items():
         holders = program.placement.holders(stage) if stage >= 0 else ()
         place = rank % program.placement.ranks
-        op = Op(kind, stage, 0, holders.index(place) if place in holders else 0)
-        found.append(Deviation(kind, stage, rank, round(len(samples) / steps), costs.duration(op), median_ms(samples)))
+        pipe = holders.index(place) if place in holders else 0
+        meant = statistics.median(costs.duration(Op(kind, stage, mb, pipe)) for mb in range(costs.unequal or 1))
+        found.append(Deviation(kind, stage, rank, round(len(samples) / steps), meant, median_ms(samples)))
     return sorted(found, key=lambda one: (-abs(one.excess), one.rank, one.stage, one.kind))
 
 
@@ -117,7 +118,8 @@ def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
     """Predicted ms of a transfer between two ranks of a pipeline."""
     found = {}
     for pipe, homes in enumerate(program.placement.pipes):
-        for (a, b), ms in costs.links[pipe].items():
+        for (a, b), each in costs.links[pipe].items():
+            ms = statistics.median(each) if isinstance(each, tuple) else each
             found[homes[a], homes[b]] = found[homes[b], homes[a]] = ms
     return found
 

@@ -133,7 +133,7 @@ def _medians(samples: Mapping[tuple[_What, int], list[int]], what: _What, costs:
 
 def _column(name: str, found: Sequence[float | None], costs: Costs) -> PerStage:
     """A column with measured times, else the assumed ones."""
-    return tuple(assumed if ms is None else ms for ms, assumed in zip(found, costs.column(name), strict=True))
+    return tuple(assumed if ms is None else ms for ms, assumed in zip(found, costs.typical(name), strict=True))
 
 
 def _halves(
@@ -141,7 +141,7 @@ def _halves(
 ) -> tuple[PerStage, PerStage]:
     """B and W of every stage; if only BW ran, split in the predicted proportion."""
     first, second = list[float](), list[float]()
-    for s, (mine_b, mine_w, both) in enumerate(zip(*map(costs.column, ("b", "w", "bw")), strict=True)):
+    for s, (mine_b, mine_w, both) in enumerate(zip(*map(costs.typical, ("b", "w", "bw")), strict=True)):
         whole = bw[s] if bw[s] is not None else both
         share = mine_b / (mine_b + mine_w) if mine_b + mine_w > 0 else 0.5
         mine, other = b[s], w[s]

@@ -28,7 +28,7 @@ MET = 5e-7  # relative excess over its bound with which a step meets it
 VERSION = 1
 _NOT_PREDICTED = (
     *("schedule", "ranks", "stages", "microbatches", "compile_seconds", "engine", "limits"),
-    *("rates", "speedup_over_1f1b"),
+    *("rates", "speedup_over_1f1b", "unequal"),
 )
 
 
@@ -149,6 +149,19 @@ class AdapterReport:
 
 
 @dataclass(frozen=True, slots=True)
+class UnequalReport:
+    """Microbatches of unequal length: the tokens of their rows, as they are numbered and as they were given; ms of a
+    step, of one with the given numbers, and with these of one in the order for equal lengths (None: it does not
+    fit)."""
+
+    tokens: tuple[int, ...]
+    given: tuple[int, ...]
+    ms: float
+    given_ms: float
+    alike_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GatherReport:
     """Gathers of sharded weights, in a step."""
 
@@ -221,6 +234,7 @@ class Report:
     copied: CopyReport | None = None  # if any do
     freezing: FreezeReport | None = None  # if weight gradients are skipped
     adapter: AdapterReport | None = None  # if adapters train in place of weights
+    unequal: UnequalReport | None = None  # where microbatches are of unequal length
     gathered: GatherReport | None = None  # if steps gather weights
     flushless: StepsReport | None = None  # if steps follow one another without a flush
     tp_sums: SumsReport | None = None  # if ops have tensor-parallel collectives inside
@@ -236,9 +250,9 @@ class Report:
     def predicted(self) -> dict[str, Any]:
         """The part that depends only on the plan, for the manifest."""
         data = self._data()
-        for key in _NOT_PREDICTED:
-            del data[key]
         _without_copies(data)
+        for key in _NOT_PREDICTED:
+            data.pop(key, None)
         return data
 
     def _data(self) -> dict[str, Any]:
@@ -405,9 +419,9 @@ def _slice(costs: Costs, j: int, begin: int, end: int) -> SliceReport:
 
 
 def _without_copies(data: dict[str, Any]) -> None:
-    """Removes absent features: host copies, freezing, adapters, gathers, steps without a flush, and collectives inside
-    of ops."""
-    for key in ("host", "copied", "freezing", "adapter", "gathered", "flushless", "tp_sums"):
+    """Removes absent features: host copies, freezing, adapters, unequal microbatches, gathers, steps without a flush,
+    and collectives inside of ops."""
+    for key in ("host", "copied", "freezing", "adapter", "unequal", "gathered", "flushless", "tp_sums"):
         if not data[key]:
             del data[key]
 
@@ -490,14 +504,16 @@ def _rank(
         sent_bytes=round(sum(count * _message(program, costs, Op(*op)) for op, count in sends.items())),
         summed_bytes=round(sum(_sent(program, costs, op) for op in ops if op[0].sums or op[0] is Kind.SCATTER)),
         kv_bytes=round(memory.kv),
-        messages_ms=sum(costs.of("messages", op.stage) for op in ops if op.kind.row.cost in ("f", "b", "bw")),
+        messages_ms=sum(
+            costs.of("messages", op.stage, costs.part(op.mb, 0)) for op in ops if op.kind.row.cost in ("f", "b", "bw")
+        ),
     )
 
 
 def _message(program: Program, costs: Costs, op: Op) -> float:
     """Bytes of a SEND's tensor, which is that of the boundary it crosses."""
     message = program.placement.message(op)
-    size = None if message is None else costs.bytes_at(message.edge[0], op.slice)
+    size = None if message is None else costs.bytes_at(message.edge[0], costs.part(op.mb, op.slice))
     return 0.0 if size is None else size.behind
 
 

@@ -261,7 +261,7 @@ class _Lists:
             return
         reader = self.homes[after[1]]
         if after[1] != s:
-            end += self.costs.link(0, s, after[1])
+            end += self.costs.link(0, s, after[1], mb)
         self.ready[(*after, mb)] = end
         heapq.heappush(self.events, (end, reader))
         if self.wait:

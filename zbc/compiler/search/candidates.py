@@ -133,6 +133,7 @@ class Bench:
             self.engine.numbers(knobs),
             *keys,
             self.problem.slices,
+            self.problem.unequal,
             self._blank,
             self._order,
         )

@@ -28,7 +28,8 @@ def reduced(problem: Problem) -> Problem | None:
     """The problem with some 4p microbatches, or 2p if there are many ops, if that is clearly fewer; else None.
 
     If 4p is not fewer, 2p is used with one stage per rank and less memory than 1F1B's: bodies are short there. The
-    count is chosen so that a body of any size covers the rest.
+    count is chosen so that a body of any size covers the rest. Unequal microbatches are reduced to equal ones of the
+    mean cost.
     """
     p = problem.p
     counts = [min(4 * p, max(2 * p, FEW_OPS // (3 * problem.n_stages)))]
@@ -37,7 +38,7 @@ def reduced(problem: Problem) -> Problem | None:
     for few in counts:
         few += (problem.m - few) % (CYCLE * problem.slices)
         if problem.m > 1.5 * few:
-            return replace(problem, m=few)
+            return replace(problem, m=few, exact=() if problem.unequal else problem.exact, unequal=False, lags=())
     return None
 
 

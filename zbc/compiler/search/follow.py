@@ -146,7 +146,7 @@ def _rows(program: Program, costs: Costs) -> Rows:
         for pipe in range(len(placement.pipes))
         for s in range(placement.stages)
     ]
-    return Rows(placement, rows, lambda a, b, pipe: costs.link(pipe, a, b))
+    return Rows(placement, rows, lambda a, b, pipe: costs.lag(pipe, a, b))
 
 
 def _has(kinds: set[Kind], family: str) -> bool:

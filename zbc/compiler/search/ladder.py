@@ -61,7 +61,7 @@ def climb(ask: Question, *, rungs: int | None = None, beat: float = INF) -> Cand
     if ask.problem.size > LARGE:
         return ask.search(ask.problem, visits).best
     ladder = _Ladder(ask, beat)
-    if ask.problem.slices > 1:  # the peaks of hand-made orders may lie between two rungs
+    if ask.problem.exact:  # the peaks of hand-made orders may lie between two rungs
         ladder.by_hand()
     if visits > ENOUGH:
         ladder.add(ask.search(ask.problem, visits).best)

@@ -67,6 +67,7 @@ def list_schedule(
     key_b: Numbers,
     cap: Numbers,
     slices: int,
+    unequal: bool,
     blank: tuple[Numbers, Numbers, Numbers, Numbers],
     order: Numbers,
 ) -> bool:
@@ -85,7 +86,7 @@ def list_schedule(
     f_rules = (mode == 3, look * length[0], knobs[10], knobs[11], knobs[5], knobs[3], knobs[8], knobs[9])
     b_seats = (seat_first, stage, units, inputs, change, missing, ready, returned, held, limit, key_b)
     f_seats = (seat_first, stage, units, forward, change, missing, ready, started, returned, held, room, key_f)
-    f_more = (cap, reserve, first_b, length, flying, had_b, slices)
+    f_more = (cap, reserve, first_b, length, flying, had_b, slices, unequal)
     due = order.copy()  # by rank a queue of W whose B has run, from `head` to `tail`
     head, tail, place, wake = first.copy(), first.copy(), first.copy(), by_rank.copy()
     heap = first_calls(seats, count, wake, unstarted)
@@ -246,7 +247,7 @@ def choose_f(r: int, now: float, rules: View, seats: View, more: View) -> Choice
     """The F that rank r should start."""
     keyed, look_ms, period, release, pick, overshoot, early, late = rules
     first, stage, units, base, change, missing, ready, started, returned, held, room, keys = seats
-    cap, reserve, first_b, length, flying, had_b, slices = more
+    cap, reserve, first_b, length, flying, had_b, slices, unequal = more
     low, high = first[r], first[r + 1]
     best, key_best, later, least, blocked = -1, -INF, INF, INF, False
     soon = now + EPS
@@ -282,7 +283,7 @@ def choose_f(r: int, now: float, rules: View, seats: View, more: View) -> Choice
                     need = 1.0 * rest
                 if need < 1.0:
                     need = 1.0
-            if slices == 1:
+            if slices == 1 and not unequal:
                 most += change[base[other]] * ((need + EPS) // 1.0)
             else:
                 unit = started[other]

@@ -9,7 +9,7 @@ from statistics import fmean
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.search.listing import Seats
-from zbc.compiler.search.table import Rows, SearchRow
+from zbc.compiler.search.table import Lag, Rows, SearchRow
 from zbc.ir import Kind, Placement, Program, nth
 
 UNLIMITED = 1e15
@@ -23,6 +23,7 @@ class Problem:
 
     A unit is a microbatch, or one of its `slices`: then f, b, w and the kept units are means over them, and `exact`
     has, for F, B and W of each stage, ms and change of the units held of each slice in the order in which the stage
+    So of `unequal` microbatches each, whose largest keeps what is said to be kept; `lags` has their transfers.
     runs them. `lag[s]` is the transfer between stages s-1 and s, `limit[r]` the limit of rank r, `stages[r]` its stages
     in path order. Ops are numbered as in table.py; rows are sorted by kind, F, B, W, then by stage.
     """
@@ -40,13 +41,17 @@ class Problem:
     limit: list[float]
     slices: int = 1
     exact: tuple[list[Exact], ...] = ()
+    unequal: bool = False
+    lags: tuple[Lag, ...] = ()
 
     @classmethod
     def make(cls, placement: Placement, costs: Costs, m: int, limit: float | Sequence[float] | None) -> Problem:
         """m microbatches; `limit` in activation units, one for all ranks or one each; None for none."""
-        p, k = placement.ranks, costs.slices
-        exact = tuple([_exact(costs, kind, s) for s in range(placement.stages)] for kind in KINDS) if k > 1 else ()
-        m, costs = m * k, costs.unit(fmean)
+        p, k, parts = placement.ranks, costs.slices, costs.parts
+        exact = tuple([_exact(costs, kind, s) for s in range(placement.stages)] for kind in KINDS) if parts > 1 else ()
+        lags = (0.0, *map(_floats, costs.links[0].values())) if costs.unequal else ()
+        kept = {name: costs.units(name) for name in ("kept", "left")} if costs.unequal else {}
+        unequal, m, costs = costs.unequal > 0, m * k, costs.unit(fmean).with_units(**kept)
         each = limit if isinstance(limit, Sequence) else [UNLIMITED if limit is None else limit] * p
         return cls(
             placement=placement,
@@ -56,12 +61,14 @@ class Problem:
             f=list(map(float, costs.column("f"))),  # compiled kernels distinguish them from ints
             b=list(map(float, costs.column("b"))),
             w=list(map(float, costs.column("w"))),
-            lag=[0.0, *map(float, costs.links[0].values())],
+            lag=[0.0, *map(float, costs.lags(0).values())],
             keep_b=list(map(float, costs.units("kept"))),
             keep_w=list(map(float, costs.units("left"))),
             limit=list(map(float, each)),
             slices=k,
             exact=exact,
+            unequal=unequal,
+            lags=lags,
         )
 
     @property
@@ -84,13 +91,14 @@ class Problem:
 
     def rows(self) -> Rows:
         """The ops, numbered."""
-        if self.slices > 1:
+        if self.exact:
+            lags = self.lags or self.lag
             exact = [
                 SearchRow(kind, s, 0, self.rank[s], self.m, ms, change)
                 for kind, mine in zip(KINDS, self.exact, strict=True)
                 for s, (ms, change) in enumerate(mine)
             ]
-            return Rows(self.placement, exact, lambda a, b, pipe: self.lag[max(a, b)], self.slices)
+            return Rows(self.placement, exact, lambda a, b, pipe: lags[max(a, b)], self.slices)
         growth = [w - b for b, w in zip(self.keep_b, self.keep_w, strict=True)]
         columns = ((self.f, self.keep_b), (self.b, growth), (self.w, [-x for x in self.keep_w]))
         rows = [
@@ -116,7 +124,7 @@ class Problem:
 
     def room(self) -> list[float]:
         """Units each rank may hold with an F: its limit less the most that a B leaves beyond the units it frees."""
-        if self.slices > 1:
+        if self.exact:
             growth = [max(0.0, *change) for _, change in self.exact[1]]
         else:
             growth = [max(0.0, w - b) for b, w in zip(self.keep_b, self.keep_w, strict=True)]
@@ -162,5 +170,9 @@ class Problem:
 
 
 def _exact(costs: Costs, kind: Kind, stage: int) -> Exact:
-    ops = [nth(kind, stage, n, costs.slices) for n in range(costs.slices)]
+    ops = [nth(kind, stage, n, costs.slices) for n in range(costs.parts)]
     return tuple(map(costs.duration, ops)), tuple(map(costs.held, ops))
+
+
+def _floats(lag: Lag) -> Lag:
+    return tuple(map(float, lag)) if isinstance(lag, tuple) else float(lag)

@@ -14,7 +14,7 @@ from zbc.compiler.search.anneal import WORSE
 from zbc.compiler.search.engine import Engine, available
 from zbc.compiler.search.portfolio import Effort
 from zbc.compiler.search.problem import KINDS
-from zbc.compiler.search.table import Rows, SearchRow
+from zbc.compiler.search.table import Lag, Rows, SearchRow
 from zbc.ir import Kind, Op, Program
 
 FIRST_MOVES, GROWTH = 600.0, 1.5
@@ -89,14 +89,18 @@ class _Numbered:
         whose = [(kind, pipe, s) for kind in KINDS for pipe in pipes for s in stages]
         self.rows = Rows(
             program.placement,
-            [self._row(costs, Op(kind, s, 0, pipe), len(dealt[pipe])) for kind, pipe, s in whose],
-            lambda a, b, pipe: float(costs.link(pipe, a, b)),
+            [self._row(costs, Op(kind, s, 0, pipe), dealt[pipe]) for kind, pipe, s in whose],
+            lambda a, b, pipe: _of_units(costs.lag(pipe, a, b), dealt[pipe]),
         )
         self.ops = [Op(kind, s, mb, pipe) for kind, pipe, s in whose for mb in dealt[pipe]]
 
-    def _row(self, costs: Costs, op: Op, units: int) -> SearchRow:
-        rank = self.like.placement.rank_of(op.stage, op.pipe)
-        return SearchRow(op.kind, op.stage, op.pipe, rank, units, float(costs.duration(op)), float(costs.held(op)))
+    def _row(self, costs: Costs, op: Op, dealt: Sequence[int]) -> SearchRow:
+        rank, units = self.like.placement.rank_of(op.stage, op.pipe), len(dealt)
+        if not (costs.unequal and dealt):
+            return SearchRow(op.kind, op.stage, op.pipe, rank, units, float(costs.duration(op)), float(costs.held(op)))
+        each = [op._replace(mb=mb) for mb in dealt]
+        ms, change = (tuple(float(ask(one)) for one in each) for ask in (costs.duration, costs.held))
+        return SearchRow(op.kind, op.stage, op.pipe, rank, units, ms, change)
 
     def order(self) -> list[int]:
         """The program as a rank-major order."""
@@ -106,3 +110,7 @@ class _Numbered:
     def program(self, order: Sequence[int]) -> Program:
         ranks = tuple(tuple(map(self.ops.__getitem__, order[low:high])) for low, high in pairwise(self.rows.first))
         return Program(self.like.placement, self.like.microbatches, ranks, self.like.history)
+
+
+def _of_units(lag: Lag, dealt: Sequence[int]) -> Lag:
+    return tuple(float(lag[mb]) for mb in dealt) if isinstance(lag, tuple) else float(lag)

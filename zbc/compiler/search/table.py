@@ -20,13 +20,15 @@ from zbc.ops import At, Ref
 Numbers = Any  # a flat list, or an array of the same length when compiled
 # (head, other, lag, after): op x is linked to `other[e]`, `lag[e]` ms away, for e = head[x], after[e], .. until -1.
 Links = tuple[Numbers, Numbers, Numbers, Numbers]
+Lag = float | tuple[float, ...]
 _ACROSS = {At.SOURCES: At.SINKS, At.SINKS: At.SOURCES}  # the two ends of an edge
 
 
 class SearchRow(NamedTuple):
     """The ops of one kind, stage and pipe: `ms` each, and `change` of the rank's activation units.
 
-    If slices of a microbatch differ, one value for each slice, in the order of the row.
+    If slices of a microbatch differ, one value for each slice, in the order of the row; of unequal microbatches one for
+    each unit.
     """
 
     kind: Kind
@@ -63,18 +65,18 @@ class _Link(NamedTuple):
 
     row: int
     shift: int = 0
-    lag: float = 0.0
+    lag: Lag = 0.0
     turned: bool = False  # one row is of forwards, the other of backwards
 
 
 class Rows:
     """Rows numbered one after another, and their dependencies.
 
-    `lag(a, b, pipe)` are the ms from stage a to stage b.
+    `lag(a, b, pipe)` are the ms from stage a to stage b, of any unit or of each.
     """
 
     def __init__(
-        self, placement: Placement, rows: Sequence[SearchRow], lag: Callable[[int, int, int], float], slices: int = 1
+        self, placement: Placement, rows: Sequence[SearchRow], lag: Callable[[int, int, int], Lag], slices: int = 1
     ) -> None:
         self.placement, self.rows, self._lag, self.slices = placement, rows, lag, slices
         self.base = [0, *accumulate(row.units for row in rows)]
@@ -177,7 +179,7 @@ class Rows:
                     others += [there + turned(unit, self.slices) for unit in range(low, high)]
                 else:
                     others += range(there + low, there + high)
-                lags += [link.lag] * len(edges)
+                lags += _spread(link.lag, len(edges))
                 after += last[low:high]
                 last[low:high] = edges
             head += last

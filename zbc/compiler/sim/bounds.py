@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from operator import itemgetter
 
 from zbc.compiler.cost.cost import Costs
 from zbc.compiler.sim.bounds_branched import branched
@@ -51,10 +52,12 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
         return _with_words(bounds(placement, plain, m, limit), placement, costs, m)
     costs = costs.fastest()
     if costs.slices > 1:
-        return _of_slices(placement, costs, m, limit)
+        return _of_parts(placement, costs, m, limit)
     if costs.overlap:  # as if every F could overlap, as far as groups allow
         hidden = 1.0 - costs.overlap
         costs = replace(costs.with_ms(f=costs.each(lambda ms: hidden * ms, "f")), overlap=0.0)
+    if costs.unequal:
+        return _of_parts(placement, costs, m, limit)
     costs = costs.least()
     # A fused backward never holds the inputs of W; if those are more than F left, it beats separate B and W.
     costs = costs.with_units(left=tuple(map(min, costs.units("kept"), costs.units("left"))))
@@ -68,20 +71,31 @@ def bounds(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | 
         makespan, span = mixed(placement, costs, m, limits)
         return Bounds(min(makespan, *(b.makespan for b in alone)), min(span, *(b.span for b in alone)))
     if placement.branches:
-        return Bounds(*branched(placement, costs, m))
+        return Bounds(*branched(placement, costs, costs, m))
     way = Way(placement, costs)
     single = [_RankBounds(way, m, limits, r).bounds() for r in range(p) if way.stages[r]]
     return Bounds(max(b.makespan for b in single), max(b.span for b in single))
 
 
-def _of_slices(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None) -> Bounds:
-    """Bounds for microbatches in slices: the bounds of m * slices microbatches with the least costs of any slice, which
-    have at least the freedom of slices; and the work of each rank after the path to it."""
+def _of_parts(placement: Placement, costs: Costs, m: int, limit: Sequence[float] | float | None) -> Bounds:
+    """Bounds for microbatches in slices, or for unequal ones: the bounds of as many microbatches as there are parts,
+    with the least costs of any part, which have at least their freedom; and the work of each rank after the path to
+    it."""
     least = costs.unit(min)
     found = bounds(placement, least, m * costs.slices, limit)
-    costs, way = costs.least(), Way(placement, least)
+    costs = costs.least()
     f, b, w = map(costs.column, ("f", "b", "w"))
     makespan, span = found.makespan, found.span
+    if costs.unequal and not placement.branches:
+        alone = _of_one(placement, costs)
+        makespan, span = max(makespan, alone.makespan), max(span, alone.span)
+    if len(placement.pipes) > 1:  # the busiest rank has an equal share at least
+        share = m * (sum(f) + sum(b) + sum(w)) / placement.ranks
+        return Bounds(max(makespan, share), max(span, share))
+    if placement.branches:
+        other = branched(placement, costs, least, m)
+        return Bounds(max(makespan, other[0]), max(span, other[1]))
+    way = Way(placement, least)
     for stages in way.stages:
         if stages:
             work, later = m * sum(f[s] + b[s] + w[s] for s in stages), m * sum(w[s] for s in stages)
@@ -89,6 +103,19 @@ def _of_slices(placement: Placement, costs: Costs, m: int, limit: Sequence[float
             span = max(span, work)
             makespan = max(makespan, way.down(0, stages[0]) + max(work, work - later + back))
     return Bounds(makespan, span)
+
+
+def _of_one(placement: Placement, costs: Costs) -> Bounds:
+    """The way of the microbatch with most to do, to the loss and back, from stage 0 on and from any rank on."""
+    work = [
+        sum(costs.of(name, s, mb) for name in ("f", "b") for s in range(costs.stages)) for mb in range(costs.unequal)
+    ]
+    one = costs.unit(itemgetter(work.index(max(work))))
+    ways = [Way(placement, one, pipe) for pipe in range(len(placement.pipes))]
+    makespan = min(way.around(0, 0) + way.b[0] + way.w[0] for way in ways)
+    if len(ways) > 1:
+        return Bounds(makespan, 0.0)
+    return Bounds(makespan, max(ways[0].around(s[0], s[0]) + ways[0].b[s[0]] for s in ways[0].stages if s))
 
 
 def _with_words(found: Bounds, placement: Placement, costs: Costs, m: int) -> Bounds:

@@ -12,10 +12,10 @@ from zbc.compiler.sim.ways import longest
 from zbc.ir import Placement
 
 
-def branched(placement: Placement, costs: Costs, m: int) -> tuple[float, float]:
-    """Makespan and span, in ms."""
-    f, b, w = map(costs.column, ("f", "b", "w"))
-    links = costs.links[0]
+def branched(placement: Placement, costs: Costs, least: Costs, m: int) -> tuple[float, float]:
+    """Makespan and span, in ms; of any microbatch no op or transfer takes less than `least` says."""
+    f, b, w = map(least.column, ("f", "b", "w"))
+    links = least.lags(0)
     down = longest(placement, f, links, placement.sources)  # to the end of F of each stage, from the data
     ahead = longest(placement, f, links, placement.sinks)  # from its beginning to the end of the last F
     back = longest(placement, b, links, placement.sinks)  # from the loss to the end of its B
@@ -25,7 +25,7 @@ def branched(placement: Placement, costs: Costs, m: int) -> tuple[float, float]:
     makespan = span = 0.0
     for rank in range(placement.ranks):
         mine = placement.stages_of(rank)
-        forward, backward, later = (m * sum(each[s] for s in mine) for each in (f, b, w))
+        forward, backward, later = (m * sum(each[s] for s in mine) for each in map(costs.column, ("f", "b", "w")))
         work = forward + backward + later
         head = min((down[s] - f[s] for s in mine), default=0.0)
         warm = min((ahead[s] + back[s] - b[s] for s in mine), default=0.0)  # from its first F to its first B

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.cost.cost import Links as LinkTimes
 from zbc.compiler.graph import Graph, build
 from zbc.compiler.sim.links import Links, by_time
 from zbc.errors import ZbcError
@@ -234,31 +235,33 @@ def lengths(graph: Graph, costs: Costs, *, closing: bool = False) -> list[float]
 
     Without `closing`, ops that close a step take no time, and no rank waits for the numbers that ranks agree with.
     """
-    per_row = []
+    per_row = []  # of each part
     for row in graph.rows:
         counts = row.row.cost and (closing or not row.row.closes)
         place = row.rank if row.kind.unit_wide else row.stage
         pace = costs.pace(row.kind, row.pipe, row.stage)
-        per_row.append(pace * costs.of(row.row.cost, place, row.slice) if counts else 0.0)
-    own = [ms if row.lane is Lane.COMPUTE else 0.0 for ms, row in zip(per_row, graph.rows, strict=True)] + [0.0]
-    found = [own[r] for r in graph.row_of]
+        parts = range(costs.unequal) if costs.unequal else (row.slice,)
+        per_row.append([pace * costs.of(row.row.cost, place, part) if counts else 0.0 for part in parts])
+    own = [ms if row.lane is Lane.COMPUTE else [0.0] * len(ms) for ms, row in zip(per_row, graph.rows, strict=True)]
+    own.append([0.0] * (costs.unequal or 1))
+    ops, row_of = graph.ops, graph.row_of
+    if costs.unequal:
+        found = [own[r][costs.part(op[2], 0)] for r, op in zip(row_of, ops, strict=True)]
+    else:
+        found = [own[r][0] for r in row_of]
     for i in graph.frozen:
-        found[i] -= costs.frozen(graph.ops[i])
-    layout = graph.layout
-    hop = costs.of("hop") if closing else -math.inf
-    for (_, message), base, stop in zip(layout.channels, layout.firsts, layout.stops, strict=True):
-        ms = hop if message.edge < 0 else costs.link(message.home, *layout.edges[message.edge])
-        found += [ms] * (stop - base)
-    found += [max(per_row[graph.row_of[i]] for i in ops) for ops in graph.met.values()]
+        found[i] -= costs.frozen(ops[i])
+    found += _of_messages(graph, costs.links, costs.of("hop") if closing else -math.inf)
+    found += [max(per_row[row_of[i]][costs.part(ops[i].mb, 0)] for i in met) for met in graph.met.values()]
     return found
 
 
-def _occupied(graph: Graph, costs: Costs) -> list[float]:
-    """ms for which each message occupies its link."""
+def _of_messages(graph: Graph, links: Sequence[LinkTimes], hop: float) -> list[float]:
+    """The entry of `links` for each message by its edge; `hop` for a message of no edge."""
     layout, found = graph.layout, list[float]()
     for (_, message), base, stop in zip(layout.channels, layout.firsts, layout.stops, strict=True):
-        ms = 0.0 if message.edge < 0 else costs.occupies[message.home][layout.edges[message.edge]]
-        found += [ms] * (stop - base)
+        ms = hop if message.edge < 0 else links[message.home][layout.edges[message.edge]]
+        found += ms * ((stop - base) // len(ms)) if isinstance(ms, tuple) else [ms] * (stop - base)
     return found
 
 
@@ -308,7 +311,7 @@ def _slowly(
     the buffer, for the link. Copies that share a `link` to the host need an `order` by time."""
     marks, waits, first = set(graph.marks), graph.waits, len(graph.ops)
     before, ptr, pred, posted = graph.before, graph.ptr, graph.pred, graph.posted
-    busy = _occupied(graph, costs) if costs.occupies else []
+    busy = _of_messages(graph, costs.occupies, 0.0) if costs.occupies else []
     free = [0.0] * (1 + max(graph.line_of, default=0)) if busy else []
     shares = {mark: (length[mark + 1], length[mark + 2]) for mark in marks}
     for i in order:

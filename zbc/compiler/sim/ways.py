@@ -26,7 +26,7 @@ class Way:
         (self.last,) = (s for s in range(placement.stages) if not placement.sinks(s))
         self._f = [0.0, *accumulate(self.f)]  # of the previous stages
         self._b = list(accumulate(self.b))  # of the previous stages and this one
-        self._lag = [0.0, *accumulate(costs.links[pipe].values())]
+        self._lag = [0.0, *accumulate(costs.lags(pipe).values())]
 
     def down(self, s: int, t: int) -> float:
         """From the start of F_s to the start of F_t."""

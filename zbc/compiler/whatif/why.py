@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -181,7 +182,8 @@ def what_ifs(compiled: Compiled, until: Until | None = None) -> Iterator[WhatIf]
 def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
     job = compiled.job
     schedule = job.schedule
-    more = schedule.model_copy(update={"microbatches": schedule.microbatches + 1})
+    tokens = schedule.tokens and [*schedule.tokens, statistics.median_low(schedule.tokens)]
+    more = schedule.model_copy(update={"microbatches": schedule.microbatches + 1, "tokens": tokens})
     yield "one microbatch more", replace(job, schedule=more)
     limit = parse_limit(schedule.memory_limit) if schedule.memory_limit else None
     if limit is not None:

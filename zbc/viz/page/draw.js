@@ -36,6 +36,7 @@ for (const [p, panel] of D.panels.entries()) {
 }
 const kindOf = (row, i) => D.kinds[row.k[i]];
 const pipeOf = (row, i) => (row.u ? row.u[i] : 0);
+const partOf = (entry, mb) => (Array.isArray(entry) ? entry[mb % entry.length] : entry);  // of unequal microbatches
 const chunkOf = (row, i) => D.panels[row.panel].chunks[row.rank][pipeOf(row, i) * 100000 + row.s[i]] || 0;
 function opText(row, i) {
   const slice = row.x && row.x[i] ? "." + row.x[i] : "";

@@ -14,7 +14,7 @@ function described({ row, i }) {
   let arrival = 0;
   if (source >= 0) {
     const home = panel.rowOf(source), k = source - home.first, pipe = pipeOf(row, i);
-    const away = home !== row, travel = away ? panel.comm[pipe][Math.min(row.s[i], home.s[k])] : 0;
+    const away = home !== row, travel = away ? partOf(panel.comm[pipe][Math.min(row.s[i], home.s[k])], row.m[i]) : 0;
     arrival = home.end[k] + travel;
     const when = panel.waited ? ", which was done at " + round(home.end[k]) : ", which arrives at " + round(arrival);
     lines.push("needs " + opText(home, k) + (away ? " of rank " + home.rank + when : " of this rank"));

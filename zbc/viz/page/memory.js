@@ -4,7 +4,8 @@ function curveOf(row) {
   if (curves.has(row)) return curves.get(row);
   const panel = D.panels[row.panel], changes = [];
   for (let i = 0; i < row.n; i++) {
-    changes.push([kindOf(row, i).fills_at_start ? row.start[i] : row.end[i], panel.held[row.k[i]][row.s[i]]]);
+    const units = partOf(panel.held[row.k[i]][row.s[i]], row.m[i]);
+    changes.push([kindOf(row, i).fills_at_start ? row.start[i] : row.end[i], units]);
   }
   if (row.more) {  // by what runs beside these ops
     changes.push(...row.more);

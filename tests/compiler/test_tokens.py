@@ -1,0 +1,298 @@
+"""Jobs whose microbatches are of unequal length: keys, times of their ops, memory, bounds, orders and their numbers."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.jobs import job, write_job
+from tests.refusals import refused
+from tests.tiers import few
+from zbc.compiler import recall
+from zbc.compiler.compile import compile_job, load_job
+from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.numbering import numbered
+from zbc.compiler.partition.setup import start_of
+from zbc.compiler.schedules import SCHEDULES
+from zbc.compiler.search.problem import Problem
+from zbc.compiler.sim.bounds import bounds
+from zbc.compiler.sim.context import Context
+from zbc.compiler.sim.simulate import simulate
+from zbc.compiler.steps import in_a_row
+from zbc.ir import Kind, Op, Placement
+from zbc.plan.directory import StoredPlan
+
+LONG = {"model": {"family": "llama", "seq_len": 2048, "hidden": 64}}
+TOKENS = [2048, 256, 1024, 128, 2048, 64, 640, 1024]
+GIVEN = {"costs": {"f": 4.0, "b": 4.0, "w": 4.0, "comm": 0.5}, "model": {"seq_len": 16}}
+SHARES = [16, 4, 8, 16, 2, 16, 4, 8]
+
+
+def unequal(tokens=TOKENS, **changes):
+    return {**LONG, **changes, "schedule": {"tokens": tokens, **changes.pop("schedule", {})}}
+
+
+def planned(**changes):
+    return compile_job(job(**changes), suggest=False, budget=0.0)
+
+
+def costs_of(made, placement=None):
+    return start_of(made, placement or Placement.linear(4), estimate.layers(made))[1]
+
+
+def in_turn(program, ms, link=lambda message: 0.0):
+    """When the last op of a compute-only program ends: an op waits for its rank and for what it reads."""
+    placement, ends, left = program.placement, {}, [list(ops) for ops in program.ranks]
+    free, last = [0.0] * len(left), placement.stages - 1
+
+    def needs(op):
+        if op.kind is Kind.F:
+            return [(Kind.F, op.stage - 1, op.mb)] if op.stage else []
+        if op.kind is Kind.W:
+            return [(Kind.B, op.stage, op.mb)]
+        above = [(Kind.B, op.stage + 1, op.mb)] if op.stage < last else []
+        return [(Kind.F, op.stage, op.mb), *above]
+
+    while any(left):
+        before = len(ends)
+        for rank, ops in enumerate(left):
+            while ops and all(need in ends for need in needs(ops[0])):
+                op = ops.pop(0)
+                crossed = [ends[need] + (need[1] != op.stage) * link(op.mb) for need in needs(op)]
+                free[rank] = max([free[rank], *crossed]) + ms(op)
+                ends[Kind.B if op.kind is Kind.BW else op.kind, op.stage, op.mb] = free[rank]
+        assert len(ends) > before
+    return max(free)
+
+
+# ---- keys -----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_stand_in_the_plan_as_it_numbers_them_and_cost_the_same_when_it_is_read_again(tmp_path):
+    compiled = planned(**unequal(kind="zb-h1"))
+    manifest = compiled.write(tmp_path / "plan")
+    assert manifest.planning["schedule"]["tokens"] == list(compiled.report.unequal.tokens)
+    assert sorted(compiled.report.unequal.tokens) == sorted(TOKENS) and compiled.report.unequal.given == tuple(TOKENS)
+    timeline, costs = recall.timeline_of(StoredPlan.read(tmp_path / "plan"))
+    assert costs == compiled.costs
+    assert timeline.makespan == pytest.approx(manifest.predicted["makespan_ms"])
+    assert "unequal" not in manifest.predicted
+
+
+@pytest.mark.parametrize("changes", [LONG | {"schedule": {"tokens": [2048] * 8}}, {"schedule": {"tokens": [16] * 8}}])
+def test_equal_tokens_make_the_plan_that_none_make_byte_for_byte(changes):
+    plain = planned(**{name: table for name, table in changes.items() if name != "schedule"}, kind="zb-auto")
+    told = planned(**changes, kind="zb-auto")
+    (mine, files), (theirs, others) = told.assemble(), plain.assemble()
+    assert mine.dumps() == theirs.dumps() and files == others
+
+
+def test_a_number_for_each_microbatch_up_to_the_length_of_the_model_is_asked_for():
+    with refused(
+        "E103", match="3 numbers, schedule.microbatches is 8", hint="set microbatches = 3, or give 8"
+    ) as caught:
+        job(schedule={"tokens": [4, 8, 16]})
+    assert caught.value.where.endswith("tokens") or ":" in caught.value.where
+    with refused("E103", match="rows of 17 tokens, model.seq_len is 16", hint="set model.seq_len = 17"):
+        job(schedule={"tokens": [16] * 7 + [17]})
+    with refused("E110", match="schedule.renumber is for", hint="set schedule.tokens"):
+        job(schedule={"renumber": False})
+    with refused("E110", match="schedule.slices"):
+        job(schedule={"tokens": [16] * 7 + [4], "slices": 2})
+
+
+# ---- times ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ops_of_a_microbatch_take_what_a_job_of_rows_of_its_length_says(tp):
+    several = {"parallel": {"tp": tp}}
+    costs = costs_of(job(**unequal(**several)))
+    for mb, tokens in enumerate(TOKENS):
+        alone = {**several, "model": {**LONG["model"], "seq_len": tokens}}
+        like = pricing.build(one := job(**alone), Placement.linear(4), job_stages(several), estimate.layers(one))
+        for kind in (Kind.F, Kind.B, Kind.W, Kind.BW):
+            for stage in range(4):
+                assert costs.duration(Op(kind, stage, mb)) == pytest.approx(like.duration(Op(kind, stage)))
+        assert costs.link(0, 1, 2, mb) == pytest.approx(like.link(0, 1, 2))
+        assert costs.held_bytes(Op(Kind.F, 1, mb)) == pytest.approx(like.held_bytes(Op(Kind.F, 1)))
+        assert costs.more_bytes(Op(Kind.BW, 1, mb)) == pytest.approx(like.more_bytes(Op(Kind.BW, 1)))
+
+
+def busiest(costs):
+    return max(map(sum, zip(*map(costs.column, "fbw"), strict=True)))
+
+
+def job_stages(several):
+    made = job(**unequal(**several))
+    return start_of(made, Placement.linear(4), estimate.layers(made))[0]
+
+
+def test_attention_grows_with_the_square_and_weights_do_not():
+    made = job(**unequal([2048] * 7 + [1024]), **{})
+    big = replace(made, model=made.model.model_copy(update={"hidden": 1024, "heads": 16}))
+    costs = costs_of(big)
+    f, w = (costs.of(name, 1, 7) / costs.of(name, 1, 0) for name in ("f", "w"))
+    assert 0.25 < f < w < 0.6
+
+
+def test_times_that_are_given_are_of_whole_rows_and_less_by_tokens():
+    costs = costs_of(
+        job(schedule={"tokens": SHARES}, costs=GIVEN["costs"], model={"family": "tests.toys:layers", "seq_len": 16})
+    )
+    assert [costs.duration(Op(Kind.F, 2, mb)) for mb in range(8)] == pytest.approx([4 * n / 16 for n in SHARES])
+    assert [costs.held(Op(Kind.F, 2, mb)) for mb in range(8)] == pytest.approx([n / 16 for n in SHARES])
+    assert [costs.link(0, 1, 2, mb) for mb in range(8)] == pytest.approx([0.5 * n / 16 for n in SHARES])
+    assert costs.column("f")[0] == pytest.approx(4 * sum(SHARES) / 16 / 8)
+
+
+@pytest.mark.parametrize("kind", few(["1f1b", "zb-h1", "gpipe"], 1))
+def test_a_step_takes_what_its_ops_take_one_by_one(kind):
+    compiled = planned(schedule={"tokens": SHARES, "renumber": False}, kind=kind, costs=GIVEN["costs"])
+    costs, program = compiled.costs, compiled.compute
+    found = in_turn(program, costs.duration, lambda mb: costs.link(0, 0, 1, mb))
+    assert simulate(program, costs).makespan == pytest.approx(found)
+    assert found > 1.01 * in_turn(program, lambda op: costs.duration(op._replace(mb=4)), lambda mb: 0.0)
+
+
+def test_steps_in_a_row_begin_again_with_the_first_microbatch():
+    compiled = planned(
+        schedule={"tokens": SHARES}, kind="1f1b", costs=GIVEN["costs"], optimizer={"sync": "two-versions"}
+    )
+    timeline, busy = in_a_row(compiled.program, compiled.costs, 3), [0.0] * 24
+    for span in timeline:
+        if span.op.kind is Kind.F and span.op.stage == 1:
+            busy[span.op.mb] = span.end - span.start
+    assert busy == pytest.approx([compiled.costs.duration(Op(Kind.F, 1, mb)) for mb in range(8)] * 3)
+    assert max(busy) > 4 * min(busy)
+
+
+def test_a_partition_is_even_for_the_mean_of_all_microbatches_and_not_for_whole_rows():
+    long = {"model": {"family": "llama", "seq_len": 4096, "hidden": 256, "vocab": 8192}, "layers": 12}
+    short, whole = job(**{**long, "schedule": {"tokens": [128] + [64] * 7}}), job(**long)
+    table = estimate.layers(short)
+    stages, costs = start_of(short, Placement.linear(4), table)
+    others, _ = start_of(whole, Placement.linear(4), estimate.layers(whole))
+    loads = [busiest(costs), busiest(pricing.build(short, Placement.linear(4), others, table))]
+    assert stages != others and loads[0] < loads[1]
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_hold_what_the_microbatches_in_flight_are():
+    compiled = planned(schedule={"tokens": SHARES, "renumber": False}, kind="1f1b", costs=GIVEN["costs"])
+    for rank, found in enumerate(peaks(compiled.compute, compiled.costs)):
+        held = most = 0.0
+        for op in compiled.compute.ranks[rank]:
+            held += SHARES[op.mb] / 16 * (1 if op.kind is Kind.F else -(op.kind in (Kind.BW, Kind.W)))
+            most = max(most, held)
+        assert found.units == pytest.approx(most)
+
+
+@pytest.mark.parametrize("kind", few(["zb-auto", "v-auto", "looped-zb"], 1))
+def test_a_limit_is_kept_by_what_is_really_held(kind):
+    compiled = planned(schedule={"tokens": SHARES, "memory_limit": "0.5x"}, kind=kind, costs=GIVEN["costs"])
+    assert max(one.units for one in compiled.memory) <= 2 + 1e-6
+    equal = planned(schedule={"memory_limit": "0.5x"}, kind=kind, costs=GIVEN["costs"])
+    flights = [max(one.in_flight for one in plan.memory) for plan in (compiled, equal)]
+    assert flights[0] >= flights[1]
+
+
+def test_a_limit_below_the_longest_microbatch_is_refused():
+    with refused("E303", match="one microbatch holds 1.216 activation units"):
+        planned(schedule={"tokens": SHARES, "memory_limit": "0.24x"}, kind="zb-auto")
+
+
+# ---- bounds and searches --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    few(["1f1b", "zb-h1", "zb-h2", "gpipe", "zb-v", "interleaved-1f1b", "chimera", "dualpipe"], {"zb-h2", "chimera"}),
+)
+def test_no_order_is_below_the_bound(name):
+    rng = random.Random(name)
+    card = SCHEDULES[name]
+    placement = card.placement(4, card.stages_per_rank(None))
+    for _ in range(4):
+        tokens = [16, *(rng.choice((1, 2, 5, 16)) for _ in range(6)), 2]
+        times = {"f": 2.0, "b": rng.choice((1.0, 3.0)), "w": 1.5, "comm": 0.3}
+        made = job(schedule={"tokens": tokens, "renumber": False}, costs=times, kind=name)
+        compiled = compile_job(made, suggest=False, budget=0.0)
+        least = bounds(placement, costs_of(made, placement), 8)
+        found = Context(compiled.compute, compiled.costs).timeline
+        assert least.makespan <= found.makespan * (1 + 1e-9) and least.span <= found.span * (1 + 1e-9)
+        assert least.makespan >= 4 * (times["f"] + times["b"])  # the longest one's way
+
+
+def test_a_search_reads_the_times_of_each_microbatch():
+    costs = costs_of(job(**unequal()))
+    rows = Problem.make(Placement.linear(4), costs, 8, None).rows()
+    length = rows.table().length
+    for kind in (Kind.F, Kind.B, Kind.W):
+        assert [length[rows.op(kind, 2, mb)] for mb in range(8)] == pytest.approx(
+            [costs.duration(Op(kind, 2, mb)) for mb in range(8)]
+        )
+
+
+@pytest.mark.parametrize("kind", few(["zb-auto", "v-auto", "chimera-zb"], 2))
+def test_a_search_is_no_worse_than_orders_made_for_equal_microbatches(kind):
+    compiled = planned(schedule={"tokens": SHARES, "renumber": False}, kind=kind, costs=GIVEN["costs"])
+    found = compiled.report.unequal
+    assert found.ms <= min(found.given_ms, found.alike_ms) and found.tokens == tuple(SHARES)
+    assert compiled.report.makespan_ms == pytest.approx(found.ms)
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", few(range(24), 6))
+def test_a_planned_step_is_never_longer_than_the_order_for_equal_lengths(seed):
+    made = job(**(drawn := drawn_job(seed)))
+    _, found, said = numbered(made, estimate.layers(made), 0.0)
+    even = job(**{**drawn, "schedule": {**drawn["schedule"], "tokens": None}})
+    plain = compile_job(even, suggest=False, budget=0.0)
+    theirs = pricing.build(made, plain.program.placement, plain.found.stages, estimate.layers(made))
+    assert said.ms <= Context(plain.found.complete.program, theirs).step_ms(made.objective) * (1 + 1e-9)
+    assert said.ms == pytest.approx(found.complete.step_ms(made.objective))
+    assert sorted(said.tokens) == sorted(said.given)
+
+
+def drawn_job(seed):
+    """Log-normal lengths, a schedule and given or estimated times."""
+    rng = random.Random(seed)
+    m = rng.choice((4, 6, 8))
+    tokens = [max(16, min(2048, round(math.exp(rng.gauss(6, rng.choice((0.4, 1.1))))))) for _ in range(m)]
+    kind = rng.choice(("1f1b", "zb-h1", "zb-auto", "interleaved-1f1b", "zb-v", "gpipe"))
+    layout = {"pp": rng.choice((2, 4)), "kind": kind, "m": m}
+    costs = {"costs": {"f": 2.0, "b": 2.0, "w": 1.0, "comm": rng.choice((0.0, 0.4))}} if rng.random() < 0.5 else {}
+    return {**layout, **unequal(tokens), **costs}
+
+
+def test_numbers_that_are_kept_are_those_of_the_job(tmp_path):
+    kept = planned(**unequal(kind="1f1b", schedule={"renumber": False}))
+    free = planned(**unequal(kind="1f1b"))
+    assert kept.job.tokens == tuple(TOKENS) and free.step_ms < 0.95 * kept.step_ms
+    assert kept.assemble()[0].planning["schedule"]["renumber"] is False
+
+
+def test_a_job_of_a_plan_has_its_numbers(tmp_path):
+    path = write_job(tmp_path, **unequal(kind="1f1b"))
+    compiled = compile_job(load_job(path), budget=0.0)
+    compiled.write(tmp_path / "plan")
+    again = load_job(tmp_path / "plan")
+    assert again.tokens == compiled.job.tokens
+    assert compile_job(again, budget=0.0).step_ms <= compiled.step_ms * (1 + 1e-9)
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["planning"]["schedule"]["tokens"] == list(
+        again.tokens
+    )
+
+
+def test_costs_with_other_numbers_are_those_of_a_job_with_them():
+    numbers = [3, 1, 0, 2, 7, 6, 5, 4]
+    other = costs_of(job(**unequal([TOKENS[k] for k in numbers])))
+    assert costs_of(job(**unequal())).renumbered(numbers) == other

@@ -1,0 +1,121 @@
+"""schedule.tokens: which of the unequal microbatches of a step comes first.
+
+An order that was made for microbatches of equal length is an order for unequal ones, too, so it is one of those that
+are asked: a plan is never slower than that. Where the job lets them be numbered anew, each order is tried with other
+numbers: as given, sorted, long and short ones in turn, long ones in the middle or at both ends; and from the best of
+these on two change places while a step gets shorter. At last an order of ops is made for the best numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from zbc.compiler.cost import estimate, pricing
+from zbc.compiler.partition.limits import bounds_of
+from zbc.compiler.partition.setup import Ordered, as_ordered, finished
+from zbc.compiler.planner.best import over_of
+from zbc.compiler.report.report import UnequalReport
+from zbc.compiler.seating import seated
+from zbc.errors import ZbcError
+from zbc.job.spec import Job
+
+_OPS, _LEAST, _MOST = 2_000_000, 40, 2000  # ops that are simulated for numbers, and tries at least and at most
+_BETTER = 1 - 1e-9
+
+Numbers = tuple[int, ...]  # microbatch -> which of the given ones it is
+
+
+def numbered(
+    job: Job, table: Sequence[estimate.Layer], budget: float | None
+) -> tuple[Job, Ordered, UnequalReport | None]:
+    """The job with the numbers of its microbatches and the order of its ranks, and its order of ops. Raises as
+    `order`."""
+    job, given = seated(job, table, budget)
+    if not job.tokens:
+        return job, given, None
+    alike = _alike(job, table, budget)
+    found = [given] if alike is None else [given, alike]
+    as_given = [one.step_ms(job) for one in found]
+    chosen, best = job, found[as_given.index(min(as_given))]
+    if job.schedule.renumber:
+        every = [_numbered(job, one) for one in found]
+        numbers, best = min(every, key=lambda pair: pair[1].step_ms(job))
+        chosen = job.with_tokens([job.tokens[k] for k in numbers])
+        if numbers != tuple(range(len(numbers))):
+            _, again = seated(chosen, table, budget)
+            best = again if _fits(chosen, again) and again.step_ms(chosen) < best.step_ms(chosen) * _BETTER else best
+    even_ms = as_given[1] if alike is not None else None
+    return chosen, best, UnequalReport(chosen.tokens, job.tokens, best.step_ms(chosen), as_given[0], even_ms)
+
+
+def _alike(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> Ordered | None:
+    """The order of the job with whole rows alone, at what unequal ones cost; None where it has none that fits."""
+    even = job.with_tokens(())
+    try:
+        _, found = seated(even, estimate.layers(even), budget)
+        placement = found.program.placement
+        costs = pricing.build(as_ordered(job, found), placement, found.stages, table)
+        program = finished(job, found.program, costs, found.stages)
+        made = replace(found, program=program, costs=costs, bounds=bounds_of(job, placement, costs))
+    except ZbcError:
+        return None
+    return made if _fits(job, made) else None
+
+
+def _fits(job: Job, found: Ordered) -> bool:
+    return not over_of(job, found)
+
+
+def _numbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:
+    """The numbers with which an order has the shortest step that fits, as far as changes tell."""
+    lengths, count = job.tokens, len(job.tokens)
+    left = max(_LEAST, min(_MOST, _OPS // max(1, found.program.size)))
+    best, least, fits = tuple(range(count)), found.step_ms(job), _fits(job, found)
+    numbers, order = best, found
+    asked = {tuple(lengths[k] for k in best)}
+
+    def better(other: Numbers) -> bool:
+        """Whether others are, which then are the best."""
+        nonlocal numbers, order, least, left
+        now = tuple(lengths[k] for k in other)
+        if now in asked:
+            return False
+        asked.add(now)
+        left -= 1
+        costs = found.costs.renumbered(other)
+        quick = (found.compute if found.program.alone else found.complete).priced(costs).step_ms(job.objective)
+        if quick >= least * _BETTER:
+            return False
+        one = replace(found, costs=costs)
+        ms = one.step_ms(job)
+        if ms >= least * _BETTER or (fits and not _fits(job, one)):
+            return False
+        numbers, order, least = other, one, ms
+        return True
+
+    for other in _starts(lengths):
+        better(other)
+    going = True
+    while going and left > 0:
+        going = False
+        for i, j in combinations(range(count), 2):
+            swapped = list(numbers)
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            going = better(tuple(swapped)) or going
+            if left <= 0:
+                break
+    return numbers, order
+
+
+def _starts(lengths: Sequence[int]) -> Iterator[Numbers]:
+    """Where changes begin, beside the given ones."""
+    short = sorted(range(len(lengths)), key=lambda k: (lengths[k], k))
+    long = short[::-1]
+    yield tuple(long)
+    yield tuple(short)
+    for first, other in ((long, short), (short, long)):
+        turns = [k for pair in zip(first, other, strict=True) for k in pair]
+        yield tuple(dict.fromkeys(turns))
+        yield (*first[::2], *first[1::2][::-1])  # the first of `first` at both ends
