@@ -469,7 +469,7 @@ class Sharded(OptimizerOver):
     @property
     def kept(self) -> list[Tensor]:
         """This rank's shards of the weights, if weights are freed, and its window."""
-        own = [*self._own.values()] if self._frees else []
+        own: list[Tensor] = [*self._own.values()] if self._frees else []
         return own if self._window is None else [*own, self._window.weights]
 
     def _view(self, piece: Piece, casts: Mapping[str, Tensor] = NO_CASTS) -> Tensor:
