@@ -178,7 +178,7 @@ class StreamCopier:
 
     def _copy(self, stream: torch.cuda.Stream, last: Ticket | None, pairs: list[tuple[Tensor, Tensor]]) -> _Recorded:
         """Copies after the work enqueued on the compute stream so far, and after `last`."""
-        now = _now()  # of the compute stream, which is another one inside
+        now = _now()  # of the compute stream, which is not current inside
         with torch.cuda.stream(stream):
             for event in (now, last.event) if isinstance(last, _Recorded) else (now,):
                 stream.wait_event(event)

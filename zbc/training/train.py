@@ -84,7 +84,7 @@ Failure = ZbcError | RankFailed
 def end(code: int) -> NoReturn:
     """Ends this process now: an orderly exit could wait for transfers that never end."""
     for stream in (sys.stdout, sys.stderr):  # for output of user code
-        with suppress(OSError, AttributeError):  # to a full disk, a terminal that is gone, nowhere (None)
+        with suppress(OSError, AttributeError):  # a full disk, a closed terminal, no stream (None)
             stream.flush()
     os._exit(code)
 
@@ -129,7 +129,7 @@ def run_rank(context: RankContext) -> str | None:
     """
     watchdog: Watchdog | None = None
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
-        faulthandler.enable(sys.__stderr__, all_threads=False)  # a crash in native code shows what called it
+        faulthandler.enable(sys.__stderr__, all_threads=False)  # a crash in native code shows its Python stack
     exhausted.keep_room()
     try:
         manifest = read_manifest(context.options.plan)
@@ -336,7 +336,7 @@ class _Outside(Guest):
             finally:
                 progress = run.worker.progress
                 progress.op, progress.waiting, progress.since = "waiting for all ranks to end", True, time.monotonic()
-                run.board.meet("refused", run.limit)  # the first that fails ends all; rank 0 has this step to write
+                run.board.meet("refused", run.limit)  # a failure ends all ranks; rank 0 has to write this step first
             raise
 
 

@@ -373,7 +373,7 @@ def in_time(call: Callable[[], _Result], seconds: float) -> _Result | None:
             return
 
     thread = threading.Thread(target=run, name="zbc-in-time", daemon=True)
-    with suppress(RuntimeError):  # no memory for one more
+    with suppress(RuntimeError):  # no memory for one more thread
         thread.start()
         thread.join(seconds)
     return found[0] if found else None

@@ -127,7 +127,7 @@ def selective(module: nn.Module) -> nn.Module:
     """Recomputes a cheap module of yours (a norm, a dropout, an activation, an attention without weights of its own)
     in the backward of stages with `memory.activations = "selective"`, so that neither it nor the next linear layer
     keeps its result. Its arguments are tensors, its result is a new one. Changes the module, and returns it."""
-    module.forward = MethodType(_forward, module)  # a method follows copies of the module
+    module.forward = MethodType(_forward, module)  # a bound method is copied with the module
     return module
 
 

@@ -112,9 +112,9 @@ class Part(NamedTuple):
 
 
 class Packing(NamedTuple):
-    """How a tuple of tensors is packed: `parts` in its order; `size` and `back` in numbers of float32.
+    """The layout of a packed tuple of tensors: `parts` in its order; `size` and `back` in float32 numbers.
 
-    `form`: the structure around them, of any but a tuple. `ends`: the input of the last layer, or the input of the
+    `form`: the structure around the tensors; None for a tuple. `ends`: the input of the last layer, or the input of the
     loss, which takes it unpacked.
     """
 
@@ -134,7 +134,7 @@ class Packing(NamedTuple):
             at += -(-used // _ALIGN) * _ALIGN // _WIDTH
             back = at if flows[index] else back
         parts = (Part(Laid.of(t), starts[i], flows[i]) for i, t in enumerate(tensors))
-        return cls(tuple(parts), max(at, 1), max(back, 1), form)  # no message is empty
+        return cls(tuple(parts), max(at, 1), max(back, 1), form)  # messages must not be empty
 
     def __str__(self) -> str:
         return _shown([part.laid.spec for part in self.parts], self.form)

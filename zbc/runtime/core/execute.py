@@ -69,7 +69,7 @@ def run_step(
         place = f"op {progress.index} of {progress.total} of step {step + 1}"
         error.add_note(f"while {manifest.topology.name(worker.rank)} ran {place}: {progress.op}")
         raise
-    if others is not None:  # moved perhaps not by a layer: loggers and fillers may draw, too
+    if others is not None:  # draws need not be a layer's: loggers and fillers may draw, too
         worker.suspect(moved(others) is not None)
     result = ending.closes(worker, began)
     if result is not None and result.step == step:

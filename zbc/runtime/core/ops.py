@@ -59,7 +59,7 @@ def backward(worker: Worker, op: Op) -> None:
         if wanted is not None and (grad.dtype is not wanted.dtype or grad.shape != wanted.shape):
             raise mismatch(f"the gradient for B {key.name}", grad, wanted)
         grad = grad if stage.goes is None else stage.goes.widened(grad)
-        if not stage.passed and not grad.any():  # in one process there is none, and AdamW moves nothing
+        if not stage.passed and not grad.any():  # in one process it has none, and AdamW skips it
             left.tape = _NOTHING
     clock = worker.clock
     began = clock.start()
@@ -140,7 +140,7 @@ def validate(worker: Worker, op: Op) -> None:
     losses = {} if worker.share else {first + mb: loss for mb, loss in worker.losses.items()}
     losses |= worker.entries()
     own, peak = squares(worker), peak_bytes(worker.device)
-    busy = worker.clock.read()()  # waits for the ops, while a GPU has the squares to compute
+    busy = worker.clock.read()()  # waits for the ops, while a GPU computes the squares
     vector = worker.vector(own, losses, busy, peak)
     worker.losses.clear()
     worker.all_reduce(vector, worker.everyone)

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # tensors of a device without memory there
+from torch._subclasses.fake_tensor import FakeTensorMode  # tensors of a device without its memory
 from torch.autograd import graph
 from torch.nn.modules.dropout import _DropoutNd as Dropouts  # the base of all dropout modules
-from torch.utils import _pytree as pytree  # dicts, lists, tuples and what else is registered
-from torch.utils._python_dispatch import TorchDispatchMode  # sees every op, whoever calls it
+from torch.utils import _pytree as pytree  # dicts, lists, tuples and registered types
+from torch.utils._python_dispatch import TorchDispatchMode  # intercepts every op, also those called inside of others
 from torch.utils._pytree import tree_leaves  # the elements of dicts, lists and tuples
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed has it too, without saying that it exports it
+    from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not in __all__
 
 __all__ = ["Dropouts", "FakeTensorMode", "Store", "TorchDispatchMode", "pytree", "tree_leaves"]
 
@@ -35,18 +35,18 @@ set_grad_enabled: Callable[[bool], object] = getattr(torch._C, "_set_grad_enable
 
 
 def scale_all(tensors: list[Tensor], scale: float) -> None:
-    """Multiply all tensors in place, in one call."""
+    """Multiplies all tensors in place, in one call."""
     torch._foreach_mul_(tensors, scale)
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target; on a GPU in a few launches for all."""
+    """Copies each source into its target; on a GPU in a few launches for all."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def add_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Add each source to its target; on a GPU in a few launches for all."""
+    """Adds each source to its target; on a GPU in a few launches for all."""
     if targets:
         torch._foreach_add_(targets, sources)
 
@@ -86,7 +86,7 @@ def users(storage: torch.UntypedStorage) -> int:
 def shares_memory(tensor: Tensor) -> bool:
     """Whether another tensor shares this one's storage; True if torch cannot tell."""
     storage = tensor.untyped_storage()
-    return _holders is None or _holders(storage._cdata) > 2  # the tensor and the storage asked for to count
+    return _holders is None or _holders(storage._cdata) > 2  # the tensor and `storage` itself
 
 
 def unversioned(tensors: tuple[Tensor, ...]) -> AbstractContextManager[None]:

@@ -189,7 +189,7 @@ class Measures(Losses):
 
 def slice_loss(function: Loss, target: Tensor, share: float, output: Any) -> Tensor:
     """The contribution of a slice to the loss of its microbatch. Raises E505 as `stage_loss`."""
-    if share == 0.0:  # no target counts: a mean over none would be no number
+    if share == 0.0:  # no target counts: a mean over none would be nan
         return total([(one * 0.0).sum() for one in taken_apart(output)[0] if TensorSpec.of(one).numbers])
     return stage_loss(function, target, output) * share
 
@@ -217,7 +217,7 @@ class Keeps:
         self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
     ) -> tuple[Tensor, Left | None]:
         if stage.flows:
-            x.requires_grad_()  # made for this op alone, here or by the stage before
+            x.requires_grad_()  # a tensor for this op only, made here or by the previous stage
         y, tape = stage.forward(x, worker.step, number, finish, slot)
         return y.detach(), Left(x, tape, slot)
 
@@ -252,7 +252,7 @@ class Route(NamedTuple):
     stage: Stage
     message: Message | None = None  # of a transfer
     peer: int = -1  # the rank of the run at its other end
-    takes: Source | None = None  # None: a backward that begins at the loss
+    takes: Source | None = None  # None: a backward that starts from the loss
     gives: Sink | None = None  # None: a backward that ends at the data
     keeps: Keeps = KEEPS
     slotted: bool = False  # whether layers may split their backward, which costs more than torch's own layers

@@ -111,7 +111,7 @@ class SplitLinear:
     def cast(self, dtype: torch.dtype) -> Tensor | None:
         """The weight in that type, cached until it changes; None if autocast leaves the weight as it is."""
         weight = self.module.weight
-        if weight.dtype == torch.float64:  # as autocast, which leaves those alone
+        if weight.dtype == torch.float64:  # autocast does not cast these either
             return None
         if weight.dtype == dtype:
             return weight.detach()
@@ -141,7 +141,7 @@ class SplitLinear:
         if self._low is not None:
             _, low, weight = self._low
             low.untyped_storage().resize_(low.nbytes)
-            low.data.copy_(weight.data)  # `data` leaves no version behind, or autograd would refuse those graphs
+            low.data.copy_(weight.data)  # by `data`, since with a new version autograd would refuse those graphs
 
     def exchange(self, low: tuple[int, Tensor, Tensor] | None) -> tuple[int, Tensor, Tensor] | None:
         """Installs the cast of another version of the weight; returns the previous one."""

@@ -149,7 +149,7 @@ class Stage:
 
     @property
     def slotted(self) -> bool:
-        """Whether its forwards need a slot even where the plan runs B and W at once."""
+        """Whether its forwards need a slot even if the plan has BW, not B and W."""
         return self.casts_weights or self.spares > 0 or self.fused
 
     def forward(
@@ -189,7 +189,7 @@ class Stage:
         slot: Slot | None,
         parcel: Parcel | None,
     ) -> tuple[Tensor, Tape]:
-        if slot is None and not (self.recompute or self.casts_weights):  # between two ops there is no slot
+        if slot is None and not (self.recompute or self.casts_weights):  # no slot is current between two ops
             y = self._through(x, step, mb, finish, parcel)
             return y, RecordedGraph(y)
         if slot is not None:

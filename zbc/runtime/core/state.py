@@ -55,7 +55,7 @@ class BatchSource(Protocol):
     def targets(self, step: int, mb: int) -> Tensor: ...
     def digest(self) -> int: ...  # of a few samples
     def whole(self, step: int, mb: int) -> Tensor:
-        """The targets of all ranks that share its tokens."""
+        """The targets of a microbatch with the tokens of all context parallel ranks."""
         return self.targets(step, mb)
 
     def own(self, whole: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Worker:
     renamed: dict[Letter, Letter] = field(default_factory=dict)  # new names of messages sent twice in this step
 
     def __repr__(self) -> str:
-        return f"<worker {self.topology.name(self.rank)}>"  # not its weights, the bytes of which may be gone
+        return f"<worker {self.topology.name(self.rank)}>"  # without weights, the bytes of which may be freed
 
     def __post_init__(self) -> None:
         self.phase_run = self.phase_runs[0]
@@ -186,8 +186,8 @@ class Worker:
         self.rank = self.transport.rank  # of the run
         self.topology = manifest.topology
         self.replica, _, self.at = self.topology.of(self.rank)
-        self.share = self.topology.part(self.at)  # of the layers
-        self.copy = self.topology.copy(self.rank)  # among those with the same share
+        self.share = self.topology.part(self.at)  # the number of its shard of the layers
+        self.copy = self.topology.copy(self.rank)  # its index among the ranks with the same `share`
         self.clock = clock_for(self.device, self.progress)
         self.on_host = self.device.type == "cpu"
         self.meets = any(feature.meets for feature in self.features)
@@ -264,7 +264,7 @@ class Worker:
         progress.op, progress.waiting = text, False
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
-        """Sum over `ranks` in place; blocks."""
+        """Sums a tensor over `ranks` in place; blocks."""
         self.progress.waiting = True
         self.transport.all_reduce(tensor, ranks)
         self.progress.waiting = False
@@ -325,8 +325,7 @@ class Worker:
         return self.copy // dp * (dp // self.layout.apart) + self.copy % (dp // self.layout.apart)
 
     def seat(self, part: int) -> int:
-        """The rank of the run that is rank `part` of the pipeline, in this replica and with this share of layers and
-        tokens."""
+        """The rank of the run that is rank `part` of the pipeline, with this replica and these inner coordinates."""
         return self.topology.rank(self.replica, part, self.at)
 
     def prepare(self, run: PhaseRun) -> None:

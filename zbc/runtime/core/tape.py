@@ -46,7 +46,7 @@ class RecordedGraph:
             return
         if engine is None or grad is None:
             torch.autograd.backward((edge,), (grad,))
-        else:  # the handlers have looked at shapes and types
+        else:  # the handlers have checked shapes and types
             engine((edge,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 

@@ -49,7 +49,7 @@ class TensorSpec(NamedTuple):
 
     def maker(self, device: torch.device) -> Callable[[], Tensor]:
         """Returns a function that makes uninitialised tensors of this shape and dtype, in 2/3 of torch.empty's time."""
-        like = torch.empty((), dtype=self.dtype, device=device).expand(self.shape)  # takes no room itself
+        like = torch.empty((), dtype=self.dtype, device=device).expand(self.shape)  # has no memory of its own
         return functools.partial(torch.empty_like, like, memory_format=torch.contiguous_format)
 
     def __str__(self) -> str:

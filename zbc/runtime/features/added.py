@@ -50,7 +50,7 @@ class Added(Feature):
         self._loads.clear()
 
     def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
-        """Entries after the losses, removed here. Empty without reports, and on all but the first inner rank."""
+        """Entries after the losses, removed here. Empty without reports, and on tensor parallel ranks but the first."""
         values, found = [self._found.pop(key) for key in list(self._found) if which(key)], dict[int, Tensor | float]()
         at, loads = worker.layout.microbatches, [key for key in list(self._loads) if which(key)]
         told = [load for key in loads for load in self._loads.pop(key)]

@@ -33,7 +33,7 @@ class Feedback(OptimizerOver):
         for one, before in zip(stepped, then, strict=True):
             state = self.optimizer.state[one]
             if not state and not isinstance(self.optimizer, torch.optim.SGD):
-                continue  # Adam takes a state that is not empty for its own
+                continue  # Adam would take any state for its own
             moved = torch.sub(one.data, before, out=before)
             if FED in state:
                 one.data.add_(moved - state[FED], alpha=self._share)

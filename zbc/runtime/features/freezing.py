@@ -86,7 +86,7 @@ def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) ->
     seed = seed_of(stage.seed, "freeze", stage.index)
     together = (
         manifest.copies if manifest.averages else manifest.ep or 1
-    )  # that have no means in common, or all experts
+    )  # replicas without common means, or that hold all experts
     return Turns(frozen, layers, replicas=manifest.copies, after=after, seed=seed, together=together)
 
 

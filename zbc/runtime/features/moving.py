@@ -42,7 +42,7 @@ class Mean(OptimizerOver):
         if optimizer is None:
             return
         for one, before in begun:
-            if optimizer.state[one] or isinstance(optimizer, torch.optim.SGD):  # Adam takes any state for its own
+            if optimizer.state[one] or isinstance(optimizer, torch.optim.SGD):  # Adam would take any state for its own
                 optimizer.state[one][MEAN] = before
         for one in stepped:
             if (mean := optimizer.state.get(one, {}).get(MEAN)) is not None:

@@ -70,6 +70,6 @@ def _extend(handle: int, start: int, size: int) -> None:
 
 
 def _map(path: str, size: int) -> Tensor:
-    if not Path(path).exists():  # torch would make one
+    if not Path(path).exists():  # torch would create it
         raise FileNotFoundError(f"{path} is not there")
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)

@@ -219,7 +219,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mix: Mix, ranks: int = 1) -> Tensor:
     if inside is None or past is None:
         return mix(q, k, v)
     kind = q.device.type
-    if torch.is_autocast_enabled(kind):  # as torch's own would, once for all slices
+    if torch.is_autocast_enabled(kind):  # as torch's attention would, once for all slices
         low = torch.get_autocast_dtype(kind)
         q, k, v = (t.to(low) if t.dtype is torch.float32 else t for t in (q, k, v))
     start, stop = ranks * inside.part.start, ranks * inside.part.stop
@@ -270,7 +270,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:
         return _limited(q, k, v, limits)
     if rows == length:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    if q.device.type == "cuda":  # flash attention knows this mask by its name; it takes no memory
+    if q.device.type == "cuda":  # flash attention has a kernel for this mask, which takes no memory
         from torch.nn.attention.bias import causal_lower_right
 
         return functional.scaled_dot_product_attention(q, k, v, causal_lower_right(rows, length), enable_gqa=grouped)

@@ -147,7 +147,7 @@ class OneVersion(OptimizerOver):
         self._names, self._trained = list(trained), list(trained.values())
         self._lookahead = lookahead
         looks = self._trained if lookahead else []
-        self._before = [p.data.clone() for p in looks]  # the last step
+        self._before = [p.data.clone() for p in looks]  # weights before the last step
         self._aside = [torch.empty_like(p.data) for p in looks]
         self._read: dict[Key, int] = {}  # steps made before a microbatch's forward
         self.steps = 0

@@ -78,7 +78,7 @@ class StreamChains:
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.no_grad():
-            first().wait()  # the stream does, not the host
+            first().wait()  # makes the stream wait, not the host
             made = make()
             second(made).wait()
             return _Streamed(stream.record_event(), made)

@@ -35,7 +35,7 @@ class Offer(NamedTuple):
 
 @dataclass
 class Round:
-    """One collective."""
+    """The state of one collective."""
 
     ranks: tuple[int, ...]
     offers: dict[int, Offer] = field(default_factory=dict)
@@ -280,7 +280,7 @@ def _combine(offers: Sequence[Offer], ranks: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class Started:
-    """A `Pending`."""
+    """The `Pending` of a collective."""
 
     hub: Hub
     rank: int

@@ -92,7 +92,7 @@ def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 def of_replica(
     manifest: Manifest, replica: int, pairs: Iterable[tuple[int, int]], at: At = ()
 ) -> list[tuple[int, int]]:
-    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas, at one index along its inner axes."""
+    """Pairs of ranks of a pipeline, as ranks of the run in one of its replicas, at coordinates `at` of inner axes."""
     rank = manifest.topology.rank
     return [(rank(replica, a, at), rank(replica, b, at)) for a, b in pairs]
 
@@ -470,7 +470,7 @@ class _Done:
 
 
 class _Collective(NamedTuple):
-    """A `Pending`."""
+    """The `Pending` of a collective."""
 
     work: dist.Work | Chain
     lost: Callable[[BaseException], ZbcError]

@@ -117,7 +117,7 @@ class ThreadSends:
         while self._under_way and self._failure is None:
             try:
                 work, _, lost = self._under_way.popleft()
-            except IndexError:  # the thread was quicker
+            except IndexError:  # the thread has taken it
                 return None
             self._asked += 1
             try:
@@ -133,7 +133,7 @@ class ThreadSends:
     def _reap(self) -> None:
         while not self._closed:
             try:
-                send = self._under_way.popleft()  # held by this frame alone, and by none before the next
+                send = self._under_way.popleft()  # referenced by this frame only, until the next one
             except IndexError:
                 self._rest()
                 continue

@@ -27,7 +27,7 @@ from zbc.training.models import adapters, model, pretrained
 from zbc.training.models.shared_words import table_sizes, trunk
 from zbc.training.probing.shapes import Shapes, derive
 
-LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: as they are made
+LOWERED: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}  # float32: unchanged
 
 _Section = TypeVar("_Section", bound=spec.Section)
 

@@ -141,7 +141,7 @@ def sums_of(worker: Worker, shapes: Shapes) -> dict[Op, GradientSum]:
             summed = [
                 mine[n] if n in mine else absent(_share_of(worker, sizes[n]), shapes.gradients[n], worker.device)
                 for n in sorted(tied)
-                if n in shapes.gradients  # else it is frozen, on every rank
+                if n in shapes.gradients  # otherwise it is frozen, on every rank
             ]
             found[op] = Bucket(summed, meeting(manifest, op, worker.rank))
             continue

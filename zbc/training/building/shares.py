@@ -43,7 +43,7 @@ def tables_of(site: Site) -> Tables | None:
 
 
 def words_of(site: Site, part: int) -> list[tuple[int, int]]:
-    """The bounds of the words of each rank of the pipeline, for index `part` along the inner axes."""
+    """The bounds of the words of each rank of the pipeline, for shard `part` of the layers."""
     rows = site.manifest.vocabulary.rows if site.manifest.vocabulary is not None else []
     parts = [(low, *bounds(high - low, part, site.topology.parts)) for low, high in pairwise(rows)]
     return [(low + start, low + stop) for low, start, stop in parts]

@@ -85,7 +85,7 @@ class Checkpoints(Guest):
         if self.options.asynchronous:
             staged, copied = self._stage(found)
             work = partial(self._save_copied, found, staged, copied, step + 1)
-            self._running = Background("zbc-checkpoint").start(work)  # in a thread that ends with it
+            self._running = Background("zbc-checkpoint").start(work)  # in a thread of its own
         else:
             self._tell(self._save(found, step + 1))
 

@@ -49,7 +49,7 @@ def run(options: RunOptions, emit: Callable[[str], None] = to_stdout) -> None:
         _check_plan(options, manifest)
         device = options.device or str(manifest.planning["hardware"]["device"])
         if device == "cuda":
-            set_queues(options.plan, manifest)  # before anything asks the driver
+            set_queues(options.plan, manifest)  # before the first call of the driver
             _check_cuda(options, manifest)
     except ZbcError as error:
         if started and os.environ.get("LOCAL_RANK", os.environ["RANK"]) != "0":

@@ -128,7 +128,7 @@ def _run_once(parent: Parent, ranks: int, options: RunOptions, wake: int) -> Non
             for rank in range(ranks):
                 parent.children[rank] = _start(Place(rank, ranks, HOST, port, PREFIX, local_rank=rank), options)
             _supervise(parent, wake)
-    finally:  # an exception may keep this frame, and with it the port, for long
+    finally:  # an exception may keep this frame, and thereby the port, alive
         parent.board = None
         del store
 

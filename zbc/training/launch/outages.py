@@ -62,7 +62,7 @@ class Retrying:
     def look(self) -> None:
         with suppress(OSError):  # no /proc
             for name in os.listdir("/proc/self/fd"):
-                with suppress(OSError):  # closed meanwhile, or a kernel that does not know the option
+                with suppress(OSError):  # closed meanwhile, or a kernel without the option
                     kind = os.readlink(f"/proc/self/fd/{name}")
                     if kind.startswith("socket:") and kind not in self._known:
                         self._known.add(kind)
@@ -86,7 +86,7 @@ def watch_siblings(processes: Sequence[str], rank: int, board: Callable[[], Boar
     for other, process in enumerate(processes):
         where, _, pid = process.rpartition(":")
         if where == host and other != rank:
-            with suppress(OSError, AttributeError):  # gone already; no Linux
+            with suppress(OSError, AttributeError):  # already ended; not Linux
                 opened[os.pidfd_open(int(pid))] = other
 
     def watch() -> None:

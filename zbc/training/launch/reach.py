@@ -46,7 +46,7 @@ def interfaces() -> list[Interface]:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             found = []
             for _, name in socket.if_nameindex():
-                with suppress(OSError):  # up without an address
+                with suppress(OSError):  # an interface without an address
                     packed = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                     found.append(Interface(name, socket.inet_ntoa(packed[20:24])))
             return found

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zbc.runtime.core.private import Store
 
 _TICK_S = 0.05
-_NO_NAME = ("", "none")  # torchrun's without --rdzv-id
+_NO_NAME = ("", "none")  # torchrun's names without --rdzv-id
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from zbc.runtime.core.private import compile_here
 from zbc.runtime.core.split import Patch
 
 BACKEND: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
-_WAYS = 8  # of calling one kind of layer, torch's own limit; beyond its limit torch says nothing and compiles no more
+_WAYS = 8  # of calling one kind of layer, torch's own limit; beyond its limit torch silently compiles no more
 _NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
 
 

@@ -96,7 +96,7 @@ class LlamaBlock(nn.Module):
         before, behind = variant not in BEHIND, variant in BEHIND + AROUND
         self.norm1 = norm(hidden, eps, variant) if before else same
         self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=qkv_bias)  # rows: all queries, keys, values
-        self.wide = variant in ("olmo2", "olmoe")  # its norms are over all heads together
+        self.wide = variant in ("olmo2", "olmoe")  # its norms of queries and keys are over all heads
         normed = self.wide or variant in HEAD_NORMS
         self.norm_q = norm(heads * size if self.wide else size, eps, variant) if normed else None
         self.norm_k = norm(kv_heads * size if self.wide else size, eps, variant) if normed else None

@@ -111,7 +111,7 @@ def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
 
 def _head(layer: GptHead, group: Group, joined: bool) -> dict[str, Cut]:
     layer.enter = group.enter
-    if not isinstance(layer.logits, nn.Linear):  # likewise
+    if not isinstance(layer.logits, nn.Linear):  # the vocabulary is parallel
         return {}
     words = layer.logits.out_features
     cut = _keep(layer.logits, "weight", 0, [words], group)

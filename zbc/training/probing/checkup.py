@@ -104,7 +104,7 @@ def check_up(plan: StoredPlan) -> Checkup:
         loss, plain = plain_gradients(single)
         _, twice = plain_gradients(single, times=2.0)
     rounding = ROUNDING * max(map(largest, plain.values()), default=0.0)
-    least = rounding * (settings.model.compile or manifest.slices > 1)  # else there is no such rounding
+    least = rounding * (settings.model.compile or manifest.slices > 1)  # otherwise both have the same rounding
     found = tuple(
         Compared(name, apart(grad, mine.get(name), least), grad is None or bool(grad.isfinite().all()))
         for name, grad in plain.items()

@@ -36,7 +36,7 @@ def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None]
     if all(layer.compiled is None for layer in stage.layers):
         return
     with seeded(seed_of(stage.seed, "compile", stage.index)), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch.compile looks, and warns
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch.compile reads it and warns
         warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch.compile's own code
         came = stage.came
         given = stage.takes.drawn(stage.device) if came is None else came.example(stage.device)

@@ -1,1 +1,1 @@
-"""`zbc profile`: what layers cost, measured with the stages, handlers and transports that training runs."""
+"""`zbc profile`: costs of layers, measured with the stages, handlers and transports of training runs."""
