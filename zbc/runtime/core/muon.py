@@ -25,7 +25,7 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315
 
 
 class Whole(NamedTuple):
-    """A sharded matrix: `collect` gathers the whole from a shard and blocks, `of` returns the shard of a whole."""
+    """A sharded matrix: `collect` gathers the whole from this rank's shard (blocks), `of` returns a whole's shard."""
 
     collect: Callable[[Tensor], Tensor]
     of: Callable[[Tensor], Tensor]

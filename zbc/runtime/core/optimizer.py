@@ -72,7 +72,7 @@ class StageOptimizer(Protocol):
         """Ends the step: drops the gradients, and the casts of weights that may have changed."""
 
     def stepped(self, transport: Transport, *, skipped: bool) -> None:
-        """Sends other ranks their parts of the updated state, after a step."""
+        """Publishes the updated weights to other ranks, after a step."""
 
     def held(self) -> list[Held]:
         """This rank's entries of a checkpoint. Together the ranks with a replica of the stage hold all of it."""

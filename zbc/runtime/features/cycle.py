@@ -80,7 +80,7 @@ class Cycle(Ending):
         return self._scripts[key]
 
     def _part(self, *, odd: bool, own: bool | None) -> Script:
-        """The body's ops of its `own` step only, or of the next step only, then run as this step's; None: both."""
+        """The body's ops: of its `own` step, of the next step, run as this step's (False), or of both (None)."""
         found: Script = []
         for op, text in zip(self.ops, self.texts, strict=True):
             ahead = op.mb >= NEXT

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 class Gathers(Feature):
     """`stages` (or other owners) with sharded weights; `gathered`: those that a step gathers before ops use them, so
-    that between steps their weights are freed, or those before the last step; `freed`: those whose weights are freed
-    within a step."""
+    that between steps their weights are freed, or lack the last update; `freed`: those whose weights are freed within a
+    step."""
 
     def __init__(self, stages: dict[int, Sharded], *, gathers: bool, frees: bool) -> None:
         self.stages = stages

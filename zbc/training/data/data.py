@@ -53,7 +53,7 @@ class Samples(Protocol):
     def digest(self) -> int:
         """A digest of a few samples, 40 bits, which ranks compare. Raises E516 if two reads of one sample differ.
 
-        0 for data read from files, whose content is checked in other ways.
+        0 for data that depend only on files and the seed, which are not compared.
         """
         return 0
 
