@@ -32,10 +32,10 @@ def counted(worker: Worker) -> list[StageOptimizer]:
 def primary(worker: Worker) -> dict[str, nn.Parameter]:
     """The weights that this rank saves: each weight of the model is saved by one rank, in the first pipeline."""
     rank, placement = worker.plan.rank, worker.placement
-    mine = [s for s in worker.stages if worker.copy == 0 and placement.rank_of(s) == rank]
+    owners = [s for s in worker.stages if worker.copy == 0 and placement.rank_of(s) == rank]
     ep = worker.plan.manifest.ep  # `ep` replicas hold all experts together
-    mine += [experts_of(s) for s in worker.stages if worker.copy < ep and placement.rank_of(s) == rank]
-    found = {name: p for s in mine for name, p in worker.optimizers[s].parameters.items()}
+    owners += [experts_of(s) for s in worker.stages if worker.copy < ep and placement.rank_of(s) == rank]
+    found = {name: p for s in owners for name, p in worker.optimizers[s].parameters.items()}
     for feature in worker.features:
         found = feature.answers(worker, found)
     return found

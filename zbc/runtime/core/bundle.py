@@ -299,7 +299,7 @@ def adapt(name: str, module: nn.Module, ways: Ways, *, trial: bool = False) -> n
     """Makes `module` take and return one tensor in place of several; it may have been adapted before."""
     if isinstance(module.forward, Adapted):
         module.forward = module.forward.forward
-    if any(one is not None for way in ways.values() for one in way):
+    if any(packing is not None for way in ways.values() for packing in way):
         module.forward = Adapted(name, module.forward, ways, trial=trial)
     return module
 

@@ -131,7 +131,7 @@ class Features:
     """The features of a rank, at most one of each type."""
 
     def __init__(self, features: Iterable[Feature]) -> None:
-        self._found = {type(one): one for one in features}
+        self._found = {type(feature): feature for feature in features}
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self._found.values())

@@ -34,7 +34,7 @@ class Whole(NamedTuple):
 def of_groups(options: spec.Optimizer, name: str) -> OptimizerGroup | None:
     """The first of [[optimizer.groups]] that names a parameter, or a piece of one; None if none does."""
     name = name.partition("[")[0]
-    return next((one for one in options.groups if any(fnmatchcase(name, known) for known in one.names)), None)
+    return next((group for group in options.groups if any(fnmatchcase(name, known) for known in group.names)), None)
 
 
 def is_matrix(options: spec.Optimizer, name: str, parameter: Tensor) -> bool:
@@ -93,12 +93,12 @@ class Together(torch.optim.Optimizer):
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = list(parts)
-        super().__init__([group for one in parts for group in one.param_groups], {})
+        super().__init__([group for part in parts for group in part.param_groups], {})
         self._link()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for one in self._parts:
-            one.step()
+        for part in self._parts:
+            part.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -107,9 +107,9 @@ class Together(torch.optim.Optimizer):
     def _link(self) -> None:
         """Shares groups and state with the parts."""
         groups = iter(self.param_groups)
-        for one in self._parts:
-            one.param_groups = [next(groups) for _ in one.param_groups]
-            one.state = self.state
+        for part in self._parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
 
 
 def muon(

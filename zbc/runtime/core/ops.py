@@ -126,11 +126,11 @@ def receive(worker: Worker, op: Op) -> None:
 
 def reduce(worker: Worker, op: Op) -> None:
     """REDUCE: starts the all-reduce of an owner's gradients over all its replicas."""
-    one = worker.sums[op]
+    bucket = worker.sums[op]
     for feature in worker.features:
         feature.reduces(worker, op)
-    one.start(worker.transport)
-    worker.summing.append(one)
+    bucket.start(worker.transport)
+    worker.summing.append(bucket)
 
 
 def validate(worker: Worker, op: Op) -> None:
@@ -152,12 +152,12 @@ def optimizer_step(worker: Worker, op: Op) -> None:
     if (verdict := worker.verdict) is None:
         raise ZbcError("E703", f"run: {op} comes before VALIDATE")
     worker.before_update()
-    one = worker.optimizers[op.stage]
+    optimizer = worker.optimizers[op.stage]
     if not verdict.skipped:
-        set_rate(one, worker.rate(worker.phases, worker.step))
-        one.step(verdict.clip(worker.clip))
-    one.drop()
-    one.stepped(worker.transport, skipped=verdict.skipped)
+        set_rate(optimizer, worker.rate(worker.phases, worker.step))
+        optimizer.step(verdict.clip(worker.clip))
+    optimizer.drop()
+    optimizer.stepped(worker.transport, skipped=verdict.skipped)
     for feature in worker.features:
         feature.steps(worker, op)
 

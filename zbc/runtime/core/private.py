@@ -107,10 +107,10 @@ def symmetric(size: int, group: Any, ranks: int, device: torch.device) -> list[T
     """`size` zero bytes on the GPU of each of `ranks`, mapped by all of a process group. Has not run on GPUs."""
     import torch.distributed._symmetric_memory as memory
 
-    mine = memory.empty(size, dtype=torch.uint8, device=device).zero_()
+    local = memory.empty(size, dtype=torch.uint8, device=device).zero_()
     torch.cuda.synchronize(device)
-    handle = memory.rendezvous(mine, group)
-    return [mine if rank == handle.rank else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
+    handle = memory.rendezvous(local, group)
+    return [local if rank == handle.rank else handle.get_buffer(rank, (size,), torch.uint8) for rank in range(ranks)]
 
 
 # ---- torch.compile: takes 1 or 2 s to import, so it is imported only if something is compiled -----------------

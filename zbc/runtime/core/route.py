@@ -109,7 +109,7 @@ class Several:
     waits: bool = True
 
     def take(self, worker: Worker, number: int) -> Tensor:
-        return self.join([one.take(worker, number) for one in self.sources])
+        return self.join([source.take(worker, number) for source in self.sources])
 
 
 def total(found: list[Tensor]) -> Tensor:
@@ -144,8 +144,8 @@ class Edges:
             for edge in self.edges:
                 store[edge] = tensor
         else:
-            for edge, one in zip(self.edges, self.each(tensor), strict=True):
-                store[edge] = one
+            for edge, value in zip(self.edges, self.each(tensor), strict=True):
+                store[edge] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
         return Route(key, stage, message, worker.seat(peer), buffer=buffer)
     if not kind.computes:
         return Route(key, stage)
-    keeps = next((one for feature in worker.features if (one := feature.keeps(run, stage, key))), KEEPS)
+    keeps = next((kept for feature in worker.features if (kept := feature.keeps(run, stage, key))), KEEPS)
     return Route(
         key,
         stage,
@@ -300,7 +300,7 @@ def _source(worker: Worker, op: Op, stage: Stage) -> Source | None:
     placement, here, forward = worker.placement, op.stage, op.kind.takes is At.SOURCES
     others = (stage.inputs or placement.sources(here)) if forward else placement.sinks(here)
     if not others:
-        found = next((one for feature in worker.features if (one := feature.source(op))), None)
+        found = next((source for feature in worker.features if (source := feature.source(op))), None)
         return found or (Data(stage) if forward else None)
     name = str(Op(Kind.F, *op.key)).removeprefix("F ")
     missing = f"F {name}: the stage before has not handed over its output"
@@ -325,14 +325,14 @@ def _sink(worker: Worker, run: PhaseRun, op: Op, stage: Stage) -> Sink | None:
     if not others:
         return (Losses if run.trains else Measures)(stage) if forward else None
     edges = tuple(Message(here, other, *op.key[1:]) for other in others)
-    each: Callable[[Tensor], list[Tensor]] | None = None
+    split: Callable[[Tensor], list[Tensor]] | None = None
     came = stage.came
-    lays = next((one for feature in worker.features if (one := feature.lays(run, here))), None)
+    lays = next((layout for feature in worker.features if (layout := feature.lays(run, here))), None)
     if forward and lays is not None:
-        each = functools.partial(_laid, lays, len(edges))
+        split = functools.partial(_laid, lays, len(edges))
     if not forward and came is not None:
-        each = came.parted if stage.inputs else functools.partial(_first, came.back)
-    return Edges(edges, stage, each)
+        split = came.parted if stage.inputs else functools.partial(_first, came.back)
+    return Edges(edges, stage, split)
 
 
 def _laid(lays: Callable[[Tensor], Tensor], count: int, y: Tensor) -> list[Tensor]:

@@ -222,7 +222,7 @@ class Stage:
                     renew(layer.buffers)
                 x = self._run(layer, x, step, mb)
         except IN_A_RANK as error:
-            _name(error, next(one for one in self.layers if one.call is call), x)
+            _name(error, next(failed for failed in self.layers if failed.call is call), x)
             raise
         return finish(x)
 

@@ -200,8 +200,8 @@ class Worker:
         if drawn != self.suspicious:
             self.suspicious = drawn
             for stage in self.stages.values():
-                for one in (stage, *stage.slices):
-                    one.seed_all(suspect=drawn)
+                for variant in (stage, *stage.slices):
+                    variant.seed_all(suspect=drawn)
 
     @property
     def plan(self) -> RankPlan:
@@ -294,14 +294,14 @@ class Worker:
     def finish_sums(self) -> None:
         """Blocks until every gradient all-reduce that was started has completed."""
         self.progress.waiting = True
-        for one in self.summing:
-            one.finish()
+        for bucket in self.summing:
+            bucket.finish()
         self.summing.clear()
         self.progress.waiting = False
 
     def entries(self, which: Callable[[Key], bool] = lambda key: True) -> dict[int, Tensor | float]:
         """The features' entries of the vector of a step."""
-        return {place: one for feature in self.features for place, one in feature.entries(self, which).items()}
+        return {place: value for feature in self.features for place, value in feature.entries(self, which).items()}
 
     def settle(self, *stages: int) -> None:
         """Completes all gradients of these stages for the optimizer; blocks."""

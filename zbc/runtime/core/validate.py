@@ -92,7 +92,7 @@ class VectorLayout:
         count, flag = self._norms, self._flag
         base = replica * self._count
         where = [base + at for name, value in squares.items() for at in self._entries(name, value.numel())]
-        where += [count + mb + k for mb, one in losses.items() for k in range(_width(one))]
+        where += [count + mb + k for mb, loss in losses.items() for k in range(_width(loss))]
         where += [flag, flag + 1 + rank, flag + 1 + self.ranks + rank]
         found, own = [*squares.values(), *losses.values()], [float(stop), busy, float(peak)]
         make = _written if device.type == "cpu" else _copied
@@ -155,7 +155,7 @@ def _copied(
     size: int, where: Sequence[int], found: Sequence[Tensor | float], own: Sequence[float], device: torch.device
 ) -> Tensor:
     """As `_written`, without waiting for the device: `where` is a constant there, `own` comes from pinned memory."""
-    tensors = [torch.as_tensor(one, device=device).view(-1).double() for one in found]
+    tensors = [torch.as_tensor(value, device=device).view(-1).double() for value in found]
     tensors.append(to_device(torch.frombuffer(array("d", own), dtype=torch.float64), device))
     vector = torch.zeros(size, dtype=torch.float64, device=device)
     return vector.index_copy_(0, constant(tuple(where), torch.int64, device), torch.cat(tensors))

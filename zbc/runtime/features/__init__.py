@@ -18,4 +18,4 @@ def built(context: Context) -> list[Feature]:
     names = sorted(info.name for info in pkgutil.iter_modules(__path__))
     builders = (getattr(importlib.import_module(f"{__name__}.{name}"), "build", None) for name in names)
     made = (build(context) for build in builders if build is not None)
-    return [one for one in made if one is not None]
+    return [feature for feature in made if feature is not None]

@@ -178,7 +178,7 @@ def redo(worker: Worker, op: Op) -> None:
     worker.losses.clear()
     put_back(ahead.buffers, ahead.found)
     routes = [worker.routes[entry[1]] for entry in ahead.again]
-    worker.renamed = {one: Again(one) for route in routes if (one := route.brought) is not None}
+    worker.renamed = {brought: Again(brought) for route in routes if (brought := route.brought) is not None}
     progress, shown = worker.progress, (worker.progress.index, worker.progress.op)
     for handler, again, text in ahead.again:
         progress.op = f"{text} again"

@@ -115,8 +115,8 @@ class Averages(Feature):
 
     def saves(self, worker: Worker) -> None:
         """Makes all replicas equal: weights and optimizer states become means."""
-        for owner, one in sorted(self.stages.items()):
-            one.forget()
+        for owner, averaging in sorted(self.stages.items()):
+            averaging.forget()
             if owner == TIED:  # they are among the weights of their stages
                 continue
             optimizer = worker.optimizers[owner]
@@ -124,7 +124,7 @@ class Averages(Feature):
             parameters = [p for _, p in sorted(optimizer.parameters.items())]
             kept = [state[p][key] for p in parameters if p in state for key in sorted(state[p])]
             numbers = [value for value in kept if isinstance(value, Tensor) and value.is_floating_point()]
-            meet(one.ranks, [*parameters, *numbers], worker.transport)
+            meet(averaging.ranks, [*parameters, *numbers], worker.transport)
 
 
 def average(worker: Worker, op: Op) -> None:
@@ -136,9 +136,9 @@ def average(worker: Worker, op: Op) -> None:
 def meet(ranks: tuple[int, ...], tensors: Sequence[Tensor], transport: Transport) -> None:
     """Replaces each tensor by its mean over all ranks, which pass them in the same order; blocks."""
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-        mine = [tensor for tensor in tensors if tensor.dtype is dtype]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in mine])
+        alike = [tensor for tensor in tensors if tensor.dtype is dtype]
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
         transport.all_reduce(flat, ranks)
         flat.div_(len(ranks))
-        for tensor, piece in zip(mine, torch.split(flat, [tensor.numel() for tensor in mine]), strict=True):
+        for tensor, piece in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
             tensor.detach().copy_(piece.view(tensor.shape))

@@ -89,9 +89,9 @@ class _Gather(torch.autograd.Function):
         mine = grads[0].new_empty((2, *grads[0].shape[:-2], grads[0].shape[-2] // group.size, grads[0].shape[-1]))
         parts = mine.new_empty((group.size, *mine.shape))
         for place, part in enumerate(parts):
-            for one, grad in zip(part, grads, strict=True):
+            for target, grad in zip(part, grads, strict=True):
                 chunks = grad.chunk(2 * group.size, -2)
-                torch.cat((chunks[place], chunks[-1 - place]), -2, out=one)
+                torch.cat((chunks[place], chunks[-1 - place]), -2, out=target)
         pending = group.transport.start_scatter(parts.view(group.size, -1), mine.view(-1), group.ranks)
         group.settle(pending, ctx.slot)
         return *mine.unbind(0), None

@@ -188,7 +188,7 @@ def stage_step(worker: Worker, op: Op) -> None:
     if stage in counted(worker):  # if a stage steps several times, the last one is reported, or one that is not finite
         bad = {name: old for name, old in cycle.squares.items() if not torch.isfinite(old).all()}
         cycle.squares |= squares | bad
-    norm = math.sqrt(_over_parts(worker, stage, math.fsum(n for one in squares.values() for n in one.tolist())))
+    norm = math.sqrt(_over_parts(worker, stage, math.fsum(n for values in squares.values() for n in values.tolist())))
     if math.isfinite(norm):
         set_rate(stage, worker.rate(worker.phases, worker.step))
         scale = None if cycle.limit is None else cycle.limit / (norm + 1e-6)

@@ -32,9 +32,9 @@ class Swaps(NamedTuple):
         """This rank's experts, of all experts of a block, under their names there."""
         if self.group is None:
             return experts
-        each = len(experts) // self.group.size
-        first = each * self.group.place
-        return nn.ModuleDict(dict(islice(experts.items(), first, first + each)))
+        per_rank = len(experts) // self.group.size
+        first = per_rank * self.group.place
+        return nn.ModuleDict(dict(islice(experts.items(), first, first + per_rank)))
 
     def run(self, rows: Tensor, counts: Tensor, experts: Iterable[nn.Module]) -> Tensor:
         """The experts' outputs for `rows` (N, H), which are sorted by expert, `counts` (E) for each; `experts` are
@@ -42,12 +42,12 @@ class Swaps(NamedTuple):
         if self.group is None:
             parts = torch.split(rows, counts.tolist())
             return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
-        size, each = self.group.size, len(counts) // self.group.size
+        size, per_rank = self.group.size, len(counts) // self.group.size
         got = torch.empty_like(counts)
-        self.group.swap(counts, (each,) * size, got, (each,) * size)
-        come = got.view(size, each)  # by source rank
-        out, into = counts.view(size, each).sum(1).tolist(), come.sum(1).tolist()
-        kind = torch.arange(each, device=rows.device).repeat(size).repeat_interleave(got)
+        self.group.swap(counts, (per_rank,) * size, got, (per_rank,) * size)
+        come = got.view(size, per_rank)  # by source rank
+        out, into = counts.view(size, per_rank).sum(1).tolist(), come.sum(1).tolist()
+        kind = torch.arange(per_rank, device=rows.device).repeat(size).repeat_interleave(got)
         order = kind.argsort(stable=True)  # by expert, then by source rank
         mine = _swapped(rows, out, into, self.group).index_select(0, order)
         del rows  # only the experts' own order is kept

@@ -25,18 +25,18 @@ class Feedback(OptimizerOver):
 
     @torch.no_grad()
     def step(self, scale: float | None) -> None:
-        stepped = [one.tensor for one in self._inner.held() if one.tensor.requires_grad]
-        then = [one.data.clone() for one in stepped]
+        stepped = [held.tensor for held in self._inner.held() if held.tensor.requires_grad]
+        then = [weight.data.clone() for weight in stepped]
         self._inner.step(scale)
         if self.optimizer is None:
             return
-        for one, before in zip(stepped, then, strict=True):
-            state = self.optimizer.state[one]
+        for weight, before in zip(stepped, then, strict=True):
+            state = self.optimizer.state[weight]
             if not state and not isinstance(self.optimizer, torch.optim.SGD):
                 continue  # Adam would take any state for its own
-            moved = torch.sub(one.data, before, out=before)
+            moved = torch.sub(weight.data, before, out=before)
             if FED in state:
-                one.data.add_(moved - state[FED], alpha=self._share)
+                weight.data.add_(moved - state[FED], alpha=self._share)
             state[FED] = moved
         if (masters := inside(self._inner, Masters)) is not None:
             masters.publish()

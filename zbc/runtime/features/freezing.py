@@ -71,15 +71,15 @@ class Turns:
         if step < self._after:
             return dict.fromkeys(self._layers, self.microbatches)
         start, size = self._start(step), len(self._layers)
-        rounds, more = divmod(self._before[-1], size)
-        rests = {layer: rounds + ((place - start) % size < more) for place, layer in enumerate(self._layers)}
+        rounds, rest = divmod(self._before[-1], size)
+        rests = {layer: rounds + ((place - start) % size < rest) for place, layer in enumerate(self._layers)}
         return {layer: self.microbatches - self._together * count for layer, count in rests.items()}
 
 
 def turns_of(ops: Iterable[Op], stage: Stage, manifest: Manifest, after: int) -> Turns | None:
     """The turns of a stage of which this rank runs `ops`; None if nothing is frozen."""
     shares = {op.mb: op.share for op in ops if op.kind.makes_part and op.stage == stage.index}
-    layers = [i for i, one in enumerate(stage.layers) if any(p.requires_grad for p in one.module.parameters())]
+    layers = [i for i, layer in enumerate(stage.layers) if any(p.requires_grad for p in layer.module.parameters())]
     frozen = [round(len(layers) * (WHOLE - shares.get(mb, WHOLE)) / WHOLE) for mb in range(manifest.microbatches)]
     if not any(frozen):
         return None

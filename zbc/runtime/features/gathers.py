@@ -26,8 +26,8 @@ class Gathers(Feature):
 
     def __init__(self, stages: dict[int, Sharded], *, gathers: bool, frees: bool) -> None:
         self.stages = stages
-        self.gathered = [one for _, one in sorted(stages.items())] if gathers else []
-        self.freed = [one for owner, one in sorted(stages.items()) if owner != WORDS] if gathers and frees else []
+        self.gathered = [shard for _, shard in sorted(stages.items())] if gathers else []
+        self.freed = [shard for owner, shard in sorted(stages.items()) if owner != WORDS] if gathers and frees else []
         self.coming: list[Sharded] = []
         self.leaving: list[Sharded] = []  # with reductions of gradients in flight
 
@@ -40,8 +40,8 @@ class Gathers(Feature):
         """Opens the windows for a one-sided exchange, on all ranks together, once the initial weights are loaded."""
         if worker.plan.manifest.one_sided:
             copier = WindowCopier(worker.device)
-            for one in self.freed:
-                one.open_window(worker.transport, copier)
+            for sharded in self.freed:
+                sharded.open_window(worker.transport, copier)
 
     def opens(self, worker: Worker) -> None:
         self.free()
@@ -50,9 +50,9 @@ class Gathers(Feature):
         self.free()
 
     def reduces(self, worker: Worker, op: Op) -> None:
-        one = self.stages.get(op.stage)
-        if one is not None and one.scatters:
-            self.leaving.append(one)
+        sharded = self.stages.get(op.stage)
+        if sharded is not None and sharded.scatters:
+            self.leaving.append(sharded)
 
     def settles(self, worker: Worker, stages: Sequence[int]) -> None:
         self.leaving.clear()  # VALIDATE has waited for them
@@ -67,10 +67,10 @@ class Gathers(Feature):
     def finish(self, worker: Worker, *some: Sharded) -> None:
         """Blocks until gathered weights have arrived: of `some` stages, or of all."""
         worker.progress.waiting = True
-        for one in some or tuple(self.coming):
-            if one in self.coming:
-                self.coming.remove(one)
-                one.finish_gather()
+        for sharded in some or tuple(self.coming):
+            if sharded in self.coming:
+                self.coming.remove(sharded)
+                sharded.finish_gather()
         worker.progress.waiting = False
 
     def ready(self, worker: Worker, op: Op) -> None:
@@ -81,22 +81,22 @@ class Gathers(Feature):
 
     def arrived(self, op: Op) -> bool:
         """Whether the gather of an op's weights is in flight and has completed."""
-        return (one := self.stages.get(op.owner)) in self.coming and one is not None and one.arrived
+        return (sharded := self.stages.get(op.owner)) in self.coming and sharded is not None and sharded.arrived
 
     def gathers(self, worker: Worker) -> None:
-        for one in self.gathered:
-            self.start(worker, one, whole=True)
+        for sharded in self.gathered:
+            self.start(worker, sharded, whole=True)
             self.finish(worker)
 
     def free(self) -> None:
         """Frees all weights that a step will gather."""
-        for one in self.freed:
-            one.free()
+        for sharded in self.freed:
+            sharded.free()
 
     def takes_away(self, stage: int, tensor: Tensor) -> bool:
         """Whether the bytes of a tensor are freed with the weights of a stage."""
         own = (self.stages.get(owner) for owner in (stage, experts_of(stage)))
-        return any(one is not None and one.takes_away(tensor) for one in own)
+        return any(sharded is not None and sharded.takes_away(tensor) for sharded in own)
 
     def of(self, op: Op) -> Sharded:
         if op.stage not in self.stages:
@@ -116,10 +116,10 @@ def free(worker: Worker, op: Op) -> None:
 
 def scatter(worker: Worker, op: Op) -> None:
     """SCATTER: starts the reduce-scatter of a stage's gradients so far; later ones are added to its result."""
-    one = worker.features.of(Gathers).of(op)
+    sharded = worker.features.of(Gathers).of(op)
     for feature in worker.features:
         feature.reduces(worker, op)
-    one.scatter(worker.transport)
+    sharded.scatter(worker.transport)
 
 
 def with_weights(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], None]:
@@ -129,7 +129,7 @@ def with_weights(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op]
         gathers = worker.features.of(Gathers)
         gathers.ready(worker, op)
         if gathers.leaving:
-            gathers.leaving = [one for one in gathers.leaving if not one.poll()]
+            gathers.leaving = [sharded for sharded in gathers.leaving if not sharded.poll()]
         handler(worker, op)
 
     return run
@@ -139,7 +139,7 @@ GATHERS: dict[Kind, Callable[[Worker, Op], None]] = {Kind.GATHER: gather, Kind.F
 
 
 def build(context: Context) -> Gathers:
-    dealt = {owner: inside(one, Sharded) for owner, one in context.optimizers.items()}
-    sharded = {owner: one for owner, one in dealt.items() if one is not None}
+    dealt = {owner: inside(optimizer, Sharded) for owner, optimizer in context.optimizers.items()}
+    sharded = {owner: inner for owner, inner in dealt.items() if inner is not None}
     later = Kind.NORM.value not in context.manifest.capabilities and not context.manifest.flushless
     return Gathers(sharded, gathers=later, frees=bool(context.manifest.resident))

@@ -35,26 +35,26 @@ class Mean(OptimizerOver):
     @torch.no_grad()
     def _behind(self, step: Callable[[float | None], None], scale: float | None) -> None:
         """Steps, and updates the average."""
-        optimizer, stepped = self.optimizer, [one.tensor for one in self._inner.held() if one.tensor.requires_grad]
-        first = [] if optimizer is None else [one for one in stepped if MEAN not in optimizer.state.get(one, {})]
-        begun = [(one, one.data.clone()) for one in first]  # the average begins with the weights before the first step
+        optimizer, stepped = self.optimizer, [held.tensor for held in self._inner.held() if held.tensor.requires_grad]
+        first = [] if optimizer is None else [p for p in stepped if MEAN not in optimizer.state.get(p, {})]
+        begun = [(p, p.data.clone()) for p in first]  # the average begins with the weights before the first step
         step(scale)
         if optimizer is None:
             return
-        for one, before in begun:
-            if optimizer.state[one] or isinstance(optimizer, torch.optim.SGD):  # Adam would take any state for its own
-                optimizer.state[one][MEAN] = before
-        for one in stepped:
-            if (mean := optimizer.state.get(one, {}).get(MEAN)) is not None:
-                mean.lerp_(one.data, 1 - self._decay)
+        for p, before in begun:
+            if optimizer.state[p] or isinstance(optimizer, torch.optim.SGD):  # Adam would take any state for its own
+                optimizer.state[p][MEAN] = before
+        for p in stepped:
+            if (mean := optimizer.state.get(p, {}).get(MEAN)) is not None:
+                mean.lerp_(p.data, 1 - self._decay)
 
     def swap(self) -> None:
         """Swaps the average and the weights."""
         state = {} if self.optimizer is None else self.optimizer.state
-        for one in self._inner.held():
-            if (mean := state.get(one.tensor, {}).get(MEAN)) is not None:
-                before = one.tensor.data.clone()
-                one.tensor.data.copy_(mean)
+        for held in self._inner.held():
+            if (mean := state.get(held.tensor, {}).get(MEAN)) is not None:
+                before = held.tensor.data.clone()
+                held.tensor.data.copy_(mean)
                 mean.copy_(before)
         if (masters := inside(self._inner, Masters)) is not None:
             masters.publish()
@@ -75,8 +75,8 @@ class Moving(Feature):
         """Swaps averages and weights, and gathers sharded weights again."""
         if not self._means:
             return
-        for one in self._means:
-            one.swap()
+        for mean in self._means:
+            mean.swap()
         gathers = worker.features.of(Gathers)
         for dealt in gathers.stages.values():
             if dealt not in gathers.gathered:  # these are gathered anyway for a task between steps
@@ -90,5 +90,5 @@ class Moving(Feature):
 
 
 def build(context: Context) -> Moving:
-    found = (inside(one, Mean) for one in context.optimizers.values())
-    return Moving([one for one in found if one is not None])
+    found = (inside(optimizer, Mean) for optimizer in context.optimizers.values())
+    return Moving([mean for mean in found if mean is not None])

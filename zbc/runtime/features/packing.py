@@ -46,12 +46,12 @@ def each_alone(
     """Attention of (batch, heads, tokens, features), sample by sample; zeros for padding."""
     length, found = q.shape[-2], list[Tensor]()
     for number, lengths in enumerate(rows):
-        one = slice(number, number + 1)
+        row = slice(number, number + 1)
         cuts = [*lengths, length - sum(lengths)]
-        parts = [torch.split(tensor[one], cuts, dim=-2) for tensor in (q, k, v)]
+        parts = [torch.split(tensor[row], cuts, dim=-2) for tensor in (q, k, v)]
         mixed = [attend(*part) for part in zip(*(part[:-1] for part in parts), strict=True)]
         if cuts[-1]:
-            mixed.append(_zeros(q[one, :, length - cuts[-1] :], mixed))
+            mixed.append(_zeros(q[row, :, length - cuts[-1] :], mixed))
         found.append(torch.cat(mixed, dim=-2) if len(mixed) > 1 else mixed[0])
     return torch.cat(found) if len(found) > 1 else found[0]
 

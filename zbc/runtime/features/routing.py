@@ -40,18 +40,18 @@ class Routing(Feature):
         verdict = worker.verdict
         if verdict is None or verdict.skipped:
             return
-        for one in self._layers.get(op.stage, ()):
-            if one.bias is not None and one.place is not None:
-                loads = torch.tensor(verdict.routed[one.place : one.place + one.count], dtype=torch.float64)
-                one.bias.add_(one.rate * (loads.mean() - loads).sign().to(one.bias))
+        for router in self._layers.get(op.stage, ()):
+            if router.bias is not None and router.place is not None:
+                loads = torch.tensor(verdict.routed[router.place : router.place + router.count], dtype=torch.float64)
+                router.bias.add_(router.rate * (loads.mean() - loads).sign().to(router.bias))
 
 
 def number_blocks(name: str, layer: nn.Module, count: int) -> list[Routed]:
     """The routers of a layer `layers.3`; sets the index of their first expert among those of all blocks."""
     inside: list[object] = [*layer.modules()]
-    found = [one for one in inside if isinstance(one, Routed)]
-    for one in found:
-        one.place = int(name.rpartition(".")[2]) * count
+    found = [router for router in inside if isinstance(router, Routed)]
+    for router in found:
+        router.place = int(name.rpartition(".")[2]) * count
     return found
 
 

@@ -204,7 +204,7 @@ class Sharded(OptimizerOver):
         mine = torch.zeros(count * most + len(single) + 1, dtype=self._type, device=self._trained[name].device)
         rows, rest = mine[: count * most].view(count, most), mine[count * most :]
         state = {} if self.optimizer is None else self.optimizer.state
-        held = {one.name: one.tensor for one in self._inner.held()}
+        held = {entry.name: entry.tensor for entry in self._inner.held()}
         at = 0
         for piece in shares[self._mine]:
             tensor = held[str(piece)]
@@ -463,7 +463,7 @@ class Sharded(OptimizerOver):
     def freeable(self) -> int:
         """Bytes that FREE would free now."""
         low = [cast.low for cast in self._low.values()]
-        there = sum(one.untyped_storage().nbytes() for one in low if one is not None)
+        there = sum(tensor.untyped_storage().nbytes() for tensor in low if tensor is not None)
         return 0 if self._flat is None else self._flat.bytes + there
 
     @property

@@ -24,16 +24,16 @@ def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> l
     made, problem = _make(size)
     names = exchange(b"" if made is None else os.fsencode(made))
     found = list[Tensor]()
-    for one, name in zip(ranks, names, strict=True):
+    for peer, name in zip(ranks, names, strict=True):
         if problem is not None:
             break
         if not name:
-            problem = ZbcError("E620", f"run: rank {one} cannot share memory with rank {rank}", hint=COLLECTIVE)
+            problem = ZbcError("E620", f"run: rank {peer} cannot share memory with rank {rank}", hint=COLLECTIVE)
             break
         try:
             found.append(_map(os.fsdecode(name), size))
         except (OSError, RuntimeError) as error:
-            text = f"run: rank {rank} cannot see the memory of rank {one}: they are on two hosts, or in two containers"
+            text = f"run: rank {rank} cannot see the memory of rank {peer}: they are on two hosts, or in two containers"
             problem = ZbcError("E620", text, details=[str(error).splitlines()[0][:200]], hint=COLLECTIVE)
     said = exchange(b"" if problem is None else b"!")  # all ranks have mapped all files
     if made is not None:
@@ -41,7 +41,7 @@ def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> l
     if problem is not None:
         raise problem
     if any(said):
-        failed = ", ".join(str(one) for one, word in zip(ranks, said, strict=True) if word)
+        failed = ", ".join(str(peer) for peer, word in zip(ranks, said, strict=True) if word)
         raise ZbcError("E620", f"run: rank {failed} cannot share memory with rank {rank}", hint=COLLECTIVE)
     return found
 

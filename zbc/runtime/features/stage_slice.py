@@ -101,7 +101,7 @@ class _Last:
 
 def in_slices(stage: Stage, parts: list[Part], shapes: list[dict[str, Any]]) -> None:
     """Makes the stages of a stage's slices; `shapes` are the `takes`, `gives`, `laid`, `came` and `goes` of each."""
-    shared = {one.name: getattr(stage, one.name) for one in fields(Stage) if one.init}
+    shared = {attribute.name: getattr(stage, attribute.name) for attribute in fields(Stage) if attribute.init}
     pasts = dict[tuple[int, int], Pasts]()
     stage.slices = tuple(
         StageSlice(**{**shared, **own, "part": part}, whole=stage, pasts=pasts)
@@ -122,8 +122,8 @@ class SlicePasts(Feature):
 
     @staticmethod
     def _of(worker: Worker) -> list[dict[tuple[int, int], Pasts]]:
-        firsts = (one for stage in worker.stages.values() for one in stage.slices[:1])
-        return [one.pasts for one in firsts if isinstance(one, StageSlice)]
+        firsts = (first for stage in worker.stages.values() for first in stage.slices[:1])
+        return [first.pasts for first in firsts if isinstance(first, StageSlice)]
 
 
 def build(context: Context) -> SlicePasts:

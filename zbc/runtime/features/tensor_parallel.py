@@ -174,7 +174,7 @@ class SharedLayers(Feature):
         """Only the first rank of the group reports unsharded parameters."""
         rows = worker.optimizers[WORDS].parameters if WORDS in worker.optimizers else {}
         own = {*self.cuts, *rows}
-        return {name: one for name, one in found.items() if name in own} if worker.share else found
+        return {name: answer for name, answer in found.items() if name in own} if worker.share else found
 
     def reduces(self, worker: Worker, op: Op) -> None:
         self.complete(worker, op.stage)

@@ -19,7 +19,7 @@ class Ties(Feature):
 
     def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
         own = {s for s in worker.stages if worker.within == 0 and worker.placement.rank_of(s) == worker.plan.rank}
-        return {name: one for name, one in found.items() if name not in self.homes or self.homes[name][0] in own}
+        return {name: answer for name, answer in found.items() if name not in self.homes or self.homes[name][0] in own}
 
     def ranks(self, worker: Worker, name: str) -> tuple[int, ...]:
         """The ranks of the run that hold a shared weight."""

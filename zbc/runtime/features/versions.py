@@ -226,11 +226,11 @@ def read_older(inner: StageOptimizer, older: Mapping[str, Tensor]) -> None:
 
 def _parts(inner: StageOptimizer, older: Mapping[str, Tensor]) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Each tensor that this rank updates, and the same elements of the older weights."""
-    for one in inner.held():
-        if (whole := older.get(one.name)) is not None:
-            size = one.tensor.numel()
-            part = whole if size == whole.numel() else whole.view(-1)[one.start : one.start + size]
-            yield one.tensor, part.view(one.tensor.shape)
+    for held in inner.held():
+        if (whole := older.get(held.name)) is not None:
+            size = held.tensor.numel()
+            part = whole if size == whole.numel() else whole.view(-1)[held.start : held.start + size]
+            yield held.tensor, part.view(held.tensor.shape)
 
 
 def _state_of(inner: StageOptimizer, parameter: nn.Parameter) -> dict[str, Any]:

@@ -157,7 +157,7 @@ class Vocabulary(Feature):
 
     def forget(self) -> None:
         """Frees tensors that the other ranks have received."""
-        self.sent = [one for one in self.sent if not one[0].ready()]
+        self.sent = [message for message in self.sent if not message[0].ready()]
 
     def arrive(self, worker: Worker, met: Met) -> Tensor:
         """The result of a collective; blocks. Raises E703 if it was not started."""
@@ -179,7 +179,7 @@ class Vocabulary(Feature):
     def whole(self, name: str, transport: Transport) -> Tensor:
         """All rows of a table; all ranks of the pipeline call this together; blocks."""
         mine = self.optimizer.parameters[name].detach()
-        words = sorted((own, part, i) for part, each in enumerate(self.bounds) for i, own in enumerate(each))
+        words = sorted((own, part, i) for part, shards in enumerate(self.bounds) for i, own in enumerate(shards))
         most, width = max(high - low for (low, high), *_ in words), mine.shape[1]
         parts = mine.new_empty(len(self.ranks), most, width)
         padded = functional.pad(mine, (0, 0, 0, most - len(mine)))
@@ -258,10 +258,10 @@ class OfRows(OptimizerOver):
         return found
 
     def held(self) -> list[Held]:
-        return [self._of(one) for one in self._inner.held()]
+        return [self._of(held) for held in self._inner.held()]
 
     def incomplete(self) -> list[Held]:
-        return [self._of(one) for one in self._inner.incomplete()]
+        return [self._of(held) for held in self._inner.incomplete()]
 
     def _of(self, one: Held) -> Held:
         return one._replace(start=self._starts[one.name] + one.start, shape=self._shapes[one.name])

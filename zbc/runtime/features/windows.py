@@ -60,10 +60,10 @@ class Window:
         start, width = _aligned(weights), _aligned(slot * kind.itemsize)
         counters = transport.share(2 * _COUNTER, ranks, _CPU)
         memory = transport.share(start + len(ranks) * width, ranks, device)
-        self._counters = [one.view(torch.int64) for one in counters.tensors]
+        self._counters = [part.view(torch.int64) for part in counters.tensors]
         self._alive = counters.alive
-        self._weights = [one[:weights] for one in memory.tensors]
-        self._slots = [one[start:].view(len(ranks), width).view(kind)[:, :slot] for one in memory.tensors]
+        self._weights = [part[:weights] for part in memory.tensors]
+        self._slots = [part[start:].view(len(ranks), width).view(kind)[:, :slot] for part in memory.tensors]
         self._step = 1  # counters are 0 at first
 
     @property
@@ -116,7 +116,7 @@ class Window:
         self._copier.after(count)
 
     def _all_count(self, which: int, step: int) -> bool:
-        return all(int(one[which]) >= step for one in self._counters)
+        return all(int(counters[which]) >= step for counters in self._counters)
 
     def _wait(self, which: int, step: int) -> None:
         pause = _SHORTEST

@@ -187,7 +187,7 @@ class Hub:
         following = [offer.then for offer in offers if offer.then is not None]
         if following:
             made = [then.make() for then in following]
-            _combine([Offer("reduce", one, one, root=following[0].root) for one in made], meeting.ranks)
+            _combine([Offer("reduce", tensor, tensor, root=following[0].root) for tensor in made], meeting.ranks)
         meeting.offers.clear()  # ranks that still wait for it do not hold its tensors
         meeting.over = True
         for r in meeting.ranks:
