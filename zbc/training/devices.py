@@ -85,7 +85,7 @@ def in_use(device: torch.device) -> str:
 
 def fullest(said: Sequence[str], name: Callable[[int], str]) -> str:
     """A line about the GPU with the most memory in use."""
-    used = [tuple(map(int, one.split())) for one in said]
+    used = [tuple(map(int, text.split())) for text in said]
     rank = max(range(len(used)), key=used.__getitem__)
     whole, torchs = used[rank]
     rest = "the context, NCCL, libraries and other programs"

@@ -99,7 +99,7 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
     count = -(-total // (size * per_batch))
     count = count if most is None else min(count, most)
     total = min(total, count * size * per_batch)
-    layers = [one.module for stage in worker.stages.values() for one in stage.layers]
+    layers = [layer.module for stage in worker.stages.values() for layer in stage.layers]
     row = log_probabilities_of(settings.model, worker.features.of(SharedLayers).group, layers)
     name = "outputs" if row is None else "log_probs"
     run = forward_run(worker, ForwardRun, batches)
@@ -114,8 +114,8 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
                 rows.clear()
             shape = shape or _shape(worker, rows)
             found = torch.zeros(per_batch, size, *shape, device=worker.device)
-            for number, one in rows.items():
-                found[number] = one
+            for number, values in rows.items():
+                found[number] = values
             worker.all_reduce(found, worker.everyone)
             if file is not None:
                 file.write(found.flatten(0, 1)[: total - batch * per_batch * size].cpu())
@@ -154,7 +154,7 @@ def _shape(worker: Worker, rows: dict[int, Tensor]) -> list[int]:
     told = torch.zeros(_DIMS, dtype=torch.float64, device=worker.device)
     told[: len(own) + 1] = torch.tensor([len(own) if 0 in rows else 0, *own], dtype=torch.float64)
     worker.all_reduce(told, worker.everyone)
-    dims, *sizes = (int(one) for one in told.tolist())
+    dims, *sizes = (int(size) for size in told.tolist())
     return sizes[:dims]
 
 

@@ -427,7 +427,7 @@ def _tell_filled(run: _Run) -> None:
 def _tell_late(run: _Run) -> None:
     """Shows the largest delay of gradients of each stage, in its own steps, as counted."""
     if run.worker.phase_run.ending.every:
-        found = {s: one.stalest for s, one in run.worker.optimizers.items() if isinstance(one, OneVersion)}
+        found = {s: opt.stalest for s, opt in run.worker.optimizers.items() if isinstance(opt, OneVersion)}
         told = run.board.meet("late", run.limit, json.dumps(found))
         late = {int(s): count for words in told for s, count in json.loads(words).items()}
         run.show("steps late, by stage: " + " ".join(str(late[s]) for s in sorted(late)))

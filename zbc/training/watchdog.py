@@ -138,7 +138,7 @@ class Watchdog:
     def silent(self) -> list[int]:
         """Ranks with heartbeats, but no new one for some ticks before the last read; empty if this rank is one."""
         looked, heard = self._listener.looked, self._listener.heard
-        quiet = [rank for rank, one in heard.items() if looked - max(one.at, self._awake_since) > self._silence]
+        quiet = [rank for rank, last in heard.items() if looked - max(last.at, self._awake_since) > self._silence]
         return [] if self.rank in quiet else quiet
 
     def await_silence(self) -> list[int]:
@@ -316,8 +316,8 @@ class Watchdog:
         now = time.monotonic() if now is None else now
         heard = {**self._listener.heard, self.rank: Heard(self._beat(0, now), now)}
         silent = {*self.silent(), *(rank for rank in range(self.ranks) if rank not in heard)}
-        culprits = sorted(silent) or sorted(rank for rank, one in heard.items() if not one.beat.waiting)
-        width = max(len(one.beat.op) for one in heard.values())
+        culprits = sorted(silent) or sorted(rank for rank, last in heard.items() if not last.beat.waiting)
+        width = max(len(last.beat.op) for last in heard.values())
         rows = [self._row(rank, heard.get(rank), now, width, silent=rank in silent) for rank in range(self.ranks)]
         return rows, culprits
 

@@ -71,14 +71,14 @@ def build_worker(
         device=device,
         stages=stages,
         batches=batches_of(site, phases),
-        loss=loss_of(chosen, shared.group, (one.module for stage in stages.values() for one in stage.layers)),
+        loss=loss_of(chosen, shared.group, (layer.module for stage in stages.values() for layer in stage.layers)),
         watched=not chosen.builtin,
         optimizers=optimizers,
         clip=settings.optimizer.clip_grad_norm,
         rate=lambda phases, step: phases.rate(
             settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step
         ),
-        features=Features(one for one in features if one is not None),
+        features=Features(feature for feature in features if feature is not None),
     )
     if site.some_targets is not None and shapes.ends is None:
         told = no_mean(chosen.loss, worker.loss, shapes.output, site.some_targets)

@@ -51,8 +51,8 @@ def counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:
         replicas = [numbers(step, worker.apart * together + k) for k in range(together)]
         every = run.ending.every or run.count
         if parts:
-            return [[number for one in replicas for number in one]]
-        return [[number for one in replicas for number in one[i : i + every]] for i in range(0, run.count, every)]
+            return [[number for span in replicas for number in span]]
+        return [[number for span in replicas for number in span[i : i + every]] for i in range(0, run.count, every)]
 
     def own(step: int, number: int) -> bool:
         return number in numbers(step, worker.replica)

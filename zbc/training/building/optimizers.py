@@ -61,8 +61,8 @@ def optimizers_of(
         of = split(stages[s].parameters, shared.experts) if apart else (stages[s].parameters,)
         experts = {id(parameter) for own in of[1:] for parameter in own.values()}
         for owner, own in zip((s, experts_of(s)), of, strict=False):
-            trained = [one for one in stages[s].casts if one.module.weight.requires_grad]
-            casts = [one for one in trained if (id(one.module.weight) in experts) == (owner != s)]
+            trained = [cast for cast in stages[s].casts if cast.module.weight.requires_grad]
+            casts = [cast for cast in trained if (id(cast.module.weight) in experts) == (owner != s)]
             found[owner] = _optimizer_of(site, own, casts, tied, late.get(s, 0), owner, wholes)
     return found
 
@@ -121,7 +121,7 @@ def averages_of(site: Site, optimizers: Mapping[int, StageOptimizer], tied: Coll
         raise ZbcError("E406", "plan: replicas average their weights, and parallel.average does not say how")
     asked, ranks = section(spec.Average, given), meeting(site.manifest, Op(Kind.AVERAGE, 0), site.rank)
     owned = {
-        owner: {name: p for name, p in one.parameters.items() if p.requires_grad} for owner, one in optimizers.items()
+        owner: {name: p for name, p in opt.parameters.items() if p.requires_grad} for owner, opt in optimizers.items()
     }
     shared = {name: mine.pop(name) for mine in owned.values() for name in tied if name in mine}
     owned |= {TIED: shared} if shared else {}

@@ -79,8 +79,8 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
         last_stage=placement.ends[-1],
         sums=words.sums,
         slices=site.slices,
-        inputs=[one.inputs[0] for one in site.by_slice],
-        outputs=[one.output for one in site.by_slice],
+        inputs=[shapes.inputs[0] for shapes in site.by_slice],
+        outputs=[shapes.output for shapes in site.by_slice],
         group=group,
     )
 
@@ -91,8 +91,8 @@ def shared_with(site: Site) -> Shared:
     inner = dict[str, Group | None]()
     for axis in INNER:
         ranks = site.topology.beside(axis.name, site.rank)
-        one = Group(ranks, ranks.index(site.rank), site.transport, axis.parts and bool(site.shares_sequence), meter)
-        inner[axis.name] = one if one.size > 1 else None
+        group = Group(ranks, ranks.index(site.rank), site.transport, axis.parts and bool(site.shares_sequence), meter)
+        inner[axis.name] = group if group.size > 1 else None
     for ranks in swapping(site.manifest):
         if site.rank in ranks:
             swaps = Group(ranks, site.seat.dp % site.manifest.ep, site.transport, meter=meter)

@@ -52,7 +52,7 @@ def build_stages(site: Site, share: Callable[[str, nn.Module], None]) -> dict[in
     if manifest.vocabulary is None:  # otherwise tied weights are one table in each rank's vocabulary shard
         share_ties(stages.values(), site.layers, settings.train.seed, site.device, share)
     for s in site.mine if site.slices else ():
-        in_slices(stages[s], site.slices, [forms(manifest, s, one) for one in site.by_slice])
+        in_slices(stages[s], site.slices, [forms(manifest, s, shapes) for shapes in site.by_slice])
     return stages
 
 
@@ -69,7 +69,7 @@ def _arguments(chosen: spec.Model, manifest: Manifest, stage: int) -> tuple[int,
     if number != "0" or len(chosen.graph[group]) < 2:
         return ()
     home = {name: s for s, names in enumerate(manifest.layers) for name in names}
-    return tuple(home[f"{one}.{chosen.groups[one] - 1}"] for one in chosen.graph[group])
+    return tuple(home[f"{source}.{chosen.groups[source] - 1}"] for source in chosen.graph[group])
 
 
 def forms(manifest: Manifest, stage: int, shapes: Shapes) -> dict[str, Any]:

@@ -158,9 +158,9 @@ def _sync(file: Any) -> None:
 def put_together(written: Iterable[disk.Contents]) -> disk.Contents:
     """The contents of a checkpoint, merged from those of its files. Raises E703 if parts overlap or are missing."""
     files, tensors = dict[str, disk.File](), dict[str, disk.StoredTensor]()
-    for one in written:
-        files |= one.files
-        for name, tensor in one.tensors.items():
+    for contents in written:
+        files |= contents.files
+        for name, tensor in contents.tensors.items():
             before = tensors[name].parts if name in tensors else []
             parts = sorted([*before, *tensor.parts], key=lambda part: part.start)
             tensors[name] = tensor.model_copy(update={"parts": parts})

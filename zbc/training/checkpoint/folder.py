@@ -241,7 +241,7 @@ def check_file(folder: Path, name: str, told: File, alive: Callable[[], None] = 
 def damaged(path: Path, why: str) -> ZbcError:
     """E612, with the previous checkpoint as a hint."""
     folder, step = path.parent, step_of(path.parent)
-    before = [one for number, one in complete(folder.parent).items() if step is not None and number < step]
+    before = [earlier for number, earlier in complete(folder.parent).items() if step is not None and number < step]
     hint = "there is no complete one before it"
     if before:
         hint = f"go on from the one before: --resume {shlex.quote(str(before[-1]))}"

@@ -56,7 +56,7 @@ def load(
     together(board, "checkpoint loaded", fill)
     steps = reader.index.step
     worker.resume(steps, reader.index.samples)
-    before, counts = reader.index.data_samples, {one["data_samples"] for one in told if "data_samples" in one}
+    before, counts = reader.index.data_samples, {answer["data_samples"] for answer in told if "data_samples" in answer}
     if worker.rank == 0 and before is not None and counts and before not in counts:
         now = counts.pop()
         tell(f"the data has {now} samples, {before} when the checkpoint was written: their order is another now")
@@ -109,14 +109,14 @@ def _restore_weights(worker: Worker, optimizer: StageOptimizer, reader: Reader) 
     kept, states = _state_keys(reader, optimizer), dict[int, dict[str, Tensor]]()
     cuts = worker.features.of(SharedLayers).cuts
     held = optimizer.held()
-    for one in optimizer.incomplete():
-        _fill(one, reader, cuts.get(one.name))
-    for place, one in enumerate(held):
-        if one.tensor.numel() and written(worker, one.name):
-            cut = cuts.get(one.name)
-            _fill(one, reader, cut)
-            if one.tensor.requires_grad and one.name in kept:
-                states[place] = {key: _state(reader, one, f"{OPTIM}{one.name}.{key}", cut) for key in kept[one.name]}
+    for part in optimizer.incomplete():
+        _fill(part, reader, cuts.get(part.name))
+    for place, part in enumerate(held):
+        if part.tensor.numel() and written(worker, part.name):
+            cut = cuts.get(part.name)
+            _fill(part, reader, cut)
+            if part.tensor.requires_grad and part.name in kept:
+                states[place] = {key: _state(reader, part, f"{OPTIM}{part.name}.{key}", cut) for key in kept[part.name]}
     _set_state(optimizer, held, states)
     optimizer.loaded()
 

@@ -163,9 +163,9 @@ class Checkpoints(Guest):
         if self.worker.rank != 0:
             return {}
         told = [json.loads(text) for text in self.board.collect(_PARTS)]
-        check_copies([one["copies"] for one in told], self.worker.plan.manifest.topology.name)
-        whole = put_together(disk.Contents.model_validate(one["written"]) for one in told)
-        counts = [one["data_samples"] for one in told if one["data_samples"] is not None]
+        check_copies([answer["copies"] for answer in told], self.worker.plan.manifest.topology.name)
+        whole = put_together(disk.Contents.model_validate(answer["written"]) for answer in told)
+        counts = [answer["data_samples"] for answer in told if answer["data_samples"] is not None]
         disk.write_index(folder, self._index(step, whole, counts[0] if counts else None))
         disk.prune(self.folder, self.options.keep, step)
         return {"bytes": sum(file.bytes for file in whole.files.values())}

@@ -38,12 +38,12 @@ def together(
         board.meet(name, _LIMIT, json.dumps({"error": ZbcError("E703", f"run: {error!r}").as_json()}))
         raise
     heard = [json.loads(text) for text in board.meet(name, _LIMIT, json.dumps(said))]
-    for one in heard:
-        if "error" in one:
-            told = one["error"]
+    for answer in heard:
+        if "error" in answer:
+            told = answer["error"]
             where, hint, details = told["where"], told["hint"], told["details"]
             raise ZbcError(told["code"], told["message"], where=where, hint=hint, details=details)
-    return [one["fine"] for one in heard]
+    return [answer["fine"] for answer in heard]
 
 
 def _unwritable(error: OSError, folder: Path | None) -> ZbcError:

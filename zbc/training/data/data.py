@@ -146,11 +146,11 @@ class Pairs:
         """All bytes of a sample."""
         x, target = self._pair(index, self._look([index])[0])
         tensors = [*(x[name] for name in sorted(x)), target] if isinstance(x, Mapping) else [x, target]
-        return b"".join(one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for one in tensors)
+        return b"".join(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
     def _stacked(self, indices: Sequence[int], which: int, found: list[Tensor]) -> Tensor:
         """Stacks tensors of samples. Raises E505 if they have several shapes."""
-        other = next((k for k, one in enumerate(found) if one.shape != found[0].shape), None)
+        other = next((k for k, tensor in enumerate(found) if tensor.shape != found[0].shape), None)
         if other is not None:
             what, shapes = ("input", "target")[which], [list(found[k].shape) for k in (other, 0)]
             numbers = [indices[k] % len(self) for k in (other, 0)]

@@ -39,7 +39,7 @@ def pair_of(sample: Any) -> tuple[Any, Tensor]:
         raise UnfitError("is not a pair (input, target)")
     x, target = sample
     if isinstance(x, Mapping):
-        return {name: _tensor(one, f"input for {name}") for name, one in x.items()}, _tensor(target, "target")
+        return {name: _tensor(value, f"input for {name}") for name, value in x.items()}, _tensor(target, "target")
     return _tensor(x, "input"), _tensor(target, "target")
 
 

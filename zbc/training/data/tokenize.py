@@ -82,7 +82,7 @@ class Json:
         self.end: int | None = found[0]
 
     def encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
-        return [one.ids for one in self._library.encode_batch(list(texts), add_special_tokens=False)]
+        return [encoding.ids for encoding in self._library.encode_batch(list(texts), add_special_tokens=False)]
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,8 @@ def gain_of(dealer: Dealer, steps: int) -> Gain:
     tokens, counts, shape = 0, list[int](), dealer.shape
     for step in range(steps):
         work = dealer.step(step)
-        equal += max(shape.time(one, work.lengths) for one in dealt_evenly(work.lengths, shape))
-        unequal += max(shape.time(one, work.lengths) for one in work.replicas)
+        equal += max(shape.time(batches, work.lengths) for batches in dealt_evenly(work.lengths, shape))
+        unequal += max(shape.time(batches, work.lengths) for batches in work.replicas)
         tokens += sum(work.lengths)
         counts += map(len, work.replicas)
     fill = tokens / (sum(counts) * shape.tokens)
@@ -204,7 +204,7 @@ class PackedBatches(BatchSource):
     def _filled(self, step: int, mb: int, which: int, padding: int) -> Tensor:
         shape, documents = self._dealer.shape, self._dealer.documents
         rows = [[documents.pair(i)[which] for i in row] for row in self._dealer.of(step, mb)]
-        like = next((one for row in rows for one in row), None)
+        like = next((sample for row in rows for sample in row), None)
         like = documents.pair(0)[which] if like is None else like
         found = like.new_full((shape.rows, shape.room, *like.shape[1:]), padding)
         for target, row in zip(found, rows, strict=False):
@@ -233,7 +233,7 @@ class Padded:
         return self._documents.digest()
 
     def _row(self, index: int, which: int, padding: int) -> Tensor:
-        one = self._documents.pair(index)[which]
-        found = one.new_full((self._room, *one.shape[1:]), padding)
-        found[: len(one)] = one
+        sample = self._documents.pair(index)[which]
+        found = sample.new_full((self._room, *sample.shape[1:]), padding)
+        found[: len(sample)] = sample
         return found

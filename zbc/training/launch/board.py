@@ -149,7 +149,7 @@ class Board:
         Entries that only some ranks have are compared among these.
         """
         said: list[dict[str, str]] = [json.loads(text) for text in self.meet("identity", limit, json.dumps(identity))]
-        wanted = dict.fromkeys(what for one in said for what in one)
+        wanted = dict.fromkeys(what for identities in said for what in identities)
         found = [(what, who) for what in wanted if (who := _differing(what, said, name)) is not None]
         if found:
             (what, who), *more = found
@@ -161,7 +161,7 @@ class Board:
 
 def _differing(what: str, said: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> str | None:
     """A text on the ranks whose value is not the most common one; None if all are equal."""
-    values = {rank: one[what] for rank, one in enumerate(said) if what in one}
+    values = {rank: identity[what] for rank, identity in enumerate(said) if what in identity}
     usual, _ = Counter(values.values()).most_common(1)[0]
     odd = [f"{name(rank)} has {value}" for rank, value in values.items() if value != usual]
     return f"{', '.join(odd)}, the others {usual}" if odd else None

@@ -201,9 +201,9 @@ def _supervise(parent: Parent, wake: int) -> None:
         pipes = {child.pipe: rank for rank, child in parent.children.items() if not child.pipe.closed}
         ends = {child.process.sentinel: rank for rank, child in parent.children.items() if not child.done}
         ready = wait([*pipes, *ends, wake])
-        for pipe in (one for one in ready if isinstance(one, Connection)):
+        for pipe in (event for event in ready if isinstance(event, Connection)):
             _listen(parent, parent.children[pipes[pipe]])
-        for rank in (ends[one] for one in ready if isinstance(one, int) and one in ends):
+        for rank in (ends[event] for event in ready if isinstance(event, int) and event in ends):
             _bury(parent, rank)
         if parent.insisted:
             raise KeyboardInterrupt

@@ -34,10 +34,10 @@ class Outages:
     def look(self, heard: Mapping[int, Heard], awake: float, now: float) -> None:
         """Evaluates heartbeats up to `now`, in a process that has run since `awake`."""
         here, ages = self._hosts[self._rank], dict[str, float]()
-        for rank, one in heard.items():
+        for rank, last in heard.items():
             if self._rank in (0, self._hosts.index(here)):
                 host = self._hosts[rank]
-                ages[host] = max(ages.get(host, 0.0), one.at, awake)
+                ages[host] = max(ages.get(host, 0.0), last.at, awake)
         if now - ages.get(here, now) > TOLD_S:
             ages = {here: ages[here]}  # it does not read its own heartbeat, so silence of others means nothing
         elif self._rank:

@@ -58,8 +58,8 @@ def towards(host: str) -> Interface | None:
 
     If `host` is this machine itself, the interface of the default route, or the only one. None if it is unknown.
     """
-    known = {one.address: one for one in interfaces()}
-    outside = [one for one in known.values() if not ip_address(one.address).is_loopback]
+    known = {interface.address: interface for interface in interfaces()}
+    outside = [interface for interface in known.values() if not ip_address(interface.address).is_loopback]
     for target in (host, _ANYWHERE):
         local = _local_end(target)
         if local is not None and local in known and known[local] in outside:
@@ -80,7 +80,7 @@ def bind_towards(host: str) -> Interface | None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found.name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found.name}")  # exactly this one, not a prefix
     chosen, _, _ = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")
-    return next((one for one in interfaces() if one.name == chosen), None)
+    return next((interface for interface in interfaces() if interface.name == chosen), None)
 
 
 def _only_here(host: str) -> bool:
@@ -118,7 +118,7 @@ def check_reach(board: Board, here: Doorstep, limit: timedelta, name: Callable[[
             port = door.getsockname()[1]
         mine = {"host": socket.gethostname(), **here.interface._asdict(), "port": port}
         said = [json.loads(text) for text in board.meet("doorstep", limit, json.dumps(mine))]
-        others = [rank for rank, one in enumerate(said) if one["port"] and one["address"] != here.interface.address]
+        others = [rank for rank, host in enumerate(said) if host["port"] and host["address"] != here.interface.address]
         found = [(rank, why) for rank in others if (why := _try(said[rank])) is not None]
         failures = [json.loads(text) for text in board.meet("reached", limit, json.dumps(found))]
     if any(failures):
@@ -142,8 +142,8 @@ def unconnected(who: str, error: BaseException) -> ZbcError:
 
 def _unreachable(failures: list[list[Any]], said: list[dict[str, Any]], name: Callable[[int], str]) -> ZbcError:
     def where(rank: int) -> str:
-        one = said[rank]
-        return f"{name(rank)} ({one['host']}, {one['name']} {one['address']})"
+        place = said[rank]
+        return f"{name(rank)} ({place['host']}, {place['name']} {place['address']})"
 
     lines = [f"{where(a)} cannot reach {where(b)}: {why}" for a, found in enumerate(failures) for b, why in found]
     details = [*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])]

@@ -194,7 +194,7 @@ class RunRecord:
         if not routed or not count:
             return {}
         blocks = [routed[at : at + count] for at in range(0, len(routed), count)]
-        over = [max(one) * count / sum(one) for one in blocks if sum(one)]
+        over = [max(rows) * count / sum(rows) for rows in blocks if sum(rows)]
         return {"expert_load": sum(over) / len(over), "expert_load_worst": max(over)} if over else {}
 
     def live(self, result: StepResult) -> str:

@@ -103,11 +103,11 @@ def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[
     found, kinds = list[LayerPlan](), dict[str, list[Any]]()
     names = list[list[str]]()
     for plan in plans:
-        linears = {path: one.out_features for path, one in _linears(plan.on_meta())}
+        linears = {path: layer.out_features for path, layer in _linears(plan.on_meta())}
         full = {path: f"{plan.name}.{path}".removesuffix(".") for path in linears}
         names += [[name] for name in full.values()]
         spans = {path: parts(adapter, model, full[path], count) for path, count in linears.items()}
-        like, has = plan.like, [(path, [one[1:] for one in some]) for path, some in spans.items()]
+        like, has = plan.like, [(path, [part[1:] for part in some]) for path, some in spans.items()]
         if like is not None:
             known = kinds.setdefault(like, [])
             known += [] if has in known else [has]
@@ -121,9 +121,9 @@ def adapted(plans: Sequence[LayerPlan], adapter: Adapter, model: Model) -> list[
 def _linears(layer: nn.Module) -> list[tuple[str, nn.Linear]]:
     """The linear layers with torch's own forward, by their path in a layer; "" is the layer itself."""
     return [
-        (path, one)
-        for path, one in layer.named_modules()
-        if isinstance(one, LoraLinear) or (type(one) is nn.Linear and plain(one))
+        (path, module)
+        for path, module in layer.named_modules()
+        if isinstance(module, LoraLinear) or (type(module) is nn.Linear and plain(module))
     ]
 
 
@@ -131,18 +131,18 @@ def _adapt(adapter: Adapter, spans: Mapping[str, Sequence[Part]], layer: nn.Modu
     """Freezes a layer and adds its adapters, whose weights are drawn now, also if the layer got adapters before: when a
     user returns it twice, or in a trial."""
     linears = dict(_linears(layer))
-    if not any(isinstance(one, LoraLinear) for one in linears.values()):
+    if not any(isinstance(linear, LoraLinear) for linear in linears.values()):
         layer.requires_grad_(False)
         layer.__dict__[_DIGEST] = _digest(layer)
     for path, some in spans.items():
         if some:
-            one = linears[path]
-            one.__class__ = LoraLinear  # in place, so that all references get the adapters
-            assert isinstance(one, LoraLinear)
-            one.lora, one.scale = nn.Module(), adapter.scale
-            one.spans = tuple((part.key, part.start, part.stop) for part in some)
-            for key, start, stop in one.spans:
-                one.lora.add_module(key, Lora(one.in_features, stop - start, adapter.rank, one.weight))
+            linear = linears[path]
+            linear.__class__ = LoraLinear  # in place, so that all references get the adapters
+            assert isinstance(linear, LoraLinear)
+            linear.lora, linear.scale = nn.Module(), adapter.scale
+            linear.spans = tuple((part.key, part.start, part.stop) for part in some)
+            for key, start, stop in linear.spans:
+                linear.lora.add_module(key, Lora(linear.in_features, stop - start, adapter.rank, linear.weight))
 
 
 # ---- frozen weights ------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Frozen(Feature):
     def __init__(self, stages: Mapping[int, Stage], trained: Collection[str]) -> None:
         self.trained = frozenset(trained)
         self._own = {
-            s: {one.name: torch.tensor(one.module.__dict__.get(_DIGEST, 0)) for one in stage.layers}
+            s: {layer.name: torch.tensor(layer.module.__dict__.get(_DIGEST, 0)) for layer in stage.layers}
             for s, stage in stages.items()
         }
         self._kept = {s: {name: value.clone() for name, value in own.items()} for s, own in self._own.items()}
@@ -205,7 +205,7 @@ def _of_file(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -
         linear, there, rest = name.partition(".lora.")
         if there and rest.endswith(".down.weight"):
             some = parts(adapter, model, linear, len(parameters[f"{linear}.weight"]))
-            yield from ((linear, one.key, one) for one in some if f"{one.key}.down.weight" == rest)
+            yield from ((linear, part.key, part) for part in some if f"{part.key}.down.weight" == rest)
 
 
 def tensors_of(adapter: Adapter, model: Model, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ def build_stage(
         patches += found
     autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
-    casts += [one.frozen for layer in layers for one in layer.module.modules() if isinstance(one, LoraLinear)]
+    casts += [inner.frozen for layer in layers for inner in layer.module.modules() if isinstance(inner, LoraLinear)]
     how = (recompute, spares, flows, passed)
     stage = Stage(index, tuple(layers), takes, gives, seed, device, autocast, *how, casts, laid, came, goes)
     stage.watched, stage.fused = watched, fused

@@ -64,8 +64,8 @@ def not_compiled(layer: str, error: Exception) -> ZbcError:
     chain: list[BaseException] = [error]
     while (inner := getattr(chain[-1], "inner_exception", None) or chain[-1].__cause__) and inner not in chain:
         chain.append(inner)
-    details = [f"{type(one).__name__}: {first_line(one)}" for one in chain]
-    if any(cls.__name__ in _NO_COMPILER for one in chain for cls in type(one).__mro__):
+    details = [f"{type(cause).__name__}: {first_line(cause)}" for cause in chain]
+    if any(cls.__name__ in _NO_COMPILER for cause in chain for cls in type(cause).__mro__):
         hint = "install g++ or clang (on CUDA: triton), name one in CXX, or set model.compile = false and plan again"
         text = "run: model.compile needs a compiler, and torch finds none that works"
         return ZbcError("E617", text, hint=hint, details=details)

@@ -150,6 +150,6 @@ class Experts(nn.Module):
         if self.tokens is not None and self.balance:
             counts, ranks = self.tokens.collect(counts).sum(0), self.tokens.size
         share = counts.to(likely.dtype) / (self.top_k * len(likely) * ranks)
-        each = likely if self.scores is softmax else likely / likely.sum(-1, keepdim=True)
-        found = self.balance * self.count * (share * each.mean(0)).sum()
+        normed = likely if self.scores is softmax else likely / likely.sum(-1, keepdim=True)
+        found = self.balance * self.count * (share * normed.mean(0)).sum()
         return found + self.z * logits.logsumexp(-1).square().mean() if self.z else found

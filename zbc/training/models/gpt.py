@@ -133,8 +133,8 @@ class GptBlock(nn.Module):
     def _mix(self, x: Tensor) -> Tensor:
         """Attention of the joint queries, keys and values."""
         batch, length, _ = x.shape
-        each = x.view(batch, length, -1, self.size).transpose(1, 2)
-        q, k, v = torch.split(each, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        heads = x.view(batch, length, -1, self.size).transpose(1, 2)
+        q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
         return self.attend(q, k, v).transpose(1, 2).reshape(batch, length, -1)

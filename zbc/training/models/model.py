@@ -254,7 +254,7 @@ def _grouped(model: spec.Model, made: Any) -> list[LayerPlan]:
         if len(found) != len(span):
             text = f"model: {model.family} returned {len(found)} layers for {group}, model.groups has {len(span)}"
             raise ZbcError("E506", text, hint=f"set groups.{group} = {len(found)} and model.layers, and plan again")
-        after = tuple(f"{one}.{model.groups[one] - 1}" for one in model.graph[group])
+        after = tuple(f"{source}.{model.groups[source] - 1}" for source in model.graph[group])
         for i, item in enumerate(found):
             plans.append(LayerPlan(f"{group}.{i}", _builder(item), after=after, compiles=True))
             after = (f"{group}.{i}",)

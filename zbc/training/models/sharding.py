@@ -137,7 +137,7 @@ def _experts(layer: Experts, group: Group) -> dict[str, Cut]:
     if group.sequence:
         layer.whole, layer.rows = group.whole, same
     one_by_one = {path: module for path, module in layer.named_modules() if isinstance(module, Expert)}
-    return {f"mlp.{path}.{n}": cut for path, one in one_by_one.items() for n, cut in _mlp(one, group).items()}
+    return {f"mlp.{path}.{n}": cut for path, expert in one_by_one.items() for n, cut in _mlp(expert, group).items()}
 
 
 def _mlp(layer: nn.Module, group: Group) -> dict[str, Cut]:

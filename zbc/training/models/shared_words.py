@@ -23,8 +23,8 @@ LOGITS = "head.logits.weight"
 
 def table_sizes(model: Model) -> dict[str, int]:
     """Elements of the tables of a built-in model, by name."""
-    each = (model.vocab or 0) * (model.hidden or 0)
-    return {name: each for name in _names(tied=model.tie_embeddings)}
+    size = (model.vocab or 0) * (model.hidden or 0)
+    return {name: size for name in _names(tied=model.tie_embeddings)}
 
 
 def _names(*, tied: bool) -> tuple[str, ...]:

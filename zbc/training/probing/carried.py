@@ -72,7 +72,7 @@ def carried(module: nn.Module, takes: TensorSpec) -> tuple[bool, bool]:
     except FAILURES:  # autograd noticed that a saved tensor was overwritten
         return False, True
     y, *others = ({OUTPUT: found[OUTPUT]} for found in (alone, first, again))
-    return not all(_same(y, one) for one in others), not _same(alone, apart)
+    return not all(_same(y, result) for result in others), not _same(alone, apart)
 
 
 def _there_and_back(module: nn.Module, x: Tensor, between: Tensor | None) -> dict[str, Tensor]:

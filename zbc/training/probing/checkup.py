@@ -100,7 +100,7 @@ def check_up(plan: StoredPlan) -> Checkup:
             refuse_stage(plan.manifest, ops, worker.stages[s])
     with _shown():
         result = run_step(worker, 0)
-        mine = {name: p.grad for one in worker.optimizers.values() for name, p in one.parameters.items()}
+        mine = {name: p.grad for optimizer in worker.optimizers.values() for name, p in optimizer.parameters.items()}
         loss, plain = plain_gradients(single)
         _, twice = plain_gradients(single, times=2.0)
     rounding = ROUNDING * max(map(largest, plain.values()), default=0.0)
@@ -229,7 +229,7 @@ def plain_gradients(
             made = dict[str, Any]()
             for name, module in modules.items():
                 if after[name]:
-                    given = made[after[name][0]] if len(after[name]) == 1 else tuple(made[one] for one in after[name])
+                    given = made[after[name][0]] if len(after[name]) == 1 else tuple(made[src] for src in after[name])
                 else:
                     given = batches.inputs(0, mb, group_of(settings.model, name)).to(device)
                 with drawing(device, seed_of(seed, 0, mb, name)):

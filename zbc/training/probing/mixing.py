@@ -127,14 +127,14 @@ def _try(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> None:
         except FAILURES as error:
             text = f"model: layer {names} cannot run in slices of a sequence of {length} tokens"
             raise ZbcError("E512", text, hint=_HINT, details=frames.raised(error)) from error
-    for (what, one), (_, other) in zip(found, wanted, strict=True):
-        if one.shape != other.shape:
-            text = f"{what}: of shape {list(one.shape)} in slices, {list(other.shape)} as a whole"
+    for (what, sliced), (_, other) in zip(found, wanted, strict=True):
+        if sliced.shape != other.shape:
+            text = f"{what}: of shape {list(sliced.shape)} in slices, {list(other.shape)} as a whole"
             raise ZbcError("E512", f"model: layer {text}", hint=_HINT)
-        far = apart(other, one)
+        far = apart(other, sliced)
         if not far <= TOLERANCE.get(other.dtype, 5e-2):
             near = TOLERANCE.get(other.dtype, 5e-2)
-            rows = (n for n, (a, b) in enumerate(zip(one, other, strict=True)) if not apart(b, a) <= near)
+            rows = (n for n, (a, b) in enumerate(zip(sliced, other, strict=True)) if not apart(b, a) <= near)
             row = next(rows, 0)
             text = f"model: layer {what} (they differ by {far:.2g} of the largest, from token {row} on)"
             raise ZbcError("E512", text, hint=_HINT)
@@ -161,7 +161,7 @@ def _both(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> tuple[N
     grad = TensorSpec.of(whole[-1][-1]).drawn(below=2)
     pasts: Pasts = {}
     leaves = [part.of(x).clone().requires_grad_(drawn) for part in parts]
-    cut = [_forward_of(modules, one, Inside(part, pasts)) for one, part in zip(leaves, parts, strict=True)]
+    cut = [_forward_of(modules, leaf, Inside(part, pasts)) for leaf, part in zip(leaves, parts, strict=True)]
     found, wanted = Named(), Named()
     for index, (name, _) in enumerate(modules):
         for place, output in enumerate(whole[index]):
@@ -171,15 +171,15 @@ def _both(modules: Modules, takes: TensorSpec, parts: Sequence[Part]) -> tuple[N
                     raise _none_for_each(name, output, length, _HINT)
                 continue
             what = f"{name} mixes tokens of different slices"
-            joined = torch.cat([one[index][place].detach() for one in cut], along)
+            joined = torch.cat([outputs[index][place].detach() for outputs in cut], along)
             found.append((what, joined.movedim(along, 0)))
             wanted.append((what, output.detach().movedim(along, 0)))
     if drawn and whole[-1][-1].requires_grad:
         whole[-1][-1].backward(grad)  # type: ignore[no-untyped-call]
-        for part, one in reversed([*zip(parts, cut, strict=True)]):
-            one[-1][-1].backward(part.of(grad))  # type: ignore[no-untyped-call]
+        for part, outputs in reversed([*zip(parts, cut, strict=True)]):
+            outputs[-1][-1].backward(part.of(grad))  # type: ignore[no-untyped-call]
         what = f"{modules[-1][0]} mixes tokens of different slices in its backward"
-        found.append((what, torch.cat([_gradient(one) for one in leaves], 1).movedim(1, 0)))
+        found.append((what, torch.cat([_gradient(leaf) for leaf in leaves], 1).movedim(1, 0)))
         wanted.append((what, _gradient(leaf).movedim(1, 0)))
     return found, wanted
 
@@ -208,15 +208,15 @@ def _try_rows(modules: Modules, takes: TensorSpec) -> None:
     name, length = modules[-1][0], takes.shape[1]
     cut = max(1, length // 3)
     ends = ((cut, length - cut),) * takes.shape[0] if length > 1 else ((1,),) * takes.shape[0]
-    one = takes.drawn(below=2)
-    other = takes.drawn() if takes.numbers else 1 - one
+    x = takes.drawn(below=2)
+    other = takes.drawn() if takes.numbers else 1 - x
     try:
         with packed(ends), torch.no_grad():
-            whole = _forward_of(modules, one)[-1][-1]
-            if length == 1 or not torch.equal(whole, _forward_of(modules, one)[-1][-1]):
+            whole = _forward_of(modules, x)[-1][-1]
+            if length == 1 or not torch.equal(whole, _forward_of(modules, x)[-1][-1]):
                 return  # it draws random numbers: results cannot be compared
-            first = _forward_of(modules, torch.cat([other[:, :cut], one[:, cut:]], 1))[-1][-1]
-            second = _forward_of(modules, torch.cat([one[:, :cut], other[:, cut:]], 1))[-1][-1]
+            first = _forward_of(modules, torch.cat([other[:, :cut], x[:, cut:]], 1))[-1][-1]
+            second = _forward_of(modules, torch.cat([x[:, :cut], other[:, cut:]], 1))[-1][-1]
     except FAILURES as error:
         text = f"model: layer {name} cannot run on rows of several samples"
         raise ZbcError("E512", text, hint=_ROWS, details=frames.raised(error)) from error
@@ -242,7 +242,7 @@ def try_loss(name: str, loss: Loss, output: TensorSpec, targets: Tensor) -> None
     for part in _cut(len(places)):
         added = added + slice_loss(loss, part.of(target), share_of(target, part), part.of(made))
     losses, inputs = (whole, added), functools.partial(torch.autograd.grad, inputs=made, allow_unused=True)
-    wanted, found = ((inputs(one)[0] if one.requires_grad else None) for one in losses)
+    wanted, found = ((inputs(value)[0] if value.requires_grad else None) for value in losses)
     same = whole.isnan() and added.isnan()
     if not same and not (apart(whole, added) <= 1e-3 and apart(wanted, found) <= 1e-3):
         text = f"model: {name} is no mean over tokens: a microbatch has {whole.item():.6g}, its slices have"
@@ -266,6 +266,6 @@ def try_padding(name: str, loss: Loss, output: TensorSpec, target: Tensor) -> No
 def refuse_others(name: str, what: str, found: Tensor, length: int) -> None:
     """Raises E110 for a batch of samples that are not sequences of `length` tokens; `what`: "inputs" or "targets"."""
     if found.dim() < 2 or found.shape[1] != length:
-        one = TensorSpec(tuple(found.shape[1:]), found.dtype)
-        text = f"config: schedule.slices cuts sequences of {length} tokens, and {what} of {name} are {one} each"
+        spec = TensorSpec(tuple(found.shape[1:]), found.dtype)
+        text = f"config: schedule.slices cuts sequences of {length} tokens, and {what} of {name} are {spec} each"
         raise ZbcError("E110", text, hint="set schedule.slices = 1")

@@ -95,9 +95,9 @@ def _hold(layer: StageLayer, plain: dict[str, Tensor], found: dict[str, Tensor],
     least = floor * max((largest(grad) for name, grad in plain.items() if name != OUTPUT), default=0.0)
     wrong = []
     for name in plain | found:
-        one, other = plain.get(name), found.get(name)
-        alike = one is not None and other is not None and one.dtype is other.dtype
-        if not alike or apart(one, other, 0.0 if name == OUTPUT else least) > share:
+        expected, other = plain.get(name), found.get(name)
+        alike = expected is not None and other is not None and expected.dtype is other.dtype
+        if not alike or apart(expected, other, 0.0 if name == OUTPUT else least) > share:
             wrong.append(name)
     if wrong:
         text = f"model: layer {layer.name} compiled ({way}) is not what it is uncompiled: {', '.join(wrong[:4])} differ"

@@ -78,7 +78,7 @@ class Shapes:
         first, *others = self.before
         before = {first: self.before[first]} | {name: Laid(part(self.before[name].spec)) for name in others}
         inputs = self.inputs[:1] + tuple(map(part, self.inputs[1:]))
-        outputs = tuple(None if one is None else part(one) for one in self.outputs)
+        outputs = tuple(None if output is None else part(output) for output in self.outputs)
         laid = self.laid[:1] + tuple(map(Laid, inputs[1:]))
         return replace(self, inputs=inputs, outputs=outputs, laid=laid, before=before)
 
@@ -134,8 +134,8 @@ def derive(
     known, seen = dict[tuple[str, Laid, Packing | None, bool], _Seen](), dict[str, _Seen]()
     owners, wanted, after = Owners(), flow, read_by(plans)
     for plan in plans:
-        sources = [seen[one] for one in after[plan.name]]
-        flow = any(one.trains for one in sources) if sources else wanted
+        sources = [seen[source] for source in after[plan.name]]
+        flow = any(source.trains for source in sources) if sources else wanted
         taken, comes = _taken(plan.name, sources) if sources else (Laid(first(plan.name)), None)
         comes = comes and comes._replace(ends=plan is plans[-1])
         before[plan.name] = taken
@@ -153,28 +153,28 @@ def derive(
         seen[plan.name] = known[place]
         gives = known[place].gives
         packed[plan.name] = comes, gives and gives._replace(ends=plan is plans[-1])
-    _check_ties(plans, {f"{name}.{local}": size for name, one in seen.items() for local, size in one.sizes.items()})
+    _check_ties(plans, {f"{name}.{local}": size for name, layer in seen.items() for local, size in layer.sizes.items()})
     inside = [(plan, local, seen[plan.name]) for plan in plans for local in seen[plan.name].sizes]
-    own = [(f"{plan.name}.{local}", local, one) for plan, local, one in inside if local not in plan.ties]
+    own = [(f"{plan.name}.{local}", local, layer) for plan, local, layer in inside if local not in plan.ties]
     ways, stages = _ways(after, seen), _stages(manifest, after, before, seen, packed)
     outputs: list[TensorSpec | None] = [
         _agreed(stage, stages[stage].made.spec, planned, free_dtype=autocast is not None, rows=rows)
         for stage, planned in enumerate(manifest.boundaries)
     ]
-    inputs = [outputs[one.home] if one.home is not None else one.laid.spec for one in stages]
+    inputs = [outputs[ends.home] if ends.home is not None else ends.laid.spec for ends in stages]
     through = seen[plans[0].name].passes and ways[plans[0].name]  # to a stage without layers before all others
     return Shapes(
         inputs=tuple(spec or stages[s].laid.spec for s, spec in enumerate(inputs)),
         outputs=(*outputs, None),
-        flows=tuple(any(seen[name].trains for name in one.sources) if one.sources else wanted for one in stages),
-        passed=tuple(ways[one.last] if one.last else through for one in stages),
+        flows=tuple(any(seen[name].trains for name in ends.sources) if ends.sources else wanted for ends in stages),
+        passed=tuple(ways[ends.last] if ends.last else through for ends in stages),
         parameters=tuple(sorted(name for name, _, _ in own)),
-        sizes=tuple(one.sizes[local] for _, local, one in sorted(own, key=lambda each: each[0])),
-        gradients={name: one.types[local] for name, local, one in own if local in one.types},
+        sizes=tuple(layer.sizes[local] for _, local, layer in sorted(own, key=lambda each: each[0])),
+        gradients={name: layer.types[local] for name, local, layer in own if local in layer.types},
         traits={name: found.traits for name, found in seen.items()},
-        laid=tuple(one.laid for one in stages),
-        layouts=tuple(one.layout for one in stages),
-        goes=(*(packed[one.last][1] if one.last else None for one in stages[:-1]), None),
+        laid=tuple(ends.laid for ends in stages),
+        layouts=tuple(ends.layout for ends in stages),
+        goes=(*(packed[ends.last][1] if ends.last else None for ends in stages[:-1]), None),
         before=before,
         output=seen[plans[-1].name].laid.spec,
         ends=packed[plans[-1].name][1],
@@ -230,12 +230,12 @@ def _taken(name: str, sources: Sequence[_Seen]) -> tuple[Laid, Packing | None]:
     """The input of a layer and its packing: one output, or several packed into one (else E505: each a tensor)."""
     if len(sources) == 1:
         return sources[0].laid, sources[0].gives
-    several = next((one.gives for one in sources if one.gives is not None), None)
+    several = next((source.gives for source in sources if source.gives is not None), None)
     if several is not None:
         text = f"run: layer {name} reads several groups, of which one ends in {several}"
         raise ZbcError("E505", text, hint="the last layer of a group that is read beside others returns one tensor")
-    made = [one.laid.zeros(torch.device("meta")) for one in sources]
-    packing = Packing.of(made, [one.trains for one in sources])
+    made = [source.laid.zeros(torch.device("meta")) for source in sources]
+    packing = Packing.of(made, [source.trains for source in sources])
     return Laid(packing.spec), packing
 
 
@@ -257,11 +257,11 @@ def _ways(after: Mapping[str, tuple[str, ...]], seen: Mapping[str, _Seen]) -> di
     """Per layer: does its output get a gradient in one process?"""
     readers: dict[str, list[str]] = {name: [] for name in after}
     for name, sources in after.items():
-        for one in sources:
-            readers[one].append(name)
+        for source in sources:
+            readers[source].append(name)
     found = dict[str, bool]()
     for name in reversed([*after]):
-        found[name] = not readers[name] or any(seen[one].passes and found[one] for one in readers[name])
+        found[name] = not readers[name] or any(seen[reader].passes and found[reader] for reader in readers[name])
     return found
 
 
@@ -287,9 +287,9 @@ def _output(look: _Look, module: nn.Module, autocast: torch.device | None, lower
     mixed = lowered is not None and device.type == "cpu" and any(b.is_floating_point() for b in module.buffers())
     found: _Seen | None = None
     plain = look._replace(takes=Laid(look.takes.spec))
-    for one in dict.fromkeys((look.takes, plain.takes)):
+    for laid in dict.fromkeys((look.takes, plain.takes)):
         try:
-            found = _run(look._replace(takes=one), module, device)
+            found = _run(look._replace(takes=laid), module, device)
             break
         except ZbcError:
             raise
@@ -366,9 +366,9 @@ def _packing(plan: LayerPlan, module: nn.Module, x: Tensor, y: object) -> Packin
     if not several:
         text = f"run: layer {plan.name} returned {type(y).__name__}, in which there is no tensor"
         raise ZbcError("E505", text, hint="return at least one tensor, which the next layer takes")
-    wants = [one.requires_grad for one in several]
+    wants = [output.requires_grad for output in several]
     both = zip(wants, several, strict=True)
-    doubted = any(not want and _may_train(module, one, x.requires_grad) for want, one in both)
+    doubted = any(not want and _may_train(module, output, x.requires_grad) for want, output in both)
     for seed in range(_TRIALS if doubted else 0):
         with seeded(seed):
             given = x if x.is_meta or not x.is_floating_point() else torch.randn_like(x).requires_grad_(x.requires_grad)
@@ -376,7 +376,7 @@ def _packing(plan: LayerPlan, module: nn.Module, x: Tensor, y: object) -> Packin
         again, other = taken_apart(made)
         if other != form:
             raise Packing.of(several, wants, form).unlike(plan.name, made)
-        wants = [want or one.requires_grad for want, one in zip(wants, again, strict=True)]
+        wants = [want or output.requires_grad for want, output in zip(wants, again, strict=True)]
     return Packing.of(several, wants, form)
 
 
@@ -393,7 +393,7 @@ def _check_ties(plans: Sequence[LayerPlan], sizes: Mapping[str, int]) -> None:
     for plan in plans:
         for local, owner in plan.ties.items():
             name = f"{plan.name}.{local}"
-            missing = next((one for one in (name, owner) if one not in sizes), None)
+            missing = next((weight for weight in (name, owner) if weight not in sizes), None)
             if missing is not None:
                 text = f"model: model.ties names {missing}, which is no parameter of the model"
                 raise ZbcError("E508", text, hint="names are those of named_parameters() behind layers.N.")

@@ -146,7 +146,7 @@ def fit(samples: Mapping[str, Sequence[float]]) -> LinkProfile | None:
     if not found:
         return None
     points = [Point(bytes=n, us=max(0.1, median(us) - less), spread=spread(us)) for n, us in sorted(found.items())]
-    latency, per_byte = _line([(one.bytes, one.us) for one in points])
+    latency, per_byte = _line([(point.bytes, point.us) for point in points])
     return LinkProfile(latency_us=latency, gbps=1 / (1e3 * per_byte), points=points)
 
 
@@ -205,9 +205,9 @@ class HostCopies:
                 self._multiply(8 * self.rounds)
             pairs = [self._start(way) for way in ways]
             torch.cuda.synchronize(self.device)
-            for each, (began, ended) in zip(found, pairs, strict=True):
-                each.append(self.rounds * self.size / (float(began.elapsed_time(ended)) * 1e6))
-        return [median(each[1:]) for each in found]  # the first warms up
+            for samples, (began, ended) in zip(found, pairs, strict=True):
+                samples.append(self.rounds * self.size / (float(began.elapsed_time(ended)) * 1e6))
+        return [median(samples[1:]) for samples in found]  # the first warms up
 
     def _products(self, ways: Sequence[int]) -> float:
         """ms of some products during copies in these directions."""

@@ -204,7 +204,7 @@ def _layers(job: Job, how: Sampling, done: Callable[[], None]) -> dict[str, Any]
 def _pooled(samples: Iterable[Mapping[K, Sequence[float]]]) -> dict[K, list[float]]:
     """The samples of all ranks, by key."""
     found: dict[K, list[float]] = {}
-    for key, values in (item for one in samples for item in one.items()):
+    for key, values in (item for of_rank in samples for item in of_rank.items()):
         found.setdefault(key, []).extend(values)
     return found
 

@@ -69,7 +69,7 @@ def turns(hosts: Sequence[str], stands: Sequence[int]) -> list[list[tuple[int, i
     for a, b in combinations(range(len(hosts)), 2):
         if hosts[a] == hosts[b] or (stands[a], stands[b]) == (a, b):
             busy = [{hosts[rank] for pair in turn for rank in pair} for turn in found]
-            free = (i for i, one in enumerate(busy) if one.isdisjoint((hosts[a], hosts[b])))
+            free = (i for i, taken in enumerate(busy) if taken.isdisjoint((hosts[a], hosts[b])))
             if (at := next(free, len(found))) == len(found):
                 found.append([])
             found[at].append((a, b))

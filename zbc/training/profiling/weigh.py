@@ -73,10 +73,10 @@ class _Change:
 
 def _changes(readings: Iterable[Reading]) -> dict[Op, _Change]:
     found, before = {}, 0
-    for one in readings:
-        if one.op.kind.computes:
-            found[one.op] = _Change(one.activations - before, one.extra, one.rise, one.came)
-        before = one.activations
+    for reading in readings:
+        if reading.op.kind.computes:
+            found[reading.op] = _Change(reading.activations - before, reading.extra, reading.rise, reading.came)
+        before = reading.activations
     return found
 
 
@@ -155,7 +155,7 @@ def _layer(
         masters=held["masters"],
         optimizer=held["optimizer"],
         largest=max(trained, default=0),
-        pair=max((before + 2 * one for before, one in pairwise([0, *trained])), default=0),
+        pair=max((before + 2 * count for before, count in pairwise([0, *trained])), default=0),
         ends=[trained[0], trained[-1]] if trained else [],
     )
 

@@ -326,14 +326,14 @@ def categories(
 ) -> Iterator[tuple[str, list[Tensor]]]:
     """Tensors of stages and optimizers between ops, by category, without activations; the first one counts."""
     stages, optimizers = list(stages), list(optimizers)
-    parameters = [p for one in optimizers for p in one.parameters.values()]
+    parameters = [p for opt in optimizers for p in opt.parameters.values()]
     buffers = [b for stage in stages for layer in stage.layers for b in layer.module.buffers()]
     casting = [*casts, *(cast for stage in stages for cast in stage.casts)]
-    updated = [one.optimizer for one in optimizers if one.optimizer is not None]
+    updated = [opt.optimizer for opt in optimizers if opt.optimizer is not None]
     yield "weights", [*parameters, *buffers, *(cast.low for cast in casting if cast.low is not None)]
     yield "gradients", [p.grad for p in parameters if p.grad is not None]
-    yield "masters", [p for one in updated for group in one.param_groups for p in group["params"]]
-    yield "optimizer", [leaf for one in updated for leaf in tree_leaves(one.state) if isinstance(leaf, Tensor)]
+    yield "masters", [p for opt in updated for group in opt.param_groups for p in group["params"]]
+    yield "optimizer", [leaf for opt in updated for leaf in tree_leaves(opt.state) if isinstance(leaf, Tensor)]
 
 
 class _Begins:

@@ -43,9 +43,9 @@ def usual(worker: Worker, timing: Timing) -> Pace:
 def slower(manifest: Manifest, result: StepResult) -> float:
     """The factor that gives an op of mean length enough time for its measurement. The same on every rank."""
     ops = 3 * manifest.microbatches * manifest.stages / manifest.ranks
-    each = max(result.busy_seconds) / ops
+    mean = max(result.busy_seconds) / ops
     layers = max(map(len, manifest.layers))
-    return MOST if each <= 0 else min(MOST, 1 + LOOKING_S * layers / each)
+    return MOST if mean <= 0 else min(MOST, 1 + LOOKING_S * layers / mean)
 
 
 def left(pace: Pace | None, op: Op, took: float) -> float:

@@ -159,13 +159,13 @@ def open_tracers(
 
     found = {}
     ends = [*(start.first for start in phases.starts[1:]), run_steps.stop]
-    for number, (one, end) in enumerate(zip(worker.phase_runs, ends, strict=True)):
-        phase = "" if one is worker.phase_runs[-1] else manifest.ramp[number].folder
+    for number, (phase_run, end) in enumerate(zip(worker.phase_runs, ends, strict=True)):
+        phase = "" if phase_run is worker.phase_runs[-1] else manifest.ramp[number].folder
         mine = frozenset(step for step in options.trace if phases.index(step) == number)
         if not mine and not (folder / trace.FOLDER / phase / trace.rank_file(worker.rank)).is_file():
             continue
         own = cores() if worker.on_host else None
-        head = Head(one.plan.manifest.id, worker.rank, worker.device.type, process, len(one.script), own)
+        head = Head(phase_run.plan.manifest.id, worker.rank, worker.device.type, process, len(phase_run.script), own)
         writer = Writer(folder, head, run_steps.start, phase)
         found[number] = Tracer(worker, writer, mine, min(end, run_steps.stop), compare, number)
     return Tracers(found)
