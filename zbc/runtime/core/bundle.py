@@ -47,48 +47,48 @@ def alongside(value: Any, **others: Any) -> Any:
 
 
 def names_of(forward: Callable[..., Any]) -> frozenset[str] | None:
-    """Returns the keywords of a forward; None: any."""
+    """Returns the parameters of a forward that can be given by name; None: it accepts any keyword."""
     parameters = inspect.signature(forward).parameters.values()
-    free = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    return None if free else frozenset(one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY)
+    free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return None if free else frozenset(p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY)
 
 
 def call(forward: Callable[..., Any], given: Any, takes: frozenset[str] | None = None, *, last: bool = False) -> Any:
-    """Returns the output of a layer for that of the layer before; after the `last` one nothing goes alongside.
+    """Calls a layer with the output of the layer before; the output of the `last` layer has no other inputs alongside.
 
     `takes`: see `names_of`."""
     if not isinstance(given, Alongside):
         return forward(*given) if isinstance(given, tuple) else forward(given)
     value, others = given
-    mine = {name: one for name, one in others.items() if takes is None or name in takes}
-    y = forward(*value, **mine) if isinstance(value, tuple) else forward(value, **mine)
+    keywords = {name: other for name, other in others.items() if takes is None or name in takes}
+    y = forward(*value, **keywords) if isinstance(value, tuple) else forward(value, **keywords)
     return y if last or isinstance(y, Alongside) else Alongside(y, others)
 
 
 class Form(NamedTuple):
-    """The structure around the tensors of an output, and its leaves: `Tensor` stands for each of the tensors."""
+    """The structure around the tensors of an output; its leaves, with the class `Tensor` in place of each tensor."""
 
     tree: Any
     leaves: tuple[Any, ...]
-    kinds: tuple[type, ...]  # of the leaves: True is no 1
+    kinds: tuple[type, ...]  # of the leaves: True == 1, but they differ as leaves
 
-    def __deepcopy__(self, memo: object) -> Form:  # torch warns where it copies the tree
+    def __deepcopy__(self, memo: object) -> Form:  # torch warns when the tree is copied
         return self
 
     def around(self, tensors: Sequence[Any]) -> Any:
-        """Returns the structure with these tensors in it."""
+        """Returns the structure with these tensors in the places of its tensors."""
         left = iter(tensors)
-        return pytree.tree_unflatten([next(left) if one is Tensor else one for one in self.leaves], self.tree)
+        return pytree.tree_unflatten([next(left) if leaf is Tensor else leaf for leaf in self.leaves], self.tree)
 
 
 def taken_apart(y: Any) -> tuple[Sequence[Any], Form | None]:
-    """Returns the tensors of an output and the structure around them; None around the items of a tuple."""
-    if isinstance(y, tuple) and all(isinstance(one, Tensor) for one in y):
+    """Returns the tensors of an output and the structure around them; the structure of a tuple of tensors is None."""
+    if isinstance(y, tuple) and all(isinstance(item, Tensor) for item in y):
         return y, None
-    found, tree = pytree.tree_flatten(y)
-    leaves = (Tensor if isinstance(one, Tensor) else math.nan if one != one else one for one in found)
-    kept = tuple(leaves)
-    return [one for one in found if isinstance(one, Tensor)], Form(tree, kept, tuple(map(type, kept)))
+    leaves, tree = pytree.tree_flatten(y)
+    marked = (Tensor if isinstance(leaf, Tensor) else math.nan if leaf != leaf else leaf for leaf in leaves)
+    kept = tuple(marked)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], Form(tree, kept, tuple(map(type, kept)))
 
 
 class _Text(str):
@@ -173,7 +173,7 @@ class Packing(NamedTuple):
         return found
 
     def unlike(self, where: str, y: Any) -> ZbcError:
-        """Returns E505 for an output of another structure."""
+        """Returns E505 for an output with another structure than in the trials."""
         places, tree = pytree.tree_flatten_with_path(y)
         if self.form is not None and tree == self.form.tree:
             for (path, leaf), known, kind in zip(places, self.form.leaves, self.form.kinds, strict=True):

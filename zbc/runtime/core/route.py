@@ -190,7 +190,7 @@ class Measures(Losses):
 def slice_loss(function: Loss, target: Tensor, share: float, output: Any) -> Tensor:
     """The contribution of a slice to the loss of its microbatch. Raises E505 as `stage_loss`."""
     if share == 0.0:  # no target counts: a mean over none would be nan
-        return total([(one * 0.0).sum() for one in taken_apart(output)[0] if TensorSpec.of(one).numbers])
+        return total([(tensor * 0.0).sum() for tensor in taken_apart(output)[0] if TensorSpec.of(tensor).numbers])
     return stage_loss(function, target, output) * share
 
 

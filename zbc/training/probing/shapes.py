@@ -227,7 +227,10 @@ def read_by(plans: Sequence[LayerPlan]) -> dict[str, tuple[str, ...]]:
 
 
 def _taken(name: str, sources: Sequence[_Seen]) -> tuple[Laid, Packing | None]:
-    """The input of a layer and its packing: one output, or several packed into one (else E505: each a tensor)."""
+    """The input of a layer and its packing: one output, or several packed into one.
+
+    Raises E505 if one of several outputs is not a tensor.
+    """
     if len(sources) == 1:
         return sources[0].laid, sources[0].gives
     several = next((source.gives for source in sources if source.gives is not None), None)
