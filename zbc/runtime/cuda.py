@@ -81,12 +81,12 @@ class CudaClock:
         mark.ended = True
 
     def read(self) -> Busy:
-        found, self._sum = self._sum, _Sum()
+        total, self._sum = self._sum, _Sum()
 
         def busy() -> float:
-            while found.open:
+            while total.open:
                 self._settle()
-            return found.seconds
+            return total.seconds
 
         return busy
 

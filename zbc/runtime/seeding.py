@@ -155,11 +155,11 @@ def unseeded() -> dict[str, object]:
     """The states of generators outside of torch, by their names in messages; numpy's only if it was imported."""
     numpy: Any = sys.modules.get("numpy.random")
     with _READING:  # not the states that another rank in this process has set for its data
-        found: dict[str, object] = {"Python's random module": random.getstate()}
+        states: dict[str, object] = {"Python's random module": random.getstate()}
         if numpy is not None:
             state = numpy.get_state(legacy=False)["state"]
-            found["numpy.random"] = (state["pos"], state["key"].tobytes())
-    return found
+            states["numpy.random"] = (state["pos"], state["key"].tobytes())
+    return states
 
 
 def moved(before: Mapping[str, object]) -> str | None:

@@ -36,7 +36,7 @@ class Remade:
 
     def __init__(self, function: Callable[..., Tensor], device: torch.device) -> None:
         self.function: Callable[..., Tensor] = function
-        self.around = [found for capture in around if (found := capture()) is not None]
+        self.around = [context for capture in around if (context := capture()) is not None]
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
             self.around.append(lambda: torch.autocast(device.type, dtype))
@@ -57,9 +57,9 @@ class Remade:
             with ExitStack() as stack, torch.enable_grad():
                 for enter in self.around:
                     stack.enter_context(enter())
-                found = self.function(*leaves)
-            self._made = leaves, get_gradient_edge(found)
-            self._value = found.detach() if self.readers else None
+                output = self.function(*leaves)
+            self._made = leaves, get_gradient_edge(output)
+            self._value = output.detach() if self.readers else None
             if slot is not None:
                 slot.spares = before
         return self._made
@@ -67,11 +67,11 @@ class Remade:
     def value(self) -> Tensor:
         """The recomputed output, dropped here when its last reader has it."""
         self.graph()
-        found, self.readers = self._value, self.readers - 1
-        assert found is not None
+        output, self.readers = self._value, self.readers - 1
+        assert output is not None
         if not self.readers:
             self._value = None
-        return found
+        return output
 
     def release(self) -> None:
         """Frees everything: its backward has completed."""
@@ -94,10 +94,10 @@ class _MadeAgain(torch.autograd.Function):
         leaves, made = remade.graph()
         needs = ctx.needs_input_grad[2:]
         wanted = [tensor for tensor, need in zip((*leaves, *parameters), needs, strict=True) if need]
-        found = iter(torch.autograd.grad([made], wanted, [grads[0]], allow_unused=True))
+        results = iter(torch.autograd.grad([made], wanted, [grads[0]], allow_unused=True))
         ctx.remade = ctx.parameters = None
         remade.release()
-        return None, None, *(next(found) if need else None for need in needs)
+        return None, None, *(next(results) if need else None for need in needs)
 
 
 def made_again(

@@ -20,13 +20,13 @@ def counted(worker: Worker) -> list[StageOptimizer]:
     reports its shard, and if replicas do not sum gradients, each reports its own.
     """
     rank, placement = worker.plan.rank, worker.placement
-    ep, found = worker.plan.manifest.ep, list[StageOptimizer]()  # `ep` replicas hold all experts together
+    ep, optimizers = worker.plan.manifest.ep, list[StageOptimizer]()  # `ep` replicas hold all experts together
     for owner, optimizer in worker.optimizers.items():
         stage, first = (experts_of(owner), ep) if owner <= EXPERTS else (owner, 1)
         alone = owner == WORDS or placement.rank_of(stage) == rank
         if (optimizer.apart and not optimizer.mirrored) or (alone and (optimizer.apart or worker.within < first)):
-            found.append(optimizer)
-    return found
+            optimizers.append(optimizer)
+    return optimizers
 
 
 def primary(worker: Worker) -> dict[str, nn.Parameter]:
@@ -35,15 +35,15 @@ def primary(worker: Worker) -> dict[str, nn.Parameter]:
     owners = [s for s in worker.stages if worker.copy == 0 and placement.rank_of(s) == rank]
     ep = worker.plan.manifest.ep  # `ep` replicas hold all experts together
     owners += [experts_of(s) for s in worker.stages if worker.copy < ep and placement.rank_of(s) == rank]
-    found = {name: p for s in owners for name, p in worker.optimizers[s].parameters.items()}
+    parameters = {name: p for s in owners for name, p in worker.optimizers[s].parameters.items()}
     for feature in worker.features:
-        found = feature.answers(worker, found)
-    return found
+        parameters = feature.answers(worker, parameters)
+    return parameters
 
 
 def squares(worker: Worker) -> dict[str, Tensor]:
     """Sums of squares of the gradients this rank reports, by parameter name; see `StageOptimizer.squares`."""
-    found = {name: value for optimizer in counted(worker) for name, value in optimizer.squares().items()}
+    sums = {name: value for optimizer in counted(worker) for name, value in optimizer.squares().items()}
     for feature in worker.features:
-        found = feature.answers(worker, found)
-    return found
+        sums = feature.answers(worker, sums)
+    return sums

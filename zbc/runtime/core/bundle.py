@@ -150,10 +150,10 @@ class Packing(NamedTuple):
 
     def pack(self, tensors: Sequence[Tensor], where: str) -> Tensor:
         """The tensors as one carrier. Raises E505 for tensors of other specs than at first; `where` names the layer."""
-        found = [TensorSpec.of(tensor) for tensor in tensors]
+        specs = [TensorSpec.of(tensor) for tensor in tensors]
         wanted = [part.laid.spec for part in self.parts]
-        if found != wanted:
-            text = f"run: layer {where} returned {_shown(found)}, it must be {_shown(wanted)}"
+        if specs != wanted:
+            text = f"run: layer {where} returned {_shown(specs)}, it must be {_shown(wanted)}"
             hint = "every microbatch has the same shapes; layers must not depend on the data"
             raise ZbcError("E505", text, hint=hint)
         packed: Tensor = _Pack.apply(self, *tensors)  # type: ignore[no-untyped-call]
@@ -169,8 +169,8 @@ class Packing(NamedTuple):
         return [part.contiguous() for part in parts]
 
     def unpack(self, carrier: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _Unpack.apply(self, carrier)  # type: ignore[no-untyped-call]
-        return found
+        tensors: tuple[Tensor, ...] = _Unpack.apply(self, carrier)  # type: ignore[no-untyped-call]
+        return tensors
 
     def unlike(self, where: str, y: Any) -> ZbcError:
         """Returns E505 for an output with another structure than in the trials."""
@@ -235,9 +235,9 @@ class _Unpack(torch.autograd.Function):
     def forward(ctx: Any, layout: Packing, carrier: Tensor) -> tuple[Tensor, ...]:
         ctx.layout = layout
         ctx.set_materialize_grads(False)
-        found = tuple(part.of(carrier).clone() for part in layout.parts)
-        ctx.mark_non_differentiable(*(t for t, part in zip(found, layout.parts, strict=True) if not part.flows))
-        return found
+        tensors = tuple(part.of(carrier).clone() for part in layout.parts)
+        ctx.mark_non_differentiable(*(t for t, part in zip(tensors, layout.parts, strict=True) if not part.flows))
+        return tensors
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -28,10 +28,10 @@ def keep_room() -> None:
 def ran_out(error: BaseException) -> bool:
     """Whether `error` is an out-of-memory error, of a device or of the host; if so, frees the reserved space."""
     refused = isinstance(error, RuntimeError) and re.search("DefaultCPUAllocator|bad_alloc", str(error)) is not None
-    found = refused or isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if found and _kept:
+    exhausted = refused or isinstance(error, MemoryError | torch.OutOfMemoryError)
+    if exhausted and _kept:
         _kept.pop().close()
-    return found
+    return exhausted
 
 
 def asked(error: BaseException) -> str | None:

@@ -142,8 +142,8 @@ class Features:
 
     def of(self, kind: type[F]) -> F:
         """The feature of that type. Raises E703 if the plan does not need it."""
-        found = self.find(kind)
-        if found is None:
+        feature = self.find(kind)
+        if feature is None:
             text = f"run: an op needs what this plan was not made for: {kind.__name__.lower()}"
             raise ZbcError("E703", text, hint="plan again")
-        return found
+        return feature

@@ -122,22 +122,22 @@ def muon(
     matrices = {name: p for name, p in named.items() if is_matrix(options, name, p)}
     rest = {name: p for name, p in named.items() if name not in matrices}
     of = {p: wholes[known] for name, p in matrices.items() if (known := name.partition("[")[0]) in wholes}
-    found: list[torch.optim.Optimizer] = [Muon(grouped(options, matrices), options, of)] if matrices else []
+    made: list[torch.optim.Optimizer] = [Muon(grouped(options, matrices), options, of)] if matrices else []
     if rest:
         own = 1.0 if options.adamw_lr is None or not options.lr else options.adamw_lr / options.lr
-        found.append(adamw(grouped(options, rest, times=own)))
-    return found[0] if len(found) == 1 else Together(found)
+        made.append(adamw(grouped(options, rest, times=own)))
+    return made[0] if len(made) == 1 else Together(made)
 
 
 def grouped(options: spec.Optimizer, named: Mapping[str, nn.Parameter], times: float = 1.0) -> list[dict[str, Any]]:
     """Groups of parameters with the same rate and weight decay; `times` multiplies the rate."""
-    found = dict[tuple[float, float], list[nn.Parameter]]()
+    groups = dict[tuple[float, float], list[nn.Parameter]]()
     for name, parameter in named.items():
         group = of_groups(options, name)
         decay = options.weight_decay if group is None or group.weight_decay is None else group.weight_decay
         rate = 1.0 if group is None else group.rate
-        found.setdefault((times * rate, decay), []).append(parameter)
+        groups.setdefault((times * rate, decay), []).append(parameter)
     return [
         {"params": some, "lr": options.lr * rate, "weight_decay": decay, "times": rate}
-        for (rate, decay), some in found.items()
+        for (rate, decay), some in groups.items()
     ]

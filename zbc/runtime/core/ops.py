@@ -66,8 +66,8 @@ def backward(worker: Worker, op: Op) -> None:
     _walk(worker, op, left, grad)
     stage.alone.look(worker.step)
     if gives is not None:
-        found = left.entry.grad
-        gives.give(worker, route.keeps.zeros(left.entry) if found is None else found, op, 0)
+        input_grad = left.entry.grad
+        gives.give(worker, route.keeps.zeros(left.entry) if input_grad is None else input_grad, op, 0)
     clock.stop(began)
 
 

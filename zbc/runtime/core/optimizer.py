@@ -332,8 +332,8 @@ def kept_by(options: spec.Optimizer, *, matrix: bool = False) -> dict[str, bool]
     if optimizer is None:
         return {}
     optimizer.step()
-    found = optimizer.state[tried]
-    return {key: found[key].shape == tried.shape for key in sorted(found) if isinstance(found[key], Tensor)}
+    state = optimizer.state[tried]
+    return {key: state[key].shape == tried.shape for key in sorted(state) if isinstance(state[key], Tensor)}
 
 
 def torch_optimizer(

@@ -81,10 +81,10 @@ class Here:
     waits: bool = False
 
     def take(self, worker: Worker, number: int) -> Tensor:
-        found = worker.edges.pop(self.edge, None)
-        if found is None:
+        tensor = worker.edges.pop(self.edge, None)
+        if tensor is None:
             raise ZbcError("E703", f"run: {self.missing}")
-        return found
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class Comes:
     waits: bool = True
 
     def take(self, worker: Worker, number: int) -> Tensor:
-        found = worker.wait(self.edge)
-        return found if self.laid is None else self.laid(found)
+        tensor = worker.wait(self.edge)
+        return tensor if self.laid is None else self.laid(tensor)
 
 
 @dataclass(frozen=True, slots=True)

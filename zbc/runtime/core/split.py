@@ -214,9 +214,9 @@ class _Leaf(torch.autograd.Function):
         ctx.edge = ctx.inner = None
         inputs = (inner,) if inner.requires_grad else ()
         if not ctx.slot.split:
-            found = _grads(edge, (*inputs, *parameters), grad)
-            grad_x = found[0] if inputs else None
-            rest = iter(found[len(inputs) :])
+            results = _grads(edge, (*inputs, *parameters), grad)
+            grad_x = results[0] if inputs else None
+            rest = iter(results[len(inputs) :])
             return grad_x, None, None, *(next(rest) if wanted else None for wanted in ctx.wanted)
         grad_x = _grads(edge, inputs, grad, keep=bool(parameters))[0] if inputs else None
         if parameters:

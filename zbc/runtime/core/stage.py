@@ -171,10 +171,10 @@ class Stage:
         if not self.watched:
             return self._forward(x, step, mb, finish, slot, parcel)
         with Look(self.device) as look:
-            found = self._forward(x, step, mb, finish, slot, parcel)
+            result = self._forward(x, step, mb, finish, slot, parcel)
         if not look.drew:
-            return found
-        del found
+            return result
+        del result
         self.seed_all()
         if parcel is not None:
             parcel.forget()
@@ -276,11 +276,11 @@ class Stage:
             with Look(self.device) if self.watched else nullcontext() as look, torch.no_grad(), self.autocast:
                 for layer in self.layers:
                     x = self._evaluate(layer, x, *place)
-                found = finish(x)
+                result = finish(x)
         finally:
             swap_slot(before)
         if look is None or not look.drew:
-            return found
+            return result
         self.seed_all()
         return self.evaluate(given, finish, *place)
 
@@ -293,7 +293,7 @@ class Stage:
 
     def _keep_inputs(self, x: Tensor, step: int, mb: int, finish: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tape]:
         layers, last, asleep = self.layers, len(self.layers) - 1, self.asleep
-        found: dict[int, list[Kept]] = {}  # layer -> its buffers before its forward
+        buffers: dict[int, list[Kept]] = {}  # layer -> its buffers before its forward
         adding, decisions = current_adding(), [Decisions() for _ in layers]
 
         def run(index: int, x: Tensor) -> Tensor:
@@ -312,14 +312,14 @@ class Stage:
                 return finish(y) if index == last else y
 
         def again(index: int) -> AbstractContextManager[None]:
-            return as_before(layers[index].buffers, found.pop(index)) if index in found else nullcontext()
+            return as_before(layers[index].buffers, buffers.pop(index)) if index in buffers else nullcontext()
 
         inputs: list[Tensor] = []
         first = 0 if x.requires_grad else self._first_trained
         for index in range(len(layers)):
             inputs.append(x)
             if layers[index].buffers:
-                found[index] = renew(layers[index].buffers)
+                buffers[index] = renew(layers[index].buffers)
             if layers[index].compiled is None:
                 with torch.no_grad():
                     x = run(index, x)
@@ -346,7 +346,7 @@ class Stage:
     def _first_trained(self) -> int:
         """The first layer with a parameter that trains; the number of layers if there is none."""
         trained = (any(p.requires_grad for p in layer.module.parameters()) for layer in self.layers)
-        return next((index for index, found in enumerate(trained) if found), len(self.layers))
+        return next((index for index, trains in enumerate(trained) if trains), len(self.layers))
 
     def fit(self, y: Tensor) -> Tensor:
         """The output in the spec of the next stage's input. Raises E505 if its shape or type does not fit."""

@@ -335,8 +335,8 @@ class Worker:
 
     def store(self, which: Store) -> dict[Any, Any]:
         """One of `STORES`."""
-        found: dict[Any, Any] = getattr(self, which.name)
-        return found
+        values: dict[Any, Any] = getattr(self, which.name)
+        return values
 
     def drop_repeated(self) -> None:
         """Drops the outputs of the ops that REDO runs again."""

@@ -36,16 +36,16 @@ def leftovers(worker: Worker) -> list[str]:
         return worker.phase_run.ending.due(worker, mb)
 
     due = (store for store in STORES[1:] if not any(VALUES[value].stays for value in store.values))
-    found = [store.left.format(key.name) for store in due for key in worker.store(store) if late(key.mb)]
-    found += [_left_on(worker, edge) for edge in worker.edges if late(edge.mb)]
-    found += [text for feature in worker.features for text in feature.leftovers(worker)]
-    found += ["a sum of gradients was started and never used"] * len(worker.summing)
-    found += [
+    texts = [store.left.format(key.name) for store in due for key in worker.store(store) if late(key.mb)]
+    texts += [_left_on(worker, edge) for edge in worker.edges if late(edge.mb)]
+    texts += [text for feature in worker.features for text in feature.leftovers(worker)]
+    texts += ["a sum of gradients was started and never used"] * len(worker.summing)
+    texts += [
         f"the slices of m{number - worker.phase_run.first} did not all run"
         for _, step, number in worker.reading
         if step <= worker.step
     ]
-    return [*found, *(f"the loss of m{mb} was never reported" for mb in worker.losses if late(mb))]
+    return [*texts, *(f"the loss of m{mb} was never reported" for mb in worker.losses if late(mb))]
 
 
 def _left_on(worker: Worker, edge: Message) -> str:

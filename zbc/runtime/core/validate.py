@@ -94,9 +94,9 @@ class VectorLayout:
         where = [base + at for name, value in squares.items() for at in self._entries(name, value.numel())]
         where += [count + mb + k for mb, loss in losses.items() for k in range(_width(loss))]
         where += [flag, flag + 1 + rank, flag + 1 + self.ranks + rank]
-        found, own = [*squares.values(), *losses.values()], [float(stop), busy, float(peak)]
+        values, own = [*squares.values(), *losses.values()], [float(stop), busy, float(peak)]
         make = _written if device.type == "cpu" else _copied
-        return make(self.size, where, found, own, device)
+        return make(self.size, where, values, own, device)
 
     def _entries(self, name: str, count: int) -> range:
         """The indices of the entries of a parameter with `count` chunks."""
@@ -174,15 +174,15 @@ def squares_of(grads: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
     imaginary = {name: grad.imag for name, grad in grads.items() if grad.is_complex()}
     rows = {name: (grad.real if name in imaginary else grad).detach().reshape(-1) for name, grad in grads.items()}
     parts = {name: torch.split(row, CHUNK) if len(row) > CHUNK else (row,) for name, row in rows.items()}
-    found = (_one_by_one if all(grad.is_cpu for grad in grads.values()) else _together)(parts)
+    sums = (_one_by_one if all(grad.is_cpu for grad in grads.values()) else _together)(parts)
     for name, squares in squares_of(imaginary).items() if imaginary else ():
-        found[name] = found[name] + squares
-    return found
+        sums[name] = sums[name] + squares
+    return sums
 
 
 def _one_by_one(parts: Mapping[Name, Sequence[Tensor]]) -> dict[Name, Tensor]:
-    found = {name: [_square(part.double()) for part in some] for name, some in parts.items()}
-    return {name: torch.stack(some) if len(some) > 1 else some[0].view(1) for name, some in found.items()}
+    sums = {name: [_square(part.double()) for part in some] for name, some in parts.items()}
+    return {name: torch.stack(some) if len(some) > 1 else some[0].view(1) for name, some in sums.items()}
 
 
 def _square(wide: Tensor) -> Tensor:

@@ -95,10 +95,10 @@ class Ahead(Ending):
         worker.renamed.clear()
         busy, peak = worker.clock.read(), peak_bytes(worker.device)
         self.pending = pending = TentativeStep(worker.step, losses, busy, peak, seconds=0.0, added=added)
-        found = None if before is None else before.result()
+        result = None if before is None else before.result()
         close(worker, drain=False)
         pending.seconds = time.monotonic() - began
-        return found
+        return result
 
     def finish(self, worker: Worker) -> StepResult | None:
         worker.progress.index, worker.progress.op = 0, "the end of the last step"

@@ -69,13 +69,13 @@ class Averaging:
         if not self._asked.delay and not self._asked.smooth:
             _spread(mean, views, Tensor.copy_)
             return
-        found = mean.sub_(mine)
+        change = mean.sub_(mine)
         if self._asked.smooth:
-            found.mul_(1 - self._asked.smooth)
+            change.mul_(1 - self._asked.smooth)
             before = self._last.get(part)
-            found = found if before is None else found.add_(before, alpha=self._asked.smooth)
-            self._last[part] = found
-        _spread(found, views, Tensor.add_)
+            change = change if before is None else change.add_(before, alpha=self._asked.smooth)
+            self._last[part] = change
+        _spread(change, views, Tensor.add_)
 
     def forget(self) -> None:
         """Drops the average in flight, and all last changes: all replicas are about to be equal."""
@@ -87,13 +87,13 @@ class Averaging:
     def _views(self, part: int) -> list[Tensor]:
         """The pieces of weights in a part, as flat views."""
         low, high = (self._size * (part + k) // self._asked.parts for k in (0, 1))
-        found, start = [], 0
+        views, start = [], 0
         for parameter in self._parameters:
             a, b = max(low, start) - start, min(high, start + parameter.numel()) - start
             if a < b:
-                found.append(_flat(parameter.detach())[a:b])
+                views.append(_flat(parameter.detach())[a:b])
             start += parameter.numel()
-        return found
+        return views
 
 
 def _spread(values: Tensor, views: Sequence[Tensor], put: Callable[[Tensor, Tensor], Tensor]) -> None:

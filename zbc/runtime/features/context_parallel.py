@@ -28,11 +28,11 @@ from zbc.runtime.features.tensor_parallel import Group
 
 def rows_of(cuts: Sequence[int], place: int, ranks: int) -> Tensor:
     """Positions of a rank's tokens in their sequence, slice by slice; `cuts`: starts of slices, then the length."""
-    found = list[Tensor]()
+    positions = list[Tensor]()
     for start, stop in pairwise(cuts):
         size = (stop - start) // (2 * ranks)
-        found += [torch.arange(size) + start + chunk * size for chunk in (place, 2 * ranks - 1 - place)]
-    return torch.cat(found)
+        positions += [torch.arange(size) + start + chunk * size for chunk in (place, 2 * ranks - 1 - place)]
+    return torch.cat(positions)
 
 
 class Spread(NamedTuple):
@@ -67,11 +67,11 @@ class _Seen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        found = list[Tensor]()
+        sums = list[Tensor]()
         for short, long in zip(grads[:2], grads[2:], strict=True):
-            found.append(functional.pad(long, (0, 0, 0, ctx.length - long.shape[-2])))
-            found[-1][..., : short.shape[-2], :] += short
-        return *found, None, None
+            sums.append(functional.pad(long, (0, 0, 0, ctx.length - long.shape[-2])))
+            sums[-1][..., : short.shape[-2], :] += short
+        return *sums, None, None
 
 
 class _Gather(torch.autograd.Function):

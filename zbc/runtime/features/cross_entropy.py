@@ -39,9 +39,9 @@ class Chunks(NamedTuple):
         return weight.detach().to(dtype) if low is None else low
 
     def logits(self, rows: Tensor, weight: Tensor) -> Tensor:
-        found = words.wide(rows.mm(weight.t()))
-        found = found if self.scale == 1.0 else found.div_(self.scale)
-        return found if self.cap is None else found.div_(self.cap).tanh_().mul_(self.cap)
+        logits = words.wide(rows.mm(weight.t()))
+        logits = logits if self.scale == 1.0 else logits.div_(self.scale)
+        return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def back(self, d: Tensor, logits: Tensor | None) -> Tensor:
         """The gradient of the layer's output from the gradient `d` of the logits; `logits` are given if capped."""
@@ -146,8 +146,8 @@ def cross_entropy(
 
     def loss(x: Tensor, targets: Tensor) -> Tensor:
         weight = None if chunks is None else chunks.layer.weight
-        found: Tensor = _CrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), how)  # type: ignore[no-untyped-call]
-        return found
+        mean: Tensor = _CrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), how)  # type: ignore[no-untyped-call]
+        return mean
 
     return loss
 

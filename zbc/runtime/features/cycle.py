@@ -81,7 +81,7 @@ class Cycle(Ending):
 
     def _part(self, *, odd: bool, own: bool | None) -> Script:
         """The body's ops: of its `own` step, of the next step, run as this step's (False), or of both (None)."""
-        found: Script = []
+        script: Script = []
         for op, text in zip(self.ops, self.texts, strict=True):
             ahead = op.mb >= NEXT
             if own is None or own != ahead:
@@ -89,8 +89,8 @@ class Cycle(Ending):
                 if op.kind.computes:
                     handler = _of_next(handler) if ahead and own is None else _of_this(handler)
                 shown = text if own is None else text.replace(" next", "")
-                found.append((handler, self._key(op, odd=odd), shown))
-        return found
+                script.append((handler, self._key(op, odd=odd), shown))
+        return script
 
     def opens(self, worker: Worker, step: int) -> None:
         """Selects the script of this step."""
@@ -139,11 +139,11 @@ class Cycle(Ending):
 
 def versions_of(worker: Worker, stage: int) -> Unflushed:
     """The optimizer of a stage for steps without a flush. Raises E703 if it is another one."""
-    found = worker.optimizers[stage]
-    if not isinstance(found, TwoVersions | OneVersion):
+    optimizer = worker.optimizers[stage]
+    if not isinstance(optimizer, TwoVersions | OneVersion):
         text = "run: the plan has steps without a flush, and its optimizer is for steps with one"
         raise ZbcError("E703", text, hint="plan again")
-    return found
+    return optimizer
 
 
 def _of_this(handler: Handler) -> Handler:

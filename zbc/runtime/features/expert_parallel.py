@@ -60,21 +60,21 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, out: list[int], into: list[int], group: Group) -> Tensor:
         ctx.sizes, ctx.group, ctx.slot = (out, into), group, current_slot()
-        found = rows.new_empty(sum(into), rows.shape[1])
-        group.swap(rows, out, found, into)
-        return found
+        received = rows.new_empty(sum(into), rows.shape[1])
+        group.swap(rows, out, received, into)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         out, into = ctx.sizes
-        found = grads[0].new_empty(sum(out), grads[0].shape[1])
-        ctx.group.swap(grads[0], into, found, out, ctx.slot)
-        return found, None, None, None
+        received = grads[0].new_empty(sum(out), grads[0].shape[1])
+        ctx.group.swap(grads[0], into, received, out, ctx.slot)
+        return received, None, None, None
 
 
 def _swapped(rows: Tensor, out: list[int], into: list[int], group: Group) -> Tensor:
-    found: Tensor = _Swap.apply(rows, out, into, group)  # type: ignore[no-untyped-call]
-    return found
+    received: Tensor = _Swap.apply(rows, out, into, group)  # type: ignore[no-untyped-call]
+    return received
 
 
 def experts(group: Group | None = None) -> Swaps:

@@ -103,11 +103,11 @@ class Filling(Around):
                 self._known[place] = last - began
         while self.device.type == "cuda" and not ready():
             time.sleep(_LOOK_S)
-        found = wait()
+        result = wait()
         self._waited += now() - began
         if not late:
             self._known[place] = now() - began
-        return found
+        return result
 
     def _longest(self) -> float:
         """The maximum predicted time of the task's next step, in seconds."""

@@ -128,7 +128,7 @@ class Resting(Feature):
     others."""
 
     def __init__(self, turns: Iterable[tuple[RankPlan, Mapping[int, Turns]]]) -> None:
-        self._turns = {id(plan): found for plan, found in turns}
+        self._turns = {id(plan): stages for plan, stages in turns}
 
     def of(self, run: PhaseRun) -> Mapping[int, Turns]:
         """The turns of a phase, by stage."""

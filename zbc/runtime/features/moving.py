@@ -90,5 +90,5 @@ class Moving(Feature):
 
 
 def build(context: Context) -> Moving:
-    found = (inside(optimizer, Mean) for optimizer in context.optimizers.values())
-    return Moving([mean for mean in found if mean is not None])
+    means = (inside(optimizer, Mean) for optimizer in context.optimizers.values())
+    return Moving([mean for mean in means if mean is not None])

@@ -93,10 +93,10 @@ class Moves(Keeps):
 def offload(worker: Worker, op: Op) -> None:
     """OFFLOAD: starts to copy the activations of F to the host, except those with other references."""
     key = op.key
-    found = worker.kept.get(key)
-    _parcel(op, found).offload(op)
-    if found is not None:
-        worker.away[key] = found
+    left = worker.kept.get(key)
+    _parcel(op, left).offload(op)
+    if left is not None:
+        worker.away[key] = left
 
 
 def release(worker: Worker, op: Op) -> None:
@@ -109,10 +109,10 @@ def release(worker: Worker, op: Op) -> None:
 def reload(worker: Worker, op: Op) -> None:
     """RELOAD: starts to copy them back; B or BW waits."""
     key = op.key
-    found = worker.away.pop(key, None)
-    _parcel(op, found).reload(op)
-    if found is not None:
-        worker.kept[key] = found
+    left = worker.away.pop(key, None)
+    _parcel(op, left).reload(op)
+    if left is not None:
+        worker.kept[key] = left
 
 
 def _parcel(op: Op, found: Left | None) -> Parcel:

@@ -34,17 +34,17 @@ def rows_now() -> Rows | None:
 @functools.lru_cache(maxsize=64)
 def places(rows: Rows, length: int, device: torch.device) -> Tensor:
     """The position of each token in its sample: (rows, length) int64; padding starts from 0, too."""
-    found = torch.zeros(len(rows), length, dtype=torch.int64)
-    for row, lengths in zip(found, rows, strict=True):
+    positions = torch.zeros(len(rows), length, dtype=torch.int64)
+    for row, lengths in zip(positions, rows, strict=True):
         row.copy_(torch.cat([torch.arange(n) for n in (*lengths, length - sum(lengths))]))
-    return found.to(device)
+    return positions.to(device)
 
 
 def each_alone(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, rows: Rows
 ) -> Tensor:
     """Attention of (batch, heads, tokens, features), sample by sample; zeros for padding."""
-    length, found = q.shape[-2], list[Tensor]()
+    length, outputs = q.shape[-2], list[Tensor]()
     for number, lengths in enumerate(rows):
         row = slice(number, number + 1)
         cuts = [*lengths, length - sum(lengths)]
@@ -52,8 +52,8 @@ def each_alone(
         mixed = [attend(*part) for part in zip(*(part[:-1] for part in parts), strict=True)]
         if cuts[-1]:
             mixed.append(_zeros(q[row, :, length - cuts[-1] :], mixed))
-        found.append(torch.cat(mixed, dim=-2) if len(mixed) > 1 else mixed[0])
-    return torch.cat(found) if len(found) > 1 else found[0]
+        outputs.append(torch.cat(mixed, dim=-2) if len(mixed) > 1 else mixed[0])
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def _zeros(like: Tensor, mixed: list[Tensor]) -> Tensor:

@@ -60,8 +60,8 @@ class Row:
 def weights_read_low(trained: Mapping[str, nn.Parameter], casts: Iterable[SplitLinear]) -> dict[str, SplitLinear]:
     """The weights of linear layers that ops read as casts only, by name."""
     by_weight = {id(cast.module.weight): cast for cast in casts}
-    found = {name: by_weight[id(p)] for name, p in trained.items() if id(p) in by_weight and p.is_contiguous()}
-    return {name: cast for name, cast in found.items() if cast.module.weight.dtype == torch.float32}
+    linears = {name: by_weight[id(p)] for name, p in trained.items() if id(p) in by_weight and p.is_contiguous()}
+    return {name: cast for name, cast in linears.items() if cast.module.weight.dtype == torch.float32}
 
 
 def places_in(row: Tensor, pieces: Iterable[Piece]) -> list[Tensor]:

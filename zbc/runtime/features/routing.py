@@ -49,18 +49,18 @@ class Routing(Feature):
 def number_blocks(name: str, layer: nn.Module, count: int) -> list[Routed]:
     """The routers of a layer `layers.3`; sets the index of their first expert among those of all blocks."""
     inside: list[object] = [*layer.modules()]
-    found = [router for router in inside if isinstance(router, Routed)]
-    for router in found:
+    routers = [router for router in inside if isinstance(router, Routed)]
+    for router in routers:
         router.place = int(name.rpartition(".")[2]) * count
-    return found
+    return routers
 
 
 def build(context: Context) -> Routing | None:
     count = context.manifest.planning.get("model", {}).get("experts") or 0
     stages = context.stages.items() if count else ()
     blocks = {s: [layer for layer in stage.layers if layer.name.startswith("layers.")] for s, stage in stages}
-    found = {s: [r for one in own for r in number_blocks(one.name, one.module, count)] for s, own in blocks.items()}
-    return Routing(found) if found else None
+    routers = {s: [r for one in own for r in number_blocks(one.name, one.module, count)] for s, own in blocks.items()}
+    return Routing(routers) if routers else None
 
 
 def experts_of_all_blocks(planning: Mapping[str, Mapping[str, object]]) -> int:

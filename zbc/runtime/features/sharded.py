@@ -100,8 +100,8 @@ class Sharded(OptimizerOver):
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and name not in whole}
         types = {(p.dtype, gradient_type(p)) for p in self._trained.values()}
         if len(types) > 1:
-            found = ", ".join(sorted(str(kind).removeprefix("torch.") for kind, _ in types))
-            text = f"run: optimizer.zero1 needs parameters of one type in a stage, found {found}"
+            names = ", ".join(sorted(str(kind).removeprefix("torch.") for kind, _ in types))
+            text = f"run: optimizer.zero1 needs parameters of one type in a stage, found {names}"
             raise ZbcError("E110", text, hint="set optimizer.zero1 = false")
         self._matrices = {name for name, p in self._trained.items() if is_matrix(options, name, p)}
         self._shares = deal(cut(self._trained, self._matrices), len(ranks))
@@ -158,16 +158,16 @@ class Sharded(OptimizerOver):
 
     def held(self) -> list[Held]:
         pieces = {str(piece): piece for piece in self._own}
-        found = []
+        entries = []
         for inner in self._inner.held():
             piece = pieces.get(inner.name)
             if piece is None:
-                found.append(inner)
+                entries.append(inner)
             else:
                 shape = tuple(self._trained[piece.name].shape)
-                found.append(Held(piece.name, piece.start, shape, inner.tensor, shared=False))
+                entries.append(Held(piece.name, piece.start, shape, inner.tensor, shared=False))
         rest = {name: p for name, p in self.parameters.items() if name not in self._trained and name not in self._whole}
-        return found + [Held(name, 0, tuple(p.shape), p) for name, p in rest.items()]
+        return entries + [Held(name, 0, tuple(p.shape), p) for name, p in rest.items()]
 
     def incomplete(self) -> list[Held]:
         if self._later:
@@ -233,9 +233,9 @@ class Sharded(OptimizerOver):
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The reduced gradients of this rank's pieces and whole parameters, with their parameters' names."""
-        found = [(piece.name, p.grad) for piece, p in self._own.items()]
-        found += [(name, p.grad) for name, p in self._whole.items()]
-        return ((name, grad) for name, grad in found if grad is not None)
+        grads = [(piece.name, p.grad) for piece, p in self._own.items()]
+        grads += [(name, p.grad) for name, p in self._whole.items()]
+        return ((name, grad) for name, grad in grads if grad is not None)
 
     def start(self, transport: Transport) -> None:
         if not self._trained:
@@ -427,8 +427,8 @@ class Sharded(OptimizerOver):
         width = next(iter(self._trained.values())).element_size()
         if not lowers or self._kind is None:
             return self._length * width
-        found = self._message[0] * width + self._message[1] * self._kind.itemsize
-        return -(-found // 8) * 8  # so that the rows of all ranks can be read as numbers
+        size = self._message[0] * width + self._message[1] * self._kind.itemsize
+        return -(-size // 8) * 8  # so that the rows of all ranks can be read as numbers
 
     def _split(self, message: Tensor, lowers: bool) -> tuple[Tensor, Tensor]:
         """The two parts of a message: weights in their own type, and in the lower type."""

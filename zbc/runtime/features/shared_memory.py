@@ -23,7 +23,7 @@ def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> l
     """`size` zero bytes of each of `ranks`, which all call this. Raises E620 if one cannot make or map them."""
     made, problem = _make(size)
     names = exchange(b"" if made is None else os.fsencode(made))
-    found = list[Tensor]()
+    maps = list[Tensor]()
     for peer, name in zip(ranks, names, strict=True):
         if problem is not None:
             break
@@ -31,7 +31,7 @@ def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> l
             problem = ZbcError("E620", f"run: rank {peer} cannot share memory with rank {rank}", hint=COLLECTIVE)
             break
         try:
-            found.append(_map(os.fsdecode(name), size))
+            maps.append(_map(os.fsdecode(name), size))
         except (OSError, RuntimeError) as error:
             text = f"run: rank {rank} cannot see the memory of rank {peer}: they are on two hosts, or in two containers"
             problem = ZbcError("E620", text, details=[str(error).splitlines()[0][:200]], hint=COLLECTIVE)
@@ -43,7 +43,7 @@ def share(size: int, rank: int, ranks: tuple[int, ...], exchange: Exchange) -> l
     if any(said):
         failed = ", ".join(str(peer) for peer, word in zip(ranks, said, strict=True) if word)
         raise ZbcError("E620", f"run: rank {failed} cannot share memory with rank {rank}", hint=COLLECTIVE)
-    return found
+    return maps
 
 
 def _make(size: int) -> tuple[str | None, ZbcError | None]:

@@ -97,11 +97,11 @@ class Past:
         else:
             for grads, new in zip(self._grads, (dk, dv), strict=True):
                 grads[..., :stop, :] += new
-        found = tuple(grads[..., start:stop, :] for grads in self._grads)
+        own = tuple(grads[..., start:stop, :] for grads in self._grads)
         if start == 0:
             self.keys = self.values = self._grads = None
-            return found[0], found[1]
-        return found[0].clone(), found[1].clone()
+            return own[0], own[1]
+        return own[0].clone(), own[1].clone()
 
 
 Pasts = dict[tuple[str, int], Past]  # of one stage and microbatch: by layer and index of the attention in it
@@ -122,10 +122,10 @@ class Inside:
             return None
         key = self._layer, self._calls
         self._calls += 1
-        found = self.pasts.get(key)
-        if found is None:
-            found = self.pasts[key] = Past(ranks * self.part.length)
-        return found
+        past = self.pasts.get(key)
+        if past is None:
+            past = self.pasts[key] = Past(ranks * self.part.length)
+        return past
 
 
 _current = Current[Inside]()
@@ -143,9 +143,9 @@ def _again() -> Around | None:
     inside = now()
     if inside is None:
         return None
-    found = Inside(inside.part, inside.pasts, inside._layer)
-    found._calls = inside._calls
-    return lambda: within(found)
+    again = Inside(inside.part, inside.pasts, inside._layer)
+    again._calls = inside._calls
+    return lambda: within(again)
 
 
 around.append(_again)

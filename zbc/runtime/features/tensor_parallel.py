@@ -52,9 +52,9 @@ class Meter:
 
     def read(self) -> float | None:
         """The share of that time in which this rank did not wait; None if there was no collective."""
-        found = None if self.under_way <= 0 else 1 - self.waited / self.under_way
+        hidden = None if self.under_way <= 0 else 1 - self.waited / self.under_way
         self.under_way = self.waited = 0.0
-        return found
+        return hidden
 
 
 class Group(NamedTuple):
@@ -165,10 +165,10 @@ class SharedLayers(Feature):
         self.group, self.cuts = shared.group, shared.cuts
         self._inside = self.group or shared.swaps or shared.tokens  # with one meter
         self.meets = self._inside is not None
-        found = {s: stage.parameters.items() for s, stage in context.stages.items()}
-        self._parameters = {s: [p for name, p in all_ if name in shared.partial] for s, all_ in found.items()}
+        named = {s: stage.parameters.items() for s, stage in context.stages.items()}
+        self._parameters = {s: [p for name, p in all_ if name in shared.partial] for s, all_ in named.items()}
         reduced = {op.stage for plan in context.plans for op in plan.ops if op.kind is Kind.REDUCE}
-        self.rest = sorted(found.keys() - reduced)
+        self.rest = sorted(named.keys() - reduced)
 
     def answers(self, worker: Worker, found: dict[str, Answer]) -> dict[str, Answer]:
         """Only the first rank of the group reports unsharded parameters."""
@@ -186,14 +186,14 @@ class SharedLayers(Feature):
 
     def complete(self, worker: Worker, stage: int) -> None:
         """Sums the partial gradients of a stage over the group; blocks."""
-        found = [p for p in self._parameters.get(stage, ()) if p.grad is not None]
-        if self.group is None or not found:
+        partial = [p for p in self._parameters.get(stage, ()) if p.grad is not None]
+        if self.group is None or not partial:
             return
         worker.progress.waiting = True
-        flat = torch.cat([p.grad.reshape(-1) for p in found if p.grad is not None])
+        flat = torch.cat([p.grad.reshape(-1) for p in partial if p.grad is not None])
         self.group.start(flat).wait()
-        parts = torch.split_with_sizes(flat, [p.numel() for p in found])
-        for parameter, part in zip(found, parts, strict=True):
+        parts = torch.split_with_sizes(flat, [p.numel() for p in partial])
+        for parameter, part in zip(partial, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         worker.progress.waiting = False
 
@@ -234,8 +234,8 @@ class Cut(NamedTuple):
         sizes = [math.prod(cut.part) for cut in cuts]
         flat = functional.pad(part.reshape(-1), (0, max(sizes) - part.numel()))
         whole = part.new_empty(self.shape)
-        for cut, size, found in zip(cuts, sizes, group.collect(flat), strict=True):
-            pieces = found[:size].view(cut.part).split([high - low for low, high in cut.ranges], self.dim)
+        for cut, size, shard in zip(cuts, sizes, group.collect(flat), strict=True):
+            pieces = shard[:size].view(cut.part).split([high - low for low, high in cut.ranges], self.dim)
             for (low, high), piece in zip(cut.ranges, pieces, strict=True):
                 whole.narrow(self.dim, low, high - low).copy_(piece)
         return whole

@@ -127,7 +127,7 @@ def braid(worker: Worker) -> None:
         return
     braids = worker.features.of(Braids)
     reasons: dict[str, None] = {}
-    found = False
+    interleaved = False
     for run in worker.phase_runs:
         if isinstance(run.ending, Cycle):
             if any(op.kind.is_mark for op in run.plan.ops):
@@ -138,10 +138,10 @@ def braid(worker: Worker) -> None:
                 why = _reason(worker, run, run.script[at + 1][1], run.script[at + 2][1])
                 if why is None:
                     _put(run, at)
-                    found = True
+                    interleaved = True
                 else:
                     reasons[why] = None
-    if found:
+    if interleaved:
         braids.units = Units(worker)
         for stage in worker.stages.values():
             _apart(stage, worker.device)

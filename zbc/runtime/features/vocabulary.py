@@ -152,9 +152,9 @@ class Embedding:
 
     def look_up(self, tokens: Tensor) -> tuple[Own, Tensor]:
         """I: the tokens that are this rank's and train, and embeddings (.., H), 0 for other ranks' words."""
-        found = words.own(tokens, self.first, len(self.weight))
-        looked = functional.embedding(found.row, self.weight.detach()).masked_fill_(~found.mine[..., None], 0.0)
-        learns = found if self.padding is None else found._replace(mine=found.mine & (tokens != self.padding))
+        own = words.own(tokens, self.first, len(self.weight))
+        looked = functional.embedding(own.row, self.weight.detach()).masked_fill_(~own.mine[..., None], 0.0)
+        learns = own if self.padding is None else own._replace(mine=own.mine & (tokens != self.padding))
         return learns, looked
 
     def learn(self, looked: Own, grad: Tensor) -> None:

@@ -133,8 +133,8 @@ def settle(worker: Worker) -> None:
 def _count_loss(worker: Worker, shared: Vocabulary, mb: int, meeting: Meeting, log: Tensor, logit: Tensor) -> None:
     """Adds the loss on the last stage's rank, which reports losses as it does with a whole output layer."""
     if worker.rank == shared.last:
-        found = meeting.told.loss(log, logit)
-        worker.losses[mb] = worker.losses.get(mb, 0.0) + (found.item() if worker.on_host else found)
+        loss = meeting.told.loss(log, logit)
+        worker.losses[mb] = worker.losses.get(mb, 0.0) + (loss.item() if worker.on_host else loss)
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------
@@ -164,10 +164,10 @@ def _reduce(worker: Worker, op: Op, tensor: Tensor, root: int, spec: TensorSpec)
 
 
 def _take(store: dict[_Where, _Value], key: _Where, op: Op, missing: str) -> _Value:
-    found = store.pop(key, None)
-    if found is None:
+    value = store.pop(key, None)
+    if value is None:
         raise ZbcError("E703", f"run: {op}: {missing}", hint="plan again")
-    return found
+    return value
 
 
 def _unit_text(op: Op) -> str:

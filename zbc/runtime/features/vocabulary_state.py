@@ -223,11 +223,11 @@ class Looked(Keeps):
     def forward(
         self, worker: Worker, stage: Stage, x: Tensor, number: int, finish: Finish, slot: Slot | None
     ) -> tuple[Tensor, Left | None]:
-        found = super().forward(worker, stage, x, number, finish, slot)
+        result = super().forward(worker, stage, x, number, finish, slot)
         again = stage.recompute or stage.spares  # its forward runs again, from its input
         if not again and users(x.untyped_storage()) == 2:
             x.data = x.new_empty(1).expand_as(x)
-        return found
+        return result
 
 
 LOOKED = Looked()

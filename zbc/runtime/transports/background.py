@@ -25,17 +25,17 @@ class Background:
 
     def start(self, call: Callable[[], Value]) -> Future[Value]:
         """Submits a call, which runs without autograd; returns the future of its result."""
-        found = Future[Value]()
+        future = Future[Value]()
 
         def run() -> None:
             try:
                 with torch.no_grad():
-                    found.set_result(call())
+                    future.set_result(call())
             except BaseException as error:
-                found.set_exception(error)
+                future.set_exception(error)
 
         self._todo.put(run)
-        return found
+        return future
 
     def close(self) -> None:
         """Blocks until all calls have completed."""

@@ -156,12 +156,12 @@ class Hub:
     def share(self, rank: int, memory: Tensor, ranks: tuple[int, ...], number: int) -> list[Tensor]:
         """Waits for the memory of all `ranks` in their `number`th call."""
         with self._lock:
-            found = self._shared.setdefault((ranks, number), {})
-            found[rank] = memory
+            memories = self._shared.setdefault((ranks, number), {})
+            memories[rank] = memory
             for r in ranks:
                 self._wake[r].notify()
-            self._block(rank, lambda: len(found) == len(ranks), f"memory of ranks {', '.join(map(str, ranks))}")
-            return [found[r] for r in ranks]
+            self._block(rank, lambda: len(memories) == len(ranks), f"memory of ranks {', '.join(map(str, ranks))}")
+            return [memories[r] for r in ranks]
 
     def alive(self) -> None:
         """Raises E702 once a rank has failed."""

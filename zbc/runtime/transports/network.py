@@ -77,16 +77,16 @@ def rounds(pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     Ranks that go through their own pairs round by round never wait for each other in a cycle. A chain of any length
     takes four rounds: pairs of an even rank and the next one first, then the others.
     """
-    found: list[list[tuple[int, int]]] = []
+    groups: list[list[tuple[int, int]]] = []
     busy: list[set[int]] = []
     for pair in sorted(set(pairs), key=lambda pair: (min(pair) % 2, min(pair), max(pair), pair)):
         at = next((number for number, taken in enumerate(busy) if taken.isdisjoint(pair)), len(busy))
         if at == len(busy):
-            found.append([])
+            groups.append([])
             busy.append(set())
-        found[at].append(pair)
+        groups[at].append(pair)
         busy[at].update(pair)
-    return found
+    return groups
 
 
 def of_replica(
@@ -220,10 +220,10 @@ class Network:
         return buffer
 
     def ready(self, message: Letter) -> bool:
-        found = self._posted.get(message)
-        if found is None:
+        posted = self._posted.get(message)
+        if posted is None:
             return True
-        work, buffer, lost = found
+        work, buffer, lost = posted
         if not self._nccl and not isinstance(work, Threaded):  # gloo cannot be polled: a thread waits
             work = Threaded(self._arrivals.start(work.wait))
             self._posted[message] = work, buffer, lost

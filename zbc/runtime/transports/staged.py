@@ -53,8 +53,8 @@ class Staged(Around):
 
         def make() -> Tensor:
             parts.copy_(host)
-            found = then.make()
-            made.append((self._down(found), found))
+            result = then.make()
+            made.append((self._down(result), result))
             return made[0][0]
 
         return _Landing(self.inner.start_gather(self._down(mine), host, ranks, Then(make, then.root)), made)
