@@ -1,7 +1,7 @@
 """Several tensors between two layers, packed into one: stages send, keep and pass on a single tensor.
 
 A layer that returns a tuple is given a `forward` that packs its bytes into one float32 tensor, the carrier; the next
-layer gets the tuple back as its arguments, and anything else (a list, a dict, any node of torch.utils._pytree) as one:
+layer gets the tuple back as its arguments, and any other structure (a list, a dict, a registered pytree) as one:
 
     | tensors that gradients flow through | tensors without: masks, tables, whole numbers |
     0                                     back                                          size
