@@ -9,7 +9,7 @@ WIDTH, ROWS, SAMPLES = 6, 4, 16
 
 
 class Balanced(nn.Module):
-    """A linear layer whose outputs are to be small, by a loss that each microbatch has of its own."""
+    """A linear layer with a loss of its own per microbatch, which keeps outputs small."""
 
     def __init__(self, how: str, weight: float = 0.3) -> None:
         super().__init__()

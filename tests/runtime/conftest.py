@@ -1,4 +1,4 @@
-"""One thread per kernel: sums do not depend on the machine, and ranks as threads do not fight for cores."""
+"""One thread per kernel: sums do not depend on the machine, and ranks as threads do not compete for cores."""
 
 import pytest
 import torch

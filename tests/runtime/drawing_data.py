@@ -16,7 +16,7 @@ WAYS = {
 
 
 class Drawn:
-    """Input and target of a sample are the numbers drawn for it, in the factory and at each look, and its index."""
+    """Input and target of a sample are random numbers, drawn in the factory and at each read, and its index."""
 
     def __init__(self, ways: list[str], first: list[str], count: int, start: int = 0) -> None:
         self.own = torch.Generator()

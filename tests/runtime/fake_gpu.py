@@ -1,4 +1,4 @@
-"""A GPU made up for tests: a stream that does what it was told to when a test lets it, and events on it."""
+"""A fake GPU for tests: a stream that runs its work when a test lets it, and events on it."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ class Stream:
         self.items.append(ms)
 
     def wait_for(self, gate):
-        """What follows waits until `gate()`."""
+        """Later items wait until `gate()`."""
         self.items.append(gate)
 
     def record(self, event):
@@ -23,7 +23,7 @@ class Stream:
             self.run()
 
     def run(self, most=10**9):
-        """Do up to so many pieces of work, and what else stands before the next one."""
+        """Runs up to `count` pieces of work, and other items before the next piece."""
         while self.items:
             item = self.items[0]
             if callable(item):
@@ -62,9 +62,9 @@ class Event:
 
 
 def fake_torch(streams):
-    """What stands for torch in a module that uses events of `streams`, by the number of the device.
+    """A fake of torch for a module that uses events of `streams`, by the number of the device.
 
-    A wait for a whole device is a failure.
+    A wait for a whole device fails.
     """
 
     def synchronize(*_):

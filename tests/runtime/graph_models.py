@@ -35,7 +35,7 @@ def ends_in_two(counts: dict[str, int], dropout: float) -> dict[str, list[Callab
 
 
 class Layer(nn.Module):
-    """tanh(linear(2 x + y / 3 + ..)): which input is which shows."""
+    """tanh(linear(2 x + y / 3 + ..)): exchanged inputs change the result."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A user's code that calls sys.exit() where it should do its work; `where` says in which place."""
+"""A user's code that calls sys.exit() instead of its work; `where` names the place."""
 
 from __future__ import annotations
 

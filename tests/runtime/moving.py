@@ -1,4 +1,4 @@
-"""Copies put into any program by hand, and copiers that make a missing wait show every time."""
+"""Inserts offload into any program, and copiers that reveal a missing wait every time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from zbc.runtime.features.copying import HostMemory, Slab, copy_back, copy_out
 
 
 def moved(program: Program) -> Program:
-    """What every forward keeps goes to the host and comes back, but of those before REDO, which runs them again."""
+    """Offloads and reloads the activations of every forward, except those before REDO, which runs them again."""
     found = program.with_ranks([_moved(ops) for ops in program.ranks], by="moved")
     check_all(found)
     return found
@@ -25,7 +25,7 @@ def _moved(ops: tuple[Op, ...]) -> list[Op]:
         if op.kind is not Kind.F or i < redo:
             continue
         end = back[op.key]
-        done = i + 2 - _bound(ops, i) if _bound(ops, i) else i  # where the group of an F ends
+        done = i + 2 - _bound(ops, i) if _bound(ops, i) else i  # the end of the group of an F
         behind.setdefault(done, []).append(op._replace(kind=Kind.OFFLOAD))
         quit = done if end == k + 1 or _bound(ops, work[k + 1]) else work[k + 1]
         behind.setdefault(quit, []).append(op._replace(kind=Kind.RELEASE))
@@ -36,12 +36,12 @@ def _moved(ops: tuple[Op, ...]) -> list[Op]:
 
 
 def _bound(ops: tuple[Op, ...], i: int) -> int:
-    """How far in a group of OVERLAP an op stands: 1 or 2, 0 if in none."""
+    """The position of an op in an overlap group: 1 or 2, 0 without a group."""
     return next((d for d in (1, 2) if i >= d and ops[i - d].kind is Kind.OVERLAP), 0)
 
 
 class Done:
-    """A copy that is over when somebody has waited for it, or at once."""
+    """A copy that completes when it is waited for, or at once."""
 
     def __init__(self, copier: Poisoning) -> None:
         self.copier = copier
@@ -54,7 +54,7 @@ class Done:
 
 
 class Poisoning(HostMemory):
-    """Fills what is released and what is taken with 0xFF. Copies run at once, or, `late`, when somebody waits."""
+    """Fills released and newly allocated memory with 0xFF. Copies run at once, or, if `late`, when waited for."""
 
     def __init__(self, *, late: bool) -> None:
         self.late, self.jobs, self.copied, self.released = late, [], 0, 0

@@ -1,4 +1,4 @@
-"""Sequences of which few targets count, or none; a model of them, and losses with numbers of their own."""
+"""Sequences with few or no targets that count, a model, and losses with their own ignored number."""
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +39,12 @@ def layers():
 
 
 def own(output: Tensor, target: Tensor) -> Tensor:
-    """Ignores what cross entropy ignores, and does not say so."""
+    """Ignores the same targets as cross entropy, without declaring it."""
     return functional.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
 def zeros(output: Tensor, target: Tensor) -> Tensor:
-    """Ignores zeros, and says so."""
+    """Ignores zeros, and declares it."""
     return functional.cross_entropy(output.flatten(0, -2), target.flatten(), ignore_index=0)
 
 

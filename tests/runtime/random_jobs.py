@@ -1,8 +1,8 @@
-"""A random job run in random ways is the job run by one rank: losses, norms, evaluations, what is left.
+"""A random job run in random ways equals the job run by one rank: losses, norms, evaluations, final state.
 
-What varies: the model (random_models.py), the optimizer with clipping and gradients that are not finite, a ramp, the
-schedule and its ranks, copies, what these share out and how it travels, the barrier, the cut, recompute, how prompt the
-transport is, and a resume in another way.
+Random are the model (random_models.py), the optimizer with clipping and gradients that are not finite, a ramp, the
+schedule and its ranks, copies, their sharding and exchange, the barrier, the partition, recompute, delays of the
+transport, and a resume in another way.
 """
 
 import math
@@ -34,7 +34,7 @@ RANKS = 8  # at most, over all copies
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained. `microbatches` are over all copies, those of the ramp with the steps they are for."""
+    """The training. `microbatches` are over all copies; those of the ramp have their steps."""
 
     layers: list[str]
     data: dict[str, Any]
@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """How; the default is one rank and nothing special."""
+    """The way to run it; by default on one rank without features."""
 
     schedule: str = "gpipe"
     p: int = 1
@@ -64,7 +64,7 @@ class Way:
 
 @dataclass
 class Ran:
-    """What came of it, or why it was refused."""
+    """The result, or the reason of a refusal."""
 
     steps: list[tuple[float, ...]] = field(default_factory=list)  # step, loss, norm, skipped
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -113,7 +113,7 @@ def random_way(rng: random.Random, job: Job) -> Way:
 
 
 def _shards(copies: int, sync: str, *, two: bool) -> list[str]:
-    """What copies may share out; `two`: pipes."""
+    """Possible sharding of copies; `two`: with two pipes."""
     if copies == 1 or sync == "post-validate":
         return ["optimizer"]
     return ["optimizer", "weights", "weights", *([] if two else ["gradients", "all", "all"])]
@@ -138,7 +138,7 @@ def plan_of(job: Job, way: Way, **options: Any) -> StoredPlan:
 
 
 def run(job: Job, way: Way, steps: int | None = None, folder: Path | None = None, resume: Path | None = None) -> Ran:
-    """Train; a refusal is one only if no rank has begun. `folder`: write a checkpoint behind step `steps`."""
+    """Trains; a refusal counts only if no rank has begun. `folder`: write a checkpoint after step `steps`."""
     built: list[Worker] = []
     try:
         plan = plan_of(job, way, checkpoint={} if folder is None else {"every": steps})
@@ -148,7 +148,7 @@ def run(job: Job, way: Way, steps: int | None = None, folder: Path | None = None
     try:
         run_threads(plan, steps or job.steps, setup=built.append, hub=hub, folder=folder, resume=resume)
     except ZbcError as error:
-        if len(built) == plan.manifest.topology.world and error.code != "E611":  # E611: what checkpoints cannot hold
+        if len(built) == plan.manifest.topology.world and error.code != "E611":  # E611: no checkpoint holds the state
             raise
         return Ran(refused=error)
     found = [[(r.step, r.loss, r.grad_norm, r.skipped) for r in worker.results] for worker in built]
@@ -161,7 +161,7 @@ def run(job: Job, way: Way, steps: int | None = None, folder: Path | None = None
 
 
 def resumed(job: Job, ways: Sequence[Way], steps: int, folder: Path) -> Ran:
-    """The first `steps` in one way, the others in another."""
+    """Runs the first `steps` in one way, the others in another."""
     first = run(job, ways[0], steps, folder)
     if first.refused is not None:
         return first
@@ -207,7 +207,7 @@ def _left(workers: Sequence[Worker]) -> dict[str, Tensor]:
         for stage in worker.stages.values():
             for name, parameter in stage.parameters.items():
                 value = parameter.detach()
-                if value.numel() and not value.untyped_storage().nbytes():  # shared out, so among what is held
+                if value.numel() and not value.untyped_storage().nbytes():  # sharded, so in the parts held by ranks
                     continue
                 if not torch.equal(found.setdefault(name, value).nan_to_num(), value.nan_to_num()):
                     raise AssertionError(f"copies of {name} differ")
@@ -230,13 +230,13 @@ def _left(workers: Sequence[Worker]) -> dict[str, Tensor]:
 
 
 def _join(found: dict[str, Tensor], name: str, held: Held, part: Tensor) -> None:
-    """Put a part of a tensor in its place."""
+    """Inserts a part of a tensor."""
     whole = found.setdefault(name, torch.zeros(held.shape, dtype=part.dtype))
     whole.view(-1)[held.start : held.start + part.numel()] = part.reshape(-1)
 
 
 def tried(seed: int, folder: Path) -> str:
-    """Run the job of a seed in two ways: "refused" or "same". Raises AssertionError with what differs."""
+    """Runs the job of a seed in two ways: "refused" or "same". Raises AssertionError with the difference."""
     rng = random.Random(seed)
     job = random_job(rng)
     ways = [random_way(rng, job) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Models put together at random from the layers of zoo.py, in double precision, and data that spoil some gradients."""
+"""Random models of layers from zoo.py, in double precision, and data that spoil some gradients."""
 
 import random
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from tests.runtime import zoo
 
 W = zoo.W
 SIZE = 2  # of a microbatch: some layers know it
-NAN, LARGE = 111.0, 222.0  # targets that say what the gradient of their sample is made
+NAN, LARGE = 111.0, 222.0  # targets that make the gradient of their sample NaN or large
 
-# By what a layer takes: what makes it, and what it gives. v: vectors, c: complex, i: whole numbers, t: transposed.
+# Input of a layer -> its factory and its output. v: vectors, c: complex, i: whole numbers, t: transposed.
 Piece = tuple[Callable[[], nn.Module], str]
 PIECES: dict[str, dict[str, Piece]] = {
     "v": {
@@ -58,7 +58,7 @@ _HOME = {"c": "Parts", "i": "Looks", "t": "Back"}
 
 
 def chain(rng: random.Random, count: int) -> list[str]:
-    """The names of `count` layers, each of which takes what the one before gives; vectors at both ends."""
+    """The names of `count` layers, each with the output of the one before as input; vectors at both ends."""
     found: list[str] = []
     now = "v"
     for left in range(count, 0, -1):
@@ -116,6 +116,6 @@ class _Spoiled(torch.autograd.Function):
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error; finite for every sample, also where the gradient is not."""
+    """Mean squared error; finite for every sample, even if the gradient is not."""
     wanted = torch.where(target > 100, 0.0, target)
     return functional.mse_loss(_Spoiled.apply(output, target), wanted)

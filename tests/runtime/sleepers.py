@@ -1,4 +1,4 @@
-"""Layers that take as long as they are told, by sleeping: ranks as threads sleep side by side."""
+"""Layers that sleep for given times: ranks as threads sleep in parallel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers and data of sequences that tests name as a user would: some run in slices, some cannot."""
+"""Layers and data of sequences, named by tests as by users: some run in slices, some cannot."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ LONGEST = 64
 
 
 class Sequences:
-    """Random sequences of vectors, and the running mean of a map of them."""
+    """Random sequences of vectors; targets are the running mean of a map of them."""
 
     def __init__(self, width: int = 8, count: int = 32, length: int = LENGTH) -> None:
         self.x = torch.randn(count, length, width)
@@ -43,7 +43,7 @@ class OneNumber(Sequences):
 
 
 class Padded:
-    """Tokens of which those at the end, more in every sample, count for nothing."""
+    """Tokens whose targets at the end, more in every sample, do not count."""
 
     def __init__(self, vocab: int = 61, count: int = 32, length: int = LENGTH, ignored: int = -100) -> None:
         self.tokens, self.ignored = torch.randint(1, vocab, (count, length + 1)), ignored
@@ -58,7 +58,7 @@ class Padded:
 
 
 class Mixer(nn.Module):
-    """Attention among the tokens, and their places."""
+    """Attention among the tokens, with their positions."""
 
     def __init__(self, width: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Mixer(nn.Module):
 
 
 class Begins(nn.Linear):
-    """One tensor in, two out: the state and the places of its tokens."""
+    """One tensor in, two out: the state and the positions of its tokens."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(x), zbc.positions(x)
@@ -132,7 +132,7 @@ class Counts(nn.Module):
 
 
 class _Centred(torch.autograd.Function):
-    """As it is; gradients of the tokens are centred."""
+    """The identity; its backward centres the gradients of the tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

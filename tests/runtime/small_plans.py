@@ -52,8 +52,8 @@ def make_program(
     with_w: bool = False,
     **how: Any,
 ) -> Program:
-    """A complete, checked program of so many replicas; `how` sets fields like `tied` and `sharded`. With `resident`
-    weights come and go, and W needs them if `with_w`."""
+    """A complete, checked program of `dp` replicas; `how` sets fields like `tied` and `sharded`. With `resident`
+    weights are resharded, and W needs them if `with_w`."""
     found = find(schedule)
     v = found.stages_per_rank(v)
     program = replace(found.make(Request(p=p, m=m, v=v, slices=slices)), dp=copies, **how)
@@ -84,10 +84,10 @@ def make_plan(
     rows: Sequence[int] = (),
     words: Sequence[int] | None = None,
 ) -> StoredPlan:
-    """The plan of a program; `keep` drops ops from it. Layers are dealt evenly, or cut where `cuts` says.
+    """The plan of a program; `keep` drops ops from it. Layers are dealt evenly, or cut at `cuts`.
 
-    `rows` is where slices of microbatches begin, and the end of the sequence; `words` where the words of each rank do
-    in a vocabulary that all share, by default evenly.
+    `rows`: starts of the slices of microbatches, and the end of the sequence; `words`: the first words of ranks in a
+    shared vocabulary, by default even.
     """
     ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
     program = replace(program.with_ranks(ranks, by="test"), node=tuple(node) if node else None, order=tuple(order))
@@ -124,13 +124,13 @@ def make_plan(
 
 
 def on_host(program: Program) -> dict[str, Any]:
-    """What a manifest says of slabs, where nothing is known of their size."""
+    """The slabs of a manifest, with unknown sizes."""
     counts = {f"rank {rank}": slabs(program, rank) for rank in range(len(program.ranks))}
     return {name: {"slabs": {f"s{stage}": n for stage, n in found.items()}} for name, found in counts.items() if found}
 
 
 def ramped(plan: StoredPlan, *starts: tuple[StoredPlan, int]) -> StoredPlan:
-    """`plan` of a training that begins with others, each for so many steps."""
+    """`plan` with a ramp of other plans, each for a number of steps."""
     parts = [
         RampPlan(folder=f"m{one.manifest.microbatches}", microbatches=one.manifest.microbatches, steps=steps, sha256="")
         for one, steps in starts
@@ -153,7 +153,7 @@ def make_worker(plan: StoredPlan, rank: int = 0, hub: Hub | None = None) -> Work
 
 @dataclass
 class Reference:
-    """What one process computes: loss and gradient norm per step, last gradients before clipping, weights."""
+    """Results of one process: loss and gradient norm per step, last gradients before clipping, weights."""
 
     losses: list[float]
     norms: list[float]
@@ -162,7 +162,7 @@ class Reference:
 
 
 def plain_loss(chosen: spec.Model) -> Callable[[Any, Any], torch.Tensor]:
-    """That of a model, by torch alone."""
+    """The loss of a model, by torch alone."""
     if chosen.loss != "cross_entropy" or not (chosen.z_loss or chosen.label_smoothing):
         return model.loss(chosen.loss)
 
@@ -190,7 +190,7 @@ def reference(
     *,
     delayed: bool = False,
 ) -> Reference:
-    """Train the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch.
+    """Trains the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch.
 
     `delayed`: the gradients of a step are those of the weights before the last step.
 
@@ -266,7 +266,7 @@ def reference(
 
 
 def hold(workers: Sequence[Worker], wanted: Reference, *, tolerance: float = 0.0, near: float = 0.0) -> None:
-    """Losses and norms of a run are nearly those of one process, and its weights to the bit or as nearly as told."""
+    """Asserts that losses and norms of a run are nearly those of one process, and weights to the bit or `close`."""
     near = near or max(1e-6, tolerance)
     assert [result.loss for result in workers[0].results] == pytest.approx(wanted.losses, rel=near)
     assert [result.grad_norm for result in workers[0].results] == pytest.approx(wanted.norms, rel=near)
@@ -278,8 +278,8 @@ def hold(workers: Sequence[Worker], wanted: Reference, *, tolerance: float = 0.0
 def descend(
     weights: dict[str, torch.nn.Parameter], steps: int, loss: Callable[[], Any], *, delayed: bool = False
 ) -> list[Any]:
-    """Plain gradient descent at a rate of 0.3 in one process: what `loss` returns of each step, of which it learns from
-    the last number; `delayed`: by the gradients of the weights before the last step."""
+    """Plain gradient descent at a rate of 0.3 in one process: the results of `loss` for each step, whose last number it
+    minimizes; `delayed`: by the gradients of the weights before the last step."""
     found, before = [], [p.data.clone() for p in weights.values()]
     for _ in range(steps):
         newest = [p.data.clone() for p in weights.values()]
@@ -294,14 +294,14 @@ def descend(
 
 
 def _weights(name: str, criterion: Any, targets: Sequence[torch.Tensor]) -> list[float]:
-    """Of microbatches in a loss that is one mean over all targets that count: 1 where all weigh alike."""
+    """Weights of microbatches in a loss that is one mean over all targets that count: 1 if all are equal."""
     count = count_of(criterion, name, targets[0])
     counts = [1.0 if count is None else count(target) for target in targets]
     return [one * len(targets) / (sum(counts) or 1.0) for one in counts]
 
 
 def _clip_stages(most: float | None, stages: Sequence[Sequence[str]], weights: dict[str, torch.nn.Parameter]) -> None:
-    """At most a norm of so much for the gradients of each stage."""
+    """Clips the gradients of each stage to a norm."""
     for names in () if most is None else stages:
         mine = tuple(f"{layer}." for layer in names)
         grads = [p.grad for name, p in weights.items() if name.startswith(mine)]
@@ -359,7 +359,7 @@ def _step(
     norm: float,
     pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]],
 ) -> None:
-    """Step the second of each pair with the clipped gradient of the first, and copy it to the first."""
+    """Steps the second of each pair with the clipped gradient of the first, and copies it to the first."""
     scale = 1.0 if largest is None else min(1.0, largest / (norm + 1e-6))
     for parameter, master in pairs:
         if parameter.grad is not None:
@@ -381,7 +381,7 @@ def _masters(weights: dict[str, torch.nn.Parameter]) -> dict[str, torch.nn.Param
 
 
 def parameters(workers: Sequence[Worker]) -> dict[str, torch.nn.Parameter]:
-    """All parameters of all ranks by global name; those of which each rank has rows are put together."""
+    """All parameters of all ranks by global name; rows of several ranks are concatenated."""
     found = {name: p for w in workers for stage in w.stages.values() for name, p in stage.parameters.items()}
     rows: dict[str, list[torch.nn.Parameter]] = {}
     for worker in workers:

@@ -1,4 +1,4 @@
-"""Adapters: the losses of LoRA in plain torch and of peft, one process's training however it is cut up, and files."""
+"""Adapters: losses equal LoRA in plain torch, peft, and one process under any partition; and files."""
 
 import json
 from dataclasses import replace
@@ -73,7 +73,7 @@ def tensors_of(workers):
 
 
 def with_lora(folder, tensors):
-    """The model of transformers with adapters by peft's names, and what of it trains."""
+    """The model of transformers with adapters by peft's names, and its trained parameters."""
     peer = transformers.AutoModelForCausalLM.from_pretrained(folder)
     peer.requires_grad_(False)
     modules = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for name in tensors}
@@ -240,7 +240,7 @@ def test_frozen_weights_have_neither_gradients_nor_w_nor_state():
         y = stage.layers[1].module(x)
     slot.split = True
     y.sum().backward()
-    assert len(slot) == 3 * 2  # what waits for W: down and up of three
+    assert len(slot) == 3 * 2  # deferred to W: down and up of three
     assert all(p.grad is None for p in stage.layers[1].module.parameters())
     slot.run()
     given = {name for name, p in stage.layers[1].module.named_parameters() if p.grad is not None}
@@ -321,7 +321,7 @@ def test_a_checkpoint_of_other_frozen_weights_is_refused(folders, tmp_path):
 
 
 def save(folder, settings, workers):
-    """As every rank of a run does, and the first completes it."""
+    """Saves as every rank of a run does; the first rank completes it."""
     said = []
     for number, worker in enumerate(workers):
         named = {name: p for stage in worker.stages.values() for name, p in stage.parameters.items()}

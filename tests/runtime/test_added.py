@@ -1,4 +1,4 @@
-"""What layers add to the loss counts once a step, however it is cut into microbatches, slices and replicas."""
+"""Losses added by layers count once per step, for any microbatches, slices and replicas."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def plan_of(way, how="add", places=(0, 2, 3), *, m=4, slices=1, clip=None, **opt
 
 
 def one_process(places, steps, *, delayed=False):
-    """All samples in one batch; the values of layers are means over it, so there is nothing to count."""
+    """All samples in one batch; values of layers are means over it, so no counting is needed."""
     made = {}
     for i, build in enumerate(layers("none", ())):
         with seeded(seed_of(7, f"layers.{i}")):

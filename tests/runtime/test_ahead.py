@@ -1,4 +1,4 @@
-"""Training without a barrier has the bits of training with one, after every step, whatever the verdicts are."""
+"""Training without a barrier is bitwise equal to training with one, after every step, for any verdicts."""
 
 import math
 from dataclasses import replace
@@ -38,7 +38,7 @@ LARGEST = 100.0  # far above the norms of this model
 
 
 def verdicts(steps: int, first: str) -> list[str]:
-    """What each step is made to be: one in five clipped, one in seven not finite, the first step as told."""
+    """Verdicts forced on steps: one in five clipped, one in seven not finite, the first step as given."""
     found = ["nan" if k % 7 == 3 else "clip" if k % 5 == 1 else "fine" for k in range(steps)]
     return [first, *found[1:]]
 
@@ -57,7 +57,7 @@ def plan_for(
 
 
 class Watched:
-    """A run whose gradients are spoiled as told, and what weights and state were once each step was final."""
+    """A run with spoiled gradients, and its weights and states after each step was final."""
 
     def __init__(self, plan: StoredPlan, what: list[str]) -> None:
         self.what = what
@@ -97,13 +97,13 @@ class Watched:
 
 @cache
 def synchronous(optimizer: str, low: bool, steps: int, first: str, m: int = MICROBATCHES) -> Watched:
-    """The run with a barrier, on one rank: schedule and cut leave no trace in it."""
+    """The run with a barrier, on one rank, as the reference for any schedule and partition."""
     plan = plan_for("1f1b", 1, "before-step", optimizer, m, **(LOW if low else {}))
     return Watched(plan, verdicts(steps, first))
 
 
 def again(plan: StoredPlan) -> int:
-    """How many forwards run again when a step does not stand."""
+    """The number of forwards that run again when a step is rejected."""
     return sum(op.kind is Kind.F for ops in plan.program.ranks for op in ops[: ops.index(Op(Kind.REDO, 0))])
 
 
@@ -130,7 +130,7 @@ def test_steps_with_clips_and_nans_have_the_bits_of_the_synchronous_run(schedule
 
 @pytest.mark.repeats
 def test_two_hundred_steps_ahead_are_those_with_a_barrier():
-    """Of one combination."""
+    """For one combination."""
     long_run("zb-v", 2, False, 200)
 
 
@@ -172,7 +172,7 @@ def test_steps_ahead_of_every_schedule_optimizer_and_size_are_those_with_a_barri
     few([("chimera", 4, 4), ("bitpipe", 2, 4), ("dualpipe", 4, 8), ("dualpipe-v", 2, 6)], ("dualpipe",)),
 )
 def test_steps_ahead_with_copies_of_stages_and_groups_are_those_with_a_barrier(schedule, p, m):
-    """Beside a barrier of their own: sums over copies add in another order than one process."""
+    """Compared with the same schedule with a barrier: sums over copies have another order than in one process."""
     ahead, sync = (Watched(plan_for(schedule, p, how, "adamw", m), verdicts(10, "clip")) for how in SYNCS)
     same(ahead, sync)
 
@@ -253,7 +253,7 @@ def signs(count: int) -> list[torch.nn.Linear]:
 
 @cache
 def norm(schedule: str, p: int, copies: int, sync: str) -> float:
-    """Of the first step on eight samples, whoever works on them."""
+    """The norm of the first step on eight samples, for any distribution of work."""
     model = {"family": "tests.runtime.test_ahead:signs", "args": {"count": 8}, "layers": 8}
     model["loss"] = "tests.runtime.user_models:sum_of_errors"
     plan = plan_for(schedule, p, sync, "adamw", 8 // copies, copies, **model)

@@ -1,4 +1,4 @@
-"""Room for copies of a rank's state."""
+"""Memory for copies of a rank's state."""
 
 from types import SimpleNamespace
 

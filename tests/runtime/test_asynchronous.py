@@ -42,7 +42,7 @@ def plan_of(schedule="1f1b", p=2, m=2, v=1, every=1, *, optimizer=ADAMW, lookahe
 
 
 class OneProcess:
-    """The ops of all ranks in turn, each as soon as what it reads is there, on plain layers and one set of weights."""
+    """The ops of all ranks in turn, each as soon as its inputs exist, on plain layers and one set of weights."""
 
     def __init__(self, plan, steps):
         self.plan, self.settings = plan, Settings.of(plan.manifest)
@@ -150,7 +150,7 @@ def test_a_lookahead_is_another_training():
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("optimizer", [ADAMW, SGD])
 def test_a_run_that_goes_on_has_the_same_bits(tmp_path, lookahead, optimizer):
-    """Of a checkpoint that both have, behind which both begin with an empty pipeline."""
+    """As a run with the same checkpoint, after which both begin with an empty pipeline."""
     options = {"lookahead": lookahead, "optimizer": optimizer}
     plan = plan_of("1f1b", 3, 4, checkpoint={"every": 3, "asynchronous": False, "keep": 9}, **options)
     run_threads(plan, 6, folder=tmp_path / "a")

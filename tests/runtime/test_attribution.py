@@ -1,7 +1,7 @@
-"""Ranks that really run, and really are slow: the report of what was recorded names them.
+"""Real runs with slow ranks: the report of the recording names them.
 
-Layers sleep, so that four ranks as threads keep the times of four machines; what is slow is slow by far. That nobody
-else is named is shown where times are exact, in tests/compiler/test_recorded.py.
+Layers sleep, so that four ranks as threads keep the times of four machines; slow parts are slow by far.
+tests/compiler/test_recorded.py shows with exact times that no other rank is named.
 """
 
 import time
@@ -41,7 +41,7 @@ steps = 5
 
 
 def reported(tmp_path, ms, odd=None, change=lambda worker: None):
-    """Record three steps of a 1F1B on four ranks whose layers take `ms`; `odd` is a forward that takes longer."""
+    """Records three steps of 1F1B on four ranks whose layers take `ms`; `odd` is a forward that takes longer."""
     args = {"ms": ms, **({} if odd is None else {"odd": odd})}
     (tmp_path / "job.toml").write_text(JOB.replace("{args}", toml_value(args)))
     compile_job(load_job(tmp_path / "job.toml")).write(tmp_path / "source")
@@ -95,7 +95,7 @@ def test_a_link_that_is_slow_is_named(tmp_path):
 def test_one_op_that_is_slow_is_named(tmp_path):
     """The tenth forward on rank 1 is the second of the third step.
 
-    Ops are long enough that what a busy machine adds to those of other ranks meanwhile is not out of line.
+    Ops are long enough that noise of a busy machine on other ranks is no outlier.
     """
     first = reported(tmp_path, [6 * MS] * 4, odd={"layer": 1, "at": 10, "ms": 500.0}).outliers[0]
     assert (str(first.op), first.rank, first.step) == ("F s1 m1", 1, 3)

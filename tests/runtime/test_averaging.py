@@ -1,4 +1,4 @@
-"""Replicas that average their weights: the numbers of replicas in one process, each with its own optimizer."""
+"""Replicas that average their weights: equal to replicas in one process, each with its own optimizer."""
 
 import math
 
@@ -34,7 +34,7 @@ def plan(folder, asked, *, kind="1f1b", pp=2, dp=2, **options):
 
 
 class Shifted:
-    """The microbatches of one replica, of a step that has those of all."""
+    """The microbatches of one replica, out of a step's microbatches of all."""
 
     def __init__(self, inner, first):
         self._inner, self._first = inner, first
@@ -73,7 +73,7 @@ def alone(folder, dp, average, **options):
 
 
 def formula(stages, *, every=1, share=1.0, delay=1, ema=0.0):
-    """What the page says, on whole models: `stages` are lists of names."""
+    """The formula of the page, on whole models: `stages` are lists of names."""
     parts, sent, last = math.ceil(1 / share), {}, {}
 
     def average(step, models):
@@ -140,7 +140,7 @@ OWNED = {"tied": {"model": "tied"}, "shared": {"more": {"vocabulary": "shared"}}
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-v"], ("1f1b",)))
 @pytest.mark.parametrize("name", [*OWNED, "both"])
 def test_weights_of_several_stages_or_of_all_ranks_are_averaged_once(name, kind, tmp_path):
-    """As where one stage has them; with a part of them at a time that depends on whose they are."""
+    """As if one stage had them; with a share at a time that depends on the owner."""
     of = OWNED["tied"] | OWNED["shared"] if name == "both" else OWNED[name]
     options = {"model_more": {"layers": 6}, "optimizer": {**ADAM, "clip_grad_norm": 0.05}}
     asked = {"share": 1.0, "ema": 0.25}
@@ -152,7 +152,7 @@ def test_weights_of_several_stages_or_of_all_ranks_are_averaged_once(name, kind,
 @pytest.mark.parametrize("of", few([{}, *OWNED.values()], lambda of: of == OWNED["shared"]))
 @pytest.mark.parametrize("asked", few([{"share": 0.3}, {"share": 1.0, "delay": 0}, {"share": 0.5, "every": 2}], 1))
 def test_a_run_that_is_cut_off_goes_on_to_the_bit(asked, of, tmp_path):
-    """A checkpoint makes all replicas alike, whether the run ends there or goes on."""
+    """A checkpoint makes all replicas equal, whether the run ends there or continues."""
     options = {"checkpoint": {"every": 3, "asynchronous": False}, "train": {"steps": 8}, **of}
     made = plan(tmp_path / "p", asked, **options)
     whole = run_threads(made, 8, folder=tmp_path / "whole")
@@ -201,7 +201,7 @@ def test_ranks_that_share_tokens_sum_gradients_and_average_as_one(asked, pp, tmp
 
 
 def test_replicas_that_average_freeze_alike(tmp_path, monkeypatch):
-    """Steps of plain SGD averaged at once are those of the sum of gradients."""
+    """Steps of plain SGD with immediate averages equal those with the sum of gradients."""
     how = {
         "optimizer": {"lr": 1e-2, "weight_decay": 0.0, "clip_grad_norm": 1e9},
         "costs": {"f": 1.0, "b": 1.0, "w": 1.0},

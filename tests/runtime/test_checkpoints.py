@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint, under whatever plan, is the run that was never interrupted."""
+"""A run resumed from a checkpoint, under any plan, equals the uninterrupted run."""
 
 import errno
 import hashlib
@@ -45,12 +45,12 @@ def plan(schedule="1f1b", p=2, m=4, *, dp=1, checkpoint=TWO, model=SMALL, optimi
 
 
 def train(plan, steps, folder=None, resume=None, **options):
-    """Losses of its steps, and the checkpoint it ends with as tensors by name."""
+    """Losses of its steps, and the final checkpoint as tensors by name."""
     return losses_of(run_threads(plan, steps, folder=folder, resume=resume, **options))
 
 
 def tensors(checkpoint):
-    """Whole tensors of a checkpoint by name, put together by its index with nothing of ours."""
+    """Whole tensors of a checkpoint by name, assembled from its index without code of zbc."""
     index = json.loads((checkpoint / "index.json").read_text())
     files = {name: load_file(checkpoint / name) for name in index["files"]}
     found = {}
@@ -78,7 +78,7 @@ def at(folder, step):
 
 
 def in_legs(plans, folder):
-    """Two steps under each of these plans: the losses, and the checkpoint behind each."""
+    """Two steps under each of these plans: the losses, and the checkpoint after each."""
     losses, checkpoints = [], [None]
     for number, one in enumerate(plans):
         step = 2 * number + 2
@@ -88,7 +88,7 @@ def in_legs(plans, folder):
 
 
 def sign(checkpoint, **changes):
-    """Change the index of a checkpoint, and sign it again."""
+    """Changes the index of a checkpoint, and corrects its hash."""
     text = json.dumps(json.loads((checkpoint / "index.json").read_text()) | changes)
     (checkpoint / "index.json").write_text(text)
     (checkpoint / ".complete").write_text(json.dumps({"index": hashlib.sha256(text.encode()).hexdigest()}))
@@ -124,7 +124,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("name", few(PAIRS, ("two pipes to one", "momentum")))
 def test_a_run_goes_on_under_another_plan_to_the_same_bits_or_nearly(name, tmp_path):
-    """Plans whose sums are in another order differ in the last bits; resuming adds nothing to that."""
+    """Plans with another order of sums differ in the last bits; resuming adds no difference."""
     first, second, changes = PAIRS[name]
     before, after = (plan(*one[:2], **changes, **(one[2] if len(one) > 2 else {})) for one in (first, second))
     train(before, 2, tmp_path / "before")
@@ -139,7 +139,7 @@ def test_a_run_goes_on_under_another_plan_to_the_same_bits_or_nearly(name, tmp_p
         same(at(tmp_path / "after", 4), at(tmp_path / "whole", 4), tolerance=1e-5)
 
 
-# Gradients of the biases of keys are zero but for rounding, which Adam makes a step of where it is not far below eps.
+# Gradients of the biases of keys are zero except for rounding, which Adam steps by if it is not far below eps.
 STEADY = {**ADAMW, "eps": 1e-5}
 
 
@@ -189,7 +189,7 @@ OTHERWISE = {
 @pytest.mark.repeats
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_there_and_back_again_nothing_but_rounding_is_left(name, double, small_pieces, tmp_path):
-    """A state that is nearly what it was could hide in the rounding of float32."""
+    """In float32, rounding could hide a slightly wrong state."""
     here, there = ({"model": TIED, "m": 4, "size": 2, **way} for way in ({"dp": 2, "zero1": True}, OTHERWISE[name]))
     whole = train(plan(**here, checkpoint={"every": 2, "keep": 9}), 6, tmp_path / "whole")
     losses, checkpoints = in_legs((plan(**way) for way in (here, there, here)), tmp_path)
@@ -243,7 +243,7 @@ def test_what_the_files_cannot_hold_is_told_before_the_first_step(tmp_path):
 
 
 def test_other_batches_go_on_where_the_samples_before_ended(tmp_path):
-    """Two steps of 4 samples, then steps of 8: the third begins at sample 8."""
+    """Two steps of 4 samples, then steps of 8: the third step begins at sample 8."""
     train(plan(m=4), 2, tmp_path / "a")
     seen = []
 
@@ -262,7 +262,7 @@ def test_other_batches_go_on_where_the_samples_before_ended(tmp_path):
 
 @pytest.mark.parametrize("ahead", few([False, True], (False,)))
 def test_a_batch_that_grows_goes_on_growing(ahead, tmp_path):
-    """Three steps of 2 microbatches, then steps of 4; from the middle of the first, and from the second, elsewhere."""
+    """Three steps of 2 microbatches, then steps of 4; resumed elsewhere from within the first phase, and the second."""
 
     def growing(p):
         return ramped(plan(p=p, m=4, ahead=ahead), (plan(p=p, m=2, ahead=ahead), 3))
@@ -286,7 +286,7 @@ def test_written_beside_the_steps_is_what_was_written_between_them(tmp_path):
 
 
 class Late:
-    """An event of copies that a GPU makes as late as it may: when the next update waits for them, or after a while."""
+    """An event of copies that a GPU completes as late as possible: when the next update waits, or after a while."""
 
     def __init__(self, pairs):
         self.pairs, self.asked, self.lock = pairs, threading.Event(), threading.Lock()
@@ -327,7 +327,7 @@ def test_the_next_update_waits_for_what_a_gpu_copies_beside_the_steps(ahead, mon
 
 @pytest.mark.parametrize("ahead", few([False, True], (True,)))
 def test_what_is_written_late_is_what_the_step_left(ahead, monkeypatch, tmp_path):
-    """Nothing is written before the step behind the checkpoint has changed everything."""
+    """Nothing is written before the step after the checkpoint has changed everything."""
     later, original = threading.Event(), saving.write_parts
 
     def write(*args):
@@ -381,7 +381,7 @@ def test_parts_that_overlap_or_leave_something_out_are_no_checkpoint(parts, tmp_
 
 @pytest.mark.parametrize("dp", few([1, 2], (1,)))
 def test_what_a_checkpoint_has_may_change_from_one_to_the_next(dp, tmp_path):
-    """An optimizer keeps nothing of what it has not stepped yet; here of one stage, and less and more again."""
+    """An optimizer has no state for parameters it has not stepped; here for one stage, then less and more again."""
 
     def forgetful(worker):
         def run(worker, step):
@@ -532,7 +532,7 @@ class Trap:
 
 
 def test_nothing_is_unpickled(copy, monkeypatch):
-    """Pickles where torch's own storage keeps some, in place of a file, and with unpickling forbidden altogether."""
+    """Pickles at places of torch's own storage, in place of a file, and with unpickling forbidden."""
     trap = pickle.dumps(Trap())
     for name in (".metadata", "__0_0.distcp", "rank-0000.pt"):
         (at(copy, 2) / name).write_bytes(trap)

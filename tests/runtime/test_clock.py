@@ -1,4 +1,4 @@
-"""The clock of a GPU, with made-up events: how far a host is ahead, how long ops took, and where a rank hangs."""
+"""The clock of a GPU, with fake events: the lead of the host, times of ops, and the op at which a rank hangs."""
 
 from types import SimpleNamespace
 
@@ -60,7 +60,7 @@ def test_the_host_is_a_few_ops_ahead_of_its_device_and_no_more(rank):
 def test_busy_times_belong_to_their_step_and_are_waited_for_when_they_are_asked_for(rank):
     gate = []
     rank.op(0, gate=lambda: True)
-    rank.stream.launch(500)  # what is no compute op
+    rank.stream.launch(500)  # work outside of compute ops
     rank.op(1)
     first = rank.clock.read()
     assert rank.stream.waited == 0
@@ -130,7 +130,7 @@ def watching(number, progress, store, limit=10.0):
 
 @pytest.fixture
 def two(streams):
-    """Two ranks whose hosts stand in VALIDATE; rank 0's device waits for what rank 1's device never computes."""
+    """Two ranks whose hosts are in VALIDATE; rank 0's device waits for a result that rank 1's device never computes."""
     ranks, store = [Rank(streams, 0), Rank(streams, 1)], dist.HashStore()
     ranks[0].op(0, "B s0 m0", gate=lambda: False)
     ranks[1].op(0, "F s1 m0")
@@ -167,7 +167,7 @@ def test_a_run_whose_devices_move_is_not_ended_for_hosts_that_wait_for_them(two)
 
 @pytest.mark.parametrize("sync", ["before-step", "post-validate"])
 def test_steps_take_their_busy_times_from_events(streams, sync):
-    """Ranks on a CPU with clocks of made-up GPUs, whose ops take 10 ms."""
+    """Ranks on a CPU with clocks of fake GPUs, whose ops take 10 ms."""
 
     def setup(worker):
         stream = streams[worker.rank] = Stream(prompt=True)
@@ -192,7 +192,7 @@ def test_steps_take_their_busy_times_from_events(streams, sync):
 
 
 class Device:
-    """A GPU whose clock runs beside the host's, `offset` ns ahead of it; work takes as long as it is told."""
+    """A GPU whose clock is `offset` ns ahead of the host's; work takes given times."""
 
     def __init__(self, monkeypatch, offset=5_000_000_000):
         self.host, self.stream, self.offset, self.made = 1000, 0, offset, 0
@@ -208,7 +208,7 @@ class Device:
         return self.host
 
     def launch(self, ns):
-        """Enqueue work."""
+        """Enqueues work."""
         self.stream = max(self.stream, self.host) + ns
 
     def wait(self):

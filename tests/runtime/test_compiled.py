@@ -154,7 +154,7 @@ def test_layers_that_torch_compiles_wrongly_or_for_each_value_anew_are_refused_b
 
 
 class Wrong(torch.autograd.Function):
-    """x * w, whose gradient is that of another function where it is compiled."""
+    """x * w, with a wrong gradient if compiled."""
 
     @staticmethod
     def forward(ctx, x, w):

@@ -1,4 +1,4 @@
-"""Features through each other: pairs that have left zbc/excludes.py train as without what must not change it."""
+"""Combined features: pairs removed from zbc/excludes.py train as without the feature that must not change it."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ MOVED = [
     for shard in ("sharded weights", "sharded all", "one-sided")
     for kind in ("1f1b", "zb-v", "interleaved-1f1b", "gis")
 ]
-SCATTERED = ("shared vocabulary", "sharded gradients", "zb-v")  # hangs where a SCATTER waits for the one before
+SCATTERED = ("shared vocabulary", "sharded gradients", "zb-v")  # hangs if a SCATTER waits for the one before
 SOME = [WORDS[0], WORDS[-3], SCATTERED, COPIES[2], COPIES[-2], MOVED[1], MOVED[-2]]
 
 
@@ -61,7 +61,7 @@ def test_compiled_layers_train_without_a_flush_as_uncompiled_ones(sync, kind, mo
 
 @pytest.mark.parametrize(("shard", "kind"), few([("weights", "1f1b"), ("weights", "gis"), ("all", "1f1b")], 1))
 def test_with_copies_to_the_host_and_sharded_weights_a_plan_knows_what_ranks_hold(tmp_path, shard, kind):
-    """Once in three runs: a late message stays longer."""
+    """In one of three runs at least: a late message is held longer."""
     wide = {f"model__{key}": value for key, value in {"layers": 4, "hidden": 128, "seq_len": 128}.items()}
     both, _ = beside("offload", f"sharded {shard}", schedule__kind=kind, parallel__pp=2, **wide)
     path = Path(tmp_path) / "zbc.toml"
@@ -86,7 +86,7 @@ def test_a_gpt_with_fewer_heads_of_keys_trains_however_it_is_cut_up(traits):
 
 
 def test_replicas_average_alike_while_the_batch_grows():
-    """All of the weights in each step, since shares of them follow the stages."""
+    """All weights in each step, since shares depend on the stages."""
     found = []
     for p in (1, 2):
         tables, _ = beside("average", parallel__pp=p, model__layers=4, train__steps=4)

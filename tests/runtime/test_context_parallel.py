@@ -1,4 +1,4 @@
-"""Tokens of a microbatch that several ranks share out: the numbers of one process, gathers in F, sums in B."""
+"""Context parallelism: the results of one process, gathers in F, sums in B."""
 
 from collections import Counter
 
@@ -72,7 +72,7 @@ QUICK = ("rotary", "selective", "slices")
 
 
 class Holes:
-    """Sequences of tokens of which some targets do not count; of some no target of the first half does."""
+    """Sequences of tokens with some targets that do not count; in some the whole first half does not."""
 
     def __len__(self):
         return 64
@@ -103,7 +103,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(way, tmp_path):
 
 
 def test_frozen_layers_and_activations_on_the_host_are_those_of_ranks_with_all_tokens(tmp_path):
-    """What is frozen depends on the times of a plan, so both have the same."""
+    """Frozen layers depend on the times of a plan, so both have the same times."""
     costs = {"f": 1.0, "b": 1.0, "w": 1.0, "offload": 0.1}
     for name, how in (
         ("freeze", {"freeze": {"most": 0.5}}),

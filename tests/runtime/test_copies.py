@@ -1,4 +1,4 @@
-"""Copies of the pipeline train as one pipeline with all their microbatches would, whoever keeps optimizer state."""
+"""Copies of the pipeline train like one pipeline with all their microbatches, with or without ZeRO-1."""
 
 import sysconfig
 import threading
@@ -28,7 +28,7 @@ CLIPPED = {"lr": 1e-2, "clip_grad_norm": 0.5}
 
 
 def copies_of(schedule, p, m, copies, *, tied=False, keep=lambda op: True, v=None, **how):
-    """The plan of a GPT on real text, or what `how` says."""
+    """The plan of a GPT on real text, or with changes `how`."""
     chosen = how.get("optimizer", {})
     ties = {"tied": tied and make_program(schedule, p, m, v).placement.stages > 1}
     sync, sharded = chosen.get("sync", "before-step"), chosen.get("zero1", False)
@@ -38,7 +38,7 @@ def copies_of(schedule, p, m, copies, *, tied=False, keep=lambda op: True, v=Non
 
 
 def alike(workers):
-    """Assert that all copies of a parameter have the same bits; the parameters by name."""
+    """Asserts that all copies of a parameter are bitwise equal; returns the parameters by name."""
     found = parameters(workers)
     for worker, name, parameter in each_parameter(workers):
         assert torch.equal(parameter, found[name]), (worker.rank, name)
@@ -64,7 +64,7 @@ def results(workers):
 
 
 def same(one, other):
-    """Losses, norms and weights to the bit; the weights by name."""
+    """Asserts bitwise equal losses, norms and weights; returns the weights by name."""
     assert results(one) == results(other)
     before, after = alike(one), alike(other)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -72,7 +72,7 @@ def same(one, other):
 
 
 def as_one(workers, expected):
-    """Losses and norms are nearly those of one process."""
+    """Asserts that losses and norms are nearly those of one process."""
     assert losses_of(workers) == pytest.approx(expected.losses, abs=1e-6)
     assert [norm for _, norm in results(workers)] == pytest.approx(expected.norms, rel=1e-6)
 
@@ -102,7 +102,7 @@ SHARED_OUT += [("chimera", 1, False), ("dualpipe", 2, True)]
     ("schedule", "copies", "tied"), few(SHARED_OUT, ("zb-v", "dualpipe")), ids=[name for name, *_ in SHARED_OUT]
 )
 def test_sharing_out_the_optimizer_changes_no_bit(schedule, copies, tied):
-    """Loss, norm, clipping and weights; the pipes of a bidirectional schedule share it out, too."""
+    """Loss, norm, clipping and weights; also sharded over the pipes of a bidirectional schedule."""
     plain, shared = (trained(schedule, 2, 4, copies, zero1, tied) for zero1 in (False, True))
     same(plain, shared)
     assert all(isinstance(o, Sharded) for w in shared for o in w.optimizers.values())
@@ -189,7 +189,7 @@ def test_every_copy_reads_samples_of_its_own():
 
 
 def test_a_rank_goes_on_computing_while_its_sum_waits_for_another_copy():
-    """The second copy starts no sum before the first one has computed behind its own."""
+    """The second copy starts its sum only after the first copy has computed more ops after its own."""
     plan, computed, late = copies_of("zb-v", 2, 4, 2), threading.Event(), []
 
     def wrap(worker):
@@ -253,7 +253,7 @@ ON_A_NODE += [("chimera", {"zero1": True}, False)]
 
 @pytest.mark.parametrize(("schedule", "optimizer", "tied"), few(ON_A_NODE, ("zb-v", "chimera")))
 def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
-    """Ranks 0 and 1 are two copies of the first rank of the pipeline. The same bits where sums have two terms only."""
+    """Ranks 0 and 1 are two copies of the first rank of the pipeline. Bitwise equal if sums have only two terms."""
     options = {"optimizer": {**CLIPPED, **optimizer}, "tied": tied}
     plain, mixed = (run_threads(copies_of(schedule, 2, 4, 2, node=node, **options), 3) for node in ((), (1, 2)))
     assert [(w.replica, w.plan.rank) for w in mixed] == [(0, 0), (1, 0), (0, 1), (1, 1)]
@@ -270,7 +270,7 @@ def test_copies_that_share_a_node_train_alike(schedule, optimizer, tied):
 
 @pytest.mark.parametrize("schedule", few(SCHEDULES))
 def test_tied_embeddings_have_the_gradients_of_one_process(schedule):
-    """Two terms of a sum in another order, so 1e-6."""
+    """The order of sums differs, so up to 1e-6."""
     plan = copies_of(schedule, 2, 4, 1, tied=True, keep=without_step)
     assert "head.logits.weight" not in parameters(check_gradients(plan, tolerance=1e-6))
 

@@ -1,4 +1,4 @@
-"""The copier of a GPU with streams that only write down what they wait for. The CPU's, with real copies."""
+"""The copier of a GPU, with streams that only record their waits. The CPU's, with real copies."""
 
 from contextlib import contextmanager
 
@@ -35,7 +35,7 @@ class Streams:
 
 @pytest.fixture
 def copier(monkeypatch):
-    """Memory is the host's; streams and events are made up."""
+    """A copier on host memory with fake streams and events."""
 
     @contextmanager
     def inside(stream):

@@ -1,4 +1,4 @@
-"""A loss is one mean over all targets of a step that count, however they are dealt to microbatches and replicas."""
+"""A loss is one mean over all targets of a step that count, for any distribution to microbatches and replicas."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def plan_of(counts, way=WAYS[0], loss="cross_entropy", *, slices=1, m=4, **optio
 
 
 def one_process(plan, loss, steps):
-    """All samples in one batch: every step has them all, so their order is no matter."""
+    """All samples in one batch: every step has all of them, so their order does not matter."""
     args = plan.manifest.training["data"]["args"]
     data, made = Padded(**args), {f"layers.{i}": layer.build(7) for i, layer in enumerate(plans_of(plan))}
     weights = {f"{name}.{local}": p for name, layer in made.items() for local, p in layer.named_parameters()}

@@ -1,4 +1,4 @@
-"""Which samples a step sees, from which sources, and what is wrong with others."""
+"""The samples of a step, their sources, and errors of other sources."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Two to five features at once, drawn: they train as one without what must not change it, or the table says no."""
+"""Two to five random features at once: they train like those that change a training, or the table refuses them."""
 
 import pytest
 

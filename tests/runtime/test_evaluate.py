@@ -1,4 +1,4 @@
-"""Evaluation: the right number for every cut, from a proven program, and nothing of the training changes by it."""
+"""Evaluation: the right number for every partition, from a proven program, without a change of the training."""
 
 import math
 
@@ -148,7 +148,7 @@ AVERAGED = {**RESIDUAL, "family": "tests.runtime.zoo:batchnorm", "args": {}}
 
 @pytest.mark.parametrize("family", ["tests.runtime.user_models:residual", "tests.runtime.zoo:inline"])
 def test_inputs_in_floating_point_have_the_type_of_the_weights_as_in_training(text, family):
-    """The norm that the first begins with refuses another type; the second would take it, and give another loss."""
+    """The norm at the start of the first model refuses another type; the second would accept it, with a wrong loss."""
     section = {**RESIDUAL, "family": family, "args": {}, "dtype": "bfloat16", "parameters": "bfloat16"}
     plan = plan_for("zb-h1", 2, text, section=section, optimizer={"lr": 1e-2})
     workers = run_threads(plan, 3)

@@ -1,4 +1,4 @@
-"""A plan runs exactly as written, leaves nothing behind, and says which op of which rank failed."""
+"""A plan runs exactly as written, leaves nothing over, and reports the op and rank of a failure."""
 
 import math
 import threading
@@ -27,7 +27,7 @@ LAST = "RECV_F s1 m0, F s1 m0, BW s1 m0, SEND_B s1 m0, VALIDATE, STEP s1"
 
 
 def fails(plan, steps=1, setup=None):
-    """The error of a run, whatever it is."""
+    """The error of a run."""
     with pytest.raises(Exception) as caught:
         run_threads(plan, steps, setup=setup)
     return caught.value
@@ -107,7 +107,7 @@ def test_clipping_scales_to_the_largest_norm(largest):
 
 
 def step_through(worker):
-    """Run a worker's script op by op, yielding each op after it ran."""
+    """Runs a worker's script op by op, yielding each op after it ran."""
     for handler, op, _ in worker.script:
         handler(worker, op)
         yield op
@@ -132,7 +132,7 @@ def test_stores_fill_and_empty_as_ops_run():
 
 
 def test_an_output_is_gone_after_its_send_and_the_graph_after_b():
-    """The graph outlives the output it computed; only the transport may still hold that, and B frees the graph."""
+    """The graph outlives its output, which only the transport may still hold; B frees the graph."""
     plan = plan_of([FIRST.replace("BW s0 m0", "B s0 m0, W s0 m0"), LAST], TWO, 1)
     hub = Hub(2)
     worker, other = make_worker(plan, 0, hub), make_worker(plan, 1, hub)

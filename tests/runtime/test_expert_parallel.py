@@ -1,4 +1,4 @@
-"""Experts that replicas share out: the training of replicas that each have all of them, in every order and after it."""
+"""Expert parallelism: equal to the training of replicas with all experts each, under every order and after resuming."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zbc.training.models.experts import Experts
 
 
 def compiled(folder, way, **parallel):
-    """Of eight microbatches a step, over all replicas."""
+    """A compiled job with eight microbatches per step over all replicas."""
     found = tables(way)
     found["parallel"] |= parallel
     found["schedule"]["microbatches"] = 8 // found["parallel"].get("dp", 1)
@@ -251,7 +251,7 @@ HELD = [
 
 @pytest.mark.parametrize(("kind", "shard", "dtype", "kept"), few(HELD, 1))
 def test_a_plan_knows_what_a_rank_with_some_of_the_experts_holds(tmp_path, monkeypatch, kind, shard, dtype, kept):
-    """Where loads are even, as plans have them."""
+    """With even loads, as plans assume."""
 
     def even(self, likely):
         return torch.arange(len(likely) * self.top_k).view(-1, self.top_k) % self.count

@@ -1,4 +1,4 @@
-"""Experts: what a token gets is the formula, and a pipeline trains them as one process does."""
+"""Experts: outputs follow the formula, and a pipeline trains them as one process does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODEL = {
 
 
 def of_one_token(layer, x):
-    """What the page says, of one token after the other."""
+    """The formula of the page, one token after the other."""
     found = []
     for token in x:
         likely = layer.scores(token @ layer.router.weight.t())
@@ -116,7 +116,7 @@ def test_added_losses_are_those_of_their_papers(scores):
 
 @pytest.mark.parametrize("shared", [{}, {"dp": 2, "ep": 2}], ids=str)
 def test_a_forward_that_runs_again_goes_by_the_experts_it_chose(monkeypatch, shared):
-    """Each time it is asked a router chooses otherwise, as one that breaks ties by chance."""
+    """The router chooses differently each time, like one that breaks ties randomly."""
     plain, counts = Experts._chosen, dict[tuple[int, int], int]()
 
     def wavering(self, likely):
@@ -193,7 +193,7 @@ RECOMPUTED = {"schedule": {"kind": "zb-v", "slices": 2}, "memory": {"activations
 
 @pytest.mark.parametrize("way", [SHARED_OUT, RECOMPUTED], ids=["shared out", "recomputed in slices"])
 def test_loads_are_the_rows_of_each_expert_and_biases_move_towards_even_ones(way):
-    """Each token of a step counts once for each expert that it meets, whatever is run again."""
+    """Each token of a step counts once for each of its experts, also if forwards run again."""
     single = run(tables(BIASED | {"parallel": {"pp": 1}}))
     found = run(tables(BIASED | way))
     rows = [torch.tensor(result.routed).view(4, 4) for result in single[0].results]

@@ -1,4 +1,4 @@
-"""The built-in families: what the compiler counts of them is what is there, and they compute what they should."""
+"""The built-in families: the compiler's counts match the built models, and outputs are correct."""
 
 import math
 
@@ -54,7 +54,7 @@ def test_parameters_are_counted_as_they_are(changes):
 
 @pytest.mark.parametrize("changes", FAMILIES + EXPERTS)
 def test_what_a_block_keeps_for_its_backward_is_what_is_counted(changes):
-    """Plain autograd keeps what F keeps; only storage that is not a parameter or a buffer counts, once."""
+    """Plain autograd keeps the same as F; storage that is no parameter or buffer counts, once."""
     size, described = 2, job(model={**SIZES, **changes})
     block = layers(described)[1].build(0)
     x = torch.randn(size, 32, 64, requires_grad=True)
@@ -90,7 +90,7 @@ def test_the_floating_point_operations_of_a_block_are_those_torch_counts():
 
 
 class Kernels(TorchDispatchMode):
-    """Counts what computes; views cost nothing to speak of."""
+    """Counts kernels that compute; views are negligible."""
 
     count = 0
 
@@ -122,7 +122,7 @@ def test_mfu_counts_three_forwards_of_what_torch_counts():
         with FlopCounterMode(display=False) as counter:
             for plan in model.layers(described, 7):
                 x = plan.on_meta()(x)
-        # torch counts attention's whole square, of which a token sees what is before it, and in its window.
+        # torch counts attention's whole square, but a token sees only earlier tokens within its window.
         windows = [described.block(i).window or 32 for i in range(3)]
         unseen = sum(4 * 4 * described.head_width * (32 * 32 - 32 * w + w * w / 2) for w in windows)
         assert training_flops(described) == pytest.approx(3 * (counter.get_total_flops() - unseen))

@@ -1,4 +1,4 @@
-"""Error feedback: by hand in one process, however the optimizer is cut up, and over a restart."""
+"""Error feedback: compared with one process by hand, for any partition of the optimizer, and over a restart."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def tables(*traits, **optimizer):
 
 
 def test_an_update_makes_good_what_the_last_one_was_off_by(tmp_path):
-    """Of plain descent, one step after the other: u(t) is -0.1 of the gradient at W(t)."""
+    """In plain gradient descent, step by step: u(t) is -0.1 times the gradient at W(t)."""
     plan = planned(tmp_path, tables(kind="sgd", lr=0.1, weight_decay=0.0))
     workers = run_threads(plan, 5)
     losses, weights = by_hand(plan, 5, share=1.0)

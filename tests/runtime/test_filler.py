@@ -1,4 +1,4 @@
-"""Work in the time in which a rank waits."""
+"""User work while a rank waits."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ A, B = Message(0, 1, 0, 0, 0), Message(0, 1, 1, 0, 0)
 
 
 class Clock:
-    """A rank that waits for messages which come at known times; a step of its task takes `takes` seconds."""
+    """A rank that waits for messages with known arrival times; a step of its task takes `takes` seconds."""
 
     def __init__(self, takes=1.0, seconds=None):
         self.time, self.takes, self.steps, self.comes = 0.0, takes, 0, {}
@@ -46,7 +46,7 @@ def filled(**how):
 
 
 def awaited(filling, clock, message, seconds):
-    """Steps that were done in a wait of so long, and how much longer it took than that."""
+    """The number of steps in a wait of given length, and the delay of its end."""
     before, clock.comes[message] = clock.steps, clock.time + seconds
     assert filling.wait(message) is message
     return clock.steps - before, clock.time - clock.comes[message]
@@ -114,7 +114,7 @@ def test_training_is_the_same_with_a_filler(copies):
 
 
 def test_a_rank_that_fails_is_heard_while_others_fill():
-    """`ready` says yes where a wait would raise: nobody fills for ever."""
+    """`ready` is true if a wait would raise, so filling ends."""
     plan = make_plan(make_program("1f1b", 2, 4))
 
     def fill(worker):

@@ -1,4 +1,4 @@
-"""Steps without a flush: bit for bit one process whose gradients come a step late, and nothing else."""
+"""Steps without a flush: bitwise equal to one process whose gradients come a step late."""
 
 import math
 from dataclasses import replace
@@ -93,7 +93,7 @@ def evaluating(every, **how):
 
 
 def test_an_evaluation_changes_nothing():
-    """It comes after an epilogue, and the prologue behind it begins on the older weights."""
+    """It comes after an epilogue, and the prologue after it begins with the older weights."""
     plain = reference(evaluating(50), 7, delayed=True)
     workers = check(evaluating(2), 7)
     assert [one.step for one in workers[0].evaluation.results] == [1, 3, 5, 6]
@@ -120,7 +120,7 @@ def test_a_run_that_goes_on_has_the_same_bits(tmp_path, name):
 
 
 def test_other_ways_to_step_go_on_from_its_checkpoints(tmp_path):
-    """And the other way round: from a checkpoint with one version the first step is as with no delay."""
+    """And vice versa: from a checkpoint with one version the first step has no delay."""
     checkpoint = {"every": 2, "asynchronous": False}
     mine = plan_of(model=SMALL, checkpoint=checkpoint)
     other = make_plan(make_program("1f1b", 2, 3), model=SMALL, checkpoint=checkpoint, optimizer=ADAMW)
@@ -153,7 +153,7 @@ def test_a_run_that_is_asked_to_stop_ends_with_the_step_that_has_begun():
 
 
 def poisoned(worker, step, stage):
-    """Have a gradient of a stage be no number in one step."""
+    """Makes a gradient of a stage NaN in one step."""
 
     def run(one, number, *, stop=False):
         from zbc.runtime.core.execute import run_step
@@ -189,7 +189,7 @@ def broken(plan, monkeypatch, how):
 
 
 def test_a_version_that_is_switched_for_forwards_only_is_noticed(monkeypatch):
-    """A layer that computes with its weights in backward would read those of another step."""
+    """A layer that uses its weights in backward would read weights of another step."""
 
     def break_it(patch):
         plain = cycle._of_this
@@ -207,7 +207,7 @@ def test_a_version_that_is_switched_for_forwards_only_is_noticed(monkeypatch):
 
 
 def test_a_backward_before_the_step_of_the_step_before_is_wrong_without_a_word():
-    """Norms and biases get their gradients in B. The check finds it (E210); a runtime that ran it would not."""
+    """Norms and biases get their gradients in B. The check finds it (E210); a run would be silently wrong."""
     program = make_program("1f1b", 3, 3, sync="two-versions")
     ops = []
     for op in program.ranks[1]:
@@ -247,7 +247,7 @@ def _options():
 
 
 def test_what_a_step_leaves_behind_is_found():
-    """The last backward of a step is missing: what its forward keeps is not the next step's."""
+    """The last backward of a step is missing: the activations of its forward do not belong to the next step."""
     program = make_program("1f1b", 2, 3, sync="two-versions")
     plan = make_plan(program, optimizer={**ADAMW, "sync": "two-versions"}, keep=lambda op: str(op) != "BW s1 m2")
     with refused("E703"):

@@ -1,4 +1,4 @@
-"""Steps without a flush through other features: trained as they are alone, and as one process a step late."""
+"""Steps without a flush with other features: equal to training without these, and to one process a step late."""
 
 import math
 from itertools import pairwise
@@ -64,7 +64,7 @@ def test_a_growing_batch_drains_where_it_grows(tmp_path):
 
 
 def test_a_run_in_shares_goes_on_with_the_same_bits(tmp_path):
-    """The older weights, of which each rank wrote a part, are whole again on all of them."""
+    """The older weights, written in parts by ranks, are whole again on all ranks."""
     tables = settings("two versions", "sharded optimizer", "slices")
     tables["parallel"]["pp"], tables["checkpoint"] = 2, {"every": 3, "asynchronous": False, "keep": 9}
     plan = planned(tmp_path, tables)
@@ -113,7 +113,7 @@ def test_ranks_that_share_layers_skip_a_step_together(tmp_path):
 
 
 def test_both_versions_are_whole_after_every_step(tmp_path):
-    """Replicas that step parts have equal weights, the older ones too."""
+    """Replicas that step parts have equal weights, including the older version."""
     tables = settings("two versions", "sharded optimizer")
     tables["parallel"]["pp"] = 2
     workers = run_threads(planned(tmp_path, tables), 3)

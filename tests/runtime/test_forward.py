@@ -1,4 +1,4 @@
-"""`--forward`: rows of a data set by the ranks of a pipeline, those that one process finds, in the order of samples."""
+"""`--forward`: rows of a data set by the ranks of a pipeline equal those of one process, in the order of samples."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ VOCAB = 256
 
 
 def text_of(folder, samples, seq_len=16):
-    """A file of so many windows."""
+    """A text file of `count` windows."""
     path = folder / "data.txt"
     path.write_bytes(bytes(32 + (7 * i + i // 5) % 90 for i in range(samples * seq_len + 1)))
     return {"kind": "text", "path": str(path)}

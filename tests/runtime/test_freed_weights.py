@@ -1,4 +1,4 @@
-"""Weights that go and come back within a step: the bits of a training whose weights stay."""
+"""Weights that are resharded and unsharded within a step: bitwise equal to training with resident weights."""
 
 import itertools
 from collections import Counter
@@ -44,7 +44,7 @@ def plan_of(schedule, p, m, resident, *, model=GPT, tied=False, v=None, with_w=F
 
 
 def weights(workers):
-    """Every element of every weight, as far as each rank answers for it."""
+    """Every element of every weight, from the rank that is responsible for it."""
     found: dict[str, torch.Tensor] = {}
     for worker in workers:
         for optimizer in worker.optimizers.values():
@@ -87,7 +87,7 @@ SAMPLE += [("zb-v", 2, "bfloat16"), ("interleaved-1f1b", 1, "bfloat16")]
 
 
 def plan_of_case(schedule, resident, dtype):
-    """None where a group takes the weights of two stages, and there is room for those of one."""
+    """The plan; None if a group needs the weights of two stages, with room for one stage only."""
     try:
         return plan_of(schedule, 2, 4, resident, model={**GPT, "dtype": dtype})
     except ZbcError as error:
@@ -150,7 +150,7 @@ def test_w_runs_while_its_weights_are_gone():
 
 
 def test_a_cast_that_is_kept_over_a_gather_is_noticed(monkeypatch):
-    """The trap of bfloat16: a step that computes with the casts of the step before has other losses, and no error."""
+    """A pitfall of bfloat16: a step that computes with casts of the last step has wrong losses without an error."""
     for name in ("forget", "refill", "free"):
         monkeypatch.setattr(SplitLinear, name, lambda self: None)
     plain = SplitLinear.adopt
@@ -170,7 +170,7 @@ def test_a_plan_is_the_same_without_gathers_in_the_step():
 
 @pytest.mark.parametrize(("resident", "parameters"), [(1, "float32"), (2, "float32"), (1, "bfloat16")])
 def test_predicted_bytes_of_weights_are_those_that_are_allocated(tmp_path, resident, parameters):
-    """Of the rank with the most: its parts, what stays, and the most that is gathered at once."""
+    """For the rank with the most: its shards, the weights that stay, and the most that is gathered at once."""
     section = {"family": "gpt", "layers": 10, "hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16}
     how = {"model": {**section, "dtype": parameters, "parameters": parameters}, "data": {"kind": "synthetic"}}
     how |= {"parallel": {"pp": 2, "dp": 2, "shard": "weights"}, "memory": {"resident": resident}}
@@ -196,7 +196,7 @@ def test_predicted_bytes_of_weights_are_those_that_are_allocated(tmp_path, resid
     [("breadth-first", 1, 0), ("breadth-first", 0, 1), ("bitpipe", 1, 0), ("bitpipe", 0, 2), ("bitpipe", 1, 1)],
 )
 def test_a_training_goes_on_with_its_weights_shared_out_or_not(tmp_path, schedule, first, second):
-    """With two pipes shares of gradients are summed in another order."""
+    """With two pipes shares of gradients are summed in a different order."""
     every = {"checkpoint": {"every": 2, "asynchronous": False}}
     before, after = (plan_of(schedule, 2, 4, room, **every) for room in (first, second))
     straight = run_threads(before, STEPS, folder=tmp_path / "whole")
@@ -222,7 +222,7 @@ TWO_PIPES = [
     ("schedule", "resident", "dtype"), few(TWO_PIPES, [("chimera", 1, "bfloat16"), ("bitpipe", 2, "float32")])
 )
 def test_replicas_of_one_holder_share_out_its_weights(schedule, resident, dtype):
-    """Gradients are summed over both pipes, in another order than where each rank has all of the weights."""
+    """Gradients are summed over both pipes, in another order than with whole weights on each rank."""
     plan = plan_of_case(schedule, resident, dtype)
     if plan is None:
         return

@@ -1,4 +1,4 @@
-"""Frozen layers: what one process with requires_grad=False in the same microbatches trains, and nothing else."""
+"""Frozen layers: equal to one process with requires_grad=False in the same microbatches."""
 
 import pytest
 import torch
@@ -126,7 +126,7 @@ SOME = {
     ("resident", "dtype"), few([(0, "float32"), (1, "float32"), (0, "bfloat16")], ((1, "float32"),))
 )
 def test_an_optimizer_that_replicas_share_out_has_the_same_bits(share, resident, dtype):
-    """`resident`: the weights come and go as well."""
+    """`resident`: the weights are resharded as well."""
     plain = make_program("breadth-first", 2, 2, 2, copies=2)
     sharded = make_program("breadth-first", 2, 2, 2, copies=2, sharded=True)
     other = freeing("breadth-first", 2, 2, resident, 2) if resident else sharded
@@ -159,7 +159,7 @@ def test_nothing_is_frozen_at_first():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_stage_that_is_frozen_is_one_without_gradients(schedule):
-    """Bitwise, momentum and decay included: what nobody trained is not stepped."""
+    """Bitwise, momentum and decay included: parameters without gradients are not stepped."""
     frozen = run_threads(frozen_plan(schedule, share=lambda stage, mb: 0 if stage == 1 else WHOLE), 3)
 
     def no_gradients(worker):
@@ -180,7 +180,7 @@ def test_a_stage_that_is_frozen_is_one_without_gradients(schedule):
 
 
 def test_what_a_frozen_layer_defers_is_nothing():
-    """A W of which all layers rest has no work, and B has left none of a layer's."""
+    """A W with all layers frozen has no work, and B has deferred none."""
     plan = frozen_plan("zb-h1", share=lambda stage, mb: 0)
     left = []
 

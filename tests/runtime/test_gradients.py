@@ -1,4 +1,4 @@
-"""The test that defines correctness: every schedule computes what one process with plain autograd computes."""
+"""The test that defines correctness: every schedule computes the same as one process with plain autograd."""
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ def user(factory, **args):
 
 
 def slack(schedule):
-    """0, bit by bit; with two pipes a stage's gradient is the sum of two, and sums of another order differ a little."""
+    """The tolerance: 0, bitwise; with two pipes a stage's gradient is a sum of two, whose order differs."""
     return 0.0 if len(SCHEDULES[schedule].placement(4, SCHEDULES[schedule].default_chunks).pipes) == 1 else 1e-6
 
 
 def without_step(op: Op) -> bool:
-    """Gradients stay where STEP would have used them up."""
+    """The plan without STEP, so that gradients stay."""
     return op.kind is not Kind.STEP
 
 
@@ -89,7 +89,7 @@ def test_each_step_is_made_with_its_own_learning_rate(kind):
 
 BOTH = [("zb-h1", 4), ("1f1b", 4)]
 CONVNET = {"family": "plans.convnet:layers", "layers": 8}
-MODELS = {  # the ways to plan it, of which the first always runs, and what it is
+MODELS = {  # its plans, of which the first always runs, and its settings
     "rotary positions": ([("zb-v", 4), ("1f1b", 4), ("zb-h1", 4)], {**GPT, "positions": "rotary"}),
     "convolutions": ([*BOTH, ("zb-v", 4)], CONVNET),
     "convolutions in bfloat16": ([*BOTH, ("zb-v", 4)], {**CONVNET, "dtype": "bfloat16"}),
@@ -176,8 +176,8 @@ def test_bfloat16_autocast_gives_the_bits_of_native_autocast(schedule, family):
 
 @pytest.mark.parametrize("factory", ["twice", "scales"])
 def test_layers_whose_w_sums_in_another_order_have_nearly_the_gradients_of_one_process(factory):
-    """Autograd adds both uses of a module before it accumulates, W one after the other; and it reduces a broadcast
-    otherwise than (grad * x).sum(0), which a layer defers itself."""
+    """Autograd adds both uses of a module before it accumulates, W accumulates them one by one; and autograd reduces a
+    broadcast in another order than the (grad * x).sum(0) that a layer defers."""
     plan = make_plan(make_program("zb-h1", 4, 4), model=user(factory), **VECTORS, keep=without_step)
     assert all(p.grad is not None for p in parameters(check_gradients(plan, tolerance=1e-6)).values())
 
@@ -216,13 +216,13 @@ def test_a_copy_without_a_gradient_gets_the_sum_and_no_gradient_anywhere_stays_n
 
 @pytest.mark.parametrize("order", ["B m0, B m1, W m1, W m0", "B m1, W m1, B m0, W m0", "B m1, B m0, W m0, W m1"])
 def test_any_order_of_b_and_w_keeps_microbatches_apart(order):
-    """Sums of two terms, so that the order of accumulation cannot show and everything else does."""
+    """Sums of two terms, so that the order of accumulation has no effect and any other difference shows."""
     body = ", ".join(f"{kind} s0 {mb}" for kind, mb in (item.split() for item in order.split(", ")))
     check_gradients(plan_of([f"F s0 m0, F s0 m1, {body}, VALIDATE"], Placement.linear(1), 2))
 
 
 def test_b_and_w_in_another_order_than_f_on_every_rank():
-    """Three microbatches back in the order 2, 0, 1 with W in the order 1, 2, 0: another sum order, so 1e-6."""
+    """Three microbatches, B in the order 2, 0, 1 and W in the order 1, 2, 0: sums have another order, so up to 1e-6."""
     first = "F s0 m0, SEND_F s0 m0, F s0 m1, SEND_F s0 m1, F s0 m2, SEND_F s0 m2"
     back = "".join(f", RECV_B s0 m{i}, B s0 m{i}" for i in (2, 0, 1)) + "".join(f", W s0 m{i}" for i in (1, 2, 0))
     last = "".join(f"RECV_F s1 m{i}, F s1 m{i}, " for i in (0, 1, 2))
@@ -265,7 +265,7 @@ def test_without_a_barrier_one_microbatch_is_enough(schedule):
 
 @pytest.mark.parametrize("schedule", few([AUTO, *SCHEDULES], lambda name: name != AUTO))
 def test_a_job_with_one_microbatch_is_planned_proven_and_predicted(schedule):
-    """A single one goes down and up: no schedule can hide anything, none needs longer than that."""
+    """A single microbatch goes down and up: no schedule can hide anything, and none takes longer."""
     for m in (1, 2, 3):
         compiled = compile_job(
             job(kind=schedule, m=m, layers=16, pp=4, costs={"f": 1.0, "b": 1.0, "w": 1.0, "reduce": 0.0}), budget=0.0

@@ -1,4 +1,4 @@
-"""Models whose stages are a graph train as one process would."""
+"""Models whose stages are a graph train as in one process."""
 
 from dataclasses import replace
 from functools import partial
@@ -191,7 +191,7 @@ def test_a_group_read_beside_others_that_ends_in_several_tensors_is_refused():
 
 @pytest.mark.parametrize("name", ["two branches", "skip"])
 def test_evaluation_is_that_of_one_process(name):
-    """Of weights that a step of no length has left as they were."""
+    """For weights that a step with a rate of 0 has left unchanged."""
     of = [group for group, reads in GRAPHS[name][0].items() if not reads]
     how = {"train": {"steps": 1, "eval_every": 1, "seed": 1}, "optimizer": {"kind": "sgd", "lr": 1e-30}}
     data = {"kind": "tests.runtime.graph_models:Vectors", "validation": 0.25, "args": {"count": 64, "of": of}}
@@ -216,7 +216,7 @@ def test_examples_learn(name, steps, least, tmp_path):
 
 
 def test_a_gradient_that_is_not_added_shows(monkeypatch):
-    """The planted bug: of several gradients of an output the first counts."""
+    """The planted bug: only the first of several gradients of an output counts."""
 
     plan = plan_of("skip")
     monkeypatch.setattr(route, "total", lambda found: found[0])
@@ -227,6 +227,6 @@ def test_a_gradient_that_is_not_added_shows(monkeypatch):
 
 
 def test_a_rank_that_reads_one_of_several_inputs_can_be_weighed():
-    """As a trace of a step does."""
+    """As in a trace of a step."""
     _, scales = scaled(plan_of("two branches", "zb-h1"))
     assert len(scales) == 6 and all(scale.readings for scale in scales)

@@ -1,4 +1,4 @@
-"""In what order ranks make and first use their process groups, and what they ask of NCCL."""
+"""The order in which ranks create and first use their process groups, and their requests to NCCL."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def test_first_connections_take_a_few_rounds_however_long_the_pipeline_is(placem
 
 
 def waits(pairs, order):
-    """How many rounds it takes when each rank goes through its pairs in `order` and both ends have to be there."""
+    """The number of rounds if each rank goes through its pairs in `order` and a pair needs both ends."""
     left = {rank: [pair for pair in order if rank in pair] for pair in pairs for rank in pair}
     count = 0
     while any(left.values()):
@@ -45,7 +45,7 @@ def test_one_after_the_other_along_the_pipeline_would_take_as_many_rounds_as_the
 
 
 def test_groups_of_transfers_go_first_and_take_few_blocks_of_a_gpu(monkeypatch):
-    """As far as it goes without NCCL: what torch is asked for."""
+    """As far as possible without NCCL: the requests to torch."""
     asked = []
 
     class Options:

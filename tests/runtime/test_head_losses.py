@@ -1,4 +1,4 @@
-"""Losses of built-in heads: by chunks, with a z loss, with label smoothing; all as plain torch has them."""
+"""Losses of built-in heads: by chunks, with a z loss, with label smoothing; all equal to plain torch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The in-process transport: checks what networks do not, and turns every hang into an error."""
+"""The in-process transport: it checks more than networks do, and turns every hang into an error."""
 
 import threading
 import weakref
@@ -16,7 +16,7 @@ UP = Message(1, 0, 0, 0, 0)
 
 
 def together(ranks, *parts):
-    """Run one function per rank, each with its transport; what each raised, by rank."""
+    """Runs one function per rank, each with its transport; returns the exception of each, by rank."""
     hub = Hub(ranks)
     errors = {}
 

@@ -1,4 +1,4 @@
-"""What ranks compare before the first step."""
+"""The comparison of ranks before the first step."""
 
 import sys
 import types
@@ -12,7 +12,7 @@ from zbc.training.launch.identity import _digest, identity
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package of a user's: layers, and a module that they import."""
+    """A user's package: layers, and a module that they import."""
     folder = tmp_path / "ownmodel"
     folder.mkdir()
     (folder / "__init__.py").write_text("")

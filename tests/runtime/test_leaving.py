@@ -1,4 +1,4 @@
-"""sys.exit() in code of users is a failure of that code with its place, as any other exception is."""
+"""sys.exit() in users' code is a failure of that code with its place, like any other exception."""
 
 import pytest
 import torch

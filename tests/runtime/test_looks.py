@@ -1,4 +1,4 @@
-"""Ranks that read a sample each by itself see one look at it, whatever its dataset draws; else they do not begin."""
+"""Ranks that each read a sample get the same, for any random numbers of its dataset; else they do not begin."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What a rank really holds, and that the compiler knows it: by category, for shapes the formulas were not made from."""
+"""Measured memory of a rank equals the prediction: by category, for shapes that the formulas were not fitted to."""
 
 from itertools import product
 
@@ -22,7 +22,7 @@ from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
 
 
 def weighed(tmp_path, steps=2, **changes):
-    """A job compiled, its plan, and what was weighed of each rank in so many steps."""
+    """A compiled job, its plan, and the measured memory of each rank in `steps` steps."""
     compiled = compile_job(job(data={"kind": "synthetic"}, **changes))
     compiled.write(tmp_path / "plan")
     plan = StoredPlan.read(tmp_path / "plan")
@@ -83,7 +83,7 @@ TO_HOST = {
     ("case", "kind"), few(list(product(TO_HOST, ["1f1b", "zb-v", "gis"])), [("fp32", "1f1b"), ("bf16", "gis")])
 )
 def test_what_moves_to_the_host_is_predicted(tmp_path, case, kind):
-    """What is left on the device, and what lies on the host meanwhile; the latter is part of no peak."""
+    """The rest on the device, and the bytes on the host meanwhile, which are part of no peak."""
     schedule = {"memory_limit": "0.6x", "microbatch_size": 2}
     how = {"memory": {"activations": "offload"}, "schedule": schedule, "costs": {"offload": 1.0}}
     found = both(tmp_path, kind=kind, pp=4, m=6, layers=8, model=TO_HOST[case], **how)
@@ -103,7 +103,7 @@ SLICED = ["fp32", "bf16", "masters", "rotary", "llama", "qwen3"]
     few(dealt(SLICED, dealt(["1f1b", "zb-h1", "zb-v"], ["keep", "recompute"])), [("rotary", "1f1b", "keep")]),
 )
 def test_what_slices_keep_is_predicted(tmp_path, case, kind, activations):
-    """Keys and values once for all slices, their gradients, and of the rest what is in flight."""
+    """Keys and values once for all slices, their gradients, and other activations for slices in flight."""
     model = {**CASES[case]["model"], "seq_len": 96}
     how = {"schedule": {"slices": 3}, "memory": {"activations": activations}, "layers": 4}
     weighed(tmp_path, 1, kind=kind, pp=2, m=3, model=model, **how)  # a process keeps masks of slices for all steps
@@ -130,7 +130,7 @@ SPREAD = [("fp32", 2), ("bf16", 2), ("rotary", 4), ("llama", 4), ("qwen3", 2), (
     ),
 )
 def test_what_ranks_that_share_tokens_hold_is_predicted(tmp_path, case, cp, kind, how):
-    """Of activations 1/cp, but for keys and values of all tokens."""
+    """1/cp of activations, except keys and values of all tokens."""
     model = {**CASES[case]["model"], "seq_len": 64}
     how = {"kind": kind, "m": 4, "layers": 4, "model": model, "parallel": {"pp": 2, "cp": cp}, **how}
     weighed(tmp_path, 1, **how)  # a process keeps masks for all steps
@@ -155,7 +155,7 @@ TENTATIVE = {
 
 @pytest.mark.parametrize(("case", "batch"), few(dealt(TENTATIVE, [2**22, 20000]), ("adamw", "tied")))
 def test_what_a_tentative_step_copies_is_predicted(tmp_path, monkeypatch, case, batch):
-    """Copies of masters and state, as many at a time as a batch has room for."""
+    """Copies of masters and state, a batch at a time."""
     monkeypatch.setattr(dealing, "BATCH", batch)
     changes = {"m": 4, "layers": 4, "pp": 2, **TENTATIVE[case]}
     changes["optimizer"] = {"sync": "post-validate", **changes.get("optimizer", {})}
@@ -186,7 +186,7 @@ SHARED = {
 
 @pytest.mark.parametrize("case", few(SHARED, ("tied", "two pipes")))
 def test_with_zero1_the_copy_that_is_dealt_most_is_predicted(tmp_path, case):
-    """Whole matrices are dealt: where there are few, copies do not keep equally much."""
+    """Whole matrices are dealt: if there are few, copies do not keep equal amounts."""
     changes = {"m": 4, "layers": 4, "parallel": {"dp": 2}, **SHARED[case]}
     compiled, plan, scales = weighed(tmp_path, optimizer={"zero1": True}, **changes)
     pipes = len(compiled.program.placement.pipes)
@@ -203,12 +203,12 @@ SUMMED = [(False, "before-step"), (True, "before-step"), (True, "post-validate")
 @pytest.mark.parametrize(("zero1", "sync"), few(SUMMED, [(False, "before-step"), (True, "post-validate")]))
 @pytest.mark.parametrize("case", few(["a large embedding", "masters"], ("a large embedding",)))
 def test_what_a_sum_over_copies_and_a_gather_hold_is_predicted_however_uneven_the_shares(tmp_path, case, zero1, sync):
-    """Messages of ZeRO-1 have as much for each copy as for the one that is dealt most."""
+    """Messages of ZeRO-1 have the size of the largest share for each copy."""
     changes = {"m": 2, "layers": 2, **SHARED[case], "pp": 1, "parallel": {"dp": 3}}
     compiled, _, scales = weighed(tmp_path, optimizer={"zero1": zero1, "sync": sync}, **changes)
 
     def most(kind):
-        """Beside weights and the optimizer's own; least of the copies, since a sum is made on the last one's thread."""
+        """The peak without weights and optimizer state; of the copy with the least, since the last thread sums."""
         held = [one.held for scale in scales for one in scale.readings if one.op.kind is kind]
         return min(one.peak - one.weights - one.masters - one.optimizer for one in held)
 
@@ -235,7 +235,7 @@ GATHERED += [("two stages", "interleaved-1f1b", "float32"), ("one stage", "chime
 
 @pytest.mark.parametrize(("shares", "kind", "dtype"), GATHERED)
 def test_weights_that_are_gathered_count_as_long_as_they_are_there(tmp_path, shares, kind, dtype):
-    """The peak of all memory, with many layers, so that what is dealt is even."""
+    """The peak of all memory, with many layers, so that shares are even."""
     parallel, memory = SHARES[shares]
     chunks = {} if kind in ("zb-v", "chimera") else {"chunks": 3}
     model = {"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, "dtype": dtype}
@@ -252,7 +252,7 @@ def test_weights_that_are_gathered_count_as_long_as_they_are_there(tmp_path, sha
 @pytest.mark.parametrize("dtype", few(["float32", "bfloat16"], ("bfloat16",)))
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dtype, m):
-    """With one microbatch every weight gradient is the first of its step, and is added to nothing."""
+    """With one microbatch every weight gradient is the first of its step, without accumulation."""
     changes = {"model": {"hidden": 40, "heads": 4, "vocab": 900, "dtype": dtype}, "layers": 3, "m": m, "pp": 1}
     for kind in ("1f1b", "zb-h1"):
         ((predicted, measured),) = both(tmp_path / kind, kind=kind, memory={"activations": activations}, **changes)
@@ -261,7 +261,7 @@ def test_what_ops_need_while_they_run_is_predicted_too(tmp_path, activations, dt
 
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
-    """The first backward of a step makes gradients, which are a category of their own and nothing it needs more."""
+    """The first backward of a step makes gradients, which are a separate category and not its workspace."""
     compiled, _, scales = weighed(tmp_path, kind=kind, pp=3, m=4, **{**CASES["fp32"], "layers": 6})
     readings = [one for one in scales[1].readings if one.op.kind.computes]
     for op_kind in {one.op.kind for one in readings}:
@@ -274,7 +274,7 @@ def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
 )
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_in_it(tmp_path, case, kind):
-    """They are added to nothing, and come one after the other while activations go."""
+    """They are not accumulated, and come one after the other while activations are freed."""
     compiled, _, scales = weighed(tmp_path, kind=kind, m=3, **{**CASES[case], "layers": 3, "pp": 2})
     found = {one.op: one for scale in scales for one in scale.readings if one.op.kind.computes}
     kinds = {op.kind for op in found}
@@ -306,14 +306,14 @@ def test_what_a_rank_holds_in_all_is_predicted_when_gradients_are_not_there_yet(
 
 
 def test_the_gradient_that_a_backward_is_given_counts_beside_what_it_makes(tmp_path):
-    """With one microbatch nothing else is on its way, so that the peak is that of the backward alone."""
+    """With one microbatch no other tensor is in flight, so that the peak is that of the backward alone."""
     changes = {"m": 1, "layers": 1, "pp": 2, "model": {"hidden": 32, "seq_len": 128, "vocab": 20}}
     for predicted, measured in both(tmp_path, kind="gpipe", **changes):
         assert predicted.bytes == pytest.approx(measured.peak, rel=0.005, abs=3000)
 
 
 def test_the_peak_of_an_op_counts_its_result_once(tmp_path):
-    """It is there before the op ends, and on its way after."""
+    """The result exists before the op ends, and is in flight after."""
     _, _, scales = weighed(tmp_path, kind="zb-h1", pp=2, m=3, layers=2)
     for one in (one for scale in scales for one in scale.readings if one.op.kind is Kind.F):
         held = one.held

@@ -1,4 +1,4 @@
-"""Layers, their names and their initial weights do not depend on how the model is cut; bad factories are explained."""
+"""Layers, their names and their initial weights do not depend on the partition; bad factories are explained."""
 
 import pytest
 import torch
@@ -199,7 +199,7 @@ class Types(TorchDispatchMode):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_loss_of_narrow_logits_is_wide_also_under_a_gpus_autocast(device):
-    """Which rounds its statistics to bfloat16 where it is asked for cross entropy."""
+    """On a GPU, autocast of cross entropy would round its statistics to bfloat16."""
     asked = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     try:
         torch.set_autocast_enabled(device, True)

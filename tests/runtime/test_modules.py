@@ -43,14 +43,14 @@ def test_gradients_are_those_of_one_process_bit_by_bit(kind, schedule, p, activa
     ("kind", "schedule", "p", "activations"), dealt(["tied", "strided"], ALL_WAYS, always=[("zb-h1", 4, "recompute")])
 )
 def test_gradients_are_those_of_one_process_up_to_the_order_of_sums(kind, schedule, p, activations):
-    """A weight used twice adds in another order; what is sent is contiguous, which changes the order inside kernels."""
+    """A weight used twice is summed in another order; sent tensors are contiguous, which changes kernels' order."""
     check_gradients(plan(kind, schedule, p, keep=without_step, activations=activations), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize(("schedule", "p"), few([("1f1b", 4), ("zb-h1", 4), ("zb-v", 2)], ("zb-h1",)))
 def test_a_tensor_lies_behind_a_transfer_as_it_does_without_one(schedule, p, activations):
-    """A view of a transposed tensor fails where that has become contiguous."""
+    """A view of a transposed tensor would fail if the transfer made it contiguous."""
     options = {"data": {**VECTORS["data"], "validation": 0.3}, "activations": activations}
     check_gradients(plan("turns", schedule, p, keep=without_step, **options))
     plans = (plan("turns", *way, train={"eval_every": 1}, **options) for way in ((schedule, p), ("gpipe", 1)))
@@ -61,13 +61,13 @@ def test_a_tensor_lies_behind_a_transfer_as_it_does_without_one(schedule, p, act
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 @pytest.mark.parametrize(("schedule", "p"), SCHEDULES)
 def test_whole_numbers_between_layers_and_stages(schedule, p, activations):
-    """No gradient gets past them: what lies before gets none, as in one process."""
+    """They stop gradients: layers before get none, as in one process."""
     workers = check_gradients(plan("integers", schedule, p, keep=without_step, activations=activations))
     assert parameters(workers)["layers.0.linear.weight"].grad is None
 
 
 def buffers_of_one_process(plan, steps):
-    """The buffers after `steps` steps of one process: as `reference`, which keeps the modules to itself."""
+    """The buffers after `steps` steps of one process, trained as in `reference`."""
     kept = {}
     build = models.LayerPlan.build
 
@@ -143,7 +143,7 @@ REFUSED = {
 
 
 def test_what_stands_before_a_layer_that_passes_no_gradient_on_gets_none():
-    """Not zeros, by which an optimizer would decay weights that one process leaves alone."""
+    """None, not zeros, with which an optimizer would decay weights that one process leaves unchanged."""
     for kind, first in (("stops", 4), ("constant", 1)):
         workers = check_gradients(plan(kind, "zb-v", keep=without_step))
         for name, parameter in parameters(workers).items():
@@ -153,7 +153,7 @@ def test_what_stands_before_a_layer_that_passes_no_gradient_on_gets_none():
 
 @pytest.mark.parametrize("zero1", [False, True])
 def test_complex_parameters_train_in_copies_and_without_a_barrier(zero1):
-    """Their sums, norms, masters and shares are those of both parts."""
+    """Their sums, norms, masters and shares include both parts."""
     optimizer = {"lr": 1e-2, "clip_grad_norm": 0.05, "sync": "post-validate", "zero1": zero1}
     how = {"sync": "post-validate", "copies": 2, "sharded": zero1}
     check_training(plan("imaginary", "zb-v", 2, 2, how=how, optimizer=optimizer), tolerance=1e-6)

@@ -1,4 +1,4 @@
-"""A moving average of the weights: evaluated, saved, however the weights are cut up; the training stays what it is."""
+"""A moving average of the weights: evaluated and saved, for any partition of weights; the training is unchanged."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_a_training_stays_what_it_is_and_evaluations_use_the_average(tmp_path):
     assert all(kept[f"model.{name}"].equal(before[f"model.{name}"]) for name in names)
     one = tables(ema=None, **{**checkpoint, "checkpoint__every": 1})
     ran(tmp_path / "each", one, folder=tmp_path / "c")
-    mean = None  # the average of the weights before the first step and behind each
+    mean = None  # the average of the weights before the first step and after each
     from tests.runtime.small_plans import make_worker
 
     start = make_worker(planned(tmp_path / "each", {**one, "parallel": {"pp": 1}}))
@@ -104,7 +104,7 @@ def test_a_run_goes_on_with_the_same_bits(tmp_path, traits):
 @pytest.mark.parametrize("clip", [{}, {"optimizer__clip_grad_norm": 0.01}], ids=["stands", "made again"])
 @pytest.mark.parametrize("traits", few([[], ["sharded optimizer"]], 1), ids=str)
 def test_steps_that_are_final_later_move_it_once_each(tmp_path, traits, clip):
-    """Whether a step stands as it was assumed, or is made again."""
+    """For steps that are accepted, and for steps that are made again."""
     found = ran(tmp_path / "ahead", tables("post-validate", *traits, **clip))[:2]
     assert found == ran(tmp_path / "barrier", tables(*traits, **clip))[:2]
     assert found[1] != ran(tmp_path / "plain", tables("post-validate", *traits, ema=None, **clip))[1]

@@ -1,4 +1,4 @@
-"""Muon: torch's numbers for whole matrices, one process's training however it is cut up, and groups by name."""
+"""Muon: equal to torch's for whole matrices and to one process for any partition, and groups by name."""
 
 from collections import Counter
 
@@ -139,7 +139,7 @@ def test_a_plan_knows_what_ranks_hold_of_it(tmp_path, traits):
 
 
 def test_no_rank_is_dealt_much_more_than_others():
-    """Of llama-8b's blocks, over eight replicas."""
+    """For llama-8b's blocks, over eight replicas."""
     block = [6144 * 4096, 4096 * 4096, 2 * 14336 * 4096, 14336 * 4096]
     counts = [count for _ in range(8) for count in (*block, 4096, 4096)]
     most, _ = dealing.most(counts, 8, block * 8)

@@ -47,7 +47,7 @@ def poisoned(steps, layer="layers.3"):
 
 
 def ends(plan, steps, setup):
-    """The error that ends a run of `steps` steps, and the steps each rank has seen."""
+    """The error that ends a run of `steps` steps, and the steps of each rank."""
     seen = {}
 
     def remember(worker):

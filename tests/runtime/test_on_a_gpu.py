@@ -1,6 +1,6 @@
-"""What only a GPU can show; without one all of this is skipped. Ranks are threads on its default stream.
+"""Tests that need a GPU; without one all are skipped. Ranks are threads on its default stream.
 
-Written without a GPU at hand: what fails here first may be the test.
+Written without a GPU at hand: a first failure may be due to the test.
 """
 
 import os
@@ -141,7 +141,7 @@ def test_what_is_copied_aside_for_a_checkpoint_is_pinned_and_whole():
         torch.cuda._sleep(CYCLES)
         event = copy_beside(GPU, [(place, tensor)])
         event.wait()
-        tensor.zero_()  # an update, behind the copy
+        tensor.zero_()  # an update, after the copy
     event.synchronize()
     assert torch.equal(place, expected)
     arena.close()

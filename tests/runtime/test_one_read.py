@@ -1,4 +1,4 @@
-"""A step as a GPU wants it: the host reads what was computed once, in the verdict, and carries no numbers over.
+"""A step that suits a GPU: the host reads from the device once, in the verdict, and transfers no numbers to it.
 
 Ranks on a CPU run the code for a device, under modes that see every op and every method of a tensor.
 """
@@ -22,13 +22,13 @@ from zbc.training.warm import warm
 
 READS = {"_local_scalar_dense", "nonzero", "nonzero_static", "masked_select", "equal", "is_nonzero", "item"}
 READS |= {"unique_dim", "unique_consecutive", "_unique", "_unique2", "repeat_interleave"}
-CARRIES = {"lift_fresh", "lift"}  # what torch.tensor makes of Python's numbers
+CARRIES = {"lift_fresh", "lift"}  # the ops of torch.tensor for Python's numbers
 STEPS = 4
 METHODS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__array__"}
 
 
 class Ops(TorchDispatchMode):
-    """Notes ops that read, or carry numbers over, whoever calls them."""
+    """Records ops that read from, or transfer numbers to, the device, called by any code."""
 
     def __init__(self, found):
         super().__init__()
@@ -43,7 +43,7 @@ class Ops(TorchDispatchMode):
 
 
 class Methods(TorchFunctionMode):
-    """Notes methods that read: on a CPU some do so without an op."""
+    """Records methods that read: on a CPU some do so without an op."""
 
     def __init__(self, found):
         super().__init__()
@@ -64,7 +64,7 @@ def watched(found):
 
 @pytest.fixture
 def as_on_a_device(monkeypatch):
-    """Take the ways of a device, where they differ from those of a CPU."""
+    """Makes the runtime use its code for devices."""
     constant.cache_clear()
     monkeypatch.setattr(validate, "_written", validate._copied)
     monkeypatch.setattr(validate, "_one_by_one", validate._together)
@@ -73,7 +73,7 @@ def as_on_a_device(monkeypatch):
 
 
 def notes(plan, monkeypatch, steps=STEPS):
-    """By step and rank, what was read or carried over; where a step without a barrier ends counts for its rank."""
+    """(step, rank) -> reads and transfers; each rank counts its own end of a step without a barrier."""
     found = {}
     read = VectorLayout.read
 

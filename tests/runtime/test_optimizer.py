@@ -1,4 +1,4 @@
-"""What the optimizer of a stage does to weights, masters and state."""
+"""Weights, masters and state after steps of a stage's optimizer."""
 
 import copy
 
@@ -30,7 +30,7 @@ def weights() -> dict[str, nn.Parameter]:
 
 
 def fill(parameters: dict[str, nn.Parameter], step: int) -> None:
-    """Gradients for all that train but `idle`, which gets one in every other step."""
+    """Sets gradients for all trained parameters; `idle` gets one only in every other step."""
     generator = torch.Generator().manual_seed(100 + step)
     for name, parameter in parameters.items():
         drawn = torch.randn(parameter.shape, generator=generator)
@@ -43,7 +43,7 @@ def options(kind: str) -> spec.Optimizer:
 
 
 def held(optimizer: Masters) -> list[torch.Tensor]:
-    """A copy of everything that makes the next step what it is."""
+    """A copy of all state that the next step depends on."""
     states = copy.deepcopy([optimizer.optimizer.state.get(m, {}) for m in optimizer.masters.values()])
     tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     return [*(m.detach().clone() for m in optimizer.masters.values()), *tensors]

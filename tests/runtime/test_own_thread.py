@@ -1,4 +1,4 @@
-"""Backward as on a GPU, where torch walks the graph in a thread of its own unless it is told not to."""
+"""Backward as on a GPU, where torch runs the graph in a thread of its own unless told not to."""
 
 import threading
 
@@ -18,7 +18,7 @@ REENTRANT = {"model": user("reentrant"), **VECTORS}
 
 
 def elsewhere(engine, threads, *, always=False):
-    """The engine, in a thread of its own wherever torch would take one for a GPU; `always`: whatever it was told."""
+    """Runs the engine in a thread of its own whenever torch would for a GPU; `always`: also if told not to."""
 
     def run(*args, **options):
         if not (always or torch._C._is_multithreading_enabled()):
@@ -43,7 +43,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.fixture
 def deferred(monkeypatch):
-    """How many pieces of work each W found."""
+    """The number of deferred pieces of work in each W."""
     found, run = [], Slot.run
 
     def count(slot, between=None):

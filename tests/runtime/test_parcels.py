@@ -1,4 +1,4 @@
-"""Activations that go to the host and back leave every bit of a training as it is, and leave the device in between."""
+"""Offload changes no bit of a training, and activations leave the device in between."""
 
 import gc
 import json
@@ -38,12 +38,12 @@ BF16 = {**GPT, "dtype": "bfloat16"}
 
 @pytest.fixture(autouse=True)
 def everything_moves(monkeypatch):
-    """Models of tests are small."""
+    """Offloads all sizes, since models of tests are small."""
     monkeypatch.setattr(parcels, "SMALL", 256)
 
 
 def train(program, *, copier=None, steps=3, **options):
-    """Results and weights; `copier()` makes each rank's."""
+    """Trains; returns results and weights. `copier()` makes each rank's copier."""
     copiers = []
 
     def setup(worker):
@@ -71,7 +71,7 @@ def early():
 
 
 def hold(program, copier=late, **options):
-    """Train with copies and without, and compare."""
+    """Trains with and without offload, and compares."""
     there = train(moved(program), copier=copier, **options)
     assert same(train(program, **options), there)
     if copier is not None:
@@ -193,7 +193,7 @@ def test_a_pool_that_was_counted_too_small_is_an_error():
 
 
 class Weighing(Poisoning):
-    """Looks at who holds what is released, behind RELEASE."""
+    """Records the holders of released activations, after RELEASE."""
 
     def __init__(self):
         super().__init__(late=False)
@@ -206,8 +206,8 @@ class Weighing(Poisoning):
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_nothing_that_moves_is_left_on_the_device(monkeypatch, activations):
-    """Each storage of a parcel has one holder at RELEASE, the parcel, and is gone behind it; most of what F keeps is in
-    it, the input of the stage too."""
+    """Each storage of a parcel has one holder at RELEASE, the parcel, and is freed after it; the parcel has most of the
+    activations of F, including the input of the stage."""
     program = make_program("zb-h1", 2, 3)
     copiers = []
 
@@ -231,7 +231,7 @@ def test_nothing_that_moves_is_left_on_the_device(monkeypatch, activations):
 
 
 def test_a_parcel_goes_with_its_graph(monkeypatch):
-    """At once: one that only the garbage collector finds would keep the gradient of the stage's input until then."""
+    """Immediately: in a reference cycle it would keep the gradient of the stage's input until garbage collection."""
     made = []
 
     class Seen(Parcel):
@@ -292,7 +292,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_copies(tmp_path):
 @pytest.mark.repeats
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_processes_over_gloo(tmp_path, schedule):
-    """With the sizes that really move, and the thread that copies."""
+    """With the real limit of sizes, and the thread that copies."""
     model = {"family": "gpt", "layers": 4, "hidden": 128, "heads": 4, "vocab": 256, "seq_len": 64}
     (tmp_path / "job.toml").write_text(toml_text(kind=schedule, pp=2, m=4, model=model, train={"steps": 4}))
     zbc(tmp_path, "plan", "job.toml", "-o", "plain")

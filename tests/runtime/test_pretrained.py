@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: transformers itself says what the logits are. Nothing is downloaded."""
+"""Hugging Face folders in and out: logits are compared with transformers itself. Nothing is downloaded."""
 
 import json
 import os
@@ -104,7 +104,7 @@ VARIANTS = (
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """name -> a folder as transformers saves it, made once; biases and norms are no zeros and ones."""
+    """name -> a folder as transformers saves it, made once; biases and norms are not just zeros and ones."""
     made = {}
 
     def folder(name):
@@ -132,7 +132,7 @@ def tensors_of(model, worker, *begun):
 
 
 def close(logits, peer, tokens):
-    """The numbers of transformers."""
+    """Asserts closeness to the numbers of transformers."""
     with torch.no_grad():
         torch.testing.assert_close(logits, peer(tokens).logits, rtol=1e-5, atol=1e-5)
 
@@ -146,7 +146,7 @@ def plan_of(folder, p=1, schedule="1f1b", m=2, **changes) -> StoredPlan:
 
 
 def logits_of(plan, steps=1):
-    """The last step's (inputs, logits) by microbatch, as they came out of the last stage."""
+    """The last step's (inputs, logits) by microbatch, from the last stage."""
     seen = []
 
     def watch(worker):
@@ -430,7 +430,7 @@ def test_a_variant_is_another_model(folders):
     "name", ["llama", "mistral", "qwen2", "qwen3", "gemma", *NEW, "phi3", "olmo2", "granite", *MOE]
 )
 def test_a_configuration_without_keys_is_the_one_of_transformers(name):
-    """What transformers takes for keys that a file does not have."""
+    """The defaults of transformers for missing keys."""
     made = transformers.AutoConfig.for_model(name)
     known = {key: value for key, value in made.to_dict().items() if key != "layer_types"}
     ours = hfconfig.model_of({"model_type": name}, "config.json")

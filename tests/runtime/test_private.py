@@ -1,4 +1,4 @@
-"""What zbc uses of torch that torch does not document stands in one file, and what is there is used."""
+"""Undocumented names of torch are used in one file of zbc only, and all names in it are used."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Measuring: which layers are alike, that times and bytes are those of the ops, and that a plan holds what it says."""
+"""Profiling: kinds of layers, times and bytes of ops, and the memory of plans made from a profile."""
 
 import functools
 import itertools
@@ -101,7 +101,7 @@ def test_the_same_layer_on_another_shape_is_another_kind():
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=12))
 def test_a_chain_has_every_kind_and_its_layers_fit_together(layers):
-    """What a kind takes and gives is part of its name here."""
+    """Here inputs and outputs of a kind are part of its name."""
     takes = [shape for _, shape in layers]
     following = [*takes[1:], "end"]
     order = [f"{kind}-{a}-{b}" for (kind, a), b in zip(layers, following, strict=True)]
@@ -129,7 +129,7 @@ def clock(monkeypatch):
 
 
 def profiled(described, samples=None, rig=None, rounds=3, on=""):
-    """A profile with these times, of which there are none by default, and the bytes of its layers."""
+    """A profile with these times, by default 0, and the bytes of its layers."""
     rig = rig or build_rig(described, CPU)
     if samples is None:
         names = [*times.NAMES, times.KEEP, times.AGAIN]
@@ -228,7 +228,7 @@ FAMILIES |= {"gemma2": {"model": GEMMA}, "gemma3": {"model": {**GEMMA, "variant"
 
 
 def counted_and_weighed(changes):
-    """What the formulas say of each kind of layer, and what was weighed of it."""
+    """Bytes of each kind of layer by the formulas, and as measured."""
     described = job(data=NOISE, **changes)
     table = estimate.layers(described)
     counted = {"embed": table[0], "block": table[1], "head": table[-1]}
@@ -237,7 +237,7 @@ def counted_and_weighed(changes):
 
 @pytest.mark.parametrize("case", few(FAMILIES, ("fp32", "llama")))
 def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
-    """Two ways to one number: footprint.py counts, weigh.py looks."""
+    """Two ways to one number: footprint.py counts, weigh.py measures."""
     for counted, one in counted_and_weighed(FAMILIES[case]):
         size, z = counted.size, one.bytes
         assert one.parameters == counted.params
@@ -255,7 +255,7 @@ def test_measured_bytes_of_a_family_are_those_that_its_formulas_count(case):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_of_layers_that_ranks_share_the_part_of_one_is_measured(sequence):
-    """What a block keeps is counted to the byte; sums bring nothing, so one rank can be measured without the others."""
+    """Activations of a block are exact to the byte; sums add nothing, so one rank can be measured without others."""
     model = {"hidden": 48, "heads": 6, "seq_len": 24, "vocab": 300}
     described = job(data=NOISE, model=model, parallel={"tp": 2, "tp_sequence": sequence})
     table = estimate.layers(described)
@@ -299,7 +299,7 @@ CUTS = {"1f1b": ([3, 4], [2, 5]), "zb-h1": ([3, 4], [4, 3]), "gpipe": ([3, 4],),
 )
 @pytest.mark.parametrize("activations", few(["keep", "recompute"], ("keep",)))
 def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_path, kind, activations, cut):
-    """Some of these stages end in a layer that keeps what it sends, and some hand that on to a stage of their rank."""
+    """Some of these stages end in a layer that keeps its output, and some pass that on to a stage of their rank."""
     described = factory("nets", 7, {"width": 24, "classes": 3}, width=24, count=6)
     schedule, memory = {"kind": kind}, {"activations": activations}
     compiled = planned(tmp_path, described, schedule=schedule, memory=memory, partition={"layers_per_stage": cut})
@@ -310,7 +310,7 @@ def test_memory_of_layers_nobody_knows_is_predicted_once_they_were_profiled(tmp_
         for name in ("weights", "gradients", "masters", "optimizer", "activations"):
             # Ranks are threads: a neighbour that is late leaves more on its way, never less.
             held = min(getattr(ranks[rank], name) for ranks in weighed)
-            # Not predicted, as what is read ahead: the targets of a step, a number each, read at once to be counted.
+            # Not predicted, like other data read ahead: the targets of a step, a number each, read to be counted.
             read = 8 * compiled.program.microbatches if name == "activations" and rank in losses else 0
             assert getattr(predicted, name) == pytest.approx(held - read, rel=0.05, abs=64), name
 
@@ -321,7 +321,7 @@ def scales_of(folder):
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
 def test_what_ops_of_several_layers_need_follows_from_one_layer_of_each_kind(tmp_path, kind):
-    """Layers that keep nothing: tensors between them, the gradient that a stage is given, the optimizer's own."""
+    """Layers that keep nothing: tensors between them, the gradient given to a stage, the optimizer's workspace."""
     described = factory("layers", 7, {"width": 4096}, width=4096, count=7)
     cut = {"layers_per_stage": [3, 2, 2]}
     compiled = planned(tmp_path, described, parallel={"pp": 3}, schedule={"kind": kind}, partition=cut)
@@ -355,7 +355,7 @@ def test_what_ops_need_beside_a_result_that_is_kept_and_sent_follows_too(tmp_pat
 @pytest.mark.parametrize("kind", few(["gpipe", "zb-h1"], ("zb-h1",)))
 @pytest.mark.parametrize("activations", few(["keep", "recompute"], ("recompute",)))
 def test_what_backwards_of_a_convolutional_net_rise_to_is_predicted(tmp_path, activations, kind):
-    """With recompute its blocks need most in their second forward: that makes two tensors of which it keeps none."""
+    """With recompute its blocks peak in their second forward, which makes two tensors that it does not keep."""
     described = load_job(ROOT / "plans" / "convnet.toml")
     costs, schedule = {"f": None, "b": None, "w": None, "per": "rank"}, {"kind": kind, "microbatches": 5}
     compiled = planned(tmp_path, described, schedule=schedule, memory={"activations": activations}, costs=costs)
@@ -407,7 +407,7 @@ def test_of_a_call_that_is_often_interrupted_the_quick_ones_count():
 
 
 def test_what_a_gpu_holds_beside_predicted_tensors_is_context_and_workspaces(monkeypatch):
-    """100 bytes, 10 free, 60 torch's, of which cuBLAS gives back 8."""
+    """100 bytes, 10 free, 60 in torch's allocator, of which cuBLAS frees 8."""
     allocated = [50, 42]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60)
@@ -417,7 +417,7 @@ def test_what_a_gpu_holds_beside_predicted_tensors_is_context_and_workspaces(mon
 
 
 def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
-    """Each op takes as long as it has tokens, and a tenth of those before them, on a clock that nothing else moves."""
+    """Each op takes its tokens plus a tenth of those before them, on a clock that only these layers move."""
     rig = build_rig(job(model={"seq_len": 24}, schedule={"slices": 2}, data={"kind": "synthetic"}), CPU)
     now = [0.0]
     monkeypatch.setattr(devices.time, "perf_counter", lambda: now[0])
@@ -457,7 +457,7 @@ def test_a_job_with_slices_has_a_block_measured_in_slices(monkeypatch):
 
 
 def test_a_job_whose_ranks_may_share_the_vocabulary_has_their_shares_measured(monkeypatch):
-    """On a clock that moves by one at each look every op takes one tick, whatever it does."""
+    """On a clock that moves by one at each read every op takes one tick."""
     ticks = itertools.count()
     monkeypatch.setattr(devices.time, "perf_counter", lambda: next(ticks) / 1e3)
     called = Counter()

@@ -1,4 +1,4 @@
-"""How many hardware queues a run asks for, and the plans that one is not enough for."""
+"""The number of hardware queues that a run asks for, and plans that need more than one."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A training whose batch grows runs another plan from a step on, and is what one process with these batches does."""
+"""A training with a growing batch switches to another plan at a step, and equals one process with these batches."""
 
 import pytest
 import torch
@@ -88,14 +88,14 @@ def test_evaluation_has_its_own_number_of_microbatches():
 
 
 def test_copies_evaluate_the_same_samples_in_every_phase():
-    """With a rate of 0 the loss is one and the same, whatever the number of microbatches that the step had."""
+    """With a rate of 0 the loss is the same for any number of microbatches in the step."""
     how = {"optimizer": {"lr": 0.0}, "train": {"eval_every": 1}, "data": {"kind": "synthetic", "validation": 2e-5}}
     found = [run_threads(growing("1f1b", copies=copies, **how), 4)[0].evaluation.results for copies in (1, 2)]
     assert len({result.loss for results in found for result in results}) == 1
 
 
 def reading(seen, *, count, microbatches):
-    """Have ranks read from so many samples, and note which ones."""
+    """Makes ranks read from `count` samples, and records which ones."""
 
     class Noted(RandomTokens):
         def targets(self, indices):
@@ -111,7 +111,7 @@ def reading(seen, *, count, microbatches):
 
 
 def test_no_sample_is_read_twice_and_none_is_left_out():
-    """Over copies and steps, through the end of an epoch that no batch ends with."""
+    """Over copies and steps, through the end of an epoch within a batch."""
     read = []
     run_threads(growing("1f1b", copies=2), STEPS, setup=reading(read, count=21, microbatches=8))
     seen = [index % 21 for indices in read for index in indices]
@@ -144,7 +144,7 @@ BROKEN_OFF = [(1, "before-step"), (3, "before-step"), (2, "post-validate"), (3, 
 
 @pytest.mark.parametrize(("after", "sync"), few(BROKEN_OFF, [(2, "post-validate")]))
 def test_a_checkpoint_in_the_middle_of_a_ramp_is_gone_on_from(tmp_path, after, sync):
-    """On another schedule and other ranks: step, position in the data and rate are those of the run without a break."""
+    """With another schedule and other ranks: step, position in the data and rate equal the uninterrupted run's."""
     how = {"optimizer": {**FAST, "sync": sync}, "checkpoint": {"every": 1, "keep": 9}}
     whole = run_threads(growing("1f1b", **how), STEPS, folder=tmp_path)
     rest = run_threads(growing("zb-v", p=3, **how), STEPS, folder=tmp_path / "rest", resume=folder_of(tmp_path, after))

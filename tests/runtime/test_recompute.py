@@ -1,4 +1,4 @@
-"""Recompute changes what is kept and nothing else: the same bits, one more forward per layer, one at a time alive."""
+"""Recompute changes only the saved activations: bitwise equal, one more forward per layer, one alive at a time."""
 
 import weakref
 
@@ -62,7 +62,7 @@ def test_each_model_keeps_its_gradients(name, schedule, p):
 
 
 def forwards(activations, schedule="zb-h1", frozen=0):
-    """How often each layer's forward ran in one step of two microbatches on one stage."""
+    """The number of forwards of each layer in one step of two microbatches on one stage."""
     plan = make_plan(make_program(schedule, 1, 2), model=user("residual"), **VECTORS, activations=activations)
     worker, counts = make_worker(plan), {}
     for layer in worker.stages[0].layers[:frozen]:
@@ -113,7 +113,7 @@ def test_f_keeps_inputs_only_and_backward_has_one_layer_alive_at_a_time():
         handler(worker, op)
         if op.kind is Kind.F:
             assert len(found) - before == 8 and not [ref for ref in found if ref() is not None]
-    assert alive == [0, 0, 0, 0]  # at the start of each second forward the graph of the layer behind is gone
+    assert alive == [0, 0, 0, 0]  # at the start of each second forward the graph of the layer after is freed
 
 
 def test_ranks_as_threads_recompute_at_the_same_time():

@@ -1,7 +1,7 @@
-"""Handlers do what the rows of zbc/ops.py say: each op of a run is watched, and what it reads, makes and uses up held
-against its row.
+"""Handlers follow the rows of zbc/ops.py: each op of a run is watched, and its reads, writes and frees are compared
+with its row.
 
-Tensors of microbatches are watched where they lie and while they travel; of the rest, what can be seen from outside.
+Tensors of microbatches are watched in their stores and in flight; other values as far as they show from outside.
 """
 
 from collections import defaultdict
@@ -37,11 +37,11 @@ PER_UNIT = {value for store in STORES for value in store.values}  # of these all
 FROM_OUTSIDE = {"part", "total", "norm", "verdict", "shard", "weights", "clean"}  # of these, that it is made
 NOT_THERE = {"kv", "dkv"}  # without slices
 SHARES = {name for name, value in VALUES.items() if value.scope == "share"}  # see test_shared_words.py
-UNSEEN = {"stands"}  # REDO says nothing where the step before stands
+UNSEEN = {"stands"}  # REDO does nothing visible if the last step is accepted
 
 
 class Watched(dict):
-    """A store that notes what is done with it."""
+    """A store that records its accesses."""
 
     def __init__(self, watch, ref_of):
         super().__init__()
@@ -63,7 +63,7 @@ class Watched(dict):
 
 
 class Travelling:
-    """A transport that notes what is posted and waited for."""
+    """A transport that records posts and waits."""
 
     def __init__(self, inner, watch, ref_of):
         self.inner, self.watch, self.ref_of = inner, watch, ref_of
@@ -87,7 +87,7 @@ class Travelling:
 
 
 class Watch:
-    """What the op that runs does with values; `seen` has every op with the refs it read, wrote and freed."""
+    """Records the accesses of the running op; `seen` has every op with the refs it read, wrote and freed."""
 
     def __init__(self, worker):
         self.worker, self.seen, self.op = worker, [], None
@@ -116,7 +116,7 @@ class Watch:
         self.found[what].add(ref)
 
     def stored(self, store, key):
-        """The ref of what lies in a store, as the op that runs sees it."""
+        """The ref of an entry in a store, relative to the running op."""
         if isinstance(key, Message):
             return self.on_edge("act" if key.forward else "grad", key.source, key.sink, key)
         assert key == self.op.key
@@ -140,7 +140,7 @@ class Watch:
             self.op, self.found = op, defaultdict(set)
             if Ref("weights") in op.kind.row.reads:
                 stage = worker.features.of(Gathers).stages.get(op.stage)
-                worker.features.of(Gathers).finish(worker, stage)  # what it waits for itself: a GATHER has written it
+                worker.features.of(Gathers).finish(worker, stage)  # its own wait: a GATHER has written the weights
             before = self.outside()
             handler(worker, op)
             for what in (what for what, value in self.outside().items() if value != before[what]):
@@ -151,7 +151,7 @@ class Watch:
         return run
 
     def outside(self):
-        """Of the op's stage, or of the rank, what there is, as it can be compared."""
+        """A comparable snapshot of the values of the op's stage, or of the rank."""
         worker, kind = self.worker, self.op.kind
         pending = getattr(worker.phase_run.ending, "pending", None)
         verdict = worker.verdict if pending is None else pending.verdict
@@ -161,7 +161,7 @@ class Watch:
         if kind.row.scope is not Scope.RANK and self.op.stage != TIED:
             weights = list(worker.stages[self.op.stage].parameters.values())
             found["shard"] = sizes(weights)
-            if kind.computes:  # sums lie where the gradients lay
+            if kind.computes:  # sums are stored in place of the gradients
                 found["part"] = sizes([p.grad for p in weights])
         return found
 
@@ -172,7 +172,7 @@ def sizes(tensors):
 
 @cache
 def watched(name):
-    """Every op of a run with what it did, by rank."""
+    """Every op of a run with its accesses, by rank."""
     how = PLANS[name]
     model = {**GPT, "tie_embeddings": True} if how.get("tied") else RESIDUAL
     data = {} if how.get("tied") else {"data": VECTORS}
@@ -185,7 +185,7 @@ def watched(name):
 
 
 def there(worker, refs, op):
-    """The refs of a row that mean something on this rank."""
+    """The refs of a row that apply on this rank."""
     edges = (At.SOURCES, At.SINKS)
     return {ref for ref in refs if ref.at not in edges or worker.placement.beside(op.stage, ref.at)}
 

@@ -1,4 +1,4 @@
-"""Gradients that replicas share out after each run of backwards (ZeRO-2): the numbers of a training that does not."""
+"""Gradients reduce-scattered after each run of backwards (ZeRO-2): equal to a training without."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def near(found, wanted, *, loss, norm):
 
 @pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "zb-v", "breadth-first"], 1))
 def test_losses_and_weights_are_those_of_whole_gradients(schedule):
-    """Parts are added up in another order, so not to the bit."""
+    """Parts are summed in another order, so not bitwise."""
     whole, shared = (run_threads(plan_of(schedule, scatters=how), STEPS) for how in (False, True))
     assert any(op.kind is Kind.SCATTER for op in shared[0].plan.ops) == (schedule != "breadth-first")
     near(shared, whole, loss=1e-6, norm=1e-5)
@@ -53,8 +53,8 @@ def test_losses_and_weights_are_those_of_whole_gradients(schedule):
 
 
 def trained(folder, schedule, shard, resident, exchange="collective", *, weighed=False, **model):
-    """Four steps of a job on 2 x 2 ranks, 4 stages each; the predicted peaks of each rank, and those it held if that is
-    to be weighed."""
+    """Four steps of a job on 2 x 2 ranks, 4 stages each; the predicted peaks of each rank, and the measured ones if
+    requested."""
     more = {"memory": {"resident": resident}} if resident else {}
     how = {"model": {"hidden": 64, "heads": 4, "vocab": 64, "seq_len": 16, **model}, "data": {"kind": "synthetic"}}
     how |= {"schedule": {"kind": schedule, "chunks": 4, "microbatch_size": 2}, "optimizer": {"lr": 1e-3, **CLIP}}
@@ -70,7 +70,7 @@ def trained(folder, schedule, shard, resident, exchange="collective", *, weighed
 @pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "breadth-first"], 1))
 @pytest.mark.parametrize("resident", few([1, 2], 1))
 def test_weights_and_gradients_are_shared_out_together(schedule, resident, tmp_path):
-    """ZeRO-3: the numbers of a training without. Messages are as large as what they save in a model this small."""
+    """ZeRO-3: equal to a training without. In a model this small messages take as much memory as is saved."""
     _, plain, _ = trained(tmp_path / "plain", schedule, "optimizer", None)
     _, _, weights = trained(tmp_path / "weights", schedule, "weights", resident)
     compiled, both, found = trained(tmp_path / "all", schedule, "all", resident, weighed=True)
@@ -85,7 +85,7 @@ def test_weights_and_gradients_are_shared_out_together(schedule, resident, tmp_p
 
 @pytest.mark.parametrize("lowered", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parameters": "bfloat16"}])
 def test_gradients_of_narrow_weights_are_shared_out(lowered, tmp_path):
-    """Gradients are float32 there, too; forward rounds, so another order of their sum shows in the fourth digit."""
+    """Gradients are float32, too; forward rounds, so another order of sums shows in the fourth digit."""
     _, plain, _ = trained(tmp_path / "plain", "interleaved-1f1b", "optimizer", None, **lowered)
     _, shared, _ = trained(tmp_path / "shared", "interleaved-1f1b", "gradients", None, **lowered)
     near(shared, plain, loss=1e-4, norm=1e-3)

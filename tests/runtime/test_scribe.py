@@ -1,4 +1,4 @@
-"""What a thread does beside a rank is done in order, not put off without end, and not lost when the process ends."""
+"""Work of a thread next to a rank is done in order, not deferred forever, and not lost when the process ends."""
 
 import subprocess
 import sys

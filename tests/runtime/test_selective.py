@@ -1,4 +1,4 @@
-"""Selective recompute: F keeps less, and everything else is as if it had kept all."""
+"""Selective recompute: F keeps less, and all results are unchanged."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ WEIGHED = [
 
 @pytest.mark.parametrize(("model", "trait", "kind", "activations"), few(WEIGHED, [WEIGHED[4], WEIGHED[-2]]))
 def test_a_plan_knows_what_a_rank_holds_that_recomputes_selectively(tmp_path, model, trait, kind, activations):
-    """Once in three runs: a late message stays longer."""
+    """In one of three runs at least: a late message is held longer."""
     job, _ = beside(*filter(None, (trait,)), schedule__kind=kind, parallel__pp=2, **MODELS[model], **WIDE)
     job["memory"] = {"activations": activations}
     if activations.endswith("offload"):
@@ -114,7 +114,7 @@ def test_marked_modules_of_a_user_run_again_with_the_same_random_numbers(tmp_pat
 
 
 def test_where_no_gradient_goes_what_is_cheap_is_kept(tmp_path, monkeypatch):
-    """A frozen table, and behind it a norm that is frozen, too."""
+    """A frozen table, followed by a frozen norm."""
     text = USERS.replace("*(Layer(mark) for _ in range(6))", "frozen(Layer(mark)), *(Layer(mark) for _ in range(5))")
     text = text.replace("[nn.Embedding(256, 32)", "[nn.Embedding(256, 32).requires_grad_(False)")
     text += "\ndef frozen(layer):\n    layer.norm.requires_grad_(False)\n    return layer\n"
@@ -130,7 +130,7 @@ def test_where_no_gradient_goes_what_is_cheap_is_kept(tmp_path, monkeypatch):
 
 
 def test_auto_takes_nothing_that_the_job_excludes(tmp_path):
-    """Selective recompute does not go with compiled layers; copies to the host do."""
+    """Compiled layers exclude selective recompute, but not offload."""
     job, _ = beside("compile", schedule__kind="1f1b", parallel__pp=2, **WIDE)
     path, job["memory"] = Path(tmp_path) / "zbc.toml", {"activations": "auto"}
     path.write_text(toml(job))

@@ -1,4 +1,4 @@
-"""Sends under way: all are waited for at the end of a step, by whoever comes to them, and the first failure is told."""
+"""Sends in progress: all are waited for at the end of a step, by any thread, and the first failure is reported."""
 
 import threading
 import weakref
@@ -19,7 +19,7 @@ LIMIT = 20  # seconds; only a hang takes as long
 
 
 class Work:
-    """A send that is delivered, or fails, when its gate opens; `begun` says that somebody waits for it."""
+    """A send that is delivered, or fails, when its gate opens; `begun`: it is waited for."""
 
     def __init__(self, *, fails=False, open_=True):
         self.fails, self.begun, self.gate = fails, threading.Event(), threading.Event()
@@ -51,7 +51,7 @@ def sending():
 
 @pytest.fixture
 def held():
-    """Sends whose thread waits for a first one that the test has to let go."""
+    """Sends whose thread waits for a first one that the test has to release."""
     with sending() as sends:
         first = Work(open_=False)
         sends.add(first, TENSOR, lost("first"))
@@ -62,7 +62,7 @@ def held():
 
 
 def draining(sends):
-    """Drain on a thread; what it raised, if it did, comes into the list when it is over."""
+    """Drains on a thread; its exception, if any, is in the list when it ends."""
     found = []
 
     def drain():
@@ -131,7 +131,7 @@ def test_a_failure_that_the_thread_found_is_told_by_the_next_drain():
 
 
 class Event:
-    """A send as NCCL has it: it is done when the device is, whether it failed or not, and `wait` never raises."""
+    """A send as in NCCL: it completes with the device, failed or not, and `wait` never raises."""
 
     def __init__(self, error=None):
         self.done, self.error, self.waits = False, error, 0

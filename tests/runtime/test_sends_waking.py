@@ -1,4 +1,4 @@
-"""The thread that lets go of what was delivered: woken by sends far apart, looking by itself where they are close."""
+"""The thread that frees delivered tensors: woken by sends far apart, polling if they are close."""
 
 import threading
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from zbc.runtime.transports.sends import ThreadSends
 
 
 class Work:
-    """A send that is delivered at once; `waited` says that somebody asked."""
+    """A send that is delivered at once; `waited`: it was waited for."""
 
     def __init__(self):
         self.waited = threading.Event()

@@ -1,4 +1,4 @@
-"""Several tensors between two layers: what one process computes, bit by bit, and no gradient for what has none."""
+"""Several tensors between two layers: bitwise equal to one process, and no gradients for tensors without any."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_where_nothing_flows_back_nothing_does(p):
 
 
 def test_messages_bring_all_of_them_and_gradients_of_those_alone_that_have_one(monkeypatch):
-    """Per sample a state, an encoding (both of 8 numbers of 4 bytes) and 8 bytes of a mask; beside them 8 whole numbers
+    """Per sample a state, an encoding (both of 8 numbers of 4 bytes) and 8 bytes of a mask; in addition 8 whole numbers
     of 8 bytes, and one number of 8."""
     from zbc.runtime.transports import hub
 
@@ -215,7 +215,7 @@ def test_an_evaluation_has_the_loss_of_one_process():
 
 
 def test_layers_that_were_looked_at_are_as_they_were():
-    """What was seen of them comes back; a module built from one takes and returns several tensors as before."""
+    """After `derive` modules built from the layers take and return several tensors, unpacked, as before."""
     settings = spec.Model.model_validate(SEVERAL)
     plans, first = model.layers(settings, 7), TensorSpec((2, 8), torch.float32)
     plan = plan_of()
@@ -226,7 +226,7 @@ def test_layers_that_were_looked_at_are_as_they_were():
 
 
 def test_layers_with_several_tensors_between_them_are_profiled():
-    """With a layer that does nothing among them, which hands all of them on."""
+    """Including a layer that does nothing and passes all of them on."""
     made = job(layers=8, pp=2, m=4, model=SEVERAL, data=VECTORS["data"])
     rig = build_rig(made, torch.device("cpu"))
     worker = rig.worker(torch.device("cpu"))

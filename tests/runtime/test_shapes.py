@@ -1,4 +1,4 @@
-"""Boundary tensors come from the model itself, and a plan that says otherwise is refused before training."""
+"""Boundary tensors come from the model itself, and a plan with others is refused before training."""
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def test_deriving_shapes_leaves_ready_made_layers_alone():
 
 
 def test_buffers_that_kernels_refuse_beside_lowered_parameters_are_found_before_the_first_step():
-    """BatchNorm on a CPU; without values nothing says so."""
+    """BatchNorm on a CPU; it shows with real values only."""
     low = {"dtype": "bfloat16", "parameters": "bfloat16"}
     plan = make_plan(make_program("1f1b", 2, 2), model={**user("mixed"), **low}, **VECTORS)
     with refused("E505", match=r"layer layers\.0 cannot take", hint="model.parameters"):

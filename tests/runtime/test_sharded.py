@@ -1,4 +1,4 @@
-"""Which rank steps which part of a stage, and that the parts make the whole."""
+"""The parts of a stage that ranks step, and that they make the whole."""
 
 import pytest
 import torch

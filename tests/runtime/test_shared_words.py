@@ -1,4 +1,4 @@
-"""Where all ranks share embedding and output layer, training is that of one process; and what is shared is alike."""
+"""With a shared vocabulary training equals that of one process, and shared values are equal on all ranks."""
 
 import gc
 import math
@@ -42,7 +42,7 @@ def plan_of(schedule, p, m, sums, *, slices=1, how=None, **options):
 
 @pytest.fixture
 def default(request):
-    """Models of another type."""
+    """Sets torch's default type for models."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(request.param)
     yield request.param
@@ -50,7 +50,7 @@ def default(request):
 
 
 def far(found, wanted):
-    """How far two tensors are apart, as a share of the norm of one."""
+    """The difference of two tensors, as a share of the norm of one."""
     return ((found - wanted).norm() / (wanted.norm() or 1.0)).item()
 
 
@@ -74,7 +74,7 @@ def test_a_step_has_the_gradients_of_one_process(schedule, p, m, sums, options, 
     check_gradients(plan_of(schedule, p, m, sums, keep=without_step, **options), TIGHT[default])
 
 
-@pytest.mark.parametrize("model", [GPT, GEMMA])  # which has norms in float32 whatever its type
+@pytest.mark.parametrize("model", [GPT, GEMMA])  # GEMMA has norms in float32 in any type
 def test_float32_too(model):
     check_gradients(plan_of("zb-h1", 4, 5, 1, model=model, keep=without_step))
 
@@ -104,7 +104,7 @@ def test_in_bfloat16_sums_are_float32(options, monkeypatch):
 
 
 def test_targets_that_do_not_count():
-    """The mean is over those that do, also where a slice has none."""
+    """The mean is over those that count, also if a slice has none."""
     torch.manual_seed(0)
     hidden, table = torch.randn(7, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
     targets = torch.randint(0, 11, (7,))
@@ -119,7 +119,7 @@ def test_targets_that_do_not_count():
 
 
 def together(ranks, hidden, table, targets, *, early, low=(0, 4, 5, 11)):
-    """Loss, gradient of the table and of `hidden`, of ranks one after the other."""
+    """Loss, gradient of the table and of `hidden`, by ranks one after the other."""
     shares = [Output(torch.nn.Parameter(table[a:b].clone()), a) for a, b in pairwise(low)]
     weight = 1.0 / (targets != words.IGNORED).sum().double()
     told = [share.tell(hidden, targets, weight, 1.0, early=early) for share in shares]
@@ -161,7 +161,7 @@ def test_all_ranks_hold_the_same_bits_and_the_words_of_each_are_its_own(sums, mo
 
 
 def test_logits_are_gone_after_t():
-    """Of the logits of a microbatch nothing stays; two microbatches never have theirs here at once."""
+    """No logits of a microbatch stay; logits of two microbatches never exist at once."""
     alive, most = [0], [0]
     tell = Output.tell
 
@@ -255,7 +255,7 @@ def test_a_run_goes_on_with_the_vocabulary_elsewhere(tmp_path, before, after, mo
 
 
 def state_of(workers):
-    """Weights and what the optimizer keeps for them, whole, by name."""
+    """Weights and their optimizer states, whole, by name."""
     found = {}
     for worker in workers:
         for optimizer in worker.optimizers.values():
@@ -333,7 +333,7 @@ def foreign_targets(patch):
 
 
 def another_order(patch):
-    """Ranks tell the words of each other as theirs."""
+    """A planted bug: ranks exchange the results of their words."""
     assert plan_of("zb-h1", 2, 3, 1).manifest.vocabulary.rows == [0, 30, 61]
     tell = Output.tell
 
@@ -348,7 +348,7 @@ def another_order(patch):
 
 
 def lost_weight(patch):
-    """Slices that count as if each were a microbatch."""
+    """A planted bug: slices count as if each were a microbatch."""
     tell = Output.tell
     patch.setattr(Output, "tell", lambda self, h, y, w, step, **how: tell(self, h, y, 2 * w, step, **how))
 
@@ -367,7 +367,7 @@ def test_planted_faults_are_seen(fault, monkeypatch):
 
 
 def run_ranks(count, job):
-    """`job(end, rank)` on a thread for each rank of a hub; what each returns."""
+    """Runs `job(end, rank)` on a thread for each rank of a hub; returns the results."""
     hub = Hub(count)
 
     def run(rank):
@@ -452,8 +452,8 @@ def test_kernels_and_groups_used_before_the_first_step_change_no_bit(sums):
 
 @pytest.mark.parametrize("model", [{}, {"tie_embeddings": True}, {"parameters": "bfloat16", "dtype": "bfloat16"}])
 def test_replicas_share_out_the_optimizer_of_their_rows(model):
-    """With two replicas and ZeRO-1 each steps a part of its rows, and has all of them behind STEP: the bits of training
-    without."""
+    """With two replicas and ZeRO-1 each steps a part of its rows, and has all of them after STEP: bitwise equal to
+    training without."""
     model = {**GPT, **model}
     same = {"optimizer": {"lr": 1e-2, "zero1": True, "clip_grad_norm": 0.5}, "model": model}
     dealt = run_threads(plan_of("1f1b", 2, 2, 1, how={"copies": 2, "sharded": True}, **same), 3)
@@ -490,7 +490,7 @@ def test_what_a_rank_holds_is_weighed_with_its_rows():
 
 
 def test_nothing_but_layers_draws_while_ranks_are_built():
-    """Layers put the generator back; what draws beside them takes numbers from layers of other threads."""
+    """Layers restore the generator; other draws would take numbers from layers of other threads."""
     plan = plan_of("zb-h1", 2, 3, 1)
     before = torch.random.get_rng_state()
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Microbatches in slices along their sequence compute what whole ones do, and leave nothing behind."""
+"""Microbatches in slices along their sequence compute the same as whole ones, and leave nothing over."""
 
 import math
 from itertools import pairwise
@@ -42,12 +42,12 @@ def plan_of(schedule="1f1b", p=2, m=3, k=3, how=None, **options):
 
 
 def near(found, wanted, tolerance=1e-6):
-    """How far two tensors are apart, as a share of the norm of one."""
+    """The difference of two tensors, as a share of the norm of one."""
     return ((found - wanted).norm() / (wanted.norm() or 1.0)).item() <= tolerance
 
 
 def check_gradients(plan, tolerance=1e-6):
-    """Against one process with whole microbatches and plain autograd."""
+    """Compares with one process with whole microbatches and plain autograd."""
     workers, expected = run_threads(plan, 1), reference(plan)
     found = parameters(workers)
     assert found.keys() == expected.grads.keys()
@@ -80,7 +80,7 @@ def limited(**limits):
 
 
 def run_slices(block, x, grad, cuts, slot=Slot, split=False):
-    """Output, input gradient and what is held after each F and each B."""
+    """Output, input gradient and the held tensors after each F and each B."""
     pasts, kept, held = {}, [], []
     for number, (start, stop) in enumerate(pairwise(cuts)):
         part = Part(number, start, stop, cuts[-1])
@@ -236,7 +236,7 @@ def test_forwards_that_run_again_begin_with_the_first_slice():
 
 
 def test_in_bfloat16_too():
-    """The losses; gradients of keys and values are added up in the type that they have."""
+    """The losses; gradients of keys and values are summed in their own type."""
     options = {"model": {**LLAMA, "dtype": "bfloat16"}, "optimizer": {"lr": 1e-2}}
     workers = run_threads(plan_of("zb-h1", 2, 3, 3, **options), 4)
     whole = run_threads(plan_of("zb-h1", 2, 3, 1, **options), 4)
@@ -269,7 +269,7 @@ def test_evaluation_runs_in_slices():
 
 
 def test_sequences_of_another_length_are_refused_with_both():
-    """Slices would take the first tokens and say nothing of the others."""
+    """Slices would take the first tokens and silently ignore the others."""
     plan = plan_of("1f1b", 1, 2, 3, model=user("mixers"), size=1, data={"kind": HERE + "Uneven"})
     with refused("E505", match="inputs have 20 tokens, the slices of the plan are cut from 16"):
         run_threads(plan, 8)

@@ -1,4 +1,4 @@
-"""The two halves of a backward: the same bits as autograd, nothing but inputs and output gradients kept between."""
+"""The two halves of a backward: bitwise equal to autograd, with only inputs and output gradients kept between."""
 
 import copy
 import weakref
@@ -30,7 +30,7 @@ LAYERS = {
 
 
 def pair(make):
-    """A layer left alone and its patched twin."""
+    """An unchanged layer and its patched twin."""
     plain = make()
     split = copy.deepcopy(plain)
     return plain, split, split_backward(split)
@@ -136,7 +136,7 @@ def test_microbatches_pair_by_slot_whatever_the_order():
             ys.append(layer(x))
     for i in (2, 0, 1):
         slots[i].split = True
-        with using(slots[0]):  # what is current in backward means nothing
+        with using(slots[0]):  # the current slot in backward does not matter
             ys[i].backward(torch.full((1, 3), 10.0**i))
     for i in (1, 2, 0):
         layer.weight.grad = None
@@ -156,7 +156,7 @@ def test_outside_a_step_a_patched_layer_is_the_ordinary_one():
 
 
 def test_between_b_and_w_only_inputs_and_output_gradients_are_alive():
-    """Everything else that F saved, such as the input of the GELU, is gone after B; after W all is gone."""
+    """All other activations of F, such as the input of the GELU, are freed after B; all after W."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
     split_backward(model)

@@ -1,4 +1,4 @@
-"""The hub between streams, with streams that only write down what they wait for: is everything waited for in time?"""
+"""The hub between streams, with streams that only record their waits: all waits come in time."""
 
 import threading
 from collections import Counter
@@ -44,7 +44,7 @@ def current():
 
 @pytest.fixture
 def streams(monkeypatch):
-    """Every tensor carries what its last writer knew; whoever reads it has to know as much."""
+    """Every tensor carries the events known to its last writer; its readers must have waited for them."""
     used = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", current)
@@ -53,7 +53,7 @@ def streams(monkeypatch):
 
 
 class Watched(StreamHub):
-    """Notes the end of what each rank had done when it offered something, and looks whether its readers know of it."""
+    """Records the last event of a rank when it offers a tensor, and checks that its readers have waited for it."""
 
     def __init__(self, ranks):
         super().__init__(ranks)
@@ -105,7 +105,7 @@ def test_a_stream_waits_for_all_that_others_made_for_it(streams, schedule, sync)
 
 
 def test_sums_that_wait_for_nobody_are_seen(streams, monkeypatch):
-    """As they were before: made on the stream of whoever came last, whatever the others had still to do."""
+    """As in an earlier version: summed on the stream of the last rank, without waits for the others' work."""
     monkeypatch.setattr("zbc.runtime.cuda._after", lambda event, *tensors: None)
     hub = Watched(2)
     run_threads(make_plan(make_program("1f1b", 2, 4)), 1, hub=hub)

@@ -1,4 +1,4 @@
-"""Layers that several ranks share: the numbers of one process, two sums in F and B of a block and none in W."""
+"""Tensor parallelism: the results of one process, two sums in F and B of a block and none in W."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def near(workers, rel=1e-5):
 
 
 def hold_parts(shared, alone, **tolerances):
-    """Each rank has its part of the weights of one process; what is whole is alike on all, and returned by name."""
+    """Asserts that ranks have their parts of one process's weights, and equal whole ones; returns these by name."""
     whole, seen = dict(alone.stages[0].parameters), {}
     for worker, name, parameter in each_parameter(shared):
         cut = worker.features.of(SharedLayers).cuts.get(name)
@@ -97,7 +97,7 @@ def test_losses_and_norms_are_those_of_one_process(kind, pp, tp, dp, model, tmp_
     ids=["alone", "replicas", "scattered", "ahead"],
 )
 def test_norms_of_heads_learn_from_the_heads_of_all_ranks(more, tmp_path):
-    """Each rank has the gradient of its own heads; what comes of it is alike on all, and as in one process."""
+    """Each rank has the gradient of its own heads; the norms are equal on all, and as in one process."""
     shared = run_threads(plan_of(tmp_path / "tp", "1f1b", pp=2, tp=2, model="qwen3", **more), 3)
     sync = {"optimizer": more["optimizer"]} if "optimizer" in more else {}
     (alone,) = run_threads(plan_of(tmp_path / "one", pp=1, m=4 * more.get("dp", 1), model="qwen3", **sync), 3)
@@ -157,7 +157,7 @@ SEQUENCE += [("zb-h1", 2, 2, "gpt", {"train": {"eval_every": 2, "eval_batches": 
     ("kind", "pp", "tp", "model", "how"), few(SEQUENCE, lambda way: way[0] == "1f1b" and way[3] == "gpt")
 )
 def test_ranks_that_share_the_sequence_train_as_one_process(kind, pp, tp, model, how, tmp_path):
-    """Between the layers each has its part of the tokens, and what all hold whole stays alike to the bit."""
+    """Between the layers each has its part of the tokens, and whole parameters stay bitwise equal."""
     more = {"tp_sequence": True, **how.get("more", {})}
     layers = {"layers": 6, **how.get("model_more", {})}
     options = {key: value for key, value in how.items() if key not in ("more", "model_more")}
@@ -181,7 +181,7 @@ def test_two_runs_have_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize("kind", ["1f1b", "zb-h1"])
 def test_a_block_sums_twice_in_f_and_in_b_and_never_in_w(kind, tmp_path):
-    """Embedding, three blocks and head on one rank: F 1 + 6, B 6 + 1; the head collects its numbers once."""
+    """Embedding, three blocks and head on one rank: F 1 + 6, B 6 + 1; the head gathers its statistics once."""
     counted = []
 
     def count(worker):
@@ -283,7 +283,7 @@ SHARDED = [
 
 @pytest.mark.parametrize(("kind", "shard", "model", "more"), few(SHARDED, lambda way: way[2] == "tied"))
 def test_replicas_share_out_the_parts_that_ranks_have(kind, shard, model, more, tmp_path):
-    """2 replicas of 2 ranks of the pipeline, each of 2 that share its layers; a checkpoint goes on as one process."""
+    """2 replicas of 2 ranks of the pipeline, each of 2 that share its layers; one process resumes their checkpoint."""
     options = {"checkpoint": {"every": 2, "asynchronous": False}, "train": {"steps": 4}, **more}
     options["optimizer"] = {"kind": "adamw", "lr": 1e-3, **more.get("optimizer", {})}
     found = plan_of(tmp_path / "a", kind, pp=2, tp=2, dp=2, model=model, more={"shard": shard}, **options)

@@ -1,4 +1,4 @@
-"""The orders that always run leave out no kind of op."""
+"""The orders that always run include every kind of op."""
 
 import pytest
 

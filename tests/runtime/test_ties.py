@@ -21,7 +21,7 @@ WAYS = [("1f1b", 4), ("zb-h1", 2), ("zb-v", 4), ("interleaved-1f1b", 2), ("chime
 
 
 def plan_of(schedule="1f1b", p=4, m=4, *, ties=TIES, copies=1, sync="before-step", sharded=False, how=(), **options):
-    """Layers two by two on 4 stages, one by one on 8."""
+    """A plan of layers two by two on 4 stages, or one by one on 8."""
     model = {**user("sharing", layers=8, **dict(how)), "ties": ties}
     layers = Model.model_validate(model).tied_layers
     stages = make_program(schedule, p, m).placement.stages
@@ -41,7 +41,7 @@ def copies(workers, name):
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(("schedule", "p"), few(WAYS, lambda way: way[0] != "zb-h1"))
 def test_gradients_are_those_of_one_process(schedule, p, together):
-    """Terms of a sum in another order, so 1e-6."""
+    """The order of sums differs, so up to 1e-6."""
     plan = plan_of(schedule, p, keep=without_step, how={"together": together})
     assert not parameters(check_gradients(plan, tolerance=1e-6, loss=1e-6)).keys() & TIES.keys()
 

@@ -1,6 +1,6 @@
-"""Slices, activations on the host, a vocabulary that all ranks share and tensor parallelism, through each other.
+"""Slices, offload, a shared vocabulary and tensor parallelism, combined.
 
-Trained beside the same job without them; and weighed, since what should have left may be held by something else.
+Compared with the same job without them; with measured memory, since offloaded tensors might still be held elsewhere.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ TRAINED = [*SLICED, *WORDS, *PARALLEL, *CAPPED]
 
 @pytest.fixture
 def moved(monkeypatch):
-    """Bytes that each OFFLOAD moves, of storages however small."""
+    """Bytes that each OFFLOAD moves, of storages of any size."""
     found, plain = [], parcels.Parcel.offload
 
     def offload(parcel, op):
@@ -95,7 +95,7 @@ WEIGHED += [(f"{words} x tp", "1f1b", {"model__hidden": 256}) for words in WITH_
 
 @pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, [WEIGHED[n] for n in (0, 5, 8, 14, -1)]))
 def test_a_plan_knows_what_ranks_hold(tmp_path, traits, kind, changes):
-    """Once in five runs, of the fullest rank within 2%: a late message stays longer."""
+    """In one of five runs at least, within 2% on the fullest rank: a late message is held longer."""
     both, _ = beside(*traits.split(" x "), schedule__kind=kind, parallel__pp=2, **(WIDE | changes))
     if "offload" in traits:
         both["schedule"]["memory_limit"] = "0.7x"
@@ -164,7 +164,7 @@ PACKED = [("1f1b", {}), ("zb-v", {"shard": "optimizer"}), ("interleaved-1f1b", {
 
 @pytest.mark.parametrize(("kind", "parallel"), few(PACKED, 1))
 def test_words_that_all_ranks_share_go_with_unequal_numbers_of_microbatches(tmp_path, kind, parallel):
-    """Replicas sum gradients behind the last that ranks of a pipeline meet in, of which they have other numbers."""
+    """Replicas sum gradients after the last collective of a pipeline's ranks, whose number differs by replica."""
     packed = {"data__balance": "length", "parallel__dp": 2}
     both, plain = beside("shared vocabulary", **packed)
     both["parallel"] |= {"pp": 2, **parallel}

@@ -1,4 +1,4 @@
-"""Token files as training data: what is read, in which order, ahead of time; and what damaged files lead to."""
+"""Token files as training data: contents, order, reading ahead; and errors of damaged files."""
 
 import gc
 import json
@@ -63,7 +63,7 @@ def test_an_order_is_the_same_whether_its_rounds_are_remembered_or_not(monkeypat
 
 
 def test_places_are_spread_evenly():
-    """Each of 20 numbers is about as often in each place: chi-square of 361 degrees of freedom, 5 sigma."""
+    """Each of 20 numbers is about equally often at each place: chi-square of 361 degrees of freedom, 5 sigma."""
     count, trials = 20, 4000
     table = Counter((i, value) for seed in range(trials) for i, value in enumerate(Permutation(count, seed)))
     expected = trials / count
@@ -148,7 +148,7 @@ def test_tokens_beyond_the_vocabulary_are_found_at_once_or_where_they_are(tmp_pa
 
 
 class Recorded:
-    """Samples that say when they were read, and by which thread."""
+    """Samples that record when they were read, and by which thread."""
 
     def __init__(self, count=64, bad=None):
         self.read, self.bad = [], bad

@@ -1,4 +1,4 @@
-"""What is recorded of ranks as threads: every op, in order, without a gap, and nothing of the training changes."""
+"""Recordings of ranks as threads: every op, in order, without gaps, and without a change of the training."""
 
 import time
 from datetime import timedelta
@@ -25,8 +25,8 @@ LIMIT = timedelta(seconds=20)
 
 
 def traced(tmp_path, plan, steps, total, change=lambda worker: None):
-    """Train `total` steps with all ranks as threads and record `steps` (from 0): the workers, the trace. `change` may
-    do something to each worker before."""
+    """Trains `total` steps with all ranks as threads and records `steps` (from 0); returns the workers and the trace.
+    `change` may change each worker before."""
     folder = tmp_path / "run"
     manifest = plan.manifest
     fields = ("layers", "boundaries", "microbatch_size", "planning", "training")
@@ -77,7 +77,7 @@ def test_ops_fill_the_step_and_causality_holds(tmp_path, case):
     busy = workers[0].results[1].busy_seconds[0]
     one = found.recorded(0, 2)
     computed = [(e - w) / 1e9 for op, w, e in zip(one.ops, one.work, one.end, strict=True) if op.kind.computes]
-    if case != "no barrier":  # there the numbers of a step are those of the one before
+    if case != "no barrier":  # without one, a step reports the numbers of the step before
         assert sum(computed) >= busy > 0.0
 
 
@@ -92,7 +92,7 @@ def test_recording_changes_nothing_of_the_training(tmp_path, case):
 
 
 class Fake:
-    """Stamps of a clock that only moves when told to."""
+    """Timestamps of a clock that moves only on request."""
 
     def __init__(self):
         self.now = 0
@@ -108,7 +108,7 @@ class Fake:
 
 
 class Slow:
-    """A transport that has everything, and takes its time: 1000 for a message, 100 for a sum, 10 in the end."""
+    """A transport whose waits take fixed times: 1000 for a message, 100 for a sum, 10 at the end."""
 
     def __init__(self, clock):
         self.clock, self.rank, self.buffers = clock, 1, {}
@@ -184,7 +184,7 @@ SLEEPERS = {"family": "tests.runtime.sleepers:layers", "layers": 2, "loss": "mse
 
 @pytest.mark.parametrize(("steps", "weighed"), [({2}, 4), ({3, 4}, 3)])
 def test_the_step_that_is_looked_at_is_as_much_slower_for_all_ops_as_the_step_before_tells(tmp_path, steps, weighed):
-    """Looking slows an op that sleeps down by nothing, so the step shows the pace alone."""
+    """Sampling memory does not slow an op that sleeps, so the step shows the pace alone."""
     data = {"kind": "tests.runtime.sleepers:Points"}
     plan = make_plan(make_program("1f1b", 2, 4), model=SLEEPERS, data=data)
     workers, found = traced(tmp_path, plan, steps, 5)
@@ -224,7 +224,7 @@ def test_a_step_that_is_not_recorded_runs_on_the_rank_s_own_transport_and_clock(
 
 
 def compared(offsets, machines):
-    """What ranks as threads find that have clocks `offsets` ns behind that of rank 0."""
+    """The clock offsets found by ranks as threads whose clocks are `offsets` ns behind that of rank 0."""
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def rank(number):

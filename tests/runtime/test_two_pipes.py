@@ -1,4 +1,4 @@
-"""Two pipes in opposite directions train like one: their copies of a stage stay one stage."""
+"""Two pipes in opposite directions train like one: their copies of a stage stay equal."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Replicas with unequal numbers of microbatches train as one process that sees each sample alone."""
+"""Replicas with unequal numbers of microbatches train like one process that runs each sample alone."""
 
 from array import array
 from dataclasses import replace
@@ -50,7 +50,7 @@ def unequal(
     sync="before-step",
     **how,
 ):
-    """The plan of `mean` microbatches with those of all other numbers."""
+    """The plan of `mean` microbatches with the plans of all other numbers."""
 
     def one(m):
         program = make_program(schedule, p, m, copies=copies, sharded=zero1, sync=sync)
@@ -100,7 +100,7 @@ def train_alone(plan, steps, documents=None):
 
 
 def as_one_process(plan, documents=None, *, gathered=False):
-    """The workers of a run that has the numbers of one process."""
+    """Asserts the results of one process; returns the workers of the run."""
     workers = run_threads(plan, STEPS)
     losses, norms, expected = train_alone(plan, STEPS, documents)
     found = [(r.loss, r.grad_norm) for r in workers[0].results]
@@ -116,7 +116,7 @@ def as_one_process(plan, documents=None, *, gathered=False):
 
 @pytest.fixture
 def dealt(monkeypatch):
-    """`dealt(counts)`: so many microbatches of one row for each replica, whatever samples cost."""
+    """`dealt(counts)`: these numbers of microbatches of one row for the replicas, independent of the samples' costs."""
 
     def deal(counts):
         monkeypatch.setattr("zbc.training.data.unequal.deal", dealt_as(counts))
@@ -155,7 +155,7 @@ def test_replicas_with_unequal_counts_train_as_one_process(schedule, zero1, coun
 
 @pytest.mark.parametrize("counts", [(5, 3), (1, 3)])
 def test_steps_that_are_made_again_have_their_own_counts(counts, dealt):
-    """All are clipped, so that each runs its first forwards twice."""
+    """All steps are clipped, so that each runs its first forwards twice."""
     dealt(counts)
     workers = run_threads(unequal(sync="post-validate"), STEPS)
     losses, norms, _ = train_alone(unequal(), STEPS)
@@ -173,7 +173,7 @@ def test_ranks_that_share_layers_train_unequal_counts_as_one_process(dealt):
 
 
 def shared(plan, tp):
-    """A plan whose layers so many ranks share."""
+    """A plan with layers shared by `tp` ranks."""
     program, manifest = replace(plan.program, tp=tp), plan.manifest.model_copy(update={"tp": tp})
     return StoredPlan(manifest, program, tuple(shared(one, tp) for one in plan.ramp))
 
@@ -181,7 +181,7 @@ def shared(plan, tp):
 @pytest.mark.parametrize("resident", few([1, 2], (1,)))
 @pytest.mark.parametrize("counts", [(5, 3), (1, 3)])
 def test_weights_come_and_go_with_unequal_counts(counts, resident, dealt):
-    """Breadth-first: as many gathers whatever the number of microbatches."""
+    """Breadth-first: the number of gathers does not depend on the microbatches."""
     dealt(counts)
     as_one_process(unequal("breadth-first", resident=resident, zero1=True), gathered=True)
 
@@ -190,7 +190,7 @@ def test_weights_come_and_go_with_unequal_counts(counts, resident, dealt):
 @pytest.mark.parametrize(("here", "there"), few(COUNTS, 1))
 @pytest.mark.parametrize("schedule", few(["interleaved-1f1b", "looped-zb", "zb-v"], 1))
 def test_weights_that_are_taken_come_in_any_order(schedule, here, there, resident, dealt):
-    """Interleaved: a rank gathers once for each run of microbatches, so replicas gather in orders of their own."""
+    """Interleaved: a rank gathers once for each run of microbatches, so replicas gather in different orders."""
     counts = here, there
     dealt(counts)
     if schedule == "interleaved-1f1b" and resident == 1:
@@ -206,12 +206,12 @@ MODELS["window"] = {**LLAMA, "variant": "gemma2", "scores_cap": 1.0, "window": 3
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_samples_of_a_row_do_not_see_each_other(name, rows):
-    """Balanced as they come: every step other counts; one process runs each sample alone."""
+    """Balanced with different counts in every step; one process runs each sample alone."""
     as_one_process(unequal("1f1b", rows=rows, model=MODELS[name]))
 
 
 class Texts:
-    """Sequences of tokens of a user, and how long each is."""
+    """A user's sequences of tokens, with their lengths."""
 
     def __init__(self, count=400, vocab=61, longest=16, wrong=None):
         source = torch.Generator().manual_seed(3)
@@ -327,7 +327,7 @@ def test_plans_that_meet_in_another_order_are_found():
 
 
 class Mixes(torch.nn.Module):
-    """Tokens see those before them in their row: through zbc.attention, or all of them alike."""
+    """Tokens attend to earlier ones in their row: through zbc.attention, or with equal weights."""
 
     def __init__(self, apart):
         super().__init__()

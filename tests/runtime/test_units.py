@@ -1,4 +1,4 @@
-"""Groups where ranks share layers: their two ops in turns at each sum, with the bits of one after the other."""
+"""Overlap groups with tensor parallelism: two ops in turns at each sum, bitwise equal to one after the other."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def braided(folder, kind="dualpipe-v", *, m=6, **how):
-    """A plan with groups, on 2 x 2 ranks."""
+    """A plan with overlap groups, on 2 x 2 ranks."""
     more = {"layers": 4, **how.pop("model_more", {})}
     return plan_of(folder, kind, pp=2, tp=2, m=m, model_more=more, schedule_more={"overlap": True}, **how)
 
@@ -69,7 +69,7 @@ def same(one, other):
 
 
 def changes(starts, plan, rank, kinds):
-    """How often the sums of a group change from one of its ops to the other, for each group of these kinds."""
+    """The number of changes between the two ops among the sums of a group, for each group of these kinds."""
     ops = plan.program.ranks[rank // 2]
     marks = [i for i, op in enumerate(ops) if op.kind.is_mark and [ops[i + 1].kind, ops[i + 2].kind] == kinds]
     mine = [index for step, index, _ in starts[rank] if step == 0]
@@ -97,8 +97,8 @@ def test_in_turns_every_bit_is_that_of_one_after_the_other(way, tmp_path):
 
 
 def grouped(program, first, second):
-    """The program with groups of these kinds: of ops that follow each other but for transfers, which go before or
-    behind the group; of an F and a W that waits for it."""
+    """The program with groups of these kinds: of consecutive ops, with transfers between them moved before or after the
+    group; of an F and a W that waits for it."""
     make = _with_late_w if Kind.W in (first, second) else _with_neighbours
     return program.with_ranks([make(list(ops), first, second) for ops in program.ranks], by="grouped")
 
@@ -153,7 +153,7 @@ def test_any_op_runs_in_turns_with_a_forward(kind, first, second, model):
 
 
 def differs(plan, meant, **how):
-    """Whether a run does not have the numbers that are meant, or fails."""
+    """Whether a run fails or has wrong results."""
     try:
         return not same(found(plan, **how), meant)
     except ZbcError:
@@ -185,7 +185,7 @@ def test_planted_faults_of_sums_are_seen(fault, tmp_path, monkeypatch):
 
 
 def of_both():
-    """What is current is each thread's own, but for slots, which both ops of a pair have in common."""
+    """Current state belongs to each thread, except slots, which both ops of a pair share."""
     known = {}
 
     def place(self):
@@ -209,7 +209,7 @@ def strands():
 
 
 def on_sums(worker, act):
-    """Have something done before each sum over the ranks that share layers."""
+    """Adds a call before each sum over the ranks that share layers."""
     transport = worker.features.of(SharedLayers).group.transport
     begin = transport.start_sum
 
@@ -241,7 +241,7 @@ def test_an_op_that_fails_is_named_and_leaves_no_thread_behind(kind, tmp_path):
 
 
 def test_the_thread_of_who_has_the_turn_is_known(tmp_path):
-    """For the watchdog, which shows where a rank is that does not come on."""
+    """For the watchdog, which shows the position of a rank without progress."""
     seen = set()
 
     def look(worker):
@@ -294,7 +294,7 @@ def test_each_side_has_what_torch_keeps_per_thread():
 
 
 def test_parts_without_sums_go_round_the_sums_of_the_other():
-    """8 parts beside 3 sums: the second time, when the number of sums is known, each has its share."""
+    """8 parts and 3 sums: the second time, when the number of sums is known, each hides its share."""
     pair = Pair(CPU)
 
     def once():
@@ -348,7 +348,7 @@ def test_without_shared_layers_the_script_is_that_of_the_plan(tmp_path):
 
 
 def test_a_group_is_recorded_as_one_op_after_the_other(tmp_path):
-    """Times add up to the step, and an op of a group has the share of it in which it had its turn."""
+    """Times add up to the step, and an op of a group has the time of its own turns."""
     stamps, recorders = {}, {}
 
     def run(worker, step, *, stop=False):
@@ -373,7 +373,7 @@ def test_a_group_is_recorded_as_one_op_after_the_other(tmp_path):
 
 
 class Slow:
-    """A sum that takes its time from when it is waited for."""
+    """A sum whose time begins when it is waited for."""
 
     def __init__(self, seconds):
         self.seconds = seconds

@@ -1,4 +1,4 @@
-"""What ranks agree on: exact sums, one norm for every cut, an honest verdict."""
+"""Agreement of ranks: exact sums, the same norm for every partition, a correct verdict."""
 
 import math
 
@@ -22,7 +22,7 @@ def filled(request, monkeypatch):
 
 
 def summed(*ranks):
-    """The verdict of what ranks fill in."""
+    """The verdict on the numbers that ranks fill in."""
     vector = torch.zeros(LAYOUT.size, dtype=torch.float64)
     for rank, (squares, losses, stop) in enumerate(ranks):
         scalars = {k: torch.tensor(v) for k, v in squares.items()}

@@ -1,4 +1,4 @@
-"""What an op of the runtime waits for is what the proof says that it waits for: nothing else can hang a proven plan."""
+"""Ops of the runtime wait exactly as in the proof, so nothing else can hang a proven plan."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOBS: list[tuple[tuple[str, ...], str]] = [
 
 
 class Watched(Hub):
-    """Notes which op of which rank waits for the collective that another one has started."""
+    """Records which op of which rank waits for a collective that another op started."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__(ranks)
@@ -55,8 +55,8 @@ class Watched(Hub):
 def unknown(g: Graph, part: int, waits: set[tuple[int, int]]) -> list[str]:
     """The waits of a rank (the later op, the earlier op) that follow from no row.
 
-    A rank's collectives are over in their order, so that who waits for one waits for those before it, too. A barrier,
-    and the end of a step, are behind all of them.
+    A rank's collectives complete in order, so a wait for one is a wait for those before it, too. A barrier, and the end
+    of a step, come after all of them.
     """
     first, last = g.first[part], g.first[part + 1] - 1
     started = {g.party[i]: i for i in range(first, last + 1) if g.ops[i].kind.is_collective}

@@ -1,4 +1,4 @@
-"""Kernels and groups are used before the first step, and nothing of a training changes by it."""
+"""Kernels and groups are used before the first step, without a change of the training."""
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_a_training_that_was_warmed_up_has_the_same_bits(case):
 
 @pytest.mark.parametrize("case", few(["replicas", "ZeRO-1", "no barrier"], ("ZeRO-1",)))
 def test_every_way_of_every_group_is_used_at_its_real_size(case):
-    """What a step asks of the transport was asked before, of tensors as large."""
+    """All requests of a step to the transport were made before, with tensors of the same size."""
     plan = plan_for(case)
     calls = {}
 

@@ -1,4 +1,4 @@
-"""Layers that waver are trained as one process trains them: no trial tells what a later forward will do."""
+"""Layers that vary train as in one process: a trial does not predict later forwards."""
 
 import random
 import threading
@@ -41,7 +41,7 @@ def test_drawn_layers_train_as_in_one_process(examples):
 
 @pytest.mark.parametrize(("schedule", "p", "activations"), few(WAYS, 1))
 def test_a_stage_whose_reader_is_left_out_keeps_training(schedule, p, activations):
-    """With zeros for its gradient, weight decay alone moved it."""
+    """With zeros for its gradient, weight decay would move it."""
     kinds = [("Plain", []), ("LeftOut", [0.5])] * 4
     check_training(plan_of(kinds, schedule, p, activations=activations))
 
@@ -76,7 +76,7 @@ def test_what_no_trial_saw_is_refused_where_it_shows(kinds, text):
 
 
 def test_draws_of_others_stop_no_run():
-    """Of a logger, say: the layers are looked at one by one, and none has drawn."""
+    """For example of a logger: the layers are checked one by one, and none has drawn."""
     steps = []
 
     def drawing(worker, step, **how):
@@ -108,7 +108,7 @@ def test_those_that_draw_do_not_wait_forever_for_a_forward_that_hangs(monkeypatc
 
 
 def test_a_forward_that_fails_is_not_looked_at(monkeypatch):
-    """There may be no memory left to do so; and those that draw do not wait for it."""
+    """There may be no memory left for it; and layers that draw do not wait for it."""
     positions = iter([(b"", 0)])  # it begins, and no more
     monkeypatch.setattr(seeding, "_position", lambda device: next(positions))
     with pytest.raises(ValueError, match="its own"), seeding.Look(torch.device("cpu")):
@@ -119,7 +119,7 @@ def test_a_forward_that_fails_is_not_looked_at(monkeypatch):
 
 
 def test_what_data_seed_meanwhile_is_nobodys_draw():
-    """Ranks may be threads of one process: one reads data, and others look whether a forward drew."""
+    """Ranks may be threads of one process: one reads data while others check whether a forward drew."""
     seen, stop = [], threading.Event()
 
     def read():

@@ -1,4 +1,4 @@
-"""Replicas that take weights from each other's memory: the bits of those that meet, whatever the timing."""
+"""Replicas with one-sided exchange: bitwise equal to collectives, for any timing."""
 
 import os
 import random
@@ -56,7 +56,7 @@ def test_windows_with_other_features_change_no_bit(case):
 
 
 def late(monkeypatch, seed, longest=0.004):
-    """Ranks are held up at random where they write and read what they share."""
+    """Delays ranks at random when they write and read shared memory."""
     source = random.Random(seed)
     for name in ("publish", "post", "_count", "_wait"):
         plain = getattr(Window, name)
@@ -88,11 +88,11 @@ def bits(compiled, folder, steps=4):
 
 @pytest.mark.parametrize("shard", ["weights", "all"])
 def test_slots_are_added_in_the_order_of_the_ranks(shard, tmp_path, monkeypatch):
-    """Three numbers: another order would be another sum."""
+    """Three numbers: another order would give another sum."""
     compiled = three_replicas(shard)
     assert (Kind.SCATTER in {op.kind for _, _, op in compiled.program}) == (shard == "all")
     plain = bits(compiled, tmp_path / "plain")
-    if shard == "weights":  # a hub adds what it is brought in that order, too
+    if shard == "weights":  # a hub sums in that order, too
         same(plain, bits(three_replicas(shard, exchange="collective"), tmp_path / "met"))
     for seed in range(2):
         with monkeypatch.context() as patch:
@@ -107,7 +107,7 @@ def windows_of(worker):
 
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", "breadth-first"])
 def test_all_three_are_shared_out_as_with_collectives(schedule, tmp_path):
-    """Runs of backwards are added before ranks are, so not to the bit."""
+    """Runs of backwards are summed before ranks, so not bitwise."""
     _, plain, _ = trained(tmp_path / "plain", schedule, "all", 2)
     _, taken, found = trained(tmp_path / "taken", schedule, "all", 2, exchange="one-sided", weighed=True)
     room = {worker.rank: windows_of(worker) for worker in taken}
@@ -154,7 +154,7 @@ def test_a_training_goes_on_with_windows_or_without(tmp_path, back):
 
 
 def test_evaluations_between_steps_change_nothing():
-    """They gather all weights at once, where replicas meet."""
+    """They gather all weights at once, by collectives."""
     how = {"train": {"eval_every": 1, "eval_batches": 1}, "data": {"kind": "synthetic", "validation": 0.2}}
     plan = plan_of("zb-v", 2, 4, 1, **how)
     one, other = run_threads(one_sided(plan), STEPS), run_threads(plan, STEPS)
@@ -163,7 +163,7 @@ def test_evaluations_between_steps_change_nothing():
 
 
 def test_a_step_that_is_skipped_leaves_rows_as_they_were():
-    """They are for the next step all the same."""
+    """The next step still uses them."""
     how = {"train": {"skip_limit": 5}, "optimizer": {"clip_grad_norm": 1e6}}
     plan = plan_of("interleaved-1f1b", 2, 4, 1, **how)
     one, other = (run_threads(each, 4, setup=poisoned({1})) for each in (one_sided(plan), plan))
@@ -174,7 +174,7 @@ def test_a_step_that_is_skipped_leaves_rows_as_they_were():
 
 
 def test_ranks_that_wait_for_one_that_failed_end():
-    """Its gradients never come; without a look at it they would wait for ever."""
+    """Its gradients never come; without checks of its state they would wait forever."""
 
     def stop(worker, op):
         if worker.rank == 3:
@@ -198,7 +198,7 @@ def test_a_sum_is_not_started_twice():
 
 
 def windows(count=2):
-    """Of so many ranks, with rows of 8 bytes and slots of two floats."""
+    """Windows of `count` ranks, with rows of 8 bytes and slots of two floats."""
     hub, device = Hub(count), torch.device("cpu")
 
     def make(rank):
@@ -241,7 +241,7 @@ def test_a_window_gives_what_the_others_have_published():
 
 
 def talking(count, act):
-    """Ranks as threads that exchange words: what `act(rank, exchange)` returns or raises, by rank."""
+    """Ranks as threads that exchange words: the result or exception of `act(rank, exchange)`, by rank."""
     barrier, said = threading.Barrier(count, timeout=20), {}
 
     def run(rank):
@@ -303,7 +303,7 @@ def test_too_little_memory_is_told_on_every_rank(tmp_path, monkeypatch):
 
 
 def test_ranks_on_other_hosts_are_told(tmp_path, monkeypatch):
-    """The file of a rank on another host is not there."""
+    """The file of a rank on another host does not exist."""
     monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
 
     def act(rank, exchange):

@@ -1,4 +1,4 @@
-"""Layers whose ops take exact times on a clock that nothing else moves, or sleep for as long."""
+"""Layers whose ops take exact times on a clock that only they move, or sleep as long."""
 
 import time
 from collections.abc import Callable

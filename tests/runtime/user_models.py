@@ -1,4 +1,4 @@
-"""Layer factories and datasets that tests name as a user would."""
+"""Layer factories and datasets, named by tests as by users."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from zbc.runtime.core.slot import accumulate, current_slot
 
 
 def of(kind):
-    """A factory of so many layers of a kind."""
+    """A factory of `count` layers of a kind."""
     return lambda width=8, count=4: [partial(kind, width)] * count
 
 
@@ -59,7 +59,7 @@ def ready_made(width: int = 8, count: int = 4):
 
 
 class Shared(nn.Module):
-    """As docs/tensor_parallel.md has it."""
+    """The layer of docs/tensor_parallel.md."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ checkpointed = of(Checkpointed)
 
 
 class Reentrant(Residual):
-    """Its backward runs the forward again and walks that graph from inside of the first walk."""
+    """Its backward runs the forward again and a backward of that graph inside of the first one."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=True)
@@ -181,7 +181,7 @@ value_dependent = of(Recording)
 
 
 def mixed(width: int = 8):
-    """A linear, a normalising, a convolutional and a transposing layer behind each other."""
+    """A linear, a normalising, a convolutional and a transposing layer in a row."""
     return [
         lambda: nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)),
         lambda: nn.Sequential(nn.Unflatten(1, (2, width // 2)), nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular")),
@@ -213,7 +213,7 @@ narrow = ready(LINEAR, partial(nn.Linear, 9, 8), nn.ReLU, nn.ReLU)
 
 
 class FailsLater(nn.Module):
-    """Works for the first microbatches, then does not."""
+    """Works for the first microbatches, then fails."""
 
     def __init__(self, good: int) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ def fails_later(good: int = 2):
 
 
 class Shrinks(nn.Module):
-    """Returns what it says on the meta device and something shorter in training."""
+    """Returns a shorter tensor in training than on the meta device."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x if x.is_meta else x[:1]
@@ -272,7 +272,7 @@ bad_builders = these(lambda: "not a module")
 
 
 class FSDPModule(nn.Linear):
-    """As torch makes them: the name is all there is to see without importing FSDP."""
+    """A fake of torch's class: without importing FSDP it is known by its name only."""
 
 
 wrapped = these(LINEAR, lambda: nn.Sequential(FSDPModule(8, 8)), nn.ReLU, nn.ReLU)
@@ -303,7 +303,7 @@ class Encode(nn.Module):
 
 
 class Decode(nn.Module):
-    """Uses all of them and passes them on, the mask turned round; the last one gives the state alone."""
+    """Uses all of them and passes them on, the mask inverted; the last one returns the state alone."""
 
     def __init__(self, width: int, last: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def several(width: int = 8, count: int = 4, dropout: float = 0.0):
 
 
 class MaskOnly(nn.Module):
-    """Two tensors that no gradient flows through; behind it nothing before it trains."""
+    """Two tensors without gradients: layers before it do not train."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x.detach().clone(), x > 0
@@ -341,7 +341,7 @@ def masks(width: int = 8):
 
 
 class Returns(nn.Module):
-    """What no next layer can be given."""
+    """Returns a value that no layer can take."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -475,7 +475,7 @@ ends_in_two = ready(LINEAR, LINEAR, LINEAR, partial(Returns, "pair"))
 
 
 def sharing(width: int = 8, count: int = 8, together: bool = False):
-    """Residual layers; `together`: of the first, the fifth and the last `down.weight` is one object already."""
+    """Residual layers; `together`: `down.weight` of the first, the fifth and the last is already one object."""
     made = [Residual(width) for _ in range(count)]
     if together:
         for index in (4, count - 1):
@@ -493,7 +493,7 @@ class Sum(nn.Module):
 
 
 def sums_in(dtype: str, frozen: bool):
-    """Four layers of a type of their own, the weight of the first of which may be frozen."""
+    """Four layers of a custom type; the first weight may be frozen."""
 
     def first() -> nn.Module:
         layer = Sum(getattr(torch, dtype))

@@ -1,4 +1,4 @@
-"""Layers that some forwards pass by, or whose draws and gradients begin with the data; and models drawn from them."""
+"""Layers that some forwards skip, or whose draws and gradients depend on data; and random models of them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +21,7 @@ class Plain(nn.Module):
 
 
 class Above(Plain):
-    """What it does more depends on how large numbers are."""
+    """Adds a term that depends on the size of its inputs."""
 
     def __init__(self, above: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Above(Plain):
 
 
 class LeftOut(Plain):
-    """Its microbatch passes it by, at random: stochastic depth."""
+    """Skipped at random per microbatch: stochastic depth."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class LeftOut(Plain):
 
 
 class Expert(Above):
-    """Sees the samples alone whose first number is large, if there are any."""
+    """Runs only the samples whose first number is large, if any."""
 
     def forward(self, x: Tensor) -> Tensor:
         mask = x[:, 0] > self.above
@@ -51,7 +51,7 @@ class Expert(Above):
 
 
 class Noisy(Above):
-    """Adds noise where the numbers are large; those that a trial makes up are 0."""
+    """Adds noise if its inputs are large; inputs of a trial are 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -59,14 +59,14 @@ class Noisy(Above):
 
 
 class Stops(Plain):
-    """No gradient goes on to what is before."""
+    """Stops gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.detach())
 
 
 class Fork(Above):
-    """(B, W) -> a state and, where the numbers are large, an encoding that depends on a weight; zeros else."""
+    """(B, W) -> a state and an encoding that depends on a weight if the inputs are large, else zeros."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = super().forward(x)
@@ -86,7 +86,7 @@ class Skip(Plain):
 
 
 class OwnDraw(Above):
-    """Draws from a generator that nobody seeds, where the numbers are large."""
+    """Draws from an unseeded generator if its inputs are large."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -94,7 +94,7 @@ class OwnDraw(Above):
 
 
 class Masks(Above):
-    """Returns a second tensor that wants a gradient where the numbers are large, and in no trial."""
+    """Returns a second tensor that requires a gradient if the inputs are large, never in a trial."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = super().forward(x)
@@ -102,7 +102,7 @@ class Masks(Above):
 
 
 class Large(Plain):
-    """Numbers that no trial makes up."""
+    """Large numbers, which no trial uses."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 100 * super().forward(x)
@@ -119,7 +119,7 @@ def layers(kinds: Sequence[tuple[str, Sequence[float]]]) -> list[Callable[[], nn
 
 @st.composite
 def models(draw: st.DrawFn, count: int) -> list[tuple[str, list[float]]]:
-    """What `layers` takes: `count` layers that take and give one tensor, and now and then two on the way."""
+    """Arguments of `layers`: `count` layers with one tensor at both ends, and sometimes two in between."""
     found: list[tuple[str, list[float]]] = []
     above = st.sampled_from([0.0, 0.5, 1.5, 2.5, 100.0])
     rate = st.sampled_from([0.0, 0.3, 0.9, 1.0])

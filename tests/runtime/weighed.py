@@ -1,4 +1,4 @@
-"""What ranks hold at most while they run, beside what is predicted."""
+"""Measured peaks of ranks, compared with predictions."""
 
 import pytest
 
@@ -8,11 +8,11 @@ RUNS = 8
 
 
 def most_held(plan, predicted, *, rel=0.01, apart=lambda worker: 0):
-    """The workers of a run, and bytes that each rank of the pipeline held at most: of its replicas the one nearest to
-    what is `predicted`, since what they sum is on one thread. `apart` are bytes of a worker that no op allocates.
+    """The workers of a run, and the peak bytes of each rank of the pipeline: of its replicas the one nearest to the
+    prediction, since one thread computes their sums. `apart`: bytes of a worker that no op allocates.
 
-    Where a machine is busy a collective may end late, and what it sends stays longer, or begin late, and is not there
-    yet. So a run that is not near is run again, and the nearest of each rank counts.
+    On a busy machine a collective may end late, so that its buffers stay longer, or begin late. So a run that is not
+    near is repeated, and the nearest result of each rank counts.
     """
     nearest = [0.0] * len(predicted)
     for _ in range(RUNS):

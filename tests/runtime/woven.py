@@ -1,4 +1,4 @@
-"""Programs in which all ranks share a vocabulary, of orders in which the first and the last stage have it."""
+"""Programs with a shared vocabulary, made from orders with the vocabulary on the first and the last stage."""
 
 from dataclasses import replace
 

@@ -38,22 +38,22 @@ LINEAR = partial(nn.Linear, W, W)
 
 
 def these(*builders):
-    """A factory of these four, of two in turns, or of one four times."""
+    """A factory of these four layers, of two in turns, or of one four times."""
     return lambda: [*builders] * (4 // len(builders))
 
 
 def ready(*builders):
-    """A factory of four layers that are made already."""
+    """A factory of four layers that exist already."""
     return lambda: [build() for build in builders]
 
 
 def among(kind):
-    """A factory of this layer behind a linear one and before two that are nothing by themselves."""
+    """A factory of this layer after a linear one and before two plain ones."""
     return these(LINEAR, kind, nn.ReLU, nn.ReLU)
 
 
 class One(nn.Module):
-    """A linear layer, and a word of what else is done."""
+    """A linear layer, and the name of an additional behaviour."""
 
     def __init__(self, how: object = None) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def damp(parameter: nn.Parameter) -> None:
 
 
 class Listens(Two):
-    """Hooks on gradients that change them, in ways that the order and the number of calls matter to."""
+    """Hooks that change gradients, depending on the order and the number of calls."""
 
     def __init__(self, which: str) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Strided(nn.Module):
 
 
 class Rounds(One):
-    """A float input becomes whole numbers: no gradient gets past it."""
+    """A float input becomes whole numbers, which stops gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * 10).long().clamp(0, 9)
@@ -197,7 +197,7 @@ class Unused(nn.Module):
 
 
 class Noise(One):
-    """Draws from torch's generator without saying so."""
+    """Draws from torch's generator without declaring it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + 0.1 * torch.randn_like(x)
@@ -229,7 +229,7 @@ class Averages(One):
 
 
 class Sneaky(One):
-    """Does something else inside a stage."""
+    """Behaves differently inside a stage."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * (1.0 if current_slot() is None else 1.01)
@@ -252,7 +252,7 @@ def half_frozen():
 
 
 def handed_out_twice():
-    """Builders, but of one and the same module."""
+    """Builders that all return the same module."""
     shared = nn.Linear(W, W)
     return [lambda: shared, nn.ReLU, lambda: nn.Sequential(shared), nn.ReLU]
 
@@ -263,14 +263,14 @@ def compiled_one():
 
 
 class Stops(One):
-    """Passes no gradient on to what it is given."""
+    """Passes no gradient on to its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.detach())
 
 
 class Rules(One):
-    """Asks for a gradient inside of its forward; with `how` the gradient has one of its own."""
+    """Computes a gradient inside of its forward; with `how` that gradient is differentiable."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -280,7 +280,7 @@ class Rules(One):
 
 
 class Mapped(Two):
-    """Calls its linear layers in ways that only torch's own know."""
+    """Calls its linear layers through torch's own transforms."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.vmap(self.a)(torch.tanh(self.b(input=x)))
@@ -303,7 +303,7 @@ class Pairs(One):
 
 
 class Wide(nn.Module):
-    """Computes in double precision on the way."""
+    """Computes in double precision in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ class Wide(nn.Module):
 
 
 class Draws(nn.Module):
-    """Draws random numbers from elsewhere."""
+    """Draws random numbers from other generators."""
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Draws(nn.Module):
 
 
 class Mirrors(nn.Module):
-    """Returns views that are conjugated or negated in name only, and asks for such gradients."""
+    """Returns lazily conjugated or negated views, and requires such gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class Mirrors(nn.Module):
 
 
 class Made(nn.Module):
-    """A linear layer and a convolution whose weights are made of the data."""
+    """A linear layer and a convolution whose weights are computed from the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -434,14 +434,14 @@ def scripted_one():
 
 
 def one_with_history():
-    """As the old torch.nn.utils.weight_norm."""
+    """A weight with a graph, like in the old torch.nn.utils.weight_norm."""
     layer = nn.Linear(W, W)
     layer.doubled = layer.weight * 2
     return layer
 
 
 class Shaped(nn.Module):
-    """Adds a flat parameter in the shape of a microbatch: autograd hands it a view of the gradient beside it."""
+    """Adds a flat parameter in the shape of a microbatch: its gradient is a view of the activation's gradient."""
 
     def __init__(self, linear: bool) -> None:
         super().__init__()
@@ -454,7 +454,7 @@ class Shaped(nn.Module):
 
 
 class Carries(One):
-    """The output follows what an attribute kept of the forwards before."""
+    """The output depends on an attribute set by earlier forwards."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)
@@ -472,7 +472,7 @@ class Carries(One):
 
 
 class Roots(One):
-    """The gradient is not finite where the root of a number is not needed: 0 times the slope there."""
+    """The gradient is not finite where the root is masked out: 0 times an infinite slope."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -480,14 +480,14 @@ class Roots(One):
 
 
 class Turns(One):
-    """Returns a transposed view; `back` takes one and asks for what such a view, turned again, can do."""
+    """Returns a transposed view; `back` takes one and needs the memory layout of such a view."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x.t().view(-1).view(-1, W)) if self.how else torch.tanh(self.linear(x)).t()
 
 
 class Grows(One):
-    """Its first forward makes a buffer: out of one that was None, or one more; a mean of what it saw, or a table."""
+    """Its first forward creates a buffer: from one that was None, or a new one; a mean of inputs, or a table."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)
@@ -506,8 +506,8 @@ class Grows(One):
 
 
 class Reuses(One):
-    """Keeps in an attribute what the backward of its microbatch needs: memory that every forward writes to, or an input
-    that a hook reads."""
+    """Keeps in an attribute data that the backward of its microbatch needs: memory that every forward overwrites, or an
+    input that a hook reads."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)
@@ -538,7 +538,7 @@ class ReusesInSecret(Reuses):
 
 
 class Hands(nn.Module):
-    """Returns a weight itself, whatever its input."""
+    """Returns a weight itself, for any input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -553,17 +553,17 @@ def no_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 class LateToRefuse(nn.Linear):
-    """Has torch refuse numbers, not shapes: it shows in training only."""
+    """Makes torch refuse values, not shapes: it shows in training only."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) if x.is_meta or not x.any() else x @ x
 
 
-# An identity in front of a layer that writes into what it gets.
+# An identity in front of a layer that writes into its input.
 aliases = these(nn.Identity, lambda: nn.Sequential(nn.Identity(), nn.Flatten()), Overwrites, nn.Identity)
-# The gradient of `flat` is in the memory of the input gradient, which goes to the stage before.
+# The gradient of `flat` is in the memory of the input gradient, which is sent to the stage before.
 beside_sent = these(partial(Shaped, False))
-# The gradient of `flat` is in the memory of what W waits for.
+# The gradient of `flat` is in the memory of a tensor deferred to W.
 beside_w = these(partial(Shaped, True))
 # The second layer does not look at its input: nothing before it is trained.
 constant = these(LINEAR, Hands, LINEAR, LINEAR)
