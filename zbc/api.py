@@ -169,8 +169,8 @@ class Plan:
         """Data to draw this plan from, as `zbc.viz` takes it. Raises ValueError for `steps` below 1."""
         if steps < 1:
             raise ValueError(f"steps={steps}: a picture has one step at least")
-        found = self.compiled if self.compiled is not None else self.manifest
-        named = groups(self.program, () if found is None else found.layers)
+        source = self.compiled if self.compiled is not None else self.manifest
+        named = groups(self.program, () if source is None else source.layers)
         return Drawn(self.name, self.program, self.strip(steps, barrier=barrier), self.costs, groups=named)
 
     def svg(
@@ -228,7 +228,7 @@ class Plan:
         forms = DIALECTS.get(target, ())
         if dialect is not None and dialect not in forms:
             text = f"export: {target} has no dialect {dialect!r}"
-            hint = "; ".join(f"{name} has {', '.join(found)}" for name, found in DIALECTS.items())
+            hint = "; ".join(f"{name} has {', '.join(dialects)}" for name, dialects in DIALECTS.items())
             raise ZbcError("E413", text, hint=hint)
         return EXPORTS[target](self, dialect or next(iter(forms), ""), csv_name)
 
@@ -301,8 +301,8 @@ class Run:
 
     def bubbles(self) -> Bubbles:
         """The same as `Plan.bubbles` of the median recorded step, as measured. Raises E430 if no step was recorded."""
-        found = self.drawn()[1]
-        return Bubbles.of(found.name, found.strip.steps[0], found.program, found.costs, self.plan._room)
+        measured = self.drawn()[1]
+        return Bubbles.of(measured.name, measured.strip.steps[0], measured.program, measured.costs, self.plan._room)
 
     def drawn(self, steps: int = 1, *, first: int | None = None) -> list[Drawn]:
         """Data to draw this run from: the prediction, and `steps` recorded steps from `first` on."""

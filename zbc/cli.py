@@ -121,9 +121,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         code = EXIT_PIPE
     except OSError as error:
-        told = unwritten_stdout(error)
-        show_error(told)
-        code = code or told.exit_code
+        failure = unwritten_stdout(error)
+        show_error(failure)
+        code = code or failure.exit_code
     if code == EXIT_PIPE:
         silence_stdout()
     sys.exit(code)

@@ -146,14 +146,14 @@ class Problems(ZbcError):
         texts = [
             error._text(error.hint if error.hint != other else None) for error, other in zip(shown, nexts, strict=True)
         ]
-        more = len(self._errors) - len(shown)
-        return "\n".join([*texts, *([f"and {more} more problems; --json has all of them"] if more else [])])
+        hidden = len(self._errors) - len(shown)
+        return "\n".join([*texts, *([f"and {hidden} more problems; --json has all of them"] if hidden else [])])
 
 
 def raise_all(errors: Iterable[ZbcError]) -> None:
     """Raise nothing, the only problem, or all of them as one `Problems`."""
-    found = tuple(errors)
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        raise Problems(found)
+    problems = tuple(errors)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise Problems(problems)

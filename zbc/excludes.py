@@ -55,11 +55,11 @@ def _value(key: str, wanted: str) -> Trait:
 
 
 def _moves(value: str | Mapping[str, str]) -> bool:
-    return any("offload" in one for one in ([value] if isinstance(value, str) else value.values()))
+    return any("offload" in choice for choice in ([value] if isinstance(value, str) else value.values()))
 
 
 def _spares(value: str | Mapping[str, str]) -> bool:
-    return any("selective" in one for one in ([value] if isinstance(value, str) else value.values()))
+    return any("selective" in choice for choice in ([value] if isinstance(value, str) else value.values()))
 
 
 def _open(value: str | Mapping[str, str]) -> bool:
@@ -382,8 +382,8 @@ class Exclusion(NamedTuple):
 
     def error(self, where: Where | None = None, schedule: str = "", of: str = "config") -> ZbcError:
         """`schedule`: name of the schedule that has the other trait; `of`: the first word of the message."""
-        one, other = (TRAITS[name].label for name in (self.one, self.other))
-        text = f"{of}: {one} and {f'{schedule}, {other},' if schedule else other} {self.reason}"
+        label, other = (TRAITS[name].label for name in (self.one, self.other))
+        text = f"{of}: {label} and {f'{schedule}, {other},' if schedule else other} {self.reason}"
         return ZbcError(self.code, text, where=where and where(TRAITS[self.at].place), hint=self.hint)
 
 
@@ -396,9 +396,9 @@ def _pairs() -> Iterator[Exclusion]:
     for row in ROWS:
         for names, reason in row.excludes.items():
             why, hint = reason if isinstance(reason, tuple) else (reason, DROP)
-            for one in _single(row.trait):
+            for name in _single(row.trait):
                 for other in _single(names):
-                    yield Exclusion(one, other, row.code, why, hint, other if row.at_other else one)
+                    yield Exclusion(name, other, row.code, why, hint, other if row.at_other else name)
 
 
 PAIRS = tuple(_pairs())
@@ -436,18 +436,18 @@ def of_plan(there: Collection[str]) -> Iterator[ZbcError]:
 def table(word: str = "") -> Iterator[tuple[str, str, str]]:
     """Rows (trait, excluded traits, reason) as text, of the traits whose names contain `word`."""
     for row in ROWS:
-        one = _called(_single(row.trait), "")
+        label = _called(_single(row.trait), "")
         for names, reason in row.excludes.items():
-            other = _called(_single(names), "" if word.lower() in one.lower() else word.lower())
+            other = _called(_single(names), "" if word.lower() in label.lower() else word.lower())
             if other:
-                yield one, other, (reason[0] if isinstance(reason, tuple) else reason) or "not written yet"
+                yield label, other, (reason[0] if isinstance(reason, tuple) else reason) or "not written yet"
 
 
 def _called(names: Iterable[str], word: str) -> str:
     """Labels that contain `word`, values of a key joined: `parallel.shard = "weights" or "all", parallel.cp`."""
-    found = dict[str, str]()
+    labels = dict[str, str]()
     for label in (TRAITS[name].label for name in names):
         key, _, value = label.partition(" = ")
         if word in label.lower():
-            found[key] = label if key not in found else f"{found[key]} or {value}" if " = " in found[key] else key
-    return ", ".join(found.values())
+            labels[key] = label if key not in labels else f"{labels[key]} or {value}" if " = " in labels[key] else key
+    return ", ".join(labels.values())

@@ -418,8 +418,8 @@ class Program(ProgramTraits):
     @property
     def traits(self) -> tuple[object, ...]:
         """The values of the fields TRAITS, in that order."""
-        found: tuple[object, ...] = _ALL(self)
-        return found
+        values: tuple[object, ...] = _ALL(self)
+        return values
 
     @property
     def topology(self) -> Topology:

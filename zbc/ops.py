@@ -234,8 +234,8 @@ def _refs(text: str) -> tuple[Ref, ...]:
 
 def _look(letters: str, name: str, fills: str, shades: tuple[int, ...], ink: str = "#000000") -> Look:
     """A look; a single letter, fill or shade is used for both pipes, or for even and odd microbatches."""
-    each = fills.split()
-    return Look(letters[0], letters[-1], name, (each[0], each[-1]), (shades[0], shades[-1]), ink)
+    colours = fills.split()
+    return Look(letters[0], letters[-1], name, (colours[0], colours[-1]), (shades[0], shades[-1]), ink)
 
 
 _INPUTS = "kept grad@SINKS kv dkv@LATER"  # a backward reads and frees them
@@ -522,10 +522,10 @@ class RowPatch(NamedTuple):
 
     def of(self, row: Row) -> Row:
         gone = {*_refs(self.without)}
-        more = {"reads": self.reads, "writes": self.writes, "frees": self.frees}
+        additions = {"reads": self.reads, "writes": self.writes, "frees": self.frees}
         columns: dict[str, Any] = {
             name: (*(ref for ref in getattr(row, name) if ref not in gone), *_refs(added))
-            for name, added in more.items()
+            for name, added in additions.items()
         }
         return row._replace(**columns, **dict(self.columns))
 

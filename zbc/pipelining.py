@@ -67,8 +67,8 @@ def _problems(program: Program, stages: Sequence[Any]) -> Iterator[str]:
     rank, size, total = stages[0].group_rank, stages[0].group_size, {stage.num_stages for stage in stages}
     if size != placement.ranks:
         yield f"the plan is for {placement.ranks} ranks, the stages are in a group of {size}"
-    elif (given := sorted(stage.stage_index for stage in stages)) != (mine := sorted(placement.stages_of(rank))):
-        yield f"rank {rank} has stages {_list(mine)}, it was given {_list(given)}"
+    elif (given := sorted(stage.stage_index for stage in stages)) != (planned := sorted(placement.stages_of(rank))):
+        yield f"rank {rank} has stages {_list(planned)}, it was given {_list(given)}"
     if total != {placement.stages}:
         yield f"the plan has {placement.stages} stages, theirs is {_list(sorted(total))} (num_stages)"
     wrapped = [stage.stage_index for stage in stages if isinstance(stage.submod, DistributedDataParallel)]

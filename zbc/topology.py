@@ -102,17 +102,17 @@ class Topology:
 
     def part(self, at: At) -> int:
         """The number of the part of the layers that ranks at these coordinates hold."""
-        found = 0
+        number = 0
         for count, where, axis in zip(self.inner, at or (0,) * len(INNER), INNER, strict=True):
-            found = found * count + where if axis.parts else found
-        return found
+            number = number * count + where if axis.parts else number
+        return number
 
     def copy(self, rank: int) -> int:
         """The index of a rank among its `copies`: replicas innermost, then axes of INNER without parts."""
-        place, found = self.of(rank), 0
+        place, number = self.of(rank), 0
         for count, where, axis in zip(self.inner, place.at, INNER, strict=True):
-            found = found if axis.parts else found * count + where
-        return found * self.dp + place.dp
+            number = number if axis.parts else number * count + where
+        return number * self.dp + place.dp
 
     def rank(self, dp: int, pp: int, at: At = ()) -> int:
         """The rank of the run for rank `pp` of replica `dp`, at coordinates `at` along INNER."""
@@ -125,10 +125,10 @@ class Topology:
         return self.order[seat] if self.order else seat
 
     def _inside(self, at: At) -> int:
-        found = 0
+        number = 0
         for count, where in zip(self.inner, at, strict=True) if at else ():
-            found = found * count + where
-        return found
+            number = number * count + where
+        return number
 
     def ranks(self, of: Iterable[int], at: At = ()) -> tuple[int, ...]:
         """The ranks of the run, ascending, for these ranks of the pipeline in any replica, that hold the same part of
@@ -175,8 +175,8 @@ class Topology:
         if self.dp == self.width == 1:
             return ""
         counts = [(self.dp, "dp"), *zip(self.inner, (axis.name for axis in INNER), strict=True)]
-        more = "".join(f" x {count} {axis}" for count, axis in counts if count > 1)
-        return f" ({self.pp} pp{more})"
+        others = "".join(f" x {count} {axis}" for count, axis in counts if count > 1)
+        return f" ({self.pp} pp{others})"
 
     def name(self, rank: int) -> str:
         """A rank of the run for messages: `rank 5`, with replicas `rank 5 [dp 1, pp 1]`, also `[pp 1, tp 0]`.

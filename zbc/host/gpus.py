@@ -13,12 +13,12 @@ def gpus() -> list[float]:
         said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    found = [float(line) / 1024 for line in said.split("\n") if line.strip().isdecimal()]
+    sizes = [float(line) / 1024 for line in said.split("\n") if line.strip().isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return found
-    named = [one.strip() for one in visible.split(",") if one.strip()]
-    chosen = [int(one) for one in named if one.isdecimal()]
+        return sizes
+    named = [name.strip() for name in visible.split(",") if name.strip()]
+    chosen = [int(name) for name in named if name.isdecimal()]
     return (
-        [found[index] for index in chosen if index < len(found)] if len(chosen) == len(named) else found[: len(named)]
+        [sizes[index] for index in chosen if index < len(sizes)] if len(chosen) == len(named) else sizes[: len(named)]
     )

@@ -30,16 +30,16 @@ def _lines(graph: nx.DiGraph) -> Iterator[str]:
     feeds = {name: dict(_feeds(graph, name)) for name in computing}
     yield "digraph plan {"
     yield "  rankdir=LR; node [shape=box, style=filled, fontname=Helvetica, fontsize=10, margin=0.05];"
-    for rank, each in groupby(computing, key=lambda name: nodes[name]["rank"]):
-        mine = list(each)
+    for rank, group in groupby(computing, key=lambda name: nodes[name]["rank"]):
+        ops = list(group)
         yield f'  subgraph cluster_{rank} {{ label="rank {rank}"; color=gray;'
-        for name in mine:
+        for name in ops:
             op = nodes[name]
             times = f"{short(op['start'])} to {short(op['end'])} ms"
             fill = _FILL.get(op["kind"], "#dddddd")
             yield f'    o{number[name]} [label="{op["op"]}", fillcolor="{fill}", tooltip="{times}"];'
         yield "  }"
-        for before, name in pairwise(mine):
+        for before, name in pairwise(ops):
             if before not in feeds[name]:
                 yield f"  o{number[before]} -> o{number[name]} [style=dotted, arrowhead=none];"
     for name in computing:
@@ -51,14 +51,14 @@ def _lines(graph: nx.DiGraph) -> Iterator[str]:
 
 def _feeds(graph: nx.DiGraph, name: str) -> Iterator[tuple[str, float]]:
     """The makers of an op's inputs, and the ms of the transfer; without its own F unless that is the only one."""
-    found = []
+    feeds = []
     for near, _, edge in graph.in_edges(name, data=True):
         ms, values = 0.0, set(edge["value"].split())
         if edge["kind"] == "message":
             ms = graph.nodes[near]["end"] - graph.nodes[near]["start"]
             near = next(maker for maker, _, kind in graph.in_edges(near, data="kind") if kind == "value")
         if values and graph.nodes[near]["kind"] in _COMPUTES:
-            found.append((near, ms, values))
-    for near, ms, values in found:
-        if len(found) == 1 or values != {"kept"}:
+            feeds.append((near, ms, values))
+    for near, ms, values in feeds:
+        if len(feeds) == 1 or values != {"kept"}:
             yield near, ms

@@ -75,16 +75,16 @@ class Log:
     @property
     def counted(self) -> list[Step]:
         """The steps that count: without the first, which includes the start of the run, if there are others."""
-        told = sorted(self.steps.values(), key=lambda step: step.number)
-        return told[1:] if len(told) > 1 else told
+        steps = sorted(self.steps.values(), key=lambda step: step.number)
+        return steps[1:] if len(steps) > 1 else steps
 
     def by_pp(self, pp: int, ranks: int) -> dict[int, float]:
         """The peak of each rank of a pipeline; in both tools pp is the outermost axis of ranks."""
-        found: dict[int, float] = {}
+        peaks: dict[int, float] = {}
         for rank, size in self.peak.items():
             at = rank // max(1, ranks // pp)
-            found[at] = max(size, found.get(at, 0.0))
-        return dict(sorted(found.items()))
+            peaks[at] = max(size, peaks.get(at, 0.0))
+        return dict(sorted(peaks.items()))
 
 
 def read(path: Path) -> Log:
@@ -111,12 +111,12 @@ def read(path: Path) -> Log:
 
 
 def _iteration(line: str, log: Log) -> None:
-    found = _ITERATION.search(line)
-    if found is None:
+    match = _ITERATION.search(line)
+    if match is None:
         return
-    log.tool, number = MEGATRON, int(found[1])
-    told = dict(part.rsplit(":", 1) for part in found[2].split("|") if ":" in part)
-    values = {name.strip(): _number(text) for name, text in told.items()}
+    log.tool, number = MEGATRON, int(match[1])
+    fields = dict(part.rsplit(":", 1) for part in match[2].split("|") if ":" in part)
+    values = {name.strip(): _number(text) for name, text in fields.items()}
     per_gpu = next((value for name, value in values.items() if name.startswith("throughput per GPU")), None)
     ms, loss = values.get("elapsed time per iteration (ms)"), values.get("lm loss")
     log.steps[number] = Step(number, ms=ms, loss=loss, tflops=per_gpu)
@@ -125,45 +125,45 @@ def _iteration(line: str, log: Log) -> None:
 
 
 def _megabytes(line: str, log: Log) -> None:
-    if (found := _MEGABYTES.search(line)) is not None:
-        rank = int(found[1])
-        log.peak[rank] = max(log.peak.get(rank, 0.0), float(found[2]) * MIB)
+    if (match := _MEGABYTES.search(line)) is not None:
+        rank = int(match[1])
+        log.peak[rank] = max(log.peak.get(rank, 0.0), float(match[2]) * MIB)
 
 
 def _argument(line: str, log: Log) -> None:
-    found = _ARGUMENT.match(line)
-    if found is not None and found[1] in _NAMES and (value := _number(found[2])) is not None:
-        log.settings[_NAMES[found[1]]] = value
+    match = _ARGUMENT.match(line)
+    if match is not None and match[1] in _NAMES and (value := _number(match[2])) is not None:
+        log.settings[_NAMES[match[1]]] = value
 
 
 def _step(line: str, log: Log) -> None:
-    found = _STEP.search(line)
-    if found is None:
+    match = _STEP.search(line)
+    if match is None:
         return
-    log.tool, number, rank = TITAN, int(found[1]), _RANK.search(line)
+    log.tool, number, rank = TITAN, int(match[1]), _RANK.search(line)
     step = log.steps.setdefault(number, Step(number))
-    loss = _number(found[2])
+    loss = _number(match[2])
     if loss is not None and loss != -1:  # ranks without a loss print this
         step.loss = loss
-    step.tokens_per_s_per_rank = _number(found[4])
-    step.tflops = None if found[5] is None else _number(found[5])
-    step.mfu = None if found[6] is None else float(found[6]) / 100
+    step.tokens_per_s_per_rank = _number(match[4])
+    step.tflops = None if match[5] is None else _number(match[5])
+    step.mfu = None if match[6] is None else float(match[6]) / 100
     at = 0 if rank is None else int(rank[1])
-    log.peak[at] = max(log.peak.get(at, 0.0), float(found[3]) * GIB)
+    log.peak[at] = max(log.peak.get(at, 0.0), float(match[3]) * GIB)
     if (when := _WHEN.search(line)) is not None:  # torchtitan does not print step times
         log.times.setdefault(at, []).append((datetime.fromisoformat(f"{when[1]}.{when[2]}"), number))
 
 
 def _mesh(line: str, log: Log) -> None:
-    if (found := _MESH.search(line)) is not None:
-        names = [name.strip(" '\"") for name in found[1].split(",")]
-        sizes = [int(size) for size in found[2].split(",")]
+    if (match := _MESH.search(line)) is not None:
+        names = [name.strip(" '\"") for name in match[1].split(",")]
+        sizes = [int(size) for size in match[2].split(",")]
         for axis in dict.fromkeys(_AXES[name] for name in names if name in _AXES):
             log.settings[axis] = prod(size for name, size in zip(names, sizes, strict=False) if _AXES.get(name) == axis)
-    if (found := _BATCH.search(line)) is not None:
-        log.settings |= {"sequences": float(found[1]), "seq_len": float(found[2])}
-    if (found := _PEAK.search(line)) is not None:
-        log.settings["peak_tflops"] = float(found[1]) / 1e12
+    if (match := _BATCH.search(line)) is not None:
+        log.settings |= {"sequences": float(match[1]), "seq_len": float(match[2])}
+    if (match := _PEAK.search(line)) is not None:
+        log.settings["peak_tflops"] = float(match[1]) / 1e12
 
 
 _TAKERS: tuple[Callable[[str, Log], None], ...] = (_iteration, _megabytes, _argument, _step, _mesh)
@@ -178,9 +178,9 @@ def _number(text: str) -> float | None:
 
 def _between(times: Mapping[int, list[tuple[datetime, int]]]) -> dict[int, float]:
     """Step -> ms per step since the previous one in the log; the median over ranks."""
-    found = dict[int, list[float]]()
-    for told in times.values():
-        for (begin, first), (end, number) in pairwise(told):
+    durations = dict[int, list[float]]()
+    for stamps in times.values():
+        for (begin, first), (end, number) in pairwise(stamps):
             if number > first:
-                found.setdefault(number, []).append((end - begin).total_seconds() * 1e3 / (number - first))
-    return {number: median(each) for number, each in found.items()}
+                durations.setdefault(number, []).append((end - begin).total_seconds() * 1e3 / (number - first))
+    return {number: median(samples) for number, samples in durations.items()}

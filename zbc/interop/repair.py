@@ -54,21 +54,21 @@ def repair(program: Program, costs: Costs) -> Repair:
     program = replace(program, ranks=ranks)
     raise_found(_missing(program))
     limits = [max(rank.units for rank in peaks(program, costs)) + 1e-9] * len(ranks)
-    found: dict[Ranks, float] = {}
+    steps: dict[Ranks, float] = {}
     for candidate in _candidates(program, costs, limits):
-        if candidate not in found and _fits(program, candidate, costs, limits):
-            found[candidate] = _step(program, candidate, costs)
-    if not found:  # no candidate keeps to the memory of the given order
-        found = {c: _step(program, c, costs) for c in _candidates(program, costs, [float("inf")] * len(ranks))}
-    for candidate in sorted(found, key=lambda c: found[c])[:2]:
-        better, step = _improved(program, candidate, costs, limits, found[candidate])
-        found[better] = step
-    best = min(found.values())
-    near = [candidate for candidate, step in found.items() if step <= best * CLOSE]
-    chosen = min(near, key=lambda candidate: (_moved(ranks, candidate), found[candidate]))
+        if candidate not in steps and _fits(program, candidate, costs, limits):
+            steps[candidate] = _step(program, candidate, costs)
+    if not steps:  # no candidate keeps to the memory of the given order
+        steps = {c: _step(program, c, costs) for c in _candidates(program, costs, [float("inf")] * len(ranks))}
+    for candidate in sorted(steps, key=lambda c: steps[c])[:2]:
+        better, step = _improved(program, candidate, costs, limits, steps[candidate])
+        steps[better] = step
+    best = min(steps.values())
+    near = [candidate for candidate, step in steps.items() if step <= best * CLOSE]
+    chosen = min(near, key=lambda candidate: (_moved(ranks, candidate), steps[candidate]))
     result = program.with_ranks(chosen, by="repair")
     check_all(result)
-    return Repair(result, _moved(ranks, chosen), dropped, found[chosen])
+    return Repair(result, _moved(ranks, chosen), dropped, steps[chosen])
 
 
 def _without_repeats(program: Program) -> tuple[Ranks, tuple[Op, ...]]:
@@ -126,12 +126,12 @@ def _known(program: Program) -> Iterator[Ranks]:
     p, v = placement.ranks, placement.chunks
     if v is None:
         return
-    mine = [frozenset(ops) for ops in program.ranks]
+    wanted = [frozenset(ops) for ops in program.ranks]
     for card in SCHEDULES.values():
         if card.allows(v) and card.placement(p, v) == placement and (not card.searched or card.budget == 0):
             ranks = card.make(Request(p, m, v)).ranks
-            adapted = tuple(tuple(_as_in(ops, mine[rank])) for rank, ops in enumerate(ranks))
-            if [frozenset(ops) for ops in adapted] == mine:
+            adapted = tuple(tuple(_as_in(ops, wanted[rank])) for rank, ops in enumerate(ranks))
+            if [frozenset(ops) for ops in adapted] == wanted:
                 yield adapted
 
 
@@ -279,12 +279,12 @@ def _improved(
             continue
         frozen = tuple(map(tuple, trial))
         try:
-            found = _step(program, frozen, costs)
+            new_step = _step(program, frozen, costs)
         except ZbcError:
             continue
-        if found <= step + 1e-9 and _fits(program, frozen, costs, limits):
-            idle = 0 if found < step - 1e-9 else idle
-            best, step = trial, found
+        if new_step <= step + 1e-9 and _fits(program, frozen, costs, limits):
+            idle = 0 if new_step < step - 1e-9 else idle
+            best, step = trial, new_step
     return tuple(map(tuple, best)), step
 
 

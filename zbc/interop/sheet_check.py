@@ -22,8 +22,8 @@ def check_sheet(sheet: Sheet) -> None:
     try:
         check_all(sheet.program)
     except ZbcError as error:
-        found = [_Teller(sheet).told(single) for single in error.errors]
-        raise found[0] if len(found) == 1 else Problems(found) from None
+        problems = [_Teller(sheet).told(single) for single in error.errors]
+        raise problems[0] if len(problems) == 1 else Problems(problems) from None
 
 
 class _Teller:

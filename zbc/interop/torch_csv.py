@@ -153,8 +153,8 @@ def _lowered(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcErr
         draft.found = _bad(draft, row, column, cell, hint)
         yield draft.found
     else:
-        more = draft.lowered - 1
-        draft.found.details = (f"and {more} more action{'s' * (more > 1)} that compute_only does not have",)
+        others = draft.lowered - 1
+        draft.found.details = (f"and {others} more action{'s' * (others > 1)} that compute_only does not have",)
 
 
 def _bad(draft: _Draft, row: int, column: int, cell: str, hint: str) -> ZbcError:
@@ -180,14 +180,14 @@ def _advice(cell: str, too_large: bool) -> str:
 def _shape(draft: _Draft) -> Iterator[ZbcError]:
     """E412 unless every stage is on one rank, no number is left out, and there is at least one action."""
     first: dict[int, tuple[int, int]] = {}
-    told: set[tuple[int, int]] = set()
+    reported: set[tuple[int, int]] = set()
     for row, (ops, columns) in enumerate(zip(draft.ranks, draft.columns, strict=True)):
         for op, column in zip(ops, columns, strict=True):
             if op.kind.is_mark:
                 continue
             home = first.setdefault(op.stage, (row, column))
-            if home[0] != row and (op.stage, row) not in told:
-                told.add((op.stage, row))
+            if home[0] != row and (op.stage, row) not in reported:
+                reported.add((op.stage, row))
                 text = f"csv: stage {op.stage} is on two ranks, row {home[0] + 1} and row {row + 1}"
                 details = [f"first at row {home[0] + 1}, column {home[1] + 1}"]
                 hint = "a stage belongs to one rank; torch has no bidirectional pipelines"

@@ -56,8 +56,8 @@ class Shape:
     def time(self, microbatches: Sequence[Microbatch], lengths: Sequence[int]) -> float:
         """The approximate time of a replica: its microbatches one after the other, the first one's forward through the
         other ranks of the pipeline, and the last one's backward, which takes twice as long."""
-        each = [self.factor(mb, lengths) for mb in microbatches]
-        return self.tokens * (sum(each) + (self.ranks - 1) * (each[0] + 2 * each[-1]) / 3)
+        factors = [self.factor(mb, lengths) for mb in microbatches]
+        return self.tokens * (sum(factors) + (self.ranks - 1) * (factors[0] + 2 * factors[-1]) / 3)
 
 
 # ---- costs to ranks ------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ class Shape:
 
 def balanced(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """The indices of the costs that each rank gets, so that the largest load is near the mean."""
-    found = [refined(costs, way(costs, ranks)) for way in (differencing, longest_first)]
-    return min(found, key=lambda parts: fullest(costs, parts))
+    divisions = [refined(costs, way(costs, ranks)) for way in (differencing, longest_first)]
+    return min(divisions, key=lambda parts: fullest(costs, parts))
 
 
 def fullest(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
@@ -101,8 +101,8 @@ def differencing(costs: Sequence[float], ranks: int) -> list[list[int]]:
         heap.append((-cost, next(turn), parts))
     heapq.heapify(heap)
     while len(heap) > 1:
-        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        joined = [(a + b, [*x, *y]) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
+        least, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        joined = [(a + b, [*x, *y]) for (a, x), (b, y) in zip(least, reversed(other), strict=True)]
         joined.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], next(turn), joined))
     return [part for _, part in heap[0][2]] if heap else [[] for _ in range(ranks)]
@@ -110,15 +110,15 @@ def differencing(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 def refined(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> list[list[int]]:
     """While it helps, moves a cost from the fullest rank to another, or swaps it for a smaller one."""
-    found = [sorted(part, key=lambda i: costs[i]) for part in parts]
-    load = [sum(costs[i] for i in part) for part in found]
+    divided = [sorted(part, key=lambda i: costs[i]) for part in parts]
+    load = [sum(costs[i] for i in part) for part in divided]
     for _ in range(ROUNDS):
         full = max(range(len(load)), key=load.__getitem__)
         best: tuple[float, int, int, int | None] | None = None
         for other in range(len(load)):
             if other == full:
                 continue
-            change = _best(costs, found[full], found[other], load[full] - load[other])
+            change = _best(costs, divided[full], divided[other], load[full] - load[other])
             if change is not None:
                 after = max(load[full] - change[0], load[other] + change[0])
                 if best is None or after < best[0]:
@@ -126,15 +126,15 @@ def refined(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> list[list
         if best is None or best[0] >= load[full] * (1 - SAME):
             break
         _, other, gone, back = best
-        found[full].remove(gone)
-        found[other].append(gone)
+        divided[full].remove(gone)
+        divided[other].append(gone)
         if back is not None:
-            found[other].remove(back)
-            found[full].append(back)
+            divided[other].remove(back)
+            divided[full].append(back)
         for rank in (full, other):
-            found[rank].sort(key=lambda i: costs[i])
-            load[rank] = sum(costs[i] for i in found[rank])
-    return found
+            divided[rank].sort(key=lambda i: costs[i])
+            load[rank] = sum(costs[i] for i in divided[rank])
+    return divided
 
 
 def _best(
@@ -148,10 +148,10 @@ def _best(
         at = bisect_left(theirs, costs[gone] - gap / 2)
         choices += [other[k] for k in (at - 1, at) if 0 <= k < len(theirs)]
         for back in choices:
-            more = costs[gone] - (0.0 if back is None else costs[back])
-            off = abs(more - gap / 2)
-            if 0 < more < gap and (best is None or off < best[0]):
-                best = off, more, gone, back
+            shift = costs[gone] - (0.0 if back is None else costs[back])
+            off = abs(shift - gap / 2)
+            if 0 < shift < gap and (best is None or off < best[0]):
+                best = off, shift, gone, back
     return None if best is None else best[1:]
 
 
@@ -191,14 +191,14 @@ def deal(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]] | None:
 
 def dealt_evenly(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]]:
     """Equal numbers of samples for each replica, in their order, in the same number of microbatches."""
-    found = _as_they_come(lengths, shape)
-    most = max(map(len, found))
-    return [[*mbs, *([()] * (most - len(mbs)))] for mbs in found]
+    dealt = _as_they_come(lengths, shape)
+    most = max(map(len, dealt))
+    return [[*mbs, *([()] * (most - len(mbs)))] for mbs in dealt]
 
 
 def _as_they_come(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]]:
-    each = -(-len(lengths) // shape.replicas)
-    parts = [range(len(lengths))[each * k : each * (k + 1)] for k in range(shape.replicas)]
+    share = -(-len(lengths) // shape.replicas)
+    parts = [range(len(lengths))[share * k : share * (k + 1)] for k in range(shape.replicas)]
     return [_packed(part, lengths, shape) for part in parts]
 
 
@@ -216,13 +216,13 @@ def _packed(samples: Sequence[int], lengths: Sequence[int], shape: Shape) -> lis
 def _microbatches(rows: Sequence[Sequence[int]], lengths: Sequence[int], shape: Shape) -> list[Microbatch]:
     """Packs rows into the fewest microbatches, of nearly equal costs; one at least."""
     number = max(1, math.ceil(len(rows) / shape.rows))
-    found: list[list[Row]] = [[] for _ in range(number)]
+    packed: list[list[Row]] = [[] for _ in range(number)]
     load = [0.0] * number
     for row in sorted(rows, key=lambda row: -shape.of_row([lengths[i] for i in row])):
-        at = min((k for k in range(number) if len(found[k]) < shape.rows), key=load.__getitem__)
-        found[at].append(tuple(row))
+        at = min((k for k in range(number) if len(packed[k]) < shape.rows), key=load.__getitem__)
+        packed[at].append(tuple(row))
         load[at] += shape.of_row([lengths[i] for i in row])
-    return [tuple(mb) for _, mb in sorted(zip(load, found, strict=True), key=lambda pair: -pair[0])]
+    return [tuple(mb) for _, mb in sorted(zip(load, packed, strict=True), key=lambda pair: -pair[0])]
 
 
 def samples_of_step(lengths: Sequence[int], shape: Shape, microbatches: int) -> int:

@@ -91,11 +91,11 @@ def meeting(manifest: Manifest, op: Op, rank: int) -> tuple[int, ...]:
     program = program_of(manifest, ((),) * manifest.ranks)
     run, seat = manifest.topology, manifest.topology.of(rank)
     together = program.together // program.cp  # neighbouring replicas
-    found = run.ranks((seat.pp,) if program.apart(op) else program.members(op), seat.at)
+    ranks = run.ranks((seat.pp,) if program.apart(op) else program.members(op), seat.at)
     if op.kind is Kind.AVERAGE:
-        return _alike(manifest, found, rank)
-    found = tuple(one for one in found if run.of(one).dp // together == seat.dp // together)
-    return _alike(manifest, found, rank) if op.stage <= EXPERTS else found
+        return _alike(manifest, ranks, rank)
+    ranks = tuple(other for other in ranks if run.of(other).dp // together == seat.dp // together)
+    return _alike(manifest, ranks, rank) if op.stage <= EXPERTS else ranks
 
 
 def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:
@@ -103,14 +103,14 @@ def holding(manifest: Manifest, owner: int, rank: int) -> tuple[int, ...]:
     program = program_of(manifest, ((),) * manifest.ranks)
     run, seat, op = manifest.topology, manifest.topology.of(rank), Op(Kind.REDUCE, owner)
     at = seat.at if owner == WORDS else ()  # other parts of layers are put together, or taken from the first rank
-    found = run.ranks((seat.pp,) if program.apart(op) else program.members(op), at)
-    return _alike(manifest, found, rank) if owner <= EXPERTS else found
+    ranks = run.ranks((seat.pp,) if program.apart(op) else program.members(op), at)
+    return _alike(manifest, ranks, rank) if owner <= EXPERTS else ranks
 
 
 def _alike(manifest: Manifest, ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """The `ranks` whose replicas have the same experts as the replica of `rank`."""
     run, ep = manifest.topology, manifest.ep or 1
-    return tuple(one for one in ranks if run.of(one).dp % ep == run.of(rank).dp % ep)
+    return tuple(other for other in ranks if run.of(other).dp % ep == run.of(rank).dp % ep)
 
 
 # ---- writing -------------------------------------------------------------------------------------------------

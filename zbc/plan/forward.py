@@ -29,11 +29,11 @@ def forward_only(placement: Placement, microbatches: int, slices: int = 1, *, sh
     ranks: list[list[Op]] = []
     for rank in range(placement.ranks):
         here = [(wave, -back, unit) for wave, back, unit in waves if placement.rank_of(-back) == rank]
-        mine = [(wave, nth(Kind.F, stage, unit, slices)) for wave, stage, unit in here]
-        posts = [[placement.recv(Message(*edge, op.mb, 0, op.slice)) for edge in into[op.stage]] for _, op in mine]
+        forwards = [(wave, nth(Kind.F, stage, unit, slices)) for wave, stage, unit in here]
+        posts = [[placement.recv(Message(*edge, op.mb, 0, op.slice)) for edge in into[op.stage]] for _, op in forwards]
         now, *later = *posts, list[Op]()
         blocks: list[tuple[float, list[Op]]] = [(-1.0, list(now))]
-        for (wave, op), ahead in zip(mine, later, strict=True):
+        for (wave, op), ahead in zip(forwards, later, strict=True):
             sends = [placement.send(Message(*edge, op.mb, 0, op.slice)) for edge in out[op.stage]]
             blocks.append((wave, [*ahead, op, *sends]))
         blocks += _words(placement.ends[-1], microbatches, slices) if shared else []
@@ -53,10 +53,10 @@ SHARED = (Kind.I, Kind.GIVE, Kind.SPREAD, Kind.S, Kind.MEET)  # ops of each rank
 def _words(last: int, microbatches: int, slices: int) -> list[tuple[float, list[Op]]]:
     """(wave, ops) that all ranks run for a shared vocabulary: before the wave of a unit's first F, after the wave of
     its F on the `last` stage, and after the next wave."""
-    found = list[tuple[float, list[Op]]]()
+    timed = list[tuple[float, list[Op]]]()
     for unit in range(microbatches * slices):
         mb, part = divmod(unit, slices)
         look_up, give, spread, tell, meet = (Op(kind, 0, mb, 0, part) for kind in SHARED)
         end = unit + last
-        found += [(unit - 0.75, [look_up, give]), (end + 0.25, [spread]), (end + 1.5, [tell, meet])]
-    return found
+        timed += [(unit - 0.75, [look_up, give]), (end + 0.25, [spread]), (end + 1.5, [tell, meet])]
+    return timed

@@ -123,10 +123,10 @@ class Manifest(_Strict):
     @property
     def traits(self) -> dict[str, Any]:
         """The traits of its program."""
-        found = {name: getattr(self, name) for name in TRAITS if name not in ("dp", "vocabulary", "node")}
-        found = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        traits = {name: getattr(self, name) for name in TRAITS if name not in ("dp", "vocabulary", "node")}
+        traits = {name: tuple(value) if isinstance(value, list) else value for name, value in traits.items()}
         sums = 0 if self.vocabulary is None else self.vocabulary.sums
-        return found | {"dp": self.copies, "vocabulary": sums, "node": self.topology.node}
+        return traits | {"dp": self.copies, "vocabulary": sums, "node": self.topology.node}
 
     @property
     def topology(self) -> Topology:
@@ -148,8 +148,8 @@ class Manifest(_Strict):
 
     def host(self, rank: int) -> dict[str, Any]:
         """Host memory for the activations of a rank of the pipeline: `bytes` and `slabs`; {}: none."""
-        found: dict[str, Any] = self.predicted.get("host", {}).get(f"rank {rank}", {})
-        return found
+        predicted: dict[str, Any] = self.predicted.get("host", {}).get(f"rank {rank}", {})
+        return predicted
 
     def slabs(self, rank: int) -> dict[int, int]:
         """Stage -> the most microbatches whose activations a rank has on the host at once."""

@@ -74,12 +74,12 @@ def read_manifest(folder: Path, *, verify: bool = True) -> Manifest:
 def _refuse_other_fields(path: Path, data: Mapping[str, Any]) -> None:
     """Raises E403 for an unedited manifest of a zbc whose manifests have other fields."""
     written = data.keys() - {"sha256"}
-    mine = Manifest.model_fields.keys() - {"sha256", *(OPTIONAL - written)}
-    if written == mine or data.get("sha256") != digest_of({key: data[key] for key in written}):
+    known = Manifest.model_fields.keys() - {"sha256", *(OPTIONAL - written)}
+    if written == known or data.get("sha256") != digest_of({key: data[key] for key in written}):
         return
     differ = [
         f"{word} {', '.join(sorted(names))}"
-        for word, names in (("without", mine - written), ("with", written - mine))
+        for word, names in (("without", known - written), ("with", written - known))
         if names
     ]
     text = f"plan: {path} was made by another version of zbc, {' and '.join(differ)}"
@@ -136,18 +136,18 @@ def _numbers(manifest: Manifest) -> bool:
 
 def sections_of(manifest: Manifest) -> dict[str, Any]:
     """The sections of the job that a plan was made from. Raises E404 if one is missing or cannot be read."""
-    found = {}
+    sections = {}
     for name, section in SECTIONS.items():
         kept = manifest.planning if name in PLANNING else manifest.training
         values = kept.get(name, {} if name in SINCE else None)
         try:
-            found[name] = section.model_validate(values)
+            sections[name] = section.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in (name, *first["loc"]))
             text = f"plan: the job in {MANIFEST} cannot be read: {place}: {sentence(first)}"
             raise ZbcError("E404", text, hint=REPLAN) from None
-    return found
+    return sections
 
 
 def check_layers(manifest: Manifest, names: Sequence[str]) -> None:
@@ -162,18 +162,18 @@ def check_layers(manifest: Manifest, names: Sequence[str]) -> None:
 
 def read_ramp(folder: Path, manifest: Manifest) -> list[tuple[Path, Manifest]]:
     """Folders and manifests of the plans of a training's first steps. Raises E401 to E406."""
-    found = [(folder / part.folder, read_manifest(folder / part.folder)) for part in manifest.ramp]
-    for part, (below, its) in zip(manifest.ramp, found, strict=True):
-        if its.sha256 != part.sha256:
+    plans = [(folder / part.folder, read_manifest(folder / part.folder)) for part in manifest.ramp]
+    for part, (below, ramp_manifest) in zip(manifest.ramp, plans, strict=True):
+        if ramp_manifest.sha256 != part.sha256:
             raise ZbcError("E402", f"plan: {below} is not the plan that {folder} was made with", hint=REPLAN)
         same = ("placement", "layers", "boundaries", "slices", "cuts", "microbatch_size", "traits")
         if (
-            any(getattr(its, key) != getattr(manifest, key) for key in same)
-            or its.microbatches != part.microbatches
-            or its.ramp
+            any(getattr(ramp_manifest, key) != getattr(manifest, key) for key in same)
+            or ramp_manifest.microbatches != part.microbatches
+            or ramp_manifest.ramp
         ):
             raise ZbcError("E404", f"plan: {below} does not go with {folder / MANIFEST}", hint=REPLAN)
-    return found
+    return plans
 
 
 def read_rank(folder: Path, rank: int, manifest: Manifest, *, verify: bool = True) -> RankPlan:

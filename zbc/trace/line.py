@@ -105,8 +105,8 @@ def lines(path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
 def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) -> Head:
     """The first line of a rank's trace. Raises E431 if its plan (an id), rank or number of ops differs."""
     if values.get("format") != FORMAT or values.get("version") != VERSION:
-        found = f"format {values.get('format')!r}, version {values.get('version')!r}"
-        raise damaged(place, f"{found}; this zbc reads {FORMAT!r}, version {VERSION}")
+        version = f"format {values.get('format')!r}, version {values.get('version')!r}"
+        raise damaged(place, f"{version}; this zbc reads {FORMAT!r}, version {VERSION}")
     for key, wanted in (("plan", plan), ("rank", rank), ("ops", ops)):
         if values.get(key) != wanted:
             raise damaged(place, f"{key} is {values.get(key)!r}, the plan beside it says {wanted!r}")

@@ -172,10 +172,10 @@ def _unwritable(path: Path, error: OSError) -> ZbcError:
 def _kept(path: Path, behind: int) -> list[dict[str, Any]]:
     """The lines of a file that remain valid if the training resumes after step `behind`; [] if it is damaged."""
     try:
-        found = [values for _, values in lines(path)]
+        entries = [values for _, values in lines(path)]
     except ZbcError:
         return []
-    return [values for values in found if not ("step" in values and values["step"] > behind)]
+    return [values for values in entries if not ("step" in values and values["step"] > behind)]
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -208,11 +208,11 @@ class Recorded:
 
     def waited(self, cause: Cause) -> dict[int, int]:
         """Op -> ns of its waits with this cause; the number of ops stands for the close of the step."""
-        found: dict[int, int] = {}
+        ns: dict[int, int] = {}
         for wait in self.waits:
             if wait.cause is cause:
-                found[wait.op] = found.get(wait.op, 0) + wait.ns
-        return found
+                ns[wait.op] = ns.get(wait.op, 0) + wait.ns
+        return ns
 
 
 @dataclass(frozen=True)
@@ -337,8 +337,8 @@ def read(run: Path, phase: str | None = None) -> Trace:
         raise ZbcError("E430", text, hint=hint)
     ranks = plan.program.ranks
     parts = [topology.of(r).pp for r in range(world)]
-    found = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[parts[r]]) for r in range(world))
-    trace = Trace(run, plan, found, phase, plans.read_manifest(run / FOLDER / PLAN) if phase else None)
+    traces = tuple(_read_rank(folder / rank_file(r), r, plan.manifest.id, ranks[parts[r]]) for r in range(world))
+    trace = Trace(run, plan, traces, phase, plans.read_manifest(run / FOLDER / PLAN) if phase else None)
     if plan.program.freezes and trace.steps and trace.steps[-1] <= plan.manifest.planning["freeze"]["after"]:
         trace = _unfrozen(trace)
     if not trace.steps:
