@@ -71,14 +71,14 @@ def parts(adapter: Adapter, model: Model, linear: str, outputs: int) -> list[Par
     """The parts with adapters of a linear layer (`layers.3.qkv`) with `outputs` outputs; [] if it is no target."""
     if not model.builtin:
         return [Part(linear, 0, outputs)] if adapter.names(linear) else []
-    found, start = list[Part](), 0
+    targets, start = list[Part](), 0
     if linear.startswith("layers."):
         for tensor in hfnames.parts(model, f"{linear}.weight"):
             stop = start + (outputs - start if tensor.rows is None else tensor.rows)
             name = tensor.name.removesuffix(".weight")
-            found += [Part(name, start, stop)] if adapter.names(linear, name) else []
+            targets += [Part(name, start, stop)] if adapter.names(linear, name) else []
             start = stop
-    return found
+    return targets
 
 
 def linears(model: Model) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def called(model: Model) -> Iterator[tuple[str, ...]]:
     """The names of each linear layer of a built-in model's blocks: its own, then its names in a Hugging Face folder."""
     for i in range(model.layers if model.builtin else 0):
         for linear in (f"layers.{i}.{name}" for name in linears(model)):
-            yield linear, *(one.name.removesuffix(".weight") for one in hfnames.parts(model, f"{linear}.weight"))
+            yield linear, *(tensor.name.removesuffix(".weight") for tensor in hfnames.parts(model, f"{linear}.weight"))
 
 
 def unknown(adapter: Adapter, layers: Iterable[Sequence[str]], where: str | None = None) -> Iterator[ZbcError]:

@@ -51,9 +51,9 @@ def shares_of(job: Job, cuts: Cuts) -> dict[str, list[float]]:
     if times is None:
         mixed = share(cuts, *flops(job.model))
         return {"f": mixed, "b": mixed, "w": share(cuts, 1.0, 0.0)}
-    each = [times.each(begin, end) for begin, end in pairwise(cuts)]
-    whole = [sum(column) or 1.0 for column in zip(*each, strict=True)]
-    return {name: [one[i] / whole[i] for one in each] for i, name in enumerate(("f", "b", "w"))}
+    slice_times = [times.each(begin, end) for begin, end in pairwise(cuts)]
+    whole = [sum(column) or 1.0 for column in zip(*slice_times, strict=True)]
+    return {name: [slice_ms[i] / whole[i] for slice_ms in slice_times] for i, name in enumerate(("f", "b", "w"))}
 
 
 def flops(model: Model) -> tuple[float, float]:
@@ -61,16 +61,16 @@ def flops(model: Model) -> tuple[float, float]:
     if not model.builtin or model.hidden is None:
         return 1.0, 0.0
     queries = (model.heads or 1) * model.head_width
-    width, each = (model.expert_width, model.met) if model.experts else (model.mlp_width, 1)
-    matrices = (3 if model.family == "llama" else 2) * (each * width + (model.shared_hidden or 0))
+    width, count = (model.expert_width, model.met) if model.experts else (model.mlp_width, 1)
+    matrices = (3 if model.family == "llama" else 2) * (count * width + (model.shared_hidden or 0))
     return 2.0 * model.hidden * (2 * queries + 2 * model.kv_width + matrices), 4.0 * queries
 
 
 def share(cuts: Cuts, linear: float, attend: float) -> list[float]:
     """Each slice's share of a microbatch's time; the sum is 1."""
-    each = [linear * (b - a) + attend * (b * b - a * a) / 2 for a, b in pairwise(cuts)]
-    whole = sum(each)
-    return [one / whole for one in each]
+    costs = [linear * (b - a) + attend * (b * b - a * a) / 2 for a, b in pairwise(cuts)]
+    whole = sum(costs)
+    return [cost / whole for cost in costs]
 
 
 def balanced(length: int, count: int, linear: float, attend: float, multiple: int = 1) -> Cuts:

@@ -32,13 +32,13 @@ def _per_token(model: Model) -> tuple[int, float]:
     """Weights that a token is multiplied with, and query features over all layers; layers with a window count their
     visible share."""
     h, q = model.hidden or 0, (model.heads or 1) * model.head_width
-    each = (3 if model.family == "llama" else 2) * h
-    mlp = each * model.mlp_width
+    per_width = (3 if model.family == "llama" else 2) * h
+    mlp = per_width * model.mlp_width
     if model.experts:
         common = model.shared_hidden or 0
-        mlp = each * (model.met * model.expert_width + common) + h * (model.experts + bool(common))
+        mlp = per_width * (model.met * model.expert_width + common) + h * (model.experts + bool(common))
     matrices = h * (2 * q + 2 * model.kv_width) + mlp
-    more = (each * model.mlp_width - mlp) * model.first_dense  # difference of blocks without experts
+    dense = (per_width * model.mlp_width - mlp) * model.first_dense  # difference of blocks without experts
     s = model.seq_len or 1
     seen = ((2 * w * s - w * w) / (s * s) for w in (min(model.block(i).window or s, s) for i in range(model.layers)))
-    return model.layers * matrices + more + h * (model.vocab or 0), q * sum(seen)
+    return model.layers * matrices + dense + h * (model.vocab or 0), q * sum(seen)

@@ -56,13 +56,13 @@ def find(name: str) -> Gpu | None:
 
 def named(name: str, where: str | None = None, key: str = "hardware.gpu") -> Gpu:
     """A GPU by its name; raises E103 with the nearest name if there is none."""
-    found = find(name)
-    if found is None:
+    gpu = find(name)
+    if gpu is None:
         known = f"known: {', '.join(GPUS)}"
         nearest = did_you_mean(name, [*GPUS, *SHORT])
         hint = f"{nearest} {known}" if nearest else f"{known}; of others write tflops, memory_gib, link_gbps"
         raise ZbcError("E103", f"config: {key}: no GPU is known as {name!r}", where=where, hint=hint)
-    return found
+    return gpu
 
 
 def values(gpu: Gpu) -> dict[tuple[str, str], float | str]:
@@ -86,11 +86,11 @@ def filled(document: Document) -> Document:
     """
     hardware = document.values.get("hardware")
     name = hardware.get("gpu") if isinstance(hardware, dict) else None
-    found = find(name) if isinstance(name, str) else None
-    if found is None:
+    sheet = find(name) if isinstance(name, str) else None
+    if sheet is None:
         return document
     level, tables, places = document.level(GPU), dict(document.values), dict(document.places)
-    for (table, key), value in values(found).items():
+    for (table, key), value in values(sheet).items():
         path = table, key
         there = tables.get(table, {})
         if not isinstance(there, dict) or (document.has(path) and document.level(path) >= level):

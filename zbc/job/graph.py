@@ -22,19 +22,19 @@ Graph = Mapping[str, Sequence[str]]
 
 def in_order(graph: Graph) -> list[str]:
     """The groups in topological order, else as written; without groups on a cycle or after one."""
-    found: list[str] = []
-    while ready := [name for name, reads in graph.items() if name not in found and {*reads} <= {*found}]:
-        found.append(ready[0])
-    return found
+    order: list[str] = []
+    while ready := [name for name, reads in graph.items() if name not in order and {*reads} <= {*order}]:
+        order.append(ready[0])
+    return order
 
 
 def spans(model: Model) -> dict[str, range]:
     """The numbers of each group's layers, group after group; {} for a model without a graph."""
-    found, at = dict[str, range](), 0
+    numbers, at = dict[str, range](), 0
     for name in in_order(model.graph):
-        found[name] = range(at, at + model.groups[name])
+        numbers[name] = range(at, at + model.groups[name])
         at += model.groups[name]
-    return found
+    return numbers
 
 
 def names(model: Model) -> list[str]:
@@ -72,7 +72,7 @@ def _wrong(model: Model) -> Iterator[tuple[str, str]]:
     if extra := [name for name in groups if name not in graph]:
         yield f"model.groups has {_list(extra)}, which model.graph does not have", "add it to graph, or drop it"
     for name, reads in graph.items():
-        if unknown := [one for one in reads if one not in graph]:
+        if unknown := [group for group in reads if group not in graph]:
             yield f"model.graph: {name} reads {_list(unknown)}, which is no group", f"groups are {_list([*graph])}"
         if len({*reads}) < len(reads):
             yield f"model.graph: {name} reads one group twice", "name each group once; a layer may use its input twice"
@@ -92,7 +92,7 @@ def _cycle(graph: Graph) -> list[str]:
     left = [name for name in graph if name not in in_order(graph)]
     path = [left[0]]
     while True:  # each group of `left` reads another group of `left`
-        path.append(next(one for one in graph[path[-1]] if one in left))
+        path.append(next(group for group in graph[path[-1]] if group in left))
         if path[-1] in path[:-1]:
             return path[path.index(path[-1]) :][::-1]
 

@@ -262,12 +262,12 @@ def _own(config: Mapping[str, Any], default: _Variant) -> dict[str, Any]:
     every = config.get("sliding_window_pattern", default.every)
     every = every if types is None else _every([one == "sliding_attention" for one in types])
     window = config.get("sliding_window", default.window)
-    found = {key: float_of(config.get(_CAPS[key], cap)) for key, cap in caps.items()}
+    keys = {key: float_of(config.get(_CAPS[key], cap)) for key, cap in caps.items()}
     if kind == "gemma3_text":
-        found["scores_cap"] = None  # as transformers, which does not read it there
+        keys["scores_cap"] = None  # as transformers, which does not read it there
     plain = config.get("head_dim", default.head_size) == size
-    found["attention_scale"] = None if plain or not isinstance(size, int | float) or size <= 0 else size**-0.5
-    return found | ({"window": window, "whole_every": every} if window is not None and every != 1 else {})
+    keys["attention_scale"] = None if plain or not isinstance(size, int | float) or size <= 0 else size**-0.5
+    return keys | ({"window": window, "whole_every": every} if window is not None and every != 1 else {})
 
 
 _CAPS = {"scores_cap": "attn_logit_softcapping", "logits_cap": "final_logit_softcapping"}
@@ -285,7 +285,7 @@ def _every(alike: list[bool]) -> int | None:
         return None
     every = alike.index(False) + 1
     if alike != [(i + 1) % every > 0 for i in range(len(alike))]:
-        raise ValueError(f"layers {[i for i, one in enumerate(alike) if not one]} are not every {every}-th")
+        raise ValueError(f"layers {[i for i, same in enumerate(alike) if not same]} are not every {every}-th")
     return every
 
 
@@ -333,8 +333,8 @@ def _rope(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     if not isinstance(rope, Mapping):
         raise _refused(source, key, rope, "it is a table")
     theta = float_of(rope.get("rope_theta", config.get("rope_theta", usual)))
-    found: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(rope, config, key, source)}
-    return found | ({"window_theta": float_of(10000.0 if local is None else local)} if mixed else {})
+    bases: dict[str, Any] = {"rope_theta": theta, "rope_scaling": _scaling(rope, config, key, source)}
+    return bases | ({"window_theta": float_of(10000.0 if local is None else local)} if mixed else {})
 
 
 def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], key: str, source: str) -> dict[str, Any] | None:
@@ -347,23 +347,23 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], key: str, sourc
         raise _refused(source, f"{key}.rope_type", kind, "zbc has default, linear, dynamic, llama3 and yarn")
     longest = config.get("max_position_embeddings", _VARIANTS[config["model_type"]].seq_len)
     original = rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings", longest))
-    found = {"kind": kind, "factor": factor}
+    scaling = {"kind": kind, "factor": factor}
     if kind == "linear":
-        return found
+        return scaling
     if kind == "dynamic":
-        return {**found, "original_seq_len": longest}
-    found["original_seq_len"] = original
+        return {**scaling, "original_seq_len": longest}
+    scaling["original_seq_len"] = original
     low, high = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
-    found |= {"low_freq_factor": float_of(rope.get(low)), "high_freq_factor": float_of(rope.get(high))}
+    scaling |= {"low_freq_factor": float_of(rope.get(low)), "high_freq_factor": float_of(rope.get(high))}
     if kind == "llama3":
-        return found
-    found |= {"low_freq_factor": float_of(rope.get(low) or 1), "high_freq_factor": float_of(rope.get(high) or 32)}
-    found |= {"factor": longest / original if factor is None else factor, "fractions": not rope.get("truncate", True)}
+        return scaling
+    scaling |= {"low_freq_factor": float_of(rope.get(low) or 1), "high_freq_factor": float_of(rope.get(high) or 32)}
+    scaling |= {"factor": longest / original if factor is None else factor, "fractions": not rope.get("truncate", True)}
     own, over, under = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
     if own is None and over and under:
-        stretch = 0.1 * math.log(max(1.0, found["factor"]))
+        stretch = 0.1 * math.log(max(1.0, scaling["factor"]))
         own = (over * stretch + 1) / (under * stretch + 1)
-    return found | ({} if own is None else {"attention_factor": float_of(own)})
+    return scaling | ({} if own is None else {"attention_factor": float_of(own)})
 
 
 def float_of(value: Any) -> Any:
@@ -558,12 +558,12 @@ def _own_config(model: Model) -> dict[str, Any]:
     if model.variant not in AROUND:
         return {}
     types = ["full_attention" if model.block(i).window is None else "sliding_attention" for i in range(model.layers)]
-    found: dict[str, Any] = {"layer_types": types, "sliding_window": model.window}
+    keys: dict[str, Any] = {"layer_types": types, "sliding_window": model.window}
     whole = round(size) if abs(round(size) - size) < 1e-6 * size else size
-    found |= {"query_pre_attn_scalar": whole} | {theirs: getattr(model, key) for key, theirs in _CAPS.items()}
+    keys |= {"query_pre_attn_scalar": whole} | {theirs: getattr(model, key) for key, theirs in _CAPS.items()}
     if model.variant == "gemma3_text":
-        found["rope_local_base_freq"] = model.window_theta or model.rope_theta
-    return found
+        keys["rope_local_base_freq"] = model.window_theta or model.rope_theta
+    return keys
 
 
 def _experts_config(model: Model) -> dict[str, Any]:
@@ -583,14 +583,14 @@ def _experts_config(model: Model) -> dict[str, Any]:
         text = f"run: {wrong} has no counterpart in transformers"
         hint = 'use variant = "mixtral", "qwen2_moe" (which has shared_hidden), "qwen3_moe" or "olmoe"'
         raise ZbcError("E524", text, hint=hint)
-    found: dict[str, Any] = {
+    keys: dict[str, Any] = {
         known.count: model.experts,
         "num_experts_per_tok": model.met,
         known.width: model.expert_width,
     }
-    found |= {"router_aux_loss_coef": model.balance_loss}
+    keys |= {"router_aux_loss_coef": model.balance_loss}
     if model.variant != "mixtral":
-        found |= {"norm_topk_prob": model.norm_top_k}
+        keys |= {"norm_topk_prob": model.norm_top_k}
     if model.variant.startswith("qwen"):
-        found |= {"decoder_sparse_step": 1, "mlp_only_layers": [*range(model.first_dense)]}
-    return found | ({"shared_expert_intermediate_size": model.shared_hidden} if known.shared else {})
+        keys |= {"decoder_sparse_step": 1, "mlp_only_layers": [*range(model.first_dense)]}
+    return keys | ({"shared_expert_intermediate_size": model.shared_hidden} if known.shared else {})

@@ -27,9 +27,9 @@ def model_of(config: Mapping[str, Any], source: str) -> tuple[Model, list[str]]:
     if stand_in is None:
         return hfconfig.model_of(config, source), []
     try:
-        values, told = stand_in(config)
+        values, differences = stand_in(config)
         named = {"family": "llama", "variant": "qwen3_moe", "stands_for": str(config["model_type"])}
-        return Model.model_validate({**named, **values}), told
+        return Model.model_validate({**named, **values}), differences
     except (KeyError, TypeError, ZeroDivisionError, ValidationError) as error:
         text = f"model: {source} lacks a size of a {config['model_type']}, or has one that is no number"
         hint = "compare it with the config.json of the original model"
@@ -72,13 +72,13 @@ def _deepseek(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         **({"first_dense": dense, "ffn_hidden": config["intermediate_size"]} if dense else {}),
     }
     less = 1 - 2 * size / (key + rope + value)
-    told = [
+    differences = [
         f"latent attention (MLA) is planned as {heads} heads of {size} that share {groups} keys and values: as many "
         f"weights, {abs(less):.0%} {'less' if less > 0 else 'more'} work on scores"
     ]
     if config.get("num_nextn_predict_layers"):
-        told.append("blocks that predict further tokens (MTP) are left out")
-    return values, told
+        differences.append("blocks that predict further tokens (MTP) are left out")
+    return values, differences
 
 
 def _gpt_oss(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -176,8 +176,8 @@ class Job:
         memory = self.hardware.memory_gib
         if memory is None:
             return None
-        each = memory if isinstance(memory, list) else [memory] * self.parallel.pp
-        return tuple((one - self._reserve(one)) * GIB for one in each)
+        sizes = memory if isinstance(memory, list) else [memory] * self.parallel.pp
+        return tuple((gib - self._reserve(gib)) * GIB for gib in sizes)
 
     def memory_for(self, held: float) -> float:
         """The least hardware.memory_gib with which a rank can hold `held` bytes."""
@@ -193,8 +193,8 @@ class Job:
 
     @property
     def _measured_reserve(self) -> float:
-        found = None if self.profile is None else self.profile.reserve_bytes
-        return 0.0 if found is None else found / GIB
+        measured = None if self.profile is None else self.profile.reserve_bytes
+        return 0.0 if measured is None else measured / GIB
 
     def planning(self) -> dict[str, Any]:
         """The settings that decide the plan, as plain data: sections, and the contents of profile and links.

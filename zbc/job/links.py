@@ -91,9 +91,9 @@ def _square(values: Mapping[str, Any], key: str, document: toml.Document) -> lis
         )
     for at, row in enumerate(rows):
         if not isinstance(row, list) or len(row) != len(rows):
-            found = f"{len(row)} numbers" if isinstance(row, list) else repr(row)
+            length = f"{len(row)} numbers" if isinstance(row, list) else repr(row)
             hint = f"{len(rows)} rows of {len(rows)} numbers"
-            raise _wrong(f"{key} is not square: row {at} has {found}", document, (key, at), hint)
+            raise _wrong(f"{key} is not square: row {at} has {length}", document, (key, at), hint)
         for value in row:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e9:
                 raise _wrong(f"{key}[{at}] has {value!r}", document, (key, at), "numbers of 0 or more")

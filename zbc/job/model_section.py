@@ -320,7 +320,7 @@ def _ties(model: Model, document: Document) -> Iterator[ZbcError]:
     for name, owner in model.ties.items():
         where = document.where(("model", "ties", name))
         places = [_TIE.fullmatch(text) for text in (name, owner)]
-        layers = [int(found[1]) for found in places if found]
+        layers = [int(match[1]) for match in places if match]
         if len(layers) < 2 or max(layers) >= model.layers:
             text = f"config: model.ties has {name!r} = {owner!r}"
             hint = f'write "layers.N.name" = "layers.M.name", layers 0 to {model.layers - 1}'

@@ -115,9 +115,9 @@ class LayerProfile(Section):
 
     def times(self) -> Iterator[tuple[str, Measured]]:
         for name in ("f", "b", "w", "bw", "again", "step", "norm", "tentative"):
-            found = getattr(self, name)
-            if found is not None:
-                yield name, found
+            measured = getattr(self, name)
+            if measured is not None:
+                yield name, measured
 
 
 class Point(Section):
@@ -172,7 +172,7 @@ class Copy(Section):
         """GB/s to the host and back: the lowest that was measured, since a plan copies both ways while it computes."""
         out = (self.to_host_gbps, self.both_to_host_gbps, self.busy_to_host_gbps)
         back = (self.to_device_gbps, self.both_to_device_gbps, self.busy_to_device_gbps)
-        least_out, least_back = (min(one for one in found if one is not None) for found in (out, back))
+        least_out, least_back = (min(rate for rate in rates if rate is not None) for rates in (out, back))
         return least_out, least_back
 
     @property
@@ -234,8 +234,8 @@ class Profile(Section):
 
     def plain(self) -> dict[str, Any]:
         """The profile as plain data, as in files."""
-        found: dict[str, Any] = _rounded(self.model_dump(mode="json"))
-        for layer in found["layers"].values():
+        plain: dict[str, Any] = _rounded(self.model_dump(mode="json"))
+        for layer in plain["layers"].values():
             if not layer["slices"]:  # left out, as in files from before there were any
                 del layer["slices"]
         for name, there in (
@@ -246,10 +246,10 @@ class Profile(Section):
             ("adapter", self.adapter),
         ):
             if not there:
-                del found[name]
+                del plain[name]
         if self.copies is not None:
-            found["copies"] = {name: value for name, value in found["copies"].items() if value is not None}
-        return found
+            plain["copies"] = {name: value for name, value in plain["copies"].items() if value is not None}
+        return plain
 
     def dumps(self) -> str:
         return json.dumps(self.plain(), indent=1, sort_keys=True) + "\n"
@@ -258,8 +258,10 @@ class Profile(Section):
         """Times with too wide a spread, as `block.w`; only times above a tenth of the largest of their layer."""
         for kind, layer in self.layers.items():
             times = dict(layer.times())
-            most = max((one.ms for one in times.values()), default=0.0)
-            yield from ((f"{kind}.{n}", one) for n, one in times.items() if one.spread > WIDE and one.ms > most / 10)
+            most = max((time.ms for time in times.values()), default=0.0)
+            yield from (
+                (f"{kind}.{n}", time) for n, time in times.items() if time.spread > WIDE and time.ms > most / 10
+            )
 
 
 def spread(values: Sequence[float]) -> float:
@@ -281,12 +283,12 @@ def _rounded(value: Any) -> Any:
 
 def model_of(model: Model) -> dict[str, Any]:
     """The keys of `[model]` that decide the cost of a layer, with default widths filled in."""
-    found = {key: value for key, value in model.model_dump(mode="json").items() if key not in _FREE}
+    keys = {key: value for key, value in model.model_dump(mode="json").items() if key not in _FREE}
     if model.builtin:
-        del found["layers"]
-        found |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_width}
-        found["ffn_hidden"] = model.mlp_width
-    return found
+        del keys["layers"]
+        keys |= {"kv_heads": model.kv_heads or model.heads, "head_size": model.head_width}
+        keys["ffn_hidden"] = model.mlp_width
+    return keys
 
 
 def misfits(
@@ -332,8 +334,8 @@ def read(path: Path, where: str | None = None) -> Profile:
     except (ValueError, RecursionError):  # of JSON and of text that is not UTF-8
         raise ZbcError("E143", f"profile: {path} is not JSON", where=where, hint=again) from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ZbcError("E143", f"profile: {path} is not a profile (format {found!r})", where=where, hint=again)
+        form = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ZbcError("E143", f"profile: {path} is not a profile (format {form!r})", where=where, hint=again)
     if data.get("version") != VERSION:
         text = f"profile: {path} has version {data.get('version')!r}, this zbc reads {VERSION}"
         raise ZbcError("E143", text, where=where, hint=again)
@@ -343,13 +345,13 @@ def read(path: Path, where: str | None = None) -> Profile:
 def checked(data: Any, name: str, where: str | None, hint: str) -> Profile:
     """`data` as a profile. Raises E143 with the first problem."""
     try:
-        found = Profile.model_validate(data)
+        profile = Profile.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         value = "" if isinstance(first["input"], dict | list) else f", found {first['input']!r}"
         text = f"profile: {name}: {place}: {sentence(first)}{value}"
         raise ZbcError("E143", text, where=where, hint=hint) from None
-    if not any(layer.f.ms + layer.b.ms + layer.w.ms for layer in found.layers.values()):
+    if not any(layer.f.ms + layer.b.ms + layer.w.ms for layer in profile.layers.values()):
         raise ZbcError("E143", f"profile: {name}: layers: none of them takes any time", where=where, hint=hint)
-    return found
+    return profile

@@ -105,8 +105,8 @@ def _writing_rules(draft: Draft) -> Iterator[ZbcError]:
         hint = "add every = 500 (steps between two), or every = 0 for none"
         yield ZbcError("E105", text, where=where(("checkpoint",), key=True), hint=hint)
     for section, key in (("checkpoint", "dir"), ("log", "dir"), ("log", "wandb")):
-        found = draft.sections.get(section)
-        if found is not None and getattr(found, key) == "":
+        settings = draft.sections.get(section)
+        if settings is not None and getattr(settings, key) == "":
             text = f"config: {section}.{key} is empty"
             yield ZbcError("E103", text, where=where((section, key)), hint="give it a name, or leave it out")
 
@@ -198,8 +198,8 @@ def _memory_limit_rule(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E103", text, where=where, hint='write "1.0x" or "40 GiB"')
     chosen = [key for key in ("kind", "file", "plugin") if getattr(schedule, key) is not None]
     if len(chosen) != 1:
-        found = " and ".join(chosen) or "none"
-        text = f"config: [schedule] needs one of kind, file and plugin, found {found}"
+        given = " and ".join(chosen) or "none"
+        text = f"config: [schedule] needs one of kind, file and plugin, found {given}"
         key = ("schedule", chosen[-1]) if chosen else ("schedule",)
         hint = "keep one of them" if chosen else 'add kind = "zb-v"; `zbc schedules` lists them'
         yield ZbcError("E105" if not chosen else "E103", text, where=draft.document.where(key), hint=hint)
@@ -264,7 +264,7 @@ def _tensor_parallel_rules(draft: Draft) -> Iterator[ZbcError]:
         counts = {"heads": model.heads, "kv_heads": model.kv_heads, **widths}
         for key, count in counts.items():
             if count is not None and count % tp:
-                most = math.gcd(*(one for one in counts.values() if one is not None))
+                most = math.gcd(*(size for size in counts.values() if size is not None))
                 fits = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
                 text = f"config: parallel.tp = {tp} does not divide model.{key} = {count}"
                 yield ZbcError("E119", text, where=where, hint=f"what does: {fits}")
@@ -277,13 +277,13 @@ def _context_rules(draft: Draft) -> Iterator[ZbcError]:
     model: Model | None = draft.sections.get("model")
     if parallel is None or model is None or parallel.cp == 1:
         return
-    where, each = draft.document.where(("parallel", "cp")), 2 * parallel.cp
+    where, chunks = draft.document.where(("parallel", "cp")), 2 * parallel.cp
     if not model.builtin:
         text = f"config: parallel.cp is for the built-in models, whose attention is causal, not for {model.family!r}"
         yield ZbcError("E119", text, where=where, hint="set cp = 1")
-    elif model.seq_len is not None and model.seq_len % each:
-        text = f"config: 2 parallel.cp = {each} chunks of each sequence do not divide model.seq_len = {model.seq_len}"
-        near = model.seq_len // each * each or each
+    elif model.seq_len is not None and model.seq_len % chunks:
+        text = f"config: 2 parallel.cp = {chunks} chunks of each sequence do not divide model.seq_len = {model.seq_len}"
+        near = model.seq_len // chunks * chunks or chunks
         yield ZbcError("E119", text, where=where, hint=f"set seq_len = {near}, or another cp")
 
 
@@ -324,8 +324,8 @@ def unshareable(sections: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     ends = 'vocabulary = "ends"'
     model: Model | None = sections.get("model")
     if model is not None and (not model.builtin or model.loss != "cross_entropy"):
-        found = f"model.loss is {model.loss!r}" if model.builtin else f"model.family is {model.family!r}"
-        text = f"config: only the output layer of a built-in model with cross_entropy can be shared, {found}"
+        setting = f"model.loss is {model.loss!r}" if model.builtin else f"model.family is {model.family!r}"
+        text = f"config: only the output layer of a built-in model with cross_entropy can be shared, {setting}"
         yield text, f"set {ends}"
     elif model is not None and model.vocab is not None and model.vocab < parallel.pp * parallel.tp:
         text = (
@@ -408,8 +408,8 @@ def _counted_replicas(counts: list[int], pp: int, microbatches: int, key: str, w
     elif max(counts) > microbatches:
         of = f" of {key}" if key else ""
         text = f"config: a stage has {max(counts)} replicas and a step{of} {microbatches} microbatches"
-        more = "drop data.balance" if key == "data.balance" else f"use {max(counts)} microbatches or more"
-        yield ZbcError("E126", text, where=where, hint=f"{more}, or fewer replicas")
+        fix = "drop data.balance" if key == "data.balance" else f"use {max(counts)} microbatches or more"
+        yield ZbcError("E126", text, where=where, hint=f"{fix}, or fewer replicas")
 
 
 def _gpu_rules(draft: Draft) -> Iterator[ZbcError]:
@@ -438,9 +438,9 @@ def _rank_rules(draft: Draft) -> Iterator[ZbcError]:
     if hardware is None or parallel is None:
         return
     for key in (*BY_RANK, "slow"):
-        found = getattr(hardware, key)
-        if isinstance(found, list) and len(found) != parallel.pp:
-            text = f"config: hardware.{key} has {len(found)} numbers, parallel.pp is {parallel.pp}"
+        values = getattr(hardware, key)
+        if isinstance(values, list) and len(values) != parallel.pp:
+            text = f"config: hardware.{key} has {len(values)} numbers, parallel.pp is {parallel.pp}"
             where = draft.document.where(("hardware", key))
             yield ZbcError("E110", text, where=where, hint="give one for each rank of the pipeline, or one for all")
 

@@ -270,7 +270,7 @@ class Hardware(Section):
 
     def of(self, rank: int) -> Hardware:
         """The hardware of one rank of the pipeline."""
-        lists = {key: found[rank] for key in BY_RANK if isinstance(found := getattr(self, key), list)}
+        lists = {key: values[rank] for key in BY_RANK if isinstance(values := getattr(self, key), list)}
         return self.model_copy(update={**lists, "slow": None})
 
     @property
@@ -281,7 +281,7 @@ class Hardware(Section):
     @property
     def fastest(self) -> Hardware:
         """The hardware with the best number of all ranks for each key."""
-        lists = {key: max(found) for key in BY_RANK if isinstance(found := getattr(self, key), list)}
+        lists = {key: max(values) for key in BY_RANK if isinstance(values := getattr(self, key), list)}
         return self.model_copy(update={**lists, "slow": None})
 
     @property
@@ -398,8 +398,8 @@ class Memory(Section):
         if "auto" not in self.chosen():
             return self
         stages, own = len(choice), [self.of(s) for s in range(len(choice))]
-        each = [choice[s] if what == "auto" else what for s, what in enumerate(own)]
-        chosen = {str(s): what for s, what in enumerate(each) if what != "keep"}
+        choices = [choice[s] if what == "auto" else what for s, what in enumerate(own)]
+        chosen = {str(s): what for s, what in enumerate(choices) if what != "keep"}
         alike = chosen and len(chosen) == stages and len(set(chosen.values())) == 1
         return self.model_copy(update={"activations": chosen["0"] if alike else chosen or "keep"})
 

@@ -49,13 +49,14 @@ def _fit(slices: Sequence[SliceTime], name: str) -> tuple[float, float, float]:
     """Floor, linear and attend by least squares; a number that would be negative is fixed at 0."""
     kept = [0, 1, 2]
     while True:
-        found = _solved(
-            [[_shape(one.rows, one.past)[i] for i in kept] for one in slices], [getattr(one, name) for one in slices]
+        solution = _solved(
+            [[_shape(time.rows, time.past)[i] for i in kept] for time in slices],
+            [getattr(time, name) for time in slices],
         )
-        low = min(range(len(kept)), key=found.__getitem__)
-        if found[low] >= 0 or len(kept) == 1:
-            each = dict(zip(kept, found, strict=True))
-            return max(0.0, each.get(0, 0.0)), max(0.0, each.get(1, 0.0)), max(0.0, each.get(2, 0.0))
+        low = min(range(len(kept)), key=solution.__getitem__)
+        if solution[low] >= 0 or len(kept) == 1:
+            numbers = dict(zip(kept, solution, strict=True))
+            return max(0.0, numbers.get(0, 0.0)), max(0.0, numbers.get(1, 0.0)), max(0.0, numbers.get(2, 0.0))
         del kept[low]
 
 

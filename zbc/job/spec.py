@@ -59,8 +59,8 @@ def gathered(
     `document` replaces the contents of the file.
     """
     document = toml.load(path) if document is None else document
-    for one in overrides:
-        document = toml.merge(document, override(one, document.source))
+    for setting in overrides:
+        document = toml.merge(document, override(setting, document.source))
     if schedule is not None:
         document = _choose(document, schedule)
     if profile is not None:
@@ -101,23 +101,23 @@ def _read_profile(result: Draft) -> None:
     """Reads the file of costs.profile; a relative path starts at the folder of the job file that names it."""
     costs: GivenCosts | None = result.sections.get("costs")
     needed = [result.sections.get(name) for name in ("model", "hardware", "schedule", "parallel", "adapter")]
-    if costs is None or not costs.profile or any(one is None for one in needed):
+    if costs is None or not costs.profile or any(section is None for section in needed):
         return
     model, hardware, schedule, parallel, adapter = cast("list[Any]", needed)
     where, path = _named(result.document, ("costs", "profile"), costs.profile)
     try:
-        found = profiles.read(path, where)
+        profile = profiles.read(path, where)
     except ZbcError as error:
         result.problems.append(error)
         return
     size, inner = schedule.microbatch_size, inner_of(parallel)
-    wrong = profiles.misfits(found, model, adapter, device=hardware.device, microbatch_size=size, inner=inner)
+    wrong = profiles.misfits(profile, model, adapter, device=hardware.device, microbatch_size=size, inner=inner)
     if wrong:
         text = f"profile: {path.name} was made for something else"
         hint = "profile this job: `zbc profile JOB.toml -o FILE`"
         result.problems.append(ZbcError("E142", text, where=where, hint=hint, details=wrong))
         return
-    result.profile = found
+    result.profile = profile
 
 
 def _named(document: toml.Document, key: toml.KeyPath, name: str) -> tuple[str, Path]:
@@ -208,13 +208,13 @@ def _read_section(result: Draft, name: str, section: type[Section]) -> None:
     try:
         result.sections[name] = section.model_validate(dict(raw))
     except ValidationError as error:
-        found: dict[tuple[Any, ...], ZbcError] = {}
+        problems: dict[tuple[Any, ...], ZbcError] = {}
         for problem in error.errors():
             converted, path = convert(name, section, problem, result.document)
-            found.setdefault(path, converted)  # a union reports one problem per alternative
+            problems.setdefault(path, converted)  # a union reports one problem per alternative
         # A wrong item of a list is reported as the item, not as a list that should be a number.
-        outer = {path[:end] for path in found for end in range(len(path))}
-        result.problems.extend(problem for path, problem in found.items() if path not in outer)
+        outer = {path[:end] for path in problems for end in range(len(path))}
+        result.problems.extend(problem for path, problem in problems.items() if path not in outer)
 
 
 def json_schema() -> dict[str, Any]:

@@ -47,8 +47,8 @@ def throughput(
         return Throughput()
     rate = 1e3 * samples / ms
     if tokens is not None:
-        each = 1e3 * tokens / ms
-        return Throughput(rate, each, each / world)
+        per_s = 1e3 * tokens / ms
+        return Throughput(rate, per_s, per_s / world)
     every = None if model.seq_len is None else rate * model.seq_len
     flops = training_flops(model, frozen=frozen)
     mfu = None if flops is None or not peak_tflops else flops * rate / (world * peak_tflops * 1e12)

@@ -132,8 +132,8 @@ def refuse_extreme(value: Any, where: str) -> None:
     """
     level = [value]
     for _ in range(_DEEPEST):
-        for found in level:
-            if isinstance(found, int) and not _LEAST <= found <= _LARGEST:
+        for item in level:
+            if isinstance(item, int) and not _LEAST <= item <= _LARGEST:
                 raise _too_large(where)
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:

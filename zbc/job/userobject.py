@@ -26,16 +26,16 @@ def load(name: str, what: str, *, code: str = "E502", where: str | None = None) 
     if not {"", here} & set(sys.path):
         sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        loaded = getattr(importlib.import_module(module), attribute)
     except FAILURES as error:
         place = here if code == "E502" else "the current directory"  # a run may be started anywhere
         hint = f"{what} is looked up on Python's import path and in {place}"
         text = f"{_AREAS[code]}: cannot import {what} = {name}"
         raise ZbcError(code, text, where=where, hint=hint, details=_trace(error)) from error
-    if not callable(found):
-        text = f"{_AREAS[code]}: {what} = {name} is {type(found).__name__}, not something to call"
+    if not callable(loaded):
+        text = f"{_AREAS[code]}: {what} = {name} is {type(loaded).__name__}, not something to call"
         raise ZbcError(code, text, where=where, hint="name a function or a class")
-    return found  # type: ignore[no-any-return]
+    return loaded  # type: ignore[no-any-return]
 
 
 def call(

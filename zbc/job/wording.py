@@ -24,11 +24,11 @@ def convert(
         if document.has((*path, part)) or (isinstance(part, int) and len(path) > 1):
             path = (*path, part)
     dotted = ".".join(str(part) for part in path)
-    kind, found = problem["type"], problem["input"]
+    kind, value = problem["type"], problem["input"]
     field = section.model_fields.get(str(path[1])) if len(path) > 1 else None
     if field is not None and (kind == "too_long" or (kind == "missing" and isinstance(problem["loc"][-1], int))):
         options = [field.annotation, *get_args(field.annotation)]
-        count = next((len(get_args(one)) for one in options if get_origin(one) is tuple), 1)
+        count = next((len(get_args(option)) for option in options if get_origin(option) is tuple), 1)
         there = document.values[name][str(path[1])]
         text = f"config: {'.'.join(map(str, path[:2]))}: expected {count} numbers, found {_short(there)}"
         hint = f"write {path[1]} = {_short([*field.default])}" if field.default else field.description
@@ -44,14 +44,14 @@ def convert(
     if kind == "extra_forbidden":
         inner = section if len(path) == 2 else _table(section.model_fields[str(path[1])].annotation)
         return unknown(path, document, list(inner.model_fields if inner else ())), path
-    text = f"config: {dotted}: {_sentence(section, path, problem)}, found {_short(found)}"
+    text = f"config: {dotted}: {_sentence(section, path, problem)}, found {_short(value)}"
     return ZbcError("E103", text, where=document.where(path), hint=_fix(section, path, problem)), path
 
 
 def _table(annotation: Any) -> type[BaseModel] | None:
     """The model class of a field, also of an optional one; None for other fields."""
     options = [annotation, *get_args(annotation)]
-    return next((one for one in options if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
 
 
 def _short(value: Any) -> str:
@@ -126,13 +126,13 @@ def _list_or_one(section: type[BaseModel], path: toml.KeyPath, kind: str) -> str
 
 def _fix(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
     """A hint that replaces the wrong value."""
-    kind, found, context = problem["type"], problem["input"], problem.get("ctx", {})
+    kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
     key = f"item {path[-1]}" if isinstance(path[-1], int) else path[-1]
-    number = _number(found)
+    number = _number(value)
     if kind == "literal_error":
         known = re.findall(r"'([^']*)'", context["expected"])
         quoted = " or ".join(f'"{word}"' for word in known)
-        return (did_you_mean(found, known) if isinstance(found, str) else None) or f"write {key} = {quoted}"
+        return (did_you_mean(value, known) if isinstance(value, str) else None) or f"write {key} = {quoted}"
     if kind in ("int_type", "int_from_float", "float_type") and number is not None:
         return f"write {key} = {number if kind == 'float_type' else round(number)}"
     if kind == "greater_than_equal":

@@ -42,8 +42,8 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         axes = ("ep", self.ep), ("cp", self.cp), ("tp", self.tp)
-        more = [f", {axis} {count}" for axis, count in axes if count > 1]
-        return f"pp {self.pp}, dp {self.dp}{''.join(more)}"
+        others = [f", {axis} {count}" for axis, count in axes if count > 1]
+        return f"pp {self.pp}, dp {self.dp}{''.join(others)}"
 
     @property
     def ranks(self) -> int:
@@ -97,12 +97,12 @@ class World:
     def of(self, shape: Shape) -> Document:
         """The job with one of the shapes, at the places of the keys that it comes from, and without settings of
         replicas or of ranks that share layers if the shape has none."""
-        found = _applying(self.document, shape.copies, shape.tp, replicated=self.replicated)
+        document = _applying(self.document, shape.copies, shape.tp, replicated=self.replicated)
         for path, number in zip((*GIVEN.values(), MICROBATCHES), shape[:3], strict=True):
-            found = _with(found, path, number)
+            document = _with(document, path, number)
         for path, number in ((TP, shape.tp), (EP, shape.ep), (CP, shape.cp)):
-            found = _with(found, path, number) if number > 1 or found.has(path) else found
-        return found
+            document = _with(document, path, number) if number > 1 or document.has(path) else document
+        return document
 
 
 def read(document: Document, *, replicated: bool = False) -> World | Document:
@@ -140,9 +140,9 @@ def read(document: Document, *, replicated: bool = False) -> World | Document:
     inner = ((cp, tp) for tp in _shared(document, count) for cp in _contexts(document, count, tp))
     some = (shape for cp, tp in inner for shape in _shapes(document, count, fixed, samples, cp, tp))
     shapes = tuple(shape._replace(ep=ep) for shape in some for ep in _experts(document, shape.dp))
-    found = World(bare, shapes, replicated)
-    only = found.shapes[0]
-    return found.of(only) if len(found.shapes) == 1 and only.microbatches else found
+    opened = World(bare, shapes, replicated)
+    only = opened.shapes[0]
+    return opened.of(only) if len(opened.shapes) == 1 and only.microbatches else opened
 
 
 def _applying(document: Document, copies: int, tp: int, *, replicated: bool) -> Document:
@@ -160,7 +160,7 @@ def _sound(parallel: Mapping[str, Any], schedule: Mapping[str, Any]) -> bool:
     """Whether the numbers are positive whole numbers; if not, the checks of their tables report it."""
     numbers = [parallel.get("pp", 1), parallel.get("dp", 1), schedule.get("microbatches", 1)]
     numbers += [schedule.get("microbatch_size", 1), schedule.get("batch", 1)]
-    numbers += [one for one in (parallel.get(key, 1) for key in ("world", "tp", "ep", "cp")) if one != "auto"]
+    numbers += [count for count in (parallel.get(key, 1) for key in ("world", "tp", "ep", "cp")) if count != "auto"]
     return all(type(number) is int and number > 0 for number in numbers)
 
 
@@ -196,22 +196,22 @@ def _fixed(document: Document) -> tuple[Document, dict[str, int]]:
 def _batch(document: Document, batch: int | None) -> tuple[Document, int | None]:
     """The job with either batch or microbatches, and the samples of a step; None if microbatches are given."""
     parallel, schedule = document.values["parallel"], document.values["schedule"]
-    mine = schedule.get("microbatches")
+    given = schedule.get("microbatches")
     opened = "world" in parallel and not all(
         key in parallel and document.level(path) > document.level(WORLD) for key, path in GIVEN.items()
     )
-    if batch is not None and mine is not None and document.level(BATCH) == document.level(MICROBATCHES):
+    if batch is not None and given is not None and document.level(BATCH) == document.level(MICROBATCHES):
         text = "config: schedule.batch and schedule.microbatches are two answers to one question"
         hint = "drop microbatches: they are batch / (dp x microbatch_size)"
         raise ZbcError("E116", text, where=document.where(BATCH), hint=hint)
-    if batch is not None and (mine is None or document.level(BATCH) > document.level(MICROBATCHES)):
+    if batch is not None and (given is None or document.level(BATCH) > document.level(MICROBATCHES)):
         return _without(document, MICROBATCHES), batch
     if not opened:
         return _without(document, BATCH), None
-    if mine is not None and batch is None and document.level(MICROBATCHES) < document.level(WORLD):
-        samples = mine * schedule.get("microbatch_size", 1) * parallel.get("dp", 1)
+    if given is not None and batch is None and document.level(MICROBATCHES) < document.level(WORLD):
+        samples = given * schedule.get("microbatch_size", 1) * parallel.get("dp", 1)
         return _without(document, MICROBATCHES), samples  # the batch that the job had
-    if mine is None:
+    if given is None:
         text, place = (
             "config: schedule.batch is missing, and parallel.world leaves open what share each rank has",
             WORLD,
@@ -221,7 +221,7 @@ def _batch(document: Document, batch: int | None) -> tuple[Document, int | None]
             "config: schedule.microbatches are those of one pipeline, and parallel.world leaves open how many there are"
         )
         place = MICROBATCHES
-    code = "E105" if mine is None else "E116"
+    code = "E105" if given is None else "E116"
     raise ZbcError(code, text, where=document.where(place), hint="set schedule.batch, the samples of a step")
 
 
@@ -232,10 +232,10 @@ def _count(document: Document) -> tuple[Document, int]:
         return document, int(world)
     hardware = document.values.get("hardware")
     device = hardware.get("device", "cpu") if isinstance(hardware, Mapping) else "cpu"
-    found, launched = gpus() if device == "cuda" else [], _launched()
-    if found and isinstance(hardware, Mapping) and "memory_gib" not in hardware:
-        document = _with(document, ("hardware", "memory_gib"), min(found))
-    count = launched or (len(found) if device == "cuda" else cores())
+    sizes, launched = gpus() if device == "cuda" else [], _launched()
+    if sizes and isinstance(hardware, Mapping) and "memory_gib" not in hardware:
+        document = _with(document, ("hardware", "memory_gib"), min(sizes))
+    count = launched or (len(sizes) if device == "cuda" else cores())
     if not count:
         text = 'config: parallel.world = "auto" counts the GPUs of this machine, and nvidia-smi finds none'
         raise ZbcError("E116", text, where=document.where(WORLD), hint="write how many there will be: world = 8")
@@ -262,7 +262,7 @@ def _shared(document: Document, world: int) -> list[int]:
     model, hardware = document.values.get("model"), document.values.get("hardware")
     counts = [model.get(key) for key in ("heads", "kv_heads", "ffn")] if isinstance(model, Mapping) else []
     node = hardware.get("ranks_per_node") if isinstance(hardware, Mapping) else None
-    most = math.gcd(world, *(one for one in (*counts, node or _NODE) if type(one) is int and one > 0))
+    most = math.gcd(world, *(count for count in (*counts, node or _NODE) if type(count) is int and count > 0))
     return [tp for tp in range(1, most + 1) if most % tp == 0]
 
 
@@ -314,7 +314,7 @@ def _shapes(
     small = [d for d in range(1, int(world**0.5) + 1) if world % d == 0] if world <= 10**9 else [1]
     every = sorted({*small, *(world // d for d in small)})
     pairs = [(pp, world // pp) for pp in every]
-    pairs = [one for one in pairs if fixed.get("pp", one[0]) == one[0] and fixed.get("dp", one[1]) == one[1]]
+    pairs = [pair for pair in pairs if fixed.get("pp", pair[0]) == pair[0] and fixed.get("dp", pair[1]) == pair[1]]
     return [_shape(document, pp, dp, batch)._replace(tp=tp, cp=cp) for pp, dp in pairs]
 
 
@@ -323,14 +323,17 @@ def _shape(document: Document, pp: int, dp: int, batch: int | None) -> Shape:
     layers = model.get("layers") if isinstance(model, Mapping) else None
     if batch is None:
         return Shape(pp, dp, schedule["microbatches"])
-    each = dp * schedule.get("microbatch_size", 1)
-    if batch % each:
+    per_microbatch = dp * schedule.get("microbatch_size", 1)
+    if batch % per_microbatch:
         return Shape(
-            pp, dp, 0, f"a batch of {batch} samples does not divide into {each}, one microbatch of each replica"
+            pp,
+            dp,
+            0,
+            f"a batch of {batch} samples does not divide into {per_microbatch}, one microbatch of each replica",
         )
     if type(layers) is int and pp > layers:
-        return Shape(pp, dp, batch // each, f"more ranks than the {layers} layers")
-    return Shape(pp, dp, batch // each)
+        return Shape(pp, dp, batch // per_microbatch, f"more ranks than the {layers} layers")
+    return Shape(pp, dp, batch // per_microbatch)
 
 
 def _with(document: Document, path: tuple[str, str], number: float) -> Document:

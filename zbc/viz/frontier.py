@@ -77,13 +77,13 @@ def of_text(curves: Sequence[Curve], axis: Axis, width: int) -> Iterator[str]:
 def numbers(curves: Sequence[Curve]) -> list[list[str]]:
     """A row of texts per curve: its letter, its name, and ms at every value; `-` without a plan."""
     limits, _, _ = _extent(curves)
-    found = [[letter, curve.name] for letter, curve in zip(LETTERS, curves, strict=False)]
+    rows = [[letter, curve.name] for letter, curve in zip(LETTERS, curves, strict=False)]
     for limit in limits:
         known = [dict(curve.points).get(limit) for curve in curves]
         texts = iter(aligned([ms for ms in known if ms is not None]))
-        for row, ms in zip(found, known, strict=False):
+        for row, ms in zip(rows, known, strict=False):
             row.append("-" if ms is None else next(texts))
-    return found
+    return rows
 
 
 def values_of(curves: Sequence[Curve]) -> list[float]:
@@ -99,8 +99,8 @@ def of_svg(curves: Sequence[Curve], axis: Axis, title: str) -> str:
     far = limits[0] > 0 and limits[-1] / limits[0] >= _FAR
 
     def x(limit: float) -> float:
-        first, one, last = (math.log(value) if far else value for value in (limits[0], limit, limits[-1]))
-        return _LEFT + (width - _LEFT - _RIGHT) * (one - first) / ((last - first) or 1.0)
+        first, at, last = (math.log(value) if far else value for value in (limits[0], limit, limits[-1]))
+        return _LEFT + (width - _LEFT - _RIGHT) * (at - first) / ((last - first) or 1.0)
 
     def y(ms: float) -> float:
         return _TOP + (height - _TOP - _DEEP) * math.log(high / ms) / math.log(high / low)

@@ -28,9 +28,9 @@ _FAR = 100_000  # a pipe and a stage as one number: pipe * _FAR + stage
 
 def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
     """The page of one plan, or of several below one another on one time axis; `ranks` leaves out all others."""
-    length = longest([one.strip for one in drawn])
-    kinds = [kind for kind in Kind if any(kind in _kinds(one) for one in drawn)]
-    names = [one.heading(several=len(drawn) > 1) for one in drawn]
+    length = longest([plan.strip for plan in drawn])
+    kinds = [kind for kind in Kind if any(kind in _kinds(plan) for plan in drawn)]
+    names = [plan.heading(several=len(drawn) > 1) for plan in drawn]
     data = {
         "length": length,
         "unit": length * _FINE,
@@ -38,8 +38,8 @@ def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
         "panels": _panels(drawn, names, kinds, length, ranks),
     }
     heads = "\n".join(
-        f'<h1>{escape(name)}</h1>\n<div class="soft">{escape(verdict(one.strip.steps[0], bubbles=True))}</div>'
-        for one, name in zip(drawn, names, strict=True)
+        f'<h1>{escape(name)}</h1>\n<div class="soft">{escape(verdict(plan.strip.steps[0], bubbles=True))}</div>'
+        for plan, name in zip(drawn, names, strict=True)
     )
     parts = {
         "title": escape("; ".join(names)),
@@ -65,14 +65,14 @@ def _kinds(one: Drawn) -> set[Kind]:
 
 
 def _kind(kind: Kind) -> dict[str, Any]:
-    found = look(kind)
+    appearance = look(kind)
     return {
         "op": kind.value,
-        "letter": found.letter,
-        "other": found.other,
-        "name": found.name,
-        "fills": found.fills,
-        "ink": found.ink,
+        "letter": appearance.letter,
+        "other": appearance.other,
+        "name": appearance.name,
+        "fills": appearance.fills,
+        "ink": appearance.ink,
         "fills_at_start": not any(VALUES[ref.what].memory == "activations" for ref in kind.row.frees),
         "alone": not kind.computes,
     }
@@ -82,13 +82,13 @@ def _panels(
     drawn: Sequence[Drawn], names: Sequence[str], kinds: Sequence[Kind], length: float, ranks: Sequence[int] | None
 ) -> list[dict[str, Any]]:
     """The panels; measured ones with their waits and delays, and a link to the prediction above them."""
-    panels = [_panel(one, name, kinds, length, ranks) for one, name in zip(drawn, names, strict=True)]
-    for one, panel in zip(drawn, panels, strict=True):
-        if one.recorded is None:
+    panels = [_panel(plan, name, kinds, length, ranks) for plan, name in zip(drawn, names, strict=True)]
+    for plan, panel in zip(drawn, panels, strict=True):
+        if plan.recorded is None:
             continue
-        ids = [piece.id for rank in panel["names"] for piece in one.strip.pieces(rank)]
-        panel["waited"] = [_short(one.recorded.waited[i]) for i in ids]
-        panel["delayed"] = [_short(one.recorded.delayed[i]) for i in ids]
+        ids = [piece.id for rank in panel["names"] for piece in plan.strip.pieces(rank)]
+        panel["waited"] = [_short(plan.recorded.waited[i]) for i in ids]
+        panel["delayed"] = [_short(plan.recorded.delayed[i]) for i in ids]
         if len(ids) == len(panels[0]["source"]):
             panel["twin"] = 0
     return panels
@@ -136,13 +136,13 @@ def _held(costs: Costs, op: Op) -> float | list[float]:
 
 def _beside(one: Drawn, rank: int, shown: Container[int]) -> dict[str, Any]:
     """Changes of memory by ops that are not drawn: [ms, units], from the ledger."""
-    found = []
+    changes = []
     for step, timeline in enumerate(one.strip.steps):
         base = step * len(timeline.graph.ops)
         for event in activations(timeline, rank, one.costs):
             if base + event.op not in shown:
-                found.append([event.ms - one.strip.begin, event.units])
-    return {"more": found} if found else {}
+                changes.append([event.ms - one.strip.begin, event.units])
+    return {"more": changes} if changes else {}
 
 
 def _row(
@@ -172,24 +172,24 @@ def _path(one: Drawn) -> list[int]:
     """The ids of the critical path of every step, the last one first."""
     if one.recorded is not None:
         return one.recorded.path()
-    found: list[int] = []
+    ids: list[int] = []
     for step in reversed(range(len(one.strip.steps))):
         timeline = one.strip.steps[step]
         rank = max(range(timeline.ranks), key=timeline.closes)
         begin = min(timeline.first_start(r) for r in range(timeline.ranks))
         count = len(timeline.graph.ops)
-        found += [step * count + i for i in chain(timeline, rank, begin) if i < count]
-    return found
+        ids += [step * count + i for i in chain(timeline, rank, begin) if i < count]
+    return ids
 
 
 def _legend(drawn: Sequence[Drawn], kinds: Sequence[Kind]) -> str:
     two = signs(drawn).two
     words = []
-    for found, text in entries(set(kinds), two=two):
-        words.append(f'<span class="swatch" style="background:{found.fills[0]}"></span>{escape(text)}')
-    for found, _ in entries({kind for one in drawn for kind in one.strip.collectives}, two=two):
-        swatch = f'<span class="swatch" style="background:{found.fills[0]}"></span>'
-        words.append(f"{swatch}{escape(found.name)}, beside compute")
+    for appearance, text in entries(set(kinds), two=two):
+        words.append(f'<span class="swatch" style="background:{appearance.fills[0]}"></span>{escape(text)}')
+    for appearance, _ in entries({kind for plan in drawn for kind in plan.strip.collectives}, two=two):
+        swatch = f'<span class="swatch" style="background:{appearance.fills[0]}"></span>'
+        words.append(f"{swatch}{escape(appearance.name)}, beside compute")
     return "".join(words)
 
 

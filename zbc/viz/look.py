@@ -50,8 +50,8 @@ def chunk_entries(most: int) -> list[tuple[str, int]]:
 
 def letter(op: Op, *, odd: bool = False) -> str:
     """The letter of an op: another letter in the second pipe, a small one on the second stage of a rank (`odd`)."""
-    found = look(op.kind)
-    text = found.other if op.pipe else found.letter
+    appearance = look(op.kind)
+    text = appearance.other if op.pipe else appearance.letter
     return text.lower() if odd else text
 
 
@@ -66,6 +66,6 @@ def entries(kinds: set[Kind], *, two: bool) -> Iterator[tuple[Look, str]]:
     """The legend of a picture's letters, in the order of `Kind`: `F forward`; with two pipes `F/P forward`."""
     for kind in Kind:
         if kind in kinds:
-            found = look(kind)
-            second = f"/{found.other}" if two and found.other != found.letter else ""
-            yield found, f"{found.letter}{second} {found.name}"
+            appearance = look(kind)
+            second = f"/{appearance.other}" if two and appearance.other != appearance.letter else ""
+            yield appearance, f"{appearance.letter}{second} {appearance.name}"

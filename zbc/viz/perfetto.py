@@ -34,9 +34,9 @@ _LANES = 1000
 def draw(drawn: Sequence[Drawn], ranks: Sequence[int] | None = None) -> str:
     """The trace of one plan or of several; `ranks` leaves out all others."""
     lines: list[str] = []
-    for k, one in enumerate(drawn):
-        lines += _plan(one, k * _APART, ranks, f"{one.name}: " if len(drawn) > 1 else "")
-    names = json.dumps([one.title for one in drawn])
+    for k, plan in enumerate(drawn):
+        lines += _plan(plan, k * _APART, ranks, f"{plan.name}: " if len(drawn) > 1 else "")
+    names = json.dumps([plan.title for plan in drawn])
     return f'{{"displayTimeUnit":"ms","otherData":{{"plans":{names}}},"traceEvents":[\n' + ",\n".join(lines) + "\n]}\n"
 
 
@@ -60,19 +60,19 @@ def _plan(one: Drawn, base: int, ranks: Sequence[int] | None, prefix: str) -> It
 
 
 def _about(op: Op) -> str:
-    more = f',"slice":{op.slice}' if op.slice else ""
-    more += ',"pipe":"up"' if op.pipe else ""
-    return f'{{"stage":{op.stage},"microbatch":{op.mb}{more}}}'
+    about = f',"slice":{op.slice}' if op.slice else ""
+    about += ',"pipe":"up"' if op.pipe else ""
+    return f'{{"stage":{op.stage},"microbatch":{op.mb}{about}}}'
 
 
 def _events(one: Drawn, rank: int, pid: int) -> Iterator[str]:
     """Collectives and copies next to compute, a track per lane."""
-    found = [piece for piece in one.strip.sums(rank) if piece.end > piece.start]
+    pieces = [piece for piece in one.strip.sums(rank) if piece.end > piece.start]
     for lane, (track, name) in _TRACKS.items():
-        mine = [piece for piece in found if piece.op.kind.row.lane is lane]
-        if mine:
+        in_lane = [piece for piece in pieces if piece.op.kind.row.lane is lane]
+        if in_lane:
             yield _named("thread_name", pid, track, name)
-        for piece in mine:
+        for piece in in_lane:
             yield _slice(pid, track, str(piece.op), _called(piece.op.kind), piece.start, piece.end, "{}")
 
 
@@ -96,10 +96,10 @@ def _runtime(one: Drawn, rank: int, pid: int) -> Iterator[str]:
         return
     yield _named("thread_name", pid, _RUNTIME, "waits, transfers, optimizer")
     begin = one.strip.begin
-    for found in one.recorded.beside(rank):
-        if found.end > begin:  # time begins with the first op that computes
-            start = max(begin, found.start) - begin
-            yield _slice(pid, _RUNTIME, found.name, found.what, start, found.end - begin, "{}")
+    for span in one.recorded.beside(rank):
+        if span.end > begin:  # time begins with the first op that computes
+            start = max(begin, span.start) - begin
+            yield _slice(pid, _RUNTIME, span.name, span.what, start, span.end - begin, "{}")
 
 
 def _transfers(one: Drawn, base: int, pieces: dict[int, DrawnOp], rank_of: dict[int, int]) -> Iterator[str]:

@@ -21,16 +21,18 @@ def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Dra
     Raises E432 if these steps were not recorded.
     """
     numbers = _numbers(trace, steps, first)
-    found = [step_of(trace, number) for number in numbers]
+    measured_steps = [step_of(trace, number) for number in numbers]
     program, costs = trace.plan.program, recall.costs_of(trace.plan.manifest)
-    predicted = repeated(simulate(program, costs), program, costs, steps, barrier=found[0].barrier)
-    real = measured(costs, times_of(found))
+    predicted = repeated(simulate(program, costs), program, costs, steps, barrier=measured_steps[0].barrier)
+    real = measured(costs, times_of(measured_steps))
     named = groups(program, trace.plan.manifest.layers)
     pictures = [Drawn("predicted", program, predicted, costs, groups=named)]
     memory = tuple(rank.memory for rank in trace.ranks)
     for replica in range(program.dp):
-        record = Recording(tuple(found), replica, ahead=steps > 1 and not found[0].barrier, memory=memory)
-        name = _name(found, replica, program.dp)
+        record = Recording(
+            tuple(measured_steps), replica, ahead=steps > 1 and not measured_steps[0].barrier, memory=memory
+        )
+        name = _name(measured_steps, replica, program.dp)
         pictures.append(Drawn(name, program, Strip(record.timelines()), real, record, named))
     return pictures
 

@@ -64,32 +64,32 @@ class Strip:
         """The collectives of a rank, which overlap with its compute ops; their ids are -1."""
         begin = self.begin
         for timeline in self.steps:
-            for one in timeline.sums:
-                if rank in one.ranks:
-                    yield DrawnOp(-1, one.op, one.start - begin, one.end - begin)
+            for collective in timeline.sums:
+                if rank in collective.ranks:
+                    yield DrawnOp(-1, collective.op, collective.start - begin, collective.end - begin)
 
     def row(self, rank: int) -> Iterator[DrawnOp]:
         """The compute ops of a rank, and its collectives as far as they run after the last op of their step."""
         begin, row = self.begin, [*self.pieces(rank)]
         for timeline in self.steps:
             last = timeline.last_end(rank) - begin
-            for one in timeline.sums:
-                start, end = max(last, one.start - begin), one.end - begin
-                if rank in one.ranks and end > start:
-                    row.append(DrawnOp(-1, one.op, start, end))
+            for collective in timeline.sums:
+                start, end = max(last, collective.start - begin), collective.end - begin
+                if rank in collective.ranks and end > start:
+                    row.append(DrawnOp(-1, collective.op, start, end))
                     last = end
         return iter(sorted(row, key=lambda piece: (piece.start, piece.end)))
 
     def copies(self, rank: int) -> Iterator[DrawnOp]:
         """The offloads and reloads of a rank, in the order of their starts; their ids are -1."""
-        begin, found = self.begin, list[DrawnOp]()
+        begin, copies = self.begin, list[DrawnOp]()
         for timeline in self.steps:
             graph = timeline.graph
             for event, ops in graph.met.items():
                 op = graph.ops[ops[0]]
                 if op.kind in COPY and graph.rank(ops[0]) == rank and timeline.end[event] > timeline.start[event]:
-                    found.append(DrawnOp(-1, op, timeline.start[event] - begin, timeline.end[event] - begin))
-        return iter(sorted(found, key=lambda piece: (piece.start, piece.end)))
+                    copies.append(DrawnOp(-1, op, timeline.start[event] - begin, timeline.end[event] - begin))
+        return iter(sorted(copies, key=lambda piece: (piece.start, piece.end)))
 
     @cached_property
     def copying(self) -> bool:
@@ -99,21 +99,26 @@ class Strip:
     def shared(self, rank: int, costs: Costs) -> Iterator[Shared]:
         """The sums of tensor-parallel ranks inside the ops of a rank, in order."""
         for timeline in self.steps:
-            for one in shared(timeline, costs, rank):
-                yield one._replace(start=one.start - self.begin, end=one.end - self.begin)
+            for part in shared(timeline, costs, rank):
+                yield part._replace(start=part.start - self.begin, end=part.end - self.begin)
 
     @property
     def collectives(self) -> set[Kind]:
         """The kinds of collectives that take time, except those per microbatch: see `meetings`."""
-        found = {one.op.kind for timeline in self.steps for one in timeline.sums if one.end > one.start}
-        return {kind for kind in found if not kind.unit_wide}
+        kinds = {
+            collective.op.kind
+            for timeline in self.steps
+            for collective in timeline.sums
+            if collective.end > collective.start
+        }
+        return {kind for kind in kinds if not kind.unit_wide}
 
     def meetings(self) -> Iterator[DrawnOp]:
         """The all-reduces of a vocabulary-parallel output layer; ids are -1."""
         for timeline in self.steps:
-            for one in timeline.sums:
-                if one.op.kind in (Kind.MEET, Kind.SUM):
-                    yield DrawnOp(-1, one.op, one.start - self.begin, one.end - self.begin)
+            for collective in timeline.sums:
+                if collective.op.kind in (Kind.MEET, Kind.SUM):
+                    yield DrawnOp(-1, collective.op, collective.start - self.begin, collective.end - self.begin)
 
     def sources(self) -> Iterator[int]:
         """For each op id, the id of the op that made its input, -1 for none."""
@@ -170,10 +175,10 @@ _COPIES = frozenset({Kind.OFFLOAD, Kind.RELOAD})
 
 
 def signs(drawn: Sequence[Drawn]) -> Signs:
-    placements = [one.program.placement for one in drawn]
-    kinds = {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind.computes}
-    kinds |= {kind for one in drawn for kind in one.strip.collectives}
-    kinds |= {op.kind for one in drawn for ops in one.program.ranks for op in ops if op.kind in _COPIES}
+    placements = [plan.program.placement for plan in drawn]
+    kinds = {op.kind for plan in drawn for ops in plan.program.ranks for op in ops if op.kind.computes}
+    kinds |= {kind for plan in drawn for kind in plan.strip.collectives}
+    kinds |= {op.kind for plan in drawn for ops in plan.program.ranks for op in ops if op.kind in _COPIES}
     stages = (pipe.count(rank) for placed in placements for pipe in placed.pipes for rank in range(placed.ranks))
     replicas = any(placed.replicas for placed in placements)
     other = "pipes through other replicas" if replicas else "pipe that runs upwards"
@@ -207,7 +212,9 @@ def repeated(timeline: Timeline, program: Program, costs: Costs, steps: int, *, 
 def captioned(drawn: Sequence[Drawn], captions: Sequence[str]) -> list[Drawn]:
     """The plans with captions; several ones with letters: (a), (b), .."""
     letters = [f"({chr(ord('a') + k)}) " if len(drawn) > 1 else "" for k in range(len(drawn))]
-    return [replace(one, caption=f"{letter}{text}") for one, letter, text in zip(drawn, letters, captions, strict=True)]
+    return [
+        replace(plan, caption=f"{letter}{text}") for plan, letter, text in zip(drawn, letters, captions, strict=True)
+    ]
 
 
 def windows(strips: Sequence[Strip], zoom: Window | None, *, own: bool) -> list[Window]:

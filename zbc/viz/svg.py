@@ -57,13 +57,13 @@ class _Block(NamedTuple):
 
 def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
     """An SVG document of one plan, or of several below one another, on one time axis or on separate ones."""
-    shown = windows([one.strip for one in drawn], sheet.zoom, own=sheet.own)
+    shown = windows([plan.strip for plan in drawn], sheet.zoom, own=sheet.own)
     body: list[str] = []
     y = float(MARGIN)
-    for one, window in zip(drawn, shown, strict=True):
+    for plan, window in zip(drawn, shown, strict=True):
         several = len(drawn) > 1
-        name = sheet.title if sheet.title and not several else one.heading(several=several)
-        lines, y = _panel(one, sheet, window, name, y)
+        name = sheet.title if sheet.title and not several else plan.heading(several=several)
+        lines, y = _panel(plan, sheet, window, name, y)
         body += lines
     lines, y = _legend(drawn, sheet, y)
     body += lines
@@ -72,7 +72,7 @@ def draw(drawn: Sequence[Drawn], sheet: SvgView = SvgView()) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {sheet.width} {height}" width="{sheet.width}" '
             f'height="{height}" role="img">',
-            f"<title>{escape('; '.join(one.title for one in drawn))}</title>",
+            f"<title>{escape('; '.join(plan.title for plan in drawn))}</title>",
             f"<style>{_STYLE}</style>",
             f'<defs>{_HATCH}</defs><rect width="100%" height="100%" fill="#fff"/>',
             *body,
@@ -99,7 +99,7 @@ def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> t
     held = peaks(one.program, one.costs, one.strip.steps[0])
     plot = sheet.width - 2 * MARGIN - LEFT - RIGHT
     blocks = {rank: list(_blocks(one, rank, window, plot)) for rank in ranks}
-    widths = sorted(block.width for found in blocks.values() for block in found)
+    widths = sorted(block.width for row_blocks in blocks.values() for block in row_blocks)
     form = _form(one.program.microbatches, widths[len(widths) // 2] if widths else 0.0, row)
     for rank in ranks:
         middle = y + row / 2 + 3.8
@@ -122,10 +122,10 @@ def _panel(one: Drawn, sheet: SvgView, window: Window, name: str, y: float) -> t
 def _meetings(one: Drawn, window: Window, plot: float, top: float, bottom: float) -> Iterator[str]:
     """A line across all ranks at the end of each all-reduce of the vocabulary."""
     scale = plot / (window[1] - window[0])
-    found = [piece for piece in one.strip.meetings() if window[0] <= piece.end <= window[1]]
-    if len(found) * 4 > plot:
+    meetings = [piece for piece in one.strip.meetings() if window[0] <= piece.end <= window[1]]
+    if len(meetings) * 4 > plot:
         return
-    for piece in found:
+    for piece in meetings:
         tip = f"{piece.op}: {short(piece.start)} to {short(piece.end)} ms"
         path = f"M{_px(MARGIN + LEFT + (piece.end - window[0]) * scale)} {_px(top - 2)}V{_px(bottom)}"
         yield f'<path d="{path}" stroke="{MEETING}" stroke-width="1.2" fill="none"><title>{escape(tip)}</title></path>'
@@ -141,23 +141,23 @@ def _row(
     texts = []
     fine = one.program.size <= _FINE
     for block in blocks:
-        op, found = block.op, look(block.op.kind)
+        op, appearance = block.op, look(block.op.kind)
         chunk = chunks.get((op.pipe, op.stage), 0)
         area = f'x="{_px(x0 + block.x)}" width="{_px(block.width)}"'
         tip = f"<title>{escape(block.tip)}</title>" if fine else ""
         border = ' class="b"' if block.width > 3 else ""
-        rect = f'<rect {area} y="{_px(y)}" height="{height}" fill="{found.fills[op.mb % 2]}"{border}'
+        rect = f'<rect {area} y="{_px(y)}" height="{height}" fill="{appearance.fills[op.mb % 2]}"{border}'
         yield f"{rect}>{tip}</rect>" if tip else f"{rect}/>"
         if op.pipe:
             yield f'<rect {area} y="{_px(y)}" height="{height}" fill="url(#up)"/>'
         if height > 12:
             for edge in _bars(chunk, height - 4, 1.6):
-                yield f'<rect {area} y="{_px(y + edge)}" height="2.4" fill="{found.ink}" fill-opacity=".6"/>'
+                yield f'<rect {area} y="{_px(y + edge)}" height="2.4" fill="{appearance.ink}" fill-opacity=".6"/>'
         text = _fitting(op, chunk % 2 == 1, block.width, form)
         if text:
             shift = (0.0, 1.5, -1.5, 0.0)[chunk] if height > 12 else 0.0
             at = f'x="{_px(x0 + block.x + block.width / 2)}" y="{_px(y + height / 2 + 0.36 * form.size - shift)}"'
-            style = "m l" if found.ink == "#ffffff" else "m"
+            style = "m l" if appearance.ink == "#ffffff" else "m"
             texts.append(f'<text font-size="{form.size}" {at} class="{style}">{text}</text>')
     yield from texts
 
@@ -256,10 +256,10 @@ def _spaced(window: Window, scale: float) -> list[tuple[float, str]]:
     """Ticks at round times whose texts do not touch."""
     least = 70.0
     while True:
-        found = ticks(*window, least / scale)
-        widest = max((measured(text, 11) for _, text in found), default=0.0)
-        if len(found) < 2 or (found[1][0] - found[0][0]) * scale > widest + 10:
-            return found
+        marks = ticks(*window, least / scale)
+        widest = max((measured(text, 11) for _, text in marks), default=0.0)
+        if len(marks) < 2 or (marks[1][0] - marks[0][0]) * scale > widest + 10:
+            return marks
         least *= 1.5
 
 
@@ -291,17 +291,17 @@ def _legend(drawn: Sequence[Drawn], sheet: SvgView, y: float) -> tuple[list[str]
 
 def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
     kinds, two, most, other = signs(drawn)
-    for found, text in entries(kinds, two=two):
-        yield found.fills[0], "", text
+    for appearance, text in entries(kinds, two=two):
+        yield appearance.fills[0], "", text
     yield IDLE, "", "idle"
     for words, chunk in chunk_entries(most):
         yield "#fff", str(chunk), words
     if two:
         yield "#fff", "hatch", other
-    if any(one.braided for one in drawn):
+    if any(plan.braided for plan in drawn):
         yield HIDDEN, "", "sums and swaps inside of ops"
         yield MEETING, "", "those that their rank waits for"
-    if any(True for one in drawn for _ in one.strip.meetings()):
+    if any(True for plan in drawn for _ in plan.strip.meetings()):
         yield "#fff", "line", "all ranks have met for a microbatch's words"
 
 

@@ -54,16 +54,16 @@ def draw(drawn: Sequence[Drawn], view: View = View()) -> Text:
     With titles, axis and legend; lines are at most `view.width` wide, and the last one has no newline.
     """
     several = len(drawn) > 1
-    shown = windows([one.strip for one in drawn], view.zoom, own=view.own)
-    tails = [_tails(one.strip, one.costs, view, window) for one, window in zip(drawn, shown, strict=True)]
-    width = max((len(tail) for found in tails for tail in found), default=0)
+    shown = windows([plan.strip for plan in drawn], view.zoom, own=view.own)
+    tails = [_tails(plan.strip, plan.costs, view, window) for plan, window in zip(drawn, shown, strict=True)]
+    width = max((len(tail) for plan_tails in tails for tail in plan_tails), default=0)
     legend = [Text(note) for note in _legend(drawn, view)]
     lines: list[Text] = []
-    for one, found, window in zip(drawn, tails, shown, strict=True):
-        panel, grid = _panel(one, view, window, [tail.ljust(width) for tail in found], exactly=several)
-        words = wrap(verdict(one.strip.steps[0], bubbles=view.bubbles).split("; "), view.width, between="; ")
-        notes = [Text(note) for note in [*words, *_steps(one.strip, view), *_hidden(grid, window, view)]]
-        lines += [Text(_title(one, view.width, named=several)), *panel]
+    for plan, plan_tails, window in zip(drawn, tails, shown, strict=True):
+        panel, grid = _panel(plan, view, window, [tail.ljust(width) for tail in plan_tails], exactly=several)
+        words = wrap(verdict(plan.strip.steps[0], bubbles=view.bubbles).split("; "), view.width, between="; ")
+        notes = [Text(note) for note in [*words, *_steps(plan.strip, view), *_hidden(grid, window, view)]]
+        lines += [Text(_title(plan, view.width, named=several)), *panel]
         lines += [*notes, Text()] if several else [Text(), *legend, *notes]
     return Text("\n").join([*lines, *(legend if several else []), *map(Text, _of_slots(view))])
 
@@ -158,8 +158,8 @@ def _shared(one: Drawn, rank: int, grid: CellGrid) -> str:
 
 def _style(op: Op) -> str:
     """The colours of an op; even and odd microbatches have different shades to separate neighbours."""
-    found = look(op.kind)
-    return f"{found.ink} on color({found.shades[op.mb % 2]})"
+    appearance = look(op.kind)
+    return f"{appearance.ink} on color({appearance.shades[op.mb % 2]})"
 
 
 def _first_cell(block: Block) -> int:
@@ -210,7 +210,7 @@ def _tails(strip: Strip, costs: Costs, view: View, window: Window) -> list[str]:
     if not _has_memory(view) or view.by == "slot":
         return [""] * len(ranks)
     curves = [list(strip.memory(rank, costs)) for rank in range(strip.ranks)]
-    peaks = [max((units for _, units in found), default=0.0) for found in curves]
+    peaks = [max((units for _, units in points), default=0.0) for points in curves]
     highest = max(peaks) or 1.0
     digits = max(len(short(peak, 3)) for peak in peaks)
     lines = []
@@ -236,14 +236,14 @@ def _most_per_part(points: Sequence[tuple[float, float]], window: Window, parts:
 
 def _legend(drawn: Sequence[Drawn], view: View) -> list[str]:
     """The legend of letters, case and memory lines, as far as they occur in these pictures."""
-    found = signs(drawn)
-    words = [text for _, text in entries(found.kinds, two=found.two)]
-    words += [f"second letters: the {found.other}"] if found.two else []
+    legend = signs(drawn)
+    words = [text for _, text in entries(legend.kinds, two=legend.two)]
+    words += [f"second letters: the {legend.other}"] if legend.two else []
     words.append(". idle")
-    if found.chunks > 1:
-        words.append("lower case: the rank's second stage" if found.chunks == 2 else "lower case: every second stage")
-        words += ["underlined: the third and fourth"] if found.chunks > 2 and view.unicode else []
-    if view.by == "time" and any(one.braided for one in drawn):
+    if legend.chunks > 1:
+        words.append("lower case: the rank's second stage" if legend.chunks == 2 else "lower case: every second stage")
+        words += ["underlined: the third and fourth"] if legend.chunks > 2 and view.unicode else []
+    if view.by == "time" and any(plan.braided for plan in drawn):
         words += ["- sums and swaps inside of ops", "! those that their rank waits for"]
     if view.by == "time" and _has_memory(view):
         words.append("right: activation units held, and their peak")

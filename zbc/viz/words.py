@@ -28,11 +28,11 @@ def groups(program: Program, layers: Sequence[Sequence[str]]) -> str:
     """The stages of each group of layers of a graph, `vision 0-1, text 2, decoder 3`; "" for a chain."""
     if program.placement.edges == chain(program.placement.stages):
         return ""
-    found: dict[str, list[int]] = {}
+    stages_of: dict[str, list[int]] = {}
     for stage, names in enumerate(layers):
         for group in dict.fromkeys(name.partition(".")[0] for name in names):
-            found.setdefault(group, []).append(stage)
-    return ", ".join(f"{group} {span(stages)}" for group, stages in found.items())
+            stages_of.setdefault(group, []).append(stage)
+    return ", ".join(f"{group} {span(stages)}" for group, stages in stages_of.items())
 
 
 def span(stages: Sequence[int]) -> str:
@@ -53,11 +53,11 @@ def step_costs(timeline: Timeline) -> dict[str, float]:
 
 def verdict(timeline: Timeline, *, bubbles: bool = False) -> str:
     """Makespan, idle rate, balance and span of a step; with `bubbles` the papers' rates of makespan and span, too."""
-    found = (
+    text = (
         f"makespan {short(timeline.makespan)} ms, idle {percent(timeline.idle_rate)}, "
         f"balance {percent(timeline.balance)}; span {short(timeline.span)} ms"
     )
     if not bubbles:
-        return found
+        return text
     rates = percent(timeline.bubble_rate_makespan), percent(timeline.bubble_rate_span)
-    return f"{found}; bubble {rates[0]} of the makespan, {rates[1]} of the span"
+    return f"{text}; bubble {rates[0]} of the makespan, {rates[1]} of the span"
