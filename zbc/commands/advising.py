@@ -58,28 +58,31 @@ def advised(
     source = _document(model, gpus, gpu, nodes_of, batch, seq_len, settings or ())
     if output is not None:
         refuse_unwritable(output)
-    told = approximated(model)
+    differences = approximated(model)
     state = core.state_of(source)
     if not quiet and not json:
-        show(*_fits(source, state), *(labelled("about", *wrap(one.split(" "), 68, between=" ")) for one in told))
-    with progress("planning", 100, quiet=quiet or json) as more:
-        found = core.advise(source, _counter(more))
-    if output is not None and row > len(found.rows):
+        show(
+            *_fits(source, state),
+            *(labelled("about", *wrap(difference.split(" "), 68, between=" ")) for difference in differences),
+        )
+    with progress("planning", 100, quiet=quiet or json) as advance:
+        advice = core.advise(source, _counter(advance))
+    if output is not None and row > len(advice.rows):
         raise ZbcError(
-            "E109", f"advise: there are {len(found.rows)} rows, not {row}", hint="choose one of them: --row 1"
+            "E109", f"advise: there are {len(advice.rows)} rows, not {row}", hint="choose one of them: --row 1"
         )
     if json:
         written: dict[str, Any] = {} if output is None else {"job": str(output), "row": row}
-        show_json({**as_json(found), "approximated": told, **written})
+        show_json({**as_json(advice), "approximated": differences, **written})
     elif not quiet:
-        show("", *of_advice(found, verbose=verbose), *([""] if not told else []))
+        show("", *of_advice(advice, verbose=verbose), *([""] if not differences else []))
         if output is None:
             named = shlex.join(
                 ["zbc", "advise", str(model), *_again(gpus, gpu, nodes_of, batch, seq_len, settings or ())]
             )
             show(labelled("next", f"{named} -o job.toml", "writes the job of row 1; --row 2 that of another"))
     if output is not None:
-        write_text(output, job_text(found, row, model))
+        write_text(output, job_text(advice, row, model))
         if not quiet and not json:
             job = shlex.quote(str(output))
             show(f"wrote {output}, row {row}", labelled("next", f"zbc plan {job}", f"zbc compare {job}"))
@@ -90,8 +93,8 @@ def best_job(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) ->
     from zbc.compiler.whatif import advise as core
 
     source = _document(folder, gpus, gpu, None, None, None, ())
-    with progress("planning", 100, quiet=quiet) as more:
-        return job_text(core.advise(source, _counter(more)), 1, folder)
+    with progress("planning", 100, quiet=quiet) as advance:
+        return job_text(core.advise(source, _counter(advance)), 1, folder)
 
 
 def parameters_of(folder: Path) -> int:
@@ -172,11 +175,11 @@ def opened(tables: Mapping[str, Any], places: toml.Document, gpus: int, batch: i
     """A job of these tables on `gpus` GPUs, with steps of `batch` sequences or about TOKENS, and all else left open."""
     model = tables.get("model", {})
     length = model.get("seq_len") if isinstance(model.get("seq_len"), int) else LONGEST
-    each = max(1, LONGEST // 2 // (length or 1))
-    batch = batch or max(1, round(TOKENS / (length or 1) / each / gpus)) * gpus * each
+    size = max(1, LONGEST // 2 // (length or 1))
+    batch = batch or max(1, round(TOKENS / (length or 1) / size / gpus)) * gpus * size
     parallel = {"world": gpus, "tp": "auto", "tp_sequence": True}
     parallel |= {"ep": "auto"} if model.get("experts") else {}
-    schedule = {"batch": batch, "microbatch_size": math.gcd(min(each, max(1, batch // gpus)), batch)}
+    schedule = {"batch": batch, "microbatch_size": math.gcd(min(size, max(1, batch // gpus)), batch)}
     values = {"zbc": 1, **tables, "parallel": parallel, "schedule": schedule, "memory": {"activations": "auto"}}
     return toml.Document(places.source, values, {}, places.places)
 
@@ -208,12 +211,12 @@ def _of_config(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise ZbcError("E520", f"model: {path} is not there", hint=hint)
     folder = path.parent if path.name.endswith(".json") else path
     config = hfconfig.read_config(folder, path.name if path.name.endswith(".json") else hfconfig.CONFIG)
-    model, told = hfplanned.model_of(config, str(path))
+    model, differences = hfplanned.model_of(config, str(path))
     values = {**model_values(model, LONGEST), "dtype": "bfloat16", "parameters": "bfloat16"}
-    if any(folder.glob("*.safetensors")) and not told:
+    if any(folder.glob("*.safetensors")) and not differences:
         values["pretrained"] = str(folder)
     optimizer = {"kind": "adamw", "lr": 2e-5 if "pretrained" in values else 3e-4, "clip_grad_norm": 1.0}
-    return {"model": values, "optimizer": optimizer, "train": {"steps": 1000}, "data": {"kind": "text"}}, told
+    return {"model": values, "optimizer": optimizer, "train": {"steps": 1000}, "data": {"kind": "text"}}, differences
 
 
 def approximated(path: Path) -> list[str]:
@@ -223,7 +226,7 @@ def approximated(path: Path) -> list[str]:
 
 def told_of(told: Sequence[str]) -> list[str]:
     """Comments for a job whose model differs from the one it is made from."""
-    return [f"# {line}" for one in told for line in wrap(one.split(" "), 110, between=" ")]
+    return [f"# {line}" for difference in told for line in wrap(difference.split(" "), 110, between=" ")]
 
 
 # ---- the answer ------------------------------------------------------------------------------------------------------
@@ -231,10 +234,10 @@ def told_of(told: Sequence[str]) -> list[str]:
 
 def _fits(document: toml.Document, state: State) -> Iterator[RenderableType]:
     values = document.values
-    each = state.bytes / (state.parameters or 1)
+    mean = state.bytes / (state.parameters or 1)
     named = values["hardware"].get("gpu") or "GPUs"
     room = "" if state.room is None else f", of {size(state.room)}"
-    text = f"{state.size} parameters, {each:.3g} bytes each: {size(state.bytes)} of weights, gradients and optimizer; "
+    text = f"{state.size} parameters, {mean:.3g} bytes each: {size(state.bytes)} of weights, gradients and optimizer; "
     text += f"{size(state.share)} on each of {state.gpus} {named} if all is shared out{room}"
     lines = wrap(text.split(" "), 68, between=" ")
     yield labelled("fits", *lines)
@@ -297,24 +300,24 @@ def as_json(found: Advice) -> dict[str, Any]:
     from zbc.compiler.whatif.advise import decides, spent
 
     rows = []
-    for one in found.rows:
-        report = one.compiled.report
-        shape = {axis: getattr(one.shape, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "microbatches")}
-        some, stages = one.recompute
+    for row in found.rows:
+        report = row.compiled.report
+        shape = {axis: getattr(row.shape, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "microbatches")}
+        some, stages = row.recompute
         rows.append(
             {
                 **shape,
-                "schedule": one.compiled.schedule,
-                "shard": one.job.shard,
+                "schedule": row.compiled.schedule,
+                "shard": row.job.shard,
                 "recompute": some,
-                "selective": one.selective,
+                "selective": row.selective,
                 "stages": stages,
-                "layers_per_stage": one.job.partition.layers_per_stage,
-                "step_ms": one.compiled.settled_ms,
+                "layers_per_stage": row.job.partition.layers_per_stage,
+                "step_ms": row.compiled.settled_ms,
                 **report.rates._asdict(),
                 "peak_bytes": report.peak_bytes,
                 "idle_rate": report.idle_rate,
-                "gpu_ms_per_sample": spent(one),
+                "gpu_ms_per_sample": spent(row),
             }
         )
     state = found.state
@@ -334,17 +337,17 @@ def as_json(found: Advice) -> dict[str, Any]:
 
 def job_text(found: Advice, number: int, source: Path) -> str:
     """The text of the job of a row, with nothing left open."""
-    one = found.rows[number - 1]
-    rates, gib = one.compiled.report.rates, one.compiled.report.peak_bytes / GIB
-    took = f"{one.compiled.settled_ms:,.0f} ms a step" + (f", MFU {percent(rates.mfu)}" if rates.mfu else "")
+    row = found.rows[number - 1]
+    rates, gib = row.compiled.report.rates, row.compiled.report.peak_bytes / GIB
+    took = f"{row.compiled.settled_ms:,.0f} ms a step" + (f", MFU {percent(rates.mfu)}" if rates.mfu else "")
     lines = [
-        f"# Made by zbc advise from {source}, row {number}: {one.shape}.",
+        f"# Made by zbc advise from {source}, row {number}: {row.shape}.",
         f"# Predicted: {took}, {gib:.1f} GiB on the fullest GPU.",
         "# Without [partition] `zbc plan` chooses the layers of each stage again.",
         *told_of(approximated(source)),
         "zbc = 1",
     ]
-    values = one.document.values
+    values = row.document.values
     for name in (*_ORDER, *(name for name in values if name not in (*_ORDER, "zbc"))):
         if values.get(name):
             keys = [*spec.SECTIONS[name].model_fields]

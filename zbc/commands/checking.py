@@ -154,16 +154,16 @@ def show_order(target: Path, output: Path | None) -> None:
     from zbc.interop.repair import repair
 
     plan = Plan.read_csv(target)
-    found = repair(plan.program, plan.costs)
-    text = torch_csv.dumps(found.program)
+    repaired = repair(plan.program, plan.costs)
+    text = torch_csv.dumps(repaired.program)
     if output is None:
         show(text.rstrip("\n"))
     else:
         write_text(output, text)
-    dropped = f", {len(found.dropped)} repeated ones dropped" if found.dropped else ""
+    dropped = f", {len(repaired.dropped)} repeated ones dropped" if repaired.dropped else ""
     tell(
-        f"suggested: {output or 'the order above'}, {found.moved} of {plan.program.size} actions moved{dropped}; "
-        f"makespan {short(found.makespan)} at F = B = W = 1 per rank"
+        f"suggested: {output or 'the order above'}, {repaired.moved} of {plan.program.size} actions moved{dropped}; "
+        f"makespan {short(repaired.makespan)} at F = B = W = 1 per rank"
     )
 
 
@@ -212,24 +212,24 @@ def check_plan(target: Path) -> Checked:
     survives = survival(graph)
     below = [check_plan(folder) for folder, _ in plan.read_ramp(folder, manifest)]
     if manifest.balance is not None:
-        raise_all([*order_problems([program, *(one.program for one in below)])])
-    files = 1 + manifest.ranks + sum(one.files for one in below)
-    for one in below:
-        survives &= one.survives
+        raise_all([*order_problems([program, *(start.program for start in below)])])
+    files = 1 + manifest.ranks + sum(start.files for start in below)
+    for start in below:
+        survives &= start.survives
     # Predicted when the plan was made; proven now.
     head = _head(manifest.schedule, manifest.ranks, manifest.stages, manifest.microbatches)
     costs = recall.costs_of(manifest) if manifest.slices == job.slices else None
     transfers = None if costs is None else either_transfer(graph, costs)
     limits, told = limits_of(job, manifest.schedule, costs), manifest.predicted
-    more = {"limits": asdict(limits)}
-    more |= {} if transfers is None else transfers._asdict()
+    extra = {"limits": asdict(limits)}
+    extra |= {} if transfers is None else transfers._asdict()
     predicted = {**told, **headline(manifest)}
     with prediction():
         step, bound = told["makespan_ms"], told["lower_bound_makespan_ms"]
         units = limits.activation_units
         predicted["bound_is"] = bound_is(step, bound, units, manifest.ranks, manifest.stages)
     priced = job, settled_ms(manifest)
-    return Checked(program, survives, {**head, **predicted, **more, **_proven(survives)}, transfers, files, priced)
+    return Checked(program, survives, {**head, **predicted, **extra, **_proven(survives)}, transfers, files, priced)
 
 
 @contextmanager

@@ -167,7 +167,7 @@ def compare(
     if svg is not None:
         refuse_unwritable(svg)
     named = [name.strip() for name in schedules.split(",")]
-    names = [one for name in named for one in (SCHEDULES if name == "all" else [name])]
+    names = [schedule for name in named for schedule in (SCHEDULES if name == "all" else [name])]
     noise = Noise(jitter, trials=_TRIALS) if jitter else None
     asked = Asked(job, tuple(settings or ()), profile, 0.0 if budget is None else budget, noise)
     wanted = asked.both_ways(combinations(names, sweep or ()))
@@ -187,7 +187,7 @@ def compare(
         if json:
             show_json({**as_json(rows, changes), **({"world": [row.as_json() for row in weighed]} if weighed else {})})
         else:
-            more = set() if verbose else changed(rows) - {one.pair for one in changes if one.leading}
+            more = set() if verbose else changed(rows) - {crossing.pair for crossing in changes if crossing.leading}
             if verbose:
                 show(*as_table(rows, changes))
             else:
@@ -214,9 +214,9 @@ def as_shortlist(
     named.
     """
     planned = _planned(rows)
-    found = Shortlist.of(planned, _names(rows), _name, everything=everything)
+    shortlist = Shortlist.of(planned, _names(rows), _name, everything=everything)
     if planned:
-        yield found.table()
+        yield shortlist.table()
         yield ""
     if planned and not everything:
         yield from failures(rows, lambda row: _candidate((row.schedule, row.settings)))
@@ -225,8 +225,8 @@ def as_shortlist(
     yield from _changes(crossings, more)
     yield from _without_effect(rows)
     if planned:
-        yield from found.legend()
-        left = f"{found.left_out} more rows, " if found.left_out else ""
+        yield from shortlist.legend()
+        left = f"{shortlist.left_out} more rows, " if shortlist.left_out else ""
         yield f"-v: {left}other columns; --budget 10s: a longer search, as in zbc plan"
 
 
@@ -297,11 +297,11 @@ def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:
     """The values at which the fastest changes, key by key; then all other changes, if given."""
     leading = [one for one in crossings if one.leading]
     for (key, world), group in groupby(leading, key=lambda one: (one.key, one.world)):
-        found = list(group)
+        changes = list(group)
         yield ""
         yield f"as {key} grows{_where(world)}, the fastest is"
-        yield f"  {_candidate(found[0].before)} up to {short(found[0].at)}"
-        for one, after in zip(found, [*found[1:], None], strict=True):
+        yield f"  {_candidate(changes[0].before)} up to {short(changes[0].at)}"
+        for one, after in zip(changes, [*changes[1:], None], strict=True):
             until = f" to {short(after.at)}" if after else ""
             yield f"  {_candidate(one.after)} from {short(one.at)}{until}   ({short(one.ms)} ms per sequence there)"
     others = [one for one in crossings if not one.leading]
@@ -319,12 +319,12 @@ def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:
 def _without_effect(rows: Sequence[ComparedPlan]) -> Iterator[str]:
     """Swept keys of the world that change neither time nor memory of any row."""
     for key in {key: None for row in rows for key, _ in row.world}:
-        found: dict[tuple[object, ...], set[tuple[float, int]]] = {}
+        outcomes: dict[tuple[object, ...], set[tuple[float, int]]] = {}
         for row in rows:
             if row.report is not None:
                 rest = tuple(setting for setting in row.settings if setting[0] != key)
-                found.setdefault((row.schedule, rest), set()).add((row.sequence_ms, row.report.peak_bytes))
-        if len({dict(row.settings)[key] for row in rows}) > 1 and all(len(seen) == 1 for seen in found.values()):
+                outcomes.setdefault((row.schedule, rest), set()).add((row.sequence_ms, row.report.peak_bytes))
+        if len({dict(row.settings)[key] for row in rows}) > 1 and all(len(seen) == 1 for seen in outcomes.values()):
             given = any(row.report is not None and row.report.costs != "estimated" for row in rows)
             yield ""
             yield f"{key} changes nothing here{': the times of this job are not estimated' if given else ''}"
@@ -352,9 +352,9 @@ def _plainly(value: str) -> str:
 def _reason(row: ComparedPlan) -> str:
     if row.error is None:
         return ""
-    more = len(row.error.errors) - 1
+    others = len(row.error.errors) - 1
     text = f"[{row.error.code}] {row.error.message}"
-    return text if not more else f"{text} (and {more} more)"
+    return text if not others else f"{text} (and {others} more)"
 
 
 class _Cells(NamedTuple):
@@ -369,8 +369,8 @@ class _Cells(NamedTuple):
     def of(cls, rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool) -> _Cells:
         """The table of the console; with `verbose` all rows and columns, and the reasons of failed rows."""
         if not verbose:
-            found = Shortlist.of(_planned(rows), _names(rows), _name, everything=everything)
-            return cls([*found.heads], [column.head for column in found.columns], [*found.cells], [])
+            shortlist = Shortlist.of(_planned(rows), _names(rows), _name, everything=everything)
+            return cls([*shortlist.heads], [column.head for column in shortlist.columns], [*shortlist.cells], [])
         columns = _columns(rows)
         heads = ["of makespan" if column.head == "bubble" else column.head for column in columns]
         failed = [[*_name(row), _reason(row)] for row in rows if row.error is not None]
@@ -382,7 +382,7 @@ def as_markdown(rows: Sequence[ComparedPlan], *, verbose: bool, everything: bool
     names, heads, cells, failed = _Cells.of(rows, verbose=verbose, everything=everything)
     marks = ["---"] * len(names) + ["---:"] * len(heads)
     width = len(names) + len(heads)
-    lines = [[*names, *heads], marks, *cells, *([one.replace("|", "\\|") for one in row] for row in failed)]
+    lines = [[*names, *heads], marks, *cells, *([cell.replace("|", "\\|") for cell in row] for row in failed)]
     return "\n".join("| " + " | ".join(line + [""] * (width - len(line))) + " |" for line in lines)
 
 
@@ -448,7 +448,7 @@ def as_json(rows: Sequence[ComparedPlan], crossings: Sequence[Crossing] = ()) ->
         elif row.error is not None:
             entry["error"] = [error.as_json() for error in row.error.errors]
         entries.append(entry)
-    changes = [_crossing(one) for one in crossings]
+    changes = [_crossing(crossing) for crossing in crossings]
     return {"format": FORMAT, "version": VERSION, "schedules": entries, "crossings": changes}
 
 
@@ -470,16 +470,16 @@ def _crossing(one: Crossing) -> dict[str, Any]:
 
 def _cuts(rows: Sequence[ComparedPlan]) -> Iterator[str]:
     """The partitions with unequal numbers of blocks, each with its plans."""
-    found: dict[str, list[str]] = {}
+    plans: dict[str, list[str]] = {}
     for row in rows:
         if row.report is not None and _uneven(row.report.cut):
             name = " ".join([row.schedule, *(value for _, value in row.settings)])
-            found.setdefault(_counts(row.report.cut), []).append(name)
-    if found:
+            plans.setdefault(_counts(row.report.cut), []).append(name)
+    if plans:
         yield "layers per stage (embedding and head too), where they differ; r: recomputed, s: selectively"
-    for number, (cut, names) in enumerate(found.items()):
+    for number, (cut, names) in enumerate(plans.items()):
         if number == _LINES:
-            yield f"  ... {len(found) - _LINES} more: --json"
+            yield f"  ... {len(plans) - _LINES} more: --json"
             return
         line = f"  {cut}: {', '.join(names)}"
         yield line if len(line) <= _WIDTH else line[: _WIDTH - 3] + "..."
@@ -493,6 +493,8 @@ def _uneven(cut: CutReport) -> bool:
 
 def _counts(cut: CutReport) -> str:
     """`10 8x2 2`: layers of each stage, runs of equal numbers joined."""
-    each = [f"{len(stage.layers)}{'r' if stage.recompute else 's' if stage.selective else ''}" for stage in cut.stages]
-    runs = [(text, len(list(run))) for text, run in groupby(each)]
+    counts = [
+        f"{len(stage.layers)}{'r' if stage.recompute else 's' if stage.selective else ''}" for stage in cut.stages
+    ]
+    runs = [(text, len(list(run))) for text, run in groupby(counts)]
     return " ".join(text if length == 1 else f"{text}x{length}" for text, length in runs)

@@ -56,17 +56,17 @@ def diff(
     from zbc.compiler.report.difference import difference
 
     changes = Changes(settings, schedule, profile, budget)
-    one, two = map(as_plan, opened_both((left, right), changes))
-    pair = (one.complete, two.complete) if everything else (one.program, two.program)
+    first, second = map(as_plan, opened_both((left, right), changes))
+    pair = (first.complete, second.complete) if everything else (first.program, second.program)
     ranks = difference(*pair, compute_only=not everything)
-    numbers = list(metrics(one, two))
+    numbers = list(metrics(first, second))
     if json:
-        show_json(_document(one, two, numbers, ranks))
+        show_json(_document(first, second, numbers, ranks))
         return
     if quiet:
         return
-    show(*_numbers(one, two, [number for number in numbers if verbose or not number.name.startswith("bubble")]))
-    show("", *_placements(one, two), *_orders(ranks, verbose=verbose))
+    show(*_numbers(first, second, [number for number in numbers if verbose or not number.name.startswith("bubble")]))
+    show("", *_placements(first, second), *_orders(ranks, verbose=verbose))
 
 
 def metrics(left: Plan, right: Plan) -> Iterator[Metric]:
@@ -84,16 +84,16 @@ def metrics(left: Plan, right: Plan) -> Iterator[Metric]:
     yield Metric("span", times[0].span, times[1].span, "ms")
     yield Metric("bubble of span", times[0].bubble_rate_span, times[1].bubble_rate_span, "rate")
     held = [peaks(plan.complete, plan.costs) for plan in (left, right)]
-    units = [max(rank.units for rank in found) for found in held]
+    units = [max(rank.units for rank in ranks) for ranks in held]
     yield Metric("peak activations", units[0], units[1], "units")
     if left.costs.bytes is not None and right.costs.bytes is not None:
-        sizes = [max(rank.bytes for rank in found) for found in held]
+        sizes = [max(rank.bytes for rank in ranks) for ranks in held]
         yield Metric("peak memory", sizes[0], sizes[1], "bytes")
 
 
 def _numbers(left: Plan, right: Plan, numbers: Sequence[Metric]) -> Iterator[RenderableType]:
     schedules = (plan.program.history[0] if plan.program.history else "-" for plan in (left, right))
-    rows = [("schedule", *schedules, ""), *((one.name, *_pair(one), _change(one)) for one in numbers)]
+    rows = [("schedule", *schedules, ""), *((metric.name, *_pair(metric), _change(metric)) for metric in numbers)]
     yield labelled("first", left.name)
     yield labelled("second", right.name)
     yield ""
@@ -122,16 +122,16 @@ def _change(metric: Metric) -> str:
 
 def _placements(left: Plan, right: Plan) -> Iterator[RenderableType]:
     """Stages that are on other ranks."""
-    one, two = left.program.placement, right.program.placement
-    if one == two:
+    first, second = left.program.placement, right.program.placement
+    if first == second:
         return
-    common = range(min(one.stages, two.stages))
-    moved = (s for s in common if one.holders(s) != two.holders(s))
-    other = [f"stage {s}: rank {_ranks(one.holders(s))} -> {_ranks(two.holders(s))}" for s in moved]
-    if one.stages != two.stages:
-        other.append(f"{one.stages} stages -> {two.stages}")
-    more = [f"and {len(other) - 8} more"] if len(other) > 8 else []
-    yield labelled("placement", *other[:8], *more)
+    common = range(min(first.stages, second.stages))
+    moved = (s for s in common if first.holders(s) != second.holders(s))
+    other = [f"stage {s}: rank {_ranks(first.holders(s))} -> {_ranks(second.holders(s))}" for s in moved]
+    if first.stages != second.stages:
+        other.append(f"{first.stages} stages -> {second.stages}")
+    rest = [f"and {len(other) - 8} more"] if len(other) > 8 else []
+    yield labelled("placement", *other[:8], *rest)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -48,11 +48,11 @@ def doctor(
         return
     if settings:
         raise typer.BadParameter("works with --model JOB.toml, whose values it overrides", param_hint="--set")
-    found = inspect()
+    report = inspect()
     if json:
-        show_json({"format": "zbc-doctor", "version": 1, **found})
+        show_json({"format": "zbc-doctor", "version": 1, **report})
     elif not quiet:
-        for label, lines in found.items():
+        for label, lines in report.items():
             show(labelled(label, *lines))
 
 
@@ -72,22 +72,22 @@ def examine(path: Path, overrides: Sequence[str], *, as_json: bool, quiet: bool 
     plan = StoredPlan(manifest, compiled.program)
     from zbc.training.probing.checkup import check_up  # slow: torch; after planning, which may fail
 
-    found = check_up(plan)
-    if not found.fine:
-        raise _differs(found)
-    overflowing = [one.name for one in found.parameters if not one.finite]
-    if not math.isfinite(found.loss) and not overflowing:
-        text = f"model: the loss is {found.loss:.9g}, by plain autograd as through the stages"
+    checkup = check_up(plan)
+    if not checkup.fine:
+        raise _differs(checkup)
+    overflowing = [parameter.name for parameter in checkup.parameters if not parameter.finite]
+    if not math.isfinite(checkup.loss) and not overflowing:
+        text = f"model: the loss is {checkup.loss:.9g}, by plain autograd as through the stages"
         raise ZbcError("E704", text, hint="look at the loss, and at data it is not defined for")
     if overflowing:
-        text = f"model: the gradients of {len(overflowing)} of {len(found.parameters)} parameters are not finite,"
+        text = f"model: the gradients of {len(overflowing)} of {len(checkup.parameters)} parameters are not finite,"
         text += " by plain autograd as through the stages"
         hint = "torch.autograd.set_detect_anomaly(True) in the factory names the operation they come from"
-        raise ZbcError("E704", text, hint=hint, details=[f"loss {found.loss:.9g}", *_first(overflowing)])
+        raise ZbcError("E704", text, hint=hint, details=[f"loss {checkup.loss:.9g}", *_first(overflowing)])
     if as_json:
-        show_json(found.as_json())
+        show_json(checkup.as_json())
     elif not quiet:
-        _report(compiled.schedule, plan, found)
+        _report(compiled.schedule, plan, checkup)
 
 
 def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
@@ -106,9 +106,9 @@ def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
         lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e}")
     show(labelled("gradients", *lines, f"tolerance {found.tolerance:g} of the largest in each: all right"))
     if found.unscaled:
-        more = "what it puts into the backward itself counts once for each microbatch"
+        note = "what it puts into the backward itself counts once for each microbatch"
         hint = "zbc.add_loss(x, value) and zbc.loss_scale() count it once a step: docs/models.md"
-        show(labelled("warning", f"gradients of {', '.join(found.unscaled)} do not double with the loss:", more, hint))
+        show(labelled("warning", f"gradients of {', '.join(found.unscaled)} do not double with the loss:", note, hint))
 
 
 def _differs(found: Checkup) -> ZbcError:
@@ -126,8 +126,8 @@ def _differs(found: Checkup) -> ZbcError:
 
 
 def _first(lines: list[str]) -> list[str]:
-    more = len(lines) - _SHOWN
-    return [*lines[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+    others = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"and {others} more"] if others > 0 else [])]
 
 
 # ---- this machine ----------------------------------------------------------------------------------------
@@ -135,19 +135,19 @@ def _first(lines: list[str]) -> list[str]:
 
 def inspect() -> dict[str, list[str]]:
     """Label -> lines."""
-    found, torch = {"zbc": [__version__], "python": [f"{platform.python_version()} on {platform.system()}"]}, None
+    lines, torch = {"zbc": [__version__], "python": [f"{platform.python_version()} on {platform.system()}"]}, None
     try:
         import torch as module
 
-        torch, found["torch"] = module, [_torch_version(module)]
+        torch, lines["torch"] = module, [_torch_version(module)]
     except (ImportError, OSError) as error:  # OSError: a library torch needs is missing or damaged
-        found["torch"] = [f"cannot be imported: {error}"]
-    found["cpu"] = [f"{cores()} cores"]
-    found["devices"] = _devices(torch)
-    found["transports"] = _transports(torch)
-    found["folder"] = [f"{Path.cwd()}: {'can' if _writable() else 'cannot'} be written"]
-    found["can"] = _abilities(torch)
-    return found
+        lines["torch"] = [f"cannot be imported: {error}"]
+    lines["cpu"] = [f"{cores()} cores"]
+    lines["devices"] = _devices(torch)
+    lines["transports"] = _transports(torch)
+    lines["folder"] = [f"{Path.cwd()}: {'can' if _writable() else 'cannot'} be written"]
+    lines["can"] = _abilities(torch)
+    return lines
 
 
 def _torch_version(torch: ModuleType) -> str:

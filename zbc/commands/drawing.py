@@ -99,7 +99,7 @@ def visualize(
     drawn = _drawn([target, *(others or ())], changes, steps, first, barrier)
     if captions:
         drawn = _captioned(drawn, captions)
-    strips = [one.strip for one in drawn]
+    strips = [plan.strip for plan in drawn]
     shown = None if ranks is None else _parse_ranks(ranks, max(strip.ranks for strip in strips))
     if shown is not None and max(shown) >= min(strip.ranks for strip in strips):
         raise typer.BadParameter(f"{ranks!r} names a rank that one of the plans does not have", param_hint="--ranks")
@@ -132,20 +132,20 @@ def _named(path: Path | None) -> str | None:
 def _drawn(paths: Sequence[Path], changes: Changes, steps: int, first: int | None, barrier: bool | None) -> list[Drawn]:
     from zbc.api import Run
 
-    found = opened_both(paths, changes)
-    if first is not None and not any(isinstance(one, Run) for one in found):
+    targets = opened_both(paths, changes)
+    if first is not None and not any(isinstance(target, Run) for target in targets):
         raise typer.BadParameter("works with a recorded run, which has several steps", param_hint="--from")
     drawn: list[Drawn] = []
-    for one in found:
-        drawn += one.drawn(steps, first=first) if isinstance(one, Run) else [one.drawn(steps, barrier=barrier)]
+    for target in targets:
+        drawn += target.drawn(steps, first=first) if isinstance(target, Run) else [target.drawn(steps, barrier=barrier)]
     return drawn
 
 
 def _parse_ranks(text: str, count: int) -> tuple[int, ...]:
-    found = listed(text, "--ranks")
-    if max(found) >= count:
+    ranks = listed(text, "--ranks")
+    if max(ranks) >= count:
         raise typer.BadParameter(f"{text!r} names no rank of 0-{count - 1}", param_hint="--ranks")
-    return found
+    return ranks
 
 
 def _parse_zoom(text: str, makespan: float) -> tuple[float, float]:
@@ -262,5 +262,5 @@ def card_parts(card: ScheduleCard, width: int) -> Iterator[str | Text]:
         yield labelled("slices", f"in k slices, up to p: the bubble over k, memory {card.sliced}")
     yield labelled("needs", *wrap(card.needs.split(" "), 69, between=" "))
     yield ""
-    one = Drawn(card.name, shown.program, once(shown.timeline), shown.costs)
-    yield draw([one], View(width=width, by="slot", unicode=False))
+    picture = Drawn(card.name, shown.program, once(shown.timeline), shown.costs)
+    yield draw([picture], View(width=width, by="slot", unicode=False))

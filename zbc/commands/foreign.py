@@ -32,28 +32,30 @@ def report(path: Path, plan: Path | None, *, json: bool, quiet: bool) -> None:
     from zbc.interop import logs
 
     log, manifest = logs.read(path), None if plan is None else _manifest(plan)
-    found = beside.quantities(log, manifest)
+    quantities = beside.quantities(log, manifest)
     differs = {} if manifest is None else beside.differences(log, manifest)
     peaks = _peaks(log, manifest)
     if json:
         about: dict[str, Any] = {"format": "zbc-log-report", "version": 1, "tool": log.tool, "steps": len(log.counted)}
-        about |= {"settings": log.settings, **as_numbers(found)}
+        about |= {"settings": log.settings, **as_numbers(quantities)}
         about["memory"] = [{"rank": rank, "predicted": meant, "measured": held} for rank, meant, held in peaks]
-        about["differs"] = {name: {"log": one, "plan": other} for name, (one, other) in differs.items()}
+        about["differs"] = {name: {"log": ours, "plan": other} for name, (ours, other) in differs.items()}
         show_json(about)
         return
     if quiet:
         return
-    told = sorted(log.steps)
-    show(labelled("log", f"{path}: {log.tool}, steps {told[0]} to {told[-1]}, {len(log.counted)} lines count"))
+    steps = sorted(log.steps)
+    show(labelled("log", f"{path}: {log.tool}, steps {steps[0]} to {steps[-1]}, {len(log.counted)} lines count"))
     show(labelled("", *wrap([f"{_WORDS.get(name, name)} {short(value)}" for name, value in log.settings.items()], 69)))
-    show("", table(QUANTITY, _rows(found, log.tool)))
+    show("", table(QUANTITY, _rows(quantities, log.tool)))
     if peaks:
         unit = "allocated, at most"
         rows = [(str(rank), "-" if meant is None else size(meant), size(held)) for rank, meant, held in peaks]
         show("", table(("rank", "predicted", unit), rows))
     if differs:
-        words = [f"{_WORDS.get(name, name)} {short(one)}, not {short(other)}" for name, (one, other) in differs.items()]
+        words = [
+            f"{_WORDS.get(name, name)} {short(ours)}, not {short(other)}" for name, (ours, other) in differs.items()
+        ]
         show("", labelled("differs", "the log is of another job than the plan:", *wrap(words, 69, between="; ")))
     if plan is None:
         show("", labelled("next", f"zbc report {path} --plan JOB.toml   predicted beside measured"))
@@ -62,13 +64,13 @@ def report(path: Path, plan: Path | None, *, json: bool, quiet: bool) -> None:
 def _manifest(plan: Path) -> Manifest:
     from zbc.api import as_plan
 
-    found = as_plan(opened(plan, NO_CHANGES))
-    if found.manifest is not None:
-        return found.manifest
-    if found.compiled is None:
+    opened_plan = as_plan(opened(plan, NO_CHANGES))
+    if opened_plan.manifest is not None:
+        return opened_plan.manifest
+    if opened_plan.compiled is None:
         text = f"{plan} is an order without a job; name a plan directory or a job"
         raise typer.BadParameter(text, param_hint="--plan")
-    return found.compiled.assemble()[0]
+    return opened_plan.compiled.assemble()[0]
 
 
 def _peaks(log: Log, manifest: Manifest | None) -> list[tuple[int, float | None, float]]:
@@ -89,6 +91,6 @@ def _rows(found: dict[str, Any], tool: str) -> Iterator[tuple[str, ...]]:
     if "tool_mfu" in found:
         yield f"MFU by {tool}", *rates(found["tool_mfu"])
     if "tool_tflops" in found:
-        one = found["tool_tflops"]
-        middle, low, high = aligned([one.measured, one.low, one.high])
-        yield f"TFLOP/s by {tool}", "-", middle, "" if one.low == one.high else f"{low}-{high}", ""
+        quantity = found["tool_tflops"]
+        middle, low, high = aligned([quantity.measured, quantity.low, quantity.high])
+        yield f"TFLOP/s by {tool}", "-", middle, "" if quantity.low == quantity.high else f"{low}-{high}", ""

@@ -36,11 +36,11 @@ def job_text(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) ->
     if gpus is not None or gpu is not None:
         return advising.best_job(folder, gpus, gpu, quiet=quiet)
     source = folder / hfconfig.CONFIG
-    model, told = hfplanned.model_of(hfconfig.read_config(folder), str(source))
+    model, differences = hfplanned.model_of(hfconfig.read_config(folder), str(source))
     lines = [
         *(
-            [f"# Made from {source}, to plan with: a run refuses it.", *advising.told_of(told)]
-            if told
+            [f"# Made from {source}, to plan with: a run refuses it.", *advising.told_of(differences)]
+            if differences
             else [
                 f"# Made from {source}; the weights are read when the plan runs.",
                 "#   zbc plan zbc.toml  &&  zbc run plan --local 2 --save-hf trained",
@@ -49,7 +49,7 @@ def job_text(folder: Path, gpus: int | None, gpu: str | None, *, quiet: bool) ->
         "zbc = 1                       # version of this file",
         "",
         "[model]                       # what is split into stages",
-        *_model_lines(model, None if told else folder),
+        *_model_lines(model, None if differences else folder),
     ]
     pp = 2 if model.layers >= 4 else 1
     rest = template_text("from-hf").replace("FOLDER", str(folder))

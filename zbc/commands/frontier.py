@@ -55,8 +55,8 @@ def write(path: Path, rows: Sequence[ComparedPlan], name: Name) -> None:
         raise ZbcError("E109", f"config: --svg {path} draws steps against two or more values of a key", hint=hint)
     best = max(charts, key=lambda chart: (chart.axis in _UNITS.values(), len(values_of(chart.curves))))
     title = "What less memory costs" if best.axis in _UNITS.values() else f"Steps by {best.axis.words}"
-    told = f", {_told(best.world)}" if best.world else ""
-    write_text(path, of_svg(best.curves, best.axis, title + told))
+    worlds = f", {_told(best.world)}" if best.world else ""
+    write_text(path, of_svg(best.curves, best.axis, title + worlds))
 
 
 def _told(world: Sequence[Setting]) -> str:
@@ -69,8 +69,8 @@ def _charts(rows: Sequence[ComparedPlan], key: str, name: Name) -> list[_Chart]:
     def world(row: ComparedPlan) -> tuple[Setting, ...]:
         return tuple(setting for setting in row.world if setting[0] != key)
 
-    found = []
-    for told, group in groupby(sorted(rows, key=world), key=world):
+    charts = []
+    for settings, group in groupby(sorted(rows, key=world), key=world):
         points, units = dict[str, dict[float, float]](), set[Axis]()
         some = [(row, amount) for row in group if row.report is not None and (amount := _amount(row, key)) is not None]
         per_sequence = len({row.sequences for row, _ in some}) > 1
@@ -79,8 +79,8 @@ def _charts(rows: Sequence[ComparedPlan], key: str, name: Name) -> list[_Chart]:
             points.setdefault(name(row, key), {})[value] = row.settled_ms / (row.sequences if per_sequence else 1)
         curves = [Curve(label, tuple(sorted(at.items()))) for label, at in points.items()]
         if len(units) == 1 and len(values_of(curves)) > 1:
-            found.append(_Chart(told, units.pop()._replace(per_sequence=per_sequence), _best(curves)))
-    return found
+            charts.append(_Chart(settings, units.pop()._replace(per_sequence=per_sequence), _best(curves)))
+    return charts
 
 
 def _amount(row: ComparedPlan, key: str) -> tuple[Axis, float] | None:

@@ -31,11 +31,11 @@ def bubbles(
 
     For a plan as predicted, for a recorded run as measured. Busy time and windows add up to the makespan on each rank.
     """
-    found = opened(target, Changes(settings, schedule, profile, budget)).bubbles()
+    idle = opened(target, Changes(settings, schedule, profile, budget)).bubbles()
     if json:
-        show_json(_as_json(found))
+        show_json(_as_json(idle))
     elif not quiet:
-        show(*_summary(found, verbose=verbose))
+        show(*_summary(idle, verbose=verbose))
 
 
 def _as_json(found: Bubbles) -> dict[str, Any]:
@@ -44,11 +44,11 @@ def _as_json(found: Bubbles) -> dict[str, Any]:
             "rank": rank,
             "busy_ms": round(busy, 9),
             "windows": [
-                {**one._asdict(), "start_ms": round(one.start_ms, 9), "length_ms": round(one.length_ms, 9)}
-                for one in each
+                {**window._asdict(), "start_ms": round(window.start_ms, 9), "length_ms": round(window.length_ms, 9)}
+                for window in windows
             ],
         }
-        for rank, (busy, each) in enumerate(zip(found.busy_ms, found.windows, strict=True))
+        for rank, (busy, windows) in enumerate(zip(found.busy_ms, found.windows, strict=True))
     ]
     head = {"format": "zbc-bubbles", "version": 1, "of": found.name, "makespan_ms": round(found.makespan_ms, 9)}
     return {**head, "ranks": ranks}
@@ -59,33 +59,33 @@ def _summary(found: Bubbles, *, verbose: bool) -> Iterator[RenderableType]:
 
     yield labelled("step", f"{found.name}: makespan {aligned([found.makespan_ms])[0]} ms")
     heads = ("rank", "idle ms", "of it", "windows", "longest", *(cause.replace("_", "-") for cause in Idle._fields))
-    idle = [sum(one.length_ms for one in each) for each in found.windows]
-    longest = [max((one.length_ms for one in each), default=0.0) for each in found.windows]
-    causes = [_by_cause(each) for each in found.windows]
+    idle = [sum(window.length_ms for window in windows) for windows in found.windows]
+    longest = [max((window.length_ms for window in windows), default=0.0) for windows in found.windows]
+    causes = [_by_cause(windows) for windows in found.windows]
     columns = [aligned(idle), [percent(ms / found.makespan_ms if found.makespan_ms else 0.0) for ms in idle]]
-    columns += [[str(len(each)) for each in found.windows], aligned(longest)]
-    columns += [aligned([one[cause] for one in causes]) for cause in Idle._fields]
+    columns += [[str(len(windows)) for windows in found.windows], aligned(longest)]
+    columns += [aligned([window[cause] for window in causes]) for cause in Idle._fields]
     yield labelled("ranks", "ms of idle time, and by cause" + ("" if verbose else "; -v lists the windows"))
     yield indented(table(heads, zip(map(str, range(len(idle))), *columns, strict=True)))
     if verbose:
-        for rank, each in enumerate(found.windows):
+        for rank, windows in enumerate(found.windows):
             yield labelled("windows", f"of rank {rank}")
-            yield indented(_listed(each))
+            yield indented(_listed(windows))
 
 
 def _by_cause(each: Sequence[Window]) -> dict[str, float]:
-    found: dict[str, float] = defaultdict(float)
-    for one in each:
-        found[one.cause] += one.length_ms
-    return found
+    by_cause: dict[str, float] = defaultdict(float)
+    for window in each:
+        by_cause[window.cause] += window.length_ms
+    return by_cause
 
 
 def _listed(each: Sequence[Window]) -> RenderableType:
-    starts, lengths = aligned([one.start_ms for one in each]), aligned([one.length_ms for one in each])
-    free = ["" if one.free_bytes is None else size(one.free_bytes) for one in each]
-    causes = [one.cause.replace("_", "-") for one in each]
+    starts, lengths = aligned([window.start_ms for window in each]), aligned([window.length_ms for window in each])
+    free = ["" if window.free_bytes is None else size(window.free_bytes) for window in each]
+    causes = [window.cause.replace("_", "-") for window in each]
     return table(
         ("before", "cause", "from ms", "ms", "free"),
-        zip([one.before or "the end" for one in each], causes, starts, lengths, free, strict=True),
+        zip([window.before or "the end" for window in each], causes, starts, lengths, free, strict=True),
         left=2,
     )

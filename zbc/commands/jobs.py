@@ -107,11 +107,11 @@ def _values(job: Job) -> dict[str, dict[str, dict[str, Any]]]:
     """Section -> key -> its value and its origin."""
     from zbc.job.spec import SECTIONS
 
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    shown: dict[str, dict[str, dict[str, Any]]] = {}
     for name in SECTIONS:
         values = getattr(job, name).model_dump(mode="json")
-        found[name] = {key: {"value": value, "origin": _origin(job, name, key)} for key, value in values.items()}
-    return found
+        shown[name] = {key: {"value": value, "origin": _origin(job, name, key)} for key, value in values.items()}
+    return shown
 
 
 def _origin(job: Job, section: str, key: str) -> str:
@@ -234,25 +234,25 @@ def _word(text: str, *, json: bool, quiet: bool) -> None:
     from zbc.compiler.schedules import SCHEDULES, find
     from zbc.explain import glossary
 
-    found = glossary.find(text) or _described(text)
-    if found is None:
+    entry = glossary.find(text) or _described(text)
+    if entry is None:
         with suppress(ZbcError):
             card = find(text)
             if card.name in SCHEDULES:
-                found = glossary.Word(
+                entry = glossary.Word(
                     (card.name, *card.aliases), f"A schedule: {card.summary}.", f"schedules/{card.name}.md"
                 )
-    if found is None:
+    if entry is None:
         near = glossary.near(text)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "`zbc explain` lists all codes and words"
         raise ZbcError("E112", f"explain: neither an error nor a word is called {text!r}", hint=hint)
     if json:
-        show_json({"format": "zbc-word", "version": 1, **found._asdict()})
+        show_json({"format": "zbc-word", "version": 1, **entry._asdict()})
     elif not quiet:
-        own, *others = found.names
-        show(own, *wrap(f"{found.text}".split(" "), 78, between=" "))
+        own, *others = entry.names
+        show(own, *wrap(f"{entry.text}".split(" "), 78, between=" "))
         show(*([labelled("also", *wrap([*others], 67, between=", "))] if others else []))
-        show(labelled("more", f"docs/{found.page}" if found.page else "`zbc config schema` has all keys"))
+        show(labelled("more", f"docs/{entry.page}" if entry.page else "`zbc config schema` has all keys"))
 
 
 def _described(text: str) -> Word | None:
@@ -269,27 +269,31 @@ def _described(text: str) -> Word | None:
 
 
 def _limits(word: str, *, json: bool, quiet: bool) -> None:
-    found = [*excludes.table(word)]
-    if not found:
+    pairs = [*excludes.table(word)]
+    if not pairs:
         raise ZbcError("E112", f"explain: no limit is about {word!r}", hint="`zbc explain limits` lists all")
     if json:
-        limits = [{"one": one, "other": other, "why": why} for one, other, why in found]
+        limits = [{"one": trait, "other": other, "why": why} for trait, other, why in pairs]
         show_json({"format": "zbc-limits", "version": 1, "limits": limits})
     elif not quiet:
-        for one, rows in groupby(found, lambda row: row[0]):
-            show(f"{one} does not go with")
+        for trait, rows in groupby(pairs, lambda row: row[0]):
+            show(f"{trait} does not go with")
             show(*(f"  {other}: {why}" for _, other, why in rows))
 
 
 def _gpus(*, json: bool, quiet: bool) -> None:
     """Prints the values of `hardware.gpu` with their data sheets."""
     if json:
-        known = [{"name": name, **one._asdict(), "planned": _planned(one)} for name, one in gpu.GPUS.items()]
+        known = [{"name": name, **sheet._asdict(), "planned": _planned(sheet)} for name, sheet in gpu.GPUS.items()]
         show_json({"format": "zbc-gpus", "version": 1, "gpus": known})
     elif not quiet:
         heads = ("gpu", "TFLOPS", "GiB", "GB/s", "link", "between nodes")
-        show(table(heads, ((name, *(f"{value:g}" for value in one[:5])) for name, one in gpu.GPUS.items())), "", *_GPUS)
-        show("", *(f"{name}: {one.link}; {one.source}" for name, one in gpu.GPUS.items()))
+        show(
+            table(heads, ((name, *(f"{value:g}" for value in sheet[:5])) for name, sheet in gpu.GPUS.items())),
+            "",
+            *_GPUS,
+        )
+        show("", *(f"{name}: {sheet.link}; {sheet.source}" for name, sheet in gpu.GPUS.items()))
 
 
 _GPUS = (
@@ -304,5 +308,5 @@ def _planned(found: gpu.Gpu) -> dict[str, float | str]:
 
 
 def _explained(entries: Mapping[str, Explanation]) -> dict[str, Any]:
-    errors = [{"code": code, "title": one.title, "text": one.text} for code, one in entries.items()]
+    errors = [{"code": code, "title": entry.title, "text": entry.text} for code, entry in entries.items()]
     return {"format": "zbc-explain", "version": 1, "errors": errors}

@@ -67,9 +67,9 @@ def opened(path: Path, changes: Changes) -> Plan | Run:
     if is_job(path):
         return api.plan(changes.job(path), budget=changes.budget)
     changes.refuse(path)
-    found = api.load(path)
-    assert isinstance(found, api.Plan | api.Run)
-    return found
+    loaded = api.load(path)
+    assert isinstance(loaded, api.Plan | api.Run)
+    return loaded
 
 
 def opened_both(paths: Sequence[Path], changes: Changes) -> list[Plan | Run]:

@@ -52,7 +52,7 @@ def share(text: str) -> float:
 
 def listed(text: str, option: str, *, least: int = 0) -> tuple[int, ...]:
     """`0-3,5` as (0, 1, 2, 3, 5), in the order given, each once. Errors for other texts name `option`."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,9})(?:-(\d{1,9}))?\s*", part)
         if match is None:
@@ -60,8 +60,8 @@ def listed(text: str, option: str, *, least: int = 0) -> tuple[int, ...]:
         first, last = int(match[1]), int(match[2] or match[1])
         if first < least or last < first or last - first >= _MOST:
             raise typer.BadParameter(f"{text!r} names nothing from {least} on", param_hint=option)
-        found += range(first, last + 1)
-    return tuple(dict.fromkeys(found))
+        numbers += range(first, last + 1)
+    return tuple(dict.fromkeys(numbers))
 
 
 def again(

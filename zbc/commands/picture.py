@@ -62,7 +62,7 @@ def refuse_unused(form: Form, asked: Mapping[str, bool]) -> None:
     """Refuses given options that a picture of this format would ignore; `asked`: option -> whether it was given."""
     for option, given in asked.items():
         if given and form not in _TAKEN_BY[option]:
-            forms = " and ".join(f"--as {one.value}" for one in _TAKEN_BY[option])
+            forms = " and ".join(f"--as {taker.value}" for taker in _TAKEN_BY[option])
             raise typer.BadParameter(f"works with {forms}, not with --as {form.value}", param_hint=option)
 
 

@@ -45,9 +45,9 @@ def planned(path: Path, changes: Changes) -> Planned:
     word = place / f".{path.stem}-{_launch()}"
     if waits:
         return Planned(_heard(word))
-    found = _made(path, job, changes, place)
-    _say(word, found.folder)
-    return found
+    made = _made(path, job, changes, place)
+    _say(word, made.folder)
+    return made
 
 
 def _made(path: Path, job: Job, changes: Changes, place: Path) -> Planned:

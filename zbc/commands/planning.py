@@ -110,8 +110,8 @@ def plan(
         took = f"planned in {short(time.perf_counter() - began, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         left = ["remarks were left out for lack of time: --budget 60s"] if until.cut else []
-        more = [] if verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]
-        show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), run_command(loaded, output), *more, *left))
+        hint = [] if verbose else ["more: -v; of other schedules: " + shlex.join(["zbc", "compare", str(job)])]
+        show(labelled("next", shlex.join(["zbc", "visualize", str(output)]), run_command(loaded, output), *hint, *left))
 
 
 def _gain(manifest: Manifest) -> dict[str, Any]:

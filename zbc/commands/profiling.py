@@ -96,8 +96,8 @@ def profile(
         raise typer.BadParameter(f"--together is {together}, and the job has {loaded.parallel.ranks} ranks")
     how = effort(loaded, device=device, threads=threads, together=together, rounds=rounds)
     with progress("profiling", rounds + 1, quiet=quiet) as done:
-        found = measure(loaded, how, done)
-    _write(found, [str(job), *(f"--set={one}" for one in settings or ())], output, as_json=json, quiet=quiet)
+        measured = measure(loaded, how, done)
+    _write(measured, [str(job), *(f"--set={setting}" for setting in settings or ())], output, as_json=json, quiet=quiet)
 
 
 def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, quiet: bool) -> None:
@@ -112,14 +112,14 @@ def _links(output: Path, device: Device | None, rounds: int, *, as_json: bool, q
         refuse_unwritable(output)
     hidden = quiet or os.environ["RANK"] != "0"
     bar = functools.partial(progress, "measuring links", quiet=hidden)
-    found = tables.measure("cpu" if device is None else device.value, rounds, bar)
-    if found is None:
+    table = tables.measure("cpu" if device is None else device.value, rounds, bar)
+    if table is None:
         return
-    write_text(output, found.dumps())
+    write_text(output, table.dumps())
     if as_json:
-        show_json({**found.plain(), "file": str(output)})
+        show_json({**table.plain(), "file": str(output)})
     elif not quiet:
-        pairs = [(found.gbps[a][b], found.us[a][b]) for a in range(found.size) for b in range(a)]
+        pairs = [(table.gbps[a][b], table.us[a][b]) for a in range(table.size) for b in range(a)]
         for label, values, unit in (("speed", [x for x, _ in pairs], "GB/s"), ("latency", [y for _, y in pairs], "us")):
             if values:
                 show(labelled(label, f"{short(min(values), 3)} to {short(max(values), 3)} {unit}"))
@@ -137,9 +137,14 @@ def _derive(run: Path, phase: str | None, base: Path | None, output: Path, *, as
     known = None if base is None else profiles.read(base)
     if known is not None:
         refuse_misfit(recorded.plan.manifest, known, str(base))
-    found = derive(recorded, known)
+    derived = derive(recorded, known)
     _write(
-        found.profile, [str(run / trace.FOLDER / trace.PLAN)], output, as_json=as_json, quiet=quiet, notes=found.notes
+        derived.profile,
+        [str(run / trace.FOLDER / trace.PLAN)],
+        output,
+        as_json=as_json,
+        quiet=quiet,
+        notes=derived.notes,
     )
 
 
@@ -199,10 +204,10 @@ def _layers(found: Profile) -> RenderableType:
     columns = []
     for name in names:
         times = [getattr(layer, name) for layer in found.layers.values()]
-        texts = iter(aligned([one.ms for one in times if one is not None], 3))
-        columns.append(["" if one is None else next(texts) for one in times])
+        texts = iter(aligned([time.ms for time in times if time is not None], 3))
+        columns.append(["" if time is None else next(texts) for time in times])
     spreads = [
-        max((one.spread for n, one in z.times() if n in ("f", "b", "w")), default=0.0) for z in found.layers.values()
+        max((time.spread for n, time in z.times() if n in ("f", "b", "w")), default=0.0) for z in found.layers.values()
     ]
     heads = ("kind", "F", "B", "W", "BW", "recompute", "step", "norm", "spread")
     return table(heads, zip(found.layers, *columns, map(percent, spreads), strict=True))
@@ -214,8 +219,8 @@ _HEADS = {"kept_b": "F to B", "kept_w": "B to W"}
 def _memory(found: Profile, *names: str) -> RenderableType:
     held = {kind: layer.bytes for kind, layer in found.layers.items()}
     rows = [
-        (kind, str(found.layers[kind].parameters), *(size(getattr(one, name)) for name in names if one is not None))
-        for kind, one in held.items()
+        (kind, str(found.layers[kind].parameters), *(size(getattr(sizes, name)) for name in names if sizes is not None))
+        for kind, sizes in held.items()
     ]
     return table(["kind", "parameters", *(_HEADS.get(name, name) for name in names)], rows)
 

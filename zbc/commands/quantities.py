@@ -36,13 +36,13 @@ def rates(one: Quantity) -> list[str]:
 def throughput(known: Mapping[str, Quantity]) -> Iterator[Sequence[str]]:
     """A row for each known rate; samples only if tokens are not known."""
     for key, name in _ROWS.items():
-        one = known.get(key)
-        if one is None or (key == "samples_per_s" and "tokens_per_s" in known):
+        rate = known.get(key)
+        if rate is None or (key == "samples_per_s" and "tokens_per_s" in known):
             continue
         if key == "mfu":
-            yield name, *rates(one)
+            yield name, *rates(rate)
             continue
-        middle, low, high = aligned([one.measured, one.low, one.high])
-        change = "" if one.change is None else f"{100 * one.change:+.1f}%"
-        predicted = "-" if one.predicted is None else fixed(one.predicted)
-        yield name, predicted, middle, "" if one.low == one.high else f"{low}-{high}", change
+        middle, low, high = aligned([rate.measured, rate.low, rate.high])
+        change = "" if rate.change is None else f"{100 * rate.change:+.1f}%"
+        predicted = "-" if rate.predicted is None else fixed(rate.predicted)
+        yield name, predicted, middle, "" if rate.low == rate.high else f"{low}-{high}", change

@@ -64,17 +64,17 @@ def report(
     from zbc.trace import recording as trace
 
     if not trace.has_trace(run):
-        found = log.read(run)
+        run_log = log.read(run)
         if json:
-            show_json({"format": FORMAT, "version": VERSION, **found.as_json()})
+            show_json({"format": FORMAT, "version": VERSION, **run_log.as_json()})
         elif not quiet:
-            show(*_unrecorded(found, verbose=verbose))
+            show(*_unrecorded(run_log, verbose=verbose))
         return
     made = build(trace.read(run, phase))
     command, hidden, loads = replan_command(run, made.phase), log.hidden_of(run), log.loads_of(run)
     if json:
-        told = {} if loads is None else loads.as_json()
-        show_json({**made.as_json(), **log.as_numbers(hidden), **told, "replan_command": command})
+        experts = {} if loads is None else loads.as_json()
+        show_json({**made.as_json(), **log.as_numbers(hidden), **experts, "replan_command": command})
     if json or quiet:
         return
     show(*_summary(run, made, trace.phases(run), hidden, verbose=verbose))
@@ -160,8 +160,8 @@ def _summary(
         yield labelled(
             "cores",
             *(
-                f"{one.ranks} ranks share the {'one core' if one.cores == 1 else f'{one.cores} cores'} of {one.host}"
-                for one in made.crowded
+                f"{box.ranks} ranks share the {'one core' if box.cores == 1 else f'{box.cores} cores'} of {box.host}"
+                for box in made.crowded
             ),
             "those that compute at once take turns, of which estimates",
             "know nothing: zbc profile measures with as many at work",
@@ -193,7 +193,7 @@ def _summary(
 
 
 def _hidden(found: Mapping[str, Quantity]) -> list[tuple[str, ...]]:
-    return [("sums and swaps inside of ops hidden", *rates(one)) for one in found.values()]
+    return [("sums and swaps inside of ops hidden", *rates(quantity)) for quantity in found.values()]
 
 
 def _experts(loads: Loads | None, *, verbose: bool) -> Iterator[RenderableType]:
@@ -208,8 +208,11 @@ def _experts(loads: Loads | None, *, verbose: bool) -> Iterator[RenderableType]:
         rows += [(f"ep {place}, of all blocks", "-", f"{load:.2f}") for place, load in enumerate(loads.ranks)]
     yield table(("", "model.imbalance", "measured"), rows)
     if verbose:
-        ends = [(block, sorted(range(len(each)), key=each.__getitem__), each) for block, each in loads.blocks.items()]
-        cells = [[str(b), *(f"{each[i]:.2f} by e{i}" for i in (by[-1], by[0]))] for b, by, each in ends]
+        ends = [
+            (block, sorted(range(len(expert_rows)), key=expert_rows.__getitem__), expert_rows)
+            for block, expert_rows in loads.blocks.items()
+        ]
+        cells = [[str(b), *(f"{expert_rows[i]:.2f} by e{i}" for i in (by[-1], by[0]))] for b, by, expert_rows in ends]
         yield table(("block", "most", "least"), cells)
 
 
@@ -239,9 +242,9 @@ def _causes(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
         yield labelled("waits", "for messages:", *waits)
     if made.copies:
         lines = (
-            f"rank {one.rank}: {short(one.measured_ms, 3)} ms, {percent(one.measured_hidden)} hidden "
-            f"({short(one.predicted_ms, 3)} ms, {percent(one.predicted_hidden)} predicted)"
-            for one in made.copies
+            f"rank {copy.rank}: {short(copy.measured_ms, 3)} ms, {percent(copy.measured_hidden)} hidden "
+            f"({short(copy.predicted_ms, 3)} ms, {percent(copy.predicted_hidden)} predicted)"
+            for copy in made.copies
         )
         yield labelled("copies", "of activations to the host and back:", *lines)
 
@@ -252,21 +255,21 @@ def _largest(senders: dict[int, float], verbose: bool) -> list[tuple[int, float]
 
 def _findings(made: RunReport, *, verbose: bool) -> Iterator[RenderableType]:
     lines = [
-        f"rank {one.rank}: its ops take {one.ratio:.2f} times what was predicted, the others' {one.others:.2f}"
-        for one in made.slow_ranks
+        f"rank {slow.rank}: its ops take {slow.ratio:.2f} times what was predicted, the others' {slow.others:.2f}"
+        for slow in made.slow_ranks
     ]
     lines += [f"a plan around it: --set 'hardware.slow=[{', '.join(map(short, made.slow))}]'"] * bool(made.slow)
     lines += [
-        f"rank {one.sender} to rank {one.receiver}: {short(one.ms, 3)} ms a transfer, usually {short(one.others, 3)}"
-        for one in made.slow_links
+        f"rank {way.sender} to rank {way.receiver}: {short(way.ms, 3)} ms a transfer, usually {short(way.others, 3)}"
+        for way in made.slow_links
     ]
     if lines:
         yield labelled("slow", *lines)
     lines = [*map(_stall, made.stalls), *map(_outlier, made.outliers)]
     if lines:
         shown = lines if verbose else lines[:_OUTLIERS]
-        more = [f"and {len(lines) - len(shown)} more: -v"] if len(lines) > len(shown) else []
-        yield labelled("outliers", *shown, *more)
+        rest = [f"and {len(lines) - len(shown)} more: -v"] if len(lines) > len(shown) else []
+        yield labelled("outliers", *shown, *rest)
     yield labelled("ops", "that deviate most, ms each, and what that makes in a step")
     yield indented(_ops(made, verbose=verbose))
     if verbose and made.links:
@@ -288,20 +291,20 @@ def _ops(made: RunReport, *, verbose: bool) -> RenderableType:
 
     shown = made.ops if verbose else made.ops[:_OPS]
     rows = list[Sequence[str]]()
-    meant, found = aligned([one.predicted for one in shown], 4), aligned([one.measured for one in shown], 4)
-    excess = aligned([one.excess for one in shown], 3)
-    for one, a, b, c in zip(shown, meant, found, excess, strict=True):
-        change = f"{100 * (one.ratio - 1):+.1f}%" if one.predicted > 0 else ""
+    meant, measured = aligned([op.predicted for op in shown], 4), aligned([op.measured for op in shown], 4)
+    excess = aligned([op.excess for op in shown], 3)
+    for op, a, b, c in zip(shown, meant, measured, excess, strict=True):
+        change = f"{100 * (op.ratio - 1):+.1f}%" if op.predicted > 0 else ""
         sign = "" if c.startswith("-") else "+"
-        name = one.kind if Kind(one.kind).unit_wide else f"{one.kind} s{one.stage}"
-        rows.append((name, str(one.rank), f"{one.ops} ops", a, b, change, f"{sign}{c} ms"))
+        name = op.kind if Kind(op.kind).unit_wide else f"{op.kind} s{op.stage}"
+        rows.append((name, str(op.rank), f"{op.ops} ops", a, b, change, f"{sign}{c} ms"))
     return table(("op", "rank", "a step", "predicted", "measured", "change", "in a step"), rows, left=2)
 
 
 def _links(made: RunReport) -> RenderableType:
     rows = [
-        (str(one.sender), str(one.receiver), str(one.awaited), short(one.predicted, 3), short(one.measured, 3))
-        for one in made.links
+        (str(link.sender), str(link.receiver), str(link.awaited), short(link.predicted, 3), short(link.measured, 3))
+        for link in made.links
     ]
     return table(("from", "to", "a step", "predicted", "measured"), rows, left=2)
 
@@ -311,9 +314,9 @@ def _slices(made: RunReport) -> Iterator[RenderableType]:
         return
     yield labelled("slices", "of a microbatch, ms through all stages; backward: B and W")
     rows = []
-    for one in made.slices:
-        cells = (f"{value:.2f}" for value in one[1:])
-        rows.append((str(one.number), *cells))
+    for part in made.slices:
+        cells = (f"{value:.2f}" for value in part[1:])
+        rows.append((str(part.number), *cells))
     yield indented(table(("slice", "F predicted", "measured", "backward predicted", "measured"), rows, left=1), 1)
 
 
@@ -322,21 +325,21 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
         missing = ("not looked at: that takes one step more than those recorded,", "and not the first one")
         yield labelled("memory", *missing)
         return
-    unit, scale = _unit(max(one.peak for one in made.memory))
+    unit, scale = _unit(max(rank.peak for rank in made.memory))
     known = made.memory[0].predicted is not None
     notes = [] if known else ["sizes are not known before the model is built, so there is no prediction"]
     yield labelled("memory", f"peaks of live tensors: of all at one moment, of a category at its own, {unit}", *notes)
-    everything = [held for one in made.memory for held in (one.measured, one.predicted or {})]
+    everything = [held for rank in made.memory for held in (rank.measured, rank.predicted or {})]
     names = [name for name in made.memory[0].measured if any(held.get(name) for held in everything)]
 
     def cells(whole: float, held: Mapping[str, float]) -> list[str]:
         return [f"{value / scale:.2f}" for value in (whole, *(held.get(name, 0) for name in names))]
 
     rows = list[Sequence[str]]()
-    for one in made.memory:
-        if one.predicted is not None:
-            rows.append((str(one.rank), "predicted", *cells(one.predicted_peak or 0, one.predicted)))
-        rows.append(("" if known else str(one.rank), "measured", *cells(one.peak, one.measured)))
+    for rank in made.memory:
+        if rank.predicted is not None:
+            rows.append((str(rank.rank), "predicted", *cells(rank.predicted_peak or 0, rank.predicted)))
+        rows.append(("" if known else str(rank.rank), "measured", *cells(rank.peak, rank.measured)))
     yield indented(table(("rank", "", "all", *(_SHORT.get(name, name) for name in names)), rows, left=2))
 
 

@@ -136,8 +136,8 @@ def run(
     elif json and os.environ.get("RANK", "0") == "0":
         from zbc.compiler.recorded.report import FORMAT, VERSION
 
-        found = read(Path(_written(lines)))
-        show_json({"format": FORMAT, "version": VERSION, "run": str(found.folder), **found.as_json()})
+        run_log = read(Path(_written(lines)))
+        show_json({"format": FORMAT, "version": VERSION, "run": str(run_log.folder), **run_log.as_json()})
 
 
 def _emit(lines: list[str], *, json: bool, quiet: bool) -> Callable[[str], None]:
@@ -172,8 +172,8 @@ def _ending(found: RunLog, job: Path | None) -> Iterator[str]:
 
 def _written(lines: Sequence[str]) -> str:
     """The run directory, read from the first line of a run."""
-    found = (re.search(r"; writing (.+)$", line, re.MULTILINE) for line in lines)
-    return next(match[1] for match in found if match is not None)
+    matches = (re.search(r"; writing (.+)$", line, re.MULTILINE) for line in lines)
+    return next(match[1] for match in matches if match is not None)
 
 
 def _world(compiled: Compiled) -> int | None:

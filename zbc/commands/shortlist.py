@@ -71,8 +71,8 @@ class Shortlist:
         return table([*self.heads, *(column.head for column in self.columns)], lines, left=len(self.heads))
 
     def legend(self) -> Iterator[str]:
-        told = [f"{column.head}: {column.meaning}" for column in self.columns if column.meaning]
-        yield from wrap(told, 78, between="; ")
+        meanings = [f"{column.head}: {column.meaning}" for column in self.columns if column.meaning]
+        yield from wrap(meanings, 78, between="; ")
         if any(row.bent for row, _ in self.shown):
             yield "*: memory rules out the partition that is most even in time"
 
@@ -104,12 +104,12 @@ def _best(group: Sequence[Planned]) -> list[Planned]:
 
 def _columns(planned: Sequence[Planned]) -> Iterator[Brief]:
     rows, reports = [row for row, _ in planned], [report for _, report in planned]
-    each = [row.settled_ms for row in rows]
+    times = [row.settled_ms for row in rows]
     if len({row.sequences for row in rows}) > 1:
-        each = [row.settled_ms / row.sequences for row in rows]
-        yield Brief("ms/seq", aligned(each), "ms per sequence, with the optimizer")
+        times = [row.settled_ms / row.sequences for row in rows]
+        yield Brief("ms/seq", aligned(times), "ms per sequence, with the optimizer")
     else:
-        yield Brief("step", aligned(each), "ms, with the optimizer")
+        yield Brief("step", aligned(times), "ms, with the optimizer")
     yield Brief(_FACTOR, _known([row.speedup for row in rows], "{:.2f}x"), "how many times as fast")
     yield _rate(reports)
     if any(report.copied is not None for report in reports):

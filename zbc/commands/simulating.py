@@ -70,20 +70,20 @@ def simulate(
         return
     plan = opened_plan(target, Changes(settings, schedule, profile, budget))
     noise = Noise(jitter or 0.0, straggler or 0.0, trials, seed)
-    found = None
+    spread = None
     if noise.jitter or noise.straggler:
         with progress("simulating", None, quiet=quiet):
-            found = plan.noisy(noise)
+            spread = plan.noisy(noise)
     if json:
-        show_json(_as_json(plan, noise, found))
+        show_json(_as_json(plan, noise, spread))
     elif not quiet:
         from zbc.viz.words import title, verdict
 
         show(title(plan.program), "", labelled("step", *verdict(plan.timeline, bubbles=verbose).split("; ")))
-        if found is None:
+        if spread is None:
             show(labelled("noise", "none; --jitter 5% or --straggler 10% says how far it spreads the step"))
         else:
-            show(*_spread(plan, noise, found))
+            show(*_spread(plan, noise, spread))
 
 
 def _serial(found: Serial) -> Iterator[RenderableType]:
@@ -94,7 +94,9 @@ def _serial(found: Serial) -> Iterator[RenderableType]:
     yield labelled("full", f"{per} ms a token, as stage {found.slowest} has it")
     rows = [
         (str(s), *cells, str(stages[s].replicas), percent(busy))
-        for s, (cells, busy) in enumerate(zip(zip(aligned([one.ms for one in stages], 3)), _busy(found), strict=True))
+        for s, (cells, busy) in enumerate(
+            zip(zip(aligned([stage.ms for stage in stages], 3)), _busy(found), strict=True)
+        )
     ]
     yield labelled("stages", "ms of a token on one replica; busy: of all its replicas, over the whole run")
     yield indented(table(("stage", "ms", "replicas", "busy"), rows))

@@ -68,11 +68,11 @@ def of_plan(
     if compiled.timeline.sums:
         yield labelled("reduce", *_sums(compiled))
     if report.tp_sums is not None:
-        found = report.tp_sums
-        hidden = f"{percent(found.hidden)} of it hidden behind other work"
+        sums = report.tp_sums
+        hidden = f"{percent(sums.hidden)} of it hidden behind other work"
         parallel = compiled.job.parallel
         label = "swaps" if parallel.ep > 1 else "gathers" if parallel.cp > parallel.tp == 1 else "sums"
-        yield labelled(label, f"inside of ops: {short(found.ms)} ms on a rank (mean), {hidden}")
+        yield labelled(label, f"inside of ops: {short(sums.ms)} ms on a rank (mean), {hidden}")
     if report.flushless is None:  # the critical path of one step says nothing about a cycle
         yield from _why(compiled, until, verbose=verbose)
     yield labelled("costs", *_costs(compiled))
@@ -137,8 +137,8 @@ def crowded(compiled: Compiled) -> str | None:
     job, report = compiled.job, compiled.report
     if job.hardware.device != "cpu" or report.costs != "estimated":
         return None
-    found = crowd(job.parallel.ranks, [rank.busy_ms for rank in report.per_rank], compiled.settled_ms)
-    return found and f"on this machine {found}"
+    note = crowd(job.parallel.ranks, [rank.busy_ms for rank in report.per_rank], compiled.settled_ms)
+    return note and f"on this machine {note}"
 
 
 def crowd(ranks: int, busy: Sequence[float], step: float) -> str | None:
@@ -192,7 +192,7 @@ def _adapter(found: AdapterReport, ms: float, ranks: Sequence[RankReport]) -> It
     yield f"rank {found.rank}: {found.trained:,} of {found.whole:,} parameters train{share}"
     if found.whole_ms is not None:
         yield f"makespan {short(ms)} ms; if all weights trained in this order {short(found.whole_ms)} ms"
-    held = [one.peak_bytes for one in ranks if one.peak_bytes is not None]
+    held = [rank.peak_bytes for rank in ranks if rank.peak_bytes is not None]
     if found.whole_bytes and held:
         yield f"memory at most {size(max(held))}; {size(found.whole_bytes)} if all weights trained"
 
@@ -268,9 +268,9 @@ def _why(compiled: Compiled, until: Until, *, verbose: bool) -> Iterator[Rendera
     bent = ["and memory rules out the partition that is most even in time"] if bent_by_memory(compiled) else []
     yield labelled("why", *reasons, *bent, *_path(critical_path(compiled)))
     if verbose:
-        found = list(what_ifs(compiled, until))
-        if found:
-            yield labelled("what if", "per sequence, by the fast search", *_what_ifs(found))
+        changes = list(what_ifs(compiled, until))
+        if changes:
+            yield labelled("what if", "per sequence, by the fast search", *_what_ifs(changes))
 
 
 def _path(path: Path) -> Iterator[str]:
@@ -310,16 +310,19 @@ def _sums(compiled: Compiled) -> Iterator[str]:
     """The time of collectives, and the exposed part of it."""
     timeline, program = compiled.timeline, compiled.program
     ranks = range(timeline.ranks)
-    longest = max(sum(one.end - one.start for one in timeline.sums if rank in one.ranks) for rank in ranks)
+    longest = max(
+        sum(collective.end - collective.start for collective in timeline.sums if rank in collective.ranks)
+        for rank in ranks
+    )
     exposed = max(map(timeline.closes, ranks)) - max(map(timeline.last_end, ranks))
-    kinds = Counter(one.op.kind.value for one in timeline.sums)
+    kinds = Counter(collective.op.kind.value for collective in timeline.sums)
     counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     over = f" over {program.dp} replicas" if program.dp > 1 else ""
     over += f" of {program.cp} ranks" if over and program.cp > 1 else f" over {program.cp} ranks" * (program.cp > 1)
     gathered = compiled.report.gathered
     if gathered is not None:
-        each = f"{gathered.count} gather{'s' * (gathered.count > 1)} of weights on a rank, {short(gathered.ms)} ms"
-        yield f"{each}, {short(gathered.exposed_ms)} ms of it exposed"
+        gathers = f"{gathered.count} gather{'s' * (gathered.count > 1)} of weights on a rank, {short(gathered.ms)} ms"
+        yield f"{gathers}, {short(gathered.exposed_ms)} ms of it exposed"
     text = f"{counted}{over}: up to {short(longest)} ms on a rank, {short(exposed)} ms of it after the last op of all"
     yield from wrap(text.split(" "), _LONG, between=" ")
 
@@ -391,9 +394,9 @@ def not_to_be_trusted(profile: Profile) -> Iterator[str]:
     """A warning with the times of a profile whose spread is too wide, if any."""
     wide = sorted(profile.wide(), key=lambda found: -found[1].spread)
     if wide:
-        shown = ", ".join(f"{name} {percent(one.spread)}" for name, one in wide[:3])
-        more = f", and {len(wide) - 3} more" if len(wide) > 3 else ""
-        text = f"spread too wide to trust: {shown}{more}; profile again on a quiet machine, or with more --rounds"
+        shown = ", ".join(f"{name} {percent(time.spread)}" for name, time in wide[:3])
+        rest = f", and {len(wide) - 3} more" if len(wide) > 3 else ""
+        text = f"spread too wide to trust: {shown}{rest}; profile again on a quiet machine, or with more --rounds"
         yield from wrap(text.split(" "), 65, between=" ")
 
 
@@ -462,12 +465,12 @@ def _pays_little(k: float) -> list[str]:
 def _weighed(compiled: Compiled) -> Iterator[str]:
     """Step times of the tried choices of keep, recompute and offload, the fastest first; and why offload does not pay,
     if so."""
-    found = compiled.found.weighed
-    fits = sorted((ms, name) for name, ms in found if ms is not None)
-    told = [f"{name} {short(ms)} ms" for ms, name in fits]
-    misfits = [name for name, ms in found if ms is None]
-    told += [f"{', '.join(misfits)}: does not fit"] if misfits else []
-    yield from wrap(told, _TEXT, between="; ")
+    choices = compiled.found.weighed
+    fits = sorted((ms, name) for name, ms in choices if ms is not None)
+    lines = [f"{name} {short(ms)} ms" for ms, name in fits]
+    misfits = [name for name, ms in choices if ms is None]
+    lines += [f"{', '.join(misfits)}: does not fit"] if misfits else []
+    yield from wrap(lines, _TEXT, between="; ")
     k = compiled.found.copy_share
     if compiled.report.copied is None and k is not None and k > PAYS:
         yield from _pays_little(k)
@@ -476,15 +479,15 @@ def _weighed(compiled: Compiled) -> Iterator[str]:
 def _limits(compiled: Compiled) -> Iterator[str]:
     """The memory limits of a rank."""
     most, job = compiled.report.limits, compiled.job
-    told = [] if most.activation_units is None else [f"{short(most.activation_units)} units"]
-    told += [] if most.activation_bytes is None else [f"{size(most.activation_bytes)} of activations"]
+    limits = [] if most.activation_units is None else [f"{short(most.activation_units)} units"]
+    limits += [] if most.activation_bytes is None else [f"{size(most.activation_bytes)} of activations"]
     if most.device_bytes is not None and job.reserve_gib:
         there, free = short(job.hardware.least_gib or 0.0), short(job.reserve_gib)
-        told.append(f"{short(most.device_bytes / GIB)} of {there} GiB, reserve {free}")
+        limits.append(f"{short(most.device_bytes / GIB)} of {there} GiB, reserve {free}")
     elif most.device_bytes is not None:
-        told.append(f"{size(most.device_bytes)} of everything")
-    if told:
-        yield f"limits of a rank: {', '.join(told)}"
+        limits.append(f"{size(most.device_bytes)} of everything")
+    if limits:
+        yield f"limits of a rank: {', '.join(limits)}"
 
 
 def _ranks(report: Report, *, verbose: bool) -> RenderableType:
@@ -554,8 +557,8 @@ def _slices_note(report: Report) -> Iterator[str]:
 
 def _slices(report: Report) -> RenderableType:
     """One row per slice."""
-    times = [aligned([getattr(one, key) for one in report.slices]) for key in ("f_ms", "b_ms", "w_ms", "ms")]
-    named = ((str(j), str(one.begin), str(one.tokens)) for j, one in enumerate(report.slices))
+    times = [aligned([getattr(part, key) for part in report.slices]) for key in ("f_ms", "b_ms", "w_ms", "ms")]
+    named = ((str(j), str(part.begin), str(part.tokens)) for j, part in enumerate(report.slices))
     heads = ["slice", "from", "tokens", "F", "B", "W", "all"]
     rows = [(*names, *cells) for names, cells in zip(named, zip(*times, strict=True), strict=True)]
     return table(heads, rows, left=1, most=_ROWS)

@@ -89,7 +89,7 @@ class Tuner:
         made = self.place / "profile.json"
         self.say("profiling the layers")
         options = ["--rounds", str(_ROUNDS), "-o", str(made), "-q"]
-        options += [word for one in self.changes.settings or () for word in ("--set", one)]
+        options += [word for setting in self.changes.settings or () for word in ("--set", setting)]
         self._command("profile", str(self.path), *options)
         return made
 
@@ -133,9 +133,9 @@ class Tuner:
         if best is None or best.measured is None or len(self.tried) == 1:
             return
         limit = best.measured * (1 + _CLOSE)
-        for one in self.tried:
-            if one.measured is not None and (one is first or one.measured <= limit):
-                self._measure(one)
+        for plan in self.tried:
+            if plan.measured is not None and (plan is first or plan.measured <= limit):
+                self._measure(plan)
 
     def _try(self, source: str, compiled: Compiled) -> None:
         """Runs a plan, unless one with the same work was run."""
@@ -177,7 +177,7 @@ class Tuner:
         command = [sys.executable, *before, "-m", "zbc", *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
             try:
-                told, _ = child.communicate()
+                output, _ = child.communicate()
             except KeyboardInterrupt:
                 _end(child)
                 raise
@@ -185,10 +185,10 @@ class Tuner:
             raise KeyboardInterrupt
         if child.returncode:
             text = f"tune: `zbc {words[0]} {words[1]}` ended with code {child.returncode}"
-            raise ZbcError("E706", text, details=told.strip().splitlines()[-12:])
+            raise ZbcError("E706", text, details=output.strip().splitlines()[-12:])
 
     def _errors(self) -> list[str]:
-        return [f"{one.compiled.schedule}: {one.error}" for one in self.tried if one.error is not None]
+        return [f"{plan.compiled.schedule}: {plan.error}" for plan in self.tried if plan.error is not None]
 
 
 def _end(child: subprocess.Popen[str]) -> None:

@@ -67,7 +67,9 @@ def tune(
         show(*_told(tuner, fastest), "")
         show(labelled("plan", f"{output}: id {manifest.id}"), labelled("next", run_command(loaded, output)))
         if verbose:
-            show(labelled("more", *(f"zbc report {shlex.quote(str(run))}" for one in tuner.tried for run in one.runs)))
+            show(
+                labelled("more", *(f"zbc report {shlex.quote(str(run))}" for plan in tuner.tried for run in plan.runs))
+            )
     if tuner.stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -83,16 +85,16 @@ def _silent(text: str) -> None:
 
 def _told(tuner: Tuner, fastest: Tried) -> Iterator[RenderableType]:
     first = tuner.tried[0]
-    meant = aligned([one.compiled.settled_ms for one in tuner.tried])
-    known = [one.measured for one in tuner.tried if one.measured is not None]
+    meant = aligned([plan.compiled.settled_ms for plan in tuner.tried])
+    known = [plan.measured for plan in tuner.tried if plan.measured is not None]
     measured = iter(aligned(known))
     rows = []
-    for one, ms in zip(tuner.tried, meant, strict=True):
-        shown = [f"{one.error or 'not run'}", ""]
-        if one.measured is not None:
-            factor = "" if first.measured is None else f"{first.measured / one.measured:.2f}x"
+    for plan, ms in zip(tuner.tried, meant, strict=True):
+        shown = [f"{plan.error or 'not run'}", ""]
+        if plan.measured is not None:
+            factor = "" if first.measured is None else f"{first.measured / plan.measured:.2f}x"
             shown = [next(measured), factor]
-        rows.append((one.compiled.schedule, one.source, ms, *shown, "<" if one is fastest else ""))
+        rows.append((plan.compiled.schedule, plan.source, ms, *shown, "<" if plan is fastest else ""))
     yield table(("schedule", "planned", "predicted ms", "measured ms", "vs first", ""), rows, left=2)
     yield ""
     if tuner.stopped:
@@ -105,14 +107,14 @@ def _told(tuner: Tuner, fastest: Tried) -> Iterator[RenderableType]:
 def _document(tuner: Tuner, fastest: Tried) -> dict[str, Any]:
     tried = [
         {
-            "schedule": one.compiled.schedule,
-            "planned": one.source,
-            "predicted_ms": round(one.compiled.settled_ms, 9),
-            "measured_ms": one.measured,
-            "runs": [str(run) for run in one.runs],
-            "error": one.error,
+            "schedule": plan.compiled.schedule,
+            "planned": plan.source,
+            "predicted_ms": round(plan.compiled.settled_ms, 9),
+            "measured_ms": plan.measured,
+            "runs": [str(run) for run in plan.runs],
+            "error": plan.error,
         }
-        for one in tuner.tried
+        for plan in tuner.tried
     ]
     rates = fastest.compiled.rates(fastest.measured or 0.0)._asdict()
     head = {"format": "zbc-tuning", "version": 1, "stopped": tuner.stopped, "schedule": fastest.compiled.schedule}
