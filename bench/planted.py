@@ -518,8 +518,8 @@ BUGS = (
     Bug(
         "microbatches of a trace are numbered by stage",
         "zbc/viz/perfetto.py",
-        '"microbatch":{op.mb}{more}',
-        '"microbatch":{op.stage}{more}',
+        '"microbatch":{op.mb}{about}',
+        '"microbatch":{op.stage}{about}',
         ("tests/viz/test_perfetto.py",),
     ),
     Bug(
