@@ -34,7 +34,7 @@ DIALECTS = {"0.2": TitanVersion(".toml", "output"), "0.3": TitanVersion(".py", "
 def schedule_name(placement: Placement) -> str | None:
     """The name of a torchtitan schedule with this placement of stages; None if there is none.
 
-    All V plans get ZBVZeroBubble: DualPipeV has the same placement, but torchtitan prints the loss of a rank without.
+    All V plans get ZBVZeroBubble: with DualPipeV, placed alike, torchtitan prints the loss of a rank that has none.
     """
     p, v = placement.ranks, placement.chunks
     if v is not None and placement == Placement.looped(p, v):
