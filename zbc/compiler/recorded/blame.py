@@ -55,7 +55,7 @@ CAUSES = tuple(entry.name for entry in fields(Shares) if entry.name != "senders"
 
 def shares(step: RecordedStep) -> list[Shares]:
     """Shares per rank of the run, in ns."""
-    arrived = max((at for one in step.ranks if (at := _arrival(one)) is not None), default=None)
+    arrived = max((at for record in step.ranks if (at := _arrival(record)) is not None), default=None)
     senders = _senders(step)
     return [_rank(step, rank, arrived, senders) for rank in range(len(step.ranks))]
 
@@ -68,41 +68,41 @@ def _arrival(one: Recorded) -> int | None:
 
 
 def _rank(step: RecordedStep, rank: int, arrived: int | None, senders: Mapping[tuple[int, Op], int]) -> Shares:
-    one, found = step.ranks[rank], Shares()
+    record, totals = step.ranks[rank], Shares()
     begin, end = step.window(rank)
-    found.host += one.begins - begin
-    found.drain += end - one.ends
+    totals.host += record.begins - begin
+    totals.drain += end - record.ends
     waits: dict[int, dict[Cause, int]] = {}
-    for wait in one.waits:
-        mine = waits.setdefault(wait.op, {})
-        mine[wait.cause] = mine.get(wait.cause, 0) + wait.ns
-    first, inside = True, groups(one.ops)  # the first op of a group waits for the input of both
-    for index, op in enumerate(one.ops):
-        took, waited = one.end[index] - one.start[index], waits.get(index, {})
-        copies = min(waited.get(Cause.COPY, 0), one.work[index] - one.start[index])
-        found.copies += copies
+    for wait in record.waits:
+        causes = waits.setdefault(wait.op, {})
+        causes[wait.cause] = causes.get(wait.cause, 0) + wait.ns
+    first, inside = True, groups(record.ops)  # the first op of a group waits for the input of both
+    for index, op in enumerate(record.ops):
+        took, waited = record.end[index] - record.start[index], waits.get(index, {})
+        copies = min(waited.get(Cause.COPY, 0), record.work[index] - record.start[index])
+        totals.copies += copies
         if op.kind.computes:
-            message = min(waited.get(Cause.MESSAGE, 0), one.work[index] - one.start[index] - copies)
+            message = min(waited.get(Cause.MESSAGE, 0), record.work[index] - record.start[index] - copies)
             if first:
-                found.warm_up += message
+                totals.warm_up += message
             elif message:
-                found.message += message
-                together = one.ops[inside[index] + 1 : inside[index] + 3] if index in inside else (op,)
-                peer = next(senders[rank, each] for each in (op, *together) if (rank, each) in senders)
-                found.senders[peer] = found.senders.get(peer, 0) + message
-            found.compute += one.end[index] - one.work[index]
-            found.host += one.work[index] - one.start[index] - message - copies
+                totals.message += message
+                together = record.ops[inside[index] + 1 : inside[index] + 3] if index in inside else (op,)
+                peer = next(senders[rank, member] for member in (op, *together) if (rank, member) in senders)
+                totals.senders[peer] = totals.senders.get(peer, 0) + message
+            totals.compute += record.end[index] - record.work[index]
+            totals.host += record.work[index] - record.start[index] - message - copies
             first = False
         elif op.kind.is_barrier:
-            _close(found, one, index, waited, arrived)
+            _close(totals, record, index, waited, arrived)
         elif op.kind.row.closes:
             sums = min(took, waited.get(Cause.SUM, 0))
-            found.sums += sums
-            found.optimizer += took - sums
+            totals.sums += sums
+            totals.optimizer += took - sums
         else:
-            found.host += took - copies
-    _behind(found, one, waits.get(len(one.ops), {}))
-    return found
+            totals.host += took - copies
+    _behind(totals, record, waits.get(len(record.ops), {}))
+    return totals
 
 
 def _close(found: Shares, one: Recorded, index: int, waited: Mapping[Cause, int], arrived: int | None) -> None:
@@ -130,8 +130,8 @@ def _senders(step: RecordedStep) -> dict[tuple[int, Op], int]:
     """The rank of the run that a rank's compute op waits for; of several, the one that sent last."""
     last: dict[tuple[int, Op], Arrival] = {}
     for message in step.messages():
-        found = last.setdefault((message.receiver, message.taker), message)
-        if message.sent > found.sent:
+        latest = last.setdefault((message.receiver, message.taker), message)
+        if message.sent > latest.sent:
             last[message.receiver, message.taker] = message
     return {taker: message.sender for taker, message in last.items()}
 
@@ -143,49 +143,49 @@ def predicted(program: Program, timeline: Timeline, costs: Costs) -> list[Shares
         *_, before, last = islice(consecutive(program, costs), SETTLES)
         return [_settled(before.closes(rank), last, rank) for rank in ranks]
     steps = [optimizer_ms(program, costs, rank) for rank in ranks]
-    copies, found = copied(timeline), list[Shares]()
+    copies, rows = copied(timeline), list[Shares]()
     for rank in ranks:
         idle = timeline.idle(rank)
         sums = idle.sums + costs.of("agree")
         waited = copies[rank].waited
-        one = Shares(timeline.busy(rank), idle.warm_up, idle.message - waited, waited, idle.drain, sums, steps[rank])
-        one.drain += max(steps) - steps[rank]
-        one.senders = dict(_waits(timeline, rank))
-        found.append(one)
-    return found
+        totals = Shares(timeline.busy(rank), idle.warm_up, idle.message - waited, waited, idle.drain, sums, steps[rank])
+        totals.drain += max(steps) - steps[rank]
+        totals.senders = dict(_waits(timeline, rank))
+        rows.append(totals)
+    return rows
 
 
 def _settled(begin: float, timeline: Timeline, rank: int) -> Shares:
     """Shares of a step without a barrier, which begins for a rank at the end of its previous one."""
     ops, free = timeline.graph.ops, begin
-    found = Shares()
+    totals = Shares()
     computes = False
     for i in timeline.ops(rank):
         idle, took = max(0.0, timeline.start[i] - free), timeline.end[i] - timeline.start[i]
         first = ops[i].kind.computes and not computes
         computes = computes or first
         if computes and not first:
-            found.message += idle
+            totals.message += idle
         else:
-            found.warm_up += idle
+            totals.warm_up += idle
         if ops[i].kind.computes:
-            found.compute += took
+            totals.compute += took
         else:
-            found.optimizer += took
+            totals.optimizer += took
         free = timeline.end[i]
-    found.sums = max(0.0, timeline.closes(rank) - timeline.last_end(rank))
-    found.senders = dict(_waits(timeline, rank))
-    return found
+    totals.sums = max(0.0, timeline.closes(rank) - timeline.last_end(rank))
+    totals.senders = dict(_waits(timeline, rank))
+    return totals
 
 
 def _waits(timeline: Timeline, rank: int) -> Iterator[tuple[int, float]]:
     """The ranks that a rank waits for between its ops, with ms."""
-    graph, found = timeline.graph, dict[int, float]()
-    mine = timeline.ops(rank)
-    first = next((k for k, i in enumerate(mine) if graph.ops[i].kind.computes), len(mine))
-    for before, i in pairwise(mine[first:]):
+    graph, ms = timeline.graph, dict[int, float]()
+    nodes = timeline.ops(rank)
+    first = next((k for k, i in enumerate(nodes) if graph.ops[i].kind.computes), len(nodes))
+    for before, i in pairwise(nodes[first:]):
         idle, source = timeline.start[i] - timeline.end[before], timeline.waited_for(i)
         if idle > 1e-9 and source >= 0 and graph.ops[i].kind.computes:
             sender = graph.rank(source)
-            found[sender] = found.get(sender, 0.0) + idle
-    yield from found.items()
+            ms[sender] = ms.get(sender, 0.0) + idle
+    yield from ms.items()

@@ -121,17 +121,17 @@ def _with_words(
 ) -> dict[str, LayerProfile]:
     """Adds the vocabulary's times to embedding and output layer, of which the run had only the rest."""
     whole = estimate.layers(replace(job.with_vocabulary("ends"), profile=None))
-    found = dict(layers)
+    profiles = dict(layers)
     ends = (kinds[0], whole[0]), (kinds[-1], whole[-1])
     for (kind, layer), ms in zip(ends, words.whole(job.model.vocab or 0), strict=True):
-        one = found[kind]
+        row = profiles[kind]
         f, b, w = (
-            old.model_copy(update={"ms": old.ms + more}) for old, more in zip((one.f, one.b, one.w), ms, strict=True)
+            old.model_copy(update={"ms": old.ms + plus}) for old, plus in zip((row.f, row.b, row.w), ms, strict=True)
         )
-        bw = one.bw and one.bw.model_copy(update={"ms": one.bw.ms + ms[1] + ms[2]})
+        bw = row.bw and row.bw.model_copy(update={"ms": row.bw.ms + ms[1] + ms[2]})
         sizes = {"parameters": layer.params, "parts": list(layer.parts)}
-        found[kind] = one.model_copy(update={"f": f, "b": b, "w": w, "bw": bw, **sizes})
-    return found
+        profiles[kind] = row.model_copy(update={"f": f, "b": b, "w": w, "bw": bw, **sizes})
+    return profiles
 
 
 class _Work:
@@ -182,24 +182,24 @@ class _Work:
         f = self._f = self._solved(Kind.F, {kind: layer.f for kind, layer in self.first.items()})
         b, w, bw = self._backward()
         steps = self._steps()
-        found = {}
+        profiles = {}
         for kind, layer in self.first.items():
-            known = self._known(kind)
+            base = self._known(kind)
             wide = self._spread(kind)
-            found[kind] = LayerProfile(
+            profiles[kind] = LayerProfile(
                 f=Measured(ms=f[kind], spread=wide[Kind.F]),
                 b=Measured(ms=b[kind], spread=max(wide[Kind.B], wide[Kind.BW])),
                 w=Measured(ms=w[kind], spread=max(wide[Kind.W], wide[Kind.BW])),
                 bw=None if bw is None else Measured(ms=bw[kind], spread=wide[Kind.BW]),
-                again=None if known is None else known.again,
+                again=None if base is None else base.again,
                 step=None if steps is None else Measured(ms=steps[kind]),
                 norm=None,
-                tentative=None if known is None else known.tentative,
+                tentative=None if base is None else base.tentative,
                 parameters=layer.params,
                 parts=list(layer.parts),
-                bytes=None if known is None else known.bytes,
+                bytes=None if base is None else base.bytes,
             )
-        return found
+        return profiles
 
     def _backward(self) -> tuple[dict[str, float], dict[str, float], dict[str, float] | None]:
         """B, W and BW of each kind; the last None if neither the run nor the base has it.
@@ -208,7 +208,7 @@ class _Work:
         """
         b = {kind: layer.b for kind, layer in self.first.items()}
         w = {kind: layer.w for kind, layer in self.first.items()}
-        bw = {kind: b[kind] + w[kind] if (m := one.measured) is None else m.bw for kind, one in self.first.items()}
+        bw = {kind: b[kind] + w[kind] if (m := entry.measured) is None else m.bw for kind, entry in self.first.items()}
         ran = {kind for kind in (Kind.B, Kind.W, Kind.BW) if any(key[0] is kind for key in self.times.cost)}
         if Kind.B in ran:
             whole = solve(bw, self.counts, self._totals(Kind.BW))
@@ -229,12 +229,12 @@ class _Work:
     def _solved(self, op: Kind, prior: Mapping[str, float]) -> dict[str, float]:
         """ms of each kind in an op; stages in which it did not run keep the assumed time."""
         totals = self._totals(op)
-        found = solve(prior, self.counts, totals)
+        ms = solve(prior, self.counts, totals)
         for stage, (counts, total) in enumerate(zip(self.counts, totals, strict=True)):
             if total is not None:
                 self._took[stage] += total
-                self._explained[stage] += sum(count * found[kind] for kind, count in counts.items())
-        return found
+                self._explained[stage] += sum(count * ms[kind] for kind, count in counts.items())
+        return ms
 
     def _totals(self, op: Kind) -> list[float | None]:
         """ms of the layers of each stage in an op; None if it did not run."""
@@ -250,8 +250,8 @@ class _Work:
             again = 0.0  # the time that recompute adds to a backward
             if op in (Kind.B, Kind.BW) and self.job.memory.recomputes(stage):
                 for kind, count in counts.items():
-                    known = self._known(kind)
-                    again += count * (self._f[kind] if known is None or known.again is None else known.again.ms)
+                    base = self._known(kind)
+                    again += count * (self._f[kind] if base is None or base.again is None else base.again.ms)
             totals.append(max(0.0, median_ms(samples) - self.manifest.slices * host[stage] - again))
         return totals
 
@@ -265,40 +265,40 @@ class _Work:
         if not any(closing):
             return None
         prior = {kind: float(layer.params) or 1.0 for kind, layer in self.first.items()}
-        return solve(prior, self.counts, [median_ms(found) if found else None for found in closing])
+        return solve(prior, self.counts, [median_ms(samples) if samples else None for samples in closing])
 
     def _spread(self, kind: str) -> dict[Kind, float]:
         """The widest spread of each op among the stages that hold a kind."""
-        found = {}
+        widest = {}
         for op in (Kind.F, Kind.B, Kind.W, Kind.BW):
             columns = [self.times.cost.get((op, s), []) for s, held in enumerate(self.counts) if kind in held]
-            found[op] = max((spread(column) for column in columns), default=0.0)
-        return found
+            widest[op] = max((spread(column) for column in columns), default=0.0)
+        return widest
 
     # ---- the link, and host times --------------------------------------------------------------------------------
 
     def link(self) -> LinkProfile | None:
         """The base's link, with the median latency of the run's messages."""
-        known = None if self.base is None else self.base.link
+        base = None if self.base is None else self.base.link
         behind = recall.boundary_sizes(self.job, self.manifest, self.table)
         points = [
-            Point(bytes=max(1, round(behind[edge])), us=statistics.median(found) / 1e3, spread=spread(found))
-            for (_, edge), found in sorted(self.times.lags.items())
-            if found
+            Point(bytes=max(1, round(behind[edge])), us=statistics.median(samples) / 1e3, spread=spread(samples))
+            for (_, edge), samples in sorted(self.times.lags.items())
+            if samples
         ]
         if not points:
-            return known
-        gbps = known.gbps if known is not None else recall.link_gbps(self.job)
-        latency = statistics.median(max(0.0, one.us - one.bytes / (gbps * 1e3)) for one in points)
+            return base
+        gbps = base.gbps if base is not None else recall.link_gbps(self.job)
+        latency = statistics.median(max(0.0, point.us - point.bytes / (gbps * 1e3)) for point in points)
         self.notes.append("the bandwidth of the link is that assumed before, the latency that of the run's messages")
         return LinkProfile(latency_us=latency, gbps=gbps, points=points)
 
     def _host(self) -> Host:
         """The base's host times, with this run's transfer times: the mean of senders and receivers. On a GPU the
         compute stream does not reveal these."""
-        known = Host() if self.base is None else self.base.host
+        base = Host() if self.base is None else self.base.host
         moves = [] if self.job.hardware.device == "cuda" else list(map(median_ms, self.times.moves.values()))
-        return known.model_copy(update={"transfer_us": 1e3 * statistics.fmean(moves)}) if moves else known
+        return base.model_copy(update={"transfer_us": 1e3 * statistics.fmean(moves)}) if moves else base
 
     def host(self) -> Host:
         """Host times; those included in the times of layers stay there; the norm is a part of the end of a step."""
@@ -326,27 +326,27 @@ def solve(prior: Mapping[str, float], counts: Counts, totals: Sequence[float | N
     A kind assumed to cost nothing keeps that if another kind in its stages can explain their time. Kinds in stages of
     unknown time change by the overall factor of the others.
     """
-    found = {kind: float(ms) for kind, ms in prior.items()}
-    known = [(counted, total) for counted, total in zip(counts, totals, strict=True) if total is not None]
-    for counted, total in known:
-        if total > 0 and not any(found[kind] for kind in counted):
-            found |= {kind: total / counted.total() for kind in counted}
+    costs = {kind: float(ms) for kind, ms in prior.items()}
+    rows = [(counted, total) for counted, total in zip(counts, totals, strict=True) if total is not None]
+    for counted, total in rows:
+        if total > 0 and not any(costs[kind] for kind in counted):
+            costs |= {kind: total / counted.total() for kind in counted}
     weight = Counter[str]()
-    for counted, _ in known:
+    for counted, _ in rows:
         weight.update(counted)
     for _ in range(_ROUNDS):
-        correct = dict.fromkeys(found, 0.0)
-        for counted, total in known:
-            ratio = _ratio(total, sum(count * found[kind] for kind, count in counted.items()))
+        correct = dict.fromkeys(costs, 0.0)
+        for counted, total in rows:
+            ratio = _ratio(total, sum(count * costs[kind] for kind, count in counted.items()))
             for kind, count in counted.items():
                 correct[kind] += count * ratio
         factors = {kind: correct[kind] / count for kind, count in weight.items()}
-        found |= {kind: found[kind] * factor for kind, factor in factors.items()}
-        if all(abs(factor - 1) < _SURE for kind, factor in factors.items() if found[kind] > 0):
+        costs |= {kind: costs[kind] * factor for kind, factor in factors.items()}
+        if all(abs(factor - 1) < _SURE for kind, factor in factors.items() if costs[kind] > 0):
             break
     before = sum(count * prior[kind] for kind, count in weight.items())
-    overall = _ratio(sum(count * found[kind] for kind, count in weight.items()), before)
-    return {kind: ms if kind in weight else ms * overall for kind, ms in found.items()}
+    overall = _ratio(sum(count * costs[kind] for kind, count in weight.items()), before)
+    return {kind: ms if kind in weight else ms * overall for kind, ms in costs.items()}
 
 
 def _ratio(a: float, b: float) -> float:

@@ -87,26 +87,26 @@ class RunLog:
         """Loads of experts; None in a model without, or if no step has them."""
         told, ep = [row["expert_rows"] for row in self.steps if row.get("expert_rows")], int(self.about.get("ep", 1))
         blocks = dict[int, list[float]]()
-        for block, each in enumerate(zip(*told, strict=True)):
-            rows = [sum(one) for one in zip(*each, strict=True)]
+        for block, samples in enumerate(zip(*told, strict=True)):
+            rows = [sum(load) for load in zip(*samples, strict=True)]
             if sum(rows):
-                blocks[block] = [len(rows) * one / sum(rows) for one in rows]
+                blocks[block] = [len(rows) * load / sum(rows) for load in rows]
         if not blocks:
             return None
         size = len(next(iter(blocks.values()))) // ep
-        ranks = [[sum(one[at : at + size]) / size for at in range(0, ep * size, size)] for one in blocks.values()]
+        ranks = [[sum(load[at : at + size]) / size for at in range(0, ep * size, size)] for load in blocks.values()]
         mean = [sum(column) / len(ranks) for column in zip(*ranks, strict=True)]
         planned = float(self.about.get("imbalance", 1.0))
         return Loads(blocks, mean, sum(map(max, ranks)) / len(ranks), planned, len(told))
 
     def rates(self) -> dict[str, Quantity]:
         """Known throughput (samples and tokens per second, MFU) by key."""
-        found = {}
+        quantities = {}
         for key in Throughput._fields:
             values = [row[key] for row in self.counted if row.get(key) is not None]
             if values:
-                found[key] = self._of(key, values)
-        return found
+                quantities[key] = self._of(key, values)
+        return quantities
 
     def _of(self, key: str, values: list[float]) -> Quantity:
         low, middle, high = quartiles(values)
@@ -120,7 +120,7 @@ class RunLog:
         order = tuple(self.about.get("order", ()))
         topology = Topology(len(rows), len(columns), node=tuple(node) if node else None, inner=inner, order=order)
         meant = [rows[topology.of(rank).pp]["busy_ms"] if rows else None for rank in range(len(columns))]
-        return [(one, quartiles(column)[1]) for one, column in zip(meant, columns, strict=True)]
+        return [(planned, quartiles(column)[1]) for planned, column in zip(meant, columns, strict=True)]
 
     def peak(self) -> list[int]:
         """Peak bytes per rank: of the process on a CPU, of allocated memory on a GPU."""
@@ -138,9 +138,9 @@ class RunLog:
         numbers = as_numbers(quantities)
         busy = [{"rank": r, "predicted": meant, "measured": ms} for r, (meant, ms) in enumerate(self.busy())]
         about = {"plan": self.about.get("plan"), "schedule": self.about.get("schedule")}
-        found = {"recorded": False, **about, "steps": len(self.steps), **numbers, "busy": busy, "peak": self.peak()}
+        document = {"recorded": False, **about, "steps": len(self.steps), **numbers, "busy": busy, "peak": self.peak()}
         loads = self.loads()
-        return found if loads is None else found | loads.as_json()
+        return document if loads is None else document | loads.as_json()
 
 
 def hidden_of(folder: Path) -> dict[str, Quantity]:
@@ -162,8 +162,8 @@ def loads_of(folder: Path) -> Loads | None:
 def as_numbers(quantities: Mapping[str, Quantity]) -> dict[str, Any]:
     """Quantities in the form of a document."""
     return {
-        name: {"predicted": one.predicted, "measured": one.measured, "low": one.low, "high": one.high}
-        for name, one in quantities.items()
+        name: {"predicted": number.predicted, "measured": number.measured, "low": number.low, "high": number.high}
+        for name, number in quantities.items()
     }
 
 
@@ -193,7 +193,7 @@ def _objects(path: Path, *, whole: bool) -> list[dict[str, Any]]:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         hint = "name a run directory, as `zbc run` makes them below log.dir"
         raise ZbcError("E430", f"run: cannot read {path}: {reason}", hint=hint) from None
-    found = []
+    rows = []
     for number, line in enumerate([text] if whole else text.split("\n")[:-1], start=1):
         try:
             values = json.loads(line)
@@ -201,5 +201,5 @@ def _objects(path: Path, *, whole: bool) -> list[dict[str, Any]]:
             raise ZbcError("E431", f"run: damaged: not JSON: {error}", where=f"{path}:{number}") from None
         if not isinstance(values, dict):
             raise ZbcError("E431", "run: damaged: not an object", where=f"{path}:{number}")
-        found.append(values)
-    return found
+        rows.append(values)
+    return rows

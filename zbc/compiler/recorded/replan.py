@@ -60,7 +60,7 @@ def replan(
         return Replan(present, None, manifest.schedule, cut, False, error.message)
     if whole is not None:
         starts = (start.compiled for start in compiled.ramp)
-        compiled = next(one for one in starts if one.program.microbatches == program.microbatches)
+        compiled = next(plan for plan in starts if plan.program.microbatches == program.microbatches)
     changed = compiled.layers != cut or _work(compiled.program) != _work(program)
     return Replan(present, compiled.settled_ms, compiled.schedule, compiled.layers, changed)
 
@@ -68,7 +68,7 @@ def replan(
 def same_work(one: Compiled, other: Compiled) -> bool:
     """Whether two plans have the same stages, and the same compute in the same order on every rank."""
     alike = one.program.placement == other.program.placement and one.layers == other.layers
-    again = [(each.found.recompute, each.found.activations) for each in (one, other)]
+    again = [(compiled.found.recompute, compiled.found.activations) for compiled in (one, other)]
     return alike and again[0] == again[1] and _work(one.program) == _work(other.program)
 
 

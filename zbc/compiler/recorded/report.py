@@ -124,15 +124,15 @@ class RunReport:
         """The main numbers, a line each; `zbc report RUN` prints all of them."""
         seen = f"{len(self.steps)} of steps {self.steps[0]} to {self.steps[-1]}"
         lines = [f"{self.schedule} on {len(self.ranks)} {self.device} ranks, {seen}"]
-        for name, one in (("step", self.step), ("makespan", self.makespan), ("span", self.span)):
-            meant = "not known" if one.predicted is None else f"{short(one.predicted)} ms"
-            change = "" if one.change is None else f", {100 * one.change:+.1f}%"
-            lines.append(f"{name}: predicted {meant}, measured {short(one.measured)} ms{change}")
-        for name, one in (("makespan", self.bubble_makespan), ("span", self.bubble_span)):
+        for name, row in (("step", self.step), ("makespan", self.makespan), ("span", self.span)):
+            meant = "not known" if row.predicted is None else f"{short(row.predicted)} ms"
+            change = "" if row.change is None else f", {100 * row.change:+.1f}%"
+            lines.append(f"{name}: predicted {meant}, measured {short(row.measured)} ms{change}")
+        for name, row in (("makespan", self.bubble_makespan), ("span", self.bubble_span)):
             lines.append(
-                f"bubble of the {name}: predicted {percent(one.predicted or 0)}, measured {percent(one.measured)}"
+                f"bubble of the {name}: predicted {percent(row.predicted or 0)}, measured {percent(row.measured)}"
             )
-        lines += [f"rank {one.rank} takes {one.ratio:.2f} times what was predicted" for one in self.slow_ranks]
+        lines += [f"rank {row.rank} takes {row.ratio:.2f} times what was predicted" for row in self.slow_ranks]
         if self.replan is not None and self.replan.planned_ms is not None:
             lines.append(f"planned with the measured times: {short(self.replan.planned_ms)} ms")
         return "\n".join(lines)
@@ -217,11 +217,11 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
 def _slow(manifest: Manifest, found: Sequence[deviations.SlowRank]) -> tuple[float, ...]:
     """For each rank of the pipeline, the slowest replica's ratio to the others; () if none is slow."""
     run = manifest.topology
-    each = [1.0] * run.pp
-    for one in found:
-        place = run.of(one.rank).pp
-        each[place] = max(each[place], round(one.ratio / one.others, 2))
-    return tuple(each) if found else ()
+    ratios = [1.0] * run.pp
+    for slow in found:
+        place = run.of(slow.rank).pp
+        ratios[place] = max(ratios[place], round(slow.ratio / slow.others, 2))
+    return tuple(ratios) if found else ()
 
 
 def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Quantity]]:
@@ -229,7 +229,7 @@ def _rates(manifest: Manifest, steps: Sequence[float]) -> Iterator[tuple[str, Qu
     meant = throughput_of(manifest, settled_ms(manifest)) if "barrier_ms" in manifest.predicted else NOTHING_KNOWN
     measured = [throughput_of(manifest, ms) for ms in steps]
     for key in Throughput._fields:
-        values = [value for one in measured if (value := getattr(one, key)) is not None]
+        values = [value for rates in measured if (value := getattr(rates, key)) is not None]
         if values:
             yield key, _quantity(getattr(meant, key), values)
 
@@ -239,12 +239,12 @@ def _crowded(trace: Trace) -> tuple[Crowd, ...]:
     heads: dict[str, list[Head]] = {}
     for rank in trace.ranks:
         heads.setdefault(rank.head.host, []).append(rank.head)
-    found = []
+    crowds = []
     for host, those in heads.items():
-        known = [head.cores for head in those if head.cores is not None]
-        if len(known) == len(those) > max(known):
-            found.append(Crowd(host, len(those), max(known)))
-    return tuple(found)
+        cores = [head.cores for head in those if head.cores is not None]
+        if len(cores) == len(those) > max(cores):
+            crowds.append(Crowd(host, len(those), max(cores)))
+    return tuple(crowds)
 
 
 def _median(steps: Sequence[RecordedStep]) -> RecordedStep:
@@ -272,37 +272,37 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def _shares(step: RecordedStep, timeline: Timeline, costs: Costs) -> Iterator[RankShares]:
     meant = blame.predicted(step.program, timeline, costs)
-    for rank, one in enumerate(blame.shares(step)):
-        yield RankShares(rank, meant[step.program.topology.of(rank).pp], one.scaled(1 / _MS))
+    for rank, shares in enumerate(blame.shares(step)):
+        yield RankShares(rank, meant[step.program.topology.of(rank).pp], shares.scaled(1 / _MS))
 
 
 def _copies(step: RecordedStep, timeline: Timeline) -> Iterator[CopiesCompared]:
     meant = copied(timeline)
-    for rank, one in enumerate(step.ranks):
-        mine = meant[step.program.topology.of(rank).pp]
-        if one.copies:
-            took = sum(copy.end - copy.start for copy in one.copies)
-            found = Copying(took / _MS, sum(one.waited(Cause.COPY).values()) / _MS)
-            yield CopiesCompared(rank, mine.copying, mine.hidden, found.copying, found.hidden)
+    for rank, record in enumerate(step.ranks):
+        planned = meant[step.program.topology.of(rank).pp]
+        if record.copies:
+            took = sum(copy.end - copy.start for copy in record.copies)
+            measured = Copying(took / _MS, sum(record.waited(Cause.COPY).values()) / _MS)
+            yield CopiesCompared(rank, planned.copying, planned.hidden, measured.copying, measured.hidden)
 
 
 def _memory(trace: Trace) -> tuple[MemoryCompared, ...]:
     manifest = trace.plan.manifest
     meant = manifest.predicted.get("per_rank", [])
-    known = bool(manifest.predicted.get("bytes_known"))
-    found = []
-    for rank, one in enumerate(trace.ranks):
-        if one.memory is None:
+    bytes_known = bool(manifest.predicted.get("bytes_known"))
+    rows = []
+    for rank, record in enumerate(trace.ranks):
+        if record.memory is None:
             return ()
-        running = [not op.kind.is_transfer for op in one.ops]  # no time passes in transfers
-        columns = dict(zip(one.memory.categories, zip(*one.memory.bytes, strict=True), strict=True))
+        running = [not op.kind.is_transfer for op in record.ops]  # no time passes in transfers
+        columns = dict(zip(record.memory.categories, zip(*record.memory.bytes, strict=True), strict=True))
         most = {name: max(compress(column, running), default=0) for name, column in columns.items()}
-        row = meant[manifest.topology.of(rank).pp] if known and meant else None
+        row = meant[manifest.topology.of(rank).pp] if bytes_known and meant else None
         predicted = None if row is None else {name: row[f"{key}_bytes"] for name, key in _CATEGORIES.items()}
         if predicted is not None and "host" in most:
             predicted["host"] = manifest.host(manifest.topology.of(rank).pp).get("bytes", 0)
         most.pop("peak", 0)
         peak = max(columns.get("peak", (0,)))
         whole = None if row is None else int(row["peak_bytes"])
-        found.append(MemoryCompared(rank, predicted, most, peak, whole))
-    return tuple(found)
+        rows.append(MemoryCompared(rank, predicted, most, peak, whole))
+    return tuple(rows)

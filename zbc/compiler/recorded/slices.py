@@ -29,14 +29,14 @@ def compared(steps: Sequence[RecordedStep], costs: Costs) -> Iterator[SliceCompa
         return
     samples: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
     for step in steps:
-        for rank, one in enumerate(step.ranks):
+        for rank, record in enumerate(step.ranks):
             for index, op in step.compute(rank):
-                samples[op.kind, op.stage, op.slice].append(one.end[index] - one.work[index])
+                samples[op.kind, op.stage, op.slice].append(record.end[index] - record.work[index])
     whole = len(steps) * program.microbatches * (len(steps[0].ranks) // program.placement.ranks)
     meant, took = ([[0.0, 0.0] for _ in range(program.slices)] for _ in range(2))
-    for (kind, stage, j), found in samples.items():
-        share, side = len(found) / whole, int(kind is not Kind.F)  # a backward may be fused or split
+    for (kind, stage, j), values in samples.items():
+        share, side = len(values) / whole, int(kind is not Kind.F)  # a backward may be fused or split
         meant[j][side] += share * costs.of(kind.row.cost, stage, j)
-        took[j][side] += share * median_ms(found)
+        took[j][side] += share * median_ms(values)
     for j in range(program.slices):
         yield SliceCompared(j, meant[j][0], took[j][0], meant[j][1], took[j][1])

@@ -62,10 +62,10 @@ class Recording:
         graph = self.graph
         start, end = [0.0] * len(graph.before), [0.0] * len(graph.before)
         for part, rank in enumerate(self.ranks()):
-            one = step.ranks[rank]
+            record = step.ranks[rank]
             for i in self._ops(part):
                 index = i - graph.first[part]
-                start[i], end[i] = self._ms(one.work[index]), self._ms(one.end[index])
+                start[i], end[i] = self._ms(record.work[index]), self._ms(record.end[index])
         events = {graph.ops[ops[0]]: event for event, ops in graph.met.items()}
         for op, begin, over in (*self._sums(step), *self._copies(step)):
             start[events[op]], end[events[op]] = begin, over
@@ -76,13 +76,13 @@ class Recording:
         begun: dict[Op, list[tuple[int, int]]] = {}
         ended: dict[int, int] = {}
         for rank in self.ranks():
-            one = step.ranks[rank]
-            waits = one.waited(Cause.SUM)
-            ends = [one.start[index] + ns for index, ns in waits.items() if index < len(one.ops)]
+            record = step.ranks[rank]
+            waits = record.waited(Cause.SUM)
+            ends = [record.start[index] + ns for index, ns in waits.items() if index < len(record.ops)]
             ended |= {rank: max(ends)} if ends else {}
-            for index, op in enumerate(one.ops):
+            for index, op in enumerate(record.ops):
                 if op.kind.sums:
-                    begun.setdefault(op, []).append((rank, one.end[index]))
+                    begun.setdefault(op, []).append((rank, record.end[index]))
         for op, places in begun.items():
             start = max(at for _, at in places)
             end = max([start, *(ended[rank] for rank, _ in places if rank in ended)])
@@ -91,8 +91,8 @@ class Recording:
     def _copies(self, step: RecordedStep) -> Iterator[tuple[Op, float, float]]:
         """Yields copies of activations with begin and end in ms."""
         for rank in self.ranks():
-            one = step.ranks[rank]
-            yield from ((one.ops[copy.op], self._ms(copy.start), self._ms(copy.end)) for copy in one.copies)
+            record = step.ranks[rank]
+            yield from ((record.ops[copy.op], self._ms(copy.start), self._ms(copy.end)) for copy in record.copies)
 
     @cached_property
     def waited(self) -> list[float]:
@@ -104,28 +104,28 @@ class Recording:
 
     def _leads(self) -> list[tuple[float, float]]:
         graph, count = self.graph, len(self.graph.ops)
-        found = [(0.0, 0.0)] * (count * len(self.steps))
+        leads = [(0.0, 0.0)] * (count * len(self.steps))
         for number, step in enumerate(self.steps):
             for part, rank in enumerate(self.ranks()):
-                one = step.ranks[rank]
-                messages = one.waited(Cause.MESSAGE)
+                record = step.ranks[rank]
+                messages = record.waited(Cause.MESSAGE)
                 for i in self._ops(part):
                     index = i - graph.first[part]
-                    lead = one.work[index] - one.start[index]
+                    lead = record.work[index] - record.start[index]
                     wait = min(lead, messages.get(index, 0))
-                    found[number * count + i] = wait / _MS, (lead - wait) / _MS
-        return found
+                    leads[number * count + i] = wait / _MS, (lead - wait) / _MS
+        return leads
 
     def path(self) -> list[int]:
         """The critical path of every step, from its last op back, the last step first; ops count as in `waited`.
 
         Before an op comes the one it waited for, if it waited, else the previous one of its rank.
         """
-        found = []
+        chain = []
         for number in reversed(range(len(self.steps))):
             base = number * len(self.graph.ops)
-            found += [base + i for i in self._chain(base, self.timelines()[number])]
-        return found
+            chain += [base + i for i in self._chain(base, self.timelines()[number])]
+        return chain
 
     def _chain(self, base: int, timeline: Timeline) -> Iterator[int]:
         before = {i: j for rank in range(timeline.ranks) for j, i in pairwise(timeline.ops(rank))}
@@ -141,12 +141,12 @@ class Recording:
 
     def beside(self, rank: int) -> Iterator[Beside]:
         """Yields other activities of a rank of this replica, in order: waits, transfers, the end of a step."""
-        mine = self.ranks()[rank]
+        run_rank = self.ranks()[rank]
         counted = {i - self.graph.first[rank] for i in self._ops(rank)}
         for step in self.steps:
-            one = step.ranks[mine]
-            for index, op in enumerate(one.ops):
-                begin, work, end = (self._ms(ns) for ns in (one.start[index], one.work[index], one.end[index]))
+            record = step.ranks[run_rank]
+            for index, op in enumerate(record.ops):
+                begin, work, end = (self._ms(ns) for ns in (record.start[index], record.work[index], record.end[index]))
                 if index not in counted and end > begin:
                     yield Beside(step.program.placement.text(op), op.kind.value, begin, end)
                 elif work > begin:
@@ -154,11 +154,11 @@ class Recording:
 
     def held(self, rank: int, category: str) -> Iterator[tuple[float, int]]:
         """Yields (ms, bytes of a category held from then on) of a rank of this replica, at the end of each op."""
-        mine = self.ranks()[rank]
-        memory = self.memory[mine] if self.memory else None
+        run_rank = self.ranks()[rank]
+        memory = self.memory[run_rank] if self.memory else None
         if memory is None or category not in memory.categories:
             return
         column = memory.categories.index(category)
         for step in self.steps:
-            for ns, row in zip(step.ranks[mine].end, memory.bytes, strict=True):
+            for ns, row in zip(step.ranks[run_rank].end, memory.bytes, strict=True):
                 yield self._ms(ns), row[column]

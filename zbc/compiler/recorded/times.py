@@ -41,33 +41,33 @@ class Times:
 
 def times_of(steps: Iterable[RecordedStep]) -> Times:
     """The times of these steps."""
-    found = Times()
+    times = Times()
     for step in steps:
         for rank in range(len(step.ranks)):
-            _rank(found, step, rank)
+            _rank(times, step, rank)
         for message in step.messages():
             if message.awaited:
-                found.links[message.sender, message.receiver].append(message.took)
+                times.links[message.sender, message.receiver].append(message.took)
                 edge = min(message.source.stage, message.taker.stage)
-                found.lags[message.taker.pipe, edge].append(message.took)
-        _barrier(found, step)
-    return found
+                times.lags[message.taker.pipe, edge].append(message.took)
+        _barrier(times, step)
+    return times
 
 
 def _rank(found: Times, step: RecordedStep, rank: int) -> None:
-    one = step.ranks[rank]
-    waited = [0] * (len(one.ops) + 1)
-    for wait in one.waits:
+    record = step.ranks[rank]
+    waited = [0] * (len(record.ops) + 1)
+    for wait in record.waits:
         waited[wait.op] += wait.ns
     around, slices, seat = 0, step.program.slices, step.program.topology.of(rank).pp
     whole: dict[tuple[Kind, int, int, int], list[int]] = defaultdict(list)  # by microbatch and pipe, of its slices
-    grouped = groups(one.ops) if step.program.tp > 1 else {}  # run in turns: the time of one alone is not known
-    for index, op in enumerate(one.ops):
-        took = one.end[index] - one.start[index] - waited[index]
+    grouped = groups(record.ops) if step.program.tp > 1 else {}  # run in turns: the time of one alone is not known
+    for index, op in enumerate(record.ops):
+        took = record.end[index] - record.start[index] - waited[index]
         if op.share != WHOLE:  # its time depends on the layers frozen in this step
             around = 0
         elif op.kind.computes:
-            found.work[op.kind, op.stage, rank].append(one.end[index] - one.work[index])
+            found.work[op.kind, op.stage, rank].append(record.end[index] - record.work[index])
             place = seat if op.kind.unit_wide else op.stage
             if index not in grouped:
                 whole[op.kind, place, op.mb, op.pipe].append(max(0, took) + around)
@@ -84,13 +84,13 @@ def _rank(found: Times, step: RecordedStep, rank: int) -> None:
 def _barrier(found: Times, step: RecordedStep) -> None:
     """Adds the end of a step with a barrier: gradient norms, and the all-reduce once all ranks have arrived."""
     norms, comes, leaves = [], [], []
-    for one in step.ranks:
-        for index, op in enumerate(one.ops):
+    for record in step.ranks:
+        for index, op in enumerate(record.ops):
             if op.kind.is_barrier:
-                waits = {cause: one.waited(cause).get(index, 0) for cause in (Cause.ALL, Cause.SUM)}
-                norms.append(max(0, one.end[index] - one.start[index] - sum(waits.values())))
-                comes.append(one.end[index] - waits[Cause.ALL])
-                leaves.append(one.end[index])
+                waits = {cause: record.waited(cause).get(index, 0) for cause in (Cause.ALL, Cause.SUM)}
+                norms.append(max(0, record.end[index] - record.start[index] - sum(waits.values())))
+                comes.append(record.end[index] - waits[Cause.ALL])
+                leaves.append(record.end[index])
     if norms:
         found.norm.append(max(norms))
         found.sums.append(max(0, max(leaves) - max(comes)))
@@ -105,7 +105,7 @@ def measured(costs: Costs, times: Times) -> Costs:
     """`costs` with the measured times in place of the predicted ones, if measured; bytes stay."""
     b, w, bw = (_medians(times.cost, kind, costs) for kind in (Kind.B, Kind.W, Kind.BW))
     links = tuple(
-        {edge: median_ms(found) if (found := times.lags.get((pipe, edge[0]))) else ms for edge, ms in links.items()}
+        {edge: median_ms(samples) if (samples := times.lags.get((pipe, edge[0]))) else ms for edge, ms in links.items()}
         for pipe, links in enumerate(costs.links)
     )
     columns = dict[str, PerStage]()
@@ -127,8 +127,8 @@ def measured(costs: Costs, times: Times) -> Costs:
 def _medians(samples: Mapping[tuple[_What, int], list[int]], what: _What, costs: Costs) -> list[float | None]:
     """ms of each stage, or of each rank; None if not measured."""
     places = len(costs.column(what.row.cost)) if isinstance(what, Kind) else costs.stages
-    found = (samples.get((what, place)) for place in range(places))
-    return [median_ms(each) if each else None for each in found]
+    columns = (samples.get((what, place)) for place in range(places))
+    return [median_ms(column) if column else None for column in columns]
 
 
 def _column(name: str, found: Sequence[float | None], costs: Costs) -> PerStage:
@@ -144,7 +144,7 @@ def _halves(
     for s, (mine_b, mine_w, both) in enumerate(zip(*map(costs.typical, ("b", "w", "bw")), strict=True)):
         whole = bw[s] if bw[s] is not None else both
         share = mine_b / (mine_b + mine_w) if mine_b + mine_w > 0 else 0.5
-        mine, other = b[s], w[s]
-        first.append(share * (whole or 0.0) if mine is None else mine)
-        second.append((1 - share) * (whole or 0.0) if other is None else other)
+        b_ms, w_ms = b[s], w[s]
+        first.append(share * (whole or 0.0) if b_ms is None else b_ms)
+        second.append((1 - share) * (whole or 0.0) if w_ms is None else w_ms)
     return tuple(first), tuple(second)

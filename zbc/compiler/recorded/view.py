@@ -76,18 +76,18 @@ class RecordedStep:
     @cached_property
     def own(self) -> list[tuple[int, int]]:
         """Per rank, the begin of its first compute op; the end of its last one and of collectives it waited for."""
-        found = []
-        for rank, one in enumerate(self.ranks):
+        spans = []
+        for rank, record in enumerate(self.ranks):
             places = [index for index, _ in self.compute(rank)]
-            begin, end = (one.work[places[0]], one.end[places[-1]]) if places else (one.begins, one.begins)
-            sums = (one.work[index] for index in one.waited(Cause.SUM) if index < len(one.ops))
-            found.append((begin, max([end, *sums])))
-        return found
+            begin, end = (record.work[places[0]], record.end[places[-1]]) if places else (record.begins, record.begins)
+            sums = (record.work[index] for index in record.waited(Cause.SUM) if index < len(record.ops))
+            spans.append((begin, max([end, *sums])))
+        return spans
 
     def busy(self, rank: int) -> int:
         """ns in which a rank computed."""
-        one = self.ranks[rank]
-        return sum(one.end[index] - one.work[index] for index, _ in self.compute(rank))
+        record = self.ranks[rank]
+        return sum(record.end[index] - record.work[index] for index, _ in self.compute(rank))
 
     @property
     def busy_ns(self) -> list[int]:
@@ -117,9 +117,9 @@ class RecordedStep:
             for index, op in self.compute(rank):
                 for sink in placement.beside(op.stage, op.kind.gives):
                     made[copy[rank], ir.Message(op.stage, sink, *op.key[1:])] = op, rank, index
-        for rank, one in enumerate(self.ranks):
-            posted = {placement.message(op): one.end[index] for index, op in enumerate(one.ops) if op.kind.is_recv}
-            waited = one.waited(Cause.MESSAGE)
+        for rank, trace in enumerate(self.ranks):
+            posted = {placement.message(op): trace.end[index] for index, op in enumerate(trace.ops) if op.kind.is_recv}
+            waited = trace.waited(Cause.MESSAGE)
             for index, op in self.compute(rank):
                 for source in placement.beside(op.stage, op.kind.takes):
                     if not placement.crosses(source, op.stage, op.pipe):
@@ -127,7 +127,7 @@ class RecordedStep:
                     message = ir.Message(source, *op.key)
                     maker, sender, place = made[copy[rank], message]
                     ns = waited.get(index, 0)
-                    there = one.start[index] + ns
+                    there = trace.start[index] + ns
                     sent = self.ranks[sender].end[place]
                     awaited = ns > LEAST_WAIT_NS and 2 * ns > there - max(sent, posted[message])
                     yield Arrival(maker, sender, op, rank, sent, posted[message], there, awaited)
