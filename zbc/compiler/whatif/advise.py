@@ -74,8 +74,8 @@ class Row:
 
     @property
     def shape(self) -> world.Shape:
-        found = self.job.parallel
-        return world.Shape(found.pp, found.dp, self.job.schedule.microbatches, None, found.tp, found.ep, found.cp)
+        axes = self.job.parallel
+        return world.Shape(axes.pp, axes.dp, self.job.schedule.microbatches, None, axes.tp, axes.ep, axes.cp)
 
     @property
     def recompute(self) -> tuple[int, int]:
@@ -113,13 +113,13 @@ def state_of(document: toml.Document) -> State:
     alone = {("parallel", "world"): 1, ("schedule", "kind"): "1f1b"}
     alone |= {("parallel", axis): 1 for axis in ("tp", "ep", "cp")}
     alone |= {("schedule", "batch"): document.values["schedule"].get("microbatch_size", 1)}
-    found = world.read(_with(document, alone))
-    assert isinstance(found, toml.Document)
-    job = _job(found)
+    single = world.read(_with(document, alone))
+    assert isinstance(single, toml.Document)
+    job = _job(single)
     table = estimate.layers(job)
     case = Case(job, table, find("1f1b"), None)
     sizes = case.first.bytes or ()
-    held = sum(one.weights + one.gradients + one.masters + one.optimizer for one in sizes)
+    held = sum(row.weights + row.gradients + row.masters + row.optimizer for row in sizes)
     count = int(document.values["parallel"]["world"])
     state = State(sum(layer.params + layer.frozen for layer in table), held, job.room, count)
     if state.room is not None and state.share > state.room:
@@ -128,12 +128,12 @@ def state_of(document: toml.Document) -> State:
 
 
 def _too_large(job: Job, state: State) -> ZbcError:
-    each = state.bytes / (state.parameters or 1)
-    text = f"does not fit: {state.size} parameters need {size(state.bytes)}, {each:.3g} bytes each, "
+    ratio = state.bytes / (state.parameters or 1)
+    text = f"does not fit: {state.size} parameters need {size(state.bytes)}, {ratio:.3g} bytes each, "
     text += f"for weights, gradients and optimizer: {size(state.share)} on each of {state.gpus} GPUs"
     room = state.room or 1.0
     enough = -int(-state.bytes // room)
-    larger = [name for name, one in gpu.GPUS.items() if 0.9 * one.memory_gib * GIB > state.share]
+    larger = [name for name, card in gpu.GPUS.items() if 0.9 * card.memory_gib * GIB > state.share]
     hint = f"what does: {enough} GPUs or more, before activations"
     hint += f"; or --gpu {' or '.join(larger)}" if larger else ""
     details = [
@@ -150,20 +150,20 @@ def advise(document: toml.Document, done: Callable[[str, float], None] = lambda 
     """
     state = state_of(document)
     every = [*_shapes(document)]
-    found, least = list[_Shape](), list[tuple[int, world.Shape, ZbcError]]()
+    shapes, least = list[_Shape](), list[tuple[int, world.Shape, ZbcError]]()
     for k, (shape, own) in enumerate(every):
         done(LOOKING, k / len(every))
         guess = _guess(own, shape, state, least)
         if guess is not None:
-            found.append(_Shape(guess, k, shape, own))
-    chosen, rows = _best(found), list[tuple[float, int, toml.Document, world.Shape]]()
-    for k, (one, kind) in enumerate((one, kind) for one in chosen for kind in KINDS):
+            shapes.append(_Shape(guess, k, shape, own))
+    chosen, rows = _best(shapes), list[tuple[float, int, toml.Document, world.Shape]]()
+    for k, (candidate, kind) in enumerate((candidate, kind) for candidate in chosen for kind in KINDS):
         done(PLANNING, k / len(chosen) / len(KINDS))
-        if one.shape.pp > 1 or kind == BASELINE:
-            own = _with(one.document, {("schedule", "kind"): kind})
-            row = _weighed(own, one.shape)
+        if candidate.shape.pp > 1 or kind == BASELINE:
+            own = _with(candidate.document, {("schedule", "kind"): kind})
+            row = _weighed(own, candidate.shape)
             if row.error is None and row.sample_ms is not None:
-                rows.append((row.sample_ms, k, own, one.shape))
+                rows.append((row.sample_ms, k, own, candidate.shape))
             _remember(least, row)
     best = list[Row]()
     for own in _few(sorted(rows, key=lambda row: row[:2])):
@@ -181,15 +181,15 @@ def _shapes(document: toml.Document) -> Iterator[tuple[world.Shape, toml.Documen
     """Yields every possible shape, with each way to shard over replicas."""
     for shard in SHARDS:
         made = _with(document, {("parallel", "shard"): shard, ("schedule", "kind"): BASELINE})
-        found = world.read(made)
-        if isinstance(found, toml.Document):  # there is only one
-            own, parallel = found, found.values["parallel"]
-            found = world.World(
+        worlds = world.read(made)
+        if isinstance(worlds, toml.Document):  # there is only one
+            own, parallel = worlds, worlds.values["parallel"]
+            worlds = world.World(
                 own, (world.Shape(parallel["pp"], parallel["dp"], own.values["schedule"]["microbatches"]),)
             )
-        for shape in found.shapes:
+        for shape in worlds.shapes:
             if shape.why is None and (shape.copies > 1 or shard == SHARDS[0]):
-                yield shape, found.of(shape)
+                yield shape, worlds.of(shape)
 
 
 def _weighed(document: toml.Document, shape: world.Shape) -> world.Weighed:
@@ -231,9 +231,9 @@ def _remember(least: list[tuple[int, world.Shape, ZbcError]], row: world.Weighed
 def _best(found: Sequence[_Shape]) -> list[_Shape]:
     """The best shapes, each with the first way to shard that is as good as any other."""
     of = dict[world.Shape, _Shape]()
-    for one in found:
-        if one.shape not in of or one.guess < of[one.shape].guess / SPARE:
-            of[one.shape] = one
+    for candidate in found:
+        if candidate.shape not in of or candidate.guess < of[candidate.shape].guess / SPARE:
+            of[candidate.shape] = candidate
     return sorted(of.values())[:SHAPES]
 
 
@@ -250,11 +250,11 @@ def _whole(document: toml.Document) -> Iterator[Row]:
     """Yields the job with its partition and recompute written down, planned as by `zbc plan`."""
     try:
         job = _job(document)
-        found = compile_job(job, suggest=False, budget=0.0)
-        blocks = [sum(name not in ("embed", "head") for name in names) for names in found.layers]
+        compiled = compile_job(job, suggest=False, budget=0.0)
+        blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
         decided = {
             ("partition", "layers_per_stage"): blocks,
-            ("memory", "activations"): as_ordered(job, found.found).memory.activations,
+            ("memory", "activations"): as_ordered(job, compiled.found).memory.activations,
         }
         made = _with(document, decided)
         yield Row(made, compile_job(_job(made), suggest=False))
@@ -269,7 +269,7 @@ def _nothing_fits(
     if not least:
         text = f"does not fit: {size(state.share)} of weights, gradients and optimizer leave no room for activations"
         return ZbcError("E301", text, hint="use more GPUs, or GPUs with more memory")
-    held, shape, error = min(least, key=lambda one: one[0])
+    held, shape, error = min(least, key=lambda entry: entry[0])
     text = f"does not fit: of all shapes {shape} needs least, {size(held)} a GPU"
     enough = at_least(held / GIB / (1 - RESERVE))
     hint = f"what does: hardware.memory_gib = {enough}, more GPUs (--gpus), or shorter sequences (--seq-len)"
@@ -298,16 +298,16 @@ def spent(row: Row) -> dict[str, float]:
 def decides(rows: Sequence[Row]) -> str:
     """The lead of the best row over the next of another shape, in a line: all parts of at least half a percent."""
     best = rows[0]
-    other = next((row for row in rows[1:] if row.shape != best.shape), None)
-    if other is None:
+    second = next((row for row in rows[1:] if row.shape != best.shape), None)
+    if second is None:
         return f"no other shape than {best.shape} fits"
-    mine, theirs = spent(best), spent(other)
-    whole = sum(mine.values())
-    changes = {name: (theirs[name] - mine[name]) / whole for name in mine}
+    own, theirs = spent(best), spent(second)
+    whole = sum(own.values())
+    changes = {name: (theirs[name] - own[name]) / whole for name in own}
     told = [
         f"{percent(abs(by))} {'less' if by > 0 else 'more'} {name}" for name, by in changes.items() if abs(by) > 0.005
     ]
-    ahead = f"{best.shape} is {percent(sum(changes.values()))} ahead of {other.shape}"
+    ahead = f"{best.shape} is {percent(sum(changes.values()))} ahead of {second.shape}"
     return f"{ahead}: {', '.join(told)}" if told else ahead
 
 

@@ -66,10 +66,10 @@ class ComparedPlan:
         name = " ".join([self.name, *(f"{key}={value}" for key, value in self.settings)])
         if self.report is None:
             return f"{name}: {self.error and self.error.message}"
-        one = self.report
-        held = size(one.peak_bytes) if one.bytes_known else f"{one.peak_activation_units:.2f} units"
-        bubble = percent(one.bubble_rate_makespan)
-        return f"{name}: makespan {short(one.makespan_ms)} ms, of which bubble {bubble}; at most {held} on a rank"
+        report = self.report
+        held = size(report.peak_bytes) if report.bytes_known else f"{report.peak_activation_units:.2f} units"
+        bubble = percent(report.bubble_rate_makespan)
+        return f"{name}: makespan {short(report.makespan_ms)} ms, of which bubble {bubble}; at most {held} on a rank"
 
     @property
     def sequence_ms(self) -> float:
@@ -79,8 +79,8 @@ class ComparedPlan:
     @property
     def speedup(self) -> float | None:
         """The speedup over 1F1B, per sequence; None if 1F1B cannot be planned."""
-        mine = self.settled_ms / self.sequences
-        return None if self.baseline_ms is None or not mine else self.baseline_ms / mine
+        ms = self.settled_ms / self.sequences
+        return None if self.baseline_ms is None or not ms else self.baseline_ms / ms
 
     @property
     def world(self) -> tuple[Setting, ...]:
@@ -153,34 +153,34 @@ def compare(
     for schedule, settings in wanted:
         rows.append(plan(schedule, settings))
         done()
-    reasons = {one.error and tuple((each.code, each.message) for each in one.error.errors) for one in rows}
+    reasons = {row.error and tuple((error.code, error.message) for error in row.error.errors) for row in rows}
     if len(reasons) == 1 and rows[0].error is not None:
         raise rows[0].error
     _refuse_mistyped(rows)
-    worlds = {world: place for place, world in enumerate(dict.fromkeys(one.world for one in rows))}
-    ranked = sorted(rows, key=lambda one: (one.error is not None, worlds[one.world], one.sequence_ms, _held(one, rows)))
-    return [replace(one, front=_undominated(one, rows)) for one in ranked]
+    worlds = {world: place for place, world in enumerate(dict.fromkeys(row.world for row in rows))}
+    ranked = sorted(rows, key=lambda row: (row.error is not None, worlds[row.world], row.sequence_ms, _held(row, rows)))
+    return [replace(row, front=_undominated(row, rows)) for row in ranked]
 
 
 def _refuse_mistyped(rows: Sequence[ComparedPlan]) -> None:
     """Raise the error of a swept value that is refused as such under all schedules: it was mistyped."""
     for row in rows:
-        if row.error is not None and {each.code for each in row.error.errors} <= MISTYPED:
-            alike = [other.error for other in rows if other.settings == row.settings]
+        if row.error is not None and {problem.code for problem in row.error.errors} <= MISTYPED:
+            alike = [twin.error for twin in rows if twin.settings == row.settings]
             if all(error is not None and error.render() == row.error.render() for error in alike):
                 raise row.error
 
 
 def beside_baseline(rows: Sequence[ComparedPlan], plan: Planner) -> Iterator[ComparedPlan]:
     """The same rows with the time of 1F1B in their settings, which is planned if it was not requested."""
-    known = {row.settings: row for row in rows if row.schedule == BASELINE}
+    bases = {row.settings: row for row in rows if row.schedule == BASELINE}
     for row in rows:
         if row.report is None:
             yield row
             continue
-        if row.settings not in known:
-            known[row.settings] = plan(BASELINE, row.settings)
-        base = known[row.settings]
+        if row.settings not in bases:
+            bases[row.settings] = plan(BASELINE, row.settings)
+        base = bases[row.settings]
         ms = None if base.report is None else base.settled_ms / base.sequences
         made = replace(row, baseline_ms=ms)
         yield replace(made, report=replace(row.report, speedup_over_1f1b=made.speedup))
@@ -190,23 +190,19 @@ def _held(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> float:
     """Peak of the fullest rank: bytes, or activation units if bytes are not known for all rows."""
     if one.report is None:
         return 0.0
-    known = all(other.report is None or other.report.bytes_known for other in rows)
-    return one.report.peak_bytes if known else one.report.peak_activation_units
+    sized = all(row.report is None or row.report.bytes_known for row in rows)
+    return one.report.peak_bytes if sized else one.report.peak_activation_units
 
 
 def _undominated(one: ComparedPlan, rows: Sequence[ComparedPlan]) -> bool:
     if one.report is None:
         return False
-    mine = one.sequence_ms, _held(one, rows)
-    others = [
-        (other.sequence_ms, _held(other, rows))
-        for other in rows
-        if other.report is not None and other.world == one.world
-    ]
+    own = one.sequence_ms, _held(one, rows)
+    rivals = [(row.sequence_ms, _held(row, rows)) for row in rows if row.report is not None and row.world == one.world]
     near = 1 + 1e-9  # times that differ in their last bits are equal
     return not any(
-        ms <= mine[0] * near and held <= mine[1] * near and (ms * near < mine[0] or held * near < mine[1])
-        for ms, held in others
+        ms <= own[0] * near and held <= own[1] * near and (ms * near < own[0] or held * near < own[1])
+        for ms, held in rivals
     )
 
 
@@ -230,11 +226,11 @@ class Asked:
         if swept & {f"parallel.{key}" for key in ("world", "pp", "dp")}:
             return self, ()
         with suppress(ZbcError):  # the rows will say what is wrong
-            found = load_job(self.path, self.overrides, None, self.profile)
-            if found.weighed:
-                axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if axis in found.document.values["parallel"]]
-                shape = [f"parallel.{axis}={getattr(found.parallel, axis)}" for axis in axes]
-                return replace(self, overrides=(*self.overrides, *shape)), found.weighed
+            job = load_job(self.path, self.overrides, None, self.profile)
+            if job.weighed:
+                axes = [axis for axis in ("pp", "dp", "cp", "tp", "ep") if axis in job.document.values["parallel"]]
+                shape = [f"parallel.{axis}={getattr(job.parallel, axis)}" for axis in axes]
+                return replace(self, overrides=(*self.overrides, *shape)), job.weighed
         return self, ()
 
     def both_ways(self, wanted: Sequence[Candidate]) -> list[Candidate]:
@@ -290,10 +286,10 @@ class Asked:
     def _noisy(self, compiled: Compiled) -> float | None:
         if self.noise is None:
             return None
-        found = spread(
+        trials = spread(
             compiled.program, compiled.costs, self.noise, barrier=compiled.job.optimizer.sync == "before-step"
         )
-        return found.slower(found.mean)
+        return trials.slower(trials.mean)
 
     def _job(self, schedule: str, settings: tuple[Setting, ...]) -> Job:
         """The job under `schedule`; `chunks` of the file is for schedules that leave it open, a swept one for all."""
@@ -311,13 +307,13 @@ class Asked:
 def _swept(error: ZbcError, settings: Sequence[Setting]) -> ZbcError:
     """The error with the locations of swept values as they were given."""
     given = {f"--set {key}={value}": f"--sweep {key}={value}" for key, value in settings}
-    if not any(each.where in given for each in error.errors):
+    if not any(item.where in given for item in error.errors):
         return error
     named = [
         ZbcError(
-            each.code, each.message, where=given.get(each.where or "", each.where), hint=each.hint, details=each.details
+            item.code, item.message, where=given.get(item.where or "", item.where), hint=item.hint, details=item.details
         )
-        for each in error.errors
+        for item in error.errors
     ]
     return named[0] if len(named) == 1 else Problems(named)
 
@@ -325,6 +321,6 @@ def _swept(error: ZbcError, settings: Sequence[Setting]) -> ZbcError:
 def _exchanged(compiled: Compiled) -> float | None:
     """Peak units of the fullest rank if its slices had equally many tokens and ranks shared out their attention, which
     would take as long; None if slices have equally many, or there are none."""
-    if len({one.tokens for one in compiled.report.slices}) < 2:
+    if len({row.tokens for row in compiled.report.slices}) < 2:
         return None
-    return max(one.units for one in peaks(compiled.program, compiled.costs.evened()))
+    return max(row.units for row in peaks(compiled.program, compiled.costs.evened()))

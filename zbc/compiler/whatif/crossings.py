@@ -42,12 +42,12 @@ class Crossing:
 
 def sweeps(rows: Sequence[ComparedPlan], plan: Planner) -> Iterator[Sweep]:
     """Yields every number of the world that was swept over two values and more, in each world of the others."""
-    for key in dict.fromkeys(key for one in rows for key, _ in one.settings if key.startswith(WORLD)):
+    for key in dict.fromkeys(key for row in rows for key, _ in row.settings if key.startswith(WORLD)):
         worlds: dict[tuple[Setting, ...], list[ComparedPlan]] = {}
-        for one in rows:
-            worlds.setdefault(tuple(setting for setting in one.world if setting[0] != key), []).append(one)
-        found = (Sweep(key, world, inside, plan) for world, inside in worlds.items())
-        yield from (sweep for sweep in found if len(sweep.values) > 1)
+        for row in rows:
+            worlds.setdefault(tuple(setting for setting in row.world if setting[0] != key), []).append(row)
+        swept = (Sweep(key, world, inside, plan) for world, inside in worlds.items())
+        yield from (sweep for sweep in swept if len(sweep.values) > 1)
 
 
 def _number(text: str) -> float | None:
@@ -64,11 +64,11 @@ class Sweep:
     def __init__(self, key: str, world: tuple[Setting, ...], rows: Sequence[ComparedPlan], plan: Planner) -> None:
         self.key, self.world, self._plan = key, world, plan
         self._order = [key for key, _ in rows[0].settings]
-        self.candidates = [*dict.fromkeys((one.schedule, one.choice) for one in rows)]
+        self.candidates = [*dict.fromkeys((row.schedule, row.choice) for row in rows)]
         self._known: dict[tuple[Candidate, float], float] = {}
-        for one in rows:
-            if (value := _number(dict(one.settings)[key])) is not None:
-                self._known[(one.schedule, one.choice), value] = _ms(one)
+        for row in rows:
+            if (value := _number(dict(row.settings)[key])) is not None:
+                self._known[(row.schedule, row.choice), value] = _ms(row)
         self.values = sorted({value for _, value in self._known})  # the swept ones
 
     def ms(self, candidate: Candidate, value: float) -> float:
@@ -99,8 +99,8 @@ class Sweep:
         """The time at the better of the two swept values around: times are monotonic in the key."""
         if (candidate, value) in self._known:
             return self._known[candidate, value]
-        low = max(one for one in self.values if one <= value)
-        high = min(one for one in self.values if one >= value)
+        low = max(point for point in self.values if point <= value)
+        high = min(point for point in self.values if point >= value)
         return min(self.ms(candidate, low), self.ms(candidate, high))
 
     def hidden(self, behind: Candidate, leader: Candidate, low: float, high: float) -> float | None:
@@ -163,13 +163,13 @@ def _ms(one: ComparedPlan) -> float:
 
 def crossings(plan: Planner, rows: Sequence[ComparedPlan], *, every: bool = False) -> list[Crossing]:
     """Values where the fastest changes, by key, world and value; with `every`, also where any two swap."""
-    found = []
+    swaps = []
     for sweep in sweeps(rows, plan):
         leaders = [*_changes(sweep, sweep.candidates, sweep.values)]
-        others = [*_pairs(sweep)] if every else []
-        found += sorted(leaders, key=lambda one: one.at)
-        found += sorted((one for one in others if not _among(one, leaders)), key=lambda one: one.at)
-    return found
+        pairs = [*_pairs(sweep)] if every else []
+        swaps += sorted(leaders, key=lambda cross: cross.at)
+        swaps += sorted((cross for cross in pairs if not _among(cross, leaders)), key=lambda cross: cross.at)
+    return swaps
 
 
 def _changes(
@@ -180,17 +180,17 @@ def _changes(
         before, after = sweep.first(among, low), sweep.first(among, high)
         if sweep.ahead(before, after, low) <= 0 or sweep.ahead(after, before, high) <= 0:
             # Another may overtake the fastest one at both values, and fall back again.
-            found = (sweep.hidden(other, before, low, high) for other in among if other != before)
-            middle = next((value for value in found if value is not None), None)
+            hidden = (sweep.hidden(rival, before, low, high) for rival in among if rival != before)
+            middle = next((value for value in hidden if value is not None), None)
             if middle is not None:
                 yield from _changes(sweep, among, (low, middle, high), leading=leading)
             continue
-        one = sweep.level(before, after, low, high, leading=leading)
-        best = sweep.first(among, one.at)
-        if sweep.ms(best, one.at) < one.ms * (1 - CLOSE / 10) and high - low > 4 * CLOSE * abs(high):
-            yield from _changes(sweep, among, (low, one.at, high), leading=leading)
+        cross = sweep.level(before, after, low, high, leading=leading)
+        best = sweep.first(among, cross.at)
+        if sweep.ms(best, cross.at) < cross.ms * (1 - CLOSE / 10) and high - low > 4 * CLOSE * abs(high):
+            yield from _changes(sweep, among, (low, cross.at, high), leading=leading)
         else:
-            yield one
+            yield cross
 
 
 def _pairs(sweep: Sweep) -> Iterator[Crossing]:
@@ -202,17 +202,17 @@ def _pairs(sweep: Sweep) -> Iterator[Crossing]:
 
 def _among(one: Crossing, leaders: Sequence[Crossing]) -> bool:
     return any(
-        {one.before, one.after} == {other.before, other.after} and abs(one.at - other.at) <= 2 * CLOSE * abs(other.at)
-        for other in leaders
+        {one.before, one.after} == {lead.before, lead.after} and abs(one.at - lead.at) <= 2 * CLOSE * abs(lead.at)
+        for lead in leaders
     )
 
 
 def changed(rows: Sequence[ComparedPlan]) -> set[Pair]:
     """The pairs in opposite orders at two of the swept values; nothing is planned."""
-    found = set()
+    pairs = set()
     for sweep in sweeps(rows, lambda schedule, settings: rows[0]):
-        for one, other in combinations(sweep.candidates, 2):
-            signs = [sign for value in sweep.values if (sign := sweep.ahead(one, other, value))]
+        for left, right in combinations(sweep.candidates, 2):
+            signs = [sign for value in sweep.values if (sign := sweep.ahead(left, right, value))]
             if any(a != b for a, b in pairwise(signs)):
-                found.add((sweep.key, sweep.world, frozenset((one, other))))
-    return found
+                pairs.add((sweep.key, sweep.world, frozenset((left, right))))
+    return pairs

@@ -100,8 +100,8 @@ def spread(program: Program, costs: Costs, noise: Noise, *, barrier: bool = True
 
 def _median(steps: Sequence[float], slow: Sequence[int], rank: int) -> float:
     """The median of the steps in which `rank` was the slow one; not a number if there was none."""
-    mine = [step for step, other in zip(steps, slow, strict=True) if other == rank]
-    return median(mine) if mine else math.nan
+    times = [step for step, number in zip(steps, slow, strict=True) if number == rank]
+    return median(times) if times else math.nan
 
 
 def _makespan(timeline: Timeline) -> float:
@@ -130,7 +130,7 @@ def _steps(graph: Graph, costs: Costs, noise: Noise, *, barrier: bool) -> Iterat
     for number, (slow, counts) in enumerate(_trials(noise, ranks, barrier=barrier)):
         rng = random.Random(f"{noise.seed} {number}")
         noisy = list(length)
-        _draw(rng, noisy, (i for mine in graph.computing for i in mine), noise.jitter)
+        _draw(rng, noisy, (i for nodes in graph.computing for i in nodes), noise.jitter)
         for i in graph.computing[slow] if slow >= 0 else ():
             noisy[i] *= 1 + noise.straggler
         _draw(rng, noisy, graph.messages, noise.jitter)

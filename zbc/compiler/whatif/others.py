@@ -54,15 +54,15 @@ def others(compiled: Compiled, until: Until | None = None) -> Others:
         base: Other | None = Other(BASELINE, compiled.settled_ms)
     else:
         base = baseline(job)
-    found = [] if base is None else [base]
-    ops, mine = 3 * compiled.program.placement.stages * schedule.microbatches, compiled.settled_ms
+    plans = [] if base is None else [base]
+    ops, own = 3 * compiled.program.placement.stages * schedule.microbatches, compiled.settled_ms
     if ops <= LARGE and (schedule.kind or "").lower() != AUTO:
         tried = (name for name in TRIED if name != compiled.schedule and not until.over())
-        found += [other for name in tried if (other := quick(job, name)) is not None]
-    best = min(found, key=lambda other: other.ms, default=None)
-    if best is not None and ops <= SMALL and abs(best.ms / mine - 1) <= NEAR and not until.over():
+        plans += [plan for name in tried if (plan := quick(job, name)) is not None]
+    best = min(plans, key=lambda plan: plan.ms, default=None)
+    if best is not None and ops <= SMALL and abs(best.ms / own - 1) <= NEAR and not until.over():
         best = quick(job, best.schedule, every=True)
-    return Others(base, best if best is not None and best.ms < mine * (1 - WORTH) else None)
+    return Others(base, best if best is not None and best.ms < own * (1 - WORTH) else None)
 
 
 def kept(compiled: Compiled, until: Until | None = None) -> Other | None:
@@ -76,10 +76,10 @@ def kept(compiled: Compiled, until: Until | None = None) -> Other | None:
     if until is not None and until.over(compiled.report.compile_seconds):
         return None
     plain = replace(job, memory=job.memory.model_copy(update={"activations": "keep"}))
-    found = quick(plain, compiled.schedule, every=True)
-    if found is None or found.bytes is None or found.ms >= compiled.settled_ms * (1 - WORTH):
+    plan = quick(plain, compiled.schedule, every=True)
+    if plan is None or plan.bytes is None or plan.ms >= compiled.settled_ms * (1 - WORTH):
         return None
-    return found if found.bytes <= (1 + HARDLY) * max(rank.bytes for rank in compiled.memory) else None
+    return plan if plan.bytes <= (1 + HARDLY) * max(rank.bytes for rank in compiled.memory) else None
 
 
 def baseline(job: Job) -> Other | None:
@@ -98,10 +98,10 @@ def quick(job: Job, name: str, *, every: bool = False) -> Other | None:
     card = SCHEDULES[name]
     chunks = job.schedule.chunks if card.allows(job.schedule.chunks) else None
     changes: dict[str, Any] = {"kind": name, "chunks": chunks, "plugin": None, "file": None, "ramp": []}
-    other = replace(job, schedule=job.schedule.model_copy(update=changes))
+    variant = replace(job, schedule=job.schedule.model_copy(update=changes))
     try:
-        made = _ordered(other, card, chunks, every=every)
-        if made is None or excess(other, made.memory, made.costs) > 0:
+        made = _ordered(variant, card, chunks, every=every)
+        if made is None or excess(variant, made.memory, made.costs) > 0:
             return None
         held = None if made.costs.bytes is None else max(rank.bytes for rank in made.memory)
         return Other(name, settled(made.complete.program, made.costs), held)

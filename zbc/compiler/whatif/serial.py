@@ -63,17 +63,17 @@ def read(path: Path) -> Serial | None:
     document = toml.load(path)
     if "pipeline" not in document.values:
         return None
-    others = [name for name in document.values if name not in ("pipeline", "zbc")]
-    raise_all([unknown((name,), document, ["pipeline"]) for name in others])
+    extra = [name for name in document.values if name not in ("pipeline", "zbc")]
+    raise_all([unknown((name,), document, ["pipeline"]) for name in extra])
     try:
-        found = Pipeline.model_validate(document.values["pipeline"])
+        pipeline = Pipeline.model_validate(document.values["pipeline"])
     except ValidationError as error:
         raise_all([convert("pipeline", Pipeline, problem, document)[0] for problem in error.errors()])
         raise
-    if len(found.stages) * found.tokens > OPS:
-        text = f"config: {found.tokens} tokens through {len(found.stages)} stages are more than {OPS} ops"
+    if len(pipeline.stages) * pipeline.tokens > OPS:
+        text = f"config: {pipeline.tokens} tokens through {len(pipeline.stages)} stages are more than {OPS} ops"
         raise ZbcError("E114", text, where=document.where(("pipeline", "tokens")), hint="use fewer tokens")
-    return Serial(found, _timeline(found))
+    return Serial(pipeline, _timeline(pipeline))
 
 
 def _timeline(pipeline: Pipeline) -> Timeline:

@@ -47,6 +47,6 @@ def sharing(compiled: Compiled, until: Until | None = None) -> Sharing | None:
         return None
     if until is not None and until.over(compiled.report.compile_seconds):
         return None
-    other = job.with_vocabulary("ends" if job.vocabulary else "shared")
-    found = quick(other, compiled.schedule, every=ops <= FEW)
-    return None if found is None else Sharing(head, bool(job.vocabulary), found.ms, found.bytes)
+    variant = job.with_vocabulary("ends" if job.vocabulary else "shared")
+    plan = quick(variant, compiled.schedule, every=ops <= FEW)
+    return None if plan is None else Sharing(head, bool(job.vocabulary), plan.ms, plan.bytes)

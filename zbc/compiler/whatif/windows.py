@@ -42,7 +42,7 @@ def windows(timeline: Timeline, rank: int) -> Iterator[Window]:
         free, cause = timeline.end[node], "message"
     closes, over = timeline.closes(rank), begin + timeline.makespan
     if closes > free:
-        last = max((one for one in timeline.sums if rank in one.ranks), key=lambda one: one.end)
+        last = max((event for event in timeline.sums if rank in event.ranks), key=lambda event: event.end)
         yield Window(free - begin, closes - free, "sums", str(last.op))
         free = closes
     if over > free:
@@ -53,14 +53,14 @@ def with_memory(
     timeline: Timeline, program: Program, costs: Costs, room: float | None, rank: int
 ) -> tuple[Window, ...]:
     """The windows with the part of `room` bytes that is free."""
-    found = tuple(windows(timeline, rank))
+    rows = tuple(windows(timeline, rank))
     points = list(over_time(timeline, program, rank, costs)) if room is not None else []
     if room is None or not points:
-        return found
+        return rows
     begin = min(timeline.first_start(r) for r in range(timeline.ranks))
     times, held = [point.ms - begin for point in points], [point.bytes for point in points]
     base = held[0] - points[0].activations
-    return tuple(one._replace(free_bytes=max(0, int(room - _most(one, times, held, base)))) for one in found)
+    return tuple(window._replace(free_bytes=max(0, int(room - _most(window, times, held, base)))) for window in rows)
 
 
 def _most(window: Window, times: Sequence[float], held: Sequence[float], base: float) -> float:
@@ -80,5 +80,5 @@ class Bubbles(NamedTuple):
     @classmethod
     def of(cls, name: str, timeline: Timeline, program: Program, costs: Costs, room: float | None) -> Bubbles:
         ranks = range(timeline.ranks)
-        found = tuple(with_memory(timeline, program, costs, room, rank) for rank in ranks)
-        return cls(name, timeline.makespan, tuple(timeline.busy(rank) for rank in ranks), found)
+        rows = tuple(with_memory(timeline, program, costs, room, rank) for rank in ranks)
+        return cls(name, timeline.makespan, tuple(timeline.busy(rank) for rank in ranks), rows)
