@@ -67,7 +67,7 @@ class Loads:
         Depth first, the largest stages first. Stops at more than `count` of them, or after `nodes` nodes.
         """
         stages, n, left = len(self.sums), len(self.sums[0]) - 1, nodes
-        found: list[tuple[float, Points]] = []
+        partitions: list[tuple[float, Points]] = []
         loads, points = [0.0] * self.ranks, [0] * (stages + 1)
         barren = set[tuple[int, int, tuple[float, ...]]]()
 
@@ -75,12 +75,12 @@ class Loads:
             """Whether to go on."""
             nonlocal left
             left -= 1
-            if left < 0 or len(found) > count:
+            if left < 0 or len(partitions) > count:
                 return False
             if stage == stages:
-                found.append((max(loads), tuple(points)))
+                partitions.append((max(loads), tuple(points)))
                 return True
-            start, before = points[stage], len(found)
+            start, before = points[stage], len(partitions)
             state = stage, start, tuple(round(load, 9) for load in loads)
             if state in barren or most * self.ranks - sum(loads) < self.rest[start] - SAME:
                 return True
@@ -101,12 +101,12 @@ class Loads:
                     loads[r] = load
                 if not going:
                     return False
-            if len(found) == before:
+            if len(partitions) == before:
                 barren.add(state)
             return True
 
-        whole = place(0) and len(found) <= count
-        return [points for _, points in sorted(found)], whole
+        whole = place(0) and len(partitions) <= count
+        return [points for _, points in sorted(partitions)], whole
 
 
 def even(weights: Weights, placement: Placement, *, exact: bool = True) -> Points:
@@ -201,14 +201,14 @@ def _improved(loads: Loads, points: Points, placement: Placement) -> Points:
     """Moves layers away from the busiest rank while that makes the ranks, then the stages, more even."""
     best = _unevenness(loads, points)
     while True:
-        each = loads.of(points)
-        fullest = max(range(placement.ranks), key=lambda r: each[r])
+        ms = loads.of(points)
+        fullest = max(range(placement.ranks), key=lambda r: ms[r])
         pairs = ((giver, taker) for giver in placement.stages_of(fullest) for taker in range(placement.stages))
-        near = [found for giver, taker in pairs if (found := moved(points, giver, taker)) is not None]
-        score, found = min(((_unevenness(loads, one), one) for one in near), default=(best, points))
+        near = [trial for giver, taker in pairs if (trial := moved(points, giver, taker)) is not None]
+        score, trial = min(((_unevenness(loads, partition), partition) for partition in near), default=(best, points))
         if score >= best:
             return points
-        best, points = score, found
+        best, points = score, trial
 
 
 def _unevenness(loads: Loads, points: Points) -> tuple[float, ...]:

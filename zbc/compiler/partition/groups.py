@@ -42,7 +42,7 @@ def stages_of(job: Job, table: Sequence[Layer]) -> tuple[Stages, Placement]:
     firsts = dict(zip(groups, accumulate(map(len, runs), initial=0), strict=False))
     lasts = {name: firsts[name] + len(run) - 1 for name, run in zip(groups, runs, strict=True)}
     edges = [(a, b) for name in groups for a, b in pairwise(range(firsts[name], lasts[name] + 1))]
-    edges += [(lasts[one], firsts[name]) for name in groups for one in job.model.graph[name]]
+    edges += [(lasts[source], firsts[name]) for name in groups for source in job.model.graph[name]]
     return stages, Placement((tuple(range(ranks)),), tuple(sorted(edges)))
 
 
@@ -65,12 +65,12 @@ def even(groups: Sequence[Sequence[float]], ranks: int) -> Runs:
 def _packed(ms: Sequence[float], most: float) -> list[int]:
     """Layers of as few stages as keep to `most`, filled one after the other."""
     counts, held = [0], 0.0
-    for each in ms:
-        if counts[-1] and held + each > most + _ROOM:
+    for cost in ms:
+        if counts[-1] and held + cost > most + _ROOM:
             counts.append(0)
             held = 0.0
         counts[-1] += 1
-        held += each
+        held += cost
     return counts
 
 
@@ -78,10 +78,10 @@ def split(ms: Sequence[float], count: int) -> list[int]:
     """The layers of `count` nonempty stages of one group, with the least largest stage."""
     sums = [0.0, *accumulate(ms)]
     best = [(sums[k], [k]) for k in range(1, len(ms) + 1)]  # of the first k layers
-    for more in range(1, count):  # stages before the last
+    for stage in range(1, count):  # stages before the last
         best = [
-            min((max(best[a - 1][0], sums[k] - sums[a]), [*best[a - 1][1], k - a]) for a in range(more, k))
-            if k > more
+            min((max(best[a - 1][0], sums[k] - sums[a]), [*best[a - 1][1], k - a]) for a in range(stage, k))
+            if k > stage
             else (float("inf"), [])
             for k in range(1, len(ms) + 1)
         ]

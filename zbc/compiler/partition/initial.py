@@ -66,11 +66,11 @@ def times(
     kept, spared = [once(layer) for layer in table], [once(layer.selective) for layer in table]
     twice = [ms + layer.again for ms, layer in zip(kept, table, strict=True)]
     memory = job.memory
-    found = [
+    rows = [
         twice if s in recompute or memory.recomputes(s) else spared if memory.spares(s) else kept
         for s in range(len(slow))
     ]
-    return [[k * ms for ms in one] if k != 1.0 else one for k, one in zip(slow, found, strict=True)]
+    return [[k * ms for ms in row] if k != 1.0 else row for k, row in zip(slow, rows, strict=True)]
 
 
 def _blocks(table: Sequence[Layer]) -> list[int]:

@@ -44,19 +44,19 @@ def limit_of(job: Job, placement: Placement, costs: Costs, *, split: bool = True
     units, sizes = _limits(job, placement, costs, split)
     if own is not None:
         units = own if units is None else min(own, units)
-    each = None if units is None else (units,) * placement.ranks
+    per_rank = None if units is None else (units,) * placement.ranks
     if sizes is None:
-        return Limit(costs, each)
+        return Limit(costs, per_rank)
     device, asked = job.hardware.memory_gib is not None, _asked(job)
     counted, unit = _counted(costs, placement.ranks)
     room = tuple(size / unit for size in sizes)
     rates = (unit,) * placement.ranks
-    if each is None or _same(costs, counted):
-        room = room if each is None else tuple(map(min, each, room))
+    if per_rank is None or _same(costs, counted):
+        room = room if per_rank is None else tuple(map(min, per_rank, room))
         inside = Limit(costs if asked and asked[1] == "x" else counted, room, rates if device else ())
         return inside if asked or _same(costs, counted) else Limit(costs, None, tighter=inside)
-    both, rates = _both(costs, placement, each, sizes, split)
-    return Limit(costs, each, tighter=Limit(both, each, rates if device else ()))
+    both, rates = _both(costs, placement, per_rank, sizes, split)
+    return Limit(costs, per_rank, tighter=Limit(both, per_rank, rates if device else ()))
 
 
 def room_of(job: Job, placement: Placement, costs: Costs, *, own: float | None = None) -> Limit:
@@ -102,15 +102,15 @@ def bounds_of(job: Job, placement: Placement, costs: Costs) -> Bounds:
         same = bool(limits) and _same(costs, counted)
         limits = [(costs, [min(units or 0.0, size) for size in room])] if same else [*limits, (counted, room)]
     m = job.schedule.microbatches
-    found = [bounds(placement, counted, m, most) for counted, most in limits] or [bounds(placement, costs, m)]
-    least = Bounds(max(one.makespan for one in found), max(one.span for one in found))
+    rows = [bounds(placement, counted, m, most) for counted, most in limits] or [bounds(placement, costs, m)]
+    least = Bounds(max(row.makespan for row in rows), max(row.span for row in rows))
     return with_sums(least, placement, costs, ahead=job.optimizer.sync == "post-validate")
 
 
 def unlimited(job: Job, placement: Placement, costs: Costs) -> Bounds:
     """Lower bounds for any memory."""
-    found = bounds(placement, costs, job.schedule.microbatches)
-    return replace(with_sums(found, placement, costs, ahead=job.optimizer.sync == "post-validate"), memory=False)
+    lower = bounds(placement, costs, job.schedule.microbatches)
+    return replace(with_sums(lower, placement, costs, ahead=job.optimizer.sync == "post-validate"), memory=False)
 
 
 def _same(costs: Costs, counted: Costs) -> bool:
@@ -209,17 +209,17 @@ def above(job: Job, placement: Placement, costs: Costs, units: Sequence[float], 
 
     On the device, tensors in flight are not counted: they depend on the order.
     """
-    found = [-1.0]
+    shares = [-1.0]
     asked = _asked(job)
     if asked is not None and asked[1] == "x":
-        found.append(max(units) / (asked[0] * placement.ranks) - 1)
+        shares.append(max(units) / (asked[0] * placement.ranks) - 1)
     if costs.bytes is not None:
         if asked is not None and asked[1] == "bytes":
-            found.append(max(sizes) / asked[0] - 1)
+            shares.append(max(sizes) / asked[0] - 1)
         if job.rooms is not None:
             whole = (_state(costs, placement, rank) + size for rank, size in enumerate(sizes))
-            found.append(max(size / room for size, room in zip(whole, job.rooms, strict=True)) - 1)
-    return max(found)
+            shares.append(max(size / room for size, room in zip(whole, job.rooms, strict=True)) - 1)
+    return max(shares)
 
 
 def _asked(job: Job) -> tuple[float, str] | None:
@@ -248,7 +248,7 @@ def _fixed(costs: Costs, placement: Placement, rank: int) -> float:
     stages = costs.bytes_on(placement.stages_of(rank))
     state = _state(costs, placement, rank)
     most = max((max(s.more.f, s.more.b, s.more.w, s.more.bw, s.step) for s in stages), default=0.0)
-    most += max((one.working for one in costs.shares), default=0.0)
+    most += max((share.working for share in costs.shares), default=0.0)
     return state + most + BUFFERS * max((s.boundary for s in stages), default=0.0)
 
 

@@ -30,8 +30,8 @@ def loads(layout: str, where: str | None = None) -> tuple[int, ...]:
     for number, stage in enumerate(stages):
         unknown = next((letter for letter in stage if letter not in LETTERS), None)
         if unknown is not None:
-            known = "E, t and L" if unknown != "m" else "E, t and L; multi-token prediction is not there yet"
-            raise _error(layout, where, f"stage {number} has {unknown!r}", f"letters are {known}")
+            legal = "E, t and L" if unknown != "m" else "E, t and L; multi-token prediction is not there yet"
+            raise _error(layout, where, f"stage {number} has {unknown!r}", f"letters are {legal}")
     flat = "".join(stages)
     if flat.replace("t", "") != "EL" or not flat.startswith("E") or not flat.endswith("L"):
         hint = "one E in front of all t, one L after them, as in Et|t|tL"
@@ -47,8 +47,8 @@ def _unrolled(layout: str, where: str | None) -> list[str]:
             continue
         match = _TOKEN.match(layout, at)
         if match is None or (match["inner"] is not None and not match["inner"].strip(",")):
-            found = f"{layout[at]!r} at character {at + 1}"
-            raise _error(layout, where, found, "letters E, t, L, bars, (..)*n and x*n, no blanks; brackets do not nest")
+            fault = f"{layout[at]!r} at character {at + 1}"
+            raise _error(layout, where, fault, "letters E, t, L, bars, (..)*n and x*n, no blanks; brackets do not nest")
         inner = match["inner"]
         body = match["group"] if inner is None else "".join(_unrolled(inner, where))
         if inner is not None and match["times"] is None:

@@ -47,7 +47,7 @@ def planned(setup: Setup, budget: float | None = None, *, beat: float = INF, **s
         over = [max(0.0, rank.bytes - device) for rank in best.memory]
         if not any(over):
             break
-        units = tuple(now - more / unit for now, more, unit in zip(units, over, setup.limit.unit, strict=True))
+        units = tuple(now - extra / unit for now, extra, unit in zip(units, over, setup.limit.unit, strict=True))
     return best
 
 
@@ -64,9 +64,9 @@ def _orders(setup: Setup, units: tuple[float, ...], budget: float, search: dict[
     looked_for = [*([] if thin is None else [thin]), *(setup.under(limit) for limit in _limits(setup, units))]
     looked_for = _few(setup, looked_for)
     large = _size(setup) > LARGE  # then loading kernels once pays
-    for one in looked_for:
+    for variant in looked_for:
         for seconds in dict.fromkeys((0.0, budget / len(looked_for))):
-            yield replace(one.ordered(seconds, **{"compiled": large, **search}), costs=setup.costs)
+            yield replace(variant.ordered(seconds, **{"compiled": large, **search}), costs=setup.costs)
     yield from setup.by_hand(lambda groups: _few(setup, groups))
 
 
@@ -89,19 +89,19 @@ def _limits(setup: Setup, units: tuple[float, ...]) -> Iterator[tuple[float, ...
     least, most = least_of(placement, costs), everything(placement, costs, setup.job.schedule.microbatches)
     wider = [tuple(times * unit for unit in units) for times in WIDER]
     wider.append(tuple(max(unit, float(placement.ranks)) for unit in units))
-    fitted = [tuple(max(min(x, top), low) for x, top, low in zip(one, most, least, strict=True)) for one in wider]
+    fitted = [tuple(max(min(x, top), low) for x, top, low in zip(limit, most, least, strict=True)) for limit in wider]
     yield from dict.fromkeys([*fitted, most])
 
 
 def places(placement: Placement) -> list[int]:
     """For each stage, the number of its rank's stages before it."""
-    found, seen = list[int](), [0] * placement.ranks
+    numbers, seen = list[int](), [0] * placement.ranks
     for stage in range(placement.stages):
         holders = placement.holders(stage)
-        found.append(max(seen[rank] for rank in holders))
+        numbers.append(max(seen[rank] for rank in holders))
         for rank in holders:
             seen[rank] += 1
-    return found
+    return numbers
 
 
 def _thin(setup: Setup, units: tuple[float, ...]) -> Setup | None:
@@ -124,31 +124,31 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], 
     Raises E303 if no order can.
     """
     job, refused = setup.job, list[TooTight]()
-    found = list[tuple[float, float, Ordered]]()
+    tried = list[tuple[float, float, Ordered]]()
 
     def look(order: Ordered, *, quick: bool) -> None:
-        one = replace(order, lowering=_moving(setup, units, quick=quick))
+        lowered = replace(order, lowering=_moving(setup, units, quick=quick))
         try:
-            over = excess(job, one.memory, one.costs)
+            over = excess(job, lowered.memory, lowered.costs)
         except TooTight as error:
             refused.append(error)
             return
-        found.append((over if over > TINY else 0.0, one.step_ms(job), one))
+        tried.append((over if over > TINY else 0.0, lowered.step_ms(job), lowered))
 
     plain = sorted(((order.step_ms(job), k) for k, order in enumerate(orders)))
     for least, k in plain:
-        known = min((step for over, step, _ in found if not over), default=INF)
-        if not found or least < min(known, beat) * (1 - SAME):
+        fastest = min((step for over, step, _ in tried if not over), default=INF)
+        if not tried or least < min(fastest, beat) * (1 - SAME):
             look(orders[k], quick=True)
-    if not found:
+    if not tried:
         raise min(refused, key=lambda error: error.least)
-    ranked = sorted(found, key=lambda entry: entry[:2])
+    ranked = sorted(tried, key=lambda entry: entry[:2])
     size = ranked[0][2].complete.program.size
-    for _, step, one in ranked[: FINALISTS if size < LARGE else 1 if size < HUGE else 0]:
-        alone = replace(one, lowering=lowering_of(job))
+    for _, step, lowered in ranked[: FINALISTS if size < LARGE else 1 if size < HUGE else 0]:
+        alone = replace(lowered, lowering=lowering_of(job))
         if alone.step_ms(job) * (1 + SAME) < step < NEAR * ranked[0][1]:
             look(alone, quick=False)
-    return min(found, key=lambda entry: entry[:2])[2]
+    return min(tried, key=lambda entry: entry[:2])[2]
 
 
 def _moving(setup: Setup, units: tuple[float, ...], *, quick: bool) -> Lowering:

@@ -56,19 +56,19 @@ class _Costs:
 
     def grown(self, label: _Label, device: int, stage: Stage) -> _Label:
         """The label with one more stage, whose first rank is `device`."""
-        (i, j, r), one = stage, self.problem
+        (i, j, r), problem = stage, self.problem
         f, b = (self.f[j] - self.f[i]) / r, (self.b[j] - self.b[i]) / r
         transfer = 0.0
         if i:
-            transfer = one.before[i] / self._speed(device - 1, device)
+            transfer = problem.before[i] / self._speed(device - 1, device)
         reduce = 2 * (r - 1) / r * (self.grads[j] - self.grads[i]) / self._speed(device, device + r - 1)
         hidden = label.drain + transfer
         total, largest = label.total + f + b + 2 * transfer, max(label.largest, f + b)
         return _Label(total, hidden + b, max(label.worst, reduce - hidden), largest, (*label.stages, stage))
 
     def _speed(self, a: int, b: int) -> float:
-        one = self.problem
-        return one.near if a // one.per_node == b // one.per_node else one.far
+        problem = self.problem
+        return problem.near if a // problem.per_node == b // problem.per_node else problem.far
 
     def stage_ms(self, i: int, j: int, r: int) -> float:
         return (self.f[j] - self.f[i] + self.b[j] - self.b[i]) / r
@@ -107,8 +107,8 @@ def plans(problem: Problem, slack: float = 0.0) -> list[Plan]:
                         if _ms(problem, ahead) <= best * (1 + slack + _TINY):
                             best = _ms(problem, grown) if last and _ms(problem, grown) < best else best
                             _keep(front.setdefault((j, used + r), []), grown)
-    found = sorted(Plan(_ms(problem, label), label.stages) for label in front.get((layers, devices), []))
-    return [plan for plan in found if plan.ms <= best * (1 + slack + _TINY)]
+    ranked = sorted(Plan(_ms(problem, label), label.stages) for label in front.get((layers, devices), []))
+    return [plan for plan in ranked if plan.ms <= best * (1 + slack + _TINY)]
 
 
 def _short(problem: Problem) -> Iterator[tuple[Stage, ...]]:
@@ -125,11 +125,11 @@ def _short(problem: Problem) -> Iterator[tuple[Stage, ...]]:
 def _keep(labels: list[_Label], new: _Label) -> None:
     """Adds a label unless another is as good in everything, and drops labels that it beats."""
     total, drain, worst, largest, _ = new
-    for one in labels:
-        if one[0] <= total and one[1] >= drain and one[2] <= worst and one[3] <= largest:
+    for old in labels:
+        if old[0] <= total and old[1] >= drain and old[2] <= worst and old[3] <= largest:
             return
     labels[:] = [
-        one for one in labels if not (total <= one[0] and drain >= one[1] and worst <= one[2] and largest <= one[3])
+        old for old in labels if not (total <= old[0] and drain >= old[1] and worst <= old[2] and largest <= old[3])
     ]
     labels.append(new)
 

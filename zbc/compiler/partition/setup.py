@@ -143,25 +143,25 @@ class Setup:
         the tighter limit; if tensors in flight need more of the device than the limit left for them, with that much
         less for activations.
         """
-        found = self._best(budget, search)
+        order = self._best(budget, search)
         tighter = self.limit.tighter
-        if tighter is not None and excess(self.job, found.memory, self.costs) > 0:
+        if tighter is not None and excess(self.job, order.memory, self.costs) > 0:
             return replace(self, limit=tighter).make(budget, **search)
         device, units = self.job.room, self.limit.units
         for _ in range(RETRIES):
             if device is None or units is None or not self.limit.unit:
                 break
-            over = [max(0.0, rank.bytes - device) for rank in found.memory]
+            over = [max(0.0, rank.bytes - device) for rank in order.memory]
             if not any(over):
                 break
-            held = [rank.units for rank in peaks(found.program, replace(self.limit.costs, bytes=None))]
+            held = [rank.units for rank in peaks(order.program, replace(self.limit.costs, bytes=None))]
             lowered = [
-                now - more / unit if more else most
-                for now, more, unit, most in zip(held, over, self.limit.unit, units, strict=True)
+                now - extra / unit if extra else most
+                for now, extra, unit, most in zip(held, over, self.limit.unit, units, strict=True)
             ]
             units = tuple(map(max, lowered, least_of(self.placement, self.limit.costs)))
-            found = self.under(units)._best(budget, search)
-        return found
+            order = self.under(units)._best(budget, search)
+        return order
 
     def _best(self, budget: float | None, search: dict[str, Any]) -> Ordered:
         """One order for its limit. If searches do not see all costs of a step, the best of several by the full step:
@@ -170,13 +170,13 @@ class Setup:
             return self.ordered(budget, **search)
         small = 3 * self.placement.stages * self.job.schedule.microbatches <= LARGE
         rungs = list(islice(self.lowered(), RUNGS if small else 1))
-        each = (self.schedule.budget if budget is None else budget) / (len(rungs) + 1)
-        best = self.ordered(each, **search)
+        seconds = (self.schedule.budget if budget is None else budget) / (len(rungs) + 1)
+        best = self.ordered(seconds, **search)
         step = best.step_ms(self.job)
-        for other in chain((rung.ordered(each, **search) for rung in rungs), filter(self._keeps, self.by_hand())):
-            now = other.step_ms(self.job)
-            if now < step * (1 - TINY) and excess(self.job, other.memory, self.costs) <= 0:
-                best, step = other, now
+        for order in chain((rung.ordered(seconds, **search) for rung in rungs), filter(self._keeps, self.by_hand())):
+            now = order.step_ms(self.job)
+            if now < step * (1 - TINY) and excess(self.job, order.memory, self.costs) <= 0:
+                best, step = order, now
         return best
 
     def _keeps(self, found: Ordered) -> bool:
@@ -197,23 +197,23 @@ class Setup:
                 continue
             if any(refusals(self.job, card)):
                 continue
-            one = replace(self, schedule=replace(card, name=self.schedule.name))
+            setup = replace(self, schedule=replace(card, name=self.schedule.name))
             for group in [None] if card.groups is None else some(list(card.groups(p))):
                 try:
-                    found = one.ordered(0.0, group=group)
+                    order = setup.ordered(0.0, group=group)
                 except ZbcError:  # not for this number of microbatches
                     continue
-                named = (self.schedule.name, *found.program.history[1:])  # as in results that a search takes from there
-                yield replace(found, program=replace(found.program, history=named))
+                named = (self.schedule.name, *order.program.history[1:])  # as in results that a search takes from there
+                yield replace(order, program=replace(order.program, history=named))
 
     def quick(self, budget: float, **search: Any) -> Ordered:
         """One order for its limit, not the best possible with vocabulary parallelism."""
         if not self.job.vocabulary:
             return self._ordered(self.limit.units, budget, None, search)
-        found = self._ordered(self._less([meetings(self.job)] * self.placement.ranks), budget, None, search)
-        weave = found.lowering.weave
+        order = self._ordered(self._less([meetings(self.job)] * self.placement.ranks), budget, None, search)
+        weave = order.lowering.weave
         quick = None if weave is None else replace(weave, quick=True)
-        return replace(found, lowering=replace(found.lowering, weave=quick))
+        return replace(order, lowering=replace(order.lowering, weave=quick))
 
     def _less(self, more: Sequence[float]) -> tuple[float, ...] | None:
         """The limit less `more` units of each rank, but enough for some order."""
@@ -230,30 +230,30 @@ class Setup:
         With vocabulary parallelism it is made for less than the limit, since collectives before the last stage's
         backwards make it hold units longer; the difference is known only after weaving.
         """
-        units, more = self.limit.units, [meetings(self.job)] * self.placement.ranks
+        units, extra = self.limit.units, [meetings(self.job)] * self.placement.ranks
         if not self.job.vocabulary:
             return self._ordered(units, budget, group, search)
         if units is None:
             return self._later(self._ordered(units, budget, group, search))
         for _ in range(RETRIES):
-            found = self._ordered(self._less(more), budget, group, search)
-            held = peaks(found.complete.program, replace(self.limit.costs, bytes=None, shares=()))
+            order = self._ordered(self._less(extra), budget, group, search)
+            held = peaks(order.complete.program, replace(self.limit.costs, bytes=None, shares=()))
             beyond = [rank.units - most for rank, most in zip(held, units, strict=True)]
-            over = [max(one, STEP) if one > 1e-6 else 0.0 for one in beyond]
+            over = [max(gap, STEP) if gap > 1e-6 else 0.0 for gap in beyond]
             if not any(over):
                 break
-            more = list(map(add, more, over))
-        return self._later(found)
+            extra = list(map(add, extra, over))
+        return self._later(order)
 
     def _later(self, found: Ordered) -> Ordered:
         """The order with the logits of two units at a time, if that makes a step shorter and fits."""
         weave = found.lowering.weave
         if weave is None or weave.late != 1:
             return found
-        other = replace(found, lowering=replace(found.lowering, weave=replace(weave, late=2)))
-        if other.step_ms(self.job) > found.step_ms(self.job) * (1 - WORTH):
+        later = replace(found, lowering=replace(found.lowering, weave=replace(weave, late=2)))
+        if later.step_ms(self.job) > found.step_ms(self.job) * (1 - WORTH):
             return found
-        return other if self._keeps(other) and excess(self.job, other.memory, self.costs) <= 0 else found
+        return later if self._keeps(later) and excess(self.job, later.memory, self.costs) <= 0 else found
 
     def _ordered(
         self, units: tuple[float, ...] | None, budget: float | None, group: int | None, search: dict[str, Any]
@@ -274,8 +274,8 @@ class Setup:
             **search,
         )
         program = finished(job, self.schedule.make(request), self.costs, self.stages)
-        found = bounds_of(job, self.placement, self.costs.hidden() if program.grouped else self.costs)
-        return Ordered(self.schedule.name, program, self.stages, self.costs, found, lowering_of(job), self.recompute)
+        lower = bounds_of(job, self.placement, self.costs.hidden() if program.grouped else self.costs)
+        return Ordered(self.schedule.name, program, self.stages, self.costs, lower, lowering_of(job), self.recompute)
 
     @property
     def _overlaps(self) -> bool:
@@ -421,7 +421,7 @@ def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) ->
     order = tuple(parallel.order or ())
     run = Topology(parallel.pp, parallel.dp, node=costs.node, inner=inner_of(parallel), order=order)
     for rank in range(placement.ranks):
-        hosts = {one // size for one in run.ranks((rank,))}
+        hosts = {number // size for number in run.ranks((rank,))}
         if len(hosts) > 1:
             text = f'config: parallel.exchange = "one-sided", and the replicas of rank {rank} are on {len(hosts)} nodes'
             hint = f'use "collective", or a node for {parallel.copies} replicas: hardware.ranks_per_node is {size}'
@@ -439,11 +439,11 @@ def _whole(limit: Limit, placement: Placement, microbatches: int) -> Limit:
 
 def everything(placement: Placement, costs: Costs, microbatches: int) -> tuple[float, ...]:
     """Activation units per rank beyond which more memory changes nothing: all microbatches in one pipe."""
-    found = [0.0] * placement.ranks
+    units = [0.0] * placement.ranks
     most = list(map(max, costs.units("kept"), costs.units("left")))  # recompute leaves W more than B
     for pipe in placement.pipes:
         held = [0.0] * placement.ranks
         for stage, rank in enumerate(pipe):
             held[rank] += microbatches * most[stage]
-        found = list(map(max, found, held))
-    return tuple(found)
+        units = list(map(max, units, held))
+    return tuple(units)
