@@ -35,13 +35,13 @@ class RankDifference:
 
 def difference(left: Program, right: Program, *, compute_only: bool = True) -> list[RankDifference]:
     """Rank by rank; a missing rank of one program counts as empty. O(ops log ops)."""
-    found = []
+    rows = []
     for rank in range(max(len(left.ranks), len(right.ranks))):
         sides = [program.ranks[rank] if rank < len(program.ranks) else () for program in (left, right)]
         if compute_only:
             sides = [tuple(op for op in ops if op.kind.computes) for ops in sides]
-        found.append(_rank(rank, sides[0], sides[1]))
-    return found
+        rows.append(_rank(rank, sides[0], sides[1]))
+    return rows
 
 
 def _rank(rank: int, left: Sequence[Op], right: Sequence[Op]) -> RankDifference:

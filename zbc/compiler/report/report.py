@@ -272,8 +272,8 @@ class Report:
     @property
     def slice_balance(self) -> float:
         """The slowest slice relative to the mean; 1 for one."""
-        each = [one.ms for one in self.slices]
-        return max(each) * len(each) / sum(each) if each and sum(each) else 1.0
+        ms = [part.ms for part in self.slices]
+        return max(ms) * len(ms) / sum(ms) if ms and sum(ms) else 1.0
 
     @property
     def idle_rate(self) -> float:
@@ -401,7 +401,7 @@ def build(
         bytes_known=costs.bytes is not None,
         compile_seconds=0.0,
         engine=engine_name(),
-        per_rank=tuple(_rank(program, costs, timeline, rank, found, begin) for rank, found in enumerate(memory)),
+        per_rank=tuple(_rank(program, costs, timeline, rank, held, begin) for rank, held in enumerate(memory)),
         cut=_cut(program, costs, timeline, chosen),
         slices=tuple(_slice(costs, j, begin, end) for j, (begin, end) in enumerate(pairwise(chosen.cuts))),
         host=host.predicted(program, costs),
@@ -428,17 +428,17 @@ def _without_copies(data: dict[str, Any]) -> None:
 
 def _gathers(costs: Costs, timeline: Timeline) -> GatherReport | None:
     """Gathers of weights, and their exposed time; None if there are none."""
-    gathers = [one for one in timeline.sums if one.op.kind is Kind.GATHER]
+    gathers = [gather for gather in timeline.sums if gather.op.kind is Kind.GATHER]
     if not gathers:
         return None
-    mine = [[one.end - one.start for one in gathers if rank in one.ranks] for rank in range(timeline.ranks)]
+    ms = [[gather.end - gather.start for gather in gathers if rank in gather.ranks] for rank in range(timeline.ranks)]
     without = run(timeline.graph, costs.with_ms(gather=(0.0,) * costs.stages)).makespan
-    return GatherReport(max(map(len, mine)), max(map(sum, mine)), max(0.0, timeline.makespan - without))
+    return GatherReport(max(map(len, ms)), max(map(sum, ms)), max(0.0, timeline.makespan - without))
 
 
 def _inside(costs: Costs, timeline: Timeline) -> SumsReport | None:
-    found = sums_of(timeline, costs)
-    return None if found is None else SumsReport(*found, found.hidden)
+    sums = sums_of(timeline, costs)
+    return None if sums is None else SumsReport(*sums, sums.hidden)
 
 
 def _copies(program: Program, costs: Costs, timeline: Timeline) -> CopyReport | None:
@@ -467,7 +467,7 @@ def _stage(program: Program, costs: Costs, s: int, layers: tuple[str, ...], chos
         f_ms=costs.column("f")[s],
         b_ms=costs.column("b")[s],
         w_ms=costs.column("w")[s],
-        state_bytes=round(sum(one.weights + one.gradients + one.masters + one.optimizer for one in sizes)),
+        state_bytes=round(sum(layer.weights + layer.gradients + layer.masters + layer.optimizer for layer in sizes)),
         activation_bytes=round(costs.bytes_of("kept")[s]),
         recompute=chosen.memory.recomputes(s),
         selective=chosen.memory.spares(s),
@@ -480,7 +480,7 @@ def _rank(
     idle = timeline.idle(rank)
     ops = program.ranks[rank]
     sends = Counter(
-        (kind, stage, 0, pipe, part, share, other) for kind, stage, _, pipe, part, share, other in ops if kind.is_send
+        (kind, stage, 0, pipe, part, share, peer) for kind, stage, _, pipe, part, share, peer in ops if kind.is_send
     )
     return RankReport(
         rank=rank,
