@@ -324,9 +324,9 @@ def find(name: str) -> ScheduleCard:
     """The schedule of that name or alias, in any case. Raises E104 with the nearest name."""
     if name.lower() == REPLICATED.name:
         return REPLICATED
-    known = _ALIASES.get(name.lower())
-    if known is None:
+    canonical = _ALIASES.get(name.lower())
+    if canonical is None:
         close = difflib.get_close_matches(name.lower(), _ALIASES, n=1)
         hint = f'did you mean "{_ALIASES[close[0]]}"?' if close else f"one of: {', '.join([*SCHEDULES, AUTO])}"
         raise ZbcError("E104", f'config: unknown schedule "{name}"', hint=hint)
-    return SCHEDULES[known]
+    return SCHEDULES[canonical]

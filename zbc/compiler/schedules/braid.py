@@ -49,9 +49,9 @@ def braid_v(request: Request) -> Program:
     costs = request.costs or Costs.uniform(placement)
     made = [_program(placement, m, [_formula(rank, p, m) for rank in range(p)])] if p > 1 else []  # would hold 4p
     tries = max(2 if m < 3 * p or p == 1 else 0, LARGE // (12 * p * m))
-    lists = [found for policy in POLICIES[:tries] if (found := _Lists(placement, m, costs, policy).run()) is not None]
+    lists = [order for policy in POLICIES[:tries] if (order := _Lists(placement, m, costs, policy).run()) is not None]
     if lists:
-        made.append(_program(placement, m, min(lists, key=lambda found: found[0])[1]))
+        made.append(_program(placement, m, min(lists, key=lambda order: order[0])[1]))
     if m < 3 * p:  # few pairs form then, and an order without groups can be better
         with contextlib.suppress(ZbcError):  # E303: its limit is in units, and uneven stages may need more
             made.append(v_auto(replace(request, costs=costs, memory_limit=2 * p - 0.5)))
@@ -92,9 +92,9 @@ def _formula(rank: int, p: int, m: int) -> list[Group]:
             due.append(made._replace(kind=Kind.W))
         return made
 
-    groups = [tuple([op(*one) for one in group]) for group in _phases(rank, p, max(m, 3 * p))]
+    groups = [tuple([op(*item) for item in group]) for group in _phases(rank, p, max(m, 3 * p))]
     groups += [(last,) for last in due]
-    kept = (tuple(one for one in group if one.mb < m) for group in groups)
+    kept = (tuple(item for item in group if item.mb < m) for group in groups)
     return [group for group in kept if group]
 
 

@@ -28,13 +28,13 @@ _FAR = 16  # ops to look ahead while the next one's input has not arrived
 def branched(kind: str, placement: Placement, request: Request) -> Program:
     """The order with the shortest step that keeps to the memory of the schedule, or to the limit for `auto`."""
     costs = request.costs or Costs.uniform(placement)
-    plain = [replace(one, placement=placement) for one in _by_hand(kind, placement, request)]
-    limits = [max(column) for column in zip(*(_held(one, costs) for one in plain), strict=True)]
+    plain = [replace(order, placement=placement) for order in _by_hand(kind, placement, request)]
+    limits = [max(column) for column in zip(*(_held(order, costs) for order in plain), strict=True)]
     if request.memory_limit is not None:
         limits = list(map(min, limits, request.limits() or limits))
-        plain = [one for one in plain if fits(one, costs, limits)] or plain[:1]
-    tried = [*plain, *(follow(one, costs, limits, Manner(_FAR)) for one in plain if fits(one, costs, limits))]
-    best = min(tried, key=lambda one: Context(one, costs).step_ms(request.objective))
+        plain = [order for order in plain if fits(order, costs, limits)] or plain[:1]
+    tried = [*plain, *(follow(order, costs, limits, Manner(_FAR)) for order in plain if fits(order, costs, limits))]
+    best = min(tried, key=lambda order: Context(order, costs).step_ms(request.objective))
     return replace(best, history=("zb-auto" if kind == "auto" else kind,))
 
 
@@ -68,11 +68,11 @@ def _more(counts: Sequence[int], extra: int) -> Callable[[int], int]:
 
 def _held(program: Program, costs: Costs) -> list[float]:
     """Peak activation units of each rank."""
-    found = []
+    peaks = []
     for ops in program.ranks:
         held = most = 0.0
         for op in ops:
             held += costs.held(op)
             most = max(most, held)
-        found.append(most)
-    return found
+        peaks.append(most)
+    return peaks

@@ -54,10 +54,10 @@ def _unread(draft: Draft, name: str, keys: Iterable[str], known: list[ScheduleCa
 def _group(draft: Draft, schedule: ScheduleCard, group: int, p: int) -> Iterator[ZbcError]:
     """A unit has to give every pipe equally many microbatches, and some schedules support only some groups."""
     where = draft.document.where(("schedule", "group"))
-    known = schedule.groups(p) if schedule.groups else None
-    if known is not None and group not in known:
-        text = f"schedule: schedule.group = {group}; {schedule.name} on {p} ranks takes {known[0]} to {known[-1]}"
-        yield ZbcError("E120", text, where=where, hint=f"{known[-1]} is fastest, {known[0]} holds least")
+    groups = schedule.groups(p) if schedule.groups else None
+    if groups is not None and group not in groups:
+        text = f"schedule: schedule.group = {group}; {schedule.name} on {p} ranks takes {groups[0]} to {groups[-1]}"
+        yield ZbcError("E120", text, where=where, hint=f"{groups[-1]} is fastest, {groups[0]} holds least")
         return
     pipes = len(schedule.placement(p, schedule.default_chunks).pipes)
     if group % pipes:

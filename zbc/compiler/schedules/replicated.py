@@ -78,11 +78,11 @@ def _plain(placement: Placement, replicas: Sequence[int], m: int) -> Program:
     for s, count in enumerate(replicas):
         warmup = -(-sum(replicas[s + 1 :]) // count)
         for replica in range(count):
-            mine = range(replica, m, count)
-            ops = [Op(Kind.F, s, i, i % pipes) for i in mine[:warmup]]
-            for turn, i in enumerate(mine):
-                if turn + warmup < len(mine):
-                    coming = mine[turn + warmup]
+            batches = range(replica, m, count)
+            ops = [Op(Kind.F, s, i, i % pipes) for i in batches[:warmup]]
+            for turn, i in enumerate(batches):
+                if turn + warmup < len(batches):
+                    coming = batches[turn + warmup]
                     ops.append(Op(Kind.F, s, coming, coming % pipes))
                 ops.append(Op(Kind.BW, s, i, i % pipes))
             ranks.append(tuple(ops))

@@ -55,9 +55,9 @@ def own_limit(name: str, p: int, costs: Costs | None = None) -> float | None:
     if costs is None or costs.slices == 1:
         return _OWN_LIMIT[name](p)
     k, stages = costs.slices, range(costs.stages)
-    each = [sum(costs.held(Op(Kind.F, s, 0, 0, j)) for s in stages) for j in range(k)]
+    sizes = [sum(costs.held(Op(Kind.F, s, 0, 0, j)) for s in stages) for j in range(k)]
     buffers = sum(costs.units("kv")) if "kv" in costs.size else 0.0
-    units, begun = _OWN_LIMIT[name](p) + k - 1, [0.0, *accumulate(each)]
+    units, begun = _OWN_LIMIT[name](p) + k - 1, [0.0, *accumulate(sizes)]
     most = max(
         (units - a - b) // k * begun[k] + begun[a] + begun[b]
         for a in range(k + 1)
@@ -151,7 +151,7 @@ def _found(name: str, placement: Placement, request: Request, *, split: bool = T
         request.objective,
         Effort.seconds(request.budget, engine, request.seed),
         engine,
-        orders=lambda other: _by_hand(other, placement, request),
+        orders=lambda kind: _by_hand(kind, placement, request),
         bound=lambda limits: bounds(placement, costs, request.m, limits).of(request.objective),
     )
     rungs = None if request.rungs is None else Effort.seconds(request.rungs, engine).visits
