@@ -211,9 +211,9 @@ class Reader:
         try:
             if part.file not in self._open:
                 self._open[part.file] = safe_open(str(path), framework="pt")
-            found: Tensor = self._open[part.file].get_tensor(part.key).reshape(-1)
+            tensor: Tensor = self._open[part.file].get_tensor(part.key).reshape(-1)
         except (OSError, SafetensorError) as error:
             raise disk.damaged(path, str(error)) from None
-        if found.dtype != dtype or len(found) != part.count:
+        if tensor.dtype != dtype or len(tensor) != part.count:
             raise disk.damaged(path, f"{part.key} is not what {disk.INDEX} says")
-        return found
+        return tensor

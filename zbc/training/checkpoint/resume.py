@@ -44,8 +44,8 @@ def begun(board: Board, options: RunOptions, manifest: Manifest, who: str) -> It
         return _place(manifest, start.run or options.out) if _options(manifest).get("every") else None
 
     def choice() -> dict[str, Any]:
-        found = choose(options, manifest) if board.rank == 0 else Start()
-        return {name: None if path is None else str(path) for name, path in asdict(found).items()}
+        chosen = choose(options, manifest) if board.rank == 0 else Start()
+        return {name: None if path is None else str(path) for name, path in asdict(chosen).items()}
 
     def agree(name: str) -> Start:
         told = together(board, name, choice)[0]
@@ -104,51 +104,51 @@ def _runs(manifest: Manifest, plan: Path) -> list[Path]:
     parent = Path(manifest.training.get("log", {}).get("dir", "runs"))
     name = re.compile(re.escape(plan.resolve().name) + r"-(\d+)")
     entries = parent.iterdir() if os.path.isdir(parent) else ()
-    found = {int(match[1]): entry for entry in entries if (match := name.fullmatch(entry.name))}
-    return [found[number] for number in sorted(found, reverse=True)]
+    runs = {int(match[1]): entry for entry in entries if (match := name.fullmatch(entry.name))}
+    return [runs[number] for number in sorted(runs, reverse=True)]
 
 
 def _newest(options: RunOptions, manifest: Manifest) -> Start:
     folder = _place(manifest, options.out)
     if folder is not None:
-        found = disk.newest(folder)
-        return Start(found, options.out or _run_of(found))
+        path = disk.newest(folder)
+        return Start(path, options.out or _run_of(path))
     for run in _runs(manifest, options.plan):
-        found = disk.newest(run / disk.FOLDER)
-        if found is not None:
-            return Start(found, run)
+        path = disk.newest(run / disk.FOLDER)
+        if path is not None:
+            return Start(path, run)
     return Start()
 
 
 def _restart(options: RunOptions, manifest: Manifest) -> Start:
     """The run of this launch before its restart, which may have written nothing yet."""
-    found = [options.out] if options.out is not None else _runs(manifest, options.plan)
-    run = next((one for one in found if same_launch(rundir.told(one).get("launch"), options.launch)), None)
+    runs = [options.out] if options.out is not None else _runs(manifest, options.plan)
+    run = next((place for place in runs if same_launch(rundir.told(place).get("launch"), options.launch)), None)
     return Start() if run is None else Start(disk.newest(save_folder(manifest, run)), run)
 
 
 def _named(path: Path, options: RunOptions, manifest: Manifest) -> Start:
-    found = _complete_in(path)
+    folder = _complete_in(path)
     own = _place(manifest, options.out)
-    _refuse(own, disk.step_of(found) or 0)
-    goes_on = options.out is not None and own is not None and own.resolve() == found.parent.resolve()
-    return Start(found, options.out if goes_on else None)
+    _refuse(own, disk.step_of(folder) or 0)
+    goes_on = options.out is not None and own is not None and own.resolve() == folder.parent.resolve()
+    return Start(folder, options.out if goes_on else None)
 
 
 def _complete_in(path: Path) -> Path:
     """The checkpoint that a path names, or the newest in it. Raises E612 if there is none."""
-    found = path if disk.is_complete(path) else disk.newest(path) or disk.newest(path / disk.FOLDER)
-    if found is None:
+    folder = path if disk.is_complete(path) else disk.newest(path) or disk.newest(path / disk.FOLDER)
+    if folder is None:
         if disk.step_of(path) is not None and os.path.isdir(path):
             disk.read_index(path)  # raises that it is not complete
         text = f"run: there is no complete checkpoint in {path}"
         raise ZbcError("E612", text, hint="name a checkpoint, a run directory with checkpoints, auto or none")
-    return found
+    return folder
 
 
 def _refuse(folder: Path | None, step: int) -> None:
     """Raises E614 if a run that begins after `step` would write among later checkpoints of another one."""
-    later = [] if folder is None else [found for number, found in disk.complete(folder).items() if number > step]
+    later = [] if folder is None else [path for number, path in disk.complete(folder).items() if number > step]
     if later:
         text = f"run: {folder} holds checkpoints of another run, up to {later[-1].name}"
         hint = "go on from there with --resume auto, or give this run another --out or checkpoint.dir, or remove them"

@@ -42,11 +42,11 @@ class HeldPart:
 
 def entries(worker: Worker) -> list[HeldPart]:
     """The whole state of a rank between two steps. Raises E611 for types that the files cannot store."""
-    found = [entry for stage in sorted(worker.stages) for entry in (*_weights(worker, stage), *_others(worker, stage))]
-    found += [entry for owner in sorted(worker.optimizers) if owner < 0 for entry in _weights(worker, owner)]
-    for entry in found:
+    held = [entry for stage in sorted(worker.stages) for entry in (*_weights(worker, stage), *_others(worker, stage))]
+    held += [entry for owner in sorted(worker.optimizers) if owner < 0 for entry in _weights(worker, owner)]
+    for entry in held:
         check_type(entry.part.name, entry.part.tensor)
-    return [entry for entry in found if entry.part.tensor.numel()]
+    return [entry for entry in held if entry.part.tensor.numel()]
 
 
 def written(worker: Worker, parameter: str) -> bool:
