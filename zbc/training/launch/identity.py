@@ -48,22 +48,22 @@ def _named(manifest: Manifest) -> set[str]:
     keys = {"model.family": model.get("family"), "model.loss": model.get("loss"), "data.kind": data.get("kind")}
     keys["train.hook"] = manifest.training["train"].get("hook")
     keys["filler.task"] = manifest.training.get("filler", {}).get("task")
-    found = {what: str(name) for what, name in keys.items() if ":" in str(name)}
-    for what, name in found.items():
+    names = {what: str(name) for what, name in keys.items() if ":" in str(name)}
+    for what, name in names.items():
         userobject.load(name, what)
-    return {name.partition(":")[0].partition(".")[0] for name in found.values()}
+    return {name.partition(":")[0].partition(".")[0] for name in names.values()}
 
 
 def _modules(packages: set[str]) -> list[tuple[str, Path]]:
     """The loaded modules of users, and their files: those of `packages`, and others that are not installed."""
-    found = []
+    modules = []
     for name, module in sorted(sys.modules.items()):
         file, top = getattr(module, "__file__", None), name.partition(".")[0]
         if not isinstance(file, str) or not os.path.isabs(file) or not file.endswith(".py"):
             continue  # not Python, or synthetic: torch has some
         if top not in _NOT_MODULES and (top in packages or not _installed(file)):
-            found.append((name, Path(file)))
-    return found
+            modules.append((name, Path(file)))
+    return modules
 
 
 def _installed(file: str) -> bool:

@@ -179,11 +179,11 @@ def _check_torch() -> None:
     wanted = ".".join(map(str, OLDEST))
     hint = f"pip install 'torch>={wanted}'"
     try:
-        found = importlib.metadata.version("torch")
+        version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         raise ZbcError("E602", "run: torch is not installed", hint=hint) from None
-    if release(found) < OLDEST:
-        raise ZbcError("E602", f"run: torch {found} is too old, zbc needs {wanted} or newer", hint=hint)
+    if release(version) < OLDEST:
+        raise ZbcError("E602", f"run: torch {version} is too old, zbc needs {wanted} or newer", hint=hint)
 
 
 def _check_world(options: RunOptions, manifest: Manifest) -> None:
@@ -196,8 +196,8 @@ def _check_world(options: RunOptions, manifest: Manifest) -> None:
             text = f"run: RANK and WORLD_SIZE are set, {' and '.join(missing)} not"
             raise ZbcError("E604", text, hint=f"let torchrun set them: {torchrun}")
         if int(env["WORLD_SIZE"]) != wanted:
-            found = env["WORLD_SIZE"]
-            text = f"run: {plan_wants}, torchrun started {found} (WORLD_SIZE={found})"
+            count = env["WORLD_SIZE"]
+            text = f"run: {plan_wants}, torchrun started {count} (WORLD_SIZE={count})"
             raise ZbcError("E601", text, hint=f"run: {torchrun}")
     elif local is None:
         text = "run: nothing has started the ranks of this plan"
