@@ -26,8 +26,8 @@ class Sink(Protocol):
 def check(log: Mapping[str, Any]) -> None:
     """Raises E610 if `[log]` needs a package that is not installed; does not import it."""
     for package, wanted in (("tensorboard", log.get("tensorboard")), ("wandb", log.get("wandb"))):
-        found = importlib.util.find_spec(package) if wanted else None
-        if wanted and (found is None or found.origin is None):  # without origin: a folder of that name, no package
+        spec = importlib.util.find_spec(package) if wanted else None
+        if wanted and (spec is None or spec.origin is None):  # without origin: a folder of that name, no package
             hint = f"pip install 'zbc[{package}]', or drop log.{package}; metrics.jsonl is always written"
             raise ZbcError("E610", f"run: {package} is not installed", hint=hint)
 
