@@ -60,22 +60,22 @@ class Best:
                 return INF, INF
             self.weighed.setdefault(name, None)
             self.looks += 1
-            found = INF, INF
-            for one in self._orders(case, setup, seconds, quick=quick):
-                check_host(self.job, one.complete.program, one.costs)
-                found = min(found, self._offered(case, one))
+            score = INF, INF
+            for order in self._orders(case, setup, seconds, quick=quick):
+                check_host(self.job, order.complete.program, order.costs)
+                score = min(score, self._offered(case, order))
         except ZbcError as error:
             self.weighed.setdefault(name, None)
             self.refuse(error, error.least if isinstance(error, TooTight) else INF)
             return INF, INF
-        if not found[0]:
-            self.weighed[name] = min(found[1], self.weighed[name] or INF)
-        return found
+        if not score[0]:
+            self.weighed[name] = min(score[1], self.weighed[name] or INF)
+        return score
 
     def _rules_out(self, case: Case, setup: Setup) -> bool:
         """Whether none of its orders can be better; bounds include neither overlap nor offload copies."""
-        known = not case.job.costs.overlap and not case.moves
-        return known and setup.least_step >= self.step * (1 - SAME)
+        exact = not case.job.costs.overlap and not case.moves
+        return exact and setup.least_step >= self.step * (1 - SAME)
 
     def _orders(self, case: Case, setup: Setup, seconds: float, *, quick: bool) -> Iterator[Ordered]:
         compiled = {"compiled": True} if self.compiled and case.card.searched and not case.two_pipes else {}
@@ -104,11 +104,11 @@ class Best:
 
     def ranked(self) -> list[tuple[Case, Choice]]:
         """The best choice of each case that fits, the shortest step first."""
-        found = dict[Case, Choice]()
+        chosen = dict[Case, Choice]()
         fits = ((step, k, *key[:2]) for k, (key, (over, step)) in enumerate(self._known.items()) if not over)
         for _, _, case, choice in sorted(fits, key=lambda entry: entry[:2]):
-            found.setdefault(case, choice)
-        return [*found.items()]
+            chosen.setdefault(case, choice)
+        return [*chosen.items()]
 
     def too_large(self, case: Case, choice: Choice) -> None:
         """Records a choice that no order can make fit, without evaluating it."""
@@ -116,8 +116,8 @@ class Best:
 
     def nearest(self) -> tuple[Case, Choice] | None:
         """The choice that exceeds the limits least, if nothing fits."""
-        known = [(*score, k, *key[:2]) for k, (key, score) in enumerate(self._known.items()) if score[0] < INF]
-        return min(known, key=lambda entry: entry[:3])[3:] if known else None
+        scores = [(*score, k, *key[:2]) for k, (key, score) in enumerate(self._known.items()) if score[0] < INF]
+        return min(scores, key=lambda entry: entry[:3])[3:] if scores else None
 
     def refuse(self, error: ZbcError, needed: float = INF) -> None:
         """Records an impossible variant, and the limit from which it would be possible."""
@@ -136,16 +136,16 @@ class Best:
                 raise error
         if self.ordered is None and self._too_large is None:
             raise ZbcError("E303", "schedule: no schedule can be made for this job")
-        found = self._too_large[1] if self.ordered is None and self._too_large is not None else self.ordered
-        assert found is not None
-        found = replace(found, tried=self.looks, all_tried=self.all_looked)
+        order = self._too_large[1] if self.ordered is None and self._too_large is not None else self.ordered
+        assert order is not None
+        order = replace(order, tried=self.looks, all_tried=self.all_looked)
         if AUTO not in self.job.memory.chosen() or not any(case.moves for case, *_ in self._known):
-            return found
-        placement = found.program.placement
+            return order
+        placement = order.program.placement
         moved = replace(self.job, memory=self.job.memory.with_choice([OFFLOAD] * placement.stages))
         return replace(
-            found,
-            bounds=unlimited(self.job, placement, found.costs),
+            order,
+            bounds=unlimited(self.job, placement, order.costs),
             weighed=tuple(self.weighed.items()),
             copy_share=copies.share_of(start_of(moved, placement, self.table)[1], placement),
         )
@@ -178,8 +178,8 @@ def activations(job: Job, case: Case) -> Iterator[Memory]:
     longest-lived activations come first."""
     yield job.memory
     if AUTO in job.memory.chosen() and case.optional and limited(job):
-        others = (replace(job, memory=memory) for memory in _less(job, case))
-        yield from (one.memory for one in others if not any(excludes.clashes(vars(one), case.card.traits)))
+        jobs = (replace(job, memory=memory) for memory in _less(job, case))
+        yield from (variant.memory for variant in jobs if not any(excludes.clashes(vars(variant), case.card.traits)))
 
 
 def _less(job: Job, case: Case) -> Iterator[Memory]:
@@ -206,8 +206,8 @@ def _named(case: Case, choice: Choice) -> str:
     if choice.recompute and len(choice.recompute) < len(case.optional):
         return "recompute of some"
     memory = case.job.memory.decided(choice.recompute, case.stages)
-    each = [memory.of(s) for s in range(case.stages)]
-    kinds = [what for what in (KEEP, SELECTIVE, RECOMPUTE, SPARED, BOTH, OFFLOAD) if what in each]
+    ways = [memory.of(s) for s in range(case.stages)]
+    kinds = [what for what in (KEEP, SELECTIVE, RECOMPUTE, SPARED, BOTH, OFFLOAD) if what in ways]
     if len(kinds) == 1:
         return kinds[0]
-    return ", ".join(f"{what} of {each.count(what)}{' stages' if k == 0 else ''}" for k, what in enumerate(kinds))
+    return ", ".join(f"{what} of {ways.count(what)}{' stages' if k == 0 else ''}" for k, what in enumerate(kinds))

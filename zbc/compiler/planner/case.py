@@ -151,19 +151,19 @@ class Case:
         """All choices that may take less than `step` ms, if there are at most `most`; else None."""
         if 2 ** len(self.optional) > SUBSETS or not self._additive:
             return None
-        m, found = self.job.schedule.microbatches / len(self.placement.pipes), list[Choice]()
+        m, choices = self.job.schedule.microbatches / len(self.placement.pipes), list[Choice]()
         bound = step / (m * (1 - self.job.costs.overlap)) if self.job.costs.overlap < 1 else float("inf")
         for count in range(len(self.optional) + 1):
             for recompute in map(frozenset, combinations(self.optional, count)):
                 if not self.movable:
-                    found.append(self.even(recompute))
+                    choices.append(self.even(recompute))
                     continue
-                left = most - len(found)
+                left = most - len(choices)
                 points, whole = self.loads(recompute).below(bound, count=left, nodes=20 * left)
                 if not whole:
                     return None
-                found += [Choice(one, recompute) for one in points]
-        return found if len(found) <= most else None
+                choices += [Choice(cut, recompute) for cut in points]
+        return choices if len(choices) <= most else None
 
     # ---- starting points and neighbours ------------------------------------------------------------------------------
 
@@ -175,28 +175,28 @@ class Case:
         """
         if not self.free:
             return [self.start]
-        found = [self.start]
+        choices = [self.start]
         if self.movable:
             blocks = uniform(self.table, self.stages)
-            found += [Choice.of(blocks)] if all(blocks) else []
+            choices += [Choice.of(blocks)] if all(blocks) else []
             if limited(self.job) or self.size <= SMALL:
-                found += self._even_in_memory()
-        found += [self.even(frozenset(self.optional[:count])) for count in self.counts[1:]]
-        return list(dict.fromkeys(found))
+                choices += self._even_in_memory()
+        choices += [self.even(frozenset(self.optional[:count])) for count in self.counts[1:]]
+        return list(dict.fromkeys(choices))
 
     @cached_property
     def counts(self) -> list[int]:
         """Numbers of recomputing stages at which planning begins: none, 1, 2, 4, .., all."""
-        most, found = len(self.optional), [0]
-        while found[-1] < most:
-            found.append(min(most, 2 * found[-1] or 1))
-        return found
+        most, numbers = len(self.optional), [0]
+        while numbers[-1] < most:
+            numbers.append(min(most, 2 * numbers[-1] or 1))
+        return numbers
 
     @cached_property
     def fitting(self) -> list[Choice]:
         """The starts that may fit: searching the others is useless. Hand-made orders are evaluated for their memory."""
-        known = not self.card.searched or self.moves
-        return [choice for choice in self.starts if known or not self.short(choice)]
+        evaluated = not self.card.searched or self.moves
+        return [choice for choice in self.starts if evaluated or not self.short(choice)]
 
     def _even_in_memory(self) -> Iterator[Choice]:
         """Choices even in activations times their number on a stage; on devices also in resident state; mixed with
@@ -233,15 +233,15 @@ class Case:
 
         Sorted by the work of the busiest rank, least first.
         """
-        stages, found = range(self.stages), list[Choice]()
+        stages, choices = range(self.stages), list[Choice]()
         if self.movable:
             points = (moved(choice.points, giver, taker) for giver in stages for taker in stages)
-            found += [Choice(one, choice.recompute) for one in points if one is not None]
+            choices += [Choice(near, choice.recompute) for near in points if near is not None]
         for stage in self.optional:
-            other = choice.recompute ^ {stage}
-            found += [Choice(choice.points, other), *([self.even(other)] if self.movable else [])]
-        known = {recompute: self.loads(recompute) for recompute in {one.recompute for one in found}}
-        return sorted(dict.fromkeys(found), key=lambda one: _weight(known[one.recompute].of(one.points)))
+            toggled = choice.recompute ^ {stage}
+            choices += [Choice(choice.points, toggled), *([self.even(toggled)] if self.movable else [])]
+        loads = {recompute: self.loads(recompute) for recompute in {near.recompute for near in choices}}
+        return sorted(dict.fromkeys(choices), key=lambda near: _weight(loads[near.recompute].of(near.points)))
 
     def shifted(self, points: Points, rng: Random) -> Points:
         """A layer of a random stage moved to a random other stage."""

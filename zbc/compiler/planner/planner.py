@@ -103,18 +103,18 @@ def _looked(
 
 def _cases(best: Best, cards: Sequence[tuple[ScheduleCard, int | None]]) -> Iterator[Case]:
     """Yields the cases to look at, least bound first. Raises the error if the only schedule is impossible."""
-    found, job = list[Case](), best.job
+    cases, job = list[Case](), best.job
     for card, chunks in cards:
-        for one in (job, *woven(job, card)) if len(cards) > 1 else (job,):
+        for variant in (job, *woven(job, card)) if len(cards) > 1 else (job,):
             try:
-                bare = Case(one, best.table, card, chunks, roomy=len(cards) > 1)
-                for memory in activations(one, bare):
-                    found.append(bare if memory is job.memory else bare.with_memory(memory))
+                bare = Case(variant, best.table, card, chunks, roomy=len(cards) > 1)
+                for memory in activations(variant, bare):
+                    cases.append(bare if memory is job.memory else bare.with_memory(memory))
             except ZbcError as error:
                 if len(cards) == 1:
                     raise
                 best.refuse(error)
-    return iter(sorted(found, key=lambda case: (not case.card.searched, case.least_step)))
+    return iter(sorted(cases, key=lambda case: (not case.card.searched, case.least_step)))
 
 
 def _look(best: Best, case: Case) -> None:
@@ -125,17 +125,17 @@ def _look(best: Best, case: Case) -> None:
     for choice in case.starts:
         if choice not in case.fitting:
             best.too_large(case, choice)
-    found = [(*best.look(case, choice, quick=True), k) for k, choice in enumerate(case.fitting)]
+    scores = [(*best.look(case, choice, quick=True), k) for k, choice in enumerate(case.fitting)]
     _fewest(best, case)
-    if found and case.rough:
-        best.look(case, case.fitting[min(found)[2]])
+    if scores and case.rough:
+        best.look(case, case.fitting[min(scores)[2]])
 
 
 def _fewest(best: Best, case: Case) -> None:
     """Bisects for the fewest recomputing stages, counted from the first, between the counts of the starts."""
-    few, most, known = 0, len(case.optional), {case.even(frozenset(case.optional[:n])): n for n in case.counts}
+    few, most, counts = 0, len(case.optional), {case.even(frozenset(case.optional[:n])): n for n in case.counts}
     for choice in case.starts:
-        if (count := known.get(choice)) is not None:
+        if (count := counts.get(choice)) is not None:
             fits = choice in case.fitting and not best.look(case, choice, quick=True)[0]
             few, most = (few, min(most, count)) if fits else (max(few, count + 1), most)
     while few < most:
@@ -150,8 +150,8 @@ def _least_memory(best: Best, cases: Sequence[Case]) -> None:
     by the least memory of any order, for hand-made ones starting from the variant that exceeds its limit least."""
     for case in cases:
         if case.free and case.card.searched:
-            known = [] if case.hopeless else case.below(INF, LEAST) or []
-            choice = min(known or case.starts, key=case.missing)
+            choices = [] if case.hopeless else case.below(INF, LEAST) or []
+            choice = min(choices or case.starts, key=case.missing)
             if not case.hopeless:
                 choice = _climbed(case, choice, case.missing, LEAST)
             try:
@@ -164,7 +164,7 @@ def _least_memory(best: Best, cases: Sequence[Case]) -> None:
     if best.ordered is None and nearest is not None:
         case, choice = nearest
         if case.free and not (case.card.searched or case.hopeless):
-            _climbed(case, choice, lambda one: best.look(case, one, quick=True), min(LEAST, OPS // case.size))
+            _climbed(case, choice, lambda near: best.look(case, near, quick=True), min(LEAST, OPS // case.size))
 
 
 def _improve(best: Best, case: Case, choice: Choice) -> None:
@@ -174,9 +174,9 @@ def _improve(best: Best, case: Case, choice: Choice) -> None:
     best.compiled = True
     every = case.below(best.step, most)
     if every is None:
-        _climbed(case, choice, lambda one: best.look(case, one, quick=True), most)
-    for one in every or ():
-        best.look(case, one, quick=True)
+        _climbed(case, choice, lambda option: best.look(case, option, quick=True), most)
+    for option in every or ():
+        best.look(case, option, quick=True)
     best.all_looked = every is not None and not case.card.searched
     best.look(case, dict(best.ranked())[case])
 
@@ -184,27 +184,27 @@ def _improve(best: Best, case: Case, choice: Choice) -> None:
 def _climbed(case: Case, at: Choice, score: Callable[[Choice], Score], most: int) -> Choice:
     """The best choice found from here: a better neighbour as long as there is one, then again from a few moves away
     from the best. At most `most` choices are scored."""
-    known, rng, idle = {at: score(at)}, Random(0), 0
-    best, least = at, known[at]
-    while idle < PATIENCE and len(known) < most:
-        now, better = known[at], True
-        while better and len(known) < most:
+    scores, rng, idle = {at: score(at)}, Random(0), 0
+    best, least = at, scores[at]
+    while idle < PATIENCE and len(scores) < most:
+        now, better = scores[at], True
+        while better and len(scores) < most:
             better = False
-            for other in case.neighbours(at):
-                if other not in known:
-                    known[other] = score(other)
-                    if len(known) >= most:
+            for near in case.neighbours(at):
+                if near not in scores:
+                    scores[near] = score(near)
+                    if len(scores) >= most:
                         break
-                if _less(known[other], now):
-                    at, now, better = other, known[other], True
+                if _less(scores[near], now):
+                    at, now, better = near, scores[near], True
                     break
         idle = 0 if _less(now, least) else idle + 1
         best, least = (at, now) if _less(now, least) else (best, least)
         if not least[0] and not least[1]:
             break
         at = _kicked(case, best, rng)
-        if at not in known:
-            known[at] = score(at)
+        if at not in scores:
+            scores[at] = score(at)
     return best
 
 
@@ -226,8 +226,8 @@ def _kicked(case: Case, choice: Choice, rng: Random) -> Choice:
 
 def _search(best: Best, budget: float | None) -> None:
     """Spends the budget on the best looking searched orders; all of it on one if there is only one."""
-    found = [(case, choice) for case, choice in best.ranked() if case.card.searched]
-    for share, (case, choice) in zip(SHARES if len(found) > 1 else (1.0,), found, strict=False):
+    pairs = [(case, choice) for case, choice in best.ranked() if case.card.searched]
+    for share, (case, choice) in zip(SHARES if len(pairs) > 1 else (1.0,), pairs, strict=False):
         seconds = (case.card.budget if budget is None else budget) * share
         if seconds and case.least_step < best.step * (1 - SAME):
             best.look(case, choice, seconds)
@@ -237,13 +237,13 @@ def _with_recompute(error: TooTight, cases: Sequence[Case]) -> ZbcError:
     """The error with the limit that would suffice if stages recomputed as well, if that is less."""
     case, hint = cases[0], error.hint
     both = {str(s): BOTH if case.job.memory.offloads(s) else case.job.memory.of(s) for s in range(case.stages)}
-    one = case.with_memory(case.job.memory.model_copy(update={"activations": both}))
+    variant = case.with_memory(case.job.memory.model_copy(update={"activations": both}))
     try:
-        moving(one.setup(one.start), 0.0)
+        moving(variant.setup(variant.start), 0.0)
         hint = f'{hint}; memory.activations = "{BOTH}" fits as it is'
-    except TooTight as other:
-        if other.least < error.least:
-            hint = f'{hint}, with memory.activations = "{BOTH}" {enough(other.least)}'
+    except TooTight as tight:
+        if tight.least < error.least:
+            hint = f'{hint}, with memory.activations = "{BOTH}" {enough(tight.least)}'
     except ZbcError:
         pass
     return ZbcError(error.code, error.message, hint=hint)
