@@ -181,13 +181,13 @@ class _Units:
     def _missing_at(self, unit: _Unit) -> Iterator[ZbcError]:
         g = self.g
         there = {kind: self.at[unit.op(kind)] for kind in self.kinds if unit.op(kind) in self.at}
-        twice = [(one, other) for one in there for other in there if self._repeats(one, other)]
-        for one, other in twice:
-            text = f"program: {unit.op(one)} repeats a part of {unit.op(other)}"
-            details = [f"also {g.text(there[other])}"]
-            yield ZbcError("E202", text, where=g.where(there[one]), hint="drop one", details=details)
-        for kind, more in [] if twice else self._lacking(set(there)):
-            text = f"program: no rank runs {unit.op(kind)}{more}"
+        twice = [(first, second) for first in there for second in there if self._repeats(first, second)]
+        for first, second in twice:
+            text = f"program: {unit.op(first)} repeats a part of {unit.op(second)}"
+            details = [f"also {g.text(there[second])}"]
+            yield ZbcError("E202", text, where=g.where(there[first]), hint="drop one", details=details)
+        for kind, note in [] if twice else self._lacking(set(there)):
+            text = f"program: no rank runs {unit.op(kind)}{note}"
             yield ZbcError("E202", text, hint=f"add it on rank {names.rank_of(g, unit.op(kind))}")
 
     def _repeats(self, one: Kind, other: Kind) -> bool:
@@ -195,31 +195,31 @@ class _Units:
         a, b = self.g.layout.rows[one], self.g.layout.rows[other]
         if one is other or not ({*a.writes} & {*b.writes} or {*a.frees} & {*b.frees}):
             return False
-        size, more = len(a.writes + a.frees), len(b.writes + b.frees)
-        return size < more or (size == more and self.kinds.index(one) < self.kinds.index(other))
+        size_a, size_b = len(a.writes + a.frees), len(b.writes + b.frees)
+        return size_a < size_b or (size_a == size_b and self.kinds.index(one) < self.kinds.index(other))
 
     def _lacking(self, there: set[Kind]) -> list[tuple[Kind, str]]:
         """The kinds without which a unit is incomplete, with their alternatives as text."""
-        rows, found = self.g.layout.rows, dict[Kind, str]()
+        rows, lacking = self.g.layout.rows, dict[Kind, str]()
         while True:
-            present = [rows[kind] for kind in self.kinds if kind in there or kind in found]
+            present = [rows[kind] for kind in self.kinds if kind in there or kind in lacking]
             made = {ref.what for row in present for ref in row.writes if VALUES[ref.what].scope == "unit"}
             used = {ref.what for row in present for ref in row.frees if VALUES[ref.what].scope == "unit"}
             wanted = used - made - {"kv", "dkv"}
             if wanted:
                 kinds = [kind for kind in self.kinds if any(ref.what in wanted for ref in rows[kind].writes)]
-                found[kinds[0]] = ""
+                lacking[kinds[0]] = ""
                 continue
             idle = {what for what in made - used if not VALUES[what].stays and what not in ("kv", "dkv")}
             if not idle and "part" in made:
-                return sorted(found.items(), key=lambda item: self.kinds.index(item[0]))
+                return sorted(lacking.items(), key=lambda item: self.kinds.index(item[0]))
             kinds = [
                 kind
                 for kind in self.kinds
                 if any(ref.what in idle for ref in rows[kind].frees)
                 or (not idle and any(ref.what == "part" for ref in rows[kind].writes))
             ]
-            found[kinds[-1]] = " (or its B and W)" if len(kinds) > 1 else ""
+            lacking[kinds[-1]] = " (or its B and W)" if len(kinds) > 1 else ""
 
     def values(self) -> Iterator[ZbcError]:
         """Yields values of unit ops that are missing, made twice or left over: ops of passes, by their rows alone."""
@@ -343,9 +343,9 @@ def _misplaced(g: Graph) -> Iterator[ZbcError]:
 
 
 def _out_of_order(g: Graph) -> Iterator[ZbcError]:
-    found = sorted({*g.late, *late_reads(g)})
+    pairs = sorted({*g.late, *late_reads(g)})
     seen: set[int] = set()
-    for early, late in found:
+    for early, late in pairs:
         if g.ops[late].kind.stage_wide and late in seen:
             continue  # ops that wait for a stage's op: the first problem is enough
         seen.add(late)
@@ -365,7 +365,7 @@ def _averaged(g: Graph) -> Iterator[ZbcError]:
         if op.kind.computes or op.kind is Kind.STEP:
             began.setdefault(g.program.home(op.owner), i)
         elif op.kind is Kind.AVERAGE and not began.keys().isdisjoint(of):
-            first = min(began[one] for one in of if one in began)
+            first = min(began[home] for home in of if home in began)
             text = f"program: {op} comes after {g.ops[first]}, whose weights it changes"
             hint = f"move step {g.place(i)[1]} before step {g.place(first)[1]}"
             yield ZbcError("E206", text, details=[g.text(first), g.text(i)], hint=hint)
@@ -374,20 +374,20 @@ def _averaged(g: Graph) -> Iterator[ZbcError]:
 def late_reads(g: Graph) -> Iterator[tuple[int, int]]:
     """Yields (op, a later op on its rank that writes the cell it finds empty). E208 covers weights."""
     writers = late_writers(g)
-    for one in g.unmet:
-        key = g.layout.key_of(one.cell)[0]
+    for unmet in g.unmet:
+        key = g.layout.key_of(unmet.cell)[0]
         if g.program.resident and key.what == "weights" and key.place >= 0:
             continue
-        if (one.op, one.cell) in writers:
-            yield one.op, writers[one.op, one.cell]
+        if (unmet.op, unmet.cell) in writers:
+            yield unmet.op, writers[unmet.op, unmet.cell]
 
 
 def late_writers(g: Graph) -> dict[tuple[int, int], int]:
     """(op, cell it finds empty) -> the first later op on its rank that writes the cell, if any."""
     wanted: dict[int, list[int]] = {}
-    for one in g.unmet:
-        wanted.setdefault(one.cell, []).append(one.op)
-    found: dict[tuple[int, int], int] = {}
+    for unmet in g.unmet:
+        wanted.setdefault(unmet.cell, []).append(unmet.op)
+    writers: dict[tuple[int, int], int] = {}
     for i, r in enumerate(g.row_of) if wanted else ():
         if r < 0:
             continue
@@ -395,5 +395,5 @@ def late_writers(g: Graph) -> dict[tuple[int, int], int]:
         for c in row.writes:
             for op in wanted.get(c + g.ops[i][2] * row.step, ()):
                 if op < i and g.rank(op) == row.rank:
-                    found.setdefault((op, c + g.ops[i][2] * row.step), i)
-    return found
+                    writers.setdefault((op, c + g.ops[i][2] * row.step), i)
+    return writers

@@ -24,14 +24,14 @@ def copy_problems(g: Graph) -> Iterator[ZbcError]:
         return
     lost = {i for i, _ in g.lost}
     for rank in range(len(g.first) - 1):
-        found: dict[Key, dict[Kind, int]] = {}
+        places: dict[Key, dict[Kind, int]] = {}
         copied: dict[Key, None] = {}
         for i in g.mine(rank):
             op = g.ops[i]
             kind = Kind.B if op.kind is Kind.BW else op.kind
             if kind not in ORDER or i in lost:
                 continue
-            first = found.setdefault(op.key, {}).setdefault(kind, i)
+            first = places.setdefault(op.key, {}).setdefault(kind, i)
             if kind in COPY:
                 copied[op.key] = None
                 if first != i:
@@ -40,7 +40,7 @@ def copy_problems(g: Graph) -> Iterator[ZbcError]:
                         "E206", text, where=g.where(i), hint="drop one", details=[f"first at {g.text(first)}"]
                     )
         for key in copied:
-            yield from _of_one(g, found[key])
+            yield from _of_one(g, places[key])
 
 
 def _of_one(g: Graph, at: dict[Kind, int]) -> Iterator[ZbcError]:

@@ -52,11 +52,11 @@ def shortest_cycle(g: Graph, done: bytearray, *, blocking_sends: bool = False) -
     waits = sorted((a, b) for a, b, weight in graph.edges(data="weight") if weight)
     for a, b in sorted(waits, key=lambda wait: g.place(wait[0][1])[1])[:EFFORT]:
         try:
-            found, path = nx.single_source_dijkstra(graph, b, a, cutoff=length - 2)
+            cost, path = nx.single_source_dijkstra(graph, b, a, cutoff=length - 2)
         except nx.NetworkXNoPath:
             continue
-        if found + 1 < length:
-            length, best = found + 1, [a, *path]
+        if cost + 1 < length:
+            length, best = cost + 1, [a, *path]
     crossed = [(a, b) for a, b in pairwise(best) if graph[a][b]["weight"]]
     lines = []
     for (a, b), (following, _) in zip(crossed, [*crossed[1:], *crossed[:1]], strict=True):
@@ -104,14 +104,14 @@ class _Waits:
 
     def _queues(self) -> dict[int, int]:
         """For each unfinished collective, the previous one in the queue of its rank, -1 for none."""
-        found: dict[int, int] = {}
+        previous: dict[int, int] = {}
         last: dict[int, int] = {}
         for i in sorted(i for ops in self.g.met.values() for i in ops if self.g.ops[i].kind.is_collective):
             rank = self.g.rank(i)
             if not self.done[self.g.party[i]]:
-                found[i] = last.get(rank, -1)
+                previous[i] = last.get(rank, -1)
             last[rank] = i if not self.done[self.g.party[i]] else -1
-        return found
+        return previous
 
     def edges(self) -> Iterator[tuple[Node, Node, int]]:
         for ops in self.stuck:

@@ -84,9 +84,9 @@ def _hint(g: Graph, lines: list[tuple[int, int, int | None]]) -> str:
         rank, step = g.place(behind)
         return f"post {names.named(g, g.ops[late])} on rank {rank} before step {step}, in the order of its channel"
     # An op of another microbatch does not depend on the ops it is to overtake.
-    others = [move for move in moves if len(lines) == 1 or g.ops[move[1]][2:4] != g.ops[move[2]][2:4]]
-    if others:
-        _, late, behind = min(others)
+    options = [move for move in moves if len(lines) == 1 or g.ops[move[1]][2:4] != g.ops[move[2]][2:4]]
+    if options:
+        _, late, behind = min(options)
         (rank, later), (_, step) = g.place(late), g.place(behind)
         return f"on rank {rank}, bring step {later} and what it needs before step {step}"
     return "change the order on one of these ranks"
@@ -97,12 +97,12 @@ def _never_comes(g: Graph) -> Iterator[ZbcError]:
     waiters: dict[str, set[int]] = {}
     for i, sentence in _missed(g):
         waiters.setdefault(sentence, set()).add(i)
-    for sentence, found in waiters.items():
-        ops = sorted(found)
+    for sentence, nodes in waiters.items():
+        ops = sorted(nodes)
         shown = [f"{g.text(i)}  waits for it" for i in ops[:SHOWN]]
-        more = [f"and {len(ops) - SHOWN} more ops"] if len(ops) > SHOWN else []
+        rest = [f"and {len(ops) - SHOWN} more ops"] if len(ops) > SHOWN else []
         yield ZbcError(
-            "E201", f"deadlock: {sentence}", details=shown + more, hint="provide it, or drop what waits for it"
+            "E201", f"deadlock: {sentence}", details=shown + rest, hint="provide it, or drop what waits for it"
         )
 
 
@@ -143,7 +143,7 @@ def _missed(g: Graph) -> Iterator[tuple[int, str]]:
         sentence = f"a second {_other_end(g, op)} never comes on rank {_peer(g, op)}"
         yield from ((i, sentence) for i in (op, *readers.get(event, ())))
     for event, away in g.absent.items():
-        count = sum(g.ops[other[0]] == g.ops[g.met[event][0]] for other in _before(g, event))
+        count = sum(g.ops[ops[0]] == g.ops[g.met[event][0]] for ops in _before(g, event))
         yield from ((i, f"{'a second ' * bool(count)}{g.ops[i]} never comes on rank {away[0]}") for i in g.met[event])
     for (a, b), k, send, recv in g.mixed:
         sends, takes = names.named(g, g.ops[send]), names.named(g, g.ops[recv])
@@ -155,7 +155,7 @@ def _missed(g: Graph) -> Iterator[tuple[int, str]]:
 
 def _before(g: Graph, event: int) -> Iterator[list[int]]:
     """The ops of the collectives that began before this one."""
-    return (ops for other, ops in g.met.items() if other < event)
+    return (ops for earlier, ops in g.met.items() if earlier < event)
 
 
 def _far_cell(g: Graph, x: int) -> int:

@@ -47,7 +47,7 @@ def survival(g: Graph) -> Survival:
 
 def device_waits(g: Graph) -> dict[int, list[int]]:
     """For each op that takes its rank's time, the events that its rank has started since the previous one."""
-    found: dict[int, list[int]] = {}
+    events: dict[int, list[int]] = {}
     lanes, row_of, party = _lanes(g), g.row_of, g.party
     for rank in range(len(g.first) - 1):
         started: list[int] = []
@@ -55,15 +55,15 @@ def device_waits(g: Graph) -> dict[int, list[int]]:
             lane = lanes[row_of[i]]
             if lane is Lane.COMPUTE:
                 if started:
-                    found[i], started = started, []
+                    events[i], started = started, []
             elif party[i] >= 0 and (lane is Lane.LINK or lane is Lane.COLLECTIVE):
                 started.append(party[i])
-    return found
+    return events
 
 
 def one_queue(g: Graph) -> dict[int, list[int]]:
     """For each transfer or collective, the previous event on its stream: of its channel, or of all collectives."""
-    found: dict[int, list[int]] = {}
+    before: dict[int, list[int]] = {}
     lanes, row_of, party, line_of, n = _lanes(g), g.row_of, g.party, g.line_of, len(g.ops)
     for rank in range(len(g.first) - 1):
         last: dict[int, int] = {}
@@ -72,9 +72,9 @@ def one_queue(g: Graph) -> dict[int, list[int]]:
             if event >= 0 and (lane is Lane.LINK or lane is Lane.COLLECTIVE):
                 stream = line_of[event - n] if lane is Lane.LINK else -1
                 if stream in last:
-                    found[i] = [last[stream]]
+                    before[i] = [last[stream]]
                 last[stream] = event
-    return found
+    return before
 
 
 def _lanes(g: Graph) -> list[Lane | None]:

@@ -17,17 +17,17 @@ from zbc.plan.forward import SHARED
 def check_forward(program: Program) -> None:
     """Raise E202 (an F is missing, twice, or on another rank), E203, E204 (transfers) or E201 (deadlock)."""
     placement = program.placement
-    found: dict[Op, int] = {}
+    homes: dict[Op, int] = {}
     problems = []
     for rank, ops in enumerate(program.ranks):
         for op in (op for op in ops if op.kind is Kind.F):
-            if op in found or placement.rank_of(op.stage) != rank:
+            if op in homes or placement.rank_of(op.stage) != rank:
                 problems.append(ZbcError("E202", f"program: {op} is on rank {rank}", hint="make the plan again"))
-            found[op] = rank
+            homes[op] = rank
     units = program.microbatches * program.slices
     wanted = {nth(Kind.F, s, unit, program.slices) for s in range(placement.stages) for unit in range(units)}
-    problems += [ZbcError("E202", f"program: no rank runs {op}") for op in sorted(wanted - found.keys())]
-    problems += [ZbcError("E202", f"program: {op} is out of range") for op in sorted(found.keys() - wanted)]
+    problems += [ZbcError("E202", f"program: no rank runs {op}") for op in sorted(wanted - homes.keys())]
+    problems += [ZbcError("E202", f"program: {op} is out of range") for op in sorted(homes.keys() - wanted)]
     problems += _words(program) if program.vocabulary else []
     raise_all(problems)
     graph = build(program)
@@ -41,8 +41,8 @@ def _words(program: Program) -> list[ZbcError]:
     wanted = Counter(Op(kind, 0, mb, 0, part) for kind, mb, part in units)
     problems = []
     for rank, ops in enumerate(program.ranks):
-        found = Counter(op for op in ops if op.kind.unit_wide)
-        missing, extra = sorted((wanted - found).keys()), sorted((found - wanted).keys())
+        counts = Counter(op for op in ops if op.kind.unit_wide)
+        missing, extra = sorted((wanted - counts).keys()), sorted((counts - wanted).keys())
         problems += [ZbcError("E202", f"program: rank {rank} never runs {op}") for op in missing]
         problems += [ZbcError("E202", f"program: {op} is on rank {rank} too often") for op in extra]
     return problems

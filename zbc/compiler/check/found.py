@@ -14,8 +14,8 @@ def raise_found(problems: Iterable[ZbcError]) -> None:
     """Raise nothing, the only problem, or the first eight and the number of the others."""
     rest = iter(problems)
     shown = list(islice(rest, SHOWN))
-    more = sum(1 for _ in rest)
-    if more:
+    count = sum(1 for _ in rest)
+    if count:
         last = shown[-1]
-        last.details = (*last.details, f"and {more} more problem{'s' if more > 1 else ''}")
+        last.details = (*last.details, f"and {count} more problem{'s' if count > 1 else ''}")
     raise_all(shown)

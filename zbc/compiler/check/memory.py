@@ -40,15 +40,15 @@ def check_host(job: Job, program: Program, costs: Costs) -> None:
 
 def excess(job: Job, memory: Sequence[RankMemory], costs: Costs) -> float:
     """The share by which the fullest rank exceeds its limit; 0 or less if all fit."""
-    found = [-1.0]
+    shares = [-1.0]
     if job.rooms is not None and costs.bytes is not None:
-        found.append(max(rank.bytes / room for rank, room in zip(memory, job.rooms, strict=True)) - 1)
+        shares.append(max(rank.bytes / room for rank, room in zip(memory, job.rooms, strict=True)) - 1)
     limit = parse_limit(job.schedule.memory_limit) if job.schedule.memory_limit else None
     if limit is not None and limit[1] == "x":
-        found.append(max(rank.units for rank in memory) / (limit[0] * job.parallel.pp) - 1)
+        shares.append(max(rank.units for rank in memory) / (limit[0] * job.parallel.pp) - 1)
     elif limit is not None and costs.bytes is not None:
-        found.append(max(rank.activations for rank in memory) / limit[0] - 1)
-    return max(found)
+        shares.append(max(rank.activations for rank in memory) / limit[0] - 1)
+    return max(shares)
 
 
 def _over_device(job: Job, memory: list[RankMemory], costs: Costs) -> Iterator[ZbcError]:

@@ -37,9 +37,9 @@ def pairing_problems(g: Graph) -> Iterator[ZbcError]:
     transfers = [i for i, _ in g.lost if g.ops[i].kind.is_transfer] + list(g.spare.values())
     broken |= {_channel(g, i) for i in transfers}
     yield from _surplus(g)
-    for one in g.mixed:
-        if one.channel not in broken:  # the numbers of its messages would be guesses
-            yield _disorder(g, one)
+    for mixed in g.mixed:
+        if mixed.channel not in broken:  # the numbers of its messages would be guesses
+            yield _disorder(g, mixed)
 
 
 # ---- E203 ----------------------------------------------------------------------------------------------------
@@ -47,8 +47,8 @@ def pairing_problems(g: Graph) -> Iterator[ZbcError]:
 
 def _unpaired(g: Graph) -> list[int]:
     """The messages that lack an end although an op makes, sends, receives or uses them."""
-    found = [x for x, (s, r) in enumerate(zip(g.sender, g.receiver, strict=True)) if (s < 0) is not (r < 0)]
-    wanted = {x for x in found if g.layout.meaning(x)[0].edge >= 0}
+    messages = [x for x, (s, r) in enumerate(zip(g.sender, g.receiver, strict=True)) if (s < 0) is not (r < 0)]
+    wanted = {x for x in messages if g.layout.meaning(x)[0].edge >= 0}
     if g.unmet or g.lost or _left_over(g):
         there = {op for op in g.ops if op.kind.computes}
         for x in names.travelling(g):
@@ -120,9 +120,9 @@ def _carries_nothing(g: Graph, i: int, code: str) -> ZbcError:
         nothing = "reads the output" if _outward(op) else "makes the input"
         text = f"program: {op} carries nothing: no stage {nothing} of stage {op.stage}"
     else:
-        other = message.sink if op.stage == message.source else message.source
+        end = message.sink if op.stage == message.source else message.source
         owner = names.rank_of(g, op)
-        text = f"program: {op} carries nothing: stages {op.stage} and {other} are both on rank {owner}"
+        text = f"program: {op} carries nothing: stages {op.stage} and {end} are both on rank {owner}"
     return ZbcError("E203", text, where=g.where(i), hint="drop it")
 
 

@@ -70,12 +70,12 @@ def scatter_problems(g: Graph) -> Iterator[ZbcError]:
 
 def _wrong(op: Op, owner: int, there: dict[int, bool], needs: set[Kind], room: int) -> tuple[str, str] | None:
     """The error of an op of an owner, given the resident owners, and its fix; None if it is right."""
-    stage, here, full = owner_text(owner), owner in there, [one for one in there if one >= 0]
+    stage, here, full = owner_text(owner), owner in there, [place for place in there if place >= 0]
     if op.kind is Kind.GATHER and here:
         return f"{op} gathers weights that are there", "drop it, or free them before"
     if op.kind is Kind.GATHER and owner >= 0 and len(full) >= room:
-        others = ", ".join(f"s{s}" for s in sorted(full))
-        return f"{op} finds no room: {others} fill the {room} that memory.resident allows", "put a FREE before it"
+        stages = ", ".join(f"s{s}" for s in sorted(full))
+        return f"{op} finds no room: {stages} fill the {room} that memory.resident allows", "put a FREE before it"
     if op.kind is Kind.FREE and here and not there[owner]:
         return f"{op} frees weights that nothing has used", "drop it and its GATHER"
     if op.kind is Kind.STEP and here:

@@ -57,13 +57,13 @@ def version_problems(program: Program) -> Iterator[ZbcError]:
 
 def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
     """Yields ops that have no place in steps without a flush, or on this rank."""
-    mine = program.placement.stages_of(rank)
+    stages = program.placement.stages_of(rank)
     for step, op in enumerate(program.ranks[rank]):
         wide = op.kind.stage_wide or op.kind.rank_wide or op.kind.unit_wide
         if (wide and op.kind not in (Kind.STEP, Kind.REDUCE, Kind.GATHER)) or op.kind.is_mark:
             text = f"program: {op} does not go with steps that follow one another without a flush"
             yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
-        elif wide and op.stage not in mine:
+        elif wide and op.stage not in stages:
             text = f"program: {op} is on rank {rank}, which does not hold its stage"
             yield ZbcError("E205", text, where=f"rank {rank} step {step}")
         elif NEXT > op.mb >= program.microbatches or op.mb >= NEXT + program.microbatches:
@@ -73,12 +73,12 @@ def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
 
 def _between(program: Program, rank: int, stage: int, steps: Sequence[int]) -> Iterator[ZbcError]:
     """Checks for equally many backwards between STEPs, if a stage steps on its own after every few of them."""
-    ops, each = program.ranks[rank], program.microbatches // len(steps) * program.slices
+    ops, per_step = program.ranks[rank], program.microbatches // len(steps) * program.slices
     for number, (first, last) in enumerate(pairwise((-1, *steps))):
-        found = sum(op.kind.makes_part and op.stage == stage and op.mb < NEXT for op in ops[first + 1 : last])
-        if found != each and len(steps) > 1:
-            text = f"program: {found} backwards come before {ops[last]}, all others have {each}"
-            yield ZbcError("E202", text, where=f"rank {rank} step {last}", hint=f"one STEP behind {each} of them")
+        count = sum(op.kind.makes_part and op.stage == stage and op.mb < NEXT for op in ops[first + 1 : last])
+        if count != per_step and len(steps) > 1:
+            text = f"program: {count} backwards come before {ops[last]}, all others have {per_step}"
+            yield ZbcError("E202", text, where=f"rank {rank} step {last}", hint=f"one STEP behind {per_step} of them")
         if ops[last].mb != number:
             text = f"program: {ops[last]} is the STEP number {number} of its stage, counted from 0"
             yield ZbcError("E202", text, where=f"rank {rank} step {last}")

@@ -45,7 +45,7 @@ def _whole(g: Graph) -> bool:
     program = g.program
     wanted = len(kinds_of(program.vocabulary)) * program.microbatches * program.slices
     for rank in range(program.placement.ranks):
-        mine = [g.ops[i] for i in g.mine(rank) if g.ops[i].kind.unit_wide]
-        if len(mine) != wanted or len(set(mine)) != wanted:
+        ops = [g.ops[i] for i in g.mine(rank) if g.ops[i].kind.unit_wide]
+        if len(ops) != wanted or len(set(ops)) != wanted:
             return False
     return not any(g.ops[i].kind.unit_wide for i, _ in g.lost)
