@@ -55,8 +55,8 @@ class Flushless:
         m = program.microbatches
         whole = self._unrolled(program)
         early = _EARLY if context.costs.rendezvous else POSTED
-        for each in (InsertComm(early), FuseBackward()):
-            whole = each.run(whole, Context(whole, context.costs))
+        for step in (InsertComm(early), FuseBackward()):
+            whole = step.run(whole, Context(whole, context.costs))
         cut = [_closed(_cut(ops, m), program, self.every) for ops in whole.ranks]
         made = program.with_ranks(cut, by=InsertComm.name).with_ranks(cut, by=self.name)
         return replace(made, flushless=True)
@@ -79,8 +79,8 @@ class Flushless:
         return replace(program, microbatches=longer.microbatches, ranks=longer.ranks)
 
     def _too_far(self, program: Program, rank: int, ahead: int, rounds: int) -> ZbcError:
-        each = program.slices * (program.placement.chunks or 1)  # forwards of a rank for a microbatch
-        least, length = -(-ahead // each), program.microbatches * each
+        forwards = program.slices * (program.placement.chunks or 1)  # forwards of a rank for a microbatch
+        least, length = -(-ahead // forwards), program.microbatches * forwards
         hint = f"set schedule.microbatches = {least + -least % rounds} or more"
         if self.every:
             text = f"schedule: rank {rank} is {ahead} forwards ahead, and a step has {length}: more than one step"
@@ -120,7 +120,7 @@ def _closed(ops: Sequence[Op], program: Program, every: int) -> list[Op]:
                 gather = Op(Kind.GATHER, op.stage)
                 gathers = [gather] if program.sharded and program.shared(gather) else []
                 behind[_sent(ops, i)] = [*sums, Op(Kind.STEP, op.stage, number - 1), *gathers]
-    return [one for i, op in enumerate(ops) for one in (op, *behind.get(i, ()))]
+    return [item for i, op in enumerate(ops) for item in (op, *behind.get(i, ()))]
 
 
 def _sent(ops: Sequence[Op], i: int) -> int:

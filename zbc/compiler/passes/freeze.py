@@ -41,8 +41,8 @@ class Freeze:
         ways = [solved.of]
         if solved.ms is None:  # in part, which may be worse than equal shares
             ways.append({op: self.most for _, _, op in program if op.kind.makes_part})
-        found = [self._rounded(program, shares, bias) for shares in ways for bias in _BIASES]
-        fits = [one for one in found if self._within(one)]
+        programs = [self._rounded(program, shares, bias) for shares in ways for bias in _BIASES]
+        fits = [one for one in programs if self._within(one)]
         plain = context.timeline.makespan
 
         def rank(one: Program) -> tuple[float, float]:
@@ -85,12 +85,12 @@ def trained(table: Sequence[estimate.Layer], part: Sequence[int]) -> int:
 def frozen_by_stage(program: Program) -> list[float]:
     """The mean share of each stage that is frozen, 0 to 1."""
     stages = program.placement.stages
-    found, counts = [0.0] * stages, [0] * stages
+    shares, counts = [0.0] * stages, [0] * stages
     for _, _, op in program:
         if op.kind.makes_part:
-            found[op.stage] += (WHOLE - op.share) / WHOLE
+            shares[op.stage] += (WHOLE - op.share) / WHOLE
             counts[op.stage] += 1
-    return [share / count if count else 0.0 for share, count in zip(found, counts, strict=True)]
+    return [share / count if count else 0.0 for share, count in zip(shares, counts, strict=True)]
 
 
 def frozen(program: Program) -> float:

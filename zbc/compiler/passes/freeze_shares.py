@@ -56,9 +56,9 @@ def frozen_shares(program: Program, graph: Graph, costs: Costs, most: float) -> 
     kept, middle = _ends(program)
     part = _Model(build(kept), costs, most, range(middle.start // 2, middle.start + middle.start // 2)).solve()
     shift = middle.stop - middle.start
-    found = {op if op.mb < middle.start else op._replace(mb=op.mb + shift): x for op, x in part.of.items()}
-    found |= {op: most for _, _, op in program if op.kind.makes_part and op.mb in middle}
-    return Shares(found, None)
+    shares = {op if op.mb < middle.start else op._replace(mb=op.mb + shift): x for op, x in part.of.items()}
+    shares |= {op: most for _, _, op in program if op.kind.makes_part and op.mb in middle}
+    return Shares(shares, None)
 
 
 def _ends(program: Program) -> tuple[Program, range]:
@@ -86,7 +86,7 @@ class _Model:
         self.solver = _solver()
         ms = lengths(graph, costs)
         self.unit = max(ms, default=0.0) or 1.0
-        self.length = [one / self.unit for one in ms]
+        self.length = [value / self.unit for value in ms]
         self.x: dict[int, Any] = {}  # node -> its frozen share
         self.ends: dict[int, _End] = {}
         self.step = self.solver.NumVar(0.0, self.solver.infinity(), "")
@@ -139,11 +139,11 @@ class _Model:
     def _needs(self, i: int) -> list[int]:
         """The dependencies of a node; a negative number is the beginning."""
         graph = self.graph
-        found = [graph.before[i], *graph.pred[graph.ptr[i] : graph.ptr[i + 1]], *graph.waits.get(i, ())]
+        nodes = [graph.before[i], *graph.pred[graph.ptr[i] : graph.ptr[i + 1]], *graph.waits.get(i, ())]
         x = i - len(graph.ops)
         if self.costs.rendezvous and 0 <= x < len(graph.posted):
-            found.append(graph.posted[x])
-        return found
+            nodes.append(graph.posted[x])
+        return nodes
 
     def _close(self) -> None:
         """The step ends when each rank's last op and all collectives have ended."""
@@ -161,14 +161,14 @@ class _Model:
         goal.SetMinimization()
         if not self._run():
             return Shares(dict.fromkeys((self.graph.ops[i] for i in self.x), self.most), None)
-        least, found = self.step.solution_value(), self._values()
+        least, shares = self.step.solution_value(), self._values()
         self.step.SetUb(least * (1 + _SAME))
         goal.SetCoefficient(self.step, 0.0)
         for x in self.x.values():
             goal.SetCoefficient(x, 1.0)
-        found = self._values() if self._run() else found
+        shares = self._values() if self._run() else shares
         ops = self.graph.ops
-        return Shares({ops[i]: min(1.0, x) for i, x in found.items() if x > _LEAST}, least * self.unit)
+        return Shares({ops[i]: min(1.0, x) for i, x in shares.items() if x > _LEAST}, least * self.unit)
 
     def _values(self) -> dict[int, float]:
         return {i: x.solution_value() for i, x in self.x.items()}

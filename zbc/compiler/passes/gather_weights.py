@@ -96,11 +96,11 @@ class RenewWeights:
         gathers.sort(key=lambda op: first.get(op.stage, math.inf))
         ranks = []
         for rank, ops in enumerate(program.ranks):
-            mine = [op for op in gathers if rank in program.members(op)]
+            needed = [op for op in gathers if rank in program.members(op)]
             if len(program.placement.pipes) > 1:
-                ranks.append([*with_experts(mine, program, Kind.GATHER), *ops])
+                ranks.append([*with_experts(needed, program, Kind.GATHER), *ops])
             else:
-                ranks.append([*_words(program), *with_experts(_ahead(mine, ops), program, Kind.GATHER)])
+                ranks.append([*_words(program), *with_experts(_ahead(needed, ops), program, Kind.GATHER)])
         return program.with_ranks(ranks, by=self.name)
 
 
@@ -114,7 +114,7 @@ def _ahead(gathers: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
     """The ops with two gathers at the front, each other one before the first op of the stage gathered before."""
     inside, before = groups(ops), dict[int, list[Op]]()
     for bringing, op in pairwise(gathers[1:]):
-        first = next((i for i, other in enumerate(ops) if other.kind.computes and other.stage == bringing.stage), 0)
+        first = next((i for i, use in enumerate(ops) if use.kind.computes and use.stage == bringing.stage), 0)
         before.setdefault(inside.get(first, first), []).append(op)
     listed = [*gathers[:2]]
     for step, op in enumerate(ops):
@@ -182,8 +182,8 @@ def _place(ops: Sequence[Op], uses: Sequence[_Use], room: int) -> list[Op]:
 def _following(uses: Sequence[_Use]) -> list[dict[int, float]]:
     """Per use and stage of it, the next use of that stage; infinite if there is none."""
     after: dict[int, float] = {}
-    found: list[dict[int, float]] = []
+    rows: list[dict[int, float]] = []
     for now in range(len(uses) - 1, -1, -1):
-        found.append({stage: after.get(stage, math.inf) for stage in uses[now].stages})
+        rows.append({stage: after.get(stage, math.inf) for stage in uses[now].stages})
         after.update(dict.fromkeys(uses[now].stages, now))
-    return found[::-1]
+    return rows[::-1]

@@ -75,7 +75,7 @@ class InsertComm:
 def _arriving(program: Program, made: _Places, timeline: Timeline | None) -> list[list[_Line]]:
     """Per rank the channels that lead to it, by sender."""
     pipes = program.placement.pipes
-    found: list[list[_Line]] = [[] for _ in program.ranks]
+    channels: list[list[_Line]] = [[] for _ in program.ranks]
     first = 0  # node of the rank's first op
     for ops in program.ranks:
         lines: dict[int, _Line] = {}
@@ -87,8 +87,8 @@ def _arriving(program: Program, made: _Places, timeline: Timeline | None) -> lis
                     line.sent.append(timeline.end[i])
         first += len(ops)
         for receiver, line in lines.items():
-            found[receiver].append(line)
-    return found
+            channels[receiver].append(line)
+    return channels
 
 
 def _ends(timeline: Timeline, rank: int) -> list[float]:
@@ -125,8 +125,8 @@ def _posts(
             way = message[:2]
             if way not in posted:
                 posted[way] = placement.recv(Message(*message))
-            kind, stage, *_, other = posted[way]
-            posts.setdefault(placed.pop(), []).append(Op(kind, stage, *message[2:], WHOLE, other))
+            kind, stage, *_, end = posted[way]
+            posts.setdefault(placed.pop(), []).append(Op(kind, stage, *message[2:], WHOLE, end))
     return posts
 
 
@@ -139,8 +139,8 @@ def _woven(ops: Sequence[Op], posts: dict[int, list[Op]], made: _Places, inside:
             listed += posts[step]
         listed.append(op)
         kind, stage, mb, pipe, part, *_ = op
-        for source, _, send, other in made.get((kind, stage, pipe), ()):
-            held.append(Op(send, source, mb, pipe, part, WHOLE, other))
+        for source, _, send, end in made.get((kind, stage, pipe), ()):
+            held.append(Op(send, source, mb, pipe, part, WHOLE, end))
         if held and (step not in inside or inside[step] + 2 == step):
             listed += held
             held = []
@@ -149,7 +149,7 @@ def _woven(ops: Sequence[Op], posts: dict[int, list[Op]], made: _Places, inside:
 
 def _crossing(placement: Placement, *, written: bool) -> _Places:
     """The values that each kind of op writes for another rank, or reads from one, by its row."""
-    found: _Places = {}
+    places: _Places = {}
     for kind in Kind:
         refs = kind.row.writes if written else kind.row.reads
         for ref in refs if kind.row.lane is Lane.COMPUTE else ():
@@ -160,11 +160,11 @@ def _crossing(placement: Placement, *, written: bool) -> _Places:
                             if placement.crosses(*edge, pipe):
                                 send = placement.send(Message(*edge, 0, pipe, 0))
                                 crossing = _Crossing(*edge, send.kind, send.other)
-                                found.setdefault((kind, stage, pipe), []).append(crossing)
-    return found
+                                places.setdefault((kind, stage, pipe), []).append(crossing)
+    return places
 
 
 def _edges(placement: Placement, stage: int, ref: Ref, *, written: bool) -> Iterator[Edge]:
     """The edges of a value to or from a stage: (stage that makes it, stage that reads it)."""
-    others = placement.sinks(stage) if ref.at is At.SINKS else placement.sources(stage)
-    return ((stage, other) if written else (other, stage) for other in others)
+    ends = placement.sinks(stage) if ref.at is At.SINKS else placement.sources(stage)
+    return ((stage, end) if written else (end, stage) for end in ends)

@@ -71,9 +71,9 @@ class Offload:
         best: tuple[float, float, Program] | None = None
         for limits in self._limits(views, program.size):
             brief = self.quick or limits != self.limits
-            found = self._best(program, context, views, limits, brief=brief)
-            if best is None or found[0] < best[0] - EPS or (found[0] < best[0] + EPS and found[1] < best[1] - EPS):
-                best = found
+            trial = self._best(program, context, views, limits, brief=brief)
+            if best is None or trial[0] < best[0] - EPS or (trial[0] < best[0] + EPS and trial[1] < best[1] - EPS):
+                best = trial
             if best[0] <= plain + EPS:
                 break
         assert best is not None
@@ -81,15 +81,15 @@ class Offload:
 
     def _limits(self, views: Sequence[View], size: int) -> list[tuple[float, ...]]:
         """Its own limits and smaller ones, which keep to them as well: eighths of the peaks without copies."""
-        found = [self.limits]
+        limits = [self.limits]
         for eighths in range(LOWER - 1, 0, -1) if size < LARGE and not self.quick else ():
             lower = tuple(
                 min(limit, max(view.floor, max(view.base) * eighths / LOWER))
                 for view, limit in zip(views, self.limits, strict=True)
             )
-            if lower != found[-1]:
-                found.append(lower)
-        return found
+            if lower != limits[-1]:
+                limits.append(lower)
+        return limits
 
     def _refuse(self, views: Sequence[View]) -> None:
         floors = [view.floor for view in views]
@@ -117,19 +117,19 @@ class Offload:
             for _ in range(rounds):
                 for view in views:
                     view.set(timeline)
-                booked = [one for r in ranges for one in book(views[r.start : r.stop], limits[r.start : r.stop], lead)]
+                booked = [row for r in ranges for row in book(views[r.start : r.stop], limits[r.start : r.stop], lead)]
                 ranks = [
-                    assemble(program.ranks[view.rank], view, mine, limit)
-                    for view, mine, limit in zip(views, booked, limits, strict=True)
+                    assemble(program.ranks[view.rank], view, bookings, limit)
+                    for view, bookings, limit in zip(views, booked, limits, strict=True)
                 ]
-                found = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
-                step = found.step_ms(self.objective)
+                trial = Context(program.with_ranks(ranks, by=Offload.name), context.costs)
+                step = trial.step_ms(self.objective)
                 moved = sum(context.costs.held(op) for ops in ranks for op in ops if op.kind is Kind.RELOAD)
                 if best is None or step < best[0] - EPS or (step < best[0] + EPS and moved < best[1] - EPS):
-                    best = step, moved, found.program
+                    best = step, moved, trial.program
                 if step <= plain + EPS or step >= seen - EPS:
                     break
-                seen, timeline = step, found.timeline
+                seen, timeline = step, trial.timeline
             if best is not None and best[0] <= plain + EPS:
                 break
         assert best is not None

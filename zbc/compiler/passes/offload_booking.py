@@ -64,7 +64,7 @@ def one_by_one(views: Sequence[View], limits: Sequence[float], lead: float) -> l
 
     A copy goes out as early and comes back as late as stream and link have room.
     """
-    ranks = [_Chooser(*each, lead) for each in zip(views, limits, _rooms(len(views)), strict=True)]
+    ranks = [_Chooser(*row, lead) for row in zip(views, limits, _rooms(len(views)), strict=True)]
     if len(ranks) == 1:
         for j in range(len(views[0].items)):
             ranks[0].item(j)
@@ -130,16 +130,16 @@ def all_at_once(views: Sequence[View], limits: Sequence[float], lead: float) -> 
     """Chooses enough activations of those reloaded last, and books all of them together."""
     chosen, booked = [set[int]() for _ in views], [Booked() for _ in views]
     for _ in range(AGAIN):
-        more = False
-        for view, limit, mine, known in zip(views, limits, chosen, booked, strict=True):
+        grew = False
+        for view, limit, picked, bookings in zip(views, limits, chosen, booked, strict=True):
             change = [0.0] * (len(view.items) + 1)
-            for x, one in known.items():
-                if one.gone < one.back:
-                    change[one.gone] += view.lives[x].units
-                    change[one.back] -= view.lives[x].units
+            for x, booking in bookings.items():
+                if booking.gone < booking.back:
+                    change[booking.gone] += view.lives[x].units
+                    change[booking.back] -= view.lives[x].units
             over = [base - limit - away for base, away in zip(view.base, accumulate(change[:-1]), strict=True)]
-            more |= max(over, default=0.0) > EPS and _covered(view, over, mine, lead)
-        if not more:
+            grew |= max(over, default=0.0) > EPS and _covered(view, over, picked, lead)
+        if not grew:
             break
         booked = _packed(views, chosen, lead)
     return booked
@@ -147,21 +147,21 @@ def all_at_once(views: Sequence[View], limits: Sequence[float], lead: float) -> 
 
 def _packed(views: Sequence[View], chosen: Sequence[Collection[int]], lead: float) -> list[Booked]:
     """Books the copies of all choices: back as late as possible, then out as soon as possible."""
-    rooms, begin, found = _rooms(len(views)), dict[tuple[int, int], float](), [Booked() for _ in views]
-    every = [(n, x) for n, mine in enumerate(chosen) for x in mine]
-    for n, x in sorted(every, key=lambda one: (-views[one[0]].start[views[one[0]].lives[one[1]].z], one)):
+    rooms, begin, bookings = _rooms(len(views)), dict[tuple[int, int], float](), [Booked() for _ in views]
+    every = [(n, x) for n, picked in enumerate(chosen) for x in picked]
+    for n, x in sorted(every, key=lambda pair: (-views[pair[0]].start[views[pair[0]].lives[pair[1]].z], pair)):
         life, room = views[n].lives[x], rooms[n]
         length = lead * life.back
         begin[n, x] = _latest(views[n].start[life.z], length, room.back)
         room.take(room.back, begin[n, x], begin[n, x] + length)
-    for n, x in sorted(every, key=lambda one: (views[one[0]].end[views[one[0]].lives[one[1]].a], one)):
+    for n, x in sorted(every, key=lambda pair: (views[pair[0]].end[views[pair[0]].lives[pair[1]].a], pair)):
         view, life, room = views[n], views[n].lives[x], rooms[n]
         out = _earliest(view.end[life.a], life.out, room.out)
         room.take(room.out, out, out + life.out)
         first = max(bisect_left(view.start, out + life.out - EPS), life.a + 1)
         until = bisect_right(view.issued, begin[n, x] + EPS) - 1
-        found[n][x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)
-    return found
+        bookings[n][x] = Booking(max(life.a + 1, bisect_left(view.issued, out - EPS)), first, until)
+    return bookings
 
 
 def _covered(view: View, over: Sequence[float], chosen: set[int], lead: float) -> bool:
@@ -195,17 +195,17 @@ def _covered(view: View, over: Sequence[float], chosen: set[int], lead: float) -
 
 def _earliest(begin: float, length: float, lanes: Sequence[Busy]) -> float:
     """The first time from `begin` on at which all lanes are free for `length` ms."""
-    found, seen = begin, None
-    while found != seen:
-        seen = found
+    start, seen = begin, None
+    while start != seen:
+        seen = start
         for busy in lanes:
-            j = max(0, bisect_left(busy, (found, float("-inf"))) - 1)
-            while j < len(busy) and busy[j][0] < found + length - EPS:
-                found = max(found, busy[j][1])
+            j = max(0, bisect_left(busy, (start, float("-inf"))) - 1)
+            while j < len(busy) and busy[j][0] < start + length - EPS:
+                start = max(start, busy[j][1])
                 j += 1
         if len(lanes) == 1:
             break
-    return found
+    return start
 
 
 def _latest(end: float, length: float, lanes: Sequence[Busy]) -> float:

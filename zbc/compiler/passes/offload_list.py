@@ -21,10 +21,10 @@ class _List:
     def __init__(self, view: View, booked: Mapping[int, Booking], limit: float) -> None:
         self.view, self.limit = view, limit
         self.life = {life.key: life for life in view.lives}
-        self.booked = {view.lives[x].key: one for x, one in booked.items() if one.gone < one.back}
+        self.booked = {view.lives[x].key: booking for x, booking in booked.items() if booking.gone < booking.back}
         self.release = [list[Key]() for _ in view.items]
-        for key, one in self.booked.items():
-            self.release[one.gone].append(key)
+        for key, booking in self.booked.items():
+            self.release[booking.gone].append(key)
         self.now = 0.0
         self.here: dict[Key, Life] = {}
         self.back: set[Key] = set()
@@ -35,14 +35,14 @@ class _List:
 
     def run(self, ops: Sequence[Op]) -> list[Op]:
         for j, changes in enumerate(self.view.change):
-            mine = [op.key for op, _ in changes]
+            keys = [op.key for op, _ in changes]
             for key in self.release[j]:
                 if key in self.here:
                     self._let_go(key, j)
             extra = rise(changes)
             own = [life for _, key in self.away if (life := self.life[key]).z == j]
             while self.now + extra + sum(life.units for life in own) > self.limit + EPS:
-                self._make_room(j, mine)
+                self._make_room(j, keys)
             for life in own:
                 self._fetch(life.key, j)
             self._come_back(j, extra)
@@ -97,8 +97,8 @@ class _List:
         for key in sorted(self.first, key=lambda key: (self.life[key].a, key)):
             early = self.booked[key].out if key in self.booked else 0
             issue[min(self.first[key], max(self.life[key].a + 1, early))].append(Op(Kind.OFFLOAD, *key))
-        found, at = list[Op](), 0
+        written, at = list[Op](), 0
         for item, out, marks in zip(self.view.items, issue, self.marks, strict=True):
-            found += [*ops[at : item.at], *out, *marks]
+            written += [*ops[at : item.at], *out, *marks]
             at = item.at
-        return [*found, *ops[at:]]
+        return [*written, *ops[at:]]

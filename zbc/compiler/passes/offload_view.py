@@ -85,8 +85,8 @@ class View:
         """The least limit: an op's own activation, inputs left for W by earlier backwards, and immovable ones."""
         movable, fixed, most = {life.key: life.units for life in self.lives}, 0.0, 0.0
         for changes in self.change:
-            mine = sum(movable.get(op.key, 0.0) for op, _ in changes if op.kind in (Kind.B, Kind.BW))
-            most = max(most, fixed + mine + rise(changes))
+            extra = sum(movable.get(op.key, 0.0) for op, _ in changes if op.kind in (Kind.B, Kind.BW))
+            most = max(most, fixed + extra + rise(changes))
             for op, units in changes:
                 fixed += units
                 if op.key in movable and op.kind is Kind.F:
@@ -118,17 +118,17 @@ def _items(ops: Sequence[Op]) -> tuple[list[Item], list[list[int]]]:
 
 def _steps_after(timeline: Timeline, first: int, count: int, rank: int) -> list[list[int]]:
     """The nodes of the items of a rank, for any copies between them."""
-    found = list[list[int]]()
+    steps = list[list[int]]()
     ops, grouped = timeline.graph.ops, 0
     for i in timeline.graph.mine(rank):
         if ops[i].kind is Kind.OVERLAP:
-            found.append([])
+            steps.append([])
             grouped = 2
         elif ops[i].kind.computes:
             if grouped:
-                found[-1].append(i)
+                steps[-1].append(i)
                 grouped -= 1
             else:
-                found.append([i])
-    assert len(found) == count
-    return found
+                steps.append([i])
+    assert len(steps) == count
+    return steps

@@ -27,10 +27,10 @@ class OptimizerStep:
     def run(self, program: Program, context: Context) -> Program:
         ranks = [
             [
-                *(Op(Kind.AVERAGE, one) for one in program.averaged(rank)),
+                *(Op(Kind.AVERAGE, owner) for owner in program.averaged(rank)),
                 *ops,
                 Op(Kind.VALIDATE, 0),
-                *(Op(Kind.STEP, one) for one in program.owners(rank)),
+                *(Op(Kind.STEP, owner) for owner in program.owners(rank)),
             ]
             for rank, ops in enumerate(program.ranks)
         ]

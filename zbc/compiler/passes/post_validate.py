@@ -65,9 +65,9 @@ class PostValidate:
             inserted: dict[int, list[Op]] = {}
             for kind, place in ((Kind.NORM, places.norm), (Kind.VERDICT, places.verdict), (Kind.REDO, places.redo)):
                 inserted.setdefault(place[rank], []).append(Op(kind, 0))
-            inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, one) for one in owners)
+            inserted.setdefault(places.commit[rank], []).extend(Op(Kind.COMMIT, owner) for owner in owners)
             woven = _receive_in_time(_sum_in_time(_weave(ops, inserted)), twice)
-            ranks.append([*woven, *(op for one in owners for op in _tentative(program, one))])
+            ranks.append([*woven, *(op for owner in owners for op in _tentative(program, owner))])
         return program.with_ranks(ranks, by=self.name)
 
 
@@ -82,7 +82,7 @@ def _tentative(program: Program, owner: int) -> list[Op]:
 def _places(graph: Graph, program: Program, costs: Costs) -> _Places:
     ranks = len(program.ranks)
     reach = forwards(graph)
-    closing = [[op for one in program.owners(r) for op in _tentative(program, one)] for r in range(ranks)]
+    closing = [[op for owner in program.owners(r) for op in _tentative(program, owner)] for r in range(ranks)]
     tentative = [sum(map(costs.duration, ops)) for ops in closing]
     ends = [0.0] * ranks
     length = lengths(graph, costs)
@@ -151,8 +151,8 @@ class _Hops:
         return max(least, self.reach[rank])
 
     def _begin(self, rank: int, k: int) -> float:
-        mine = self.mine[rank]
-        return self.start[mine[k]] if k < len(mine) else self._free(rank, k)
+        nodes = self.mine[rank]
+        return self.start[nodes[k]] if k < len(nodes) else self._free(rank, k)
 
     def _free(self, rank: int, k: int) -> float:
         """The end of the op before the k-th."""
@@ -191,14 +191,14 @@ def _sum_in_time(ops: Sequence[Op]) -> list[Op]:
 
 def _repeated(program: Program, reach: Sequence[int]) -> set[Op]:
     """The RECVs of the sends of the first `reach[r]` compute ops of each rank."""
-    found = set[Op]()
+    receives = set[Op]()
     for rank, ops in enumerate(program.ranks):
         made = {op.key for op in islice((op for op in ops if op[0].computes), reach[rank])}
         for op in ops:
             if op[0] is Kind.SEND_F and op.key in made:
                 message = program.placement.message(op)
-                found |= {program.placement.recv(message)} if message is not None else set()
-    return found
+                receives |= {program.placement.recv(message)} if message is not None else set()
+    return receives
 
 
 def _receive_in_time(ops: Sequence[Op], twice: set[Op]) -> list[Op]:

@@ -39,9 +39,9 @@ class ReduceGrads:
 
     def run(self, program: Program, context: Context) -> Program:
         stages = range(program.placement.stages)
-        others = [owner for owner, there in ((TIED, program.tied), (WORDS, program.vocabulary)) if there]
-        others += map(experts_of, stages) if program.ep else ()
-        sums = [Op(Kind.REDUCE, owner) for owner in (*stages, *others)]
+        owners = [owner for owner, there in ((TIED, program.tied), (WORDS, program.vocabulary)) if there]
+        owners += map(experts_of, stages) if program.ep else ()
+        sums = [Op(Kind.REDUCE, owner) for owner in (*stages, *owners)]
         sums = [op for op in sums if program.shared(op)]
         if not sums:
             return program
@@ -59,8 +59,8 @@ def reduced_as(program: Program, others: Program) -> Program:
     """A complete program with its reductions in the order of another program of the same ranks and stages, after all
     collectives within a pipeline: replicas have other numbers of these."""
     ranks = []
-    for mine, theirs in zip(program.ranks, others.ranks, strict=True):
-        ops = [op for op in mine if not op.kind.sums]
+    for row, theirs in zip(program.ranks, others.ranks, strict=True):
+        ops = [op for op in row if not op.kind.sums]
         inside = max((step for step, op in enumerate(ops) if op.kind.unit_wide and op.kind.is_collective), default=-1)
         ranks.append(_insert(ops, [op for op in theirs if op.kind.sums], program, inside))
     return program.with_ranks(ranks, by=ReduceGrads.name) if ranks != [list(ops) for ops in program.ranks] else program
@@ -125,7 +125,7 @@ def _last_gather(ops: Sequence[Op]) -> int:
 
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
     """The step after which a reduction can start: the last compute op of its gradients, or the SEND of its result."""
-    last = max((i for i, other in enumerate(ops) if _is_of(program, other, op)), default=-1)
+    last = max((i for i, use in enumerate(ops) if _is_of(program, use, op)), default=-1)
     inside = groups(ops)
     last = inside[last] + 2 if last in inside else last
     while last + 1 < len(ops) and (ops[last + 1].kind.is_send or ops[last + 1].kind in COUNTED):  # weights are urgent

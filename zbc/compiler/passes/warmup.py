@@ -18,9 +18,9 @@ def forwards(graph: Graph) -> list[int]:
     shrinking = True
     while shrinking:
         shrinking = False
-        for r, mine in enumerate(graph.computing):
+        for r, nodes in enumerate(graph.computing):
             for k in range(reach[r]):
-                if any(at >= reach[other] for other, at in _needs(graph, place, mine[k])):
+                if any(at >= reach[peer] for peer, at in _needs(graph, place, nodes[k])):
                     reach[r], shrinking = k, True
                     break
     return reach
@@ -28,31 +28,31 @@ def forwards(graph: Graph) -> list[int]:
 
 def leading(graph: Graph, rank: int) -> int:
     """The number of forwards, none overlapping a backward, at the start of a rank's ops."""
-    mine = graph.computing[rank]
-    return next((k for k, i in enumerate(mine) if graph.ops[i].kind is not Kind.F or i in graph.group_of), len(mine))
+    nodes = graph.computing[rank]
+    return next((k for k, i in enumerate(nodes) if graph.ops[i].kind is not Kind.F or i in graph.group_of), len(nodes))
 
 
 def closed(graph: Graph, reach: Sequence[int]) -> list[int]:
     """The smallest closed reach that covers `reach`."""
-    found, place = list(reach), _places(graph)
-    pending = list(range(len(found)))
-    seen = [0] * len(found)  # per rank, the number of examined ops
+    covered, place = list(reach), _places(graph)
+    pending = list(range(len(covered)))
+    seen = [0] * len(covered)  # per rank, the number of examined ops
     while pending:
         r = pending.pop()
-        for k in range(seen[r], found[r]):
-            for other, at in _needs(graph, place, graph.computing[r][k]):
-                if at >= found[other]:
-                    found[other] = at + 1
-                    pending.append(other)
-        seen[r] = found[r]
-    return found
+        for k in range(seen[r], covered[r]):
+            for peer, at in _needs(graph, place, graph.computing[r][k]):
+                if at >= covered[peer]:
+                    covered[peer] = at + 1
+                    pending.append(peer)
+        seen[r] = covered[r]
+    return covered
 
 
 _Places = dict[int, tuple[int, int]]  # op -> its rank, and its place among the compute ops there
 
 
 def _places(graph: Graph) -> _Places:
-    return {i: (rank, k) for rank, mine in enumerate(graph.computing) for k, i in enumerate(mine)}
+    return {i: (rank, k) for rank, nodes in enumerate(graph.computing) for k, i in enumerate(nodes)}
 
 
 def _needs(graph: Graph, place: _Places, op: int) -> Iterator[tuple[int, int]]:
