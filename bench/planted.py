@@ -42,8 +42,8 @@ BUGS = (
     Bug(
         "the order of ranks is read as its inverse",
         "zbc/topology.py",
-        "(self.order[seat] if self.order else seat) * self.tp",
-        "(self.order.index(seat) if self.order else seat) * self.tp",
+        "self.order[seat] if self.order else seat",
+        "self.order.index(seat) if self.order else seat",
         ("tests/compiler/test_seating.py",),
     ),
     Bug(
@@ -106,8 +106,8 @@ BUGS = (
     Bug(
         "a step that is made again is made without its clip",
         "zbc/runtime/features/ahead.py",
-        "            masters.commit(scale)",
-        "            masters.commit(None)",
+        "            optimizer.commit(scale)",
+        "            optimizer.commit(None)",
         (RUNTIME + "test_ahead.py",),
     ),
     Bug(
@@ -134,7 +134,7 @@ BUGS = (
     Bug(
         "the gradient of a microbatch counts as if there were one copy",
         "zbc/runtime/core/state.py",
-        "self.ending.every or self.layout.microbatches // self.layout.apart",
+        "self.ending.every or layout.microbatches // layout.apart",
         "self.ending.every or self.plan.manifest.microbatches",
         (RUNTIME + "test_copies.py",),
     ),
@@ -155,8 +155,8 @@ BUGS = (
     Bug(
         "both pipes answer for a stage in the norm",
         "zbc/runtime/core/answers.py",
-        "or ((worker.replica == 0 or optimizer.apart) and (s == WORDS or (s >= 0 and placement.rank_of(s) == rank)))",
-        "or worker.replica == 0 or optimizer.apart",
+        "(alone and (optimizer.apart or worker.within < first))",
+        "(optimizer.apart or worker.within < first)",
         (RUNTIME + "test_two_pipes.py", RUNTIME + "test_gradients.py"),
     ),
     Bug(
@@ -176,7 +176,7 @@ BUGS = (
     Bug(
         "F does not wait for the weights that are on their way",
         "zbc/runtime/features/gathers.py",
-        "                gathers.finish(worker, gathers.stages[owner])\n",
+        "                self.finish(worker, self.stages[owner])\n",
         "                pass\n",
         (RUNTIME + "test_copies.py", RUNTIME + "test_freed_weights.py"),
     ),
@@ -204,22 +204,22 @@ BUGS = (
     Bug(
         "experts are summed over replicas that have others",
         "zbc/plan/directory.py",
-        "        return tuple(one for one in found if run.of(one).dp % program.ep == seat.dp % program.ep)",
-        "        return found",
+        "    return _alike(manifest, ranks, rank) if op.stage <= EXPERTS else ranks",
+        "    return ranks",
         (RUNTIME + "test_expert_parallel.py",),
     ),
     Bug(
         "every replica answers for its experts in the norm",
         "zbc/runtime/core/answers.py",
-        "        or (s <= EXPERTS and worker.replica < ep)",
-        "        or s <= EXPERTS",
+        "worker.within < first",
+        "(owner <= EXPERTS or worker.within < first)",
         (RUNTIME + "test_expert_parallel.py",),
     ),
     Bug(
         "gradients of rows are swapped as the rows were",
         "zbc/runtime/features/expert_parallel.py",
-        "ctx.group.swap(grads[0], into, found, out, ctx.slot)",
-        "ctx.group.swap(grads[0], out, found, into, ctx.slot)",
+        "ctx.group.swap(grads[0], into, received, out, ctx.slot)",
+        "ctx.group.swap(grads[0], out, received, into, ctx.slot)",
         (RUNTIME + "test_expert_parallel.py",),
     ),
     Bug(
@@ -232,8 +232,8 @@ BUGS = (
     Bug(
         "rows are published before the step",
         "zbc/runtime/core/ops.py",
-        "    one = worker.optimizers[op.stage]\n",
-        "    one = worker.optimizers[op.stage]\n    one.stepped(worker.transport, skipped=False)\n",
+        "    worker.before_update()\n",
+        "    worker.optimizers[op.stage].stepped(worker.transport, skipped=False)\n",
         (RUNTIME + "test_windows.py",),
     ),
     Bug(
@@ -260,8 +260,8 @@ BUGS = (
     Bug(
         "samples of a row see those before them",
         "zbc/runtime/features/slicing.py",
-        "each_alone(lambda q, k, v: _causal(q, k, v, limits), q, k, v, rows)",
-        "        return _causal(q, k, v)",
+        "each_alone(mix, q, k, v, rows)",
+        "mix(q, k, v)",
         (RUNTIME + "test_unequal.py",),
     ),
     Bug(
@@ -367,8 +367,8 @@ BUGS = (
     Bug(
         "the rounds of interleaved 1F1B warm up one forward short",
         "zbc/compiler/schedules/looped.py",
-        "+ (v - 1) * max(sizes) + k - 1, len(forwards))",
-        "+ (v - 1) * max(sizes) + k - 2, len(forwards))",
+        "+ (v - 1) * max(sizes) + k - 1 + early, len(forwards))",
+        "+ (v - 1) * max(sizes) + k - 2 + early, len(forwards))",
         ("tests/compiler/test_schedules.py", "tests/check/test_deadlock.py"),
     ),
     Bug(
@@ -424,8 +424,8 @@ BUGS = (
     Bug(
         "a frozen layer of a user trains",
         "zbc/runtime/core/slot.py",
-        "if slot is not None and slot.frozen and id(parameter) in slot.frozen:",
-        "if False:",
+        "return slot is not None and bool(slot.frozen) and id(parameter) in slot.frozen",
+        "return False",
         (f"{RUNTIME}test_freezing.py",),
     ),
     Bug(
@@ -460,8 +460,8 @@ BUGS = (
     Bug(
         "a transfer is charged twice",
         "zbc/compiler/sim/simulate.py",
-        "ms = hop if message.edge < 0 else costs.link(",
-        "ms = hop if message.edge < 0 else 2 * costs.link(",
+        "ms = hop if message.edge < 0 else links[",
+        "ms = hop if message.edge < 0 else 2 * links[",
         ("tests/compiler/test_simulate.py",),
     ),
     Bug(
@@ -482,14 +482,14 @@ BUGS = (
     Bug(
         "the check does not look at the order of a channel",
         "zbc/compiler/check/pairing.py",
-        "for one in g.mixed:",
-        "for one in ():",
+        "for mixed in g.mixed:",
+        "for mixed in ():",
         ("tests/check/test_pairing.py",),
     ),
     Bug(
         "the fullest rank is compared with the limit of another",
         "zbc/compiler/check/memory.py",
-        "rank = max(range(len(memory)), key=lambda r: memory[r].bytes)",
+        "rank = max(range(len(memory)), key=lambda r: memory[r].bytes / rooms[r])",
         "rank = 0",
         ("tests/compiler/test_costs.py", "tests/cli/test_errors.py"),
     ),
