@@ -19,6 +19,7 @@ VALUES = {
     "ties": [["layers.0.weight", "layers.1.weight"]],
     "bfloat16 weights": "bfloat16",
     "autocast": "bfloat16",
+    "float16": "float16",
     "experts": 4,
     "expert bias": 0.001,
     "loss by chunks": 7,

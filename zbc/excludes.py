@@ -80,6 +80,7 @@ TRAITS = {
     "ties": Trait("model.ties", bool),
     "bfloat16 weights": Trait("model.parameters", _not("float32")),
     "autocast": Trait("model.dtype", _not("float32")),
+    "float16": Trait("model.dtype", _is("float16"), 'model.dtype = "float16"'),
     "experts": Trait("model.experts", bool),
     "whole norms": Trait("model.variant", _is("olmo2", "olmoe")),
     "capped logits": Trait("model.logits_cap", _given),
@@ -226,6 +227,17 @@ ROWS = (
                 "they do not know what the others have left out",
                 "drop [freeze], or use another schedule, such as 1f1b or zb-v",
             ),
+        },
+    ),
+    Excludes(
+        "float16",
+        "E118",
+        {
+            "barrier-free": (
+                "the loss scale of a step follows from the verdict on the one before",
+                'use dtype = "bfloat16", or sync = "before-step"',
+            ),
+            "average": ("replicas with weights of their own would have scales of their own", 'use dtype = "bfloat16"'),
         },
     ),
     Excludes("fused gradients", "E110", {"compile": "a compiled layer adds up its gradients as its graph says"}),

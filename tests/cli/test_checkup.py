@@ -16,6 +16,7 @@ JOBS = {
     "recompute": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "memory": {"activations": "recompute"}},
     "tied": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"tie_embeddings": True}},
     "bf16": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"dtype": "bfloat16"}},
+    "fp16": {"data": {"kind": "synthetic"}, "kind": "zb-h1", "model": {"dtype": "float16"}},
     "llama": {"data": {"kind": "synthetic"}, "model": {"family": "llama", "kv_heads": 2}},
     "two copies": {"data": {"kind": "synthetic"}, "parallel": {"dp": 2}},
     "no barrier": {"data": {"kind": "synthetic"}, "kind": "zb-v", "optimizer": {"sync": "post-validate"}},

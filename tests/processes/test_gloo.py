@@ -1,5 +1,6 @@
 """Four gloo processes compute the same as one process, and the transport keeps its promises."""
 
+import math
 import threading
 import weakref
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 
 from tests.processes.gloo_ranks import open_network, train, unpack, without_step
-from tests.runtime import test_tensor_parallel, test_ties
-from tests.runtime.small_plans import make_plan, make_program, reference
+from tests.runtime import test_scaling, test_tensor_parallel, test_ties
+from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.runtime.test_gradients import VECTORS, slack
 from tests.runtime.test_shared_words import TIED
 from tests.runtime.woven import shared_program
@@ -63,6 +64,16 @@ FEATURES = {
 def test_what_else_is_sent_has_the_gradients_of_one_process(pool, name):
     schedule, how, options, tolerance = FEATURES[name]
     agrees(pool, make_plan(make_program(schedule, 4, 3 if how else 4, **how), keep=without_step, **options), tolerance)
+
+
+def test_an_overflow_of_float16_skips_the_step_on_every_process(pool):
+    plan = test_scaling.plan_of("zb-h1", 2, 2, how={"copies": 2})
+    workers, found = run_threads(plan, 6), pool.run(train, plan, 6)
+    results = workers[0].results
+    assert {one.skipped for one in results} == {True, False}
+    assert [losses for losses, *_ in found] == [[one.loss for one in results]] * 4
+    assert [[math.isfinite(norm) for norm in norms] for _, norms, *_ in found] == [[not r.skipped for r in results]] * 4
+    same(unpack([weights for *_, weights in found]), {n: p.detach() for n, p in parameters(workers).items()})
 
 
 def agrees(pool, plan, tolerance=0.0, loss=1e-6):

@@ -4,7 +4,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -153,12 +153,14 @@ def make_worker(plan: StoredPlan, rank: int = 0, hub: Hub | None = None) -> Work
 
 @dataclass
 class Reference:
-    """Results of one process: loss and gradient norm per step, last gradients before clipping, weights."""
+    """Results of one process: loss and gradient norm per step, last gradients before clipping, weights; the scale of
+    torch's GradScaler per step."""
 
     losses: list[float]
     norms: list[float]
     grads: dict[str, torch.Tensor | None]
     weights: dict[str, torch.Tensor]
+    scales: list[float] = field(default_factory=list)
 
 
 def plain_loss(chosen: spec.Model) -> Callable[[Any, Any], torch.Tensor]:
@@ -220,7 +222,11 @@ def reference(
     criterion, layers[-1][1].chunk = plain_loss(settings.model), None
     masters = _masters(weights) if settings.model.parameters == "bfloat16" else weights
     optimizer = _optimizer(settings.optimizer, {name: p for name, p in masters.items() if p.requires_grad})
-    low = settings.model.dtype == "bfloat16"
+    low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(settings.model.dtype)
+    growth = settings.model.loss_scale_steps
+    scaler = torch.amp.GradScaler(
+        "cpu", settings.model.loss_scale, growth_interval=growth, enabled=low == torch.float16
+    )
     result = Reference([], [], {}, {})
     before = [p.data.clone() for p in weights.values()]
     for step in range(steps):
@@ -234,20 +240,23 @@ def reference(
             for name in frozen(step, mb):
                 modules[name].requires_grad_(False)
             x, target = batches.inputs(step, mb), batches.targets(step, mb)
-            with torch.autocast("cpu", torch.bfloat16) if low else nullcontext():
+            with nullcontext() if low is None else torch.autocast("cpu", low):
                 for name, module in layers:
                     with drawing(CPU, seed_of(seed, step, mb, name)):
                         x = _next(module, x)
                 loss = criterion(x.value if isinstance(x, Alongside) else x, target)
             losses.append(loss.item() * weights_of[mb])
             if loss.requires_grad:
-                (loss * weights_of[mb] / m).backward()
+                scaler.scale(loss * weights_of[mb] / m).backward()
             for name in frozen(step, mb):
                 modules[name].requires_grad_(True)
         for name in (name for name, count in trained.items() if count < m):
             for p in modules[name].parameters():
                 if p.grad is not None:
                     p.grad.mul_(m / trained[name])
+        result.scales.append(scaler.get_scale())
+        if optimizer is not None:
+            scaler.unscale_(optimizer)
         result.grads = {name: None if p.grad is None else p.grad.clone() for name, p in weights.items()}
         norm = sum(_squares(p.grad) for p in weights.values() if p.grad is not None) ** 0.5
         result.losses.append(sum(losses) / m)
@@ -258,9 +267,9 @@ def reference(
         _clip_stages(settings.optimizer.clip_stage_norm, manifest.layers, weights)
         for group in [] if optimizer is None else optimizer.param_groups:
             group["lr"] = phases.rate(settings.optimizer.lr, settings.optimizer.schedule, settings.train.steps, step)
-        _step(
-            optimizer, settings.optimizer.clip_grad_norm, norm, [*zip(weights.values(), masters.values(), strict=True)]
-        )
+        step_it = None if optimizer is None else partial(scaler.step, optimizer)
+        _step(step_it, settings.optimizer.clip_grad_norm, norm, [*zip(weights.values(), masters.values(), strict=True)])
+        scaler.update()
     result.weights = {name: p.detach().clone() for name, p in weights.items()}
     return result
 
@@ -354,7 +363,7 @@ def _optimizer(options: spec.Optimizer, named: dict[Any, torch.nn.Parameter]) ->
 
 
 def _step(
-    optimizer: torch.optim.Optimizer | None,
+    step: Callable[[], Any] | None,
     largest: float | None,
     norm: float,
     pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]],
@@ -364,8 +373,8 @@ def _step(
     for parameter, master in pairs:
         if parameter.grad is not None:
             master.grad = parameter.grad.mul_(scale)
-    if optimizer is not None:
-        optimizer.step()
+    if step is not None:
+        step()
     for parameter, master in pairs:
         parameter.grad = master.grad = None
         parameter.data.copy_(master.data)

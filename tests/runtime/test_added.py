@@ -21,10 +21,11 @@ WAYS = [("1f1b", 4, 1, "before-step"), ("zb-v", 2, 2, "before-step"), ("dualpipe
         ("interleaved-1f1b", 2, 1, "before-step")]  # fmt: skip
 
 
-def plan_of(way, how="add", places=(0, 2, 3), *, m=4, slices=1, clip=None, **options):
+def plan_of(way, how="add", places=(0, 2, 3), *, m=4, slices=1, clip=None, model=None, **options):
     schedule, p, copies, sync = way
     program = make_program(schedule, p, m, copies=copies, slices=slices, sync=sync)
-    model = {"family": f"{HERE}:layers", "layers": 4, "loss": "mse", "args": {"how": how, "places": list(places)}}
+    args = {"how": how, "places": list(places)}
+    model = {"family": f"{HERE}:layers", "layers": 4, "loss": "mse", "args": args, **(model or {})}
     optimizer = {"kind": "sgd", "lr": 0.3, "sync": sync, "weight_decay": 0.0, "clip_grad_norm": clip}
     data = {"kind": f"{HERE}:Rows"}
     rows = {"rows": (0, 2, 4), "model": {**model, "seq_len": 4}} if slices == 2 else {"model": model}

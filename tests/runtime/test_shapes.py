@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.refusals import refused
-from tests.runtime.small_plans import CPU, GPT, make_plan, make_program, make_worker
+from tests.runtime.small_plans import GPT, make_plan, make_program, make_worker
 from tests.runtime.test_gradients import VECTORS, user
 from zbc.errors import ZbcError
 from zbc.job import spec
@@ -14,6 +14,7 @@ from zbc.training.models import model
 from zbc.training.probing.shapes import derive
 
 HERE = "tests.runtime.user_models"
+LOW = torch.device("cpu"), torch.bfloat16
 
 HIDDEN = TensorSpec((2, 16, 32), torch.float32)
 
@@ -36,12 +37,12 @@ def test_a_gpt_passes_its_residual_stream():
 
 def test_a_gpt_passes_float32_under_autocast_too_and_a_net_passes_what_its_layers_return():
     plan = gpt_plan(model={**GPT, "dtype": "bfloat16"})
-    assert shapes_of(plan, TensorSpec((2, 16), torch.int64), autocast=CPU).inputs[1:] == (HIDDEN,) * 3
+    assert shapes_of(plan, TensorSpec((2, 16), torch.int64), autocast=LOW).inputs[1:] == (HIDDEN,) * 3
     net = {"family": "plans.convnet:layers", "layers": 8, "dtype": "bfloat16"}
     data = {"kind": "plans.convnet:Quadrants"}
     first = TensorSpec((2, 1, 16, 16), torch.float32)
     wanted = TensorSpec((2, 16, 16, 16), torch.bfloat16)
-    assert shapes_of(gpt_plan(model=net, data=data), first, autocast=CPU).inputs[1:] == (wanted,) * 3
+    assert shapes_of(gpt_plan(model=net, data=data), first, autocast=LOW).inputs[1:] == (wanted,) * 3
 
 
 OTHER = [Boundary(shape=[2, 16, 31], dtype="float32"), Boundary(shape=[2, 16, 32], dtype="float64")]

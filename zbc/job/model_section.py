@@ -199,7 +199,13 @@ class Model(Section):
     norm_eps: Positive = Field(1e-5, description="added to the variance in norms")
     rope_theta: Positive = Field(10000.0, description="base of rotary positions")
     rope_scaling: RopeScaling | None = Field(None, description="rotary positions for longer sequences")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="compute type; bfloat16 runs under autocast")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="compute type; the others run under autocast, float16 with a loss scale"
+    )
+    loss_scale: Annotated[Positive, Field(ge=2.0**-126, lt=2.0**127)] = Field(
+        65536.0, description="float16: factor of the loss in the first step; an overflow skips the step and halves it"
+    )
+    loss_scale_steps: Count = Field(2000, description="float16: steps in a row without an overflow that double it")
     parameters: Literal["float32", "bfloat16"] = Field(
         "float32",
         description="what forward reads; bfloat16 keeps float32 master weights and gradients, and needs dtype bfloat16",

@@ -62,6 +62,14 @@ IDLE = (
         'drop it, or use nonfinite = "skip"',
     ),
     Unread(
+        "model",
+        ("loss_scale", "loss_scale_steps"),
+        "dtype",
+        lambda dtype: dtype != "float16",
+        "is for float16, model.dtype is {!r}",
+        'drop it, or use dtype = "float16"',
+    ),
+    Unread(
         "freeze",
         ("after",),
         "most",

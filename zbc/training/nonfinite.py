@@ -32,6 +32,8 @@ class Skips(Guest):
         if not result.skipped:
             self._row = 0
             return
+        if result.scale > 1.0 and not result.bad_losses:
+            return  # an overflow of float16, after which the scale is halved
         self._row, self._all = self._row + 1, self._all + 1
         if self._row >= self._limit:
             raise self._error(result, "" if self._limit == 1 else f", the {_nth(self._row)} in a row")

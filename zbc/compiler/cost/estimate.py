@@ -298,7 +298,7 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         vocab=-(-model.vocab // tp),
         seq_len=model.seq_len,
         sequences=job.schedule.microbatch_size,
-        width=2 if model.dtype == "bfloat16" else 4,
+        width=4 if model.dtype == "float32" else 2,
         stream=2 if model.parameters == "bfloat16" else 4,
         rotary=model.rotary,
         scaled=model.variant in GEMMA or model.embedding_scale != 1.0,

@@ -200,10 +200,10 @@ def _owned(
 
 
 def lowered(job: Job, part: Sequence[int], table: Sequence[Layer], *, experts: bool = False) -> float:
-    """Elements of sharded weights, of a stage or of its `experts`, that layers read only as bfloat16 casts: these are
-    gathered in bfloat16."""
+    """Elements of sharded weights, of a stage or of its `experts`, that layers read only as 16-bit casts: these are
+    gathered in 16 bits."""
     model = job.model
-    if not (job.parallel.frees and model.builtin and model.dtype == "bfloat16" and model.parameters == "float32"):
+    if not (job.parallel.frees and model.builtin and model.dtype != "float32" and model.parameters == "float32"):
         return 0.0
     return _casts([table[i] for i in part if not table[i].tied], experts) / _LOW
 

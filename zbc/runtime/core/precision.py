@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # by model.dtype; others compute as they are
+
 
 def lower_precision(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> None:
     """Casts floating-point parameters to `dtype`; those that train accumulate their gradients in float32.

@@ -43,6 +43,7 @@ class StepResult:
     this rank computed; None if there are none, if a rank cannot measure them (on cuda), and in steps without a barrier.
     `added` is the sum of the auxiliary losses of layers (added.py), a mean over microbatches as well; `routed` is the
     number of rows routed to each expert of each block.
+    `scale` is the loss scale of the step.
     `bad_gradients` names the parameters whose gradients, `bad_losses` the microbatches whose losses were not finite.
     """
 
@@ -60,20 +61,26 @@ class StepResult:
     sums_hidden: float | None = None
     added: float = 0.0
     routed: tuple[float, ...] = ()
+    scale: float = 1.0
+
+    def unscaled(self, scale: float) -> StepResult:
+        """This result, of gradients that came times `scale`."""
+        return self if scale == 1.0 else replace(self, grad_norm=self.grad_norm / scale, scale=scale)
 
     def of(self, step: int, seconds: float, *, redone: bool = False) -> StepResult:
         """This result with the number of its step and its wall time on this rank."""
         return replace(self, step=step, seconds=seconds, redone=redone)
 
     def clip(self, largest: float | None) -> float | None:
-        """The factor for gradients that limits their norm to `largest`; None to leave them unchanged.
+        """The factor for gradients that undoes the loss scale and limits their norm to `largest`; None to leave them
+        unchanged.
 
         As torch.nn.utils.clip_grad_norm_: min(1, largest / (norm + 1e-6)).
         """
-        if largest is None or self.skipped:
+        if self.skipped:
             return None
-        scale = largest / (self.grad_norm + 1e-6)
-        return scale if scale < 1.0 else None
+        scale = (1.0 if largest is None else min(1.0, largest / (self.grad_norm + 1e-6))) / self.scale
+        return None if scale == 1.0 else scale
 
 
 @dataclass(frozen=True, slots=True)

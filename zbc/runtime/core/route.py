@@ -166,7 +166,7 @@ class Losses:
     def give(self, worker: Worker, tensor: Tensor, op: Op, number: int) -> Tensor | None:
         # The storage of mse_loss's result is as large as its input. A device's loss is not waited for here.
         loss = tensor.item() if worker.on_host else tensor.detach().clone()
-        weight, share = worker.weight(number), worker.phase_run.share(tensor)
+        weight, share = worker.weight(number), worker.phase_run.share(tensor, worker.scale)
         loss = loss if weight == 1.0 else loss * weight
         worker.losses[op.mb] = loss if not op.slice else worker.losses.get(op.mb, 0.0) + loss
         return share if weight == 1.0 else share * weight

@@ -104,7 +104,7 @@ class PhaseRun:
     trains: bool = True  # False for an evaluation, which has data of its own
     batches: BatchSource | None = None
     first: int = 0  # the number of this replica's first microbatch among those of all replicas of the pipeline
-    _shares: dict[torch.dtype, Tensor] = field(default_factory=dict)
+    _shares: dict[tuple[torch.dtype, float], Tensor] = field(default_factory=dict)
 
     @functools.cached_property
     def count(self) -> int:
@@ -116,12 +116,12 @@ class PhaseRun:
         """The keys whose W is a separate op."""
         return frozenset(op.key for op in self.ending.keyed(self.plan.ops) if op.kind is Kind.B)
 
-    def share(self, loss: Tensor) -> Tensor:
-        """The derivative of a step's loss, a mean over the microbatches of all replicas, by the loss of one. If stages
-        step without a flush, the mean is over the microbatches of one stage's step."""
-        share = self._shares.get(loss.dtype)
+    def share(self, loss: Tensor, scale: float = 1.0) -> Tensor:
+        """The derivative of a step's loss, a mean over the microbatches of all replicas, by the loss of one, times the
+        loss scale. If stages step without a flush, the mean is over the microbatches of one stage's step."""
+        share = self._shares.get((loss.dtype, scale))
         if share is None:
-            share = self._shares[loss.dtype] = loss.new_tensor(self.portion)
+            share = self._shares[loss.dtype, scale] = loss.new_tensor(self.portion * scale)
         return share
 
     @functools.cached_property
@@ -158,6 +158,7 @@ class Worker:
     watched: bool = False  # whether unseeded generators are checked: layers of users may draw from them
     suspicious: bool = False  # whether they are checked around each layer
     step: int = 0
+    scale: float = 1.0  # of the loss, in the gradients of this step
     stop: bool = False
     ends: bool = True  # whether something runs between this step and the next
     verdict: StepResult | None = None
@@ -283,7 +284,7 @@ class Worker:
         self.progress.waiting = True
         verdict = self.layout.read(vector, self.apart)
         self.progress.waiting = False
-        return verdict
+        return verdict.unscaled(self.scale)
 
     def before_update(self) -> None:
         """Makes the device wait for the copy of the previous state, if a checkpoint copies it in the background."""

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 
 class Adding:
-    """Values reported by the forward of one microbatch in a stage; `scale`: the weight of its loss in the step's."""
+    """Values reported by the forward of one microbatch in a stage; `share`: the weight of its loss in the step's, and
+    `scale` that in the gradients, which are `times` the loss's."""
 
-    __slots__ = ("loads", "scale", "total")
+    __slots__ = ("loads", "scale", "share", "total")
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, share: float, times: float = 1.0) -> None:
+        self.share, self.scale = share, share * times
         self.total: Tensor | None = None
         self.loads: list[tuple[int, Tensor]] = []  # index of the first expert among all blocks, rows of each
 
@@ -69,7 +70,7 @@ def with_added(handler: Callable[[Worker, Op], None]) -> Callable[[Worker, Op], 
     """Wraps the handler of F: collects the values that its layers report."""
 
     def run(worker: Worker, op: Op) -> None:
-        adding = Adding(worker.portion(worker.number(op.mb), worker.routes[op].stage.part))
+        adding = Adding(worker.portion(worker.number(op.mb), worker.routes[op].stage.part), worker.scale)
         outer = _current.swap(adding if worker.phase_run.trains else None)
         try:
             handler(worker, op)
@@ -91,7 +92,7 @@ def current_adding() -> Adding | None:
 
 def loss_scale() -> float:
     """The weight of this forward's gradients in the step: 1 / (microbatches of a step, over all replicas), for a slice
-    times its share of the sequence. 1.0 outside of a training.
+    times its share of the sequence; in float16 times the loss scale. 1.0 outside of a training.
 
     A layer multiplies by it the gradients that it adds in its own backward, in an autograd function of its own. To be
     called in the forward.
@@ -112,7 +113,7 @@ def add_loss(x: Tensor, value: Tensor) -> Tensor:
     adding = _current.value
     if adding is None:
         return _Added.apply(x, value, 1.0)  # type: ignore[no-any-return, no-untyped-call]
-    mine = value.detach().reshape(()).float() * adding.scale
+    mine = value.detach().reshape(()).float() * adding.share
     adding.total = mine if adding.total is None else adding.total + mine
     return _Added.apply(x, value, adding.scale)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -190,8 +189,8 @@ def _reason(worker: Worker, run: PhaseRun, *ops: Op) -> str | None:
 def _apart(stage: Stage, device: torch.device) -> None:
     """Disables autocast's cache of casts: it is shared by all threads, and a cast cached by a forward without a graph
     has no gradient."""
-    if not isinstance(stage.autocast, nullcontext):
-        stage.autocast = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+    if isinstance(stage.autocast, torch.autocast):
+        stage.autocast = torch.autocast(device.type, stage.autocast.fast_dtype, cache_enabled=False)
 
 
 def overlap(worker: Worker, op: Op) -> None:

@@ -74,7 +74,7 @@ def tell(worker: Worker, op: Op) -> None:
     began = worker.clock.start()
     counting = (targets != IGNORED).sum().double().clamp(min=1.0)
     weight = worker.phase_run.weigh(worker, worker.number(op.mb), targets, share) / counting
-    step = worker.phase_run.portion
+    step = worker.phase_run.portion * worker.scale
     early = training and shared.sums == 1
     told = shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=training)
     if shared.group is not None:

@@ -17,6 +17,7 @@ from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.bundle import Ways
+from zbc.runtime.core.precision import AUTOCAST
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.context_parallel import rows_of
 from zbc.runtime.features.slicing import Inside, Part, within
@@ -197,7 +198,8 @@ class Site:
             return found if rows is None else found._replace(shape=(found.shape[0], rows, *found.shape[2:]))
 
         plans = trunk(self.layers) if shared else self.layers
-        autocast = self.device if settings.model.dtype == "bfloat16" else None
+        low = AUTOCAST.get(settings.model.dtype)
+        autocast = None if low is None else (self.device, low)
         found = derive(plans, first, self.manifest, autocast=autocast, lowered=lowered, rows=rows, flow=shared)
         if self.shares_sequence:
             found = found.of_tokens(self.topology.along("tp"))

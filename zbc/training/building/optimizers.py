@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-import torch
 from torch import nn
 
 from zbc.errors import ZbcError
@@ -17,6 +16,7 @@ from zbc.plan.lateness import lateness
 from zbc.runtime.core.bucket import Bucket, GradientSum, absent
 from zbc.runtime.core.muon import Whole
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
+from zbc.runtime.core.precision import AUTOCAST
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.state import Worker
@@ -95,7 +95,7 @@ def _optimizer_of(
             lowered=lowered,
             ahead=ahead,
             frees=bool(manifest.resident),
-            low=torch.bfloat16 if settings.model.builtin and settings.model.dtype == "bfloat16" else None,
+            low=AUTOCAST.get(settings.model.dtype) if settings.model.builtin else None,
             scatters=manifest.scatters,
             cycles=manifest.flushless,
         )

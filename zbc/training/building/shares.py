@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 
-import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.core.optimizer import StageOptimizer, build_optimizer
+from zbc.runtime.core.precision import AUTOCAST
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features import cross_entropy, expert_parallel
 from zbc.runtime.features.context_parallel import Spread
@@ -57,8 +57,7 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
     parameters = tables.parameters(site.layers, settings.train.seed, site.device)
     embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
     cap = settings.model.logits_cap
-    dtype = torch.bfloat16 if settings.model.dtype == "bfloat16" else None
-    output = Output(head, low, dtype, cap, terms_of(settings.model))
+    output = Output(head, low, AUTOCAST.get(settings.model.dtype), cap, terms_of(settings.model))
     replicas = run.ranks([site.plan.rank], site.seat.at)
     optimizer: StageOptimizer = (
         Sharded(settings.optimizer, parameters, (output.cast,), ranks=replicas, rank=site.rank, lowered=lowered)

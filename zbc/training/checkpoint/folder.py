@@ -34,6 +34,7 @@ FOLDER = "checkpoints"  # in a run directory
 _STEP = re.compile(r"step-(\d{8,})")
 BLOCK = 2**23  # bytes read, written and checksummed at once
 _Index = Annotated[int, Field(ge=0, lt=2**63)]
+_Scale = Annotated[tuple[float, int], Field(strict=False)]  # of the next step; steps in a row without an overflow
 _File = Annotated[str, Field(pattern=r"^rank-\d{4,}\.safetensors$")]  # next to the index, never elsewhere
 Type = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 
@@ -96,6 +97,7 @@ class Index(Contents):
     step: _Index  # steps trained
     samples: _Index  # used by these steps
     data_samples: _Index | None  # in the dataset
+    loss_scale: _Scale | None = None  # of float16
     seed: int
     optimizer: str
     plan: str

@@ -14,6 +14,7 @@ from zbc.runtime.core.optimizer import Held, StageOptimizer, inside
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.feedback import FED, Feedback
 from zbc.runtime.features.moving import MEAN, Mean
+from zbc.runtime.features.scaling import Scale, Scaling
 from zbc.runtime.features.tensor_parallel import Cut, SharedLayers
 from zbc.runtime.features.versions import OLDER, OneVersion, TwoVersions
 from zbc.training.checkpoint import folder as disk
@@ -56,6 +57,9 @@ def load(
     together(board, "checkpoint loaded", fill)
     steps = reader.index.step
     worker.resume(steps, reader.index.samples)
+    scaling = worker.features.find(Scaling)
+    if scaling is not None and reader.index.loss_scale is not None:
+        scaling.scale = Scale(*reader.index.loss_scale)
     before, counts = reader.index.data_samples, {answer["data_samples"] for answer in told if "data_samples" in answer}
     if worker.rank == 0 and before is not None and counts and before not in counts:
         now = counts.pop()

@@ -25,6 +25,7 @@ import zbc
 from zbc.errors import ZbcError
 from zbc.job import spec
 from zbc.runtime.core.state import Worker
+from zbc.runtime.features.scaling import Scaling
 from zbc.runtime.transports.background import Background
 from zbc.training.checkpoint import folder as disk
 from zbc.training.checkpoint.arena import Arena, copy_beside
@@ -178,6 +179,7 @@ class Checkpoints(Guest):
             step=step,
             samples=self.worker.phases.position(step),
             data_samples=data_samples,
+            loss_scale=None if (scaling := self.worker.features.find(Scaling)) is None else scaling.scale,
             seed=manifest.training["train"]["seed"],
             optimizer=manifest.training["optimizer"]["kind"],
             plan=manifest.id,

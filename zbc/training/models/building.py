@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.runtime.core.bundle import Packing, Ways, adapt, is_adapted
+from zbc.runtime.core.precision import AUTOCAST
 from zbc.runtime.core.remembered import places
 from zbc.runtime.core.split import SPLIT, Patch, SplitLinear, split_backward
 from zbc.runtime.core.stage import Stage, StageLayer, Traits
@@ -50,7 +51,7 @@ def build_stage(
     although none did in trials. `fused`: linear layers accumulate weight gradients inside their products.
     `share` reduces a layer to this rank's shard.
     """
-    layers, patches, low = list[StageLayer](), list[Patch](), dtype == "bfloat16"
+    layers, patches, low = list[StageLayer](), list[Patch](), AUTOCAST.get(dtype)
     for plan in plans:
         module = adapt(plan.name, plan.build(seed), ways(plan.name))
         share(plan.name, module)
@@ -59,13 +60,13 @@ def build_stage(
         seen = replace(seen, random=seen.random or draws(module))
         chosen = compiles and plan.compiles
         # Under autocast torch's linear layer saves a cast of its weight per microbatch, ours has one for all.
-        own = spares or fused or (low and not chosen)
+        own = spares or fused or (low is not None and not chosen)
         kinds = () if seen.whole else SPLIT if splits else (nn.Linear,) if own else ()
         found = split_backward(module, kinds, fused=fused)
         compiled = _compiled(module, found) if chosen else None
         layers.append(StageLayer(plan.name, module, seen, places(module, seen.remembers), compiled))
         patches += found
-    autocast = torch.autocast(device.type, torch.bfloat16) if low else nullcontext()
+    autocast = nullcontext() if low is None else torch.autocast(device.type, low)
     casts = [patch for patch in patches if isinstance(patch, SplitLinear)]
     casts += [inner.frozen for layer in layers for inner in layer.module.modules() if isinstance(inner, LoraLinear)]
     how = (recompute, spares, flows, passed)

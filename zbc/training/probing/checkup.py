@@ -22,9 +22,10 @@ from zbc.job.userobject import FAILURES
 from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.core.bundle import call, names_of
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.core.precision import lower_precision
+from zbc.runtime.core.precision import AUTOCAST, lower_precision
 from zbc.runtime.core.state import Worker
 from zbc.runtime.features.added import Adding, adding_to
+from zbc.runtime.features.scaling import Scale, Scaling
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.transports.hub import Hub
 from zbc.training import frames
@@ -38,7 +39,7 @@ from zbc.training.probing.shapes import read_by
 from zbc.training.worker import build_worker
 
 CPU = torch.device("cpu")
-TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest gradient of a parameter
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}  # of the largest gradient of a parameter
 
 
 class Compared(NamedTuple):
@@ -98,6 +99,8 @@ def check_up(plan: StoredPlan) -> Checkup:
     for rank, ops in enumerate(plan.program.ranks):
         for s in plan.program.placement.stages_of(rank):
             refuse_stage(plan.manifest, ops, worker.stages[s])
+    if (scaling := worker.features.find(Scaling)) is not None:
+        scaling.scale = Scale(1.0)
     with _shown():
         result = run_step(worker, 0)
         mine = {name: p.grad for optimizer in worker.optimizers.values() for name, p in optimizer.parameters.items()}
@@ -215,7 +218,7 @@ def plain_gradients(
         lowered=lowered,
         where=settings.where,
     )
-    total, low, after = 0.0, settings.model.dtype == "bfloat16", read_by(layer_plans(settings))
+    total, low, after = 0.0, AUTOCAST.get(settings.model.dtype), read_by(layer_plans(settings))
     criterion = loss_of(settings.model, None, modules.values())
     counts = count_of(criterion, settings.model.loss, batches.targets(0, 0)) or (lambda target: 1.0)
     weights = [counts(batches.targets(0, mb)) for mb in range(count)]
@@ -225,7 +228,7 @@ def plain_gradients(
             continue  # no target counts
         target = batches.targets(0, mb).to(device)
         adding = adding_to(Adding(times / count))
-        with adding, torch.autocast(device.type, torch.bfloat16) if low else nullcontext():
+        with adding, nullcontext() if low is None else torch.autocast(device.type, low):
             made = dict[str, Any]()
             for name, module in modules.items():
                 if after[name]:

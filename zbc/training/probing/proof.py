@@ -24,7 +24,7 @@ from zbc.training.probing.contract import OUTPUT, apart, largest, there_and_back
 
 # By dtype: the maximum relative distance (contract.py); and the share of the layer's largest gradient up to which
 # differences of gradients count as rounding.
-TOLERANCE = {"float32": (1e-4, 1e-6), "bfloat16": (5e-2, 5e-3)}
+TOLERANCE = {"float32": (1e-4, 1e-6), "bfloat16": (5e-2, 5e-3), "float16": (5e-2, 5e-3)}
 
 
 def prove(stage: Stage, dtype: str, *, splits: bool, tell: Callable[[str], None] = lambda text: None) -> None:

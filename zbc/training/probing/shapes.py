@@ -115,13 +115,13 @@ def derive(
     first: Callable[[str], TensorSpec],
     manifest: Manifest,
     *,
-    autocast: torch.device | None,
+    autocast: tuple[torch.device, torch.dtype] | None,
     lowered: torch.dtype | None = None,
     rows: int | None = None,
     flow: bool = False,
 ) -> Shapes:
     """Runs all layers without data, from model inputs of the spec `first(layer)` for each layer that reads the data;
-    `autocast` is the device to autocast for, if any.
+    `autocast` are the device and type to autocast for, if any.
 
     `lowered` is the type that parameters are cast to for forward, if it is not their own. `rows`: the number of tokens
     of a slice, if `first` is one. `flow`: the input of the first layer requires a gradient.
@@ -279,20 +279,25 @@ def _check_layers(plans: Sequence[LayerPlan], manifest: Manifest) -> None:
         raise ZbcError("E506", f"run: the plan has {what}, the model has {have}", hint=hint)
 
 
-def _output(look: _Look, module: nn.Module, autocast: torch.device | None, lowered: torch.dtype | None) -> _Seen:
+def _output(
+    look: _Look,
+    module: nn.Module,
+    autocast: tuple[torch.device, torch.dtype] | None,
+    lowered: torch.dtype | None,
+) -> _Seen:
     """Runs the trial of a layer.
 
     A layer that cannot run without values is built and run once on the CPU. One that cannot take an input in the layout
     of the meta device gets a contiguous one: layouts there may differ from those in training.
     """
-    device = torch.device("meta") if autocast is None else autocast
+    device, low = (torch.device("meta"), None) if autocast is None else autocast
     # Kernels of the CPU may need buffers of the parameters' type, which only a run with values shows.
     mixed = lowered is not None and device.type == "cpu" and any(b.is_floating_point() for b in module.buffers())
     found: _Seen | None = None
     plain = look._replace(takes=Laid(look.takes.spec))
     for laid in dict.fromkeys((look.takes, plain.takes)):
         try:
-            found = _run(look._replace(takes=laid), module, device)
+            found = _run(look._replace(takes=laid), module, device, low)
             break
         except ZbcError:
             raise
@@ -303,7 +308,7 @@ def _output(look: _Look, module: nn.Module, autocast: torch.device | None, lower
     try:
         with seeded(0):
             built = with_values(look.plan, lowered)
-            with nullcontext() if autocast is None else torch.autocast("cpu", torch.bfloat16):
+            with nullcontext() if low is None else torch.autocast("cpu", low):
                 tried = _looked_at(plain, built, torch.device("cpu"))
         return found or tried
     except ZbcError:
@@ -326,11 +331,11 @@ def with_values(plan: LayerPlan, lowered: torch.dtype | None) -> nn.Module:
     return built
 
 
-def _run(look: _Look, module: nn.Module, device: torch.device) -> _Seen:
+def _run(look: _Look, module: nn.Module, device: torch.device, low: torch.dtype | None) -> _Seen:
     """Runs without values: on the meta device, or with fake tensors of another one, under autocast."""
     if device.type == "meta":
         return _looked_at(look, module, device)
-    with FakeTensorMode(), torch.autocast(device.type, torch.bfloat16):
+    with FakeTensorMode(), torch.autocast(device.type, low):
         return _looked_at(look, hollow(module, device), device)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zbc.job.profile import WordTimes
+from zbc.runtime.core.precision import AUTOCAST
 from zbc.runtime.features.vocabulary import Embedding, Output
 from zbc.runtime.features.words import combine
 from zbc.training.devices import Laps
@@ -28,7 +29,7 @@ def word_times(rig: Rig, device: torch.device) -> WordTimes | None:
     rows, tokens = -(-model.vocab // ranks), job.schedule.microbatch_size * model.seq_len // job.parallel.cp
     generator = torch.Generator(device).manual_seed(job.train.seed)
     kind = torch.bfloat16 if model.parameters == "bfloat16" else torch.float32
-    low = torch.bfloat16 if model.dtype == "bfloat16" else None
+    low = AUTOCAST.get(model.dtype)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=kind)
