@@ -227,7 +227,7 @@ class Machine:
         rank, gather = self.ranks[r], Op(Kind.GATHER, op.stage)
         if not self.renews or not self.sharded or len(self.members(gather)) == 1:
             return True
-        if self.resident:
+        if self.resident and op.stage != ROWS:
             require(op.stage in rank.there, f"{op} needs weights that are not here")
             if any(other.kind is Kind.GATHER and other.stage == op.stage for other in rank.queue):
                 return False

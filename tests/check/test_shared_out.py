@@ -11,6 +11,7 @@ from tests.listing import show
 from tests.tiers import few
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.passes.gather_weights import GatherWeights
+from zbc.compiler.passes.weave import Weave
 from zbc.compiler.schedules import Request, find
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Program
@@ -21,7 +22,7 @@ BATCHES = [range(start, start + 100) for start in range(0, PROGRAMS, 100)]
 
 
 def drawn(seed: int) -> Program:
-    """A complete program of two replicas with sharded weights, gradients, or both."""
+    """A complete program of two replicas with sharded weights, gradients, or both; and words, in a shared vocabulary."""
     rng = random.Random(seed)
     card = find(rng.choice(NAMES))
     v = rng.choice([v for v in (1, 2, 3) if card.allows(v)])
@@ -31,7 +32,8 @@ def drawn(seed: int) -> Program:
         scatters, frees = False, True
     order = replace(card.make(Request(p=p, m=m, v=v)), dp=rng.choice([2, 2, 3]), sharded=True, scatters=scatters)
     gather = GatherWeights(rng.randint(1, v), with_w=rng.random() < 0.3) if frees else None
-    return Lowering("before-step", gather).lower(Context.of(order)).program
+    words = rng.choice((0, 0, 0, 1, 2)) if len(order.placement.pipes) == 1 else 0
+    return Lowering("before-step", gather, weave=Weave(words) if words else None).lower(Context.of(order)).program
 
 
 SHARING = (Kind.GATHER, Kind.FREE, Kind.SCATTER, Kind.REDUCE)

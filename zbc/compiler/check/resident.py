@@ -27,6 +27,10 @@ def _resident(g: Graph) -> Iterator[ZbcError]:
             if i in lost or op.kind.row.scope not in (Scope.UNIT, Scope.STAGE):
                 continue
             for owner in (op.stage, experts_of(op.stage)) if op.kind.row.scope is Scope.UNIT else (op.stage,):
+                if owner == WORDS and op.kind is Kind.GATHER and op.mb:  # words stay for the whole step
+                    yield ZbcError(
+                        "E208", f"program: {op} gathers weights that are there", where=g.where(i), hint="drop it"
+                    )
                 if owner in (WORDS, TIED) or not g.layout.deals.get(owner):
                     continue
                 wrong = _wrong(op, owner, there, needs, program.resident)

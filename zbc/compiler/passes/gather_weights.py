@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, NamedTuple
@@ -14,7 +14,7 @@ from zbc.compiler.passes.with_experts import with_experts
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program, groups
-from zbc.ops import WORDS, Rows
+from zbc.ops import EXPERTS, WORDS, Rows, experts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +40,27 @@ class GatherWeights:
 
     def run(self, program: Program, context: Context) -> Program:
         most = max(len(program.placement.stages_of(rank)) for rank in range(program.placement.ranks))
-        room = self._auto(program, context, most) if self.resident is None else self.resident
+        words = _Words.of(program, context)
+        room = self._auto(program, context, most, words) if self.resident is None else self.resident
         if not 1 <= room <= most:
             text = f"config: memory.resident is {room}, a rank of this schedule has {most} stage{'s' * (most > 1)}"
             raise ZbcError("E115", text, hint=f"set memory.resident to a number from 1 to {most}, or drop it")
-        return self._placed(program, room)
+        return self._placed(program, room, words)
 
-    def _placed(self, program: Program, room: int) -> Program:
+    def _placed(self, program: Program, room: int, words: _Words) -> Program:
         marked = replace(program, resident=room, with_w=self.with_w)
         rows = rows_of(marked)
         placed = (_place(ops, list(_uses(ops, marked, rows)), room) for ops in program.ranks)
         ranks = [[*_words(marked), *with_experts(ops, marked, Kind.GATHER, Kind.FREE)] for ops in placed]
-        return marked.with_ranks(ranks, by=self.name)
+        return marked.with_ranks(words.after(ranks), by=self.name)
 
-    def _auto(self, program: Program, context: Context, most: int) -> int:
+    def _auto(self, program: Program, context: Context, most: int, words: _Words) -> int:
         """The most stages that fit in `room`, 2 if that is unknown; at least those of a group."""
         least = 2 if program.grouped and most > 1 else 1
         if self.room is None or context.costs.bytes is None:
             return min(2, most)
         for count in range(most, least, -1):
-            tried = peaks(self._placed(program, count), context.costs)
+            tried = peaks(self._placed(program, count, words), context.costs)
             if max(rank.bytes for rank in tried) <= self.room:
                 return count
         return least
@@ -101,7 +102,54 @@ class RenewWeights:
                 ranks.append([*with_experts(needed, program, Kind.GATHER), *ops])
             else:
                 ranks.append([*_words(program), *with_experts(_ahead(needed, ops), program, Kind.GATHER)])
-        return program.with_ranks(ranks, by=self.name)
+        return program.with_ranks(_Words.of(program, context).after(ranks), by=self.name)
+
+
+class _Words(NamedTuple):
+    """When what all ranks meet in for each unit of a shared vocabulary is over without gathers, and ops begin, by rank;
+    nothing where they share none."""
+
+    over: Mapping[Op, float]
+    begins: Sequence[Mapping[Op, float]]
+
+    @classmethod
+    def of(cls, program: Program, context: Context) -> _Words:
+        if not program.vocabulary:
+            return cls({}, [])
+        begins: list[dict[Op, float]] = [{} for _ in program.ranks]
+        for span in context.timeline:
+            begins[span.rank][span.op] = span.start
+        return cls({one.op: one.end for one in context.timeline.sums if one.op.kind.unit_wide}, begins)
+
+    def after(self, ranks: Sequence[Sequence[Op]]) -> list[Sequence[Op]]:
+        """A rank's collectives happen one after the other: of these, those that are over only once the weights that a
+        GATHER brings have been used stand behind it. No op before that waits for them, since it ends earlier."""
+        return (
+            [self._after(ops, begins) for ops, begins in zip(ranks, self.begins, strict=True)]
+            if self.over
+            else [*ranks]
+        )
+
+    def _after(self, ops: Sequence[Op], begins: Mapping[Op, float]) -> list[Op]:
+        used, first = dict[int, float](), dict[int, float]()
+        for i in reversed(range(len(ops))):
+            if ops[i].kind.computes:
+                first[ops[i].stage] = begins[ops[i]]
+            elif ops[i].kind is Kind.GATHER:
+                stage = ops[i].stage
+                used[i] = first.get(stage if stage > EXPERTS else experts_of(stage), math.inf)
+        started, behind = list[Op](), dict[Op, int]()
+        for i, op in enumerate(ops):
+            if op in self.over:
+                started.append(op)
+            for late in reversed(started):
+                if self.over[late] <= used.get(i, math.inf):
+                    break
+                behind[late] = i
+        moved: dict[int, list[Op]] = {}
+        for op in started:
+            moved.setdefault(behind.get(op, -1), []).append(op)
+        return [one for i, op in enumerate(ops) for one in (*([] if op in behind else [op]), *moved.get(i, ()))]
 
 
 def _words(program: Program) -> list[Op]:
