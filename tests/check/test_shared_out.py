@@ -22,7 +22,7 @@ BATCHES = [range(start, start + 100) for start in range(0, PROGRAMS, 100)]
 
 
 def drawn(seed: int) -> Program:
-    """A complete program of two replicas with sharded weights, gradients, or both; and words, in a shared vocabulary."""
+    """A complete program of two replicas with sharded weights, gradients, or both; some share a vocabulary."""
     rng = random.Random(seed)
     card = find(rng.choice(NAMES))
     v = rng.choice([v for v in (1, 2, 3) if card.allows(v)])

@@ -251,12 +251,12 @@ def test_all_experts_have_weights_to_read_and_gradients_to_write():
 
 
 def test_activations_grow_with_the_experts_a_token_meets():
-    """Per additional expert: its dispatched and combined rows, and the activations of an MLP."""
+    """Per additional expert: its dispatched and combined rows with their places, and the activations of an MLP."""
     for family, kept, given in (("gpt", 2, 2), ("llama", 4, 3)):
         sizes = {"family": family, "hidden": 64, "ffn_hidden": 128, "experts": 4}
         one, two = (estimate.layers(job(model={**sizes, "top_k": top}))[1].size for top in (1, 2))
         tokens = 2 * 16
-        assert two.act_b - one.act_b == 4 * tokens * (2 * 64 + kept * 128)
+        assert two.act_b - one.act_b == 4 * tokens * (2 * 64 + kept * 128) + 3 * 8 * tokens
         assert two.act_w - one.act_w == 4 * tokens * (2 * 64 + given * 128)
 
 
