@@ -203,6 +203,23 @@ def test_a_loss_by_chunks_of_a_frozen_head_trains_alike(dtype):
     assert apart(trained(chunked), trained(whole)) <= (2e-5 if dtype == "float32" else 1e-2)
 
 
+MIXTURE = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 64}
+
+
+@pytest.mark.parametrize("traits", few([[], ["slices"], ["tp"], ["sharded optimizer"], ["autocast"], ["cp"]], 2))
+def test_attention_beside_frozen_experts_trains_alike(traits):
+    model = {f"model__{key}": value for key, value in MIXTURE.items()}
+    plain = tables(*(trait for trait in traits if trait == "autocast"), **model, parallel__pp=1)
+    assert apart(trained(tables(*traits, **model)), trained(plain)) <= 2e-5
+
+
+def test_experts_have_no_adapters():
+    with refused("E110", match=r"(?s)no linear layer is called gate_proj.*q_proj"):
+        job(adapter={**SMALL, "targets": ["gate_proj"]}, model=MIXTURE)
+    dense = {**MIXTURE, "first_dense": 1}
+    assert job(adapter={**SMALL, "targets": ["gate_proj"]}, model=dense).adapter.rank == 4
+
+
 def test_of_tied_embeddings_and_replicas_nothing_is_summed_but_adapters(tmp_path):
     plain = tables("tied embeddings", schedule__microbatches=8)
     shared = tables("tied embeddings", parallel__dp=2, schedule__microbatches=4)

@@ -118,6 +118,22 @@ def test_memory_of_a_frozen_head_is_predicted(tmp_path, kind, case):
     assert predicted.bytes == pytest.approx(measured.peak, rel=0.01)
 
 
+MIXTURE = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 96, "hidden": 64, "heads": 4, "layers": 4}
+
+
+@pytest.mark.parametrize("more", few([{}, {"dtype": "bfloat16"}, {"shared_hidden": 96}, {"top_k": 1}], 1))
+@pytest.mark.parametrize(
+    ("kind", "activations"), few([("zb-h1", "keep"), ("1f1b", "keep"), ("1f1b", "selective")], [("zb-h1", "keep")])
+)
+def test_memory_of_frozen_experts_is_predicted(tmp_path, kind, activations, more):
+    model = {**MIXTURE, "seq_len": 64, "vocab": 32, **more}
+    how = {"model": model, "adapter": {"rank": 4}, "memory": {"activations": activations}}
+    ranks = both(tmp_path, kind=kind, m=5, **how)
+    assert all(predicted.activations == pytest.approx(measured.activations, rel=0.01) for predicted, measured in ranks)
+    predicted, measured = max(ranks, key=lambda pair: pair[1].peak)
+    assert predicted.bytes == pytest.approx(measured.peak, rel=0.02 if activations == "keep" else 0.04)
+
+
 def test_chunks_leave_the_last_rank_less_memory_and_one_product_more():
     sizes = {"hidden": 64, "seq_len": 256, "vocab": 4096}
     whole, chunked = (compile_job(job(kind="zb-h1", model={**sizes, **more})) for more in ({}, {"loss_chunk": 32}))

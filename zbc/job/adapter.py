@@ -72,7 +72,7 @@ def parts(adapter: Adapter, model: Model, linear: str, outputs: int) -> list[Par
     if not model.builtin:
         return [Part(linear, 0, outputs)] if adapter.names(linear) else []
     targets, start = list[Part](), 0
-    if linear.startswith("layers."):
+    if linear.startswith("layers.") and linear.count(".") == 2:  # not those of experts and routers
         for tensor in hfnames.parts(model, f"{linear}.weight"):
             stop = start + (outputs - start if tensor.rows is None else tensor.rows)
             name = tensor.name.removesuffix(".weight")
@@ -81,15 +81,16 @@ def parts(adapter: Adapter, model: Model, linear: str, outputs: int) -> list[Par
     return targets
 
 
-def linears(model: Model) -> tuple[str, ...]:
-    """Names of the linear layers in a block of a built-in model."""
-    return ("qkv", "proj", "gate_up" if model.family == "llama" else "up", "down")
+def linears(model: Model, block: int = 0) -> tuple[str, ...]:
+    """Names of the linear layers in a block of a built-in model that may have adapters: with experts, of attention."""
+    names = ("qkv", "proj", "gate_up" if model.family == "llama" else "up", "down")
+    return names[:2] if model.experts and block >= model.first_dense else names
 
 
 def called(model: Model) -> Iterator[tuple[str, ...]]:
     """The names of each linear layer of a built-in model's blocks: its own, then its names in a Hugging Face folder."""
     for i in range(model.layers if model.builtin else 0):
-        for linear in (f"layers.{i}.{name}" for name in linears(model)):
+        for linear in (f"layers.{i}.{name}" for name in linears(model, i)):
             yield linear, *(tensor.name.removesuffix(".weight") for tensor in hfnames.parts(model, f"{linear}.weight"))
 
 
@@ -106,7 +107,7 @@ def unknown(adapter: Adapter, layers: Iterable[Sequence[str]], where: str | None
 def problems(draft: Draft) -> Iterator[ZbcError]:
     """E110 for targets that a built-in model does not have."""
     adapter, model = draft.sections.get("adapter"), draft.sections.get("model")
-    if adapter is None or not (adapter.rank and adapter.targets) or model is None or not model.builtin or model.experts:
+    if adapter is None or not (adapter.rank and adapter.targets) or model is None or not model.builtin:
         return
     few = model.model_copy(update={"layers": min(model.layers, LAYERS)})  # another rule rejects more layers
     yield from unknown(adapter, called(few), draft.document.where(("adapter", "targets")))

@@ -90,7 +90,7 @@ def _beside(job: Job, block: int, z: Sizes) -> dict[str, Beside]:
     h, up = z.hidden, (2 if z.gated else 1) * z.mlp
     sizes = ((h, z.queries + 2 * z.keys), (z.queries, h), (h, up), (z.mlp, h))
     found = dict[str, Beside]()
-    for name, (inputs, outputs) in zip(linears(model), sizes, strict=True):
+    for name, (inputs, outputs) in zip(linears(model, block), sizes, strict=False):
         cut = 1 if outputs == h and name in ("proj", "down") else tp  # these are split by their inputs
         some = parts(adapter, model, f"layers.{block}.{name}", outputs * cut)
         if some:
@@ -148,6 +148,9 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
     stays += (z.queries + 2 * z.keys + (2 if z.gated else 1) * z.mlp + sum(one.inside for one in has.values())) * n * t
     again = ((3 if z.gated else 1) * z.mlp + (2 * z.hidden if z.tp > 1 else 0)) * n * t
     spared = replace(size.remade(size.act_b - stays, again), fused=-size.kv)
+    if z.experts and layer.spared is not None:
+        kept = (sum(one.inside for one in has.values()) - z.met * z.hidden) * n * t
+        spared = replace(size, act_b=layer.spared.act_b + kept, fused=-size.kv)
     changed = replace(
         layer,
         f=f,
@@ -167,15 +170,19 @@ def _size(
     z: Sizes, plain: Footprint, has: dict[str, Beside], shapes: Sequence[tuple[int, int]], *, gathered: bool
 ) -> Footprint:
     """The footprint of a frozen block with adapters; `gathered`: F keeps the inputs that ranks gather, or would."""
-    h, q, n, t, f = z.hidden, z.queries, z.width, z.tokens, z.mlp
+    h, q, n, t = z.hidden, z.queries, z.width, z.tokens
+    f, rows = (z.met * z.mlp + z.common, z.met * h) if z.experts else (z.mlp, 0)  # of experts no inputs are kept
     _, proj, up, down = (name in has for name in ("qkv", "proj", "gate_up" if z.gated else "up", "down"))
     inside = sum(one.inside for one in has.values())
     gone: float = (h * (("qkv" not in has) + (not up)) * gathered + f * (not down)) * n * t
+    gone += rows * n * t
     gone += q * n * t * (not proj and z.turned_kept > 0 and not z.capped)  # attention keeps its output in its own order
     gone += (2 * _normalized(z) * gathered + z.behind - _behind(z)) * z.own + (z.head_norms - _head_norms(z)) * t
     largest = max(map(math.prod, shapes), default=0)
     fresh, summed = (z.weight_grad(largest, first=first) for first in (True, False))
     back = plain.more_b + (h * n * t if has else 0)
+    if z.experts:  # rows of experts and their gradients: no weight gradient holds on to others
+        back = 2 * rows * n * t
     return replace(
         _fixed(plain, z),
         act_b=plain.act_b - gone + inside * n * t,
