@@ -255,15 +255,15 @@ def of_advice(found: Advice, *, verbose: bool) -> Iterator[RenderableType]:
     held = [row.compiled.report.peak_bytes for row in rows]
     unit, scale = ("GiB", GIB) if max(held) >= GIB else ("MiB", MIB)
     heads = ["", *axes, "schedule", "shards", "recompute", "tokens/s", "MFU", unit, "idle"]
-    memory = aligned([one / scale for one in held], 3)
+    memory = aligned([peak / scale for peak in held], 3)
     cells = []
-    for number, (one, most) in enumerate(zip(rows, memory, strict=True), 1):
-        rates = one.compiled.report.rates
+    for number, (row, most) in enumerate(zip(rows, memory, strict=True), 1):
+        rates = row.compiled.report.rates
         tokens = "?" if rates.tokens_per_s is None else f"{rates.tokens_per_s:,.0f}"
         mfu = "?" if rates.mfu is None else percent(rates.mfu)
-        idle = percent(one.compiled.report.idle_rate)
-        shape = [str(getattr(one.shape, axis)) for axis in axes]
-        cells.append([str(number), *shape, one.compiled.schedule, _shard(one), _again_of(one), tokens, mfu, most, idle])
+        idle = percent(row.compiled.report.idle_rate)
+        shape = [str(getattr(row.shape, axis)) for axis in axes]
+        cells.append([str(number), *shape, row.compiled.schedule, _shard(row), _again_of(row), tokens, mfu, most, idle])
     yield table(heads, cells, left=len(axes) + 4)
     yield ""
     yield labelled("decides", *wrap(decides(rows).split(" "), 68, between=" "))
@@ -271,10 +271,10 @@ def of_advice(found: Advice, *, verbose: bool) -> Iterator[RenderableType]:
     yield from wrap("; ".join(_LEGEND).split(" "), 78, between=" ")
     yield f"of {found.shapes} shapes the best {found.planned} were planned; predictions, not measurements"
     if verbose:
-        for number, one in enumerate(rows, 1):
-            planned, blocks = one.job.schedule, one.job.partition.layers_per_stage
+        for number, row in enumerate(rows, 1):
+            planned, blocks = row.job.schedule, row.job.partition.layers_per_stage
             work = f"{planned.microbatches} microbatches of {planned.microbatch_size}"
-            yield f"{number}: step {one.compiled.settled_ms:,.0f} ms, {work}, blocks of the stages {blocks}"
+            yield f"{number}: step {row.compiled.settled_ms:,.0f} ms, {work}, blocks of the stages {blocks}"
 
 
 _LEGEND = [

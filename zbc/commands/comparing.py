@@ -187,11 +187,11 @@ def compare(
         if json:
             show_json({**as_json(rows, changes), **({"world": [row.as_json() for row in weighed]} if weighed else {})})
         else:
-            more = set() if verbose else changed(rows) - {crossing.pair for crossing in changes if crossing.leading}
+            pairs = set() if verbose else changed(rows) - {change.pair for change in changes if change.leading}
             if verbose:
                 show(*as_table(rows, changes))
             else:
-                show(*as_shortlist(rows, changes, more=len(more), everything=named_all))
+                show(*as_shortlist(rows, changes, more=len(pairs), everything=named_all))
             show(*frontier.drawn(rows, _without))
             if (remark := asked.remark()) is not None and not quiet:
                 show("", remark)
@@ -267,7 +267,7 @@ def _columns(rows: Sequence[ComparedPlan]) -> list[Column]:
         hidden |= {column.key for column in _GATHERS}
     if all(row.report is None or row.report.tp_sums is None for row in rows):
         hidden.add(_SUMS.key)
-    return [*([_SEQUENCE] if varied else []), *(one for one in COLUMNS if one.key not in hidden)]
+    return [*([_SEQUENCE] if varied else []), *(column for column in COLUMNS if column.key not in hidden)]
 
 
 def _names(rows: Sequence[ComparedPlan]) -> list[str]:

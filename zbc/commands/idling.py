@@ -64,7 +64,7 @@ def _summary(found: Bubbles, *, verbose: bool) -> Iterator[RenderableType]:
     causes = [_by_cause(windows) for windows in found.windows]
     columns = [aligned(idle), [percent(ms / found.makespan_ms if found.makespan_ms else 0.0) for ms in idle]]
     columns += [[str(len(windows)) for windows in found.windows], aligned(longest)]
-    columns += [aligned([window[cause] for window in causes]) for cause in Idle._fields]
+    columns += [aligned([ms[cause] for ms in causes]) for cause in Idle._fields]
     yield labelled("ranks", "ms of idle time, and by cause" + ("" if verbose else "; -v lists the windows"))
     yield indented(table(heads, zip(map(str, range(len(idle))), *columns, strict=True)))
     if verbose:

@@ -138,15 +138,15 @@ def _counters(one: Drawn, rank: int, pid: int) -> Iterator[str]:
     begin = one.strip.begin
     if one.recorded is not None:
         for category in ("activations", "gradients", "buffers"):
-            found = ((ms - begin, size / MIB) for ms, size in one.recorded.held(rank, category) if ms >= begin)
-            yield from _changes(pid, f"{category}, measured (MiB)", found, "MiB")
+            sizes = ((ms - begin, size / MIB) for ms, size in one.recorded.held(rank, category) if ms >= begin)
+            yield from _changes(pid, f"{category}, measured (MiB)", sizes, "MiB")
         return
     if one.costs.bytes is None:
         return
     held = [
-        (found.ms - begin, found.activations / MIB)
+        (point.ms - begin, point.activations / MIB)
         for timeline in one.strip.steps
-        for found in over_time(timeline, one.program, rank, one.costs)
+        for point in over_time(timeline, one.program, rank, one.costs)
     ]
     yield from _changes(pid, "activations (MiB)", iter(held), "MiB")
 

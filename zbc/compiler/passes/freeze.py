@@ -42,7 +42,7 @@ class Freeze:
         if solved.ms is None:  # in part, which may be worse than equal shares
             ways.append({op: self.most for _, _, op in program if op.kind.makes_part})
         programs = [self._rounded(program, shares, bias) for shares in ways for bias in _BIASES]
-        fits = [one for one in programs if self._within(one)]
+        fits = [trial for trial in programs if self._within(trial)]
         plain = context.timeline.makespan
 
         def rank(one: Program) -> tuple[float, float]:
