@@ -20,14 +20,12 @@ def order_problems(programs: Sequence[Program]) -> Iterator[ZbcError]:
     """Yields E209 for each rank whose collectives are in another order than in the first program."""
     first = programs[0]
     for program in programs:
-        for rank, (mine, theirs) in enumerate(zip(program.ranks, first.ranks, strict=True)):
-            one, other = (_meetings(ops, one_sided=first.one_sided) for ops in (mine, theirs))
-            if [op for op in one if not op.kind.unit_wide] != [op for op in other if not op.kind.unit_wide] or _amid(
-                one
-            ):
-                counts = [f"{each.microbatches} microbatches" for each in (program, first)]
+        for rank, (left, right) in enumerate(zip(program.ranks, first.ranks, strict=True)):
+            met, due = (_meetings(ops, one_sided=first.one_sided) for ops in (left, right))
+            if [op for op in met if not op.kind.unit_wide] != [op for op in due if not op.kind.unit_wide] or _amid(met):
+                counts = [f"{plan.microbatches} microbatches" for plan in (program, first)]
                 text = f"program: rank {rank} meets its replicas in another order with {counts[0]} than {counts[1]}"
-                details = [f"{counts[0]}: {_from(one, other)}", f"{counts[1]}: {_from(other, one)}"]
+                details = [f"{counts[0]}: {_from(met, due)}", f"{counts[1]}: {_from(due, met)}"]
                 hint = 'parallel.exchange = "one-sided", ' if first.resident else ""
                 last = 'shard = "optimizer"' if first.scatters else "memory.resident for all stages of a rank"
                 hint = f"use {hint}breadth-first, or {last}"

@@ -119,7 +119,7 @@ class _Words(NamedTuple):
         begins: list[dict[Op, float]] = [{} for _ in program.ranks]
         for span in context.timeline:
             begins[span.rank][span.op] = span.start
-        return cls({one.op: one.end for one in context.timeline.sums if one.op.kind.unit_wide}, begins)
+        return cls({event.op: event.end for event in context.timeline.sums if event.op.kind.unit_wide}, begins)
 
     def after(self, ranks: Sequence[Sequence[Op]]) -> list[Sequence[Op]]:
         """A rank's collectives happen one after the other: of these, those that are over only once the weights that a
@@ -149,7 +149,7 @@ class _Words(NamedTuple):
         moved: dict[int, list[Op]] = {}
         for op in started:
             moved.setdefault(behind.get(op, -1), []).append(op)
-        return [one for i, op in enumerate(ops) for one in (*([] if op in behind else [op]), *moved.get(i, ()))]
+        return [item for i, op in enumerate(ops) for item in (*([] if op in behind else [op]), *moved.get(i, ()))]
 
 
 def _words(program: Program) -> list[Op]:

@@ -44,8 +44,8 @@ class Weave:
         room = [in_flight(ops) + self.sums * len(program.placement.stages_of(r)) for r, ops in enumerate(program.ranks)]
         orders = [*_moved(context, self.sums)]
         orders += [] if self.quick else _laid_out(shared, context.costs, self.late, room)
-        played = [_Play(shared, context.costs, self.late, each, room) for each in orders]
-        best = min((one for one in played if one.whole), key=lambda one: (one.over_room, round(one.end, 9), one.most))
+        played = [_Play(shared, context.costs, self.late, order, room) for order in orders]
+        best = min((run for run in played if run.whole), key=lambda run: (run.over_room, round(run.end, 9), run.most))
         return shared.with_ranks(best.lists(), by=self.name)
 
 
@@ -71,14 +71,14 @@ def _laid_out(program: Program, costs: Costs, late: int, room: Sequence[int]) ->
     if program.placement != Placement.vshape(p) or p < 2 or not split:
         return
     few = replace(program, microbatches=min(program.microbatches, p // program.slices + 2))
-    found = list[tuple[float, int]]()
+    times = list[tuple[float, int]]()
     blocks = [later(offsets, program.slices - 1 + program.vocabulary) for _, offsets in walking(p)]
     for number, offsets in enumerate(blocks):
         order = _block(few, offsets)
         if all(_waiting(ops) <= most for ops, most in zip(order, room, strict=True)):
-            one = _Play(few, costs, late, order, room)
-            found += [(one.end, number)] if one.whole else []
-    for _, number in sorted(found)[:FEW]:
+            play = _Play(few, costs, late, order, room)
+            times += [(play.end, number)] if play.whole else []
+    for _, number in sorted(times)[:FEW]:
         yield _block(program, blocks[number])
 
 
@@ -99,29 +99,29 @@ def _block(program: Program, offsets: Offsets) -> Orders:
 def widened(ops: Sequence[Op], behind: Sequence[int]) -> list[Op]:
     """F and backwards of a rank, with `behind[k]` forwards before the k-th backward; W ops are left out."""
     forwards = [op for op in ops if op.kind is Kind.F]
-    found, done = list[Op](), 0
+    listed, done = list[Op](), 0
     for op, wanted in zip((op for op in ops if op.kind.row.family == "input"), behind, strict=True):
-        found += [*forwards[done:wanted], op]
+        listed += [*forwards[done:wanted], op]
         done = max(done, wanted)
-    return found + forwards[done:]
+    return listed + forwards[done:]
 
 
 def by_time(timeline: Timeline, rank: int, more: float) -> list[int]:
     """For each backward, the number of the rank's forwards that begin up to `more` ms after it."""
     graph, begins = timeline.graph, list[float]()
-    mine = [(timeline.start[i], graph.ops[i]) for i in timeline.ops(rank)]
-    begins = [at for at, op in mine if op.kind is Kind.F]
-    return [bisect_left(begins, at + more - SAME) for at, op in mine if op.kind.row.family == "input"]
+    timed = [(timeline.start[i], graph.ops[i]) for i in timeline.ops(rank)]
+    begins = [at for at, op in timed if op.kind is Kind.F]
+    return [bisect_left(begins, at + more - SAME) for at, op in timed if op.kind.row.family == "input"]
 
 
 def by_count(ops: Sequence[Op], more: int) -> list[int]:
     """For each backward, the number of forwards before it plus `more`."""
-    found, seen, count = list[int](), 0, sum(op.kind is Kind.F for op in ops)
+    counts, seen, count = list[int](), 0, sum(op.kind is Kind.F for op in ops)
     for op in ops:
         seen += op.kind is Kind.F
         if op.kind.row.family == "input":
-            found.append(min(count, seen + more))
-    return found
+            counts.append(min(count, seen + more))
+    return counts
 
 
 def by_stage(ops: Sequence[Op], more: int) -> list[int]:
@@ -129,13 +129,13 @@ def by_stage(ops: Sequence[Op], more: int) -> list[int]:
     places: dict[int, list[int]] = {}  # of the forwards of each stage
     for place, op in enumerate(op for op in ops if op.kind is Kind.F):
         places.setdefault(op.stage, []).append(place)
-    found, seen = list[int](), dict.fromkeys(places, 0)
+    counts, seen = list[int](), dict.fromkeys(places, 0)
     for op in ops:
         if op.kind is Kind.F:
             seen[op.stage] += 1
         elif op.kind.row.family == "input":
-            found.append(max(mine[min(len(mine), seen[s] + more) - 1] + 1 for s, mine in places.items()))
-    return found
+            counts.append(max(spots[min(len(spots), seen[s] + more) - 1] + 1 for s, spots in places.items()))
+    return counts
 
 
 def in_flight(ops: Iterable[Op]) -> int:
@@ -180,7 +180,7 @@ class _Play:
         self.whole = not any(rank.ready or rank.weights or rank.later or rank.last or rank.now for rank in self.ranks)
         self.end = max(rank.free for rank in self.ranks)
         held = [in_flight(rank.done) for rank in self.ranks]
-        self.most, self.over_room = max(held), any(mine > most for mine, most in zip(held, room, strict=True))
+        self.most, self.over_room = max(held), any(peak > most for peak, most in zip(held, room, strict=True))
 
     def _run(self) -> None:
         while self.heap:
@@ -218,24 +218,24 @@ class _Play:
 
     def _when(self, op: Op) -> float | None:
         """The earliest time of an F or a backward; None if not known yet."""
-        unit, forward, found = (op.mb, op.slice), op.kind is Kind.F, 0.0
+        unit, forward, start = (op.mb, op.slice), op.kind is Kind.F, 0.0
         for near in self.placement.sources(op.stage) if forward else self.placement.sinks(op.stage):
             over = self.over.get((forward, near, unit))
             if over is None:
                 return None
             if self.placement.crosses(near, op.stage):
                 over += self.costs.link(op.pipe, near, op.stage, op.mb)
-            found = max(found, over)
+            start = max(start, over)
         needs = [] if forward else [self.over.get((True, op.stage, unit))]
         if forward and op.stage == 0:
             needs.append(self.met.get((Kind.GIVE, unit)))
         if not forward and op.stage == self.top:
             needs.append(self.met.get((Kind.MEET if self.sums == 1 else Kind.SUM, unit)))
-        for one in needs:
-            if one is None:
+        for need in needs:
+            if need is None:
                 return None
-            found = max(found, one)
-        return found
+            start = max(start, need)
+        return start
 
     def _put(self, rank: _Rank, r: int, now: float, op: Op) -> None:
         kind, unit = op.kind, (op.mb, op.slice)
@@ -319,9 +319,9 @@ class _Play:
     def _listed(self, r: int, ops: Sequence[Op], order: Sequence[tuple[Kind, Unit]]) -> Iterator[Op]:
         """Yields the ops, and each collective of the common order after this rank's part of it and all earlier ones."""
         first, last = self.placement.rank_of(0) == r, self.last == r
-        have = {one for one in order if (one[0] is Kind.SPREAD and not last) or (one[0] is Kind.TAKE and not first)}
+        have = {key for key in order if (key[0] is Kind.SPREAD and not last) or (key[0] is Kind.TAKE and not first)}
         todo = deque(order)
-        mine = {Kind.I: Kind.GIVE, Kind.S: Kind.MEET, Kind.T: Kind.SUM}
+        closes = {Kind.I: Kind.GIVE, Kind.S: Kind.MEET, Kind.T: Kind.SUM}
         for op in [*ops, None]:
             while todo and todo[0] in have:
                 kind, (mb, part) = todo.popleft()
@@ -330,8 +330,8 @@ class _Play:
                 return
             yield op
             unit = (op.mb, op.slice)
-            if op.kind in mine:
-                have.add((mine[op.kind], unit))
+            if op.kind in closes:
+                have.add((closes[op.kind], unit))
             elif last and op.kind is Kind.F and op.stage == self.top:
                 have.add((Kind.SPREAD, unit))
             elif first and op.kind.row.family == "input" and op.stage == 0:

@@ -93,14 +93,14 @@ class SlowLink(NamedTuple):
 
 def deviations(times: Times, costs: Costs, steps: int, program: Program) -> list[Deviation]:
     """Every kind of op of every stage on every rank, sorted by excess over the prediction, largest first."""
-    found = list[Deviation]()
+    rows = list[Deviation]()
     for (kind, stage, rank), samples in times.work.items():
         holders = program.placement.holders(stage) if stage >= 0 else ()
         place = rank % program.placement.ranks
         pipe = holders.index(place) if place in holders else 0
         meant = statistics.median(costs.duration(Op(kind, stage, mb, pipe)) for mb in range(costs.unequal or 1))
-        found.append(Deviation(kind, stage, rank, round(len(samples) / steps), meant, median_ms(samples)))
-    return sorted(found, key=lambda one: (-abs(one.excess), one.rank, one.stage, one.kind))
+        rows.append(Deviation(kind, stage, rank, round(len(samples) / steps), meant, median_ms(samples)))
+    return sorted(rows, key=lambda row: (-abs(row.excess), row.rank, row.stage, row.kind))
 
 
 def links(times: Times, costs: Costs, program: Program, steps: int) -> list[LinkTime]:
@@ -116,12 +116,12 @@ def links(times: Times, costs: Costs, program: Program, steps: int) -> list[Link
 
 def _edges(costs: Costs, program: Program) -> Mapping[tuple[int, int], float]:
     """Predicted ms of a transfer between two ranks of a pipeline."""
-    found = {}
+    edges = {}
     for pipe, homes in enumerate(program.placement.pipes):
-        for (a, b), each in costs.links[pipe].items():
-            ms = statistics.median(each) if isinstance(each, tuple) else each
-            found[homes[a], homes[b]] = found[homes[b], homes[a]] = ms
-    return found
+        for (a, b), times in costs.links[pipe].items():
+            ms = statistics.median(times) if isinstance(times, tuple) else times
+            edges[homes[a], homes[b]] = edges[homes[b], homes[a]] = ms
+    return edges
 
 
 def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
@@ -131,57 +131,57 @@ def slow_ranks(found: Sequence[Deviation]) -> list[SlowRank]:
     they exist: stages that take longer than predicted do so on all of them.
     """
     spent, meant, holds = dict[int, float](), dict[int, float](), dict[int, set[int]]()
-    for one in found:
-        holds.setdefault(one.rank, set()).add(one.stage)
-        spent[one.rank] = spent.get(one.rank, 0.0) + one.ops * one.measured
-        meant[one.rank] = meant.get(one.rank, 0.0) + one.ops * one.predicted
+    for deviation in found:
+        holds.setdefault(deviation.rank, set()).add(deviation.stage)
+        spent[deviation.rank] = spent.get(deviation.rank, 0.0) + deviation.ops * deviation.measured
+        meant[deviation.rank] = meant.get(deviation.rank, 0.0) + deviation.ops * deviation.predicted
     ratios = {rank: spent[rank] / meant[rank] for rank in spent if meant[rank] > 0}
     slow = []
     for rank, ratio in ratios.items():
-        rest = {number: other for number, other in ratios.items() if number != rank}
-        twins = [other for number, other in rest.items() if holds[number] == holds[rank]]
-        others = statistics.median(twins or [*rest.values()] or [ratio])
-        if ratio > SLOW * others:
-            slow.append(SlowRank(rank, ratio, others))
-    return sorted(slow, key=lambda one: -one.ratio / one.others)
+        rest = {number: value for number, value in ratios.items() if number != rank}
+        twins = [value for number, value in rest.items() if holds[number] == holds[rank]]
+        normal = statistics.median(twins or [*rest.values()] or [ratio])
+        if ratio > SLOW * normal:
+            slow.append(SlowRank(rank, ratio, normal))
+    return sorted(slow, key=lambda row: -row.ratio / row.others)
 
 
 def slow_links(found: Sequence[LinkTime], step_ms: float) -> list[SlowLink]:
     """The links whose transfers are slow compared with the others', the slowest first."""
     slow = []
-    for one in found:
-        rest = [other.measured for other in found if {other.sender, other.receiver} != {one.sender, one.receiver}]
-        others = statistics.median(rest) if rest else one.predicted
-        if one.measured > SLOW_LINK * others and one.measured - others > LEAST_LINK * step_ms:
-            slow.append(SlowLink(one.sender, one.receiver, one.measured, others))
-    return sorted(slow, key=lambda one: -one.ms)
+    for link in found:
+        rest = [entry.measured for entry in found if {entry.sender, entry.receiver} != {link.sender, link.receiver}]
+        normal = statistics.median(rest) if rest else link.predicted
+        if link.measured > SLOW_LINK * normal and link.measured - normal > LEAST_LINK * step_ms:
+            slow.append(SlowLink(link.sender, link.receiver, link.measured, normal))
+    return sorted(slow, key=lambda link: -link.ms)
 
 
 def outliers(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> tuple[list[Outlier], list[Stall]]:
     """Single outlying ops and transfers, the longest first, and stalls of most ranks at once."""
-    found, stalls, frozen = list[Outlier](), list[Stall](), list[tuple[float, float]]()
+    rows, stalls, frozen = list[Outlier](), list[Stall](), list[tuple[float, float]]()
     for group in _together(list(_slow_ops(steps, times, step_ms))):
-        ranks = {one.rank for one in group}
+        ranks = {slow.rank for slow in group}
         if len(ranks) == 1 or 2 * len(ranks) <= len(steps[0].ranks):
-            found += group
+            rows += group
             continue
-        lost = [max(one.measured - one.usual for one in group if one.rank == rank) for rank in ranks]
+        lost = [max(slow.measured - slow.usual for slow in group if slow.rank == rank) for rank in ranks]
         stalls.append(Stall(group[0].step, tuple(sorted(ranks)), statistics.median(lost)))
-        frozen.append((group[0].start, max(one.end for one in group)))
+        frozen.append((group[0].start, max(slow.end for slow in group)))
     late = _late_messages(steps, times, step_ms)
-    found += [one for one in late if not any(one.start < end and begin < one.end for begin, end in frozen)]
-    return sorted(found, key=lambda one: one.usual - one.measured), sorted(stalls, key=lambda one: -one.ms)
+    rows += [slow for slow in late if not any(slow.start < end and begin < slow.end for begin, end in frozen)]
+    return sorted(rows, key=lambda slow: slow.usual - slow.measured), sorted(stalls, key=lambda stall: -stall.ms)
 
 
 def _together(found: Sequence[Outlier]) -> Iterator[list[Outlier]]:
     """Yields groups of outliers that overlap in time, one after the other."""
     group, end = list[Outlier](), 0.0
-    for one in sorted(found, key=lambda one: one.start):
-        if group and one.start >= end:
+    for slow in sorted(found, key=lambda slow: slow.start):
+        if group and slow.start >= end:
             yield group
             group = []
-        end = max(end, one.end) if group else one.end
-        group.append(one)
+        end = max(end, slow.end) if group else slow.end
+        group.append(slow)
     if group:
         yield group
 
@@ -193,12 +193,12 @@ def _out_of_line(ms: float, usual: float, step_ms: float) -> bool:
 def _slow_ops(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> Iterator[Outlier]:
     usual = {key: median_ms(samples) for key, samples in times.work.items()}
     for step in steps:
-        for rank, one in enumerate(step.ranks):
+        for rank, record in enumerate(step.ranks):
             for index, op in step.compute(rank):
-                ms = (one.end[index] - one.work[index]) / _MS
+                ms = (record.end[index] - record.work[index]) / _MS
                 normal = usual[op.kind, op.stage, rank]
                 if _out_of_line(ms, normal, step_ms):
-                    yield Outlier(step.number, rank, op, normal, ms, one.work[index] / _MS)
+                    yield Outlier(step.number, rank, op, normal, ms, record.work[index] / _MS)
 
 
 def _late_messages(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> Iterator[Outlier]:

@@ -116,9 +116,9 @@ def _longest(compiled: Compiled) -> int:
 
 def binds(compiled: Compiled) -> str:
     """The constraint that binds this step, as far as the bound and the memory tell."""
-    found, job = compiled.report, compiled.job
-    bound = found.lower_bound_ms(job.objective)
-    busiest = max(rank.busy_ms for rank in found.per_rank)
+    report, job = compiled.report, compiled.job
+    bound = report.lower_bound_ms(job.objective)
+    busiest = max(rank.busy_ms for rank in report.per_rank)
     if compiled.step_ms <= busiest * (1 + SAME):
         return "the work of the busiest rank: only a better partition, more ranks or faster ops shorten the step"
     if compiled.step_ms <= bound * (1 + SAME):
@@ -153,8 +153,8 @@ def _full(compiled: Compiled) -> bool:
         for hold in (costs.held, costs.held_bytes)
     )
     for rank, held in enumerate(compiled.memory):
-        mine = placement.stages_of(rank)
-        units, size = min(kept[s] for s in mine), min(kept_bytes[s] for s in mine)
+        chunks = placement.stages_of(rank)
+        units, size = min(kept[s] for s in chunks), min(kept_bytes[s] for s in chunks)
         if limit is not None and limit[1] == "x" and held.units + units > limit[0] * placement.ranks + 1e-6:
             return True
         if limit is not None and limit[1] == "bytes" and held.activations + size > limit[0]:
@@ -183,15 +183,15 @@ def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
     job = compiled.job
     schedule = job.schedule
     tokens = schedule.tokens and [*schedule.tokens, statistics.median_low(schedule.tokens)]
-    more = schedule.model_copy(update={"microbatches": schedule.microbatches + 1, "tokens": tokens})
-    yield "one microbatch more", replace(job, schedule=more)
+    longer = schedule.model_copy(update={"microbatches": schedule.microbatches + 1, "tokens": tokens})
+    yield "one microbatch more", replace(job, schedule=longer)
     limit = parse_limit(schedule.memory_limit) if schedule.memory_limit else None
     if limit is not None:
         text = f"{1.1 * limit[0]:.6f}x" if limit[1] == "x" else f"{1.1 * limit[0] / 1024:.3f} KiB"
         roomier = schedule.model_copy(update={"memory_limit": text})
         yield "10% more memory for activations", replace(job, schedule=roomier)
     elif (memory := job.hardware.memory_gib) is not None:
-        more_gib = [1.1 * one for one in memory] if isinstance(memory, list) else 1.1 * memory
+        more_gib = [1.1 * gib for gib in memory] if isinstance(memory, list) else 1.1 * memory
         device = job.hardware.model_copy(update={"memory_gib": more_gib})
         yield "10% more memory of the device", replace(job, hardware=device)
     moved = _moved(compiled)
