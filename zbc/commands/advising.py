@@ -110,8 +110,8 @@ def _again(
     given = (("--gpus", gpus), ("--gpu", gpu), ("--nodes-of", nodes_of), ("--batch", batch), ("--seq-len", seq_len))
     for name, value in given:
         yield from () if value is None else (name, str(value))
-    for one in more:
-        yield from ("--set", one)
+    for setting in more:
+        yield from ("--set", setting)
 
 
 def _counter(more: Callable[..., None]) -> Callable[[str, float], None]:

@@ -64,8 +64,8 @@ class Column(NamedTuple):
     def texts(self, planned: Sequence[Planned]) -> list[str]:
         """Its cells, with the same number of decimals, and a question mark if the number is not known."""
         values = [self.value(*entry) for entry in planned]
-        known = iter(_SHOWN[self.kind]([value for value in values if value is not None]))
-        return ["?" if value is None else next(known) for value in values]
+        texts = iter(_SHOWN[self.kind]([value for value in values if value is not None]))
+        return ["?" if value is None else next(texts) for value in values]
 
 
 def _gib(key: str, head: str, get: Callable[[Report], int], meaning: str) -> Column:
@@ -295,22 +295,22 @@ def _table(planned: Sequence[Planned], columns: Sequence[Column], names: Sequenc
 
 def _changes(crossings: Sequence[Crossing], more: int) -> Iterator[str]:
     """The values at which the fastest changes, key by key; then all other changes, if given."""
-    leading = [one for one in crossings if one.leading]
-    for (key, world), group in groupby(leading, key=lambda one: (one.key, one.world)):
+    leading = [row for row in crossings if row.leading]
+    for (key, world), group in groupby(leading, key=lambda row: (row.key, row.world)):
         changes = list(group)
         yield ""
         yield f"as {key} grows{_where(world)}, the fastest is"
         yield f"  {_candidate(changes[0].before)} up to {short(changes[0].at)}"
-        for one, after in zip(changes, [*changes[1:], None], strict=True):
+        for row, after in zip(changes, [*changes[1:], None], strict=True):
             until = f" to {short(after.at)}" if after else ""
-            yield f"  {_candidate(one.after)} from {short(one.at)}{until}   ({short(one.ms)} ms per sequence there)"
-    others = [one for one in crossings if not one.leading]
-    if others:
+            yield f"  {_candidate(row.after)} from {short(row.at)}{until}   ({short(row.ms)} ms per sequence there)"
+    rest = [row for row in crossings if not row.leading]
+    if rest:
         yield ""
         yield "and after it"
-    for one in others:
-        place = f"{one.key} = {short(one.at)}{_where(one.world)}"
-        yield f"  {_candidate(one.after)} passes {_candidate(one.before)} at {place}"
+    for row in rest:
+        place = f"{row.key} = {short(row.at)}{_where(row.world)}"
+        yield f"  {_candidate(row.after)} passes {_candidate(row.before)} at {place}"
     if more:
         yield ""
         yield f"{more} {'pair changes' if more == 1 else 'pairs change'} places after the fastest: -v says where"
@@ -352,9 +352,9 @@ def _plainly(value: str) -> str:
 def _reason(row: ComparedPlan) -> str:
     if row.error is None:
         return ""
-    others = len(row.error.errors) - 1
+    rest = len(row.error.errors) - 1
     text = f"[{row.error.code}] {row.error.message}"
-    return text if not others else f"{text} (and {others} more)"
+    return text if not rest else f"{text} (and {rest} more)"
 
 
 class _Cells(NamedTuple):

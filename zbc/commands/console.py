@@ -152,19 +152,19 @@ def indented(block: RenderableType, by: int = LABEL) -> RenderableType:
 
 @contextmanager
 def progress(title: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[..., None]]:
-    """A progress bar on stderr, on a terminal only; yields a function that advances it by `more` (default 1).
+    """A progress bar on stderr, on a terminal only; yields a function that advances it by `amount` (default 1).
 
     Without a total it only shows activity.
     """
     console = stderr()
     if quiet or not console.is_terminal:
-        yield lambda more=1: None
+        yield lambda amount=1: None
         return
     from rich.progress import Progress
 
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task(title, total=total)
-        yield lambda more=1: bar.advance(task, more)
+        yield lambda amount=1: bar.advance(task, amount)
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -127,11 +127,11 @@ def _placements(left: Plan, right: Plan) -> Iterator[RenderableType]:
         return
     common = range(min(first.stages, second.stages))
     moved = (s for s in common if first.holders(s) != second.holders(s))
-    other = [f"stage {s}: rank {_ranks(first.holders(s))} -> {_ranks(second.holders(s))}" for s in moved]
+    lines = [f"stage {s}: rank {_ranks(first.holders(s))} -> {_ranks(second.holders(s))}" for s in moved]
     if first.stages != second.stages:
-        other.append(f"{first.stages} stages -> {second.stages}")
-    rest = [f"and {len(other) - 8} more"] if len(other) > 8 else []
-    yield labelled("placement", *other[:8], *rest)
+        lines.append(f"{first.stages} stages -> {second.stages}")
+    rest = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
+    yield labelled("placement", *lines[:8], *rest)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -99,10 +99,10 @@ def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
         ways.setdefault(way, []).append(stage)
     show(labelled("plan", f"{schedule}, {manifest.stages} stages", *(f"{ranges(s)}: {way}" for way, s in ways.items())))
     show(labelled("loss", f"{found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"))
-    rest = sum(one.error != 0 for one in found.parameters)
+    rest = sum(parameter.error != 0 for parameter in found.parameters)
     lines = [f"bit by bit the same for {len(found.parameters) - rest} of {len(found.parameters)} parameters"]
     if rest:
-        worst = max(found.parameters, key=lambda one: one.error)
+        worst = max(found.parameters, key=lambda parameter: parameter.error)
         lines.append(f"{rest} differ by rounding, {worst.name} most: {worst.error:.1e}")
     show(labelled("gradients", *lines, f"tolerance {found.tolerance:g} of the largest in each: all right"))
     if found.unscaled:
@@ -112,22 +112,22 @@ def _report(schedule: str, plan: StoredPlan, found: Checkup) -> None:
 
 
 def _differs(found: Checkup) -> ZbcError:
-    wrong = sorted(found.wrong, key=lambda one: -one.error)
+    wrong = sorted(found.wrong, key=lambda row: -row.error)
     count = f"{len(wrong)} of {len(found.parameters)} parameters get"
     text = f"model: {count} another gradient than from plain autograd"
     if not wrong:
         text = f"model: the loss is {found.loss:.9g} through the stages, {found.plain_loss:.9g} in one piece"
     missing = "missing on one side, or finite on one side only"
     lines = [
-        f"{one.name}: {missing if math.isinf(one.error) else f'off by {one.error:.1e} of its largest'}" for one in wrong
+        f"{row.name}: {missing if math.isinf(row.error) else f'off by {row.error:.1e} of its largest'}" for row in wrong
     ]
     hint = "a layer may keep state between forwards or look at where it runs: see docs/models.md"
     return ZbcError("E510", text, hint=hint, details=_first(lines))
 
 
 def _first(lines: list[str]) -> list[str]:
-    others = len(lines) - _SHOWN
-    return [*lines[:_SHOWN], *([f"and {others} more"] if others > 0 else [])]
+    rest = len(lines) - _SHOWN
+    return [*lines[:_SHOWN], *([f"and {rest} more"] if rest > 0 else [])]
 
 
 # ---- this machine ----------------------------------------------------------------------------------------

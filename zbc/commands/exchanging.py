@@ -76,13 +76,13 @@ def export(
     files = opened_plan(target, Changes(settings, schedule, profile, budget)).export(
         to.value, csv_name=csv_name, dialect=None if dialect is None else dialect.value
     )
-    main, *others = files
+    main, *extra = files
     if json and output is None:
         show_json({"format": "zbc-export", "version": 1, "to": to.value, "texts": files})
         return
     if output is None:
         show(files[main].rstrip("\n"))
-        if others:
+        if extra:
             tell(f"not printed: {csv_name}, which this names; -o FILE writes both")
         return
     if main == ".py" and output.suffix != main:

@@ -39,7 +39,7 @@ def report(path: Path, plan: Path | None, *, json: bool, quiet: bool) -> None:
         about: dict[str, Any] = {"format": "zbc-log-report", "version": 1, "tool": log.tool, "steps": len(log.counted)}
         about |= {"settings": log.settings, **as_numbers(quantities)}
         about["memory"] = [{"rank": rank, "predicted": meant, "measured": held} for rank, meant, held in peaks]
-        about["differs"] = {name: {"log": ours, "plan": other} for name, (ours, other) in differs.items()}
+        about["differs"] = {name: {"log": ours, "plan": theirs} for name, (ours, theirs) in differs.items()}
         show_json(about)
         return
     if quiet:
@@ -54,7 +54,7 @@ def report(path: Path, plan: Path | None, *, json: bool, quiet: bool) -> None:
         show("", table(("rank", "predicted", unit), rows))
     if differs:
         words = [
-            f"{_WORDS.get(name, name)} {short(ours)}, not {short(other)}" for name, (ours, other) in differs.items()
+            f"{_WORDS.get(name, name)} {short(ours)}, not {short(theirs)}" for name, (ours, theirs) in differs.items()
         ]
         show("", labelled("differs", "the log is of another job than the plan:", *wrap(words, 69, between="; ")))
     if plan is None:

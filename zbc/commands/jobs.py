@@ -124,7 +124,7 @@ def listing(job: Job) -> Iterator[str]:
     from zbc.job.model_section import foreign
     from zbc.job.spec import SECTIONS, VERSION
 
-    others = {"model": foreign(job.model)}
+    unused = {"model": foreign(job.model)}
     yield f"zbc = {VERSION}"
     for name, section in SECTIONS.items():
         yield f"\n[{name}]"
@@ -134,7 +134,7 @@ def listing(job: Job) -> Iterator[str]:
             origin = _origin(job, name, key)
             line = f"# {key} is not set" if values[key] is None else f"{key} = {toml_value(values[key])}"
             empty = isinstance(values[key], dict)  # a table that must be left out if empty
-            if not written and values[key] is not None and (empty or key in others.get(name, ())):
+            if not written and values[key] is not None and (empty or key in unused.get(name, ())):
                 line = f"# {line}"
             yield f"{line:<36}  # {origin}"
 
@@ -210,7 +210,7 @@ def explain(
         if json:
             show_json(_explained(CATALOGUE))
         elif not quiet:
-            show(table(("code", "meaning"), ((known, entry.title) for known, entry in CATALOGUE.items()), left=2))
+            show(table(("code", "meaning"), ((key, entry.title) for key, entry in CATALOGUE.items()), left=2))
             names = ", ".join(entry.names[0] for entry in glossary.WORDS).split(" ")
             show("", *wrap(["and words of the field:", *names], 78, between=" "))
         return
@@ -219,7 +219,7 @@ def explain(
         return
     wanted = code.strip().strip("[]").upper()
     if wanted not in CATALOGUE:
-        family = [known for known in CATALOGUE if known[:2] == wanted[:2]]
+        family = [key for key in CATALOGUE if key[:2] == wanted[:2]]
         hint = f"known: {', '.join(family)}" if family else "`zbc explain` lists all codes"
         raise ZbcError("E112", f"explain: no error has the code {code!r}", hint=hint)
     entry = CATALOGUE[wanted]
@@ -249,9 +249,9 @@ def _word(text: str, *, json: bool, quiet: bool) -> None:
     if json:
         show_json({"format": "zbc-word", "version": 1, **entry._asdict()})
     elif not quiet:
-        own, *others = entry.names
+        own, *aliases = entry.names
         show(own, *wrap(f"{entry.text}".split(" "), 78, between=" "))
-        show(*([labelled("also", *wrap([*others], 67, between=", "))] if others else []))
+        show(*([labelled("also", *wrap([*aliases], 67, between=", "))] if aliases else []))
         show(labelled("more", f"docs/{entry.page}" if entry.page else "`zbc config schema` has all keys"))
 
 
@@ -261,11 +261,11 @@ def _described(text: str) -> Word | None:
     from zbc.job.spec import SECTIONS
 
     section, _, name = text.strip("[]").partition(".")
-    known = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
-    if known is None or not known.description:
+    field = SECTIONS[section].model_fields.get(name) if section in SECTIONS else None
+    if field is None or not field.description:
         return None
-    default = "" if known.is_required() or known.default is None else f" Default: {jsonlib.dumps(known.default)}."
-    return Word((f"{section}.{name}",), f"{known.description.rstrip('.')}.{default}", "")
+    default = "" if field.is_required() or field.default is None else f" Default: {jsonlib.dumps(field.default)}."
+    return Word((f"{section}.{name}",), f"{field.description.rstrip('.')}.{default}", "")
 
 
 def _limits(word: str, *, json: bool, quiet: bool) -> None:
@@ -273,19 +273,19 @@ def _limits(word: str, *, json: bool, quiet: bool) -> None:
     if not pairs:
         raise ZbcError("E112", f"explain: no limit is about {word!r}", hint="`zbc explain limits` lists all")
     if json:
-        limits = [{"one": trait, "other": other, "why": why} for trait, other, why in pairs]
+        limits = [{"one": trait, "other": excluded, "why": why} for trait, excluded, why in pairs]
         show_json({"format": "zbc-limits", "version": 1, "limits": limits})
     elif not quiet:
         for trait, rows in groupby(pairs, lambda row: row[0]):
             show(f"{trait} does not go with")
-            show(*(f"  {other}: {why}" for _, other, why in rows))
+            show(*(f"  {excluded}: {why}" for _, excluded, why in rows))
 
 
 def _gpus(*, json: bool, quiet: bool) -> None:
     """Prints the values of `hardware.gpu` with their data sheets."""
     if json:
-        known = [{"name": name, **sheet._asdict(), "planned": _planned(sheet)} for name, sheet in gpu.GPUS.items()]
-        show_json({"format": "zbc-gpus", "version": 1, "gpus": known})
+        rows = [{"name": name, **sheet._asdict(), "planned": _planned(sheet)} for name, sheet in gpu.GPUS.items()]
+        show_json({"format": "zbc-gpus", "version": 1, "gpus": rows})
     elif not quiet:
         heads = ("gpu", "TFLOPS", "GiB", "GB/s", "link", "between nodes")
         show(

@@ -134,10 +134,10 @@ def _derive(run: Path, phase: str | None, base: Path | None, output: Path, *, as
     from zbc.trace import recording as trace
 
     recorded = trace.read(run, phase)
-    known = None if base is None else profiles.read(base)
-    if known is not None:
-        refuse_misfit(recorded.plan.manifest, known, str(base))
-    derived = derive(recorded, known)
+    prior = None if base is None else profiles.read(base)
+    if prior is not None:
+        refuse_misfit(recorded.plan.manifest, prior, str(base))
+    derived = derive(recorded, prior)
     _write(
         derived.profile,
         [str(run / trace.FOLDER / trace.PLAN)],

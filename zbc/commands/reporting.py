@@ -166,13 +166,13 @@ def _summary(
             "those that compute at once take turns, of which estimates",
             "know nothing: zbc profile measures with as many at work",
         )
-    others = [f"--phase {name}" if name else "the steps after the ramp" for name in phases if name != made.phase]
-    if made.phase or others:
+    rest = [f"--phase {name}" if name else "the steps after the ramp" for name in phases if name != made.phase]
+    if made.phase or rest:
         where = f"the steps of {made.phase} of a ramp" if made.phase else "the steps after a ramp"
         yield labelled(
             "phase",
             f"{where}, {made.microbatches} microbatches each",
-            *([f"also recorded: {', '.join(others)}"] if others else []),
+            *([f"also recorded: {', '.join(rest)}"] if rest else []),
         )
     yield ""
     rows = [
@@ -326,8 +326,8 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
         yield labelled("memory", *missing)
         return
     unit, scale = _unit(max(rank.peak for rank in made.memory))
-    known = made.memory[0].predicted is not None
-    notes = [] if known else ["sizes are not known before the model is built, so there is no prediction"]
+    sized = made.memory[0].predicted is not None
+    notes = [] if sized else ["sizes are not known before the model is built, so there is no prediction"]
     yield labelled("memory", f"peaks of live tensors: of all at one moment, of a category at its own, {unit}", *notes)
     everything = [held for rank in made.memory for held in (rank.measured, rank.predicted or {})]
     names = [name for name in made.memory[0].measured if any(held.get(name) for held in everything)]
@@ -339,7 +339,7 @@ def _memory(made: RunReport) -> Iterator[RenderableType]:
     for rank in made.memory:
         if rank.predicted is not None:
             rows.append((str(rank.rank), "predicted", *cells(rank.predicted_peak or 0, rank.predicted)))
-        rows.append(("" if known else str(rank.rank), "measured", *cells(rank.peak, rank.measured)))
+        rows.append(("" if sized else str(rank.rank), "measured", *cells(rank.peak, rank.measured)))
     yield indented(table(("rank", "", "all", *(_SHORT.get(name, name) for name in names)), rows, left=2))
 
 

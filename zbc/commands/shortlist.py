@@ -118,7 +118,7 @@ def _columns(planned: Sequence[Planned]) -> Iterator[Brief]:
     if any(row.noisy is not None for row in rows):
         noisy = [None if row.noisy is None else 100 * row.noisy for row in rows]
         yield Brief("jitter", _known(noisy, "{:+.1f}%"), "longer on the mean, where op times vary")
-    marks = ["*" if row.bent else " " if any(other.bent for other in rows) else "" for row in rows]
+    marks = ["*" if row.bent else " " if any(peer.bent for peer in rows) else "" for row in rows]
     if not all(report.bytes_known for report in reports):
         cells = [f"{report.peak_activation_units:.2f}" for report in reports]
         yield Brief("units", _marked(cells, marks), "activations of the fullest rank")

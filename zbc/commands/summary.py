@@ -203,8 +203,8 @@ def _unequal(found: UnequalReport) -> Iterator[str]:
     yield f"microbatches 0 to {len(found.tokens) - 1}, {order}, have rows of"
     yield from wrap(list(map(str, found.tokens)), _TEXT, between=", ")
     ways = ("in the order for equal ones", found.alike_ms), ("with the given numbers", found.given_ms)
-    known = [f"{short(ms)} ms {name}" for name, ms in ways if ms is not None]
-    yield f"{short(found.ms)} ms by the objective; {', '.join(known)}"
+    times = [f"{short(ms)} ms {name}" for name, ms in ways if ms is not None]
+    yield f"{short(found.ms)} ms by the objective; {', '.join(times)}"
 
 
 def _flushless(found: StepsReport) -> Iterator[str]:
@@ -254,10 +254,10 @@ def _steady(report: Report, *, barrier: bool) -> Iterator[str]:
     here = report.barrier_ms if barrier or ahead is None else ahead
     how = "with" if barrier or ahead is None else "without"
     yield f"steady    {short(here)} ms with the optimizer, {how} its barrier"
-    other = ahead if barrier else report.barrier_ms
-    if other is not None and here > 0:
-        change = f"{100 * (other / here - 1):+.1f}%"
-        yield f"          {short(other)} ms {'without' if barrier else 'with'} the barrier, {change}"
+    other_ms = ahead if barrier else report.barrier_ms
+    if other_ms is not None and here > 0:
+        change = f"{100 * (other_ms / here - 1):+.1f}%"
+        yield f"          {short(other_ms)} ms {'without' if barrier else 'with'} the barrier, {change}"
 
 
 def _why(compiled: Compiled, until: Until, *, verbose: bool) -> Iterator[RenderableType]:
@@ -329,8 +329,8 @@ def _sums(compiled: Compiled) -> Iterator[str]:
 
 def balance_lines(compiled: Compiled, gain: Mapping[str, Any]) -> Iterator[str]:
     """The gain of unequal numbers of microbatches, and the step times with the fewest and the most."""
-    made = sorted([compiled, *(start.compiled for start in compiled.ramp)], key=lambda one: one.program.microbatches)
-    few, most = ((one.program.microbatches, short(one.report.makespan_ms)) for one in (made[0], made[-1]))
+    made = sorted([compiled, *(start.compiled for start in compiled.ramp)], key=lambda plan: plan.program.microbatches)
+    few, most = ((plan.program.microbatches, short(plan.report.makespan_ms)) for plan in (made[0], made[-1]))
     room = compiled.job.schedule.microbatch_size * (compiled.job.model.seq_len or 0)
     if gain:
         low, high = gain["counts"]
@@ -392,7 +392,7 @@ def _costs(compiled: Compiled) -> Iterator[str]:
 
 def not_to_be_trusted(profile: Profile) -> Iterator[str]:
     """A warning with the times of a profile whose spread is too wide, if any."""
-    wide = sorted(profile.wide(), key=lambda found: -found[1].spread)
+    wide = sorted(profile.wide(), key=lambda entry: -entry[1].spread)
     if wide:
         shown = ", ".join(f"{name} {percent(time.spread)}" for name, time in wide[:3])
         rest = f", and {len(wide) - 3} more" if len(wide) > 3 else ""
@@ -493,7 +493,7 @@ def _limits(compiled: Compiled) -> Iterator[str]:
 def _ranks(report: Report, *, verbose: bool) -> RenderableType:
     """One row per rank; with `verbose` idle time by cause, and memory in a table of its own. For steps without a flush
     there are no causes, and idle is the rest of the period."""
-    known, period = report.bytes_known and not verbose, report.flushless.period_ms if report.flushless else None
+    sized, period = report.bytes_known and not verbose, report.flushless.period_ms if report.flushless else None
     verbose = verbose and period is None
     unit, scale = _unit(report)
     times = [aligned([getattr(rank, key) for rank in report.per_rank]) for key in _IDLE]
@@ -505,10 +505,10 @@ def _ranks(report: Report, *, verbose: bool) -> RenderableType:
         aligned([rank.busy_ms for rank in report.per_rank]),
         *(times if verbose else [idle]),
         [f"{rank.peak_activation_units:.2f}" for rank in report.per_rank],
-        *([aligned([rank.peak_bytes / scale for rank in report.per_rank], 3)] if known else []),
+        *([aligned([rank.peak_bytes / scale for rank in report.per_rank], 3)] if sized else []),
     ]
     heads = ["warm-up", "message", "drain", "sync"] if verbose else ["idle ms"]
-    heads = ["rank", "stages", "busy ms", *heads, "units", *([unit] if known else [])]
+    heads = ["rank", "stages", "busy ms", *heads, "units", *([unit] if sized else [])]
     return table(heads, zip(*columns, strict=True), left=2, most=None if verbose else _ROWS)
 
 
@@ -598,13 +598,13 @@ def _stage_unit(report: Report) -> tuple[str, float]:
 
 def _stages(compiled: Compiled) -> RenderableType:
     """One row per stage, with its permanent memory and the activations that a microbatch keeps from F to B."""
-    stages, known = compiled.report.cut.stages, compiled.report.bytes_known
+    stages, sized = compiled.report.cut.stages, compiled.report.bytes_known
     _, scale = _stage_unit(compiled.report)
     times = [aligned([getattr(s, key) for s in stages], 3) for key in ("f_ms", "b_ms", "w_ms")]
     sizes = [aligned([getattr(s, key) / scale for s in stages], 3) for key in ("state_bytes", "activation_bytes")]
     named = ((str(s.stage), ranges(sorted({*s.ranks})), layer_ranges(s.layers)) for s in stages)
-    numbers = zip(*times, *(sizes if known else ()), strict=True)
-    heads = ["stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if known else [])]
+    numbers = zip(*times, *(sizes if sized else ()), strict=True)
+    heads = ["stage", "rank", "layers", "F", "B", "W", *(["stays", "kept"] if sized else [])]
     rows = [(*names, *cells) for names, cells in zip(named, numbers, strict=True)]
     return table(heads, rows, left=3)
 

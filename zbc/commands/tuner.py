@@ -70,8 +70,8 @@ class Tuner:
     @property
     def fastest(self) -> Tried | None:
         """The plan with the shortest median step; the first of equals."""
-        known = [one for one in self.tried if one.measured is not None]
-        return min(known, key=lambda one: one.measured or 0.0, default=None)
+        measured = [trial for trial in self.tried if trial.measured is not None]
+        return min(measured, key=lambda trial: trial.measured or 0.0, default=None)
 
     def _run(self) -> None:
         profile = self.changes.profile or self._profile()
@@ -121,9 +121,9 @@ class Tuner:
         self.say("planning with measured steps")
         base = first.compiled.job.profile
         profile = derive(recording.read(first.runs[0]), base).profile
-        ranked = sorted((one for one in self.tried if one.steps), key=lambda one: one.measured or 0.0)
-        for one in ranked[: max(2, self.best)]:
-            job = replace(one.compiled.job, profile=profile)
+        ranked = sorted((trial for trial in self.tried if trial.steps), key=lambda trial: trial.measured or 0.0)
+        for trial in ranked[: max(2, self.best)]:
+            job = replace(trial.compiled.job, profile=profile)
             with contextlib.suppress(ZbcError):
                 yield "by its steps", compile_job(job, suggest=False, budget=self.changes.budget)
 
@@ -141,12 +141,12 @@ class Tuner:
         """Runs a plan, unless one with the same work was run."""
         from zbc.compiler.recorded.replan import same_work
 
-        if any(same_work(compiled, one.compiled) for one in self.tried):
+        if any(same_work(compiled, tried.compiled) for tried in self.tried):
             return
         trial = replace(compiled, job=_bare(compiled.job))
-        one = Tried(source, compiled, keep(trial, self.place / "plans", compiled.schedule))
-        self.tried.append(one)
-        self._measure(one)
+        tried = Tried(source, compiled, keep(trial, self.place / "plans", compiled.schedule))
+        self.tried.append(tried)
+        self._measure(tried)
 
     def _measure(self, one: Tried) -> None:
         """Runs some steps of a plan and stores their times."""

@@ -86,8 +86,8 @@ def _silent(text: str) -> None:
 def _told(tuner: Tuner, fastest: Tried) -> Iterator[RenderableType]:
     first = tuner.tried[0]
     meant = aligned([plan.compiled.settled_ms for plan in tuner.tried])
-    known = [plan.measured for plan in tuner.tried if plan.measured is not None]
-    measured = iter(aligned(known))
+    medians = [plan.measured for plan in tuner.tried if plan.measured is not None]
+    measured = iter(aligned(medians))
     rows = []
     for plan, ms in zip(tuner.tried, meant, strict=True):
         shown = [f"{plan.error or 'not run'}", ""]

@@ -31,8 +31,8 @@ def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
     best = best_of(weighed)
     planned = [row for row in weighed if row.sample_ms is not None]
     times = iter(aligned([row.sample_ms or 0.0 for row in planned], 3))
-    known = all(row.peak_bytes is not None for row in planned)
-    held = iter(aligned([(row.peak_bytes or 0) / GIB for row in planned], 3) if known else [""] * len(planned))
+    sized = all(row.peak_bytes is not None for row in planned)
+    held = iter(aligned([(row.peak_bytes or 0) / GIB for row in planned], 3) if sized else [""] * len(planned))
     axes = [axis for axis in ("cp", "tp", "ep") if any(getattr(row.shape, axis) > 1 for row in weighed)]
     rows = []
     for row in weighed:
@@ -46,11 +46,11 @@ def of_world(weighed: Sequence[Weighed]) -> Iterator[RenderableType]:
                 str(dp),
                 *(str(getattr(row.shape, axis)) for axis in axes),
                 str(microbatches or ""),
-                *(cells if known else cells[:1]),
+                *(cells if sized else cells[:1]),
                 note,
             ]
         )
-    heads = ["pp", "dp", *axes, "microbatches", "ms/sample", *(["GiB"] if known else []), ""]
+    heads = ["pp", "dp", *axes, "microbatches", "ms/sample", *(["GiB"] if sized else []), ""]
     yield indented(table(heads, rows, left=0, most=None))
     if any(row.at_least for row in weighed):
         yield indented("> at least: the others are faster, so it was not planned with all of its microbatches")

@@ -79,9 +79,9 @@ def numbers(curves: Sequence[Curve]) -> list[list[str]]:
     limits, _, _ = _extent(curves)
     rows = [[letter, curve.name] for letter, curve in zip(LETTERS, curves, strict=False)]
     for limit in limits:
-        known = [dict(curve.points).get(limit) for curve in curves]
-        texts = iter(aligned([ms for ms in known if ms is not None]))
-        for row, ms in zip(rows, known, strict=False):
+        times = [dict(curve.points).get(limit) for curve in curves]
+        texts = iter(aligned([ms for ms in times if ms is not None]))
+        for row, ms in zip(rows, times, strict=False):
             row.append("-" if ms is None else next(texts))
     return rows
 
@@ -110,7 +110,7 @@ def of_svg(curves: Sequence[Curve], axis: Axis, title: str) -> str:
         ms = low * (high / low) ** (k / LINES)
         body.append(f'<path d="M{_LEFT} {y(ms):.1f}H{width - _RIGHT}" stroke="#ddd"/>')
         body.append(f'<text x="{_LEFT - 6}" y="{y(ms) + 4:.1f}" text-anchor="end">{short(ms, 3)}</text>')
-    body += [f'<text x="{x(one):.1f}" y="{height - 28}" text-anchor="middle">{short(one)}</text>' for one in limits]
+    body += [f'<text x="{x(num):.1f}" y="{height - 28}" text-anchor="middle">{short(num)}</text>' for num in limits]
     middle = (width + _LEFT - _RIGHT) / 2
     named = f"{escape(axis.words)}; {axis.step}"
     body.append(f'<text x="{middle:.1f}" y="{height - 10}" text-anchor="middle">{named}</text>')

@@ -195,12 +195,12 @@ def _legend(drawn: Sequence[Drawn], kinds: Sequence[Kind]) -> str:
 
 def _notes(drawn: Sequence[Drawn]) -> str:
     notes = []
-    _, two, chunks, other = signs(drawn)
+    _, two, chunks, second = signs(drawn)
     if chunks > 1:
         bars = ("lower case and a bar below", "a bar above", "both")
         notes += [f"{bar}: {words}" for bar, (words, _) in zip(bars, chunk_entries(chunks), strict=False)]
     if two:
-        notes.append(f"second letters and hatching: the {other}")
+        notes.append(f"second letters and hatching: the {second}")
     steps = len(drawn[0].strip.steps)
     if steps > 1:
         notes.append(f"{steps} steps in a row")

@@ -181,8 +181,8 @@ def signs(drawn: Sequence[Drawn]) -> Signs:
     kinds |= {op.kind for plan in drawn for ops in plan.program.ranks for op in ops if op.kind in _COPIES}
     stages = (pipe.count(rank) for placed in placements for pipe in placed.pipes for rank in range(placed.ranks))
     replicas = any(placed.replicas for placed in placements)
-    other = "pipes through other replicas" if replicas else "pipe that runs upwards"
-    return Signs(kinds, any(len(placed.pipes) > 1 for placed in placements), max(stages), other)
+    second = "pipes through other replicas" if replicas else "pipe that runs upwards"
+    return Signs(kinds, any(len(placed.pipes) > 1 for placed in placements), max(stages), second)
 
 
 def once(timeline: Timeline) -> Strip:

@@ -290,14 +290,14 @@ def _legend(drawn: Sequence[Drawn], sheet: SvgView, y: float) -> tuple[list[str]
 
 
 def _entries(drawn: Sequence[Drawn]) -> Iterator[tuple[str, str, str]]:
-    kinds, two, most, other = signs(drawn)
+    kinds, two, most, second = signs(drawn)
     for appearance, text in entries(kinds, two=two):
         yield appearance.fills[0], "", text
     yield IDLE, "", "idle"
     for words, chunk in chunk_entries(most):
         yield "#fff", str(chunk), words
     if two:
-        yield "#fff", "hatch", other
+        yield "#fff", "hatch", second
     if any(plan.braided for plan in drawn):
         yield HIDDEN, "", "sums and swaps inside of ops"
         yield MEETING, "", "those that their rank waits for"
