@@ -71,11 +71,11 @@ def digraph(timeline: Timeline) -> nx.DiGraph:
 
 def _join(made: nx.DiGraph, a: str, b: str, kind: str, value: str) -> None:
     """Adds an edge; two edges between the same nodes become one, of the kind that hands on values, with both values."""
-    known = made.get_edge_data(a, b)
-    if known is None or (value and not known["value"]):
+    edge = made.get_edge_data(a, b)
+    if edge is None or (value and not edge["value"]):
         made.add_edge(a, b, kind=kind, value=value)
-    elif value and value not in known["value"].split():
-        known["value"] += f" {value}"
+    elif value and value not in edge["value"].split():
+        edge["value"] += f" {value}"
 
 
 def _nodes(timeline: Timeline) -> Iterator[_Node]:

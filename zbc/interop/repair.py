@@ -151,7 +151,7 @@ def _as_in(ops: Sequence[Op], wanted: frozenset[Op]) -> Iterator[Op]:
 def _makers(kind: Kind, at: At | None) -> tuple[Kind, ...]:
     """The compute kinds that write the values that `kind` reads at `at`."""
     read = {ref.what for ref in kind.row.reads if ref.at is at}
-    return tuple(other for other in Kind if other.computes and any(ref.what in read for ref in other.row.writes))
+    return tuple(maker for maker in Kind if maker.computes and any(ref.what in read for ref in maker.row.writes))
 
 
 _OWN = {kind: _makers(kind, At.OWN) for kind in Kind if kind.computes}  # makers of the same stage and microbatch
@@ -172,8 +172,8 @@ class _State:
     def ready(self, op: Op) -> float | None:
         """The time at which all inputs of `op` exist; None if one has not been started."""
         own = (self.ended.get(op._replace(kind=kind)) for kind in _OWN[op.kind])
-        others = self.program.placement.beside(op.stage, op.kind.takes)
-        return _latest([*own, *(self._from(op, other, _NEAR[op.kind]) for other in others)])
+        stages = self.program.placement.beside(op.stage, op.kind.takes)
+        return _latest([*own, *(self._from(op, stage, _NEAR[op.kind]) for stage in stages)])
 
     def _from(self, op: Op, other: int, kinds: Sequence[Kind]) -> float | None:
         """The time at which the input of `op` from stage `other`, made by one of these kinds, has arrived."""
@@ -216,8 +216,8 @@ def _run(program: Program, costs: Costs, limits: Sequence[float], ahead: int) ->
                 if place is None:
                     break
                 end = state.start(rank, place, time)
-                for other in range(len(state.left)):
-                    heappush(events, (end, other))
+                for peer in range(len(state.left)):
+                    heappush(events, (end, peer))
                 if end > time + 1e-9:
                     break
     return tuple(map(tuple, state.order))
@@ -250,8 +250,8 @@ def _force(state: _State, events: list[tuple[float, int]]) -> None:
     place, rank = min(options)
     at = state.ready(state.left[rank][place]) or 0.0
     end = state.start(rank, place, max(state.free[rank], at))
-    for other in range(len(state.left)):
-        heappush(events, (max(end, now if other != rank else end), other))
+    for peer in range(len(state.left)):
+        heappush(events, (max(end, now if peer != rank else end), peer))
 
 
 # ---- improving -----------------------------------------------------------------------------------------------

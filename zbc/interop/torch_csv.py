@@ -153,8 +153,8 @@ def _lowered(draft: _Draft, row: int, column: int, cell: str) -> Iterator[ZbcErr
         draft.found = _bad(draft, row, column, cell, hint)
         yield draft.found
     else:
-        others = draft.lowered - 1
-        draft.found.details = (f"and {others} more action{'s' * (others > 1)} that compute_only does not have",)
+        rest = draft.lowered - 1
+        draft.found.details = (f"and {rest} more action{'s' * (rest > 1)} that compute_only does not have",)
 
 
 def _bad(draft: _Draft, row: int, column: int, cell: str, hint: str) -> ZbcError:
@@ -253,9 +253,9 @@ def refuse(program: Program) -> None:
     if empty:
         refused.add(f"every rank needs work, rank {', '.join(empty)} has none")
     kinds = {op.kind for ops in program.ranks for op in ops}
-    others = sorted(kind.value for kind in kinds - LETTERS.keys() if not _implied(kind))
-    if others:
-        refused.add(f"it has no action for {', '.join(others)}")
+    missing = sorted(kind.value for kind in kinds - LETTERS.keys() if not _implied(kind))
+    if missing:
+        refused.add(f"it has no action for {', '.join(missing)}")
     refused.raise_any()
 
 

@@ -96,10 +96,10 @@ def called(model: Model) -> Iterator[tuple[str, ...]]:
 
 def unknown(adapter: Adapter, layers: Iterable[Sequence[str]], where: str | None = None) -> Iterator[ZbcError]:
     """E110 for targets that match no linear layer; `layers`: the names of each layer."""
-    known = list(layers)
+    all_names = list(layers)
     for target in adapter.targets if adapter.rank else ():
-        if not any(adapter.model_copy(update={"targets": [target]}).names(*names) for names in known):
-            ends = dict.fromkeys(name.rpartition(".")[2] for names in known for name in names)
+        if not any(adapter.model_copy(update={"targets": [target]}).names(*names) for names in all_names):
+            ends = dict.fromkeys(name.rpartition(".")[2] for names in all_names for name in names)
             text = f"{'config' if where else 'run'}: no linear layer is called {target}, which adapter.targets names"
             yield ZbcError("E110", text, where=where, hint=f"there are {', '.join([*ends][:12])}")
 

@@ -58,9 +58,9 @@ def named(name: str, where: str | None = None, key: str = "hardware.gpu") -> Gpu
     """A GPU by its name; raises E103 with the nearest name if there is none."""
     gpu = find(name)
     if gpu is None:
-        known = f"known: {', '.join(GPUS)}"
+        listed = f"known: {', '.join(GPUS)}"
         nearest = did_you_mean(name, [*GPUS, *SHORT])
-        hint = f"{nearest} {known}" if nearest else f"{known}; of others write tflops, memory_gib, link_gbps"
+        hint = f"{nearest} {listed}" if nearest else f"{listed}; of others write tflops, memory_gib, link_gbps"
         raise ZbcError("E103", f"config: {key}: no GPU is known as {name!r}", where=where, hint=hint)
     return gpu
 

@@ -254,13 +254,13 @@ def _own(config: Mapping[str, Any], default: _Variant) -> dict[str, Any]:
     if kind == "smollm3":
         turned = config.get("no_rope_layers")
         every = config.get("no_rope_layer_interval", default.every)
-        return {"unturned_every": every if turned is None else _every([bool(one) for one in turned])}
+        return {"unturned_every": every if turned is None else _every([bool(layer) for layer in turned])}
     if kind not in AROUND:
         return {}
     size, caps = config.get("query_pre_attn_scalar", 256), dict(zip(_CAPS, default.caps, strict=True))
     types = config.get("layer_types")
     every = config.get("sliding_window_pattern", default.every)
-    every = every if types is None else _every([one == "sliding_attention" for one in types])
+    every = every if types is None else _every([layer == "sliding_attention" for layer in types])
     window = config.get("sliding_window", default.window)
     keys = {key: float_of(config.get(_CAPS[key], cap)) for key, cap in caps.items()}
     if kind == "gemma3_text":
@@ -314,8 +314,8 @@ def window_of(config: Mapping[str, Any]) -> int | None:
         window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
         types, whole = config.get("layer_types"), config.get("max_window_layers", 28)
         layers = config.get("num_hidden_layers", 32)
-        known = isinstance(whole, int) and isinstance(layers, int)
-        if "sliding_attention" not in types if isinstance(types, list) else known and whole >= layers:
+        sized = isinstance(whole, int) and isinstance(layers, int)
+        if "sliding_attention" not in types if isinstance(types, list) else sized and whole >= layers:
             window = None
     return window
 
@@ -380,8 +380,8 @@ def _refused(source: str, key: str, value: Any, why: str, near: str | None = Non
 
 def _nearest(kind: str) -> str:
     """The kind that zbc reads with the longest common beginning of its name; llama if none is near."""
-    common = {known: next((i for i in range(len(kind)) if kind[: i + 1] != known[: i + 1]), 99) for known in _FIXED}
-    best = max(common, key=lambda known: (common[known], -len(known)))
+    common = {name: next((i for i in range(len(kind)) if kind[: i + 1] != name[: i + 1]), 99) for name in _FIXED}
+    best = max(common, key=lambda name: (common[name], -len(name)))
     return f"{best if common[best] >= _ALIKE else 'llama'}, the nearest that zbc has"
 
 
@@ -567,11 +567,11 @@ def _own_config(model: Model) -> dict[str, Any]:
 
 
 def _experts_config(model: Model) -> dict[str, Any]:
-    known = _VARIANTS[model.variant]
+    variant = _VARIANTS[model.variant]
     wrong = None
-    if known.experts is None:
+    if variant.experts is None:
         wrong = f"a {model.variant} with experts"
-    elif bool(model.shared_hidden) != bool(known.shared):
+    elif bool(model.shared_hidden) != bool(variant.shared):
         wrong = f"a {model.variant} {'with' if model.shared_hidden else 'without'} an expert that all tokens meet"
     elif model.variant == "mixtral" and not model.norm_top_k:
         wrong = "a mixtral whose weights of experts do not add up to 1"
@@ -584,13 +584,13 @@ def _experts_config(model: Model) -> dict[str, Any]:
         hint = 'use variant = "mixtral", "qwen2_moe" (which has shared_hidden), "qwen3_moe" or "olmoe"'
         raise ZbcError("E524", text, hint=hint)
     keys: dict[str, Any] = {
-        known.count: model.experts,
+        variant.count: model.experts,
         "num_experts_per_tok": model.met,
-        known.width: model.expert_width,
+        variant.width: model.expert_width,
     }
     keys |= {"router_aux_loss_coef": model.balance_loss}
     if model.variant != "mixtral":
         keys |= {"norm_topk_prob": model.norm_top_k}
     if model.variant.startswith("qwen"):
         keys |= {"decoder_sparse_step": 1, "mlp_only_layers": [*range(model.first_dense)]}
-    return keys | ({"shared_expert_intermediate_size": model.shared_hidden} if known.shared else {})
+    return keys | ({"shared_expert_intermediate_size": model.shared_hidden} if variant.shared else {})

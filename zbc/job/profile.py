@@ -295,12 +295,12 @@ def misfits(
     profile: Profile, model: Model, adapter: Adapter, *, device: str, microbatch_size: int, inner: At
 ) -> list[str]:
     """Differences between a profile and a job, as lines of text; empty if it fits. `inner`: ranks along INNER."""
-    wanted, known = _rounded(model_of(model)), _rounded(profile.model)
+    wanted, profiled = _rounded(model_of(model)), _rounded(profile.model)
     defaults = {key: info.default for key, info in Model.model_fields.items()}
-    rows = [(f"model.{key}", known.get(key, defaults.get(key)), wanted[key]) for key in wanted]
-    rows += [(f"model.{key}", value, None) for key, value in known.items() if key not in wanted]
-    wanted, known = adapter.timed, profile.adapter
-    rows += [(f"adapter.{key}", known.get(key), wanted.get(key)) for key in {**known, **wanted}]
+    rows = [(f"model.{key}", profiled.get(key, defaults.get(key)), wanted[key]) for key in wanted]
+    rows += [(f"model.{key}", value, None) for key, value in profiled.items() if key not in wanted]
+    wanted, profiled = adapter.timed, profile.adapter
+    rows += [(f"adapter.{key}", profiled.get(key), wanted.get(key)) for key in {**profiled, **wanted}]
     rows.append(("schedule.microbatch_size", profile.microbatch_size, microbatch_size))
     rows.append(("hardware.device", profile.on.device, device))
     rows += [(f"parallel.{axis.name}", getattr(profile, axis.name), n) for axis, n in zip(INNER, inner, strict=True)]

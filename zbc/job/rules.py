@@ -60,10 +60,10 @@ def _data_rules(draft: Draft) -> Iterator[ZbcError]:
     if data is None:
         return
     where = draft.document.where
-    known = ("text", "tokens", "synthetic")
-    if data.kind not in known and not FACTORY.fullmatch(data.kind):
+    kinds = ("text", "tokens", "synthetic")
+    if data.kind not in kinds and not FACTORY.fullmatch(data.kind):
         choices = 'use "text", "tokens", "synthetic" or "package.module:factory"'
-        hint = did_you_mean(data.kind, known) or choices
+        hint = did_you_mean(data.kind, kinds) or choices
         yield ZbcError("E103", f"config: unknown data.kind {data.kind!r}", where=where(("data", "kind")), hint=hint)
     yield from _path_rules(data, draft.document)
     if model is None:

@@ -75,9 +75,9 @@ def drafted(document: toml.Document) -> Draft:
     """The sections of a job, and all their problems."""
     result = Draft(document, {}, [])
     _check_version(result)
-    known = [*SECTIONS, "zbc", "extends"]
-    for name in (name for name in document.values if name not in known):
-        result.problems.append(unknown((name,), document, known))
+    names = [*SECTIONS, "zbc", "extends"]
+    for name in (name for name in document.values if name not in names):
+        result.problems.append(unknown((name,), document, names))
     for name, section in SECTIONS.items():
         _read_section(result, name, section)
     for rule in RULES:
@@ -182,8 +182,8 @@ def _choose(document: toml.Document, schedule: str) -> toml.Document:
     chooser = chooser_of(schedule)
     place: dict[toml.KeyPath, str] = {("schedule", chooser): f"--schedule {schedule}"}
     chosen = toml.merge(document, toml.Document(document.source, {"schedule": {chooser: schedule}}, place, {**place}))
-    others = {"kind", "file", "plugin"} - {chooser}
-    section = {key: value for key, value in chosen.values["schedule"].items() if key not in others}
+    dropped = {"kind", "file", "plugin"} - {chooser}
+    section = {key: value for key, value in chosen.values["schedule"].items() if key not in dropped}
     return toml.Document(chosen.source, {**chosen.values, "schedule": section}, chosen.keys, chosen.places)
 
 

@@ -130,9 +130,9 @@ def _fix(section: type[BaseModel], path: toml.KeyPath, problem: Any) -> str:
     key = f"item {path[-1]}" if isinstance(path[-1], int) else path[-1]
     number = _number(value)
     if kind == "literal_error":
-        known = re.findall(r"'([^']*)'", context["expected"])
-        quoted = " or ".join(f'"{word}"' for word in known)
-        return (did_you_mean(value, known) if isinstance(value, str) else None) or f"write {key} = {quoted}"
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        quoted = " or ".join(f'"{word}"' for word in choices)
+        return (did_you_mean(value, choices) if isinstance(value, str) else None) or f"write {key} = {quoted}"
     if kind in ("int_type", "int_from_float", "float_type") and number is not None:
         return f"write {key} = {number if kind == 'float_type' else round(number)}"
     if kind == "greater_than_equal":

@@ -42,8 +42,8 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         axes = ("ep", self.ep), ("cp", self.cp), ("tp", self.tp)
-        others = [f", {axis} {count}" for axis, count in axes if count > 1]
-        return f"pp {self.pp}, dp {self.dp}{''.join(others)}"
+        rest = [f", {axis} {count}" for axis, count in axes if count > 1]
+        return f"pp {self.pp}, dp {self.dp}{''.join(rest)}"
 
     @property
     def ranks(self) -> int:
@@ -350,5 +350,5 @@ def _without(document: Document, path: tuple[str, str]) -> Document:
     name, key = path
     if not document.has(path):
         return document
-    table = {other: value for other, value in document.values[name].items() if other != key}
+    table = {field: value for field, value in document.values[name].items() if field != key}
     return replace(document, values={**document.values, name: table})
