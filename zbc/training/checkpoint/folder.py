@@ -127,14 +127,14 @@ def is_complete(folder: Path) -> bool:
 
 def complete(parent: Path) -> dict[int, Path]:
     """The complete checkpoints in `parent` by step, the oldest first."""
-    found = _all(parent)
-    return {step: found[step] for step in sorted(found) if is_complete(found[step])}
+    folders = _all(parent)
+    return {step: folders[step] for step in sorted(folders) if is_complete(folders[step])}
 
 
 def newest(parent: Path) -> Path | None:
     """The complete checkpoint with the most steps in `parent`."""
-    found = complete(parent)
-    return found[max(found)] if found else None
+    folders = complete(parent)
+    return folders[max(folders)] if folders else None
 
 
 def _all(parent: Path) -> dict[int, Path]:
@@ -230,13 +230,13 @@ def check_file(folder: Path, name: str, told: File, alive: Callable[[], None] = 
         if size != told.bytes:
             raise damaged(path, f"it has {size} bytes, {told.bytes} were written")
         with path.open("rb") as file:
-            found = 0
+            crc = 0
             while block := file.read(BLOCK):
-                found = zlib.crc32(block, found)
+                crc = zlib.crc32(block, crc)
                 alive()
     except OSError as error:
         raise damaged(path, error.strerror or str(error)) from None
-    if found != told.crc32:
+    if crc != told.crc32:
         raise damaged(path, "its bytes are not those that were written (crc32 differs)")
 
 

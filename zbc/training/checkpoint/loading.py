@@ -38,17 +38,17 @@ def load(
     files among them and check every byte), E613 (another model, optimizer or seed).
     """
     manifest = worker.plan.manifest
-    found: list[Reader] = []
+    readers: list[Reader] = []
 
     def look() -> dict[str, Any]:
         reader = Reader(folder, alive)
         _check_training(reader, manifest.training)
         reader.check_files(worker.rank, manifest.topology.world)
-        found.append(reader)
+        readers.append(reader)
         return {} if worker.batches is None else {"data_samples": worker.batches.count}
 
     told = together(board, "checkpoint checked", look)
-    reader = found[0]
+    reader = readers[0]
 
     def fill() -> dict[str, Any]:
         _restore(worker, reader)
@@ -129,13 +129,13 @@ def _state_keys(reader: Reader, optimizer: StageOptimizer) -> Mapping[str, list[
     """The keys of optimizer state in the checkpoint, by parameter, without optional ones that this optimizer lacks."""
     kept = {OLDER: isinstance(optimizer, TwoVersions | OneVersion), FED: inside(optimizer, Feedback) is not None}
     kept[MEAN] = inside(optimizer, Mean) is not None
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for name in reader.tensors:
         if name.startswith(OPTIM):
             parameter, _, key = name.removeprefix(OPTIM).rpartition(".")
             if kept.get(key, True):
-                found.setdefault(parameter, []).append(key)
-    return found
+                keys.setdefault(parameter, []).append(key)
+    return keys
 
 
 def _fill(held: Held, reader: Reader, cut: Cut | None) -> None:

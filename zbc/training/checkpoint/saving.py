@@ -82,13 +82,13 @@ class Checkpoints(Guest):
         self.last = step + 1
         progress = self.worker.progress
         progress.index, progress.op = 0, f"writing the checkpoint of step {step + 1}"
-        found = entries(self.worker)
+        held = entries(self.worker)
         if self.options.asynchronous:
-            staged, copied = self._stage(found)
-            work = partial(self._save_copied, found, staged, copied, step + 1)
+            staged, copied = self._stage(held)
+            work = partial(self._save_copied, held, staged, copied, step + 1)
             self._running = Background("zbc-checkpoint").start(work)  # in a thread of its own
         else:
-            self._tell(self._save(found, step + 1))
+            self._tell(self._save(held, step + 1))
 
     def wait(self) -> None:
         running, progress = self._running, self.worker.progress
@@ -148,13 +148,13 @@ class Checkpoints(Guest):
 
     def _write(self, folder: Path, found: Sequence[HeldPart]) -> dict[str, Any]:
         rank, batches = self.worker.rank, self.worker.batches
-        mine = {entry.part.key: entry.part for entry in found if entry.writer == rank}  # a tied weight is in two stages
+        kept = {entry.part.key: entry.part for entry in found if entry.writer == rank}  # a tied weight is in two stages
         copies: dict[str, str] = {}
         for entry in found:
             if len(entry.holders) > 1:
                 copies[entry.part.key] = digest(entry.part.tensor)
                 self._alive()
-        written = write_parts(folder, rank, list(mine.values()), self._alive)
+        written = write_parts(folder, rank, list(kept.values()), self._alive)
         count = None if batches is None else batches.count
         said = {"written": written.model_dump(), "copies": copies, "data_samples": count}
         self.board.leave(_PARTS, json.dumps(said))
@@ -210,8 +210,8 @@ def _shown(path: Path) -> Path:
 def check_copies(copies: Sequence[Mapping[str, str]], name: Callable[[int], str]) -> None:
     """Raises E705 unless all replicas of an entry have the same bits."""
     seen: dict[str, dict[str, list[int]]] = {}
-    for rank, found in enumerate(copies):
-        for entry, value in found.items():
+    for rank, digests in enumerate(copies):
+        for entry, value in digests.items():
             seen.setdefault(entry, {}).setdefault(value, []).append(rank)
     wrong = {entry: values for entry, values in seen.items() if len(values) > 1}
     if not wrong:

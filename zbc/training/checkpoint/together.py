@@ -138,12 +138,12 @@ def _lock(folder: Path, who: str, launch: str) -> int | None:
         return None  # `try_out` reports it
     began = time.monotonic()
     while not _locked(file):
-        other, _, theirs = os.pread(file, 4096, 0).decode(errors="replace").strip().partition("\n")
+        owner, _, theirs = os.pread(file, 4096, 0).decode(errors="replace").strip().partition("\n")
         if time.monotonic() - began > (_LEASE_S if launch and theirs == launch else _PATIENCE_S):
             os.close(file)
             text = f"run: another run writes its checkpoints into {folder} now"
             hint = "wait for it to end, or give this run another --out or checkpoint.dir"
-            raise ZbcError("E614", text, hint=hint, details=[other] if other else [])
+            raise ZbcError("E614", text, hint=hint, details=[owner] if owner else [])
         time.sleep(_TICK_S)
     os.ftruncate(file, 0)
     os.pwrite(file, f"{who}\n{launch}\n".encode(), 0)

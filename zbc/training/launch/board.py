@@ -65,9 +65,9 @@ class Board:
         """The last heartbeat of every rank that has one."""
         missing = [rank for rank in range(self.ranks) if rank not in self._heard]
         self._heard.update(rank for rank in missing if self._store.check([f"beat/{rank}"]))
-        known = sorted(self._heard)
-        texts = self._store.multi_get([f"beat/{rank}" for rank in known]) if known else []
-        return {rank: Beat(**json.loads(text)) for rank, text in zip(known, texts, strict=True)}
+        ranks = sorted(self._heard)
+        texts = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+        return {rank: Beat(**json.loads(text)) for rank, text in zip(ranks, texts, strict=True)}
 
     def claim(self) -> bool:
         """Claims the report of a failure; True for the first rank only, all others stay silent."""
@@ -137,11 +137,11 @@ class Board:
 
     def collect(self, name: str) -> list[str]:
         """The texts that all ranks have published with `leave`."""
-        found = []
+        texts = []
         for rank in range(self.ranks):
             count = int(self._store.get(f"{name}/{rank}"))
-            found.append(b"".join(self._store.get(f"{name}/{rank}/{number}") for number in range(count)).decode())
-        return found
+            texts.append(b"".join(self._store.get(f"{name}/{rank}/{number}") for number in range(count)).decode())
+        return texts
 
     def agree(self, identity: Mapping[str, str], limit: timedelta, name: Callable[[int], str] = plain_name) -> None:
         """Waits for the `identity` of every rank. Raises E605 that names the ranks that differ, and their entries.
@@ -150,11 +150,11 @@ class Board:
         """
         said: list[dict[str, str]] = [json.loads(text) for text in self.meet("identity", limit, json.dumps(identity))]
         wanted = dict.fromkeys(what for identities in said for what in identities)
-        found = [(what, who) for what in wanted if (who := _differing(what, said, name)) is not None]
-        if found:
-            (what, who), *more = found
+        problems = [(what, who) for what in wanted if (who := _differing(what, said, name)) is not None]
+        if problems:
+            (what, who), *rest = problems
             text = f"run: the ranks differ in {what}: {who}"
-            details = [f"and in {what}: {who}" for what, who in more]
+            details = [f"and in {what}: {who}" for what, who in rest]
             hint = "give every machine the same plan directory, the same code and the same environment"
             raise ZbcError("E605", text, hint=hint, details=details)
 

@@ -149,12 +149,12 @@ def host_store() -> tuple[Store, int]:
 
 
 def _start(place: Place, options: RunOptions) -> Child:
-    mine, theirs = multiprocessing.Pipe()
+    pipe, theirs = multiprocessing.Pipe()
     work = (place, options, theirs)
     process = fork_server().Process(target=_rank, args=work, name=f"rank {place.rank}", daemon=True)
     process.start()
     theirs.close()
-    return Child(process, mine)
+    return Child(process, pipe)
 
 
 # ---- the parent ----------------------------------------------------------------------------------------------

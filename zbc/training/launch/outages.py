@@ -69,11 +69,11 @@ class Retrying:
                         self._set(int(name))
 
     def _set(self, number: int) -> None:
-        with socket.socket(fileno=os.dup(number)) as found:
-            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-                found.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, _AGAIN_MS)
+        with socket.socket(fileno=os.dup(number)) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                sock.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, _AGAIN_MS)
                 # Without this the shorter times of all tries would add up to an end after 15 s.
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._patience))
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._patience))
 
 
 def watch_siblings(processes: Sequence[str], rank: int, board: Callable[[], Board]) -> None:
@@ -83,11 +83,11 @@ def watch_siblings(processes: Sequence[str], rank: int, board: Callable[[], Boar
     """
     host = processes[rank].rpartition(":")[0]
     opened = dict[int, int]()  # file descriptors of processes -> ranks
-    for other, process in enumerate(processes):
+    for sibling, process in enumerate(processes):
         where, _, pid = process.rpartition(":")
-        if where == host and other != rank:
+        if where == host and sibling != rank:
             with suppress(OSError, AttributeError):  # already ended; not Linux
-                opened[os.pidfd_open(int(pid))] = other
+                opened[os.pidfd_open(int(pid))] = sibling
 
     def watch() -> None:
         poll = select.poll()

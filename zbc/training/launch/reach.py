@@ -44,12 +44,12 @@ def interfaces() -> list[Interface]:
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-            found = []
+            cards = []
             for _, name in socket.if_nameindex():
                 with suppress(OSError):  # an interface without an address
                     packed = fcntl.ioctl(asked, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                    found.append(Interface(name, socket.inet_ntoa(packed[20:24])))
-            return found
+                    cards.append(Interface(name, socket.inet_ntoa(packed[20:24])))
+            return cards
     return []
 
 
@@ -58,12 +58,12 @@ def towards(host: str) -> Interface | None:
 
     If `host` is this machine itself, the interface of the default route, or the only one. None if it is unknown.
     """
-    known = {interface.address: interface for interface in interfaces()}
-    outside = [interface for interface in known.values() if not ip_address(interface.address).is_loopback]
+    by_address = {interface.address: interface for interface in interfaces()}
+    outside = [interface for interface in by_address.values() if not ip_address(interface.address).is_loopback]
     for target in (host, _ANYWHERE):
         local = _local_end(target)
-        if local is not None and local in known and known[local] in outside:
-            return known[local]
+        if local is not None and local in by_address and by_address[local] in outside:
+            return by_address[local]
     return outside[0] if len(outside) == 1 else None
 
 
@@ -76,9 +76,9 @@ def bind_towards(host: str) -> Interface | None:
     """
     if _only_here(host):
         bind_loopback()
-    elif (found := towards(host)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", found.name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found.name}")  # exactly this one, not a prefix
+    elif (card := towards(host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", card.name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={card.name}")  # exactly this one, not a prefix
     chosen, _, _ = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")
     return next((interface for interface in interfaces() if interface.name == chosen), None)
 
@@ -116,11 +116,11 @@ def check_reach(board: Board, here: Doorstep, limit: timedelta, name: Callable[[
         if here.first:
             door = stack.enter_context(socket.create_server((here.interface.address, 0), backlog=1024))
             port = door.getsockname()[1]
-        mine = {"host": socket.gethostname(), **here.interface._asdict(), "port": port}
-        said = [json.loads(text) for text in board.meet("doorstep", limit, json.dumps(mine))]
-        others = [rank for rank, host in enumerate(said) if host["port"] and host["address"] != here.interface.address]
-        found = [(rank, why) for rank in others if (why := _try(said[rank])) is not None]
-        failures = [json.loads(text) for text in board.meet("reached", limit, json.dumps(found))]
+        doorstep = {"host": socket.gethostname(), **here.interface._asdict(), "port": port}
+        said = [json.loads(text) for text in board.meet("doorstep", limit, json.dumps(doorstep))]
+        peers = [rank for rank, host in enumerate(said) if host["port"] and host["address"] != here.interface.address]
+        failed = [(rank, why) for rank in peers if (why := _try(said[rank])) is not None]
+        failures = [json.loads(text) for text in board.meet("reached", limit, json.dumps(failed))]
     if any(failures):
         raise _unreachable(failures, said, name)
 
@@ -145,6 +145,6 @@ def _unreachable(failures: list[list[Any]], said: list[dict[str, Any]], name: Ca
         place = said[rank]
         return f"{name(rank)} ({place['host']}, {place['name']} {place['address']})"
 
-    lines = [f"{where(a)} cannot reach {where(b)}: {why}" for a, found in enumerate(failures) for b, why in found]
+    lines = [f"{where(a)} cannot reach {where(b)}: {why}" for a, pairs in enumerate(failures) for b, why in pairs]
     details = [*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])]
     return ZbcError("E615", "run: the machines of this run cannot reach each other", hint=_HINT, details=details)

@@ -227,9 +227,9 @@ class RunRecord:
             *([] if numbers["sums_hidden"] is None else [f"sums hidden {percent(numbers['sums_hidden'])}"]),
             f"{held} {size(peak)} ({self._manifest.topology.name(numbers['peak_bytes'].index(peak))})",
         ]
-        head, *others = parts
+        head, *rest = parts
         room = shutil.get_terminal_size((_ONE_LINE, 24)).columns - len(head) - 2
-        return f"{head}  " + f"\n{'':>{len(head)}}  ".join(wrap(others, room, between="  "))
+        return f"{head}  " + f"\n{'':>{len(head)}}  ".join(wrap(rest, room, between="  "))
 
     def _rate_text(self, numbers: dict[str, Any]) -> str:
         rate = numbers[f"{self._unit}_per_s"]
