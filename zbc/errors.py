@@ -144,7 +144,7 @@ class Problems(ZbcError):
         shown = self._errors[:_SHOWN]
         nexts = [*(error.hint for error in shown[1:]), None]
         texts = [
-            error._text(error.hint if error.hint != other else None) for error, other in zip(shown, nexts, strict=True)
+            error._text(error.hint if error.hint != after else None) for error, after in zip(shown, nexts, strict=True)
         ]
         hidden = len(self._errors) - len(shown)
         return "\n".join([*texts, *([f"and {hidden} more problems; --json has all of them"] if hidden else [])])

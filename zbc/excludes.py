@@ -394,8 +394,8 @@ class Exclusion(NamedTuple):
 
     def error(self, where: Where | None = None, schedule: str = "", of: str = "config") -> ZbcError:
         """`schedule`: name of the schedule that has the other trait; `of`: the first word of the message."""
-        label, other = (TRAITS[name].label for name in (self.one, self.other))
-        text = f"{of}: {label} and {f'{schedule}, {other},' if schedule else other} {self.reason}"
+        label, excluded = (TRAITS[name].label for name in (self.one, self.other))
+        text = f"{of}: {label} and {f'{schedule}, {excluded},' if schedule else excluded} {self.reason}"
         return ZbcError(self.code, text, where=where and where(TRAITS[self.at].place), hint=self.hint)
 
 
@@ -409,8 +409,8 @@ def _pairs() -> Iterator[Exclusion]:
         for names, reason in row.excludes.items():
             why, hint = reason if isinstance(reason, tuple) else (reason, DROP)
             for name in _single(row.trait):
-                for other in _single(names):
-                    yield Exclusion(name, other, row.code, why, hint, other if row.at_other else name)
+                for excluded in _single(names):
+                    yield Exclusion(name, excluded, row.code, why, hint, excluded if row.at_other else name)
 
 
 PAIRS = tuple(_pairs())
@@ -450,9 +450,9 @@ def table(word: str = "") -> Iterator[tuple[str, str, str]]:
     for row in ROWS:
         label = _called(_single(row.trait), "")
         for names, reason in row.excludes.items():
-            other = _called(_single(names), "" if word.lower() in label.lower() else word.lower())
-            if other:
-                yield label, other, (reason[0] if isinstance(reason, tuple) else reason) or "not written yet"
+            excluded = _called(_single(names), "" if word.lower() in label.lower() else word.lower())
+            if excluded:
+                yield label, excluded, (reason[0] if isinstance(reason, tuple) else reason) or "not written yet"
 
 
 def _called(names: Iterable[str], word: str) -> str:

@@ -82,7 +82,7 @@ class Op(NamedTuple):
 
     def __str__(self) -> str:
         has_stage, has_mb = _PRINTS[self[0]]
-        kind, stage, mb, pipe, part, share, other = self
+        kind, stage, mb, pipe, part, share, end = self
         text = f"{kind} {owner_text(stage)}" if has_stage else str(kind)
         if has_mb:
             own = mb if mb < NEXT else mb - NEXT
@@ -92,8 +92,8 @@ class Op(NamedTuple):
             text = f"{text} #{mb}"
         if pipe and (has_stage or has_mb):
             text = f"{text} {'up' if pipe == 1 else f'pipe{pipe}'}"
-        if other >= 0:
-            text = f"{text} {'to' if kind.is_send else 'from'} s{other}"
+        if end >= 0:
+            text = f"{text} {'to' if kind.is_send else 'from'} s{end}"
         return text if share == WHOLE else f"{text} {share}%"
 
     @classmethod
@@ -146,7 +146,7 @@ def parse_line(text: str) -> tuple[Op, int | None]:
         raise _not_an_op(text)
     if arrow is not None and arrow != (">" if kind.is_send else "<" if kind.is_recv else None):
         raise _not_an_op(text)
-    share, way, other = match["share"], match["way"], match["other"]
+    share, way, end = match["share"], match["way"], match["other"]
     if share is not None and not kind.makes_part:
         raise _not_an_op(text)
     if way is not None and not (kind.is_send if way == "to" else kind.is_recv):
@@ -158,7 +158,7 @@ def parse_line(text: str) -> tuple[Op, int | None]:
         1 if up else int(pipe or 0),
         int(part or 0),
         WHOLE if share is None else int(share),
-        -1 if other is None else int(other),
+        -1 if end is None else int(end),
     )
     if str(op) != text.partition(" <")[0].partition(" >")[0]:  # 'F s01 m0', 'VALIDATE up', 'F s0 m0.0'
         raise _not_an_op(text)
@@ -322,10 +322,10 @@ class Placement:
 
         An op names an edge by the stage at one end, and by both if that stage has several edges on that side.
         """
-        others = self.beside(op.stage, op.kind.takes or op.kind.gives)
-        if len(others) == 1:
-            return others[0] if op.other < 0 else None
-        return op.other if op.other in others else None
+        stages = self.beside(op.stage, op.kind.takes or op.kind.gives)
+        if len(stages) == 1:
+            return stages[0] if op.other < 0 else None
+        return op.other if op.other in stages else None
 
     def message(self, op: Op) -> Message | None:
         """The message of a transfer; None for other ops, and for a transfer that names no edge."""

@@ -134,8 +134,8 @@ class Topology:
         """The ranks of the run, ascending, for these ranks of the pipeline in any replica, that hold the same part of
         the layers as the ranks at `at`."""
         seats, part = {self._seat(dp, pp) * self.width for pp in {*of} for dp in range(self.dp)}, self.part(at)
-        alike = [self._inside(one) for one in self.every if self.part(one) == part]
-        return tuple(sorted(seat + one for seat in seats for one in alike))
+        alike = [self._inside(inner) for inner in self.every if self.part(inner) == part]
+        return tuple(sorted(seat + inner for seat in seats for inner in alike))
 
     def held(self, pp: int) -> tuple[int, ...]:
         """The ranks of the run for rank `pp` of a pipeline, in any replica; ascending."""
@@ -175,8 +175,8 @@ class Topology:
         if self.dp == self.width == 1:
             return ""
         counts = [(self.dp, "dp"), *zip(self.inner, (axis.name for axis in INNER), strict=True)]
-        others = "".join(f" x {count} {axis}" for count, axis in counts if count > 1)
-        return f" ({self.pp} pp{others})"
+        rest = "".join(f" x {count} {axis}" for count, axis in counts if count > 1)
+        return f" ({self.pp} pp{rest})"
 
     def name(self, rank: int) -> str:
         """A rank of the run for messages: `rank 5`, with replicas `rank 5 [dp 1, pp 1]`, also `[pp 1, tp 0]`.

@@ -359,11 +359,11 @@ def _unfrozen(trace: Trace) -> Trace:
 
 def _unrecorded(run: Path, phase: str, recorded: Sequence[str]) -> ZbcError:
     """E430 for a phase that was not recorded: the run had no ramp, or other phases of it were recorded."""
-    known = [part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp]
-    if not known:
+    ramps = [part.folder for part in plans.read_manifest(run / FOLDER / PLAN).ramp]
+    if not ramps:
         return ZbcError("E430", f"trace: {run} had no ramp, and so no phase {phase}", hint="leave out --phase")
     what = f"the phase {phase}" if phase else "the steps after the ramp"
-    text = f"trace: {run} has no trace of {what}" + (f", its ramp has {', '.join(known)}" * (phase not in ["", *known]))
+    text = f"trace: {run} has no trace of {what}" + (f", its ramp has {', '.join(ramps)}" * (phase not in ["", *ramps]))
     names = [name for name in recorded if name]
     hint = f"recorded phases: {', '.join(names) or 'none'}"
     return ZbcError("E430", text, hint=hint + "; and the steps after the ramp, without --phase" * ("" in recorded))
