@@ -245,7 +245,7 @@ ROWS = (
         "adapter",
         "E110",
         {
-            "compile|ep|shared vocabulary": UNWRITTEN,
+            "ep|shared vocabulary": UNWRITTEN,
             "frees": ("frozen weights are whole on every replica", 'use shard = "optimizer" or "gradients"'),
         },
         at_other=True,

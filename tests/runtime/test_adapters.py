@@ -186,7 +186,7 @@ def tables(*traits, **more):
 
 
 CUT = ["tp", "tp_sequence", "slices", "cp", "copies", "post-validate", "sharded optimizer", "sharded gradients"]
-CUT += ["offload", "overlap"]
+CUT += ["offload", "overlap", "compile"]
 BOTH = [[one] for one in CUT] + [["tp", "sharded optimizer"], ["tp", "slices"]]
 
 
@@ -391,7 +391,6 @@ def test_merged_weights_compute_what_adapters_beside_them_do(folders):
 @pytest.mark.parametrize(
     "how",
     [
-        {"model": {"compile": True}},
         {"parallel": {"vocabulary": "shared"}},
         {"parallel": {"dp": 2, "shard": "weights"}},
         {"parallel": {"dp": 2, "shard": "all"}},
