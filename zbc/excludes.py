@@ -128,6 +128,7 @@ TRAITS = {
     "freeze": Trait("freeze.most", bool),
     "adapter": Trait("adapter.rank", bool),
     "balance": _value("data.balance", "length"),
+    "steps": _value("data.items", "steps"),
     "evaluation": Trait("train.eval_every", _not(0)),
     "fused gradients": Trait("train.fused_gradients", bool),
     "filler": Trait("filler.task", _given),
@@ -272,6 +273,19 @@ ROWS = (
             "ramp": "they are of one number of microbatches",
             "world": ("they are of one number of microbatches", "set parallel.pp and dp"),
             "balance": "balanced steps choose their own number of microbatches",
+        },
+    ),
+    Excludes(
+        "steps",
+        "E118",
+        {
+            "sliced": "slices are cut at the same places of all microbatches",
+            "ramp": "a step comes with all its microbatches",
+            "balance": "a step comes with its microbatches",
+            "experts": "experts would count and balance the rows of padding",
+            "evaluation": "nothing is kept for it",
+            "flushless|average|cp": UNWRITTEN,
+            "forward": UNWRITTEN,
         },
     ),
     Excludes(

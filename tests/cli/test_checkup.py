@@ -46,6 +46,12 @@ JOBS = {
             "args": {"named": True},
         },
     },
+    "steps": {
+        **ZOO,
+        "kind": "zb-h1",
+        "data": {"kind": "tests.runtime.given_steps:Ragged", "items": "steps", "args": {"count": 4, "size": 2}},
+        "model": {"family": "tests.runtime.user_models:residual", "loss": "tests.runtime.given_steps:summed"},
+    },
     "transformers": {
         "data": {"kind": "synthetic"},
         "layers": 5,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.processes.gloo_ranks import open_network, train, unpack, without_step
-from tests.runtime import test_scaling, test_tensor_parallel, test_ties
+from tests.runtime import test_given_steps, test_scaling, test_tensor_parallel, test_ties
 from tests.runtime.small_plans import make_plan, make_program, parameters, reference
 from tests.runtime.test_gradients import VECTORS, slack
 from tests.runtime.test_shared_words import TIED
@@ -74,6 +74,13 @@ def test_an_overflow_of_float16_skips_the_step_on_every_process(pool):
     assert [losses for losses, *_ in found] == [[one.loss for one in results]] * 4
     assert [[math.isfinite(norm) for norm in norms] for _, norms, *_ in found] == [[not r.skipped for r in results]] * 4
     same(unpack([weights for *_, weights in found]), {n: p.detach() for n, p in parameters(workers).items()})
+
+
+def test_steps_that_a_dataset_splits_are_weighed_alike_by_all_processes(pool):
+    plan = test_given_steps.plan_of("1f1b", 2, 2, dp=2, section=test_given_steps.SUMMED, keep=without_step)
+    (loss, grads), found = test_given_steps.alone(plan), pool.run(train, plan, 1)
+    assert [losses for losses, *_ in found] == [pytest.approx([loss], rel=1e-6)] * 4
+    same(unpack([grads for _, _, grads, _ in found]), grads, 1e-6)
 
 
 def agrees(pool, plan, tolerance=0.0, loss=1e-6):

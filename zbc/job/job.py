@@ -221,6 +221,8 @@ class Job:
         data = {name: getattr(self, name).model_dump(mode="json") for name in names}
         if not self.balances:
             del data["data"]["balance"]
+        if self.data.items == "samples":
+            del data["data"]["items"]
         for key in ("hook", "fused_gradients"):
             if not data["train"][key]:
                 del data["train"][key]

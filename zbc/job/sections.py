@@ -516,6 +516,9 @@ class Data(Section):
     )
     validation_path: str | list[str] | None = Field(None, description="other files for evaluation")
     args: dict[str, Any] = Field({}, description="keyword arguments of the factory")
+    items: Literal["samples", "steps"] = Field(
+        "samples", description="of your dataset; steps: each is a list of microbatches (input, target, weight)"
+    )
     balance: Literal["none", "length"] = Field(
         "none",
         description="length: samples are of unequal length; packed, and dealt to replicas so that all take as long",

@@ -96,6 +96,23 @@ IDLE = (
     ),
     Unread(
         "data",
+        ("items",),
+        "kind",
+        lambda kind: kind in (*KINDS_OF_FILES, "synthetic"),
+        "is of a dataset of yours, data.kind is {!r}",
+        'drop it, or set kind = "package.module:factory"',
+        "E150",
+    ),
+    Unread(
+        "data",
+        ("validation", "validation_path"),
+        "items",
+        lambda items: items == "steps",
+        "keeps samples, and with data.items = {!r} there are none",
+        "drop it",
+    ),
+    Unread(
+        "data",
         ("args",),
         "kind",
         lambda kind: kind in (*KINDS_OF_FILES, "synthetic"),

@@ -26,6 +26,7 @@ from zbc.training.building.shares import loss_of, share_out, shared_with, tables
 from zbc.training.building.stages import build_stages, compile_stages
 from zbc.training.data.counted import count_of, no_mean
 from zbc.training.data.data import KINDS
+from zbc.training.data.split import Steps
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model
 from zbc.training.models.adapters import Frozen
@@ -84,7 +85,9 @@ def build_worker(
         told = no_mean(chosen.loss, worker.loss, shapes.output, site.some_targets)
         worker.warnings = () if told is None else (told,)
     counts = None
-    if site.samples is not None and settings.data.kind not in KINDS and site.reads:
+    if isinstance(site.samples, Steps):
+        worker.loss = site.samples.cut(worker.loss)
+    elif site.samples is not None and settings.data.kind not in KINDS and site.reads:
         counts = count_of(model.loss(chosen.loss), chosen.loss, site.samples.targets([0]))
     if worker.batches is not None and counts is not None and (site.last or words is not None):
         worker.batches = counted(worker, worker.batches, counts)

@@ -22,7 +22,8 @@ from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.context_parallel import rows_of
 from zbc.runtime.features.slicing import Inside, Part, within
 from zbc.runtime.transports.transport import Transport
-from zbc.training.data.data import KINDS, Samples, Tokens, build_samples, input_spec, place
+from zbc.training.data.data import KINDS, Samples, Tokens, build_dataset, build_samples, input_spec, place
+from zbc.training.data.split import Steps, count_of_step
 from zbc.training.data.unequal import Dealer, Padded, build_documents, shape_of
 from zbc.training.models import adapters, model, pretrained
 from zbc.training.models.shared_words import table_sizes, trunk
@@ -125,6 +126,8 @@ class Site:
             return Padded(self.work.documents, self.work.shape.room)
         if not self.reads and self.settings.data.kind in KINDS:
             return None
+        if self.settings.data.items == "steps":
+            return steps_of(self.settings, self.manifest)
         both = len(self.placement.pipes) == 1 and set(self.placement.ends) <= set(self.mine)
         return build_samples(self.settings.data, self.settings.model, self.settings.train.seed, both=both)
 
@@ -136,7 +139,7 @@ class Site:
     @cached_property
     def some_targets(self) -> Tensor | None:
         """Targets of the first samples, if the loss is user-defined and this rank computes it."""
-        if self.samples is None or not self.last or self.settings.model.loss in model.LOSSES:
+        if not self.last or self.settings.model.loss in model.LOSSES or isinstance(self.samples, Steps | None):
             return None
         return self.samples.targets(range(min(len(self.samples), 8)))
 
@@ -207,6 +210,20 @@ class Site:
             return found
         sizes = dict(zip(found.parameters, found.sizes, strict=True)) | table_sizes(settings.model)
         return replace(found, parameters=tuple(sorted(sizes)), sizes=tuple(sizes[name] for name in sorted(sizes)))
+
+
+def steps_of(settings: Settings, manifest: Manifest) -> Steps:
+    """The dataset of a user whose items are steps. Raises E501 to E505."""
+    data, chosen = settings.data, settings.model
+    return Steps(
+        build_dataset(data, settings.train.seed),
+        data.kind,
+        settings.train.seed,
+        count=count_of_step(manifest),
+        size=manifest.microbatch_size,
+        length=chosen.seq_len if chosen.builtin else None,
+        ignores=chosen.loss == "cross_entropy",
+    )
 
 
 def group_of(chosen: spec.Model, layer: str) -> str:

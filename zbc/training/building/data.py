@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from zbc.ir import NEXT, Kind
-from zbc.plan.directory import RankPlan
+from zbc.plan.directory import Manifest, RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import BatchSource, Worker
-from zbc.training.building.context import Site
+from zbc.training.building.context import Settings, Site
 from zbc.training.data.counted import Count, Counted
 from zbc.training.data.data import KINDS, Batches
 from zbc.training.data.prefetch import Prefetched, Want
+from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.data.unequal import PackedBatches
 
 
@@ -21,6 +22,8 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
         return None
     if site.work is not None:
         return PackedBatches(site.work, settings.lowered)
+    if isinstance(site.samples, Steps):
+        return split_batches(settings, manifest, site.samples)
     batches = Batches(
         site.samples,
         seed=settings.train.seed,
@@ -34,6 +37,11 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
     if settings.data.kind not in KINDS:
         return batches
     return Prefetched(batches, [wants(plan, site.rank) for plan in site.parts], site.device)
+
+
+def split_batches(settings: Settings, manifest: Manifest, steps: Steps) -> SplitBatches:
+    batch, lowered = manifest.topology.batch, settings.lowered
+    return SplitBatches(steps, seed=settings.train.seed, count=batch, lowered=lowered, where=settings.where)
 
 
 def counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:

@@ -12,8 +12,9 @@ from zbc.plan.directory import FROZEN
 from zbc.runtime.core.stage import Stage
 from zbc.training.building.context import Site
 from zbc.training.data.data import KINDS
+from zbc.training.data.split import Steps
 from zbc.training.models import model
-from zbc.training.probing.mixing import refuse_others, try_layers, try_loss, try_packed, try_padding
+from zbc.training.probing.mixing import refuse_others, try_layers, try_loss, try_packed, try_padded, try_padding
 
 
 def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
@@ -27,6 +28,8 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
         text = f"run: the last layer returns {site.shapes.ends}; slices and packed rows with several outputs"
         hint = 'return one tensor, or set schedule.slices = 1 and data.balance = "none"'
         raise ZbcError("E110", f"{text} are not written yet", hint=hint)
+    if users and isinstance(site.samples, Steps) and site.manifest.microbatch_size > 1:
+        try_padded(site, stages.values())
     if site.slices:
         if site.samples is not None and data not in KINDS:
             some = range(min(len(site.samples), 8))

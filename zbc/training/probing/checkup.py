@@ -23,13 +23,14 @@ from zbc.plan.directory import RankPlan, StoredPlan, assemble
 from zbc.runtime.core.bundle import call, names_of
 from zbc.runtime.core.execute import run_step
 from zbc.runtime.core.precision import AUTOCAST, lower_precision
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import BatchSource, Worker
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.scaling import Scale, Scaling
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.transports.hub import Hub
 from zbc.training import frames
-from zbc.training.building.context import Settings, group_of, layer_plans
+from zbc.training.building.context import Settings, group_of, layer_plans, steps_of
+from zbc.training.building.data import split_batches
 from zbc.training.building.shares import loss_of
 from zbc.training.data.counted import count_of
 from zbc.training.data.data import Batches, build_samples
@@ -209,19 +210,23 @@ def plain_gradients(
     modules = {name: module.to(device) for name, module in plain_modules(settings).items()}
     parameters = _named(modules)
     lower_precision(parameters.values(), lowered)
-    samples = build_samples(settings.data, settings.model, seed)
-    batches = Batches(
-        samples,
-        seed=seed,
-        microbatches=count,
-        size=manifest.microbatch_size,
-        lowered=lowered,
-        where=settings.where,
-    )
-    total, low, after = 0.0, AUTOCAST.get(settings.model.dtype), read_by(layer_plans(settings))
     criterion = loss_of(settings.model, None, modules.values())
-    counts = count_of(criterion, settings.model.loss, batches.targets(0, 0)) or (lambda target: 1.0)
-    weights = [counts(batches.targets(0, mb)) for mb in range(count)]
+    if settings.data.items == "steps":
+        steps = steps_of(settings, manifest)
+        batches: BatchSource = split_batches(settings, manifest, steps)
+        weights, criterion = [batches.weight(0, mb) or 0.0 for mb in range(count)], steps.cut(criterion)
+    else:
+        batches = Batches(
+            build_samples(settings.data, settings.model, seed),
+            seed=seed,
+            microbatches=count,
+            size=manifest.microbatch_size,
+            lowered=lowered,
+            where=settings.where,
+        )
+        counts = count_of(criterion, settings.model.loss, batches.targets(0, 0)) or (lambda target: 1.0)
+        weights = [counts(batches.targets(0, mb)) for mb in range(count)]
+    total, low, after = 0.0, AUTOCAST.get(settings.model.dtype), read_by(layer_plans(settings))
     *_, last = modules
     for mb, weight in enumerate(weights):
         if not weight:

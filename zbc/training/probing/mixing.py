@@ -58,6 +58,14 @@ def try_layers(site: Site, stages: Iterable[Stage]) -> None:
     _try_each(site, layers, "slices", functools.partial(_try, parts=site.slices))
 
 
+def try_padded(site: Site, stages: Iterable[Stage]) -> None:
+    """Raises E512 for a layer of these stages in which the rows of a microbatch, of which some are padding, mix."""
+    layers = [layer for stage in stages for layer in stage.layers]
+    if seeing := [layer.name for layer in layers if layer.traits.remembers]:
+        raise _padded(seeing[0], "keeps a buffer of all rows")
+    _try_each(site, layers, "padding", _try_padded)
+
+
 def try_packed(site: Site, stages: Iterable[Stage]) -> None:
     """Raises E512 for a layer of these stages that mixes samples of one row."""
     _try_each(site, [layer for stage in stages for layer in stage.layers], "rows", _try_rows)
@@ -225,6 +233,22 @@ def _try_rows(modules: Modules, takes: TensorSpec) -> None:
     near = TOLERANCE.get(whole.dtype, 5e-2)
     if not (apart(whole[:, cut:], first[:, cut:]) <= near and apart(whole[:, :cut], second[:, :cut]) <= near):
         raise ZbcError("E512", f"model: in layer {name} samples of one row see each other", hint=_ROWS)
+
+
+def _try_padded(modules: Modules, takes: TensorSpec) -> None:
+    x = takes.drawn(below=2)
+    other = torch.cat([x[:-1], takes.drawn()[-1:] if takes.numbers else 1 - x[-1:]])
+    with torch.no_grad():
+        every = zip(*(_forward_of(modules, one)[-1] for one in (x, x, other)), strict=True)
+    for one, again, found in every:
+        rows = one.dim() and len(one) == len(x) and torch.equal(one, again)  # else nobody can tell what differs
+        if rows and not apart(one[:-1], found[:-1]) <= TOLERANCE.get(one.dtype, 5e-2):
+            raise _padded(modules[-1][0], "mixes the rows of a microbatch")
+
+
+def _padded(name: str, what: str) -> ZbcError:
+    hint = "norms over features instead of batches, schedule.microbatch_size = 1, or no data.items"
+    return ZbcError("E512", f"model: layer {name} {what}, some of which are padding", hint=hint)
 
 
 # ---- the loss ------------------------------------------------------------------------------------------------

@@ -1,0 +1,143 @@
+"""Steps that a dataset has split into microbatches of unequal sizes: gradients are those of one process on them as they
+are, without padding, weighed as the dataset says."""
+
+import pytest
+import torch
+
+from tests.jobs import job
+from tests.refusals import refused
+from tests.runtime.small_plans import GPT, make_plan, make_program, parameters
+from tests.runtime.test_checkpoints import at, same
+from tests.runtime.test_checkpoints import train as run_of
+from tests.runtime.test_gradients import user, without_step
+from tests.runtime.test_shared_words import shared_program
+from tests.threads import run_threads
+from tests.tiers import few
+from zbc.runtime.core.bundle import call
+from zbc.runtime.seeding import seed_of
+from zbc.training.building.context import Settings, steps_of
+from zbc.training.building.data import split_batches
+from zbc.training.data.data import build_dataset
+from zbc.training.data.permutation import Permutation
+from zbc.training.models import model
+
+HERE = "tests.runtime.given_steps"
+VECTORS = user("residual")
+TOKENS = {**GPT, "seq_len": 12, "vocab": 61}
+SUMMED = {**VECTORS, "loss": f"{HERE}:summed"}
+HEADS = user("two_heads", named=True, loss="tests.runtime.user_models:both_errors")
+
+
+def data_of(kind="Ragged", **args):
+    return {"kind": f"{HERE}:{kind}", "items": "steps", "args": args}
+
+
+def plan_of(schedule="1f1b", p=2, m=4, *, section=VECTORS, kind="Ragged", dp=1, how=None, args=None, **options):
+    program = make_program(schedule, p, m, copies=dp, **(how or {}))
+    return make_plan(program, model=section, data=data_of(kind, **{"count": m * dp, **(args or {})}), size=3, **options)
+
+
+def alone(plan, step=0):
+    """Loss and gradients of a step in one process, of the dataset's microbatches as they are."""
+    settings = Settings.of(plan.manifest)
+    seed, dataset = settings.train.seed, build_dataset(settings.data, settings.train.seed)
+    modules = {one.name: one.build(seed) for one in model.layers(settings.model, seed)}
+    loss, modules[[*modules][-1]].chunk = model.loss(settings.model.loss), None
+    epoch, place = divmod(step, len(dataset))
+    item = dataset[Permutation(len(dataset), seed_of(seed, "epoch", epoch))[place]]
+    counts = settings.model.loss == "cross_entropy"
+    weights = [one[2] if not counts or (one[1] != -100).any() else 0.0 for one in item]
+    total = 0.0
+    for (x, target, _), weight in zip(item, weights, strict=True):
+        for module in modules.values():
+            x = call(module, x)
+        if weight:
+            value = loss(x, target) * weight / sum(weights)
+            value.backward()
+            total += value.item()
+    return total, {f"{n}.{k}": p.grad for n, one in modules.items() for k, p in one.named_parameters()}
+
+
+def check(plan, tolerance=1e-6):
+    workers, (loss, grads) = run_threads(plan, 1), alone(plan)
+    assert workers[0].results[0].loss == pytest.approx(loss, rel=1e-6)
+    found = parameters(workers)
+    for name, parameter in found.items():
+        torch.testing.assert_close(parameter.grad, grads[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+WAYS = [
+    ("1f1b", {"section": VECTORS}),
+    ("zb-v", {"section": SUMMED, "activations": "recompute"}),
+    ("zb-h1", {"section": TOKENS, "kind": "Sentences", "m": 5}),
+    ("1f1b", {"section": HEADS}),
+    ("1f1b", {"section": {**TOKENS, "loss": f"{HERE}:logits_too"}, "kind": "Sentences", "args": {"count": 4}}),
+    ("1f1b", {"section": {**TOKENS, "loss_chunk": 5}, "kind": "Sentences", "m": 5}),
+    ("zb-h1", {"section": SUMMED, "dp": 2, "m": 2}),
+    ("chimera", {"section": VECTORS}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "options"), few(WAYS, 7))
+def test_gradients_are_those_of_one_process_without_padding(schedule, options):
+    check(plan_of(schedule, keep=without_step, **options))
+
+
+@pytest.mark.parametrize("sums", [1, 2])
+def test_a_vocabulary_that_ranks_share_ignores_padding_too(sums):
+    program = shared_program("zb-h1", 2, 5, sums)
+    plan = make_plan(program, model=TOKENS, data=data_of("Sentences", count=5), size=3, keep=without_step)
+    (loss, _), workers = alone(plan), run_threads(plan, 1)
+    assert workers[0].results[0].loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_steps_of_an_epoch_come_in_another_order_and_a_training_goes_on_with_them(tmp_path):
+    every = {"checkpoint": {"every": 3, "asynchronous": False}, "optimizer": {"kind": "sgd", "lr": 0.1}}
+    plan = plan_of("zb-h1", **every)
+    whole = run_of(plan, 9, tmp_path / "whole")
+    begun = run_of(plan, 6, tmp_path / "begun")
+    assert begun + run_of(plan, 9, tmp_path / "went", at(tmp_path / "begun", 6)) == whole
+    same(at(tmp_path / "went", 9), at(tmp_path / "whole", 9))
+    settings = Settings.of(plan.manifest)
+    source = split_batches(settings, plan.manifest, steps_of(settings, plan.manifest))
+    epochs = [[tuple(source.inputs(5 * e + k, 0)[0].tolist()) for k in range(5)] for e in range(2)]
+    assert {*epochs[0]} == {*epochs[1]} and epochs[0] != epochs[1] and len({*epochs[0]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"args": {"count": 3}}, r"has 3 microbatches, a step of the plan has 4"),
+        ({"kind": "NoList"}, r"microbatch 0, is not \(input, target, weight\)"),
+        ({"args": {"size": 4}}, r"has inputs and targets of 4 rows"),
+        ({"args": {"targets": 1}}, r"has inputs and targets of 1 and [23] rows"),
+        ({"args": {"weight": -1.0}}, r"has the weight -1"),
+        ({"args": {"weight": "much"}}, r"could not convert string"),
+        ({"section": {**TOKENS, "seq_len": 8}, "kind": "Sentences"}, r"has rows of \d+ tokens, model.seq_len is 8"),
+    ],
+)
+def test_what_is_no_step_of_the_plan_is_refused_with_its_place(options, said):
+    with refused("E505", match=rf"data: step \d of {HERE}:\w+.* {said}"):
+        run_threads(plan_of(**options), 5)
+
+
+@pytest.mark.parametrize(
+    ("family", "said"), [("batch_norms", "mixes the rows of a microbatch"), ("running", "keeps a buffer of all rows")]
+)
+def test_layers_in_which_padding_would_count_are_refused(family, said):
+    section = {"family": f"{HERE}:{family}", "layers": 4, "loss": "mse"}
+    with refused("E512", match=f"layer layers.0 {said}, some of which are padding"):
+        run_threads(plan_of(section=section), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"schedule": {"slices": 2}}, "E118", "slices are cut at the same places"),
+        ({"data": {**data_of(), "validation": 0.1}}, "E110", "data.validation keeps samples"),
+        ({"data": {"kind": "synthetic", "items": "steps"}}, "E150", "is of a dataset of yours"),
+    ],
+)
+def test_what_steps_do_not_go_with_is_refused(changes, code, said):
+    with refused(code, said):
+        job(**{"data": data_of(), **changes})

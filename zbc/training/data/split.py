@@ -1,0 +1,184 @@
+"""Steps that a user's dataset has split into microbatches of its own: `data.items = "steps"`.
+
+An item of the dataset is a step, a list of (input, target, weight) for each microbatch of all replicas. A microbatch
+has up to `microbatch_size` rows, and of built-in models rows of up to `seq_len` tokens. It is padded to the shape that
+all have, and its loss is that of what it had: targets of padding are ignored, or the output is cut to its targets. The
+loss of a step is the mean by weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zbc.errors import ZbcError
+from zbc.plan.manifest import Manifest
+from zbc.runtime.core.bundle import taken_apart
+from zbc.runtime.core.state import BatchSource
+from zbc.runtime.core.tensors import Loss
+from zbc.runtime.features.words import IGNORED
+from zbc.training.data.data import Batches, Pairs, in_epochs
+from zbc.training.data.pairs import UnfitError, pair_of
+
+_KEPT = 3  # cached steps
+
+
+class Microbatch(NamedTuple):
+    """One of a step; `inputs` by group of layers, "" in a chain."""
+
+    inputs: Mapping[str, Tensor]
+    target: Tensor
+    weight: float
+
+
+class Steps(Pairs):
+    """A user's dataset of steps, each of `count` microbatches of up to `size` rows.
+
+    `length`: of rows that may be shorter; None: all have one shape. `ignores`: targets of padding are ignored.
+    """
+
+    def __init__(
+        self, dataset: Any, name: str, seed: int, *, count: int, size: int, length: int | None, ignores: bool
+    ) -> None:
+        super().__init__(dataset, name, seed)
+        self.size, self._microbatches, self._length, self._ignores = size, count, length, ignores
+        self._known = dict[int, list[Microbatch]]()
+
+    def step(self, number: int) -> list[Microbatch]:
+        """The microbatches of a step, padded. Raises E505 for others than the plan has."""
+        found = self._known.get(number)
+        if found is None:
+            (item,) = self._look([number])
+            found = self._split(number % len(self), item)
+            while len(self._known) >= _KEPT:
+                del self._known[next(iter(self._known))]
+            self._known[number] = found
+        return found
+
+    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
+        """Inputs of the first microbatches of these steps."""
+        return torch.cat([self._of(self.step(i)[0], group) for i in indices])
+
+    def targets(self, indices: Sequence[int]) -> Tensor:
+        return torch.cat([self.step(i)[0].target for i in indices])
+
+    def input(self, number: int, mb: int, group: str) -> Tensor:
+        return self._of(self.step(number)[mb % self._microbatches], group)
+
+    def _of(self, microbatch: Microbatch, group: str) -> Tensor:
+        found = microbatch.inputs.get(group, microbatch.inputs.get(""))
+        if found is None:
+            text = f"data: steps of {self._name} have inputs for {', '.join(microbatch.inputs)}, and none for {group}"
+            raise ZbcError("E505", text, hint="give a tensor for each group that reads no other one")
+        return found
+
+    def _bytes(self, index: int) -> bytes:
+        every = self._split(index, self._look([index])[0])
+        tensors = [t for one in every for t in (*(one.inputs[k] for k in sorted(one.inputs)), one.target)]
+        return b"".join(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+
+    def _split(self, index: int, item: Any) -> list[Microbatch]:
+        where = f"data: step {index} of {self._name}"
+        if not isinstance(item, Sequence) or len(item) != self._microbatches:
+            has = f"has {len(item)}" if isinstance(item, Sequence) else f"is {type(item).__name__}, a list of"
+            text = f"{where} {has} microbatches, a step of the plan has {self._microbatches}"
+            hint = "return a list of (input, target, weight), one for each of schedule.microbatches times parallel.dp"
+            raise ZbcError("E505", text, hint=hint)
+        return [self._padded(f"{where}, microbatch {mb},", one) for mb, one in enumerate(item)]
+
+    def _padded(self, where: str, one: Any) -> Microbatch:
+        if not isinstance(one, Sequence) or len(one) != 3:
+            raise ZbcError("E505", f"{where} is not (input, target, weight)", hint="return tuples of three")
+        try:
+            x, target = pair_of(one[:2])
+            weight = float(one[2])
+        except (UnfitError, TypeError, ValueError) as error:
+            raise ZbcError("E505", f"{where} {error}", hint="tensors or arrays, and a number as weight") from None
+        if not 0 <= weight < math.inf:
+            raise ZbcError("E505", f"{where} has the weight {weight:g}", hint="weights are finite numbers from 0 on")
+        inputs = x if isinstance(x, Mapping) else {"": x}
+        sizes = {len(t) if t.dim() else 0 for t in (*inputs.values(), target)}
+        if len(sizes) > 1 or not 1 <= max(sizes) <= self.size:
+            text = f"{where} has inputs and targets of {' and '.join(map(str, sorted(sizes)))} rows"
+            hint = f"as many rows of each, at least one and at most schedule.microbatch_size = {self.size}"
+            raise ZbcError("E505", text, hint=hint)
+        if self._ignores and not (target != IGNORED).any():
+            weight = 0.0
+        return Microbatch(
+            {group: self._filled(where, t, 0) for group, t in inputs.items()},
+            self._filled(where, target, IGNORED) if self._ignores else target,
+            weight,
+        )
+
+    def _filled(self, where: str, t: Tensor, padding: int) -> Tensor:
+        shape = [self.size, *t.shape[1:]]
+        if self._length is not None and t.dim() > 1:
+            if t.shape[1] > self._length:
+                text = f"{where} has rows of {t.shape[1]} tokens, model.seq_len is {self._length}"
+                raise ZbcError("E505", text, hint="cut them, or set model.seq_len to the longest")
+            shape[1] = self._length
+        if shape == list(t.shape):
+            return t
+        found = t.new_full(shape, padding)
+        found[tuple(slice(n) for n in t.shape[:2])] = t
+        return found
+
+    def cut(self, loss: Loss) -> Loss:
+        """A loss that gets outputs without padding; the same where targets of padding are ignored."""
+        dims = 1 if self._length is None else 2
+
+        def cut(output: Any, target: Tensor) -> Tensor:
+            tensors, form = taken_apart(output)
+            own = tuple(slice(n) for n in target.shape[:dims])
+            kept = [t[own[: t.dim()]] if t.dim() and len(t) == self.size else t for t in tensors]
+            whole: Any = tuple(kept) if form is None else form.around(kept)
+            return loss(whole, target)
+
+        return loss if self._ignores else cut
+
+
+def count_of_step(manifest: Manifest) -> int:
+    """The microbatches of a step of a job, also where a plan was made of it that has only some of them."""
+    schedule, parallel = (manifest.planning.get(name, {}) for name in ("schedule", "parallel"))
+    planned = schedule.get("microbatches", 0) * parallel.get("dp", 1)
+    return int(planned) or manifest.topology.batch
+
+
+class SplitBatches(BatchSource):
+    """Microbatches of steps; the order of an epoch's steps is that of samples."""
+
+    def __init__(self, steps: Steps, *, seed: int, count: int, lowered: torch.dtype | None, where: str) -> None:
+        self._steps, self._count, self._lowered = steps, count, lowered
+        self._order = Batches(steps, seed=seed, microbatches=1, size=1, where=where)
+
+    @property
+    def count(self) -> int:
+        """The number of steps in the dataset."""
+        return len(self._steps)
+
+    def digest(self) -> int:
+        return self._steps.digest()
+
+    def follow(self, phases: object) -> None:
+        """Does nothing: a step is an item, whatever its samples."""
+
+    def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
+        x = self._steps.input(self._number(step), mb, group)
+        return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
+
+    def targets(self, step: int, mb: int) -> Tensor:
+        found = self._steps.step(self._number(step))
+        return found[mb % len(found)].target  # a profile runs more of them
+
+    def weight(self, step: int, mb: int) -> float:
+        """1 on average over the microbatches of the step."""
+        weights = [one.weight for one in self._steps.step(self._number(step))[: self._count]]
+        return weights[mb % len(weights)] * len(weights) / (sum(weights) or 1.0)
+
+    def _number(self, step: int) -> int:
+        (number,) = in_epochs(self._order.taken(step, 1), step, len(self._steps))
+        return number
