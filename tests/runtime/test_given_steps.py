@@ -11,7 +11,8 @@ from tests.runtime.test_checkpoints import at, same
 from tests.runtime.test_checkpoints import train as run_of
 from tests.runtime.test_gradients import user, without_step
 from tests.runtime.test_shared_words import shared_program
-from tests.threads import run_threads
+from tests.runtime.test_tensor_parallel import plan_of as parted_plan
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.runtime.core.bundle import call
 from zbc.runtime.seeding import seed_of
@@ -102,6 +103,23 @@ def test_steps_of_an_epoch_come_in_another_order_and_a_training_goes_on_with_the
     source = split_batches(settings, plan.manifest, steps_of(settings, plan.manifest))
     epochs = [[tuple(source.inputs(5 * e + k, 0)[0].tolist()) for k in range(5)] for e in range(2)]
     assert {*epochs[0]} == {*epochs[1]} and epochs[0] != epochs[1] and len({*epochs[0]}) == 5
+
+
+def test_a_step_that_is_clipped_without_a_barrier_is_that_with_one():
+    """Weights of the next step's microbatches are asked for before the verdict on this one."""
+    optimizer = {"kind": "sgd", "lr": 0.3, "clip_grad_norm": 0.2}
+    barrier = run_threads(plan_of("zb-h1", optimizer=optimizer), 4)
+    ahead = {"optimizer": {**optimizer, "sync": "post-validate"}, "how": {"sync": "post-validate"}}
+    found = run_threads(plan_of("zb-h1", **ahead), 4)
+    assert losses_of(found) == losses_of(barrier) and any(result.redone for result in found[0].results)
+
+
+def test_ranks_that_share_layers_leave_padding_out(tmp_path):
+    data = data_of("Sentences", count=5, size=2)
+    small = {"seq_len": 12, "vocab": 61}
+    how = {"m": 5, "data": data, "model_more": small}
+    shared, alone = (parted_plan(tmp_path / str(tp), tp=tp, **how) for tp in (2, 1))
+    assert losses_of(run_threads(shared, 2)) == pytest.approx(losses_of(run_threads(alone, 2)), rel=1e-5)
 
 
 @pytest.mark.parametrize(
