@@ -139,6 +139,13 @@ def test_attention_grows_with_the_square_and_weights_do_not():
     assert 0.25 < f < w < 0.6
 
 
+def test_of_given_times_blocks_of_a_known_model_have_less_of_attention_too():
+    costs = costs_of(job(model={"seq_len": 2048}, schedule={"tokens": [2048] * 7 + [1024]}, costs=GIVEN["costs"]))
+    f, w = (costs.of(name, 1, 7) / costs.of(name, 1, 0) for name in ("f", "w"))
+    # per token 24 h^2 and 4 h for each of the keys it sees, half of the row: h = 32
+    assert w == pytest.approx(0.5) and f == pytest.approx(0.5 * (24 * 32 + 2 * 1024) / (24 * 32 + 2 * 2048))
+
+
 def test_times_that_are_given_are_of_whole_rows_and_less_by_tokens():
     costs = costs_of(
         job(schedule={"tokens": SHARES}, costs=GIVEN["costs"], model={"family": "tests.toys:layers", "seq_len": 16})
@@ -151,7 +158,8 @@ def test_times_that_are_given_are_of_whole_rows_and_less_by_tokens():
 
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1", "gpipe"], 1))
 def test_a_step_takes_what_its_ops_take_one_by_one(kind):
-    compiled = planned(schedule={"tokens": SHARES, "renumber": False}, kind=kind, costs=GIVEN["costs"])
+    times = {**GIVEN["costs"], "comm": 5.0}
+    compiled = planned(schedule={"tokens": SHARES[::-1], "renumber": False}, kind=kind, costs=times)
     costs, program = compiled.costs, compiled.compute
     found = in_turn(program, costs.duration, lambda mb: costs.link(0, 0, 1, mb))
     assert simulate(program, costs).makespan == pytest.approx(found)
@@ -202,6 +210,20 @@ def test_a_limit_is_kept_by_what_is_really_held(kind):
     assert flights[0] >= flights[1]
 
 
+def test_numbers_keep_to_a_limit_that_the_given_ones_keep_to():
+    tokens = [16, 2, 2, 4, 2, 8, 2, 8]
+
+    def most(limit, **schedule):
+        asked = {"tokens": tokens, "memory_limit": limit, **schedule}
+        compiled = planned(schedule=asked, kind="1f1b", costs=GIVEN["costs"])
+        return max(one.units for one in compiled.memory), compiled.step_ms
+
+    (kept, slow), (free, fast) = most("4x", renumber=False), most("4x")
+    limit = (kept + free) / 2
+    found, step = most(f"{limit / 4:.4f}x")
+    assert kept < found <= limit < free and fast < step < slow
+
+
 def test_a_limit_below_the_longest_microbatch_is_refused():
     with refused("E303", match="one microbatch holds 1.216 activation units"):
         planned(schedule={"tokens": SHARES, "memory_limit": "0.24x"}, kind="zb-auto")
@@ -232,7 +254,8 @@ def test_no_order_is_below_the_bound(name):
 def test_a_search_reads_the_times_of_each_microbatch():
     costs = costs_of(job(**unequal()))
     rows = Problem.make(Placement.linear(4), costs, 8, None).rows()
-    length = rows.table().length
+    length, lags = rows.table().length, rows.table().waits[2]
+    assert {*lags} - {0.0} == {costs.link(0, s, s + 1, mb) for s in range(3) for mb in range(8)}
     for kind in (Kind.F, Kind.B, Kind.W):
         assert [length[rows.op(kind, 2, mb)] for mb in range(8)] == pytest.approx(
             [costs.duration(Op(kind, 2, mb)) for mb in range(8)]
