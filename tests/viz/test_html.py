@@ -6,12 +6,16 @@ import re
 import pytest
 
 from tests.compiler.grid import make
+from tests.jobs import job
 from tests.listing import listing
 from tests.viz import browser
 from tests.viz.drawing import drawn, whole
+from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.memory.per_rank import peaks
+from zbc.compiler.sim.simulate import simulate
 from zbc.compiler.whatif.why import chain
-from zbc.ir import Placement
+from zbc.ir import Kind, Placement
 from zbc.viz import html
 from zbc.viz.strip import Drawn
 
@@ -96,6 +100,25 @@ def test_a_page_names_the_share_of_ops_with_frozen_layers(tmp_path):
     found = chromium.run("zbc.rows.flatMap(row => Array.from({length: row.n}, (_, i) => zbc.described({row, i}).head))")
     chromium.close()
     assert {f"BW s{s} m2 40%" for s in range(4)} <= set(found) and "BW s0 m3" in found and "BW s0 m2" not in found
+
+
+@needs_browser
+def test_a_page_of_unequal_microbatches_has_what_each_holds_and_when_its_messages_arrive(tmp_path):
+    tokens = [16, 4, 8, 2, 16, 2, 4, 8]
+    times = {"f": 4.0, "b": 4.0, "w": 4.0, "comm": 1.0}
+    made = compile_job(job(schedule={"tokens": tokens, "renumber": False}, kind="zb-h1", costs=times), suggest=False)
+    (tmp_path / "page.html").write_text(html.draw([whole(made.compute, made.costs)]))
+    chromium = browser.Browser(tmp_path, 1000, 600)
+    chromium.open(tmp_path / "page.html")
+    held = chromium.run("zbc.rows.map((row) => curveOf(row).peak)")
+    said = chromium.run("zbc.rows[1].m.map((_, i) => zbc.described({row: zbc.rows[1], i}).lines.join(' '))")
+    chromium.close()
+    assert held == pytest.approx([rank.units for rank in peaks(made.compute, made.costs)])
+    ends = {(one.op.kind, one.op.stage, one.op.mb): one.end for one in simulate(made.compute, made.costs)}
+    for op, text in zip(made.compute.ranks[1], said, strict=True):
+        if op.kind is Kind.F:
+            arrives = ends[Kind.F, 0, op.mb] + made.costs.link(0, 0, 1, op.mb)
+            assert float(re.search(r"which arrives at ([\d.]+)", text)[1]) == pytest.approx(arrives, rel=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +241,6 @@ def test_blocks_have_the_colours_of_their_kinds(opened):
 
 @needs_browser
 def test_the_memory_below_ends_at_nothing_and_peaks_where_the_plan_does(opened):
-    from zbc.compiler.memory.per_rank import peaks
-
     one = drawn("zb-v")
     found = opened.run("zbc.rows.map((row) => [curveOf(row).peak, curveOf(row).held[row.n - 1]])")
     assert [peak for peak, _ in found] == pytest.approx([rank.units for rank in peaks(one.program, one.costs)])
