@@ -163,7 +163,7 @@ def test_a_step_takes_what_its_ops_take_one_by_one(kind):
     costs, program = compiled.costs, compiled.compute
     found = in_turn(program, costs.duration, lambda mb: costs.link(0, 0, 1, mb))
     assert simulate(program, costs).makespan == pytest.approx(found)
-    assert found > 1.01 * in_turn(program, lambda op: costs.duration(op._replace(mb=4)), lambda mb: 0.0)
+    assert found > 1.01 * in_turn(program, lambda op: costs.duration(op._replace(mb=3)), lambda mb: 0.0)
 
 
 def test_steps_in_a_row_begin_again_with_the_first_microbatch():
