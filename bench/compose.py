@@ -1,23 +1,39 @@
-"""Plans and trains the pairs that zbc/excludes.py excludes only because they have not been built.
+"""Combinations of features: the pairs that zbc/excludes.py excludes for now, and random draws of three to six.
 
-    python bench/compose.py [PAIR ...]      # such as "slices offload"
+    python bench/compose.py [PAIR ...]                  # such as "slices offload"
+    python bench/compose.py --drawn 400 [--first 0]     # or --only SEED ..
 
 The pairs without a reason are taken out of the table, one after the other; a job with both is planned, proven and
 trained for three steps by ranks that are threads, and compared with the training without the feature that must not
 change it. A pair that trains right should leave the table; for the others the bench prints how far they come.
+
+A draw is planned with the table as it is, run on the operational machine of the tests, trained, compared with the same
+training on one rank without the features that must not change it, and its memory is measured, each in a process of its
+own with a time limit of two minutes. Every draw has a line; the last lines count outcomes and refusals, and summarize
+the error of predicted memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import re
 import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from multiprocessing.queues import Queue
 from pathlib import Path
+from queue import Empty
 from typing import NamedTuple
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.record import Record
 from tests.composed import CHANGES, SETTINGS, TOLERANCE, apart, beside, trained
+from tests.drawn import Found, drawn, outcome
 from zbc import excludes
 from zbc.errors import ZbcError
 
@@ -48,10 +64,60 @@ def tried(one: str, other: str) -> Outcome:
     return Outcome("right" if right else "wrong", f"off by {off:.1e}")
 
 
+LONGEST = 120.0  # seconds per draw
+NEAR = 0.03  # of predicted memory: what is on its way depends on when neighbours take it
+
+
+def found_of(seed: int, found: Queue[Found]) -> None:
+    try:
+        found.put(outcome(drawn(seed), weigh=True))
+    except Exception as error:
+        at = " < ".join(
+            f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[:-5:-1]
+        )
+        found.put(Found("crashed", f"{type(error).__name__} {(str(error).splitlines() or [''])[0][:160]} @ {at}"))
+
+
+def draws(seeds: Iterable[int], record: Record) -> None:
+    context, how, why, memory = multiprocessing.get_context("fork"), Counter[str](), Counter[str](), list[float]()
+    for seed in seeds:
+        queue = context.Queue()
+        process = context.Process(target=found_of, args=(seed, queue))
+        process.start()
+        try:
+            found = queue.get(timeout=LONGEST)
+        except Empty:
+            found = Found("hangs", f"after {LONGEST:.0f} s")
+            process.kill()
+        process.join()
+        how[found.how] += 1
+        if found.how == "refused":
+            why[re.sub(r"\b\d[\d.]*", "N", found.why)[:100]] += 1
+        memory += [found.memory] * (found.memory is not None)
+        told = f"; memory {found.memory:+.1%}, host {found.host:+.1%}" if found.memory is not None else ""
+        record(f"{seed:5} {found.how:8} {drawn(seed).name}: {found.why[:240]}{told}")
+    record(", ".join(f"{count} {name}" for name, count in how.most_common()))
+    off = sorted(map(abs, memory))
+    if off:
+        over = sum(one > NEAR for one in off)
+        record(f"memory of {len(off)}: half within {off[len(off) // 2]:.2%}, {over} not within {NEAR:.0%}")
+    for text, count in why.most_common():
+        record(f"{count:4} {text}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pairs", nargs="*", help="two traits with a blank between them; all unwritten ones by default")
+    parser.add_argument("--drawn", type=int, default=0, help="so many draws of features")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first")
+    parser.add_argument("--only", type=int, nargs="+", default=[], help="these seeds")
     asked = parser.parse_args()
+    if asked.drawn or asked.only:
+        torch.set_num_threads(1)
+        record = Record("drawn")
+        draws(asked.only or range(asked.first, asked.first + asked.drawn), record)
+        record.write()
+        return
     unwritten = [pair for pair in excludes.PAIRS if not pair.why and {pair.one, pair.other} <= SETTINGS.keys()]
     if asked.pairs:
         unwritten = [pair for pair in unwritten if f"{pair.one} {pair.other}" in asked.pairs]

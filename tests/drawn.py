@@ -1,45 +1,101 @@
-"""Jobs with several randomly drawn features, and the reference training of each."""
+"""Jobs with several randomly drawn features, the reference training of each, and the comparison of both."""
 
 from __future__ import annotations
 
 import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
-from tests.composed import CHANGES, SETTINGS, TOLERANCE, Tables, apart, settings, trained
+import torch
+from torch import Tensor
+
+from tests.check import operational
+from tests.composed import CHANGES, SETTINGS, STEPS, TOLERANCE, Tables, apart, settings, toml
+from tests.threads import run_threads
+from zbc.compiler.compile import Compiled, compile_job, load_job
+from zbc.compiler.memory.host import host_bytes
+from zbc.compiler.schedules import SCHEDULES
 from zbc.errors import ZbcError
+from zbc.ir import COPY, Kind, Program
+from zbc.plan.directory import StoredPlan
+from zbc.runtime.core.state import Worker
+from zbc.runtime.features import parcels
+from zbc.runtime.transports.hub import Hub
+from zbc.training.checkpoint import folder as disk
+from zbc.training.evaluate import EvaluationRun
+from zbc.training.models import compiled
+from zbc.training.models.experts import Experts
+from zbc.training.recording.measure import Scale
 
-EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 16}
+EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 32}
+GRAPH = {"a": [], "b": [], "c": ["a", "b"]}
+COUNTS = {"a": 1, "b": 2, "c": 1}
+USERS: dict[str, dict[str, dict[str, Any]]] = {
+    "dropout": {
+        "model": {"family": "tests.runtime.sliced_models:mixers", "loss": "mse", "vocab": None, "heads": None},
+        "data": {"kind": "tests.runtime.sliced_models:Sequences", "args": {"width": 32, "count": 64, "length": 32}},
+    },
+    "graph": {
+        "model": {"family": "tests.runtime.graph_models:layers", "loss": "mse", "graph": GRAPH, "groups": COUNTS},
+        "data": {"kind": "tests.runtime.graph_models:Vectors", "args": {"of": ["a", "b"]}},
+    },
+}
+USERS["dropout"]["model"] |= {"args": {"width": 32, "count": 8, "dropout": 0.2}, "hidden": None}
+USERS["graph"]["model"] |= {"args": {"counts": COUNTS}, "hidden": None, "heads": None, "vocab": None, "seq_len": None}
 # In addition to `SETTINGS`: the settings of a feature, and whether it changes the training.
 MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
+    **{name: (tables, True) for name, tables in USERS.items()},
     "experts": ({"model": EXPERTS}, True),
     "ep": ({"model": EXPERTS, "parallel": {"ep": 2, "dp": 2}}, True),
+    "expert bias": ({"model": {**EXPERTS, "balance_rate": 0.01, "router": "sigmoid"}}, True),
+    "balance loss": ({"model": {**EXPERTS, "balance_loss": 0.01, "router_z_loss": 0.01}}, True),
     "fewer keys": ({"model": {"kv_heads": 2}}, True),
+    "llama": ({"model": {"family": "llama"}}, True),
+    "windows": ({"model": {"family": "llama", "window": 9, "whole_every": 2}}, True),
     "recompute": ({"memory": {"activations": "recompute"}}, False),
     "selective": ({"memory": {"activations": "selective"}}, False),
+    "recompute+offload": ({"memory": {"activations": "recompute+offload"}, "hardware": {"host_gbps": 20.0}}, False),
+    "selective+offload": ({"memory": {"activations": "selective+offload"}, "hardware": {"host_gbps": 20.0}}, False),
+    "open activations": ({"memory": {"activations": "auto"}, "schedule": {"memory_limit": "0.8x"}}, False),
+    "little room": ({"schedule": {"memory_limit": "0.6x"}}, False),
+    "dp": ({"parallel": {"dp": 2}}, False),
+    "zero1": ({"parallel": {"dp": 2}, "optimizer": {"zero1": True}}, False),
+    "resident 1": ({"parallel": {"dp": 2, "shard": "weights"}, "memory": {"resident": 1}}, False),
+    "regather": ({"parallel": {"tp": 2, "tp_sequence": "regather"}}, False),
+    "two sums": ({"parallel": {"vocabulary": "shared", "vocabulary_sums": 2}}, False),
+    "open vocabulary": ({"parallel": {"vocabulary": "auto"}}, False),
+    "four slices": ({"schedule": {"slices": 4}}, False),
+    "open slices": ({"schedule": {"slices": "auto"}}, False),
+    "even cuts": ({"schedule": {"slices": 2, "cuts": "even"}}, False),
     "muon": ({"optimizer": {"kind": "muon"}}, True),
+    "momentum": ({"optimizer": {"kind": "sgd", "momentum": 0.9}}, True),
     "groups by name": ({"optimizer": {"groups": [{"names": ["*norm*"], "weight_decay": 0.0}]}}, True),
-    "moving average": ({"optimizer": {"ema": 0.9}}, False),
+    "moving average": ({"optimizer": {"ema": 0.9}, "train": {"eval_every": 1}}, False),
+    "evaluation": ({"train": {"eval_every": 2}}, False),
+    "resume": ({"checkpoint": {"every": 2}}, False),
     "clip": ({"optimizer": {"clip_grad_norm": 0.1}}, True),
+    "warmup": ({"optimizer": {"schedule": {"kind": "cosine", "warmup_steps": 1}}}, True),
+    "feedback": ({"optimizer": {"sync": "two-versions", "feedback": 0.5}}, True),
+    "lookahead": ({"optimizer": {"sync": "asynchronous", "every": 2, "lookahead": True}}, True),
     "slow ranks": ({"hardware": {"slow": [1.0, 1.5]}}, False),
+    "memory by rank": ({"hardware": {"memory_gib": [1.0, 2.0]}}, False),
     "early": ({"schedule": {"early": 1, "kind": "interleaved-1f1b"}}, False),
+    "two chunks": ({"schedule": {"chunks": 2, "kind": "looped-zb"}}, False),
+    "three pieces": ({"schedule": {"kind": "breadth-first", "chunks": 2}}, False),
+    "balance": ({"data": {"balance": "length"}}, True),
+    "freeze later": ({"freeze": {"most": 0.5, "after": STEPS}}, False),
+    "adapter": ({"adapter": {"rank": 4}}, True),
+    "world": ({"parallel": {"world": 4, "pp": None}, "schedule": {"batch": 16, "microbatches": None}}, False),
 }
-KINDS = (
-    "1f1b",
-    "zb-h1",
-    "interleaved-1f1b",
-    "zb-v",
-    "gis",
-    "looped-zb",
-    "v-half",
-    "gpipe",
-    "braid-v",
-    "hanayo",
-    "chimera",
-)
-KINDS += ("dualpipe", "dualpipe-v", "bitpipe", "zb-auto", "v-auto")
-LEFT_OUT = ("compile", "replicas", "average", "asynchronous", "open kind", "freeze", "group")  # slow, or of other sizes
-LEFT_OUT += ("capped logits",)  # changes a training; see test_together.py
-NEAR = {"bfloat16 weights": 0.05, "autocast": 0.05, "muon": 5e-3}  # features that round more
+KINDS = tuple(SCHEDULES)
+LEFT_OUT = ("freeze",)  # another training each time; see "freeze later"
+FIRST = {"bfloat16 weights": 0.01, "autocast": 0.01}  # what rounds more in a step
+# And what a step does with that: Adam takes signs of what is near 0, a token chooses another of two experts alike.
+LATER = {"bfloat16 weights": 0.5, "autocast": 0.5, "muon": 0.015}
 
 
 class Drawn(NamedTuple):
@@ -47,57 +103,212 @@ class Drawn(NamedTuple):
     kind: str
     both: Tables
     plain: Tables
-    near: float
+    first: float  # how far off losses and norms may be in the first step, and in those behind it
+    later: float
 
     @property
     def name(self) -> str:
         return f"{self.kind}: {', '.join(self.traits)}"
 
 
-def drawn(seed: int) -> Drawn:
-    """Two to five features with a schedule, on two ranks of a pipeline; the table of exclusions may refuse them."""
+class Found(NamedTuple):
+    """What came of one: "right", "wrong", "refused" or "crashed", and how far predictions are off."""
+
+    how: str
+    why: str
+    memory: float | None = None  # predicted over measured bytes of the fullest rank, less 1
+    host: float | None = None  # the same of what lies on the host
+
+
+def drawn(seed: int, *, least: int = 3, most: int = 6) -> Drawn:
+    """`least` to `most` features with a schedule, on two or four ranks of a pipeline; the table may refuse them."""
     rng = random.Random(seed)
-    known = [trait for trait in (*SETTINGS, *MORE) if trait not in LEFT_OUT]
-    sampled, kind = rng.sample(list(dict.fromkeys(known)), rng.randint(2, 5)), rng.choice(KINDS)
-    traits = tuple(t for i, t in enumerate(sampled) if not any(_keys(t) & _keys(other) for other in sampled[:i]))
+    known = [trait for trait in dict.fromkeys((*SETTINGS, *MORE)) if trait not in LEFT_OUT]
+    rng.shuffle(known)
+    kind, pp, count = rng.choice(KINDS), rng.choice((2, 2, 2, 4)), rng.randint(least, most)
+    traits, said = list[str](), dict[str, Any]()
+    for trait in known:
+        values = dict(_values(trait))
+        if len(traits) < count and all(said.get(key, value) == value for key, value in values.items()):
+            traits.append(trait)
+            said |= values
+    return of(tuple(traits), kind, pp)
+
+
+def of(traits: tuple[str, ...], kind: str, pp: int = 2) -> Drawn:
+    """A job with these features, and the reference: one rank with only those that change a training."""
+    pp = 4 if {"replicas", "graph"} & {*traits} else pp
     changes = [trait for trait in traits if trait in CHANGES or (trait in MORE and MORE[trait][1])]
-    both, plain = (_tables(some) for some in (traits, changes))
+    both, plain = (_tables(some, pp) for some in (traits, changes))
     if both["schedule"]["kind"] == "1f1b":
         both["schedule"]["kind"] = kind
-    plain["schedule"]["kind"] = "1f1b"
-    plain["parallel"] = {"pp": 2}
     replicas = both["parallel"].get("dp", 1)
-    both["schedule"]["microbatches"], plain["schedule"]["microbatches"] = 8 // replicas, 8
+    plain["schedule"]["kind"], plain["parallel"] = "1f1b", {"pp": 1}
+    if "average" in traits:
+        plain["parallel"] |= {"dp": 2, "average": both["parallel"]["average"]}
+    if "graph" in traits:
+        plain["parallel"]["pp"] = 4
+    if {"asynchronous", "lookahead"} & {*traits}:  # a delay for each stage
+        plain["schedule"]["kind"], plain["parallel"]["pp"] = both["schedule"]["kind"], both["parallel"].get("pp", pp)
+        both["partition"] = plain["partition"] = {"mode": "uniform"}
+    plain["train"], plain["data"] = both["train"], both["data"]
+    plain["optimizer"] |= {key: value for key, value in both["optimizer"].items() if key == "ema"}
+    if {"dropout", "balance loss"} & {*traits}:  # slices draw, or even loads, for themselves
+        if "slices" in both["schedule"]:
+            both["schedule"]["cuts"] = "even"
+        plain["schedule"] |= {key: both["schedule"][key] for key in ("slices", "cuts") if key in both["schedule"]}
+    whole = plain["parallel"].get("dp", 1)
+    if "world" not in traits:
+        both["schedule"]["microbatches"] = 8 // replicas
+    plain["schedule"]["microbatches"] = 8 // whole
     if "ramp" in traits:
-        for tables, count in ((both, 4 // replicas), (plain, 4)):
+        for tables, count in ((both, 4 // replicas), (plain, 4 // whole)):
             tables["schedule"]["ramp"] = [{"microbatches": count, "steps": 1}]
-    near = max((NEAR.get(trait, TOLERANCE) for trait in traits), default=TOLERANCE)
-    return Drawn(traits, kind, both, plain, 3 * near)
+    first, later = (max([3 * TOLERANCE, *(each[one] for one in traits if one in each)]) for each in (FIRST, LATER))
+    if "experts" in both["model"]:
+        later = max(later, 1e-3)
+    return Drawn(traits, both["schedule"]["kind"], both, plain, first, later)
 
 
-def _keys(trait: str) -> set[str]:
-    """The keys of sync, activations and schedule that a feature sets; a job has one each, the first drawn counts."""
-    said = {key for key, _ in SETTINGS.get(trait, ())}
-    said |= {f"{table}.{key}" for table, values in MORE.get(trait, ({}, False))[0].items() for key in values}
-    return said & {"optimizer.sync", "memory.activations", "schedule.kind"}
+def _values(trait: str) -> Iterator[tuple[str, Any]]:
+    yield from SETTINGS.get(trait, ())
+    for table, values in MORE.get(trait, ({}, False))[0].items():
+        yield from ((f"{table}.{key}", value) for key, value in values.items())
 
 
-def _tables(traits: Any) -> Tables:
+def _tables(traits: Any, pp: int) -> Tables:
     found = settings(*(trait for trait in traits if trait not in MORE))
-    found["parallel"]["pp"], found["model"]["layers"] = 2, 4
+    found["parallel"]["pp"], found["model"]["layers"] = pp, 2 * pp
+    found["model"] |= {"hidden": 64, "seq_len": 64}
     if "bfloat16 weights" in traits:
         found["model"]["dtype"] = "bfloat16"
+    if "average" in traits:
+        found["parallel"]["average"] = {"every": 1, "share": 1.0}  # shares of it follow the stages
     for trait in traits:
         for table, values in MORE[trait][0].items() if trait in MORE else ():
             found.setdefault(table, {}).update(values)
-    return found
+    args = found["model"].get("args", {})
+    if "count" in args:
+        found["model"]["args"] = {**args, "count": found["model"]["layers"]}
+        found["model"]["seq_len"] = 32
+    if "counts" in args:
+        found["model"]["layers"] = sum(args["counts"].values())
+    if "slow" in found.get("hardware", {}):
+        found["hardware"]["slow"] = [1.0, 1.5] * (pp // 2)
+    if "memory_gib" in found.get("hardware", {}):
+        found["hardware"]["memory_gib"] = [1.0, 2.0] * (pp // 2)
+    if "eval_every" in found["train"]:
+        found["train"]["eval_batches"] = 2
+        found["data"] |= {"validation": 0.25} if found["data"]["kind"] == "synthetic" else {"validation": 0.5}
+    return {name: {key: value for key, value in table.items() if value is not None} for name, table in found.items()}
 
 
-def outcome(one: Drawn) -> tuple[str, str]:
-    """("right" | "wrong" | "refused", the difference or the reason)."""
-    try:
-        found = trained(one.both)
-    except ZbcError as error:
-        return "refused", f"{error.code} {error.message}"
-    off = apart(found, trained(one.plain))
-    return "right" if off <= one.near else "wrong", f"off by {off:.1e}"
+def planned(tables: Tables, folder: Path, budget: float = 0.0) -> tuple[Compiled, StoredPlan]:
+    folder.mkdir(exist_ok=True)
+    path = folder / "zbc.toml"
+    path.write_text(toml(tables))
+    made = compile_job(load_job(path), budget=budget, suggest=False)
+    made.write(folder / "plan")
+    return made, StoredPlan.read(folder / "plan")
+
+
+def outcome(one: Drawn, *, weigh: bool = False) -> Found:
+    """Plan, prove and train both; `weigh` what ranks hold, which takes up to three runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            made, plan = planned(one.both, Path(folder) / "both")
+        except ZbcError as error:
+            return Found("refused", f"{error.code} {error.message}")
+        stuck = unproven(made.program)
+        if stuck:
+            return Found("wrong", f"the machine: {stuck}")
+        scales = dict[int, Scale]()
+        weigh = (
+            weigh
+            and made.costs.bytes is not None
+            and not (made.job.schedule.ramp or made.job.balances or made.program.cyclic)
+        )
+        setup = (lambda worker: scales.update({worker.rank: Scale(worker)})) if weigh else None
+        try:
+            workers = _run(plan, setup)
+        except ZbcError as error:
+            if not error.code.startswith("E1"):  # known once layers of the user's are built
+                raise
+            return Found("refused", f"{error.code} {error.message}")
+        found = results(workers)
+        _, alone = planned(one.plain, Path(folder) / "plain")
+        expected = _run(alone, None)
+        off, first = apart(found, results(expected)), apart(found[:1], results(expected)[:1])
+        if "eval_every" in one.both["train"] and "eval_every" in one.plain["train"]:
+            off = max(off, apart(*(_evaluated(each) for each in (workers, expected))))
+        if "resume" in one.traits:
+            off = max(off, apart(_resumed(plan, alone, Path(folder)), results(expected)[-1:]))
+        memory = host = None
+        for attempt in range(3 if weigh else 0):
+            if attempt or "experts" in one.both["model"]:
+                _run(plan, setup, evenly=True)
+            now, there = _held(plan, made, scales)
+            memory = now if memory is None or abs(now) < abs(memory) else memory
+            host = there if host is None or abs(there) < abs(host) else host
+            if abs(memory) < 0.02 and abs(host) < 0.02:
+                break
+        how = "right" if first <= one.first and off <= one.later else "wrong"
+        return Found(how, f"off by {first:.1e}, then {off:.1e}", memory, host)
+
+
+def unproven(program: Program) -> str:
+    """Why a plan does not run to its end on the machine of the tests, which knows no copies to the host."""
+    kinds = {op.kind for ops in program.ranks for op in ops}
+    if program.cyclic or any(op.stage < -2 for ops in program.ranks for op in ops):
+        return ""
+    rest = tuple(tuple(op for op in ops if op.kind not in COPY) for ops in program.ranks)
+    ended = operational.run(replace(program, ranks=rest), redo=Kind.REDO in kinds)
+    return "" if ended.ok else f"{ended.state}: {ended.reason}"
+
+
+def results(workers: list[Worker]) -> list[tuple[float, float]]:
+    return [(result.loss, result.grad_norm) for result in workers[0].results]
+
+
+def _evaluated(workers: list[Worker]) -> list[tuple[float, float]]:
+    run = workers[0].evaluation
+    assert isinstance(run, EvaluationRun)
+    return [(result.loss, result.samples) for result in run.results]
+
+
+def _run(plan: StoredPlan, setup: Any, *, evenly: bool = False) -> list[Worker]:
+    """`evenly`: as plans take it, each expert is met equally often."""
+    topology = plan.manifest.topology
+    hub = Hub(topology.world, inside=topology.inside, prompt=setup is not None)
+    chosen = _in_turn if evenly else Experts._chosen
+    with (
+        mock.patch.object(parcels, "SMALL", 1),  # all of it moves
+        mock.patch.object(Experts, "_chosen", chosen),
+        mock.patch.object(compiled, "BACKEND", {"backend": "aot_eager"}),
+    ):
+        return run_threads(plan, STEPS, setup=setup, hub=hub)
+
+
+def _in_turn(experts: Experts, likely: Tensor) -> Tensor:
+    return torch.arange(likely.shape[0] * experts.top_k).view(-1, experts.top_k) % experts.count
+
+
+def _resumed(plan: StoredPlan, other: StoredPlan, folder: Path) -> list[tuple[float, float]]:
+    """The last step, of a plan that goes on from what another one wrote."""
+    run_threads(plan, STEPS - 1, folder=folder / "kept")
+    return results(run_threads(other, STEPS, resume=disk.folder_of(folder / "kept", STEPS - 1)))
+
+
+def _held(plan: StoredPlan, made: Compiled, scales: dict[int, Scale]) -> tuple[float, float]:
+    """How far predictions of the fullest rank are off, of its memory and of what is on its host.
+
+    One that is ahead of its replicas holds what it sums with them for longer: of these the nearest counts.
+    """
+    of = plan.manifest.topology.of
+    found = [0.0] * len(made.memory)
+    for pp, scale in ((of(rank).pp, scale) for rank, scale in scales.items()):
+        told = made.memory[pp].bytes
+        found[pp] = min(found[pp], scale.held.peak, key=lambda size, told=told: abs(size - told))
+    host = max(scale.held.host for scale in scales.values())
+    slabs = max(host_bytes(made.program, rank, made.costs) for rank in range(len(made.program.ranks)))
+    return max(rank.bytes for rank in made.memory) / max(found) - 1, slabs / host - 1 if host else 0.0
