@@ -27,6 +27,7 @@ from zbc.training.data.data import Pairs
 from zbc.training.data.documents import PairDocuments, RandomDocuments, TokenDocuments
 from zbc.training.data.tokenfile import Tokens, write_sidecar
 from zbc.training.data.unequal import Dealer
+from zbc.training.models import gpt
 from zbc.training.models import model as models
 
 STEPS = 3
@@ -170,6 +171,14 @@ def test_ranks_that_share_layers_train_unequal_counts_as_one_process(dealt):
     losses, norms, _ = train_alone(plan, STEPS)
     found = [(one.loss, one.grad_norm) for one in run_threads(plan, STEPS)[0].results]
     assert found == [pytest.approx(pair, rel=1e-6) for pair in zip(losses, norms, strict=True)]
+
+
+def test_learned_positions_are_those_of_samples_where_ranks_share_the_tokens():
+    embedding, tokens = gpt.Embed(16, 4, 8, learned=True), torch.arange(8)[None]
+    with packed(((5, 3),)):
+        expected = embedding(tokens)[:, 4:]
+        embedding.place, embedding.look_up = 1, lambda tokens: embedding.tokens(tokens[:, 4:])
+        assert torch.equal(embedding(tokens), expected)
 
 
 def shared(plan, tp):

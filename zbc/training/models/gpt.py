@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from zbc.runtime.core.again import GATHERED, made_again
-from zbc.runtime.features.packing import rows_now
-from zbc.runtime.features.slicing import attention, first_row, positions
+from zbc.runtime.features.packing import places, rows_now
+from zbc.runtime.features.slicing import attention, first_row
 from zbc.training.models.rotary import Rotary
 
 STD = 0.02
@@ -66,10 +66,9 @@ class Embed(nn.Module):
             x = x * self.scale
         if self.positions is None:
             return x
-        if rows_now() is not None:
-            return x + self.positions(positions(tokens))  # type: ignore[no-any-return]
-        start = first_row() + self.place * x.shape[1]
-        return x + self.positions(self.index[start : start + x.shape[1]])  # type: ignore[no-any-return]
+        rows, start = rows_now(), first_row() + self.place * x.shape[1]
+        at = self.index if rows is None else places(rows, len(self.index), x.device)
+        return x + self.positions(at[..., start : start + x.shape[1]])  # type: ignore[no-any-return]
 
     def _look_up(self, tokens: Tensor) -> Tensor:
         return self.tokens(tokens)  # type: ignore[no-any-return]
