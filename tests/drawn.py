@@ -95,7 +95,7 @@ KINDS = tuple(SCHEDULES)
 LEFT_OUT = ("freeze",)  # another training each time; see "freeze later"
 FIRST = {"bfloat16 weights": 0.01, "autocast": 0.01}  # what rounds more in a step
 # And what a step does with that: Adam takes signs of what is near 0, a token chooses another of two experts alike.
-LATER = {"bfloat16 weights": 0.5, "autocast": 0.5, "muon": 0.015}
+LATER = {"bfloat16 weights": 0.5, "autocast": 0.5, "muon": 0.015, "capped logits": 1e-3}
 
 
 class Drawn(NamedTuple):

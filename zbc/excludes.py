@@ -358,7 +358,6 @@ ROWS = (
         "E118",
         {"post-validate": ("tentative weights would be gathered twice", 'drop sync, or set shard = "optimizer"')},
     ),
-    Excludes("one-sided", "E118", {"copies": (UNWRITTEN, 'use "collective", or a schedule of one pipe')}),
     Excludes(
         "tp", "E110", {"compile": ("compiled layers cannot meet others inside", "drop model.compile, or set tp = 1")}
     ),

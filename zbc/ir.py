@@ -511,7 +511,8 @@ class Program(ProgramTraits):
             return self.copies // (self.ep or 1) if self.averages else 1
         replicas = 1 if op.kind.unit_wide else self.copies if op.kind.is_barrier else self.together
         copies = replicas // self.ep if op.stage <= EXPERTS else replicas
-        return copies * (1 if self.apart(op) else len(self.members(op)))
+        alone = self.apart(op) and (op.stage == WORDS or not self.one_sided)
+        return copies * (1 if alone else len(self.members(op)))
 
     @property
     def together(self) -> int:

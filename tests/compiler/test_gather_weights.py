@@ -237,9 +237,17 @@ def test_gathers_are_for_weights_that_come_and_go(shard):
         asked(shard=shard)
 
 
-def test_not_for_two_pipes():
-    with pytest.raises(ZbcError, match=r"E118.*chimera, a schedule with several copies"):
-        compile_job(asked(kind="chimera", schedule={}))
+def test_all_copies_of_a_stage_take_from_each_other_where_two_pipes_have_it():
+    """And not those of a pipe alone, as where they meet; so all have to be on one host."""
+    taken, met = (
+        compile_job(asked(pp=2, kind="chimera", exchange=how, schedule={})) for how in ("one-sided", "collective")
+    )
+    assert met.program.ranks == taken.program.ranks
+    for one, other in zip(taken.costs.bytes, met.costs.bytes, strict=True):
+        assert one.own < 0.6 * other.own
+    with pytest.raises(ZbcError, match=r"E118.*the copies of stage 0 are on 2 nodes") as caught:
+        compile_job(asked(pp=2, kind="chimera", schedule={}, hardware={"ranks_per_node": 2}, parallel={"node": [2, 1]}))
+    assert "a node for 4 copies" in caught.value.hint
 
 
 def test_replicas_of_a_rank_are_put_on_one_node():

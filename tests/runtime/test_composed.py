@@ -18,7 +18,7 @@ ONE_PIPE += ["hanayo", "dualpipe-v", "braid-v"]
 TWO_PIPES = ["chimera", "bitpipe", "dualpipe", "dualpipe-v", "chimera-zb", "bitpipe-zb"]
 SHARDS = ("sharded weights", "one-sided", "sharded gradients", "sharded all")
 WORDS = [("shared vocabulary", shard, kind) for shard in SHARDS for kind in ONE_PIPE]
-COPIES = [(shard, "", kind) for shard in ("sharded gradients", "sharded all") for kind in TWO_PIPES]
+COPIES = [(shard, "", kind) for shard in ("sharded gradients", "sharded all", "one-sided") for kind in TWO_PIPES]
 MOVED = [
     ("offload", shard, kind)
     for shard in ("sharded weights", "sharded all", "one-sided")

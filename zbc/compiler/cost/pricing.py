@@ -505,7 +505,7 @@ def _with_sums(
         if job.shard != "none":
             shares = stage_bytes.dealt(job, placement, s, part, table)
             count = shares.ranks * shares.row
-        alone = parallel.frees and len(set(holders)) > 1  # sharded over one holder's replicas, reduced over all
+        alone = stage_bytes.by_pipe(parallel) and len(set(holders)) > 1  # sharded over one holder's replicas, reduced over all
         reduce.append(_sum(job, GRAD_BYTES * count, holders, 2 if alone else halves))
         params = sum(table[i].params for i in part) - own
         lowered = stage_bytes.lowered(job, part, table) / params if params else 0.0
@@ -530,7 +530,7 @@ def _with_sums(
         of = [(one, placement.holders(s)) for s, one in enumerate(costs.experts)]
         summed = tuple(_apart(job, one.summed, ranks, halves) for one, ranks in of)
         columns |= {"reduce e": summed, "average e": tuple(share * ms for ms in summed)}
-        of = [(one, ranks[:1] if parallel.frees else ranks) for one, ranks in of]
+        of = [(one, ranks[:1] if stage_bytes.by_pipe(parallel) else ranks) for one, ranks in of]
         rows = [parallel.copies * len(set(ranks)) // parallel.ep for _, ranks in of]  # in addition to each rank's own
         columns["gather e"] = tuple(
             _apart(job, one.gathered * n / (n + 1), ranks, 1) for n, (one, ranks) in zip(rows, of, strict=True)

@@ -13,6 +13,7 @@ from zbc.compiler.cost import adapters, estimate, stepping
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.cost.footprint import GRAD_BYTES, NO_MORE, NO_RISE, Footprint, More, Rise, more, rise
 from zbc.ir import Placement
+from zbc.job.sections import Parallel
 from zbc.job.spec import Job
 from zbc.plan import dealing
 
@@ -282,7 +283,7 @@ def dealt(
 
     A message says after its elements which have gradients.
     """
-    ranks = job.parallel.copies * (1 if job.parallel.frees else len(set(placement.holders(s))))
+    ranks = job.parallel.copies * (1 if by_pipe(job.parallel) else len(set(placement.holders(s))))
     params, whole = _counted(placement, s, part, table)
     apart = Counter(count for i in part for count in table[i].apart)
     if experts:
@@ -304,6 +305,12 @@ def dealt(
     alone, pieces = dealing.most(counts, ranks, matrices) if known else ((params - whole) / ranks, 0)
     share = (alone + whole) / params if params else 1 / ranks
     return Dealt(ranks, share, max(whole, min(alone + whole, dealing.BATCH)), ranks * (alone + pieces), alone, whole)
+
+
+def by_pipe(parallel: Parallel) -> bool:
+    """Whether replicas of each rank share weights out for themselves, where a pipeline has a stage several times: that
+    is so where they meet to gather these."""
+    return parallel.frees and not parallel.one_sided
 
 
 def _temporaries(job: Job, sizes: Sequence[Footprint], matrices: Sequence[tuple[int, int]]) -> float:

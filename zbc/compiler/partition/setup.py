@@ -420,11 +420,14 @@ def refuse_placement(job: Job, placement: Placement, costs: Costs, name: str) ->
         return
     order = tuple(parallel.order or ())
     run = Topology(parallel.pp, parallel.dp, node=costs.node, inner=inner_of(parallel), order=order)
-    for rank in range(placement.ranks):
-        hosts = {number // size for number in run.ranks((rank,))}
+    for stage in range(placement.stages):
+        holders = sorted({*placement.holders(stage)})
+        hosts = {number // size for number in run.ranks(holders)}
         if len(hosts) > 1:
-            text = f'config: parallel.exchange = "one-sided", and the replicas of rank {rank} are on {len(hosts)} nodes'
-            hint = f'use "collective", or a node for {parallel.copies} replicas: hardware.ranks_per_node is {size}'
+            whose = f"replicas of rank {holders[0]}" if len(holders) == 1 else f"copies of stage {stage}"
+            text = f'config: parallel.exchange = "one-sided", and the {whose} are on {len(hosts)} nodes'
+            count = parallel.copies * len(holders)
+            hint = f'use "collective", or a node for {count} {whose.split()[0]}: hardware.ranks_per_node is {size}'
             raise ZbcError("E118", text, where=job.where("parallel", "exchange"), hint=hint)
 
 

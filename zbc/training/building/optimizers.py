@@ -80,6 +80,7 @@ def _optimizer_of(
     its gradients in steps of the stage, in asynchronous training."""
     manifest, settings = site.manifest, site.settings
     ranks, own = (meeting(manifest, Op(kind, owner), site.rank) for kind in (Kind.REDUCE, Kind.GATHER))
+    own = ranks if manifest.one_sided else own  # copies of two pipes take from each other, without meeting
     options, lowered = settings.optimizer, settings.lowered
     ahead = options.sync == "post-validate"
     if manifest.sharded and len(own) > 1:
