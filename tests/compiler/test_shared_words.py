@@ -380,3 +380,15 @@ def test_all_ranks_start_their_collectives_in_one_order_and_t_is_late_by_no_more
                 owed += (op.kind is Kind.S) - (op.kind is Kind.T)
                 most = max(most, owed)
             assert most <= late + 1
+
+
+@pytest.mark.parametrize(
+    "more", [{"model": {"dtype": "bfloat16"}}, {"parallel": {"dp": 2, "average": {"every": 1}}}], ids=str
+)
+def test_rows_of_words_are_held_as_the_same_weights_at_the_ends(more):
+    """Weights in float32 have no masters however they are read, and averages of rows are under way, too."""
+    how = [{**more, "parallel": {**more.get("parallel", {}), "vocabulary": words}} for words in ("shared", "ends")]
+    found = [compile_job(job(pp=2, m=4, layers=2, **one), budget=0.0).memory for one in how]
+    for what in ("weights", "masters", "optimizer"):
+        shared, ends = (sum(getattr(rank, what) for rank in one) for one in found)
+        assert shared == pytest.approx(ends, rel=0.02), what

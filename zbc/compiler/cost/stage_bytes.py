@@ -186,7 +186,7 @@ def _owned(
         weights=versions * weights - low + casts + (versions == 2) * casts,
         gradients=gradients,
         masters=shares.most * masters,
-        optimizer=shares.most * state + _averaging(job, params),
+        optimizer=shares.most * state + averaging(job, params),
         boundary=0.0,
         step=GRAD_BYTES * shares.most * params * bool(job.optimizer.feedback),
         tentative=4.0 * (1 + stepping.numbers(job.optimizer)) * shares.copied if ahead else 0.0,
@@ -248,7 +248,7 @@ def _message(job: Job, part: Sequence[int], table: Sequence[Layer], shares: Deal
     return float(GRAD_BYTES * most[0] + _LOW * most[1])
 
 
-def _averaging(job: Job, params: int) -> float:
+def averaging(job: Job, params: float) -> float:
     """Buffers for averaging weights over replicas: the share sent and received, and the average received last."""
     asked = job.parallel.average
     if asked is None:

@@ -24,7 +24,7 @@ from zbc.compiler.cost.cost import ShareBytes
 from zbc.compiler.cost.footprint import GRAD_BYTES, Sizes
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import measurements
-from zbc.compiler.cost.stage_bytes import StageBytes
+from zbc.compiler.cost.stage_bytes import StageBytes, averaging
 from zbc.job.profile import WordTimes
 from zbc.job.spec import Job, LayerCost
 
@@ -180,9 +180,9 @@ def share_bytes(job: Job) -> ShareBytes | None:
         "bottom": stream,
         "dinput": stream,
     }
-    low, words = sizes.width < GRAD_BYTES, float(mine.vocab * sizes.hidden)
-    narrow = (sizes.width * mine.vocab * tokens + out) * low  # copies of logits, and of the gradient
-    grown = (sizes.width + GRAD_BYTES) * words * low
+    words = float(mine.vocab * sizes.hidden) if sizes.width < GRAD_BYTES else 0.0
+    narrow = (sizes.width * mine.vocab * tokens + out) * (words > 0)  # copies of logits, and of the gradient
+    grown = (sizes.width + GRAD_BYTES) * words
     needs = {
         "s": values["logits"] + values["sums"] + narrow + logits / 2 * sizes.logits_cap,
         "t": narrow + max(grown, wide * (job.vocabulary == 2)),
@@ -193,6 +193,5 @@ def share_bytes(job: Job) -> ShareBytes | None:
     stepped = count / job.parallel.copies if job.shard != "none" else count
     masters = 4.0 * stepped if low else 0.0
     weights = (2.0 if low else 4.0) * count + 2.0 * mine.vocab * sizes.hidden * sizes.cast  # of the output layer
-    return ShareBytes(
-        StageBytes(weights, float(GRAD_BYTES * count), masters, 4.0 * state * stepped, 0.0), values, needs
-    )
+    kept = 4.0 * state * stepped + averaging(job, count)
+    return ShareBytes(StageBytes(weights, float(GRAD_BYTES * count), masters, kept, 0.0), values, needs)
