@@ -260,6 +260,19 @@ def test_activations_grow_with_the_experts_a_token_meets():
         assert two.act_w - one.act_w == 4 * tokens * (2 * 64 + given * 128)
 
 
+def test_a_router_keeps_the_tokens_of_its_own_rank_where_an_mlp_keeps_all():
+    """It reads what is not collected yet; with an expert that all tokens meet those are kept, too."""
+
+    def less(**more):
+        model = {"family": "llama", "hidden": 64, "ffn_hidden": 128, **more}
+        found = (job(model=model, parallel={"tp": 2, "tp_sequence": part}) for part in (False, True))
+        whole, part = (estimate.layers(one)[1].size.act_b for one in found)
+        return whole - part
+
+    assert less(experts=4) - less() == 4 * 64 * (2 * 16) / 2
+    assert less(experts=4, shared_hidden=32) == less()
+
+
 def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says():
     slow = {"device": "cuda", "tflops": 1e9, "memory_gbps": 1.0, "kernel_us": 0.0}
     tokens, h, vocab = 2 * 16, 32, 256

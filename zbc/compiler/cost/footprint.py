@@ -364,6 +364,7 @@ def block(z: Sizes) -> Footprint:
     own = h * (3 if z.cast else 1) if z.common else 0
     inside = 2 * h + z.mixed + routed + own + (4 if z.gated else 2) * f
     chosen = h + z.choices if z.experts else 0
+    alone = h * n * (t - z.own) if z.experts and not z.common else 0  # a router reads the rank's own tokens
 
     def weights(first: bool) -> tuple[float, float]:
         down, up = (z.weight_grad(h * z.mlp * k, first=first) for k in (1, 2 if z.gated else 1))
@@ -373,13 +374,13 @@ def block(z: Sizes) -> Footprint:
     (more_w, more_bw), (first_w, first_bw) = weights(first=False), weights(first=True)
     gathers = n * (2 * k * z.cp + 4 * k - 2 * q - (4 if z.gated else 2) * f) * t if z.cp > 1 else 0.0
     act_b = (2 * (z.stream * h + z.norm) + z.behind) * z.own
-    act_b += (z.head_norms + inside * n + z.logs + 8 * z.choices + z.orders) * t
+    act_b += (z.head_norms + inside * n + z.logs + 8 * z.choices + z.orders) * t - alone
     rise_w, rise_bw = (None, _rise_of_experts(z, act_b)) if z.experts else _rises(z, grad)
     if z.experts:  # one expert runs at a time, between the rows of all
         more_bw, first_bw = (max(2 * z.met * h * n * t, one - _others(z)) for one in (more_bw, first_bw))
     return Footprint(
         act_b=act_b,
-        act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t,
+        act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t - alone,
         entry=z.stream * h * z.own + 8 * z.top_k * t,  # and the chosen experts
         result=z.stream * h * z.own,
         loose=z.stream * h * z.own * z.copied,
