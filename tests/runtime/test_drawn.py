@@ -1,4 +1,4 @@
-"""Three to six random features at once: they train like one rank with only those that change a training, or are refused."""
+"""Three to six random features at once train like one rank with those that change a training, or are refused."""
 
 import pytest
 

@@ -505,7 +505,8 @@ def _with_sums(
         if job.shard != "none":
             shares = stage_bytes.dealt(job, placement, s, part, table)
             count = shares.ranks * shares.row
-        alone = stage_bytes.by_pipe(parallel) and len(set(holders)) > 1  # sharded over one holder's replicas, reduced over all
+        # Sharded over one holder's replicas, reduced over all.
+        alone = stage_bytes.by_pipe(parallel) and len(set(holders)) > 1
         reduce.append(_sum(job, GRAD_BYTES * count, holders, 2 if alone else halves))
         params = sum(table[i].params for i in part) - own
         lowered = stage_bytes.lowered(job, part, table) / params if params else 0.0
