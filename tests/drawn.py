@@ -139,6 +139,8 @@ def of(traits: tuple[str, ...], kind: str, pp: int = 2) -> Drawn:
     """A job with these features, and the reference: one rank with only those that change a training."""
     pp = 4 if {"replicas", "graph"} & {*traits} else pp
     changes = [trait for trait in traits if trait in CHANGES or (trait in MORE and MORE[trait][1])]
+    late = bool({"asynchronous", "lookahead"} & {*traits})
+    changes += [trait for trait in traits if late and trait in ("recompute", "selective", "open activations")]
     both, plain = (_tables(some, pp) for some in (traits, changes))
     if both["schedule"]["kind"] == "1f1b":
         both["schedule"]["kind"] = kind
@@ -148,14 +150,14 @@ def of(traits: tuple[str, ...], kind: str, pp: int = 2) -> Drawn:
         plain["parallel"] |= {"dp": 2, "average": both["parallel"]["average"]}
     if "graph" in traits:
         plain["parallel"]["pp"] = 4
-    if {"asynchronous", "lookahead"} & {*traits}:  # a delay for each stage
+    if late:  # a delay for each stage, and what runs again for a backward does so on newer weights
         plain["schedule"]["kind"], plain["parallel"]["pp"] = both["schedule"]["kind"], both["parallel"].get("pp", pp)
         both["partition"] = plain["partition"] = {"mode": "uniform"}
-    plain["train"], plain["data"] = both["train"], both["data"]
+    plain |= {table: both[table] for table in ("train", "data", "checkpoint") if table in both}
     plain["optimizer"] |= {key: value for key, value in both["optimizer"].items() if key == "ema"}
     if {"dropout", "balance loss"} & {*traits}:  # slices draw, or even loads, for themselves
         if "slices" in both["schedule"]:
-            both["schedule"]["cuts"] = "even"
+            both["schedule"] |= {"cuts": "even", "slices": 2}
         plain["schedule"] |= {key: both["schedule"][key] for key in ("slices", "cuts") if key in both["schedule"]}
     whole = plain["parallel"].get("dp", 1)
     if "world" not in traits:
@@ -236,13 +238,17 @@ def outcome(one: Drawn, *, weigh: bool = False) -> Found:
                 raise
             return Found("refused", f"{error.code} {error.message}")
         found = results(workers)
-        _, alone = planned(one.plain, Path(folder) / "plain")
+        plain = one.plain
+        if made.job.optimizer.sync == "asynchronous":  # where its delays follow from what was chosen
+            plain = plain | {"parallel": {"pp": made.job.parallel.pp}}
+            plain["schedule"] = plain["schedule"] | {"kind": made.schedule}
+        _, alone = planned(plain, Path(folder) / "plain")
         expected = _run(alone, None)
         off, first = apart(found, results(expected)), apart(found[:1], results(expected)[:1])
         if "eval_every" in one.both["train"] and "eval_every" in one.plain["train"]:
             off = max(off, apart(*(_evaluated(each) for each in (workers, expected))))
         if "resume" in one.traits:
-            off = max(off, apart(_resumed(plan, alone, Path(folder)), results(expected)[-1:]))
+            off = max(off, apart(*_resumed(plan, alone, Path(folder))))
         memory = host = None
         for attempt in range(3 if weigh else 0):
             if attempt or "experts" in one.both["model"]:
@@ -293,10 +299,11 @@ def _in_turn(experts: Experts, likely: Tensor) -> Tensor:
     return torch.arange(likely.shape[0] * experts.top_k).view(-1, experts.top_k) % experts.count
 
 
-def _resumed(plan: StoredPlan, other: StoredPlan, folder: Path) -> list[tuple[float, float]]:
-    """The last step, of a plan that goes on from what another one wrote."""
+def _resumed(plan: StoredPlan, other: StoredPlan, folder: Path) -> tuple[list[tuple[float, float]], ...]:
+    """The last step of a plan that resumes another one's checkpoint, and that of a run with a checkpoint there."""
     run_threads(plan, STEPS - 1, folder=folder / "kept")
-    return results(run_threads(other, STEPS, resume=disk.folder_of(folder / "kept", STEPS - 1)))
+    found = run_threads(other, STEPS, resume=disk.folder_of(folder / "kept", STEPS - 1))
+    return results(found), results(run_threads(other, STEPS, folder=folder / "whole"))[-1:]
 
 
 def _held(plan: StoredPlan, made: Compiled, scales: dict[int, Scale]) -> tuple[float, float]:

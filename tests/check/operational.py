@@ -103,7 +103,7 @@ class Machine:
         self.before = [[a for a, b in edges if b == s] for s in range(self.stages)]
         self.behind = [[b for a, b in edges if a == s] for s in range(self.stages)]
         self.microbatches, self.slices = program.microbatches, program.slices
-        self.p, self.copies, self.tied, self.sharded = len(program.ranks), program.dp, program.tied, program.sharded
+        self.p, self.copies, self.tied, self.sharded = len(program.ranks), program.copies, program.tied, program.sharded
         self.ranks = [Rank(ops) for _ in range(self.copies) for ops in program.ranks]
         self.channels: dict[tuple[int, int], Channel] = {}
         self.blocking, self.redo, self.device = blocking, redo, device
