@@ -198,7 +198,7 @@ def _adapter(found: AdapterReport, ms: float, ranks: Sequence[RankReport]) -> It
 
 
 def _unequal(found: UnequalReport) -> Iterator[str]:
-    """The numbers of unequal microbatches, and what it gains that the order knows them."""
+    """The order of unequal microbatches, and the time gained by an order that knows their lengths."""
     order = "as given" if found.tokens == found.given else "numbered anew"
     yield f"microbatches 0 to {len(found.tokens) - 1}, {order}, have rows of"
     yield from wrap(list(map(str, found.tokens)), _TEXT, between=", ")

@@ -1,9 +1,9 @@
-"""schedule.tokens: which of the unequal microbatches of a step comes first.
+"""schedule.tokens: the order of unequal microbatches in a step.
 
-An order that was made for microbatches of equal length is an order for unequal ones, too, so it is one of those that
-are asked: a plan is never slower than that. Where the job lets them be numbered anew, each order is tried with other
-numbers: as given, sorted, long and short ones in turn, long ones in the middle or at both ends; and from the best of
-these on two change places while a step gets shorter. At last an order of ops is made for the best numbers.
+The order of ops for microbatches of equal length is a candidate for unequal ones, too, so a plan is never slower than
+that. If the job allows new numbers (`schedule.renumber`), each order of ops is tried with the microbatches as given,
+sorted, long and short in turn, and long ones in the middle or at both ends; from the best of these, pairs change places
+as long as the step gets shorter. Finally the ops are ordered again for the best numbers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Numbers = tuple[int, ...]  # microbatch -> which of the given ones it is
 def numbered(
     job: Job, table: Sequence[estimate.Layer], budget: float | None
 ) -> tuple[Job, Ordered, UnequalReport | None]:
-    """The job with the numbers of its microbatches and the order of its ranks, and its order of ops. Raises as
-    `order`."""
+    """The job with its microbatches numbered and its ranks ordered, its order of ops, and a report on unequal
+    microbatches. Raises like `order`."""
     job, given = seated(job, table, budget)
     if not job.tokens:
         return job, given, None
@@ -51,7 +51,7 @@ def numbered(
 
 
 def _alike(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> Ordered | None:
-    """The order of the job with whole rows alone, at what unequal ones cost; None where it has none that fits."""
+    """The order of the job with whole rows, at the costs of its unequal ones; None if no such order fits."""
     even = job.with_tokens(())
     try:
         _, found = seated(even, estimate.layers(even), budget)
@@ -69,7 +69,7 @@ def _fits(job: Job, found: Ordered) -> bool:
 
 
 def _numbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:
-    """The numbers with which an order has the shortest step that fits, as far as changes tell."""
+    """The numbers that give an order its shortest step that fits, found by local search."""
     lengths, count = job.tokens, len(job.tokens)
     left = max(_LEAST, min(_MOST, _OPS // max(1, found.program.size)))
     best, least, fits = tuple(range(count)), found.step_ms(job), _fits(job, found)
@@ -77,7 +77,7 @@ def _numbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:
     asked = {tuple(lengths[k] for k in best)}
 
     def better(other: Numbers) -> bool:
-        """Whether others are, which then are the best."""
+        """Makes `other` the best numbers if they are better; returns whether they were."""
         nonlocal numbers, order, least, left
         now = tuple(lengths[k] for k in other)
         if now in asked:
@@ -110,7 +110,7 @@ def _numbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:
 
 
 def _starts(lengths: Sequence[int]) -> Iterator[Numbers]:
-    """Where changes begin, beside the given ones."""
+    """Start points of the search, other than the given numbers."""
     short = sorted(range(len(lengths)), key=lambda k: (lengths[k], k))
     long = short[::-1]
     yield tuple(long)

@@ -123,7 +123,7 @@ class Job:
         return replace(self, schedule=self.schedule.model_copy(update={"tokens": list(tokens) or None}))
 
     def of_length(self, tokens: int) -> Job:
-        """The job of whole rows with so many tokens; of a model without a length as it is."""
+        """The job with whole rows of `tokens` tokens; unchanged if the model has no length."""
         model = self.model if self.model.seq_len is None else self.model.model_copy(update={"seq_len": tokens})
         return replace(self.with_tokens(()), model=model)
 

@@ -1,8 +1,8 @@
 """`schedule.tokens`: a step whose microbatches are of unequal length.
 
-Microbatch i has rows of `tokens[i]` tokens, of `model.seq_len` at most. Estimated times, activations and messages are
-those of such rows. What was given or measured is of rows of `model.seq_len` tokens, or of the longest where a model has
-none; of shorter ones it is less by their tokens, and in blocks by the keys these see (see `zbc.job.cuts.flops`).
+Microbatch i has rows of `tokens[i]` tokens, at most `model.seq_len`. Times, activations and messages are estimated for
+rows of that length. Given and measured times hold for rows of `model.seq_len` tokens, or of the longest microbatch if
+the model has no length; they are scaled by tokens, and in blocks by the keys attended to (`zbc.job.cuts.flops`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zbc.job.unread import asks
 
 
 def shares_of(job: Job, tokens: int) -> dict[str, float]:
-    """Of F, B and W of a block with whole rows, the part that rows of so many tokens take."""
+    """The time of F, B and W of a block with rows of `tokens` tokens, as shares of the time with whole rows."""
     times, whole = SliceTimes.of(job.profile), job.row_tokens
     if times is None:
         linear, attend = flops(job.model)
@@ -30,7 +30,7 @@ def shares_of(job: Job, tokens: int) -> dict[str, float]:
 
 
 def settle(draft: Draft) -> None:
-    """Leave out what says that all microbatches are alike."""
+    """Drops `schedule.tokens` if all microbatches are whole."""
     planned: Schedule | None = draft.sections.get("schedule")
     model = draft.sections.get("model")
     if planned is not None and planned.tokens and model is not None:

@@ -489,7 +489,7 @@ class Costs:
         return found
 
     def key(self, op: Op) -> CacheKey:
-        """What decides the costs of an op, whatever its pipe: the key of all that remembers them."""
+        """The cache key of an op's costs, which do not depend on its pipe."""
         return op[0], op[1], self.part(op[2], op[4]), op[6]
 
 
@@ -519,7 +519,7 @@ def _combined(combine: Callable[..., float], entries: Sequence[float | tuple[flo
 
 
 def times_links(factor: float, links: tuple[Links, ...]) -> tuple[Links, ...]:
-    """`links` whose transfers take so many times as long."""
+    """`links` with transfers `factor` times as long."""
     return tuple({edge: _times(ms, factor) for edge, ms in pipe.items()} for pipe in links)
 
 

@@ -210,7 +210,7 @@ def of_slice(job: Job, table: Sequence[Layer], begin: int, share: Mapping[str, f
 
 
 def _of_length(job: Job, table: Sequence[Layer], tokens: int) -> list[Layer]:
-    """The table for microbatches whose rows have so many tokens, of one for whole rows."""
+    """The table of layers for rows of `tokens` tokens, from the table for whole rows."""
     return of_slice(job.of_length(tokens), table, 0, shares_of(job, tokens), tokens / job.row_tokens)
 
 

@@ -80,14 +80,14 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
 
 
 def _complete(costs: Costs, job: Job, rows: float, placement: Placement) -> Costs:
-    """Those of microbatches that are not cut, with such a part of the tokens of whole rows, and all there is beside
-    their ops."""
+    """The costs with collectives, vocabulary and messages, for uncut microbatches; `rows`: their tokens as a share of
+    those of whole rows."""
     return _with_messages(_with_words(_with_copies(costs, job), [job], [rows], placement), job, placement)
 
 
 def _of_length(job: Job, tokens: int, found: Costs, whole: Costs) -> Costs:
-    """Those that were `found` for rows of so many tokens, where what was given is of the `whole` ones; a byte is as
-    many units as of these."""
+    """The costs `found` for rows of `tokens` tokens, with given and measured times scaled from those of the `whole`
+    rows; a unit of memory is as many bytes as there."""
     rows = tokens / job.row_tokens
     if job.costs.f is not None and job.costs.per != "layer":
         part = whole.cut([rows], **{name: [share] for name, share in shares_of_length(job, tokens).items()})
@@ -214,7 +214,7 @@ def _of_ops(
     table: Sequence[Layer],
     bytes: tuple[StageBytes, ...] | None,
 ) -> Costs:
-    """Of these F, B, W, transfers and what they keep."""
+    """The costs of F, B, W and transfers, and the activations they keep."""
     given, times = job.costs.f is not None, _times(job, placement, stages, table)
     size = _sizes(job, placement, stages, table, bytes)
     known = job.model.builtin

@@ -118,7 +118,7 @@ def _stage(
 
 
 def _needs(job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer]) -> dict[str, Any]:
-    """Of `StageBytes` what ops need while they run."""
+    """The fields of `StageBytes` for the temporaries of ops."""
     sizes, again, first = [table[i].size for i in part], job.memory.recomputes(s), not placement.sources(s)
     return {
         "more": more(sizes, recompute=again, first=first),
@@ -131,7 +131,7 @@ def _needs(job: Job, placement: Placement, s: int, part: Sequence[int], table: S
 def _kept(
     job: Job, placement: Placement, s: int, part: Sequence[int], table: Sequence[Layer], behind: Sequence[float]
 ) -> dict[str, Any]:
-    """Of `StageBytes` what a microbatch leaves there, or sends."""
+    """The fields of `StageBytes` for the activations and messages of a microbatch."""
     sizes, again = [table[i].size for i in part], job.memory.recomputes(s)
     return {
         "boundary": max(behind[at] for at in (s, *placement.sources(s))),

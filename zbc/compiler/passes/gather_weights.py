@@ -106,8 +106,8 @@ class RenewWeights:
 
 
 class _Words(NamedTuple):
-    """When what all ranks meet in for each unit of a shared vocabulary is over without gathers, and ops begin, by rank;
-    nothing where they share none."""
+    """Times without gathers: the end of each collective of a shared vocabulary, and the start of ops by rank; empty if
+    the vocabulary is not shared."""
 
     over: Mapping[Op, float]
     begins: Sequence[Mapping[Op, float]]
@@ -122,8 +122,8 @@ class _Words(NamedTuple):
         return cls({event.op: event.end for event in context.timeline.sums if event.op.kind.unit_wide}, begins)
 
     def after(self, ranks: Sequence[Sequence[Op]]) -> list[Sequence[Op]]:
-        """A rank's collectives happen one after the other: of these, those that are over only once the weights that a
-        GATHER brings have been used stand behind it. No op before that waits for them, since it ends earlier."""
+        """The ops of ranks with collectives of the vocabulary moved after a GATHER if they end only after its weights
+        are used: a rank's collectives run one after another. No earlier op waits for them, since it ends before."""
         return (
             [self._after(ops, begins) for ops, begins in zip(ranks, self.begins, strict=True)]
             if self.over

@@ -23,9 +23,9 @@ class Problem:
 
     A unit is a microbatch, or one of its `slices`: then f, b, w and the kept units are means over them, and `exact`
     has, for F, B and W of each stage, ms and change of the units held of each slice in the order in which the stage
-    So of `unequal` microbatches each, whose largest keeps what is said to be kept; `lags` has their transfers.
-    runs them. `lag[s]` is the transfer between stages s-1 and s, `limit[r]` the limit of rank r, `stages[r]` its stages
-    in path order. Ops are numbered as in table.py; rows are sorted by kind, F, B, W, then by stage.
+    runs them. With `unequal` microbatches it has these of each microbatch, the kept units are those of the largest, and
+    `lags` has their transfers. `lag[s]` is the transfer between stages s-1 and s, `limit[r]` the limit of rank r,
+    `stages[r]` its stages in path order. Ops are numbered as in table.py; rows are sorted by kind, F, B, W, then by stage.
     """
 
     placement: Placement

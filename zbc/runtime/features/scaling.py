@@ -1,7 +1,7 @@
 """Loss scaling for float16, by the rule of torch.amp.GradScaler (arXiv 1710.03740, section 3.2).
 
-The gradients of a step come times `Worker.scale`, and are divided by it in the update. A step in which any gradient
-overflows is skipped on all ranks by its verdict, and halves the scale; so many steps in a row without one double it.
+Gradients are computed times `Worker.scale`, and are divided by it in the update. A step in which any gradient overflows
+is skipped on all ranks by its verdict, and halves the scale; `loss_scale_steps` steps without an overflow double it.
 """
 
 from __future__ import annotations

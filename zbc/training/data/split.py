@@ -1,9 +1,9 @@
 """Steps that a user's dataset has split into microbatches of its own: `data.items = "steps"`.
 
 An item of the dataset is a step, a list of (input, target, weight) for each microbatch of all replicas. A microbatch
-has up to `microbatch_size` rows, and of built-in models rows of up to `seq_len` tokens. It is padded to the shape that
-all have, and its loss is that of what it had: targets of padding are ignored, or the output is cut to its targets. The
-loss of a step is the mean by weight.
+has up to `microbatch_size` rows; rows of built-in models have up to `seq_len` tokens. Each is padded to one shape, and
+its loss counts the real rows only: targets of padding are ignored, or the output is cut to the real targets. The loss
+of a step is the weighted mean.
 """
 
 from __future__ import annotations
