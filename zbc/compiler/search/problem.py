@@ -25,7 +25,7 @@ class Problem:
     has, for F, B and W of each stage, ms and change of the units held of each slice in the order in which the stage
     runs them. With `unequal` microbatches it has these of each microbatch, the kept units are those of the largest, and
     `lags` has their transfers. `lag[s]` is the transfer between stages s-1 and s, `limit[r]` the limit of rank r,
-    `stages[r]` its stages in path order. Ops are numbered as in table.py; rows are sorted by kind, F, B, W, then by stage.
+    `stages[r]` its stages in path order. Ops are numbered as in table.py; rows are sorted by kind, then stage.
     """
 
     placement: Placement
