@@ -370,10 +370,7 @@ ROWS = (
     Excludes(
         "ep",
         "E118",
-        {
-            "two versions": UNWRITTEN,
-            "balance": "replicas of unequal work would wait for each other in every block",
-        },
+        {"balance": "replicas of unequal work would wait for each other in every block"},
         at_other=True,
     ),
     Excludes(

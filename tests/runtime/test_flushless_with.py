@@ -15,7 +15,9 @@ from tests.threads import losses_of, run_threads
 from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.ir import Kind
+from zbc.ops import experts_of
 from zbc.plan.directory import StoredPlan
+from zbc.runtime.core.execute import run_step
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.versions import TwoVersions
 
@@ -30,6 +32,58 @@ def test_it_trains_as_without_what_must_not_change_it(traits, kind):
     both["parallel"]["pp"] = plain["parallel"]["pp"] = 2
     both["model"]["layers"] = plain["model"]["layers"] = 4
     assert apart(trained(both), trained(plain)) <= TOLERANCE
+
+
+EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 64}
+OF_EXPERTS = [(2, 2, {}), (4, 2, {}), (4, 2, {"shard": "optimizer"}), (4, 4, {"tp": 2})]
+
+
+def mixture(**parallel):
+    tables = settings("two versions")
+    tables["model"] |= {"layers": 4, **EXPERTS}
+    tables["parallel"], tables["schedule"]["microbatches"] = {"pp": 2, **parallel}, 4
+    return tables
+
+
+@pytest.mark.parametrize(("dp", "ep", "more"), few(OF_EXPERTS, OF_EXPERTS[:1]), ids=str)
+def test_experts_of_several_replicas_step_with_their_stage(dp, ep, more):
+    found = trained(mixture(dp=dp, ep=ep, **more), steps=5)
+    assert apart(found, trained(mixture(dp=dp), steps=5)) <= TOLERANCE
+
+
+def test_experts_go_on_with_both_versions_and_on_other_ranks(tmp_path):
+    tables = mixture(dp=2, ep=2)
+    tables["checkpoint"] = {"every": 3, "asynchronous": False, "keep": 9}
+    plan = planned(tmp_path, tables)
+    whole = losses_of(run_threads(plan, 6, folder=tmp_path / "a"))[3:]
+    assert losses_of(run_threads(plan, 6, folder=tmp_path / "b", resume=at(tmp_path / "a", 3))) == whole
+    (tmp_path / "other").mkdir()
+    other = planned(tmp_path / "other", mixture(dp=2))
+    rest = losses_of(run_threads(other, 6, folder=tmp_path / "c", resume=at(tmp_path / "a", 3)))
+    assert rest == pytest.approx(whole, rel=1e-5)
+
+
+def test_experts_skip_a_step_with_their_stage_on_all_ranks(tmp_path):
+    plan = planned(tmp_path, mixture(dp=2, ep=2))
+
+    def poisoned(worker):
+        ending = worker.phase_run.ending
+        plain = ending.handlers[Kind.STEP]
+
+        def poison(one, op):
+            if one.step == 1 and one.rank == 0 and op.stage == 0:  # of two ranks with experts of the first stage
+                next(iter(one.optimizers[experts_of(0)].parameters.values())).grad.fill_(math.nan)
+            plain(one, op)
+
+        ending.handlers = {**ending.handlers, Kind.STEP: poison}
+        return lambda one, number, *, stop=False: run_step(one, number, stop=stop)
+
+    workers = run_threads(plan, 3, step=poisoned)
+    taken = [
+        {owner: {int(one["step"]) for one in optimizer.optimizer.state.values()} for owner, optimizer in kept.items()}
+        for kept in (worker.optimizers for worker in workers)
+    ]
+    assert [set().union(*steps.values()) for steps in taken] == [{2}, {3}, {2}, {3}]
 
 
 def planned(folder, tables):
@@ -100,8 +154,6 @@ def test_ranks_that_share_layers_skip_a_step_together(tmp_path):
             plain(one, op)
 
         ending.handlers = {**ending.handlers, Kind.STEP: poison}
-        from zbc.runtime.core.execute import run_step
-
         return lambda one, number, *, stop=False: run_step(one, number, stop=stop)
 
     workers = run_threads(plan, 3, step=poisoned)

@@ -25,6 +25,7 @@ from zbc.compiler.graph import build, of_steps
 from zbc.compiler.graph.graph import run
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
+from zbc.ops import experts_of, owner_text
 
 ROW = 3  # consecutive steps checked as one program
 
@@ -45,25 +46,25 @@ def version_problems(program: Program) -> Iterator[ZbcError]:
     """Yields problems with the versions that ops read, and with the ops that close the step of each stage."""
     for rank, ops in enumerate(program.ranks):
         yield from _strangers(program, rank)
-        for stage in program.placement.stages_of(rank):
-            steps = [i for i, op in enumerate(ops) if op.kind is Kind.STEP and op.stage == stage]
+        for owner in program.owners(rank):
+            steps = [i for i, op in enumerate(ops) if op.kind is Kind.STEP and op.stage == owner]
             if not steps or program.microbatches % len(steps):
-                text = f"program: rank {rank} runs STEP s{stage} {len(steps)} times in a step"
+                text = f"program: rank {rank} runs STEP {owner_text(owner)} {len(steps)} times in a step"
                 yield ZbcError("E202", text, hint="one STEP behind the last backward of each stage, or of so many")
             else:
-                yield from _between(program, rank, stage, steps)
-                yield from _around(program, rank, stage, steps[-1])
+                yield from _between(program, rank, owner, steps)
+                yield from _around(program, rank, owner, steps[-1])
 
 
 def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
     """Yields ops that have no place in steps without a flush, or on this rank."""
-    stages = program.placement.stages_of(rank)
+    owners = program.owners(rank)
     for step, op in enumerate(program.ranks[rank]):
         wide = op.kind.stage_wide or op.kind.rank_wide or op.kind.unit_wide
         if (wide and op.kind not in (Kind.STEP, Kind.REDUCE, Kind.GATHER)) or op.kind.is_mark:
             text = f"program: {op} does not go with steps that follow one another without a flush"
             yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
-        elif wide and op.stage not in stages:
+        elif wide and op.stage not in owners:
             text = f"program: {op} is on rank {rank}, which does not hold its stage"
             yield ZbcError("E205", text, where=f"rank {rank} step {step}")
         elif NEXT > op.mb >= program.microbatches or op.mb >= NEXT + program.microbatches:
@@ -71,8 +72,14 @@ def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
             yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
 
 
-def _between(program: Program, rank: int, stage: int, steps: Sequence[int]) -> Iterator[ZbcError]:
+def _stage_of(owner: int) -> int:
+    """The stage whose backwards compute the gradients of an owner."""
+    return owner if owner >= 0 else experts_of(owner)
+
+
+def _between(program: Program, rank: int, owner: int, steps: Sequence[int]) -> Iterator[ZbcError]:
     """Checks for equally many backwards between STEPs, if a stage steps on its own after every few of them."""
+    stage = _stage_of(owner)
     ops, per_step = program.ranks[rank], program.microbatches // len(steps) * program.slices
     for number, (first, last) in enumerate(pairwise((-1, *steps))):
         count = sum(op.kind.makes_part and op.stage == stage and op.mb < NEXT for op in ops[first + 1 : last])
@@ -84,12 +91,12 @@ def _between(program: Program, rank: int, stage: int, steps: Sequence[int]) -> I
             yield ZbcError("E202", text, where=f"rank {rank} step {last}")
 
 
-def _around(program: Program, rank: int, stage: int, step: int) -> Iterator[ZbcError]:
-    """Yields ops on the wrong side of the STEP of a stage."""
-    ops = program.ranks[rank]
-    sums = [i for i, op in enumerate(ops) if op == Op(Kind.REDUCE, stage)]
-    if len(sums) != program.shared(Op(Kind.REDUCE, stage)):
-        text = f"program: rank {rank} runs REDUCE s{stage} {len(sums)} times in a step"
+def _around(program: Program, rank: int, owner: int, step: int) -> Iterator[ZbcError]:
+    """Yields ops on the wrong side of the STEP of an owner."""
+    ops, stage = program.ranks[rank], _stage_of(owner)
+    sums = [i for i, op in enumerate(ops) if op == Op(Kind.REDUCE, owner)]
+    if len(sums) != program.shared(Op(Kind.REDUCE, owner)):
+        text = f"program: rank {rank} runs REDUCE {owner_text(owner)} {len(sums)} times in a step"
         yield ZbcError("E202", text, hint="once where replicas share the stage, between its last backward and its STEP")
         return
     first = min(sums, default=step)
@@ -99,7 +106,7 @@ def _around(program: Program, rank: int, stage: int, step: int) -> Iterator[ZbcE
             text = f"program: {ops[min(first, step)]} comes before {op}, which it needs"
             yield ZbcError("E206", text, where=f"rank {rank} step {i}", hint=f"move {op} before it")
         if op.stage == stage and op.kind.computes and op.kind is not Kind.F and op.mb >= NEXT and i < max(first, step):
-            text = f"program: {op} would add to the gradients of the step before: STEP s{stage} comes after it"
+            text = f"program: {op} would add to the gradients of the step before: {ops[step]} comes after it"
             hint = "a stage's backwards of a step come after the STEP of the step before; fuse B and W"
             yield ZbcError("E210", text, where=f"rank {rank} step {i}", hint=hint)
     if first > step:

@@ -12,6 +12,7 @@ from zbc.compiler.passes.insert_comm import POSTED, InsertComm
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
+from zbc.ops import experts_of
 
 _BODY = 2  # the step of the laid-out ones that is cut out: it is in steady state
 _STEPS = 5
@@ -116,10 +117,10 @@ def _closed(ops: Sequence[Op], program: Program, every: int) -> list[Op]:
             made = count[op.stage] = count.get(op.stage, 0) + 1
             number, left = divmod(made, (every or program.microbatches) * program.slices)
             if not left:
-                sums = [Op(Kind.REDUCE, op.stage)] if program.shared(Op(Kind.REDUCE, op.stage)) else []
-                gather = Op(Kind.GATHER, op.stage)
-                gathers = [gather] if program.sharded and program.shared(gather) else []
-                behind[_sent(ops, i)] = [*sums, Op(Kind.STEP, op.stage, number - 1), *gathers]
+                owners = (op.stage, experts_of(op.stage)) if program.ep else (op.stage,)
+                sums = [one for owner in owners if program.shared(one := Op(Kind.REDUCE, owner))]
+                gathers = [one for owner in owners if program.sharded and program.shared(one := Op(Kind.GATHER, owner))]
+                behind[_sent(ops, i)] = [*sums, *(Op(Kind.STEP, owner, number - 1) for owner in owners), *gathers]
     return [item for i, op in enumerate(ops) for item in (op, *behind.get(i, ()))]
 
 

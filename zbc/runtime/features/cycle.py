@@ -21,6 +21,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op
+from zbc.ops import experts_of
 from zbc.runtime.core.answers import counted
 from zbc.runtime.core.ending import Ending, close, refuse_left
 from zbc.runtime.core.optimizer import set_rate
@@ -59,6 +60,7 @@ class Cycle(Ending):
     running: bool = False  # whether forwards of the next step have run
     told: Told | None = None
     squares: dict[str, Tensor] = field(default_factory=dict)  # of the current step
+    norms: dict[int, float] = field(default_factory=dict)  # of the gradients of stages at their last STEP
     _scripts: dict[tuple[bool, bool, bool], Script] = field(default_factory=dict)
 
     def _key(self, op: Op, *, odd: bool) -> Op:
@@ -96,8 +98,8 @@ class Cycle(Ending):
         """Selects the script of this step."""
         worker.phase_run.script = self.script(step, ends=worker.ends)
         if not self.running:
-            for stage in worker.stages:
-                versions_of(worker, stage).begin(step, worker.transport)
+            for owner in worker.optimizers:
+                versions_of(worker, owner).begin(step, worker.transport)
 
     def closes(self, worker: Worker, began: float) -> StepResult | None:
         """Starts the all-reduce of the step's vector; returns the result of the previous step."""
@@ -116,8 +118,8 @@ class Cycle(Ending):
         if not worker.ends:
             refuse_left(worker)
             return before
-        for stage in worker.stages:
-            versions_of(worker, stage).newest()
+        for owner in worker.optimizers:
+            versions_of(worker, owner).newest()
         close(worker, drain=True)
         return before
 
@@ -137,9 +139,9 @@ class Cycle(Ending):
         return not worker.ends
 
 
-def versions_of(worker: Worker, stage: int) -> Unflushed:
-    """The optimizer of a stage for steps without a flush. Raises E703 if it is another one."""
-    optimizer = worker.optimizers[stage]
+def versions_of(worker: Worker, owner: int) -> Unflushed:
+    """The optimizer of a stage, or of its experts, for steps without a flush. Raises E703 if it is another one."""
+    optimizer = worker.optimizers[owner]
     if not isinstance(optimizer, TwoVersions | OneVersion):
         text = "run: the plan has steps without a flush, and its optimizer is for steps with one"
         raise ZbcError("E703", text, hint="plan again")
@@ -148,16 +150,20 @@ def versions_of(worker: Worker, stage: int) -> Unflushed:
 
 def _of_this(handler: Handler) -> Handler:
     def run(worker: Worker, op: Op) -> None:
-        weights = versions_of(worker, op.stage)
+        owners = (op.stage, experts_of(op.stage))
+        versions = [versions_of(worker, owner) for owner in owners if owner in worker.optimizers]
         gathers = worker.features.of(Gathers)
         if gathers.coming and gathers.arrived(op):  # usually long before the newest weights are read
-            weights.newest()
+            for weights in versions:
+                weights.newest()
             gathers.ready(worker, op)
-        weights.before(op, worker.step)
-        if weights.newer:
+        for weights in versions:
+            weights.before(op, worker.step)
+        if versions[0].newer:
             gathers.ready(worker, op)
         handler(worker, op)
-        weights.after(op)
+        for weights in versions:
+            weights.after(op)
 
     return run
 
@@ -176,32 +182,43 @@ def _of_next(handler: Handler) -> Handler:
 
 
 def stage_step(worker: Worker, op: Op) -> None:
-    """STEP: clips by the stage's own norm, updates its weights unless a gradient is not finite, drops the gradients."""
-    cycle, stage = cycle_of(worker), versions_of(worker, op.stage)
-    worker.settle(op.stage)
-    stage.newest()  # the last GATHER writes into the newest version
+    """STEP: clips by the norm of the stage and its experts, updates an owner's weights unless a gradient is not finite,
+    drops the gradients."""
+    cycle, weights = cycle_of(worker), versions_of(worker, op.stage)
+    if op.stage >= 0:
+        owners = (op.stage, experts_of(op.stage))
+        squares = [_squares(worker, cycle, op, owner) for owner in owners if owner in worker.optimizers]
+        cycle.norms[op.stage] = math.sqrt(math.fsum(squares))
+    norm = cycle.norms[op.stage if op.stage >= 0 else experts_of(op.stage)]
+    if math.isfinite(norm):
+        set_rate(weights, worker.rate(worker.phases, worker.step))
+        scale = None if cycle.limit is None else cycle.limit / (norm + 1e-6)
+        weights.step(scale if scale is not None and scale < 1.0 else None)
+    else:
+        weights.skip()
+    weights.drop()
+
+
+def _squares(worker: Worker, cycle: Cycle, op: Op, owner: int) -> float:
+    """The sum of squares of an owner's gradients over all ranks that have a part of them; blocks."""
+    weights = versions_of(worker, owner)
+    worker.settle(owner)
+    weights.newest()  # the last GATHER writes into the newest version
     worker.features.of(Gathers).ready(worker, op)
     worker.before_update()
-    squares = stage.squares()
+    squares = weights.squares()
     for feature in worker.features:
         squares = feature.answers(worker, squares)
-    if stage in counted(worker):  # if a stage steps several times, the last one is reported, or one that is not finite
+    if weights in counted(worker):  # if a stage steps several times, the last is reported, or one that is not finite
         bad = {name: old for name, old in cycle.squares.items() if not torch.isfinite(old).all()}
         cycle.squares |= squares | bad
-    norm = math.sqrt(_over_parts(worker, stage, math.fsum(n for values in squares.values() for n in values.tolist())))
-    if math.isfinite(norm):
-        set_rate(stage, worker.rate(worker.phases, worker.step))
-        scale = None if cycle.limit is None else cycle.limit / (norm + 1e-6)
-        stage.step(scale if scale is not None and scale < 1.0 else None)
-    else:
-        stage.skip()
-    stage.drop()
-
-
-def _over_parts(worker: Worker, stage: Unflushed, own: float) -> float:
-    """The sum of a number over the ranks that have the other shards of a stage's gradients."""
-    run, rank = worker.topology, worker.rank
-    ranks = run.held(run.of(rank).pp) if stage.apart else run.beside("tp", rank)
+    own, run, seat = math.fsum(n for values in squares.values() for n in values.tolist()), worker.topology, worker.rank
+    ranks = run.held(run.of(seat).pp)
+    if not weights.apart and owner >= 0:
+        ranks = run.beside("tp", seat)
+    elif not weights.apart:  # each of `ep` neighbouring replicas has other experts
+        ep = worker.plan.manifest.ep or 1
+        ranks = tuple(rank for rank in ranks if run.of(rank).dp // ep == run.of(seat).dp // ep)
     if len(ranks) == 1:
         return own
     total = torch.tensor([own], dtype=torch.float64, device=worker.device)
