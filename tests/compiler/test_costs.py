@@ -273,6 +273,14 @@ def test_a_router_keeps_the_tokens_of_its_own_rank_where_an_mlp_keeps_all():
     assert less(experts=4, shared_hidden=32) == less()
 
 
+def test_tensor_parallel_ranks_keep_logits_in_their_own_type():
+    """Their loss is the one with more terms, which keeps no log-probabilities."""
+    found = [{"dtype": "bfloat16", **more} for more in ({}, {"z_loss": 0.01})]
+    plain, terms = (estimate.layers(job(model=one, parallel={"tp": 2}))[-1].size for one in found)
+    whole = estimate.layers(job(model=found[0]))[-1].size
+    assert (plain.logits, plain.more_b) == (terms.logits, terms.more_b) and plain.logits < whole.logits / 2
+
+
 def test_the_loss_passes_over_the_logits_as_often_as_docs_costs_says():
     slow = {"device": "cuda", "tflops": 1e9, "memory_gbps": 1.0, "kernel_us": 0.0}
     tokens, h, vocab = 2 * 16, 32, 256

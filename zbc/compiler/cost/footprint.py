@@ -517,7 +517,7 @@ def head(z: Sizes) -> Footprint:
     kept: float = 4 * vocab * t + (logits if z.logits_cap else 0)  # for the loss, and the tanh of a cap
     gone: float = logits - 4 * vocab * t  # d logits have replaced log-probabilities before the weight gradient
     more_f, more_b = float(logits + wide), 8.0 * vocab * t
-    if z.terms:  # logits are kept as they are, and exp is computed in addition
+    if z.terms or z.tp > 1:  # logits are kept as they are, and exp is computed in addition
         kept, gone = logits + 4 * t + (logits if z.logits_cap else 0), 0.0
         more_f, more_b = 4.0 * vocab * t + wide, 4.0 * vocab * t + wide
     weight, fresh = (z.weight_grad(h * vocab, first=first) for first in (False, True))
