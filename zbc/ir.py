@@ -29,7 +29,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from zbc.errors import ZbcError
-from zbc.ops import EXPERTS, NUMBERED, OWNERS, TIED, WORDS, At, Scope, experts_of, owner_text
+from zbc.ops import EXPERTS, NUMBERED, OWNERS, TIED, WORDS, At, Scope, experts_of, home_of, owner_text
 from zbc.ops import Kind as Kind
 from zbc.topology import Topology, inner_of
 
@@ -493,12 +493,8 @@ class Program(ProgramTraits):
         placement = self.placement
         if op.kind.rank_wide or op.kind.unit_wide or op.stage == WORDS:
             return tuple(range(placement.ranks))
-        stages = self.tying if op.stage == TIED else (self.home(op.stage),)
+        stages = self.tying if op.stage == TIED else (home_of(op.stage),)
         return tuple(sorted({rank for stage in stages for rank in placement.holders(stage)}))
-
-    def home(self, owner: int) -> int:
-        """The stage of an owner of experts; any other owner itself."""
-        return experts_of(owner) if owner <= EXPERTS else owner
 
     @property
     def tying(self) -> tuple[int, ...]:

@@ -95,6 +95,11 @@ def experts_of(stage: int) -> int:
     return EXPERTS - stage
 
 
+def home_of(owner: int) -> int:
+    """The stage of an owner of experts; any other owner itself."""
+    return experts_of(owner) if owner <= EXPERTS else owner
+
+
 def owner_text(owner: int) -> str:
     """The owner as ops print it: `s3`, `e3`, `v`."""
     return f"s{owner}" if owner >= 0 else OWNERS.get(owner) or f"e{experts_of(owner)}"

@@ -199,7 +199,7 @@ def _adapter(found: AdapterReport, ms: float, ranks: Sequence[RankReport]) -> It
 
 def _unequal(found: UnequalReport) -> Iterator[str]:
     """The order of unequal microbatches, and the time gained by an order that knows their lengths."""
-    order = "as given" if found.tokens == found.given else "numbered anew"
+    order = "as given" if found.tokens == found.given else "renumbered"
     yield f"microbatches 0 to {len(found.tokens) - 1}, {order}, have rows of"
     yield from wrap(list(map(str, found.tokens)), _TEXT, between=", ")
     ways = ("in the order for equal ones", found.alike_ms), ("with the given numbers", found.given_ms)

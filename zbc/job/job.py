@@ -42,6 +42,8 @@ _SINCE: dict[
     "parallel": ("cp", "vocabulary", "vocabulary_sums"),
     "hardware": ("gpu",),
     "costs": ("cp", "s", "t", "i", "e"),
+    "train": ("hook", "fused_gradients"),
+    "data": ("balance", "items"),
 }
 RESERVE = 0.06  # share of a GPU's memory to keep free, unless the job or a profile says otherwise
 
@@ -204,29 +206,29 @@ class Job:
         data = {name: getattr(self, name).model_dump(mode="json") for name in PLANNING}
         del data["model"]["pretrained"], data["parallel"]["world"], data["schedule"]["batch"]
         data["costs"]["profile"] = data["hardware"]["links"] = None
-        for name, keys in _SINCE.items():
-            for key in keys:
-                if data[name][key] == SECTIONS[name].model_fields[key].default:
-                    del data[name][key]
         data = {name: data[name] for name in data if name not in SINCE or getattr(self, name) != SECTIONS[name]()}
+        others = {name: {key: getattr(getattr(self, name), key) for key in keys} for name, keys in PLANNED.items()}
         measured = {} if self.profile is None else {"profile": self.profile.plain()}
         links = {} if self.links is None else {"links": self.links.plain()}
-        if self.train.fused_gradients:
-            data["train"] = {"fused_gradients": True}
-        return {**data, "optimizer": {key: getattr(self.optimizer, key) for key in PLANNED}, **measured, **links}
+        return {**{name: keys for name, keys in _stored({**data, **others}).items() if keys}, **measured, **links}
 
     def training(self) -> dict[str, Any]:
         """The sections the runtime reads, as plain data."""
         names = [name for name in SECTIONS if name not in PLANNING]
         data = {name: getattr(self, name).model_dump(mode="json") for name in names}
-        if not self.balances:
-            del data["data"]["balance"]
-        if self.data.items == "samples":
-            del data["data"]["items"]
-        for key in ("hook", "fused_gradients"):
-            if not data["train"][key]:
-                del data["train"][key]
-        return {**data, "pretrained": self.model.pretrained}
+        return {**_stored(data), "pretrained": self.model.pretrained}
+
+
+def _stored(data: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The sections without keys of `_SINCE` that have their default."""
+    return {
+        name: {
+            key: value
+            for key, value in keys.items()
+            if key not in _SINCE.get(name, ()) or value != SECTIONS[name].model_fields[key].default
+        }
+        for name, keys in data.items()
+    }
 
 
 @dataclass

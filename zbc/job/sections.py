@@ -584,11 +584,11 @@ SECTIONS: dict[str, type[Section]] = {
     "log": Log,
     "filler": Filler,
 }
-# Sections that planning reads and the plan id covers (of optimizer also PLANNED); others may change under one plan.
+# Sections that planning reads and the plan id covers, and keys of others; all else may change under one plan.
 PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory", "freeze", "adapter")
 SINCE = frozenset({"freeze", "adapter"})  # sections of PLANNING that a plan stores only if they are set
 
-PLANNED = ("sync", "zero1")
+PLANNED = {"optimizer": ("sync", "zero1"), "train": ("fused_gradients",)}
 
 
 def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:

@@ -19,7 +19,7 @@ from zbc.compiler.check.vocabulary import vocabulary_problems
 from zbc.compiler.graph import EMPTY, FAR, FREED, MESSAGE, CellKey, Graph, build, members
 from zbc.errors import ZbcError
 from zbc.ir import Op, Program
-from zbc.ops import COUNTED, EXPERTS, TIED, VALUES, VOCABULARY, WORDS, Kind, Lane, Scope, experts_of
+from zbc.ops import COUNTED, EXPERTS, TIED, VALUES, VOCABULARY, WORDS, Kind, Lane, Scope, experts_of, home_of
 
 
 def check_complete(program: Program) -> None:
@@ -361,9 +361,9 @@ def _averaged(g: Graph) -> Iterator[ZbcError]:
     for i, op in enumerate(g.ops) if g.program.averages else ():
         if g.rank(i) != rank:
             rank, began = g.rank(i), {}
-        of = g.program.tying if op.stage == TIED else (g.program.home(op.owner),)
+        of = g.program.tying if op.stage == TIED else (home_of(op.owner),)
         if op.kind.computes or op.kind is Kind.STEP:
-            began.setdefault(g.program.home(op.owner), i)
+            began.setdefault(home_of(op.owner), i)
         elif op.kind is Kind.AVERAGE and not began.keys().isdisjoint(of):
             first = min(began[home] for home in of if home in began)
             text = f"program: {op} comes after {g.ops[first]}, whose weights it changes"

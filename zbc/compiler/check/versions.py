@@ -25,7 +25,7 @@ from zbc.compiler.graph import build, of_steps
 from zbc.compiler.graph.graph import run
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op, Program
-from zbc.ops import experts_of, owner_text
+from zbc.ops import home_of, owner_text
 
 ROW = 3  # consecutive steps checked as one program
 
@@ -72,14 +72,9 @@ def _strangers(program: Program, rank: int) -> Iterator[ZbcError]:
             yield ZbcError("E202", text, where=f"rank {rank} step {step}", hint="drop it")
 
 
-def _stage_of(owner: int) -> int:
-    """The stage whose backwards compute the gradients of an owner."""
-    return owner if owner >= 0 else experts_of(owner)
-
-
 def _between(program: Program, rank: int, owner: int, steps: Sequence[int]) -> Iterator[ZbcError]:
     """Checks for equally many backwards between STEPs, if a stage steps on its own after every few of them."""
-    stage = _stage_of(owner)
+    stage = home_of(owner)
     ops, per_step = program.ranks[rank], program.microbatches // len(steps) * program.slices
     for number, (first, last) in enumerate(pairwise((-1, *steps))):
         count = sum(op.kind.makes_part and op.stage == stage and op.mb < NEXT for op in ops[first + 1 : last])
@@ -93,7 +88,7 @@ def _between(program: Program, rank: int, owner: int, steps: Sequence[int]) -> I
 
 def _around(program: Program, rank: int, owner: int, step: int) -> Iterator[ZbcError]:
     """Yields ops on the wrong side of the STEP of an owner."""
-    ops, stage = program.ranks[rank], _stage_of(owner)
+    ops, stage = program.ranks[rank], home_of(owner)
     sums = [i for i, op in enumerate(ops) if op == Op(Kind.REDUCE, owner)]
     if len(sums) != program.shared(Op(Kind.REDUCE, owner)):
         text = f"program: rank {rank} runs REDUCE {owner_text(owner)} {len(sums)} times in a step"

@@ -144,13 +144,7 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
     shapes = [shape for one in has.values() for shape in one.shapes]
     params = sum(map(math.prod, shapes))
     size = _size(z, layer.size, has, shapes, gathered=not job.parallel.regathers)
-    stays: float = 2 * z.stream * z.hidden * z.own + _behind(z) * z.own
-    stays += (z.queries + 2 * z.keys + (2 if z.gated else 1) * z.mlp + sum(one.inside for one in has.values())) * n * t
-    again = ((3 if z.gated else 1) * z.mlp + (2 * z.hidden if z.tp > 1 else 0)) * n * t
-    spared = replace(size.remade(size.act_b - stays, again), fused=-size.kv)
-    if z.experts and layer.spared is not None:
-        kept = (sum(one.inside for one in has.values()) - z.met * z.hidden) * n * t
-        spared = replace(size, act_b=layer.spared.act_b + kept, fused=-size.kv)
+    spared = _spared(z, size, layer.spared, sum(one.inside for one in has.values()))
     changed = replace(
         layer,
         f=f,
@@ -164,6 +158,17 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
         matrices=tuple(shapes),
     )
     return replace(changed, frozen=layer.params)
+
+
+def _spared(z: Sizes, size: Footprint, plain: Footprint | None, inside: int) -> Footprint:
+    """The footprint `size` of a frozen block with selective recompute; `plain` is that of a block that trains."""
+    n, t = z.width, z.tokens
+    if z.experts and plain is not None:  # their rows are not kept
+        return replace(size, act_b=plain.act_b + (inside - z.met * z.hidden) * n * t, fused=-size.kv)
+    stays: float = 2 * z.stream * z.hidden * z.own + _behind(z) * z.own
+    stays += (z.queries + 2 * z.keys + (2 if z.gated else 1) * z.mlp + inside) * n * t
+    again = ((3 if z.gated else 1) * z.mlp + (2 * z.hidden if z.tp > 1 else 0)) * n * t
+    return replace(size.remade(size.act_b - stays, again), fused=-size.kv)
 
 
 def _size(

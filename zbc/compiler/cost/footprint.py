@@ -308,9 +308,14 @@ class Sizes:
         """Whether products may be added to float32 sums in one kernel."""
         return self.cuda or self.width == GRAD_BYTES
 
+    @property
+    def adds_inside(self) -> bool:
+        """Whether linear layers add weight gradients inside their products."""
+        return self.fused_grads and self.fuses
+
     def weight_grad(self, elements: float, *, first: bool) -> float:
         """Bytes the weight gradient of a linear layer takes before it is added to the sum."""
-        return 0.0 if self.fused_grads and self.fuses else weight_grad(elements, self.width, first=first)
+        return 0.0 if self.adds_inside else weight_grad(elements, self.width, first=first)
 
     @property
     def cast(self) -> bool:

@@ -102,7 +102,7 @@ def _of_length(job: Job, tokens: int, found: Costs, whole: Costs) -> Costs:
 
 
 def _of_unequal(whole: Costs, each: Sequence[Costs]) -> Costs:
-    """Those of `whole` rows with entries of all microbatches where these are not alike."""
+    """The costs of `whole` rows with an entry per microbatch in each column that depends on its length."""
     names = [name for name in BY_MICROBATCH if name in whole.ms]
     ms = {name: tuple(zip(*(one.ms[name] for one in each), strict=True)) for name in names}
     size = {name: tuple(zip(*(one.size[name] for one in each), strict=True)) for name in whole.size}
@@ -114,7 +114,7 @@ def _of_unequal(whole: Costs, each: Sequence[Costs]) -> Costs:
 
 
 def _of_each(links: Sequence[tuple[Links, ...]]) -> tuple[Links, ...]:
-    """The same of every edge, with those of all microbatches."""
+    """Links with an entry per microbatch for every edge."""
     return tuple({edge: tuple(one[edge] for one in pipe) for edge in pipe[0]} for pipe in zip(*links, strict=True))
 
 

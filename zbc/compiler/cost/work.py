@@ -102,7 +102,7 @@ def block(z: Sizes) -> Work:
     limited = (Kernel(0, 12 * scores, 7), Kernel(0, 30 * scores, 16)) if z.capped else ()
     forward = (*products, *limited[:1], Kernel(4 * square, 2 * heads), plain)
     backward = (*products, Kernel(10 * square, 4 * heads), back, *limited[1:])
-    if z.fused_grads and z.fuses:
+    if z.adds_inside:
         added = [_added(made, z, k * n * count) for made, (k, n, _, count) in zip(products, linear, strict=True)]
         return Work(forward, backward, (*added, _accumulate(z, z.vectors, 2 if z.gated else 8)))
     return Work(forward, backward, (*products, _accumulate(z, z.matrices + z.vectors, 6 if z.gated else 12)))
@@ -220,8 +220,7 @@ def words(z: Sizes) -> Work:
     # log_softmax reads twice and writes. Backward fills a gradient with zeros and writes a number into each row;
     # log_softmax's backward reads it twice and the output once, and writes.
     loss = [(cast + passes) * vocab * z.tokens for passes in (12, 20)]
-    fused = z.fused_grads and z.fuses
-    product_w = (_added(logits, z, h * vocab),) if fused else (logits, _accumulate(z, h * vocab, 1))
+    product_w = (_added(logits, z, h * vocab),) if z.adds_inside else (logits, _accumulate(z, h * vocab, 1))
     capped = 3 * z.logits_cap
     if z.logits_cap:  # divided, tanh, multiplied
         loss = [loss[0] + 6 * n * vocab * z.tokens, loss[1] + 7 * n * vocab * z.tokens]

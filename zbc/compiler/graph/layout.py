@@ -30,6 +30,7 @@ from zbc.ops import (
     Rows,
     Scope,
     experts_of,
+    home_of,
     rows_with,
 )
 
@@ -391,7 +392,7 @@ class Layout:
         """The columns of an owner's gradients on a rank, by unit."""
         if owner == WORDS:
             return [CellKey(what, rank, 0) for what in ("outpart", "inpart")]
-        stages = self.program.tying if owner == TIED else (self.program.home(owner),)
+        stages = self.program.tying if owner == TIED else (home_of(owner),)
         pipes = range(len(self.pipes))
         return [CellKey("part", pipe, s) for s in stages for pipe in pipes if self.pipes[pipe][s] == rank]
 

@@ -14,7 +14,7 @@ from zbc.compiler.passes.with_experts import with_experts
 from zbc.compiler.sim.context import Context
 from zbc.errors import ZbcError
 from zbc.ir import Kind, Op, Program, groups
-from zbc.ops import EXPERTS, WORDS, Rows, experts_of
+from zbc.ops import WORDS, Rows, home_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +136,7 @@ class _Words(NamedTuple):
             if ops[i].kind.computes:
                 first[ops[i].stage] = begins[ops[i]]
             elif ops[i].kind is Kind.GATHER:
-                stage = ops[i].stage
-                used[i] = first.get(stage if stage > EXPERTS else experts_of(stage), math.inf)
+                used[i] = first.get(home_of(ops[i].stage), math.inf)
         started, behind = list[Op](), dict[Op, int]()
         for i, op in enumerate(ops):
             if op in self.over:

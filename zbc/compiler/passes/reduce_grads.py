@@ -10,7 +10,7 @@ from typing import ClassVar
 from zbc.compiler.passes.with_experts import with_experts
 from zbc.compiler.sim.context import Context
 from zbc.ir import Kind, Op, Program, groups
-from zbc.ops import COUNTED, TIED, WORDS, experts_of
+from zbc.ops import COUNTED, TIED, WORDS, experts_of, home_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,4 +139,4 @@ def _is_of(program: Program, op: Op, sum_: Op) -> bool:
 
 
 def _closes(program: Program, op: Op) -> tuple[int, ...]:
-    return program.tying if op.stage == TIED else (program.home(op.stage),)
+    return program.tying if op.stage == TIED else (home_of(op.stage),)

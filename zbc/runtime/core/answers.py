@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from zbc.ops import EXPERTS, WORDS, experts_of
+from zbc.ops import EXPERTS, WORDS, experts_of, home_of
 from zbc.runtime.core.optimizer import StageOptimizer
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def counted(worker: Worker) -> list[StageOptimizer]:
     rank, placement = worker.plan.rank, worker.placement
     ep, optimizers = worker.plan.manifest.ep, list[StageOptimizer]()  # `ep` replicas hold all experts together
     for owner, optimizer in worker.optimizers.items():
-        stage, first = (experts_of(owner), ep) if owner <= EXPERTS else (owner, 1)
+        stage, first = home_of(owner), ep if owner <= EXPERTS else 1
         alone = owner == WORDS or placement.rank_of(stage) == rank
         if (optimizer.apart and not optimizer.mirrored) or (alone and (optimizer.apart or worker.within < first)):
             optimizers.append(optimizer)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.ir import NEXT, Kind, Op
-from zbc.ops import experts_of
+from zbc.ops import experts_of, home_of
 from zbc.runtime.core.answers import counted
 from zbc.runtime.core.ending import Ending, close, refuse_left
 from zbc.runtime.core.optimizer import set_rate
@@ -29,6 +29,7 @@ from zbc.runtime.core.progress import StepResult
 from zbc.runtime.core.validate import peak_bytes
 from zbc.runtime.features.gathers import Gathers
 from zbc.runtime.features.versions import OneVersion, TwoVersions, Unflushed
+from zbc.runtime.transports.network import swapping
 from zbc.runtime.transports.transport import Pending
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def stage_step(worker: Worker, op: Op) -> None:
         owners = (op.stage, experts_of(op.stage))
         squares = [_squares(worker, cycle, op, owner) for owner in owners if owner in worker.optimizers]
         cycle.norms[op.stage] = math.sqrt(math.fsum(squares))
-    norm = cycle.norms[op.stage if op.stage >= 0 else experts_of(op.stage)]
+    norm = cycle.norms[home_of(op.stage)]
     if math.isfinite(norm):
         set_rate(weights, worker.rate(worker.phases, worker.step))
         scale = None if cycle.limit is None else cycle.limit / (norm + 1e-6)
@@ -213,12 +214,11 @@ def _squares(worker: Worker, cycle: Cycle, op: Op, owner: int) -> float:
         bad = {name: old for name, old in cycle.squares.items() if not torch.isfinite(old).all()}
         cycle.squares |= squares | bad
     own, run, seat = math.fsum(n for values in squares.values() for n in values.tolist()), worker.topology, worker.rank
-    ranks = run.held(run.of(seat).pp)
-    if not weights.apart and owner >= 0:
-        ranks = run.beside("tp", seat)
-    elif not weights.apart:  # each of `ep` neighbouring replicas has other experts
-        ep = worker.plan.manifest.ep or 1
-        ranks = tuple(rank for rank in ranks if run.of(rank).dp // ep == run.of(seat).dp // ep)
+    if weights.apart:
+        ranks = run.held(run.of(seat).pp)
+    else:
+        peers = next((group for group in swapping(worker.plan.manifest) if seat in group), ()) if owner < 0 else (seat,)
+        ranks = tuple(sorted(rank for peer in peers for rank in run.beside("tp", peer)))
     if len(ranks) == 1:
         return own
     total = torch.tensor([own], dtype=torch.float64, device=worker.device)

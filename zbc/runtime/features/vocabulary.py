@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zbc.runtime.core.bucket import gradient_type
-from zbc.runtime.core.slot import accumulate, accumulate_product
+from zbc.runtime.core.slot import accumulate_product
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.features import words
 from zbc.runtime.features.words import IGNORED, PLAIN, Own, Terms
@@ -133,10 +133,7 @@ class Output:
         if told.slope is not None:
             d, told.slope = d.mul_(told.slope), None
         d = d.mul_(told.factor[:, None]).to(told.hidden.dtype)
-        if told.hidden.dtype is gradient_type(self.weight):
-            accumulate_product(self.weight, d, told.hidden)
-        else:
-            accumulate(self.weight, d.t().mm(told.hidden))
+        accumulate_product(self.weight, d, told.hidden)
         told.soft = told.hidden = d.new_empty(0)
         return words.wide(d.mm(self._multiplier())) if part else None
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
-from zbc.ops import EXPERTS, WORDS, experts_of
+from zbc.ops import EXPERTS, WORDS, home_of
 from zbc.plan.directory import holding
 from zbc.runtime.core.optimizer import StageOptimizer, inside
 from zbc.runtime.core.stage import StageLayer
@@ -113,7 +113,7 @@ def _collected(
     """
     shared = worker.features.of(SharedLayers)
     group, cut = shared.group, shared.cuts[parameter]
-    home = experts_of(stage) if stage <= EXPERTS else stage
+    home = home_of(stage)
     owner = worker.placement.rank_of(worker.features.of(Ties).homes.get(parameter, (home,))[0])
     first = worker.plan.manifest.ep if stage <= EXPERTS else 1  # `ep` replicas hold all experts together
     if group is None or worker.copy >= first or owner != worker.plan.rank:
