@@ -224,12 +224,13 @@ def shared(count: int, f: float, b: float, w: float, a: float) -> list[nn.Module
 
 
 class Exchanged(nn.Module):
-    """Two experts, one on each rank of a group, with half of the rows each: two all-to-alls in F and two in B, of at
-    least `a` ms together."""
+    """A block: attention takes half of the time, then two experts, one on each rank of a group, with half of the rows
+    each: two all-to-alls in F and two in B, of at least `a` ms together."""
 
     def __init__(self, f: float, b: float, w: float, a: float) -> None:
         super().__init__()
-        self.experts = nn.ModuleDict({str(e): Sleeper(f, b, w, 1) for e in range(2)})
+        self.attention = Sleeper(f / 2, b / 2, w / 2, 1)
+        self.experts = nn.ModuleDict({str(e): Sleeper(f / 2, b / 2, w / 2, 1) for e in range(2)})
         self.exchange, self.least = zbc.experts(), a / 2e3
 
     def share_experts(self, group: Group) -> str:
@@ -239,7 +240,7 @@ class Exchanged(nn.Module):
         return "experts"
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
+        rows = self.attention(x).reshape(-1, x.shape[-1])
         counts = torch.full((2,), len(rows) // 2)
         return self.exchange.run(rows, counts, self.experts.values()).view_as(x)
 

@@ -358,6 +358,19 @@ def test_sums_of_shared_layers_lengthen_f_and_b_and_hide_behind_the_w_of_a_bw():
     assert [free.of(column) for column in ("f", "b", "w", "bw")] == [8.0, 6.0, 2.0, 8.0]
 
 
+def test_the_first_all_to_all_of_a_bw_waits_unless_a_w_is_there_by_then():
+    """F = 8, B = 6, W = 4, and all-to-alls of 2 in each; the last of four stages has the head."""
+    model = {"family": "llama", "layers": 8, "experts": 4, "top_k": 2}
+    how = {"parallel": {"dp": 2, "ep": 2}, "costs": {"f": 8.0, "b": 6.0, "w": 4.0, "ep": 2.0}}
+    plain, shared = (costs(job(model=model | more, **how)) for more in ({}, {"shared_hidden": 32}))
+    counts = [sum(bool(layer.apart) for layer in estimate.layers(job(model=model, **how)))]
+    assert counts == [8]
+    bw = [plain.of("bw", stage) for stage in range(4)]
+    assert bw[1] == bw[2] == 10 + 2 / 2 / 2 and bw[3] == 10  # of two blocks
+    assert [shared.of("bw", stage) for stage in range(4)] == [10.0] * 4
+    assert [plain.of(column, 1) for column in ("f", "b", "w", "bw_waits")] == [10.0, 8.0, 4.0, 0.5]
+
+
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_a_bw_of_a_slice_hides_its_own_sums(activations):
     """F = 8, B = 6, W = 2 and sums of 1.5 of a microbatch; the slice's share of F and B differs from that of W."""

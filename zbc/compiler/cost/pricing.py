@@ -65,7 +65,7 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     found = whole.cut(rows, **shares)
     if "f_sums" in found.ms:  # a slice's own W hides its sums
         alone = found.each(lambda b, sums, w: b - sums + w, "b", "b_sums", "w")
-        found = _fused(found, alone, _repeated(job, placement, exchanges(job, stages, table)))
+        found = _fused(found, alone, _unhidden(job, placement, exchanges(job, stages, table)))
     if job.costs.f is None or job.costs.per == "layer":
         names = [name for name in BY_SLICE if name in whole.ms]
         found = found.with_ms(**{name: tuple(zip(*(one.column(name) for one in parts), strict=True)) for name in names})
@@ -317,8 +317,8 @@ def _with_shared_layers(
 ) -> dict[str, Column]:
     """Adds the time of collectives that ranks run inside of ops: see `exchanges`.
 
-    In a BW its W hides the collectives of B, but not of a recomputed F, which is completed by then. Measured times are
-    without exchanges; if op times are given but exchanges are not, exchanges take no time.
+    In a BW its W hides the collectives of B, but not those of a recomputed F, nor one ahead of the first W. Measured
+    times are without exchanges; if op times are given but exchanges are not, exchanges take no time.
     """
     exchanged = exchanges(job, stages, table)
     if not exchanged:
@@ -330,7 +330,7 @@ def _with_shared_layers(
     found = Costs(times, {}, ()).with_ms(f_sums=forward, b_sums=backward)
     plain = found.each(lambda bw: bw, "bw")
     found = found.with_ms(f=found.each(add, "f", "f_sums"), b=found.each(add, "b", "b_sums"))
-    return dict(_fused(found, plain, again).ms)
+    return dict(_fused(found, plain, _unhidden(job, placement, exchanged)).ms)
 
 
 class Exchange(NamedTuple):
@@ -341,6 +341,7 @@ class Exchange(NamedTuple):
     backward: PerStage
     spared: float
     regathered: float  # the share repeated if tokens gathered for a layer are gathered again
+    ahead: PerStage  # ms in its B before anything of its W is there
 
 
 def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> list[Exchange]:
@@ -357,8 +358,17 @@ def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer])
     for count, ms, by_links, spared, regathered in axes:
         if count > 1 and (ms or (ms is None and timed)):
             both = ((ms,) * len(stages),) * 2 if ms else by_links(job, stages, table)
-            found.append(Exchange(*both, spared, regathered))
+            ahead = _ahead(job, stages, table, both[1]) if by_links is _swaps else (0.0,) * len(stages)
+            found.append(Exchange(*both, spared, regathered, ahead))
     return found
+
+
+def _ahead(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer], backward: PerStage) -> PerStage:
+    """ms of the first all-to-all of a B, of two per block. The W of a shared expert or of the head is there by then."""
+    known, head = job.model.builtin, len(table) - 1
+    blocks = [sum(bool(table[i].apart) or not known for i in part) for part in stages]
+    soon = [known and (bool(job.model.shared_hidden) or head in part) for part in stages]
+    return tuple(ms / (2 * n) if n and not w else 0.0 for ms, n, w in zip(backward, blocks, soon, strict=True))
 
 
 def _sums(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) -> tuple[PerStage, PerStage]:
@@ -416,6 +426,15 @@ def _swapped(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer]) 
 def _repeated(job: Job, placement: Placement, found: Sequence[Exchange]) -> PerStage:
     """The share of an F's exchanges that its backward repeats: all with recompute, else those of recomputed parts."""
     return tuple(_again(job.memory, s, found) for s in range(placement.stages))
+
+
+def _unhidden(job: Job, placement: Placement, found: Sequence[Exchange]) -> PerStage:
+    """The collectives of a BW that its W does not hide, as a share of those of an F."""
+    again = _repeated(job, placement, found)
+    ahead = [
+        sum(one.ahead[s] for one in found) / (sum(one.forward[s] for one in found) or 1.0) for s in range(len(again))
+    ]
+    return tuple(map(add, again, ahead))
 
 
 def _again(memory: Memory, stage: int, found: Sequence[Exchange]) -> float:
