@@ -92,6 +92,12 @@ class Ordered:
         """Memory of each rank of the complete program."""
         return peaks(self.complete.program, self.costs, self.complete.timeline)
 
+    def told(self, **facts: Any) -> Ordered:
+        """The same with other facts on how it was found; what is lowered stays so."""
+        other = replace(self, **facts)
+        vars(other).update({name: vars(self)[name] for name in ("compute", "complete", "memory") if name in vars(self)})
+        return other
+
     def step_ms(self, job: Job) -> float:
         """ms of a step by the job's objective, gradient reductions included."""
         plain = self.program.alone and self.lowering.offload is None and self.lowering.weave is None

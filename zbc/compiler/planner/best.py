@@ -94,8 +94,8 @@ class Best:
         refused, step, over = freezing_refused(self.job, one), one.step_ms(self.job), over_of(case.job, one)
         if refused is not None:
             raise refused
-        one = replace(one, activations=case.job.memory) if case.job.memory is not self.job.memory else one
-        one = replace(one, options=case.job.schedule) if case.job.schedule is not self.job.schedule else one
+        one = one.told(activations=case.job.memory) if case.job.memory is not self.job.memory else one
+        one = one.told(options=case.job.schedule) if case.job.schedule is not self.job.schedule else one
         if not over and step < self.step * (1 - SAME):
             self.ordered, self.step = one, step
         elif over and (self._too_large is None or over < self._too_large[0]):
@@ -138,13 +138,12 @@ class Best:
             raise ZbcError("E303", "schedule: no schedule can be made for this job")
         order = self._too_large[1] if self.ordered is None and self._too_large is not None else self.ordered
         assert order is not None
-        order = replace(order, tried=self.looks, all_tried=self.all_looked)
+        order = order.told(tried=self.looks, all_tried=self.all_looked)
         if AUTO not in self.job.memory.chosen() or not any(case.moves for case, *_ in self._known):
             return order
         placement = order.program.placement
         moved = replace(self.job, memory=self.job.memory.with_choice([OFFLOAD] * placement.stages))
-        return replace(
-            order,
+        return order.told(
             bounds=unlimited(self.job, placement, order.costs),
             weighed=tuple(self.weighed.items()),
             copy_share=copies.share_of(start_of(moved, placement, self.table)[1], placement),
