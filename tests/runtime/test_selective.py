@@ -21,16 +21,21 @@ TRAITS = ("slices", "tp", "tp_sequence", "offload", "autocast", "shared vocabula
 TRAITS += ("post-validate", "two versions", "average", "tied embeddings", "one-sided", "sharded gradients")
 BOTH = [("llama", trait, "1f1b") for trait in TRAITS] + [("gpt", trait, "1f1b") for trait in TRAITS]
 SOME = [ALONE[0], ALONE[3], BOTH[0], BOTH[3]]
+EACH = [(*one, attention) for one in ALONE + BOTH for attention in ("again", "keep")]
 
 
-@pytest.mark.parametrize(("model", "trait", "kind"), few(ALONE + BOTH, SOME))
-def test_a_stage_that_recomputes_selectively_trains_to_the_bit_as_one_that_keeps_all(model, trait, kind, monkeypatch):
+@pytest.mark.parametrize(
+    ("model", "trait", "kind", "attention"), few(EACH, [*((*one, "again") for one in SOME), (*BOTH[0], "keep")])
+)
+def test_a_stage_that_recomputes_selectively_trains_to_the_bit_as_one_that_keeps_all(
+    model, trait, kind, attention, monkeypatch
+):
     made = []
     monkeypatch.setattr(again.Remade, "release", lambda one: made.append(one) or release(one))
     traits = [trait] if trait else []
     jobs = [beside(*traits, schedule__kind=kind, **MODELS[model])[0] for _ in range(2)]
     for job, activations in zip(jobs, ("keep", "selective"), strict=True):
-        job["memory"] = {"activations": activations + "+offload" * (trait == "offload")}
+        job["memory"] = {"activations": activations + "+offload" * (trait == "offload"), "attention": attention}
     jobs[0]["memory"]["activations"] = "offload" if trait == "offload" else "keep"
     plain = trained(jobs[0])
     assert not made
@@ -51,21 +56,26 @@ def test_tokens_that_are_gathered_again_train_to_the_bit_as_those_that_are_kept(
 
 WIDE = {f"model__{key}": value for key, value in {"layers": 4, "hidden": 128, "seq_len": 128}.items()}
 WEIGHED = [
-    (name, trait, kind, activations)
+    (name, trait, kind, activations, attention)
     for name, trait, kind in [
         *((name, "", kind) for name in MODELS for kind in ("1f1b", "zb-v")),
         *(("llama", trait, kind) for trait in ("slices", "tp", "tp_sequence", "autocast") for kind in ("1f1b", "zb-v")),
         *(("gpt", trait, "1f1b") for trait in ("slices", "tp")),
     ]
     for activations in (("selective", "selective+offload") if trait != "slices" else ("selective",))
+    for attention in ("again", "keep")
 ]
 
 
-@pytest.mark.parametrize(("model", "trait", "kind", "activations"), few(WEIGHED, [WEIGHED[4], WEIGHED[-2]]))
-def test_a_plan_knows_what_a_rank_holds_that_recomputes_selectively(tmp_path, model, trait, kind, activations):
+@pytest.mark.parametrize(
+    ("model", "trait", "kind", "activations", "attention"), few(WEIGHED, [WEIGHED[8], WEIGHED[-4], WEIGHED[-3]])
+)
+def test_a_plan_knows_what_a_rank_holds_that_recomputes_selectively(
+    tmp_path, model, trait, kind, activations, attention
+):
     """In one of three runs at least: a late message is held longer."""
     job, _ = beside(*filter(None, (trait,)), schedule__kind=kind, parallel__pp=2, **MODELS[model], **WIDE)
-    job["memory"] = {"activations": activations}
+    job["memory"] = {"activations": activations, "attention": attention}
     if activations.endswith("offload"):
         job["hardware"], job["schedule"]["memory_limit"] = {"host_gbps": 20.0}, "0.7x"
     path = Path(tmp_path) / "zbc.toml"

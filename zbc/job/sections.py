@@ -366,6 +366,9 @@ class Memory(Section):
         '(whole layers), "offload", "selective+offload" or "recompute+offload" where memory forces it; "auto": the '
         'fastest of these; all stages or some: { 0 = "recompute" }',
     )
+    attention: Literal["again", "keep"] = Field(
+        "again", description='with "selective": run attention again, or keep its tensors: less time for more memory'
+    )
 
     resident: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
@@ -384,6 +387,11 @@ class Memory(Section):
     def spares(self, stage: int) -> bool:
         """Whether F keeps only inputs and outputs of linear layers, and cheap ops run again (selective recompute)."""
         return self.of(stage) in ("selective", "selective+offload")
+
+    @property
+    def attends_again(self) -> bool:
+        """Whether selective recompute runs attention again, beside norms and activations."""
+        return self.attention == "again"
 
     def offloads(self, stage: int) -> bool:
         """Whether saved activations may be offloaded to the host."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zbc.compiler.cost import estimate, work
-from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes, by_chunks
+from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes, by_chunks, mixed
 from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.ir import Placement
 from zbc.job.adapter import linears, parts
@@ -144,7 +144,8 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
     shapes = [shape for one in has.values() for shape in one.shapes]
     params = sum(map(math.prod, shapes))
     size = _size(z, layer.size, has, shapes, gathered=not job.parallel.regathers)
-    spared = _spared(z, size, layer.spared, sum(one.inside for one in has.values()))
+    inside = sum(one.inside for one in has.values())
+    spared = _spared(z, size, layer.spared, inside, attention=job.memory.attends_again)
     changed = replace(
         layer,
         f=f,
@@ -160,14 +161,16 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
     return replace(changed, frozen=layer.params)
 
 
-def _spared(z: Sizes, size: Footprint, plain: Footprint | None, inside: int) -> Footprint:
+def _spared(z: Sizes, size: Footprint, plain: Footprint | None, inside: int, *, attention: bool) -> Footprint:
     """The footprint `size` of a frozen block with selective recompute; `plain` is that of a block that trains."""
     n, t = z.width, z.tokens
     if z.experts and plain is not None:  # their rows are not kept
-        return replace(size, act_b=plain.act_b + (inside - z.met * z.hidden) * n * t, fused=-size.kv)
+        return replace(size, act_b=plain.act_b + (inside - z.met * z.hidden) * n * t, fused=plain.fused)
     stays: float = 2 * z.stream * z.hidden * z.own + _behind(z) * z.own
     stays += (z.queries + 2 * z.keys + (2 if z.gated else 1) * z.mlp + inside) * n * t
     again = ((3 if z.gated else 1) * z.mlp + (2 * z.hidden if z.tp > 1 else 0)) * n * t
+    if not attention:
+        return size.remade(size.act_b - stays - mixed(z), again)
     return replace(size.remade(size.act_b - stays, again), fused=-size.kv)
 
 

@@ -261,11 +261,12 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
             *(("block", (work.block(z), weighed(z)), z.parameters) for z in blocks.values()),
         )
     )
+    again = job.memory.attends_again
     known = {
         kind: replace(
             one,
-            cheap=machine.ms(work.cheap(z)) / one.f if one.f else 0.0,
-            spared=footprint.spared(z),
+            cheap=machine.ms(work.cheap(z, attention=again)) / one.f if one.f else 0.0,
+            spared=footprint.spared(z, attention=again),
             apart=z.apart if job.parallel.ep > 1 else (),
             matrices=tuple((shape[0], shape[1]) for shape in z.shapes if len(shape) == 2),
         )

@@ -426,23 +426,30 @@ def regathered(z: Sizes) -> Footprint:
     return block(z).remade(2 * z.norm * z.own + made, made)
 
 
-def spared(z: Sizes) -> Footprint:
-    """A block with selective recompute: F keeps the outputs of its linear layers, and B recomputes their inputs."""
+def spared(z: Sizes, *, attention: bool) -> Footprint:
+    """A block with selective recompute: F keeps the outputs of its linear layers, and B recomputes their inputs, with
+    `attention` also that of the projection after it."""
     whole, h, n, t, f = block(z), z.hidden, z.width, z.tokens, z.met * z.mlp + z.common
-    inside = 2 * h + z.mixed - z.queries - 2 * z.keys + (2 if z.gated else 1) * f
-    gone = 2 * z.norm * z.own + (z.head_norms + inside * n + z.logs) * t
-    whole = replace(whole, fused=-whole.kv)  # slices buffer keys and values next to a linear layer's output
+    gone = 2 * z.norm * z.own + (2 * h + (2 if z.gated else 1) * f) * n * t
+    if attention:
+        gone += mixed(z)
+        whole = replace(whole, fused=-whole.kv)  # slices buffer keys and values next to a linear layer's output
     if z.experts:  # one expert runs again at a time: the rows sent to and from experts are more
         rows = 3 * z.met * h * n * t
         more_b, more_bw = max(whole.more_b, rows + 2 * h * n * t), max(whole.more_bw, rows + h * n * t)
         return replace(whole, act_b=whole.act_b - gone, more_b=more_b, more_bw=more_bw)
     found = whole.remade(gone, ((3 if z.gated else 1) * f + (2 * h if z.tp > 1 else 0)) * n * t)
-    if z.cp == 1:
+    if z.cp == 1 or not attention:
         return found
     # During the collective of the gradients of keys and values, those of all tokens exist twice, with the inputs of the
     # MLP's weight gradients, which are computed meanwhile.
     meanwhile = (f + h + 3 * z.queries + (4 * z.cp + 2) * z.keys) * n * t
     return found.at_least(meanwhile, meanwhile + z.weight_grad(h * z.mlp, first=False))
+
+
+def mixed(z: Sizes) -> float:
+    """Bytes that attention keeps beside the joint queries, keys and values."""
+    return (z.head_norms + (z.mixed - z.queries - 2 * z.keys) * z.width + z.logs) * z.tokens
 
 
 def _others(z: Sizes) -> float:

@@ -351,7 +351,7 @@ def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer])
     half = 0.5 if parallel.tp_sequence else 0.0
     axes = [
         (parallel.tp, given.tp, _sums, half, half * parallel.regathers),
-        (parallel.cp, given.cp, _gathers, 1.0, 0.0),
+        (parallel.cp, given.cp, _gathers, float(job.memory.attends_again), 0.0),
         (parallel.ep, given.tp if given.ep is None and parallel.tp == 1 else given.ep, _swaps, 0.0, 0.0),
     ]
     found = list[Exchange]()

@@ -96,7 +96,7 @@ def block(z: Sizes) -> Work:
     # Capped scores are float32: their bytes, for the elementwise kernels below.
     scores = 4 * z.heads * seen * z.tokens if z.capped else 0
     heads = z.width * (z.queries * z.tokens + z.keys * z.sequences * (z.seq_len + z.past))
-    turns = 14 if z.rotary and z.turned else 0
+    turns, _ = _turns(z)
     plain = Kernel(0, _plain_forward(z) * z.tokens, _norms(z) * _norm_count(z) + (4 if z.gated else 3) + turns)
     back = Kernel(0, _plain_backward(z) * z.tokens, _norms(z) * _norm_count(z) + (6 if z.gated else 8) + turns)
     limited = (Kernel(0, 12 * scores, 7), Kernel(0, 30 * scores, 16)) if z.capped else ()
@@ -108,22 +108,31 @@ def block(z: Sizes) -> Work:
     return Work(forward, backward, (*products, _accumulate(z, z.matrices + z.vectors, 6 if z.gated else 12)))
 
 
-def cheap(z: Sizes) -> tuple[Kernel, ...]:
-    """Kernels of a block's F that selective recompute runs again: norms, rotary positions, attention, activation."""
-    *attention, plain = block(z).f[-3 if z.capped else -2 :]
+def cheap(z: Sizes, *, attention: bool) -> tuple[Kernel, ...]:
+    """Kernels of a block's F that selective recompute runs again: norms and activation, and `attention` with rotary
+    positions."""
+    *scores, plain = block(z).f[-3 if z.capped else -2 :]
     behind = 2 * z.around  # norms that stay
     sums = (2 * (2 * z.stream + z.width) * z.hidden + behind * _norm_forward(z)) * z.own
     moved, starts = plain.moved - sums - _routed(z) * z.tokens, plain.starts - 2 - behind * _norm_count(z)
-    return *attention, plain._replace(moved=moved, starts=starts)
+    if not attention:
+        turns, turned = _turns(z)
+        return (plain._replace(moved=moved - turned * z.tokens, starts=starts - turns),)
+    return *scores, plain._replace(moved=moved, starts=starts)
 
 
 def _plain_forward(z: Sizes) -> float:
     """Bytes per token of two norms, two residual sums, rotary positions, the MLP's activation and the routing."""
     n, each = z.width, z.met
     sums = 2 * (2 * z.stream + n) * z.hidden
-    turned = 2 * n * (2 * z.queries + z.keys) if z.rotary and z.turned else 0
+    _, turned = _turns(z)
     activation = (5 if z.gated else 2) * n * (z.mlp * each + z.common)
     return _around(z, _norm_forward(z), sums) + turned + activation + _routed(z)
+
+
+def _turns(z: Sizes) -> tuple[int, int]:
+    """Kernels that turn queries and keys by their positions, and the bytes per token that they move."""
+    return (14, 2 * z.width * (2 * z.queries + z.keys)) if z.rotary and z.turned else (0, 0)
 
 
 def _routed(z: Sizes) -> float:
@@ -135,7 +144,7 @@ def _plain_backward(z: Sizes) -> float:
     """Bytes per token of their gradients, with gradients of biases and of q, k and v, which become one tensor."""
     n, r, each = z.width, z.stream, z.met
     sums = 2 * (3 * r + (r + n if z.cast else 0)) * z.hidden
-    turned = 2 * n * (2 * z.queries + z.keys) if z.rotary and z.turned else 0
+    _, turned = _turns(z)
     activation = (8 if z.gated else 3) * n * (z.mlp * each + z.common)
     routed = n * (2 + 4 * z.top_k) * z.hidden + 16 * z.choices if z.experts else 0
     biases = 0 if z.gated else n * (z.queries + 2 * z.keys + 2 * z.hidden + z.mlp)

@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zbc.runtime.core.slot import current_slot
 from zbc.runtime.seeding import RNG_LOCK
 
-GATHERED, CHEAP = 1, 2  # levels of `Slot.spares`
+GATHERED, CHEAP, ATTENTION = 1, 2, 3  # levels of `Slot.spares`
 Around = Callable[[], AbstractContextManager[object]]
 around: list[Callable[[], Around | None]] = []
 

@@ -34,7 +34,7 @@ class Slot:
         self.split = False
         self.frozen = frozenset(map(id, frozen))  # parameters that this microbatch does not train
         self.fills = False  # split, and W follows its B at once: deferred work may run while the B waits
-        self.spares = 0  # level of recompute: nothing, gathered tensors, or all that is cheap (again.py)
+        self.spares = 0  # level of recompute: nothing, gathered tensors, what is cheap, attention too (again.py)
         self._work: list[Callable[[], None]] = []
 
     def defer(self, work: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from zbc.ir import Kind
 from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
-from zbc.runtime.core.again import CHEAP, GATHERED
+from zbc.runtime.core.again import ATTENTION, CHEAP, GATHERED
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.features.stage_slice import in_slices
 from zbc.training.building.context import Site, group_of
@@ -59,7 +59,7 @@ def build_stages(site: Site, share: Callable[[str, nn.Module], None]) -> dict[in
 def _spares(site: Site, stage: int) -> int:
     memory = site.settings.memory
     if memory.spares(stage):
-        return CHEAP
+        return ATTENTION if memory.attends_again else CHEAP
     return GATHERED if site.shares_sequence == "regather" and not memory.recomputes(stage) else 0
 
 

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zbc.runtime.core.again import GATHERED, made_again
+from zbc.runtime.core.again import ATTENTION, GATHERED, made_again
 from zbc.runtime.features.packing import places, rows_now
 from zbc.runtime.features.slicing import attention, first_row
 from zbc.training.models.rotary import Rotary
@@ -127,7 +127,7 @@ class GptBlock(nn.Module):
         return rows(y)  # type: ignore[operator]
 
     def _mixed(self, x: Tensor) -> Tensor:
-        return made_again(self._mix, x)
+        return made_again(self._mix, x, what=ATTENTION)
 
     def _mix(self, x: Tensor) -> Tensor:
         """Attention of the joint queries, keys and values."""

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from zbc.job.model_section import AROUND, BEHIND, GEMMA, HEAD_NORMS
-from zbc.runtime.core.again import GATHERED, made_again
+from zbc.runtime.core.again import ATTENTION, GATHERED, made_again
 from zbc.runtime.features.slicing import Limits, attention
 from zbc.training.models.experts import Experts
 from zbc.training.models.gpt import linear, same
@@ -136,7 +136,7 @@ class LlamaBlock(nn.Module):
         return self.mlp.rows(y) if self.mlp is not None else self.enter(y)
 
     def _mixed(self, x: Tensor) -> Tensor:
-        return made_again(self._mix, x, inside=(self.norm_q, self.norm_k))
+        return made_again(self._mix, x, inside=(self.norm_q, self.norm_k), what=ATTENTION)
 
     def _inside(self, x: Tensor) -> Tensor:
         return made_again(self._gated, x)
