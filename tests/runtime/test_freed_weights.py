@@ -187,7 +187,10 @@ def test_predicted_bytes_of_weights_are_those_that_are_allocated(tmp_path, resid
         constant = sum(
             costs.bytes[s].weights - costs.bytes[s].freed for s in compiled.program.placement.stages_of(rank)
         )
-        found = max(sum(one.kept for one in worker.features.of(Gathers).freed) + most[worker.rank] for worker in copies)
+        shares = [
+            sum(part.nbytes for one in worker.features.of(Gathers).freed for part in one.kept) for worker in copies
+        ]
+        found = max(share + most[worker.rank] for share, worker in zip(shares, copies, strict=True))
         assert compiled.memory[rank].weights - constant == pytest.approx(found, rel=0.01)
 
 

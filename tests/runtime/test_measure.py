@@ -269,9 +269,11 @@ def test_what_ops_in_the_middle_of_a_pipeline_need_is_predicted(tmp_path, kind):
         assert compiled.costs.more_bytes(Op(op_kind, 1)) == pytest.approx(most, rel=0.02), op_kind
 
 
-@pytest.mark.parametrize(
-    "case", few([case for case in CASES if case not in ("qwen3", "gemma3_text")], ("fp32", "masters"))
-)
+# Their norms of single operations free activations in an order of its own: only peaks are predicted.
+LATER = ("qwen3", "gemma3_text", "llama masters", "qwen3 masters", "gemma masters")
+
+
+@pytest.mark.parametrize("case", few([case for case in CASES if case not in LATER], ("fp32", "masters")))
 @pytest.mark.parametrize("kind", few(["1f1b", "zb-h1"], ("zb-h1",)))
 def test_the_first_backward_of_a_step_is_predicted_with_the_gradients_that_come_in_it(tmp_path, case, kind):
     """They are not accumulated, and come one after the other while activations are freed."""

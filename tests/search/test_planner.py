@@ -131,7 +131,6 @@ def test_every_schedule_enters():
 
 EXCLUDING = {
     "weights averaged": {"parallel": {"dp": 2, "average": {"every": 1}}},
-    "one-sided": {"parallel": {"dp": 2, "shard": "weights", "exchange": "one-sided"}},
     "layers frozen": {"freeze": {"most": 0.5}},
 }
 

@@ -78,7 +78,7 @@ def of_plan(
     yield labelled("costs", *_costs(compiled))
     proven = "complete, paired, FIFO per direction, deadlock-free"
     yield labelled("proven", proven, *outlives(report.survives, verbose=verbose))
-    yield labelled("ranks", *_ranks_note(compiled), *([] if verbose else _recomputed(report)))
+    yield labelled("ranks", *_ranks_note(compiled), *([] if verbose else _recomputed(compiled)))
     yield indented(_ranks(report, verbose=verbose))
     if (chosen := compiled.found.options) is not None:
         early, overlap = f"schedule.early = {chosen.early}", f"schedule.overlap = {str(chosen.overlap).lower()}"
@@ -94,7 +94,7 @@ def of_plan(
         yield labelled("slices", *_slices_note(report))
         yield indented(_slices(report))
     if verbose:
-        yield labelled("stages", *_cut_note(report))
+        yield labelled("stages", *_cut_note(compiled))
         yield indented(_stages(compiled))
     if compiled.ramp and not compiled.job.balances:
         yield labelled("ramp", *_ramp(compiled))
@@ -564,9 +564,9 @@ def _slices(report: Report) -> RenderableType:
     return table(heads, rows, left=1, most=_ROWS)
 
 
-def _cut_note(report: Report) -> Iterator[str]:
+def _cut_note(compiled: Compiled) -> Iterator[str]:
     """The loss of the partition against perfect balance, and how it was found."""
-    cut = report.cut
+    report, cut = compiled.report, compiled.report.cut
     times = aligned([cut.busiest_ms, cut.balanced_ms])
     unit, _ = _stage_unit(report)
     if report.bytes_known:
@@ -580,15 +580,17 @@ def _cut_note(report: Report) -> Iterator[str]:
         yield f"no other partition is better for this schedule ({cut.tried} simulated)"
     elif cut.tried > 1:
         yield f"the best of {cut.tried} partitions simulated"
-    yield from _recomputed(report)
+    yield from _recomputed(compiled)
 
 
-def _recomputed(report: Report) -> Iterator[str]:
-    for how, name in (("recompute", "recomputed"), ("selective", "recomputed selectively")):
-        again = [stage.stage for stage in report.cut.stages if getattr(stage, how)]
+def _recomputed(compiled: Compiled) -> Iterator[str]:
+    memory, stages = compiled.found.activations or compiled.job.memory, compiled.report.cut.stages
+    selectively = f"recomputed selectively{'' if memory.attends_again else ', without attention'}"
+    for how, name in (("recompute", "recomputed"), ("selective", selectively)):
+        again = [stage.stage for stage in stages if getattr(stage, how)]
         if again:
             some = f"stage{'s' if len(again) > 1 else ''} {ranges(again)}"
-            yield f"{name}: {'all stages' if len(again) == len(report.cut.stages) else some}"
+            yield f"{name}: {'all stages' if len(again) == len(stages) else some}"
 
 
 def _stage_unit(report: Report) -> tuple[str, float]:

@@ -366,8 +366,10 @@ class Memory(Section):
         '(whole layers), "offload", "selective+offload" or "recompute+offload" where memory forces it; "auto": the '
         'fastest of these; all stages or some: { 0 = "recompute" }',
     )
-    attention: Literal["again", "keep"] = Field(
-        "again", description='with "selective": run attention again, or keep its tensors: less time for more memory'
+    attention: Literal["again", "keep"] | None = Field(
+        None,
+        description='with "selective": run attention again (the default), or keep its tensors: less time for more '
+        'memory; default with "auto": the faster',
     )
 
     resident: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
@@ -391,7 +393,7 @@ class Memory(Section):
     @property
     def attends_again(self) -> bool:
         """Whether selective recompute runs attention again, beside norms and activations."""
-        return self.attention == "again"
+        return self.attention != "keep"
 
     def offloads(self, stage: int) -> bool:
         """Whether saved activations may be offloaded to the host."""

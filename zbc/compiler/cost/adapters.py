@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zbc.compiler.cost import estimate, work
-from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes, by_chunks, mixed
+from zbc.compiler.cost.footprint import GRAD_BYTES, NOTHING, Footprint, Sizes, Spared, by_chunks, mixed
 from zbc.compiler.cost.machine import Kernel, Machine
 from zbc.ir import Placement
 from zbc.job.adapter import linears, parts
@@ -64,7 +64,10 @@ def frozen(job: Job, table: Sequence[Layer], blocks: Sequence[Sizes], ends: Size
         kept, left = _before(z, _beside(job, first - 1, z))
         size, spared, entry = layer.size, layer.spared, z.stream * z.hidden * z.own  # held by a stage until B
         size = replace(size, act_b=size.act_b - kept, loose=entry)
-        spared = spared and replace(spared, act_b=spared.act_b - left, loose=entry)
+        spared = {
+            again: Spared(replace(one, act_b=one.act_b - left, loose=entry), cheap)
+            for again, (one, cheap) in spared.items()
+        }
         return [*before, replace(layer, size=size, spared=spared), *found[first + 1 :]]
     return before
 
@@ -145,14 +148,16 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
     params = sum(map(math.prod, shapes))
     size = _size(z, layer.size, has, shapes, gathered=not job.parallel.regathers)
     inside = sum(one.inside for one in has.values())
-    spared = _spared(z, size, layer.spared, inside, attention=job.memory.attends_again)
+    spared = {
+        again: Spared(_spared(z, size, plain, inside, attention=again), cheap * layer.f / f if f else 0.0)
+        for again, (plain, cheap) in layer.spared.items()
+    }
     changed = replace(
         layer,
         f=f,
         b=max(0.0, layer.b - saved) + machine.ms(backward),
         w=machine.ms(weights) if has else 0.0,
         size=size,
-        cheap=layer.cheap * layer.f / f if f else 0.0,
         spared=spared,
         params=params,
         parts=tuple(map(math.prod, shapes)),
@@ -161,10 +166,10 @@ def _block(job: Job, layer: Layer, z: Sizes, has: dict[str, Beside]) -> Layer:
     return replace(changed, frozen=layer.params)
 
 
-def _spared(z: Sizes, size: Footprint, plain: Footprint | None, inside: int, *, attention: bool) -> Footprint:
+def _spared(z: Sizes, size: Footprint, plain: Footprint, inside: int, *, attention: bool) -> Footprint:
     """The footprint `size` of a frozen block with selective recompute; `plain` is that of a block that trains."""
     n, t = z.width, z.tokens
-    if z.experts and plain is not None:  # their rows are not kept
+    if z.experts:  # their rows are not kept
         return replace(size, act_b=plain.act_b + (inside - z.met * z.hidden) * n * t, fused=plain.fused)
     stays: float = 2 * z.stream * z.hidden * z.own + _behind(z) * z.own
     stays += (z.queries + 2 * z.keys + (2 if z.gated else 1) * z.mlp + inside) * n * t
@@ -224,7 +229,7 @@ def _forward_alone(layer: Layer) -> Layer:
     """A layer before all trainable parameters: it has no backward, and keeps only the input of its stage."""
     size = replace(layer.size, act_b=0.0, act_w=0.0, kv=0.0, fused=0.0, more_b=0.0, more_w=0.0, more_bw=0.0)
     size = replace(size, keeps_given=False, loose=size.entry, tail=0.0)
-    return replace(layer, b=0.0, w=0.0, size=size, spared=None)
+    return replace(layer, b=0.0, w=0.0, size=size, spared={})
 
 
 # ---- norms whose weights have no gradient ----------------------------------------------------------------------

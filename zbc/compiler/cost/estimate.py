@@ -6,19 +6,20 @@ counted in footprint.py. These are estimates; measured times, given in [costs] o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import truediv
 from statistics import fmean
 from typing import Any
 
 from zbc.compiler.cost import adapters, footprint, profiled, work
-from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes
+from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes, Spared
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
 from zbc.ir import Placement
 from zbc.job.graph import names
 from zbc.job.model_section import AROUND, GEMMA, HEAD_NORMS
+from zbc.job.sections import Memory
 from zbc.job.spec import GivenCosts, Job, LayerCost, Model
 from zbc.job.tokens import shares_of
 
@@ -39,20 +40,20 @@ class Layer:
     parts: tuple[int, ...] = ()  # `params` by parameter; () if only their sum is known
     matrices: tuple[tuple[int, int], ...] = ()  # shapes of the parameters that Muon steps
     measured: Measurement | None = None  # by a profile
-    cheap: float = 0.0  # the share of F that selective recompute runs again
-    spared: Footprint | None = None  # `size` with selective recompute; None if that changes nothing
-    part: float = 1.0  # the share of F's activations that is kept with it
+    spared: Mapping[bool, Spared] = field(default_factory=dict)  # with and without attention; {} if neither changes it
+    cheap: float = 0.0  # the share of F that is run again, if this layer recomputes selectively
+    part: float = 1.0  # the share of F's activations that it then keeps
     lengths: Mapping[int, Layer] = field(default_factory=dict)  # it with rows of so many tokens, where they are unequal
 
-    @property
-    def selective(self) -> Layer:
+    def selective(self, memory: Memory) -> Layer:
         """This layer with selective recompute; given or measured times take the estimated share."""
-        if self.spared is None:
+        if not self.spared:
             return self
-        more, one = self.cheap * self.f, self.measured
+        size, cheap = self.spared[memory.attends_again]
+        more, one = cheap * self.f, self.measured
         one = one and replace(one, b=one.b + more, bw=one.bw + more)
-        part = self.spared.act_b / self.size.act_b if self.size.act_b else 1.0
-        return replace(self, b=self.b + more, size=self.spared, part=part, measured=one, spared=None)
+        part = size.act_b / self.size.act_b if self.size.act_b else 1.0
+        return replace(self, b=self.b + more, size=size, cheap=cheap, part=part, measured=one, spared={})
 
     @property
     def total(self) -> float:
@@ -84,12 +85,16 @@ def on_the_mean(job: Job, table: Sequence[Layer]) -> Sequence[Layer]:
 
 
 def _mean(each: Sequence[Layer]) -> Layer:
-    f, b, w, cheap = (fmean(ms) for ms in zip(*((one.f, one.b, one.w, one.cheap * one.f) for one in each), strict=True))
+    f, b, w = (fmean(ms) for ms in zip(*((one.f, one.b, one.w) for one in each), strict=True))
+    spared = {
+        again: Spared(size, fmean(one.spared[again].cheap * one.f for one in each) / f if f else 0.0)
+        for again, (size, _) in each[0].spared.items()
+    }
     one, measured = each[0].measured, [layer.measured for layer in each if layer.measured]
     if one is not None:
         bw, again = fmean(found.bw for found in measured), fmean(found.again for found in measured)
         one = replace(one, f=f, b=b, w=w, bw=bw, again=again)
-    return replace(each[0], f=f, b=b, w=w, cheap=cheap / f if f else 0.0, measured=one)
+    return replace(each[0], f=f, b=b, w=w, spared=spared, measured=one)
 
 
 def _whole(job: Job) -> list[Layer]:
@@ -224,11 +229,16 @@ def _part(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: flo
     if own is not None and (layer.measured is None or layer.measured.size is None):
         size, spared = own.size, own.spared
     else:
-        size, spared = layer.size.scaled(rows), layer.spared and layer.spared.scaled(rows)
+        size, spared = layer.size.scaled(rows), _with(layer.spared, lambda _, size: size.scaled(rows))
         if own is not None:
-            size = replace(size, kv=own.size.kv)
-            spared = spared and own.spared and replace(spared, kv=own.size.kv, fused=own.spared.fused)
+            kv, fused = own.size.kv, {again: size.fused for again, (size, _) in own.spared.items()}
+            size, spared = replace(size, kv=kv), {again: spared[again] for again in fused}
+            spared = _with(spared, lambda again, size: replace(size, kv=kv, fused=fused[again]))
     return replace(layer, **times, size=size, measured=one, spared=spared)
+
+
+def _with(spared: Mapping[bool, Spared], change: Callable[[bool, Footprint], Footprint]) -> dict[bool, Spared]:
+    return {again: Spared(change(again, size), cheap) for again, (size, cheap) in spared.items()}
 
 
 def _family(job: Job, past: int = 0) -> list[Layer] | None:
@@ -261,12 +271,16 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
             *(("block", (work.block(z), weighed(z)), z.parameters) for z in blocks.values()),
         )
     )
-    again = job.memory.attends_again
     known = {
         kind: replace(
             one,
-            cheap=machine.ms(work.cheap(z, attention=again)) / one.f if one.f else 0.0,
-            spared=footprint.spared(z, attention=again),
+            spared={
+                again: Spared(
+                    footprint.spared(z, attention=again),
+                    machine.ms(work.cheap(z, attention=again)) / one.f if one.f else 0.0,
+                )
+                for again in (True, False)
+            },
             apart=z.apart if job.parallel.ep > 1 else (),
             matrices=tuple((shape[0], shape[1]) for shape in z.shapes if len(shape) == 2),
         )
@@ -345,8 +359,9 @@ def _measured(layer: Layer, one: Measurement) -> Layer:
         step, tentative = (None if ms is None else ms * part for ms in (one.step, one.tentative))
         one = replace(one, held=held, step=step, tentative=tentative, params=layer.params, parts=layer.parts)
     size, spared = layer.size if one.size is None else one.size, layer.spared
-    if one.size is not None and spared is not None:  # the estimated savings, subtracted from the measured bytes
-        spared = one.size.remade(layer.size.act_b - spared.act_b, spared.more_b - layer.size.more_b)
+    if one.size is not None:  # the estimated savings, subtracted from the measured bytes
+        found, plain = one.size, layer.size
+        spared = _with(spared, lambda _, size: found.remade(plain.act_b - size.act_b, size.more_b - plain.more_b))
     parts = one.parts or (layer.parts if one.params in (0, layer.params) else ())
     params, frozen = (one.params, one.frozen) if one.params or one.frozen else (layer.params, layer.frozen)
     return replace(

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 CHUNK = 512  # queries whose capped scores exist at once (runtime/features/slicing.py)
 GRAD_BYTES = 4  # gradients and optimizer state are float32
@@ -424,6 +425,13 @@ def regathered(z: Sizes) -> Footprint:
     """A block whose ranks gather tokens again in B: F keeps neither them nor the norms' tensors before them."""
     made = 2 * z.hidden * z.width * z.tokens
     return block(z).remade(2 * z.norm * z.own + made, made)
+
+
+class Spared(NamedTuple):
+    """Selective recompute of a layer."""
+
+    size: Footprint
+    cheap: float  # the share of F that runs again
 
 
 def spared(z: Sizes, *, attention: bool) -> Footprint:

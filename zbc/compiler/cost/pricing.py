@@ -37,7 +37,11 @@ def build(job: Job, placement: Placement, stages: Sequence[Sequence[int]], table
     plain, spared = table, {i for s, part in enumerate(stages) if job.memory.spares(s) for i in part}
 
     def chosen(layers: Sequence[Layer]) -> Sequence[Layer]:
-        return [layer.selective if i in spared else layer for i, layer in enumerate(layers)] if spared else layers
+        return (
+            [layer.selective(job.memory) if i in spared else layer for i, layer in enumerate(layers)]
+            if spared
+            else layers
+        )
 
     table = chosen(plain)
     job = _seated(job, placement, stages, table)

@@ -63,9 +63,9 @@ def times(
     def once(layer: Layer) -> float:
         return layer.f + (layer.b + layer.w if split else layer.backward)
 
-    kept, spared = [once(layer) for layer in table], [once(layer.selective) for layer in table]
-    twice = [ms + layer.again for ms, layer in zip(kept, table, strict=True)]
     memory = job.memory
+    kept, spared = [once(layer) for layer in table], [once(layer.selective(memory)) for layer in table]
+    twice = [ms + layer.again for ms, layer in zip(kept, table, strict=True)]
     rows = [
         twice if s in recompute or memory.recomputes(s) else spared if memory.spares(s) else kept
         for s in range(len(slow))

@@ -189,15 +189,20 @@ def _less(job: Job, case: Case) -> Iterator[Memory]:
     def choice(first: str, rest: str, count: int) -> Memory:
         return job.memory.with_choice([first if before < count else rest for before in place])
 
-    spares = any(layer.spared is not None for layer in case.table)
+    spares = any(layer.spared for layer in case.table)
+    kept = [{"attention": KEEP}] if spares and job.memory.attention is None else []
     if spares:
-        yield from (choice(SELECTIVE, AUTO, count) for count in counts)
+        selective = [choice(SELECTIVE, AUTO, count) for count in counts]
+        yield from selective
+        yield from (one.model_copy(update=more) for one in selective for more in kept)
         yield from (choice(RECOMPUTE, SELECTIVE, count) for count in counts[:-1])
     if copies.possible(job, bytes_known=case.first.bytes is not None):
         yield choice(OFFLOAD, OFFLOAD, 0)
         yield from (choice(BOTH, OFFLOAD, count) for count in counts)
         if spares:
-            yield from (choice(SPARED, OFFLOAD, count) for count in counts)
+            moved = [choice(SPARED, OFFLOAD, count) for count in counts]
+            yield from moved
+            yield from (moved[-1].model_copy(update=more) for more in kept)
 
 
 def _named(case: Case, choice: Choice) -> str:
@@ -207,6 +212,8 @@ def _named(case: Case, choice: Choice) -> str:
     memory = case.job.memory.decided(choice.recompute, case.stages)
     ways = [memory.of(s) for s in range(case.stages)]
     kinds = [what for what in (KEEP, SELECTIVE, RECOMPUTE, SPARED, BOTH, OFFLOAD) if what in ways]
+    kept = "" if memory.attends_again else " (attention kept)"
     if len(kinds) == 1:
-        return kinds[0]
-    return ", ".join(f"{what} of {ways.count(what)}{' stages' if k == 0 else ''}" for k, what in enumerate(kinds))
+        return kinds[0] + kept
+    each = (f"{what} of {ways.count(what)}{' stages' if k == 0 else ''}" for k, what in enumerate(kinds))
+    return ", ".join(each) + kept

@@ -214,7 +214,7 @@ class Case:
                 flights[0][stage] = max(flights[0][stage], *counts)
         given = estimate.given_activations(job, list(self.table))
         spared = any(map(job.memory.spares, range(self.stages)))
-        sizes = [layer.selective.size if spared else layer.size for layer in self.table]
+        sizes = [layer.selective(job.memory).size if spared else layer.size for layer in self.table]
         kept = [size.act_b for size in sizes] if given is None else [act_b for act_b, _ in given]
         slices = 1 if searched else job.slices
         held = [[[count * size / slices for size in kept] for count in flight] for flight in flights]
