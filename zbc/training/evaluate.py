@@ -77,13 +77,14 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
 
 
 def forward_run(worker: Worker, kind: type[_Run], batches: Batches | None) -> _Run:
-    """The forward-only program of the worker's placement, on data of its own."""
-    manifest = worker.plan.manifest
+    """The forward-only program of the worker's placement, on data of its own; with a ramp, of its last phase."""
+    last = worker.phase_runs[-1]
+    manifest = last.plan.manifest
     shared = worker.features.find(Vocabulary) is not None
     program = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
     plan = RankPlan(worker.plan.rank, program.ranks[worker.plan.rank], manifest)
     script = [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
-    first, layout = worker.replica * manifest.microbatches, worker.phase_runs[-1].layout
+    first, layout = worker.replica * manifest.microbatches, last.layout
     run = kind(plan, layout, script, trains=False, batches=batches, first=first)
     worker.prepare(run)
     return run
