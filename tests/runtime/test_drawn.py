@@ -8,6 +8,9 @@ from tests.tiers import few
 # By the table, a rule of one key with another, a limit; and where replicas would meet in other orders.
 REFUSED = ("E1", "E3", "E209")
 
+# torch hides this warning while it compiles, which fails if several threads do.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
 
 @pytest.mark.parametrize("seed", few(range(150), [0, 41, 43, 53]))
 def test_drawn_features_train_alike_or_are_refused(seed):
