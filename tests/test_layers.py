@@ -159,8 +159,9 @@ def test_the_runtime_stays_as_large_as_it_is():
 # times off a GPU's stream 30, samples as others have them 70, hooks 50, adapters 240,
 # losses of heads 165, forward only 276, averages made final later and experts that share sequences 33,
 # weight gradients added in products 35, structures between layers and several outputs 125,
-# float16 with a loss scale 80, steps that datasets split 244, experts without a flush 15
-LINES_OF_RUNTIME = 26_426
+# float16 with a loss scale 80, steps that datasets split 244, experts without a flush 15,
+# groups whose backward begins with an all-to-all 6
+LINES_OF_RUNTIME = 26_432
 
 
 CORE_KINDS = frozenset(["F", "B", "W", "BW", "SEND_F", "RECV_F", "SEND_B", "RECV_B"])

@@ -20,6 +20,7 @@ from tests.tiers import few
 from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.memory.per_rank import peaks
 from zbc.errors import ZbcError
+from zbc.ir import Kind
 from zbc.ops import EXPERTS
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.features.tensor_parallel import SharedLayers
@@ -116,6 +117,23 @@ def test_experts_on_several_replicas_step_without_a_barrier_to_the_bit(tmp_path,
         found.append((numbers(workers), weights))
     assert found[0][0] == found[1][0]
     assert all(torch.equal(weight, found[1][1][key]) for key, weight in found[0][1].items())
+
+
+def test_in_a_group_the_first_all_to_all_is_the_backwards_and_the_forward_hides_it(tmp_path):
+    made, begun = plan(tmp_path, {"schedule": {"kind": "braid-v"}}, dp=2, ep=2), {}
+    ops = {}
+
+    def watch(worker):
+        transport, mine = worker.features.of(SharedLayers).swaps.transport, begun.setdefault(worker.rank, [])
+        start, ops[worker.rank] = transport.start_swap, worker.plan.ops
+        transport.start_swap = lambda *args: mine.append(worker.progress.index) or start(*args)
+
+    run_threads(made, 1, setup=watch)
+    for rank, indices in begun.items():
+        own = ops[rank]
+        groups = [at for at, op in enumerate(own) if op.kind.is_mark and own[at + 1].kind is Kind.F]
+        firsts = [next(own[index].kind for index in indices if at < index < at + 3) for at in groups]
+        assert firsts and Kind.F not in firsts
 
 
 EVEN = {"f": 1.0, "b": 1.0, "w": 1.0}  # so that swaps change no order

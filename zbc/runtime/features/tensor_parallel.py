@@ -162,7 +162,7 @@ class SharedLayers(Feature):
 
     def __init__(self, context: Context) -> None:
         shared = context.shared
-        self.group, self.cuts = shared.group, shared.cuts
+        self.group, self.swaps, self.cuts = shared.group, shared.swaps, shared.cuts
         self._inside = self.group or shared.swaps or shared.tokens  # with one meter
         self.meets = self._inside is not None
         named = {s: stage.parameters.items() for s, stage in context.stages.items()}

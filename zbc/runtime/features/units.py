@@ -26,6 +26,7 @@ from zbc.runtime.features.cycle import Cycle
 from zbc.runtime.features.freezing import Resting
 from zbc.runtime.features.offload import Offloads
 from zbc.runtime.features.strands import Pair
+from zbc.runtime.features.tensor_parallel import SharedLayers
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import PhaseRun, Worker
@@ -34,10 +35,11 @@ Handler = Callable[["Worker", Op], None]
 
 
 class Together:
-    """The `Clock` of a group: one interval for both ops, from when both have their inputs to when both have ended."""
+    """The `Clock` of a group: one interval for both ops, from when both have their inputs to when both have ended.
+    `second_leads`: the second op computes first."""
 
-    def __init__(self, inner: Clock, pair: Pair) -> None:
-        self._inner, self._pair = inner, pair
+    def __init__(self, inner: Clock, pair: Pair, *, second_leads: bool) -> None:
+        self._inner, self._pair, self._second_leads = inner, pair, second_leads
         self._began: float | None = None
         self._ended = 0
 
@@ -45,6 +47,8 @@ class Together:
         self._pair.turn()  # until the other op has its inputs, too
         if self._began is None:
             self._began = self._inner.start()
+            if self._second_leads:
+                self._pair.turn()
         return self._began
 
     def stop(self, began: float) -> None:
@@ -74,7 +78,9 @@ class Units:
         worker, progress = self.worker, self.worker.progress
         self._ops = (progress.index, first.text), (progress.index + 1, second.text)
         clock = worker.clock
-        worker.clock = Together(clock, self._pair)
+        # Of experts a B begins with an all-to-all, and an F with attention, which hides it.
+        leads = worker.features.of(SharedLayers).swaps is not None and first.op.kind is Kind.F
+        worker.clock = Together(clock, self._pair, second_leads=leads)
         try:
             self._pair.run(first.bound(worker), second.bound(worker), (first.name, second.name))
         finally:
