@@ -131,9 +131,9 @@ def test_in_a_group_the_first_all_to_all_is_the_backwards_and_the_forward_hides_
     run_threads(made, 1, setup=watch)
     for rank, indices in begun.items():
         own = ops[rank]
-        groups = [at for at, op in enumerate(own) if op.kind.is_mark and own[at + 1].kind is Kind.F]
+        groups = [at for at, op in enumerate(own) if op.kind.is_mark and own[at + 2].kind is Kind.BW]
         firsts = [next(own[index].kind for index in indices if at < index < at + 3) for at in groups]
-        assert firsts and Kind.F not in firsts
+        assert firsts and set(firsts) == {Kind.BW} and all(own[at + 1].kind is Kind.F for at in groups)
 
 
 EVEN = {"f": 1.0, "b": 1.0, "w": 1.0}  # so that swaps change no order

@@ -79,7 +79,7 @@ class Units:
         self._ops = (progress.index, first.text), (progress.index + 1, second.text)
         clock = worker.clock
         # Of experts a B begins with an all-to-all, and an F with attention, which hides it.
-        leads = worker.features.of(SharedLayers).swaps is not None and first.op.kind is Kind.F
+        leads = worker.features.of(SharedLayers).swaps is not None and second.op.kind is not Kind.F
         worker.clock = Together(clock, self._pair, second_leads=leads)
         try:
             self._pair.run(first.bound(worker), second.bound(worker), (first.name, second.name))
