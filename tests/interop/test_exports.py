@@ -88,6 +88,19 @@ def test_torchtitan_gets_its_settings_and_the_order(plans, tmp_path, monkeypatch
     assert [list(ops) for ops in order.ranks] == [[op for op in ops if op.kind.computes] for ops in plan.program.ranks]
 
 
+@pytest.mark.parametrize(("shard", "replicated", "sharded"), [("optimizer", 2, 1), ("all", 1, 2)])
+def test_torchtitan_gets_the_other_axes(shard, replicated, sharded):
+    plan = zbc.plan(job(kind="1f1b", pp=2, parallel={"dp": 2, "tp": 2, "shard": shard}), budget=0.0)
+    found = tomli.loads(plan.export("torchtitan", csv_name="my.csv")[".toml"])["parallelism"]
+    degrees = {key: found[key] for key in found if key.endswith("degree")}
+    assert degrees == {
+        "pipeline_parallel_degree": 2,
+        "data_parallel_replicate_degree": replicated,
+        "data_parallel_shard_degree": sharded,
+        "tensor_parallel_degree": 2,
+    }
+
+
 def titan_places(name, ranks, stages):
     """Stage -> rank as torchtitan computes it from the schedule's name (distributed/pipeline_parallel.py)."""
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")

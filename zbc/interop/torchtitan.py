@@ -10,9 +10,10 @@ head.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zbc.interop import torch_csv
 from zbc.interop.refused import Refused
@@ -75,6 +76,7 @@ def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> 
             "module_fqns_per_model_part": [
                 [module for layer in layers for module in names.get(layer, [layer])] for layers in manifest.layers
             ],
+            **_degrees(manifest.planning.get("parallel", {})),
         },
     }
     title = (
@@ -83,6 +85,15 @@ def dumps(program: Program, manifest: Manifest, csv_name: str, dialect: str) -> 
     )
     write = _toml if form.suffix == ".toml" else _python
     return {form.suffix: "\n".join(write(title, settings, program, model)) + "\n", ".csv": csv}
+
+
+def _degrees(parallel: Mapping[str, Any]) -> dict[str, int]:
+    """The other axes. torchtitan replicates weights or shards them with gradients; its default shards over the rest."""
+    dp, shards = parallel.get("dp", 1), parallel.get("shard") in ("weights", "all")
+    found = {"data_parallel_replicate_degree": 1 if shards else dp, "data_parallel_shard_degree": dp if shards else 1}
+    axes = {"tp": "tensor_parallel_degree", "cp": "context_parallel_degree", "ep": "expert_parallel_degree"}
+    more = {name: parallel[axis] for axis, name in axes.items() if parallel.get(axis, 1) > 1}
+    return (found if dp > 1 else {}) | more
 
 
 def _watch(program: Program) -> Iterator[str]:

@@ -252,10 +252,10 @@ def _whole(document: toml.Document) -> Iterator[Row]:
         job = _job(document)
         compiled = compile_job(job, suggest=False, budget=0.0)
         blocks = [sum(name not in ("embed", "head") for name in names) for names in compiled.layers]
-        decided = {
-            ("partition", "layers_per_stage"): blocks,
-            ("memory", "activations"): as_ordered(job, compiled.found).memory.activations,
-        }
+        memory = as_ordered(job, compiled.found).memory
+        decided = {("partition", "layers_per_stage"): blocks, ("memory", "activations"): memory.activations}
+        if memory.attention is not None:
+            decided["memory", "attention"] = memory.attention
         made = _with(document, decided)
         yield Row(made, compile_job(_job(made), suggest=False))
     except ZbcError:
