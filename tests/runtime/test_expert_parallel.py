@@ -264,6 +264,8 @@ HELD = [
     ("1f1b", "optimizer", "float32", "keep"),
     ("interleaved-1f1b", "weights", "float32", "keep"),
     ("1f1b", "none", "float32", "recompute"),
+    ("zb-h1", "none", "float32", "keep"),
+    ("zb-v", "none", "bfloat16", "keep"),
 ]
 
 

@@ -382,8 +382,10 @@ def block(z: Sizes) -> Footprint:
     act_b = (2 * (z.stream * h + z.norm) + z.behind) * z.own
     act_b += (z.head_norms + inside * n + z.logs + 8 * z.choices + z.orders) * t - alone
     rise_w, rise_bw = (None, _rise_of_experts(z, act_b)) if z.experts else _rises(z, grad)
+    more_b = (3 if z.gated else 2) * f * n * t + grad + spread - z.left
     if z.experts:  # one expert runs at a time, between the rows of all
-        more_bw, first_bw = (max(2 * z.met * h * n * t, one - _others(z)) for one in (more_bw, first_bw))
+        rows, others = 2 * z.met * h * n * t, _others(z)
+        more_b, more_bw, first_bw = (max(rows, one - others) for one in (more_b, more_bw, first_bw))
     return Footprint(
         act_b=act_b,
         act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t - alone,
@@ -399,7 +401,7 @@ def block(z: Sizes) -> Footprint:
         ),
         more_alone=max((4 if z.gated else 2) * f * n * t, z.scores - h * n * t),
         more_b=max(
-            (3 if z.gated else 2) * f * n * t + grad + spread - z.left,
+            more_b,
             z.inside_norm,
             z.scores + n * (q + k - f) * t - z.norm * z.own - 2 * z.left,
             n * (2 * k * z.cp + 3 * k - q - (f if z.gated else 0)) * t if z.cp > 1 else 0.0,
