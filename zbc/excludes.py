@@ -138,7 +138,6 @@ TRAITS = {
     "chains": Trait("schedule.kind", text="a schedule of chains"),
     "flush": Trait("schedule.kind", text="a schedule that needs a flush"),
     "trace": Trait("run.trace", text="--trace"),
-    "forward": Trait("run.forward", text="--forward"),
 }
 FLUSHLESS = {"two-versions": "two versions", "asynchronous": "asynchronous"}  # optimizer.sync -> trait
 # Names that rows use for several traits at once.
@@ -285,7 +284,6 @@ ROWS = (
             "experts": "experts would count and balance the rows of padding",
             "evaluation": "nothing is kept for it",
             "flushless|average|cp": UNWRITTEN,
-            "forward": UNWRITTEN,
         },
     ),
     Excludes(
@@ -383,7 +381,6 @@ ROWS = (
     Excludes("unlike ranks", "E110", {"replicas": ("replicas step in for ranks that are slow", DROP)}),
     Excludes("unlike ranks", "E110", {"world": ("they are of one number of ranks", "set parallel.pp and dp")}),
     Excludes("memory by rank", "E110", {"world": ("it is of one number of ranks", "set parallel.pp and dp")}),
-    Excludes("forward", "E118", {"shared vocabulary|balance|cp": (UNWRITTEN, "plan again without, for --forward")}),
     Excludes("ramp", "E110", {"file": "a file is an order for one number of microbatches"}),
 )
 

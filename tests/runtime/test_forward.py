@@ -6,9 +6,13 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from tests.refusals import error_of
+from tests.runtime.given_steps import Ragged, Sentences
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
+from tests.runtime.test_given_steps import TOKENS
+from tests.runtime.test_given_steps import plan_of as given_plan
 from tests.runtime.test_gradients import VECTORS, user
 from tests.runtime.test_tensor_parallel import plan_of as parted_plan
+from tests.runtime.test_unequal import TEXTS, Texts, unequal
 from tests.threads import begun, run_threads
 from tests.tiers import few
 from zbc.training.building.context import Settings
@@ -77,6 +81,63 @@ def test_ranks_that_share_layers_and_replicas_write_the_same_rows(tmp_path):
     assert shared.shape == (21, 8)
     torch.testing.assert_close(sliced, whole, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(shared, whole, rtol=1e-6, atol=1e-6)
+
+
+APART = [{"more": {"cp": 2}}, {"more": {"cp": 2}, "slices": 2}, {"more": {"vocabulary": "shared"}}]
+APART += [{"more": {"vocabulary": "shared", "vocabulary_sums": 2, "cp": 2, "dp": 2}, "slices": 2, "tp": 2}]
+EXPERTS = {"experts": 4, "top_k": 2, "expert_hidden": 16}
+APART += [{"more": {"ep": 2, "dp": 2}, "model": "llama", "model_more": EXPERTS}]
+TERMS = {"label_smoothing": 0.2, "z_loss": 0.1}
+
+
+@pytest.mark.parametrize("how", few(APART, [APART[1], APART[2]]))
+def test_ranks_that_share_tokens_or_words_write_rows_of_whole_sequences(how, tmp_path):
+    data = text_of(tmp_path, 21, seq_len=8)
+    same = {key: how[key] for key in ("model", "model_more") if key in how}
+    one, shared = {"pp": 1, "data": data, **same}, {"model_more": TERMS, "data": data, **how}
+    whole, found = (rows_of(parted_plan(tmp_path / str(i), **each), tmp_path) for i, each in enumerate((one, shared)))
+    torch.testing.assert_close(found["log_probs"], whole["log_probs"], rtol=1e-6, atol=1e-6)
+
+
+def each_alone(plan, samples):
+    """Log-probabilities of a plan's model, of one sample after the other; 0 behind it."""
+    settings, rows = Settings.of(plan.manifest), []
+    layers = [layer.build(settings.train.seed).eval() for layer in models.layers(settings.model, settings.train.seed)]
+    for x, target in samples:
+        with torch.no_grad():
+            for layer in layers:
+                x = layer(x if x.dim() > 1 else x[None])
+        rows.append(torch.zeros(settings.model.seq_len))
+        losses = functional.cross_entropy(x[0], target, reduction="none", ignore_index=-100)
+        rows[-1][: len(target)] = -losses
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("how", few([{}, {"rows": 2, "schedule": "zb-v"}, {"rows": 2, "model": LLAMA}], 1))
+def test_samples_of_unequal_length_have_their_rows_in_order_whatever_shares_a_row(how, tmp_path):
+    plan = unequal(**{"data": {"kind": TEXTS, "args": {"count": 61}, "balance": "length"}, **how})
+    texts, found = Texts(61), rows_of(plan, tmp_path)
+    assert found["lengths"].tolist() == texts.lengths
+    expected = each_alone(plan, [texts[i] for i in range(61)])
+    torch.testing.assert_close(found["log_probs"], expected, rtol=2e-6, atol=2e-6)
+    short = {"count": 3, "longest": 4}  # of a batch that is filled up with the first ones
+    short_plan = unequal(**{"data": {"kind": TEXTS, "args": {**short, "count": 30}, "balance": "length"}, **how})
+    assert rows_of(short_plan, tmp_path)["lengths"].tolist() == Texts(**{**short, "count": 30}).lengths
+
+
+def test_steps_that_a_dataset_splits_have_a_row_for_each_of_their_rows(tmp_path):
+    plan = given_plan(section=TOKENS, kind="Sentences", m=5, schedule="1f1b")
+    steps, found = Sentences(count=5, size=3), rows_of(plan, tmp_path)
+    samples = [(x[i], y[i]) for step in range(len(steps)) for x, y, _ in steps[step] for i in range(len(x))]
+    assert found["lengths"].tolist() == [len(x) for x, _ in samples]
+    torch.testing.assert_close(found["log_probs"], each_alone(plan, samples), rtol=2e-6, atol=2e-6)
+
+
+def test_rows_of_steps_of_vectors_are_outputs_without_padding(tmp_path):
+    plan = given_plan(dp=2, m=2)
+    steps, found = Ragged(count=4, size=3), rows_of(plan, tmp_path, most=4)
+    assert found.keys() == {"outputs"}
+    assert len(found["outputs"]) == sum(len(x) for step in range(4) for x, _, _ in steps[step])
 
 
 def test_a_model_with_another_loss_gives_its_outputs_and_batches_may_be_fewer(tmp_path):

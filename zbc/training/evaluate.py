@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
+from zbc.ir import Kind
 from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
 from zbc.runtime.core.progress import EvaluationResult
 from zbc.runtime.core.remembered import left_alone
-from zbc.runtime.core.state import PhaseRun, Worker
-from zbc.runtime.features.vocabulary_ops import settle
-from zbc.runtime.features.vocabulary_state import Vocabulary
+from zbc.runtime.core.state import BatchSource, PhaseRun, Worker
+from zbc.runtime.features.packing import in_rows
+from zbc.runtime.features.vocabulary_ops import count_loss, settle
+from zbc.runtime.features.vocabulary_state import Meeting, Unit, Vocabulary
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.seeding import seed_of
 from zbc.training.building.context import Site
@@ -45,6 +47,10 @@ class EvaluationRun(PhaseRun):
         weight = share if self.counts is None else self.counts(target)
         self.weights[number] = self.weights.get(number, 0.0) + weight
         return weight
+
+    def told(self, worker: Worker, unit: Unit, meeting: Meeting) -> None:
+        """Counts a unit whose words all ranks share, on the rank that reports losses."""
+        count_loss(worker, unit, meeting)
 
 
 _Run = TypeVar("_Run", bound=EvaluationRun)
@@ -76,15 +82,15 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
     return run
 
 
-def forward_run(worker: Worker, kind: type[_Run], batches: Batches | None) -> _Run:
+def forward_run(worker: Worker, kind: type[_Run], batches: BatchSource | None) -> _Run:
     """The forward-only program of the worker's placement, on data of its own; with a ramp, of its last phase."""
-    last = worker.phase_runs[-1]
-    manifest = last.plan.manifest
+    manifest = worker.phase_runs[-1].plan.manifest
     shared = worker.features.find(Vocabulary) is not None
     program = forward_only(worker.placement, manifest.microbatches, manifest.slices, shared=shared)
     plan = RankPlan(worker.plan.rank, program.ranks[worker.plan.rank], manifest)
-    script = [(HANDLERS[op.kind], op, worker.placement.text(op)) for op in plan.ops]
-    first, layout = worker.replica * manifest.microbatches, last.layout
+    handlers = HANDLERS if manifest.balance is None else {**HANDLERS, Kind.F: in_rows(HANDLERS[Kind.F])}
+    script = [(handlers[op.kind], op, worker.placement.text(op)) for op in plan.ops]
+    first, layout = worker.replica * manifest.microbatches, worker.phase_runs[-1].layout
     run = kind(plan, layout, script, trains=False, batches=batches, first=first)
     worker.prepare(run)
     return run
@@ -100,7 +106,7 @@ def forwards(worker: Worker, run: EvaluationRun, batches: int) -> Iterator[int]:
             for handler, op, text in run.script:
                 progress.op, progress.since = f"{text} of evaluation batch {batch + 1}", time.monotonic()
                 handler(worker, op)
-            settle(worker)
+            settle(worker, run.told)
             yield batch
             worker.losses.clear()
             run.weights.clear()

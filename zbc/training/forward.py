@@ -1,8 +1,8 @@
 """`zbc run --forward`: runs a dataset once through the pipeline, without a backward, into one safetensors file.
 
 For built-in models with cross entropy a row has the log-probabilities of a sample's targets, 0 for one that does not
-count; for others the model's output. Rows are in the order of the samples, as float32. The last batch is filled up with
-the first samples, whose rows are dropped.
+count; for others the model's output. Rows are in the order of the samples, as float32. If samples differ in length, the
+file has their `lengths`, too, and the rows are filled up to the longest possible one.
 """
 
 from __future__ import annotations
@@ -11,24 +11,30 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zbc import excludes
 from zbc.errors import ZbcError, unwritten
 from zbc.runtime.core.bundle import shown
-from zbc.runtime.core.state import Worker
+from zbc.runtime.core.state import Work, Worker
 from zbc.runtime.features.tensor_parallel import SharedLayers
-from zbc.training.building.context import Settings
+from zbc.runtime.features.vocabulary_state import Meeting, Unit, Vocabulary
+from zbc.runtime.features.words import PLAIN
+from zbc.training.building.context import Settings, tokens_of
+from zbc.training.building.in_order import in_order
 from zbc.training.building.shares import log_probabilities_of
-from zbc.training.data.data import Batches, Samples, all_samples, place
+from zbc.training.data.data import Tokens
 from zbc.training.evaluate import EvaluationRun, forward_run, forwards
 
 _DIMS = 8  # length of a message with the number of dimensions of a row and their sizes
+_HEADER = 512  # bytes of a file before its tensors
+_SIZES = {"F32": 4, "I64": 8}
 
 
 @dataclass
@@ -43,6 +49,11 @@ class ForwardRun(EvaluationRun):
         self._into.append(target)
         return 1.0
 
+    def told(self, worker: Worker, unit: Unit, meeting: Meeting) -> None:
+        (log, logit), parts = meeting.known(), self.rows[worker.number(unit[0])]
+        found = (logit - log).where(meeting.told.weight != 0, log.new_zeros(()))
+        parts[unit[1]] = found.view(parts[unit[1]].shape).float()
+
     def collect(self, output: Tensor, target: Tensor) -> Tensor:
         """Stores the rows, in place of the loss. A forward that runs twice overwrites them."""
         if not isinstance(output, Tensor):
@@ -52,142 +63,109 @@ class ForwardRun(EvaluationRun):
         return output.new_zeros(())
 
 
-class _Repeated:
-    """Samples, with the first ones repeated after the last, `count` in all."""
-
-    def __init__(self, samples: Samples, count: int) -> None:
-        self._samples, self._count = samples, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        numbers = [i % len(self._samples) for i in indices]
-        return self._samples.inputs(numbers, group) if group else self._samples.inputs(numbers)
-
-    def targets(self, indices: Sequence[int]) -> Tensor:
-        return self._samples.targets([i % len(self._samples) for i in indices])
-
-    def digest(self) -> int:
-        return self._samples.digest()
-
-
-class _InOrder(Batches):
-    def taken(self, position: int, count: int) -> list[int]:
-        return [min(i, self.count - 1) for i in range(position, position + count)]
-
-
 def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, int]:
     """Writes the rows of the job's dataset to `out`, of `most` batches at most; returns their name and their number.
 
-    All ranks call this together. Raises E118 for incompatible features, E504 for no samples, E606 for a file that
-    cannot be written.
+    All ranks call this together. Raises E504 for no samples, E606 for a file that cannot be written.
     """
-    manifest, settings = worker.plan.manifest, Settings.of(worker.plan.manifest)
-    for name, there in (
-        ("shared vocabulary", manifest.vocabulary is not None),
-        ("balance", manifest.balance is not None),
-        ("cp", worker.layout.tell > 1),
-    ):
-        if there:
-            raise excludes.refused("forward", name, "run")
+    manifest = worker.phase_runs[-1].plan.manifest
+    settings, shared = Settings.of(manifest), worker.features.find(Vocabulary)
     size, per_batch = manifest.microbatch_size, manifest.topology.batch
-    batches, total = _data(worker, settings, size * per_batch)
-    told = torch.tensor([total if worker.rank == 0 else 0], dtype=torch.float64, device=worker.device)
+    reads = worker.batches is not None or worker.rank == 0 or manifest.balance is not None
+    data = in_order(settings, manifest, worker.at) if reads else None
+    told = torch.tensor([data.most if data and worker.rank == 0 else 0], dtype=torch.float64, device=worker.device)
     worker.all_reduce(told, worker.everyone)
-    total = int(told.item())
-    count = -(-total // (size * per_batch))
-    count = count if most is None else min(count, most)
-    total = min(total, count * size * per_batch)
+    count = int(told.item()) if most is None else min(int(told.item()), most)
     layers = [layer.module for stage in worker.stages.values() for layer in stage.layers]
     row = log_probabilities_of(settings.model, worker.features.of(SharedLayers).group, layers)
-    name = "outputs" if row is None else "log_probs"
-    run = forward_run(worker, ForwardRun, batches)
-    run.row = run.row if row is None else row
-    loss, worker.loss, shape = worker.loss, run.collect, list[int]()
-    file = _Rows(out, name, total) if worker.rank == 0 else None
+    name, tokens = "outputs" if row is None else "log_probs", tokens_of(manifest, settings.model, worker.at)
+    run = forward_run(worker, ForwardRun, data and data.batches)
+    run.row, shape = row or run.row, list[int]()
+    own = () if tokens is None else (slice(None), tokens.rows)
+    file = _Rows(out, name) if worker.rank == 0 else None
     try:
-        for batch in forwards(worker, run, count):
-            rows = {number: torch.cat(parts, 1) if len(parts) > 1 else parts[0] for number, parts in run.rows.items()}
-            run.rows.clear()
-            if worker.share:
-                rows.clear()
-            shape = shape or _shape(worker, rows)
-            found = torch.zeros(per_batch, size, *shape, device=worker.device)
-            for number, values in rows.items():
-                found[number] = values
-            worker.all_reduce(found, worker.everyone)
-            if file is not None:
-                file.write(found.flatten(0, 1)[: total - batch * per_batch * size].cpu())
+        with _collecting(worker, run, worker.work if data is None else data.work):
+            for batch in forwards(worker, run, count):
+                rows = {n: torch.cat(parts, 1) if len(parts) > 1 else parts[0] for n, parts in run.rows.items()}
+                run.rows.clear()
+                if worker.share or (shared is not None and worker.rank != shared.last):
+                    rows.clear()
+                shape = shape or _shape(worker, rows, tokens)
+                found = torch.zeros(per_batch, size, *shape, device=worker.device)
+                for number, values in rows.items():
+                    found[(number, *own)] = values
+                worker.all_reduce(found, worker.everyone)
+                if file is not None and data is not None:
+                    file.write(*data.cut(batch, found.flatten(0, 1).cpu()))
         if file is not None:
             file.end()
     finally:
-        worker.loss = loss
         if file is not None:
             file.close()
-    return name, total
+    return name, 0 if file is None else file.count
 
 
-def _data(worker: Worker, settings: Settings, per_batch: int) -> tuple[Batches | None, int]:
-    """The data of this rank, and the number of samples, which rank 0 determines even if it reads no data."""
-    if worker.batches is None and worker.rank:
-        return None, 0
-    samples = all_samples(settings.data, settings.model, settings.train.seed)
-    total, manifest = len(samples), worker.plan.manifest
-    if not total:
-        text, hint = "data: there are no samples to run forward", "is data.path the right file, and long enough?"
-        raise ZbcError("E504", text, where=place(settings.data, settings.model), hint=hint)
-    padded = _Repeated(samples, -(-total // per_batch) * per_batch)
-    batches = _InOrder(
-        padded,
-        seed=0,
-        microbatches=manifest.topology.batch,
-        size=manifest.microbatch_size,
-        lowered=settings.lowered,
-    )
-    return batches, total
+@contextmanager
+def _collecting(worker: Worker, run: ForwardRun, work: Work) -> Iterator[None]:
+    """Collects rows in place of losses, of other data."""
+    before, shared = (worker.loss, worker.work), worker.features.find(Vocabulary)
+    worker.loss, worker.work, terms = run.collect, work, None if shared is None else shared.output.terms
+    if shared is not None:
+        shared.output.terms = PLAIN
+    try:
+        yield
+    finally:
+        worker.loss, worker.work = before
+        if shared is not None and terms is not None:
+            shared.output.terms = terms
 
 
-def _shape(worker: Worker, rows: dict[int, Tensor]) -> list[int]:
+def _shape(worker: Worker, rows: dict[int, Tensor], tokens: Tokens | None) -> list[int]:
     """The shape of the row of one sample, from the rank with microbatch 0."""
-    own = list(rows[0].shape[1:]) if 0 in rows else []
+    here = 0 in rows and not any(worker.at)
+    own = list(rows[0].shape[1:]) if here else []
+    if own and tokens is not None:
+        own[0] = tokens.length
     told = torch.zeros(_DIMS, dtype=torch.float64, device=worker.device)
-    told[: len(own) + 1] = torch.tensor([len(own) if 0 in rows else 0, *own], dtype=torch.float64)
+    told[: len(own) + 1] = torch.tensor([len(own) if here else 0, *own], dtype=torch.float64)
     worker.all_reduce(told, worker.everyone)
     dims, *sizes = (int(size) for size in told.tolist())
     return sizes[:dims]
 
 
 class _Rows:
-    """A safetensors file of one float32 tensor, written batch by batch, and renamed once it is complete."""
+    """A safetensors file of a float32 tensor, and maybe of int64 `lengths` of its rows; written batch by batch, and
+    renamed once it is complete."""
 
-    def __init__(self, path: Path, name: str, count: int) -> None:
-        self._path, self._name, self._count, self._begun = path, name, count, False
-        self._part = path.with_name(f"{path.name}.part")
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name, self.count = path, name, 0
+        self._part, self._shape, self._lengths = path.with_name(f"{path.name}.part"), list[int](), list[int]()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._part.open("wb")
+            self._file.write(bytes(_HEADER))
         except OSError as error:
             raise self._unwritten(error) from error
 
-    def write(self, rows: Tensor) -> None:
+    def write(self, rows: Tensor, lengths: list[int] | None) -> None:
+        self.count, self._shape = self.count + len(rows), list(rows.shape[1:])
+        self._lengths += lengths or []
         try:
-            if not self._begun:
-                self._begin(list(rows.shape[1:]))
             self._file.write(rows.contiguous().numpy().tobytes())
         except OSError as error:
             raise self._unwritten(error) from error
 
-    def _begin(self, shape: list[int]) -> None:
-        every = [self._count, *shape]
-        about = {"dtype": "F32", "shape": every, "data_offsets": [0, 4 * math.prod(every)]}
-        header = json.dumps({self._name: about}).encode()
-        header += b" " * (-len(header) % 8)
-        self._file.write(struct.pack("<Q", len(header)) + header)
-        self._begun = True
-
     def end(self) -> None:
+        every, about, at = [self.count, *self._shape], dict[str, Any](), 0
+        parts = [(self._name, "F32", every), ("lengths", "I64", [self.count])]
+        for name, kind, shape in parts[: 1 + bool(self._lengths)]:
+            start, at = at, at + _SIZES[kind] * math.prod(shape)
+            about[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, at]}
         try:
+            self._file.write(struct.pack(f"<{len(self._lengths)}q", *self._lengths))
+            self._file.seek(0)
+            header = json.dumps(about).encode().ljust(_HEADER - 8)
+            self._file.write(struct.pack("<Q", len(header)) + header)
             self._file.close()
             os.replace(self._part, self._path)
         except OSError as error:

@@ -89,7 +89,7 @@ class Output:
     ) -> None:
         layer = nn.Linear(1, 1, bias=False, device="meta")  # draws nothing: ranks as threads share the generator
         layer.weight = weight
-        self.weight, self.first, self._dtype, self._cap, self._terms = weight, first, dtype, cap, terms
+        self.weight, self.first, self._dtype, self._cap, self.terms = weight, first, dtype, cap, terms
         self.cast = SplitLinear(layer)  # keeps the cast of the weight for all microbatches
 
     def _multiplier(self) -> Tensor:
@@ -110,26 +110,26 @@ class Output:
         if self._cap is not None:
             turned = logits.div_(self._cap).tanh_()
             slope, logits = 1 - turned * turned, turned.mul_(self._cap)
-        mine, soft = words.tell(logits, target, self._terms, over=True)
+        mine, soft = words.tell(logits, target, self.terms, over=True)
         weights = weight.to(soft.dtype) * (wanted != IGNORED)  # nan if none counts, like a mean
         left, bent = (soft, slope) if keep else (soft.new_empty(0), None)
-        told = Told(flat, left, target, mine, weights, step, slope=bent, terms=self._terms)
+        told = Told(flat, left, target, mine, weights, step, slope=bent, terms=self.terms)
         if early:
             own = (
                 target.mine[:, None] if slope is None else target.mine[:, None] * slope.gather(-1, target.row[:, None])
             )
             told.spread = words.wide((soft if slope is None else soft * slope).to(by.dtype).mm(by))
             told.row = words.wide(by[target.row]).mul_(own)
-            if self._terms.smoothing:
+            if self.terms.smoothing:
                 every = words.wide(by.sum(0) if slope is None else slope.to(by.dtype).mm(by))
-                told.row.mul_(1 - self._terms.smoothing).add_(every, alpha=self._terms.each)
+                told.row.mul_(1 - self.terms.smoothing).add_(every, alpha=self.terms.each)
         return told
 
     def learn(self, told: Told, log: Tensor, *, part: bool) -> Tensor | None:
         """T: accumulates the gradient of the rows; with `part` returns this rank's part of the gradient of `hidden`,
         (N, H). Consumes `told`: `soft` becomes the gradient of the logits.
         """
-        d = self._terms.less(told.soft.mul_(told.scale(log)[:, None]), told.target)
+        d = self.terms.less(told.soft.mul_(told.scale(log)[:, None]), told.target)
         if told.slope is not None:
             d, told.slope = d.mul_(told.slope), None
         d = d.mul_(told.factor[:, None]).to(told.hidden.dtype)

@@ -103,9 +103,9 @@ def output_gradient(worker: Worker, op: Op) -> None:
     meeting = _take(shared.met, unit, op, "its MEET has not been started")
     worker.wait_for(f"MEET {_unit_text(op)}", meeting.pending)
     began = worker.clock.start()
-    log, logit = meeting.known()
-    _count_loss(worker, shared, op.mb, meeting, log, logit)
-    part = shared.output.learn(meeting.told, log, part=shared.sums == 2)
+    if worker.rank == shared.last:
+        count_loss(worker, unit, meeting)
+    part = shared.output.learn(meeting.told, meeting.known()[0], part=shared.sums == 2)
     if part is not None:
         shared.parts[unit] = part
     worker.clock.stop(began)
@@ -117,24 +117,25 @@ def add_up(worker: Worker, op: Op) -> None:
     _reduce(worker, op, _take(shared.parts, unit, op, "its T has not run"), shared.last, shared.outputs[op.slice])
 
 
-def settle(worker: Worker) -> None:
-    """After forwards without backwards: waits for the statistics of MEET, adds the losses, and frees all units."""
+def settle(worker: Worker, count: Callable[[Worker, Unit, Meeting], None]) -> None:
+    """After forwards without backwards: waits for the statistics of MEET, calls `count` for them on the rank that
+    reports losses, and frees all units."""
     shared = worker.features.find(Vocabulary)
     if shared is None:
         return
-    for (mb, _), meeting in shared.met.items():
+    for unit, meeting in shared.met.items():
         worker.wait_for("MEET", meeting.pending)
-        _count_loss(worker, shared, mb, meeting, *meeting.known())
+        if worker.rank == shared.last:
+            count(worker, unit, meeting)
     shared.met.clear()
     shared.looked.clear()
     shared.closes(worker)
 
 
-def _count_loss(worker: Worker, shared: Vocabulary, mb: int, meeting: Meeting, log: Tensor, logit: Tensor) -> None:
+def count_loss(worker: Worker, unit: Unit, meeting: Meeting) -> None:
     """Adds the loss on the last stage's rank, which reports losses as it does with a whole output layer."""
-    if worker.rank == shared.last:
-        loss = meeting.told.loss(log, logit)
-        worker.losses[mb] = worker.losses.get(mb, 0.0) + (loss.item() if worker.on_host else loss)
+    loss = meeting.told.loss(*meeting.known())
+    worker.losses[unit[0]] = worker.losses.get(unit[0], 0.0) + (loss.item() if worker.on_host else loss)
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------

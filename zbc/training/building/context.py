@@ -161,8 +161,7 @@ class Site:
     @cached_property
     def tokens(self) -> Tokens | None:
         """This rank's tokens of each sequence, with context parallelism."""
-        cuts, length = self.manifest.cuts, self.settings.model.seq_len or 0
-        return None if self.ranks == 1 else Tokens(rows_of(cuts or [0, length], self.seat.at[0], self.ranks), length)
+        return tokens_of(self.manifest, self.settings.model, self.seat.at)
 
     @cached_property
     def by_slice(self) -> list[Shapes]:
@@ -210,6 +209,12 @@ class Site:
             return found
         sizes = dict(zip(found.parameters, found.sizes, strict=True)) | table_sizes(settings.model)
         return replace(found, parameters=tuple(sorted(sizes)), sizes=tuple(sizes[name] for name in sorted(sizes)))
+
+
+def tokens_of(manifest: Manifest, chosen: spec.Model, at: Sequence[int]) -> Tokens | None:
+    """The tokens of each sequence that a rank at these coordinates has, with context parallelism."""
+    ranks, cuts, length = manifest.topology.along("cp"), manifest.cuts, chosen.seq_len or 0
+    return None if ranks == 1 else Tokens(rows_of(cuts or [0, length], at[0], ranks), length)
 
 
 def steps_of(settings: Settings, manifest: Manifest) -> Steps:

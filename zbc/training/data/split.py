@@ -28,11 +28,13 @@ _KEPT = 3  # cached steps
 
 
 class Microbatch(NamedTuple):
-    """One of a step; `inputs` by group of layers, "" in a chain."""
+    """One of a step; `inputs` by group of layers, "" in a chain; `rows` and `tokens` without padding."""
 
     inputs: Mapping[str, Tensor]
     target: Tensor
     weight: float
+    rows: int
+    tokens: int | None  # of each row, if rows may be shorter
 
 
 class Steps(Pairs):
@@ -112,6 +114,8 @@ class Steps(Pairs):
             {group: self._filled(where, t, 0) for group, t in inputs.items()},
             self._filled(where, target, IGNORED) if self._ignores else target,
             weight,
+            len(target),
+            None if self._length is None else next(iter(inputs.values())).shape[1],
         )
 
     def _filled(self, where: str, t: Tensor, padding: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.plan.balancing import Microbatch, Shape, deal, dealt_evenly, samples_of_step
+from zbc.plan.balancing import Microbatch, Shape, deal, dealt_evenly, next_fit, samples_of_step
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import BatchSource, Work
@@ -39,12 +39,13 @@ def shape_of(manifest: Manifest) -> Shape | None:
 
 def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     """The training samples of `[data]`. Raises E117, E501 to E505, E530 to E532."""
-    found = _all(data, model, seed)
+    found = all_documents(data, model, seed)
     kept = -int(-data.validation * len(found) // 1)
     return Some(found, 0, len(found) - kept) if kept else found
 
 
-def _all(data: spec.Data, model: spec.Model, seed: int) -> Documents:
+def all_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
+    """All samples, for training and validation."""
     longest = model.seq_len or 1
     if data.kind not in KINDS:
         dataset = build_dataset(data, seed)
@@ -194,46 +195,53 @@ class PackedBatches(BatchSource):
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU: (rows, tokens, ...)."""
-        x = self._filled(step, mb, 0, 0)
+        x = self._filled(step, mb, 0)
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
 
     def targets(self, step: int, mb: int) -> Tensor:
         """Its targets; those of padding do not count."""
-        return self._filled(step, mb, 1, IGNORED)
+        return self._filled(step, mb, 1)
 
-    def _filled(self, step: int, mb: int, which: int, padding: int) -> Tensor:
-        shape, documents = self._dealer.shape, self._dealer.documents
-        rows = [[documents.pair(i)[which] for i in row] for row in self._dealer.of(step, mb)]
-        like = next((sample for row in rows for sample in row), None)
-        like = documents.pair(0)[which] if like is None else like
-        found = like.new_full((shape.rows, shape.room, *like.shape[1:]), padding)
-        for target, row in zip(found, rows, strict=False):
-            if row:
-                joined = torch.cat(row)
-                target[: len(joined)] = joined
-        return found
+    def _filled(self, step: int, mb: int, which: int) -> Tensor:
+        shape, rows = self._dealer.shape, self._dealer.of(step, mb)
+        return filled(self._dealer.documents, [*rows, *([[]] * (shape.rows - len(rows)))], shape.room, which)
+
+
+def filled(documents: Documents, rows: Sequence[Sequence[int]], room: int, which: int) -> Tensor:
+    """Inputs (`which` = 0) or targets (1) of rows of samples, with padding behind them: (rows, room, ...)."""
+    parts = [[documents.pair(i)[which] for i in row] for row in rows]
+    like = next((sample for row in parts for sample in row), None)
+    like = documents.pair(0)[which] if like is None else like
+    found = like.new_full((len(rows), room, *like.shape[1:]), (0, IGNORED)[which])
+    for target, row in zip(found, parts, strict=True):
+        if row:
+            joined = torch.cat(row)
+            target[: len(joined)] = joined
+    return found
 
 
 class Padded:
-    """Documents padded to `Samples` of one length, to derive the shape of a microbatch."""
+    """Documents as `Samples` of one length: each padded, or with `packed` the next ones that fit into a row."""
 
-    def __init__(self, documents: Documents, room: int) -> None:
+    def __init__(self, documents: Documents, room: int, *, packed: bool = False) -> None:
         self._documents, self._room = documents, room
+        self._rows = next_fit(documents.lengths.tolist(), room) if packed else None
 
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self._documents if self._rows is None else self._rows)
 
     def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
-        return torch.stack([self._row(i, 0, 0) for i in indices])
+        return filled(self._documents, [self._row(i) for i in indices], self._room, 0)
 
     def targets(self, indices: Sequence[int]) -> Tensor:
-        return torch.stack([self._row(i, 1, IGNORED) for i in indices])
+        return filled(self._documents, [self._row(i) for i in indices], self._room, 1)
 
     def digest(self) -> int:
         return self._documents.digest()
 
-    def _row(self, index: int, which: int, padding: int) -> Tensor:
-        sample = self._documents.pair(index)[which]
-        found = sample.new_full((self._room, *sample.shape[1:]), padding)
-        found[: len(sample)] = sample
-        return found
+    def lengths(self, index: int) -> tuple[int, ...]:
+        """The lengths of the samples in a row."""
+        return tuple(int(self._documents.lengths[i]) for i in self._row(index))
+
+    def _row(self, index: int) -> Sequence[int]:
+        return [index] if self._rows is None else self._rows[index % len(self)]
