@@ -245,7 +245,6 @@ ROWS = (
         "adapter",
         "E110",
         {
-            "ep|shared vocabulary": UNWRITTEN,
             "frees": ("frozen weights are whole on every replica", 'use shard = "optimizer" or "gradients"'),
         },
         at_other=True,

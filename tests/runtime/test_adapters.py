@@ -186,11 +186,12 @@ def tables(*traits, **more):
 
 
 CUT = ["tp", "tp_sequence", "slices", "cp", "copies", "post-validate", "sharded optimizer", "sharded gradients"]
-CUT += ["offload", "overlap", "compile"]
+CUT += ["offload", "overlap", "compile", "shared vocabulary"]
 BOTH = [[one] for one in CUT] + [["tp", "sharded optimizer"], ["tp", "slices"]]
+BOTH += [["shared vocabulary", "tp", "sharded optimizer"], ["shared vocabulary", "slices"]]
 
 
-@pytest.mark.parametrize("traits", few(BOTH, [["tp"], ["sharded optimizer"]]), ids=" x ".join)
+@pytest.mark.parametrize("traits", few(BOTH, [["tp"], ["sharded optimizer"], ["shared vocabulary"]]), ids=" x ".join)
 @pytest.mark.parametrize("family", few(["gpt", "llama"], ["llama"]))
 def test_however_ranks_share_it_it_trains_alike(traits, family):
     found = trained(tables(*traits, model__family=family))
@@ -211,6 +212,13 @@ def test_attention_beside_frozen_experts_trains_alike(traits):
     model = {f"model__{key}": value for key, value in MIXTURE.items()}
     plain = tables(*(trait for trait in traits if trait == "autocast"), **model, parallel__pp=1)
     assert apart(trained(tables(*traits, **model)), trained(plain)) <= 2e-5
+
+
+def test_experts_that_replicas_share_out_are_frozen_too():
+    model = {f"model__{key}": value for key, value in MIXTURE.items()}
+    shared, plain = tables(**model, parallel__ep=2, parallel__dp=2), tables(**model, parallel__pp=1)
+    shared["schedule"]["microbatches"] = 4
+    assert apart(trained(shared), trained(plain)) <= 2e-5
 
 
 def test_experts_have_no_adapters():
@@ -391,7 +399,6 @@ def test_merged_weights_compute_what_adapters_beside_them_do(folders):
 @pytest.mark.parametrize(
     "how",
     [
-        {"parallel": {"vocabulary": "shared"}},
         {"parallel": {"dp": 2, "shard": "weights"}},
         {"parallel": {"dp": 2, "shard": "all"}},
     ],

@@ -91,6 +91,13 @@ WEIGHED += [(words, kind, {}) for words in WITH_WORDS for kind in ("1f1b", "zb-v
 WEIGHED += [(WITH_WORDS[-1], "1f1b", changes) for changes in OPEN]
 WEIGHED += [(f"slices x {more}tp_sequence", "1f1b", {"model__hidden": 256}) for more in ("", "offload x ")]
 WEIGHED += [(f"{words} x tp", "1f1b", {"model__hidden": 256}) for words in WITH_WORDS]
+ADAPTED = [
+    ("1f1b", {}),
+    ("zb-v", {}),
+    ("zb-h1", {"parallel__vocabulary_sums": 2}),
+    ("1f1b", {"model__family": "llama"}),
+]
+WEIGHED += [("shared vocabulary", kind, {"adapter__rank": 4, **how}) for kind, how in ADAPTED]
 
 
 @pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, [WEIGHED[n] for n in (0, 5, 8, 14, -1)]))

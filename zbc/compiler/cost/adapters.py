@@ -105,7 +105,8 @@ def held(job: Job, placement: Placement, s: int, part: Sequence[int], table: Seq
     """Bytes of the frozen weights of a stage, without those measured by a profile."""
     count = sum(layer.frozen for i in part if (layer := table[i]).measured is None or layer.measured.held is None)
     z, last = estimate.sizes_of(job), part[-1] == len(table) - 1
-    if count and z and last and job.model.tie_embeddings and {*placement.holders(s)} <= {*placement.holders(0)}:
+    tied = job.model.tie_embeddings and not job.vocabulary
+    if count and z and last and tied and {*placement.holders(s)} <= {*placement.holders(0)}:
         count -= z.vocab * z.hidden  # the rank holds the shared weight with its first stage
     return (2.0 if job.model.parameters == "bfloat16" else 4.0) * count
 
@@ -120,7 +121,7 @@ def _embedding(layer: Layer, z: Sizes) -> Layer:
 def _head(job: Job, layer: Layer, z: Sizes) -> Layer:
     """The head: B is the gradient of its input; F keeps only the part of the loss which that needs."""
     size = by_chunks(z, learns=False) if z.chunk else layer.size
-    input_ = 0 if z.chunk else z.hidden * z.width * z.tokens  # a loss by chunks makes logits again
+    input_ = 0 if z.chunk or job.vocabulary else z.hidden * z.width * z.tokens  # a loss by chunks makes logits again
     kept = size.act_b - input_ - _normalized(z) * z.own
     back = size.more_b
     size = replace(

@@ -41,6 +41,8 @@ def columns(job: Job, rows: float = 1.0) -> dict[str, float]:
     for name in found:
         if (ms := getattr(given, name)) is not None:
             found[name] = ms * rows
+    if job.adapter.rank:  # frozen: no gradient of rows
+        found |= {"e": 0.0} | ({"t": 0.0} if job.vocabulary == 1 else {})
     return found | {"s": found["s"] + _together(job)} | _collectives(job)
 
 
@@ -48,6 +50,7 @@ def _computed(job: Job, rows: float) -> dict[str, float]:
     """ms of S, T, I and E, from the times of output layer and embedding."""
     sums = job.vocabulary
     out, back, grow = _output(job, rows)
+    grow = 0.0 if job.adapter.rank else grow
     found = {"s": out + (back if sums == 1 else 0.0), "t": grow + (back if sums == 2 else 0.0)}
     return found | dict(zip("ie", _embedding(job, rows), strict=True))
 
@@ -131,7 +134,11 @@ def _collectives(job: Job) -> dict[str, float]:
 
 
 def parameters(job: Job) -> int:
-    """Parameters of the rank with most words: one table if embedding and output layer are tied, else two."""
+    """Parameters that train of the rank with most words: one table if embedding and output layer are tied, else two."""
+    return 0 if job.adapter.rank else _held(job)
+
+
+def _held(job: Job) -> int:
     sizes = estimate.sizes_of(job)
     rows = 0 if sizes is None else _share_of(sizes, job.parallel.pp).vocab * sizes.hidden
     return rows * (1 if job.model.tie_embeddings else 2)
@@ -166,11 +173,12 @@ def share_bytes(job: Job) -> ShareBytes | None:
     state = stepping.numbers(job.optimizer)
     tokens, mine = sizes.tokens, _share_of(sizes, job.parallel.pp)
     out, stream = float(sizes.width * sizes.hidden * tokens), float(sizes.stream * sizes.hidden * tokens)
+    keeps = not job.adapter.rank or job.vocabulary == 2  # logits from S to T
     wide, logits = float(GRAD_BYTES * sizes.hidden * tokens), 4.0 * mine.vocab * tokens * (1 + sizes.logits_cap)
     values = {
         "top": out,
         "hidden": out,
-        "logits": logits + (STATISTICS + OWN) * tokens,
+        "logits": logits * keeps + (STATISTICS + OWN) * tokens,
         "sums": 2 * wide if job.vocabulary == 1 else 0.0,
         "stats": float((job.parallel.pp * STATISTICS + FOUND) * tokens),
         "dtop": wide,
@@ -182,16 +190,16 @@ def share_bytes(job: Job) -> ShareBytes | None:
     }
     words = float(mine.vocab * sizes.hidden) if sizes.width < GRAD_BYTES else 0.0
     narrow = (sizes.width * mine.vocab * tokens + out) * (words > 0)  # copies of logits, and of the gradient
-    grown = (sizes.width + GRAD_BYTES) * words
+    grown = (sizes.width + GRAD_BYTES) * words * (not job.adapter.rank)
     needs = {
-        "s": values["logits"] + values["sums"] + narrow + logits / 2 * sizes.logits_cap,
-        "t": narrow + max(grown, wide * (job.vocabulary == 2)),
+        "s": logits + (STATISTICS + OWN) * tokens + values["sums"] + narrow + logits / 2 * sizes.logits_cap,
+        "t": narrow * keeps + max(grown, wide * (job.vocabulary == 2)),
         "i": stream,
-        "e": wide * (1 + (stream < wide)),
+        "e": wide * (1 + (stream < wide)) * (not job.adapter.rank),
         "f": stream * (not sizes.rotary or sizes.tp > 1),  # the looked-up rows, freed when F is completed
     }
     stepped = count / job.parallel.copies if job.shard != "none" else count
     masters = 4.0 * stepped if low else 0.0
-    weights = (2.0 if low else 4.0) * count + 2.0 * mine.vocab * sizes.hidden * sizes.cast  # of the output layer
+    weights = (2.0 if low else 4.0) * _held(job) + 2.0 * mine.vocab * sizes.hidden * sizes.cast  # of the output layer
     kept = 4.0 * state * stepped + averaging(job, count)
     return ShareBytes(StageBytes(weights, float(GRAD_BYTES * count), masters, kept, 0.0), values, needs)

@@ -126,14 +126,17 @@ class Output:
         return told
 
     def learn(self, told: Told, log: Tensor, *, part: bool) -> Tensor | None:
-        """T: accumulates the gradient of the rows; with `part` returns this rank's part of the gradient of `hidden`,
-        (N, H). Consumes `told`: `soft` becomes the gradient of the logits.
+        """T: accumulates the gradient of the rows, unless they are frozen; with `part` returns this rank's part of the
+        gradient of `hidden`, (N, H). Consumes `told`: `soft` becomes the gradient of the logits.
         """
+        if not (part or self.weight.requires_grad):
+            return None
         d = self.terms.less(told.soft.mul_(told.scale(log)[:, None]), told.target)
         if told.slope is not None:
             d, told.slope = d.mul_(told.slope), None
         d = d.mul_(told.factor[:, None]).to(told.hidden.dtype)
-        accumulate_product(self.weight, d, told.hidden)
+        if self.weight.requires_grad:
+            accumulate_product(self.weight, d, told.hidden)
         told.soft = told.hidden = d.new_empty(0)
         return words.wide(d.mm(self._multiplier())) if part else None
 
@@ -157,6 +160,8 @@ class Embedding:
     def learn(self, looked: Own, grad: Tensor) -> None:
         """E: adds the gradient (.., H) of the embeddings to this rank's rows."""
         weight = self.weight
+        if not weight.requires_grad:
+            return
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight, dtype=gradient_type(weight))
         into, rows = weight.grad, looked.row.reshape(-1)

@@ -76,7 +76,8 @@ def tell(worker: Worker, op: Op) -> None:
     weight = worker.phase_run.weigh(worker, worker.number(op.mb), targets, share) / counting
     step = worker.phase_run.portion * worker.scale
     early = training and shared.sums == 1
-    told = shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=training)
+    keep = training and (shared.sums == 2 or shared.output.weight.requires_grad)
+    told = shared.told[unit] = shared.output.tell(hidden, targets, weight, step, early=early, keep=keep)
     if shared.group is not None:
         told.said = as_one(shared.group.collect(told.mine))
     worker.clock.stop(began)

@@ -199,10 +199,10 @@ class Site:
                 found = found._replace(dtype=lowered)
             return found if rows is None else found._replace(shape=(found.shape[0], rows, *found.shape[2:]))
 
-        plans = trunk(self.layers) if shared else self.layers
+        plans, learnt = trunk(self.layers) if shared else self.layers, shared and not settings.adapter.rank
         low = AUTOCAST.get(settings.model.dtype)
         autocast = None if low is None else (self.device, low)
-        found = derive(plans, first, self.manifest, autocast=autocast, lowered=lowered, rows=rows, flow=shared)
+        found = derive(plans, first, self.manifest, autocast=autocast, lowered=lowered, rows=rows, flow=learnt)
         if self.shares_sequence:
             found = found.of_tokens(self.topology.along("tp"))
         if not shared:

@@ -55,6 +55,8 @@ def vocabulary_of(site: Site, tables: Tables, group: Group | None) -> Vocabulary
     words, low, lowered = site.manifest.vocabulary, tables.low, settings.lowered
     assert words is not None
     parameters = tables.parameters(site.layers, settings.train.seed, site.device)
+    for table in parameters.values():
+        table.requires_grad_(not settings.adapter.rank)
     embedding, head = parameters[model.TIED], parameters.get(LOGITS, parameters[model.TIED])
     cap = settings.model.logits_cap
     output = Output(head, low, AUTOCAST.get(settings.model.dtype), cap, terms_of(settings.model))
