@@ -282,7 +282,6 @@ ROWS = (
             "balance": "a step comes with its microbatches",
             "experts": "experts would count and balance the rows of padding",
             "evaluation": "nothing is kept for it",
-            "flushless|average|cp": UNWRITTEN,
         },
     ),
     Excludes(

@@ -4,9 +4,11 @@ are, without padding, weighed as the dataset says."""
 import pytest
 import torch
 
+from tests.composed import apart, settings, trained
+from tests.drawn import planned
 from tests.jobs import job
 from tests.refusals import refused
-from tests.runtime.small_plans import GPT, make_plan, make_program, parameters
+from tests.runtime.small_plans import CPU, GPT, make_plan, make_program, parameters
 from tests.runtime.test_checkpoints import at, same
 from tests.runtime.test_checkpoints import train as run_of
 from tests.runtime.test_gradients import user, without_step
@@ -14,13 +16,16 @@ from tests.runtime.test_shared_words import shared_program
 from tests.runtime.test_tensor_parallel import plan_of as parted_plan
 from tests.threads import losses_of, run_threads
 from tests.tiers import few
+from zbc.plan.directory import RankPlan
 from zbc.runtime.core.bundle import call
 from zbc.runtime.seeding import seed_of
+from zbc.runtime.transports.hub import Hub
 from zbc.training.building.context import Settings, steps_of
 from zbc.training.building.data import split_batches
 from zbc.training.data.data import build_dataset
 from zbc.training.data.permutation import Permutation
 from zbc.training.models import model
+from zbc.training.worker import build_worker
 
 HERE = "tests.runtime.given_steps"
 VECTORS = user("residual")
@@ -120,6 +125,44 @@ def test_ranks_that_share_layers_leave_padding_out(tmp_path):
     how = {"m": 5, "data": data, "model_more": small}
     shared, alone = (parted_plan(tmp_path / str(tp), tp=tp, **how) for tp in (2, 1))
     assert losses_of(run_threads(shared, 2)) == pytest.approx(losses_of(run_threads(alone, 2)), rel=1e-5)
+
+
+def job_of(pp, m, **more):
+    """The tables of a job whose steps have m microbatches in each replica."""
+    found = settings()
+    found["model"] |= {"layers": 4, "vocab": 61, "seq_len": 12}
+    found["parallel"] = {"pp": pp, **more.get("parallel", {})}
+    found["schedule"] |= {"microbatches": m, "microbatch_size": 3}
+    found["optimizer"] |= more.get("optimizer", {})
+    return found | {"data": data_of("Sentences", count=m * found["parallel"].get("dp", 1), size=3)}
+
+
+LATE, MEANS = {"sync": "two-versions"}, {"average": {"every": 1, "share": 1.0}, "dp": 2}
+SIDE = [
+    (job_of(2, 3, parallel={"cp": 2, "dp": 2}), job_of(1, 6)),
+    (job_of(2, 3, parallel={"dp": 2}, optimizer=LATE), job_of(1, 6, optimizer=LATE)),
+    (job_of(2, 3, parallel={"cp": 2, **MEANS}), job_of(1, 3, parallel=MEANS)),
+]
+
+
+@pytest.mark.parametrize(("both", "plain"), few(SIDE, 2))
+def test_they_train_as_one_process_where_ranks_share_tokens_or_step_without_a_flush(both, plain):
+    assert apart(trained(both), trained(plain)) <= 2e-6
+
+
+EACH = {"sync": "asynchronous", "every": 2}
+
+
+@pytest.mark.parametrize(
+    ("how", "group"), [({"optimizer": EACH}, [2, 3]), ({"parallel": MEANS}, [4, 5, 6, 7]), ({}, [0, 1, 2, 3])]
+)
+def test_a_mean_is_over_the_microbatches_that_a_step_of_a_stage_or_replica_has(how, group, tmp_path):
+    _, plan = planned(job_of(1, 4, **how), tmp_path)
+    worker = build_worker(RankPlan(0, plan.program.ranks[0], plan.manifest), Hub(2).end(int(4 in group)), CPU)
+    given = worker.batches._steps.step(worker.batches._number(0))
+    weights = [given[number].weight for number in group]
+    expected = [weight * len(group) / sum(weights) for weight in weights]
+    assert [worker.batches.weight(0, number) for number in group] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -18,7 +19,7 @@ from zbc.runtime.features.freezing import Resting
 from zbc.runtime.features.units import braid
 from zbc.runtime.transports.transport import Transport
 from zbc.training.building.context import Site
-from zbc.training.building.data import batches_of, counted
+from zbc.training.building.data import batches_of, counted, groups_of
 from zbc.training.building.optimizers import averages_of, optimizers_of, sums_of, tied_weights
 from zbc.training.building.refusals import refuse
 from zbc.training.building.runs import phase_run, turns_in
@@ -26,7 +27,7 @@ from zbc.training.building.shares import loss_of, share_out, shared_with, tables
 from zbc.training.building.stages import build_stages, compile_stages
 from zbc.training.data.counted import count_of, no_mean
 from zbc.training.data.data import KINDS
-from zbc.training.data.split import Steps
+from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.evaluate import build_evaluation
 from zbc.training.models import model
 from zbc.training.models.adapters import Frozen
@@ -87,6 +88,8 @@ def build_worker(
     counts = None
     if isinstance(site.samples, Steps):
         worker.loss = site.samples.cut(worker.loss)
+        if isinstance(worker.batches, SplitBatches):
+            worker.batches.groups = partial(groups_of, worker)
     elif site.samples is not None and settings.data.kind not in KINDS and site.reads:
         counts = count_of(model.loss(chosen.loss), chosen.loss, site.samples.targets([0]))
     if worker.batches is not None and counts is not None and (site.last or words is not None):

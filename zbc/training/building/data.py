@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from zbc.ir import NEXT, Kind
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import BatchSource, Worker
 from zbc.training.building.context import Settings, Site
 from zbc.training.data.counted import Count, Counted
-from zbc.training.data.data import KINDS, Batches
+from zbc.training.data.data import KINDS, Batches, Tokens
 from zbc.training.data.prefetch import Prefetched, Want
 from zbc.training.data.split import SplitBatches, Steps
 from zbc.training.data.unequal import PackedBatches
@@ -23,7 +25,7 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
     if site.work is not None:
         return PackedBatches(site.work, settings.lowered)
     if isinstance(site.samples, Steps):
-        return split_batches(settings, manifest, site.samples)
+        return split_batches(settings, manifest, site.samples, site.tokens)
     batches = Batches(
         site.samples,
         seed=settings.train.seed,
@@ -39,33 +41,45 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
     return Prefetched(batches, [wants(plan, site.rank) for plan in site.parts], site.device)
 
 
-def split_batches(settings: Settings, manifest: Manifest, steps: Steps) -> SplitBatches:
-    batch, lowered = manifest.topology.batch, settings.lowered
-    return SplitBatches(steps, seed=settings.train.seed, count=batch, lowered=lowered, where=settings.where)
+def split_batches(settings: Settings, manifest: Manifest, steps: Steps, tokens: Tokens | None = None) -> SplitBatches:
+    return SplitBatches(
+        steps,
+        seed=settings.train.seed,
+        count=manifest.topology.batch,
+        lowered=settings.lowered,
+        where=settings.where,
+        tokens=tokens,
+        tell=manifest.topology.along("cp"),
+    )
 
 
 def counted(worker: Worker, source: BatchSource, counts: Count) -> BatchSource:
     """Microbatches of a user's dataset, weighted by the number of targets that count, on ranks that compute losses."""
-    work, parts = worker.work, worker.layout.weighted
-
-    def numbers(step: int, replica: int) -> range:
-        run = worker.run_of(step)
-        first, here = replica * (work.most or run.count), work.count(step, replica)
-        return range(first, first + (run.count if here is None else here))
-
-    def groups(step: int) -> list[list[int]]:
-        run = worker.run_of(step)
-        together = worker.topology.dp // worker.layout.apart
-        replicas = [numbers(step, worker.apart * together + k) for k in range(together)]
-        every = run.ending.every or run.count
-        if parts:
-            return [[number for span in replicas for number in span]]
-        return [[number for span in replicas for number in span[i : i + every]] for i in range(0, run.count, every)]
 
     def own(step: int, number: int) -> bool:
-        return number in numbers(step, worker.replica)
+        return number in _numbers(worker, step, worker.replica)
 
-    return Counted(source, counts, groups, own, parts=parts, tell=worker.layout.tell)
+    parts, tell = worker.layout.weighted, worker.layout.tell
+    return Counted(source, counts, partial(groups_of, worker), own, parts=parts, tell=tell)
+
+
+def _numbers(worker: Worker, step: int, replica: int) -> range:
+    """The microbatches of a replica in a step."""
+    run, here = worker.run_of(step), worker.work.count(step, replica)
+    first = replica * (worker.work.most or run.count)
+    return range(first, first + (run.count if here is None else here))
+
+
+def groups_of(worker: Worker, step: int) -> list[list[int]]:
+    """The microbatches of a step with a common mean: all, those of replicas that average weights, or of a stage's step
+    without a flush."""
+    run, parts = worker.run_of(step), worker.layout.weighted
+    together = worker.topology.dp // worker.layout.apart
+    replicas = [_numbers(worker, step, worker.apart * together + k) for k in range(together)]
+    every = run.ending.every or run.count
+    if parts:
+        return [[number for span in replicas for number in span]]
+    return [[number for span in replicas for number in span[i : i + every]] for i in range(0, run.count, every)]
 
 
 def wants(plan: RankPlan, rank: int) -> list[Want]:

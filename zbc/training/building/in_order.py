@@ -90,7 +90,8 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
         text, hint = "data: there are no samples to run forward", "is data.path the right file, and long enough?"
         raise ZbcError("E504", text, where=place(data, chosen), hint=hint)
     if isinstance(samples, Steps):
-        given = _Steps(samples, seed=0, count=count, lowered=settings.lowered, where=settings.where)
+        tokens, lowered = tokens_of(manifest, chosen, at), settings.lowered
+        given = _Steps(samples, seed=0, count=count, lowered=lowered, where=settings.where, tokens=tokens)
         return InOrder(given, total, _of_steps(samples, size), Work())
     padded = _Repeated(samples, -(-total // per_batch) * per_batch)
     batches = _Batches(

@@ -9,7 +9,7 @@ of a step is the weighted mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +21,11 @@ from zbc.runtime.core.bundle import taken_apart
 from zbc.runtime.core.state import BatchSource
 from zbc.runtime.core.tensors import Loss
 from zbc.runtime.features.words import IGNORED
-from zbc.training.data.data import Batches, Pairs, in_epochs
+from zbc.training.data.data import Batches, Pairs, Tokens, in_epochs
 from zbc.training.data.pairs import UnfitError, pair_of
 
 _KEPT = 3  # cached steps
+Groups = Callable[[int], Sequence[Sequence[int]]]
 
 
 class Microbatch(NamedTuple):
@@ -155,8 +156,21 @@ def count_of_step(manifest: Manifest) -> int:
 class SplitBatches(BatchSource):
     """Microbatches of steps; the order of an epoch's steps is that of samples."""
 
-    def __init__(self, steps: Steps, *, seed: int, count: int, lowered: torch.dtype | None, where: str) -> None:
-        self._steps, self._count, self._lowered = steps, count, lowered
+    groups: Groups | None = None  # the microbatches of a step with a common mean, if not all
+
+    def __init__(
+        self,
+        steps: Steps,
+        *,
+        seed: int,
+        count: int,
+        lowered: torch.dtype | None,
+        where: str,
+        tokens: Tokens | None = None,
+        tell: int = 1,
+    ) -> None:
+        """`tokens`: this rank's tokens of each sequence, if `tell` ranks share them."""
+        self._steps, self._count, self._lowered, self._tokens, self._tell = steps, count, lowered, tokens, tell
         self._order = Batches(steps, seed=seed, microbatches=1, size=1, where=where)
 
     @property
@@ -171,17 +185,34 @@ class SplitBatches(BatchSource):
         """Does nothing: a step is an item, whatever its samples."""
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
-        x = self._steps.input(self._number(step), mb, group)
+        x = self.own(self._steps.input(self._number(step), mb, group))
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
 
     def targets(self, step: int, mb: int) -> Tensor:
+        return self.own(self.whole(step, mb))
+
+    def whole(self, step: int, mb: int) -> Tensor:
         found = self._steps.step(self._number(step))
         return found[mb % len(found)].target  # a profile runs more of them
 
+    def own(self, whole: Tensor) -> Tensor:
+        return whole if self._tokens is None else self._tokens.of(whole)
+
     def weight(self, step: int, mb: int) -> float:
-        """1 on average over the microbatches of the step."""
-        weights = [one.weight for one in self._steps.step(self._number(step))[: self._count]]
-        return weights[mb % len(weights)] * len(weights) / (sum(weights) or 1.0)
+        """1 on average over the microbatches of the step, or of a group of them, and over the ranks that share one."""
+        found = [one.weight for one in self._steps.step(self._number(step))]
+        groups: Sequence[Sequence[int]] = [range(self._count)] if self.groups is None else self.groups(step)
+        group = next((group for group in groups if mb in group), groups[0])
+        weights = [found[number % len(found)] for number in group]
+        return found[mb % len(found)] * len(weights) * self._share(step, mb) / (sum(weights) or 1.0)
+
+    def _share(self, step: int, mb: int) -> float:
+        """The share in a microbatch's targets of this rank's tokens, 1 on average."""
+        if self._tokens is None:
+            return 1.0
+        whole = self.whole(step, mb)
+        own, every = (t.numel() - int((t == IGNORED).sum()) for t in (self.own(whole), whole))
+        return self._tell * own / (every or 1)
 
     def _number(self, step: int) -> int:
         (number,) = in_epochs(self._order.taken(step, 1), step, len(self._steps))
