@@ -175,7 +175,8 @@ ROWS = (
         "E118",
         {
             "tied": "stages step at other times",
-            "shared vocabulary|offload|overlap": UNWRITTEN,
+            "shared vocabulary|offload": UNWRITTEN,
+            "overlap": "the two ops of a group, which run at once, may be of different steps and weights",
             "freeze": "shares shorten a step from its first forward to its last backward, between two flushes",
             "file|plugin": "orders from elsewhere are of one step, from its first forward to its last backward",
             "balance": "steps of other numbers of microbatches do not follow one another without a flush",
@@ -200,7 +201,8 @@ ROWS = (
         "E118",
         {
             "post-validate": "what replicas would send each other may be taken back",
-            "flushless": UNWRITTEN,
+            "two versions": UNWRITTEN,
+            "asynchronous": "replicas would wait for each other",
             "sharded": "replicas with weights of their own have nothing to share out",
             "replicas": "copies of a stage sum their gradients",
             "world": "it compares ranks by their samples alone",
@@ -298,7 +300,7 @@ ROWS = (
             "barrier-free": ("norms travel along a chain", 'use sync = "before-step"'),
             "freeze": ("shares are found for a chain", "drop it"),
             "balance": ("it packs sequences of tokens", "drop it"),
-            "offload|open activations": (UNWRITTEN, 'use "keep" or "recompute"'),
+            "offload": (UNWRITTEN, 'use "keep" or "recompute"'),
         },
         at_other=True,
     ),
