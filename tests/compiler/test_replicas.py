@@ -83,14 +83,14 @@ def test_joined_layers_keep_their_sums():
 
 
 @pytest.mark.parametrize("replicas", [*RUNS, (1, 1, 1), (4,), (3, 2, 4), (1, 5), (5, 1, 2)])
-@pytest.mark.parametrize("m", [5, 8, 13])
-def test_orders_are_proven(replicas, m):
+@pytest.mark.parametrize(("m", "slices"), [(5, 1), (8, 1), (13, 1), (8, 2), (5, 4)])
+def test_orders_are_proven(replicas, m, slices):
     placement = placement_of(replicas, m)
     assert placement.ranks == sum(replicas) and len(placement.pipes) == min(math.lcm(*replicas), m)
     for pipe, ranks in enumerate(placement.pipes):
         assert list(ranks) == [sum(replicas[:s]) + pipe % r for s, r in enumerate(replicas)]
     costs = Costs.uniform(placement, comm=random.Random(m).choice([0.0, 0.3]))
-    program = replicated(replicas, m).make(Request(sum(replicas), m, costs=costs))
+    program = replicated(replicas, m).make(Request(sum(replicas), m, costs=costs, slices=slices))
     context = Context(program, costs)
     assert not [*complete_problems(context.graph)]
     check_graph(context.graph)

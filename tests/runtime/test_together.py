@@ -25,6 +25,8 @@ NEAR = 1e-6
 # Traits, schedule and memory limit: low enough for something to move.
 SLICED = [("slices x offload", *how) for how in (("1f1b", "0.5x"), ("zb-v", "0.45x"), ("interleaved-1f1b", "0.6x"))]
 SLICED += [("slices x offload", *how) for how in (("breadth-first", "0.6x"), ("v-auto", "0.4x"))]
+SLICED += [(f"slices x replicas{more}", "replicated-1f1b", "1.5x") for more in ("", " x tp")]
+SLICED += [("slices x replicas x offload", "replicated-1f1b", "0.6x")]
 LIMITS = {
     "1f1b": "0.6x",
     "zb-v": "0.5x",
@@ -57,7 +59,8 @@ def moved(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("traits", "kind", "limit"), few(TRAINED, [*SLICED[:2], WORDS[0], WORDS[7], PARALLEL[1], PARALLEL[5], PARALLEL[-2]])
+    ("traits", "kind", "limit"),
+    few(TRAINED, [*SLICED[:2], SLICED[5], WORDS[0], WORDS[7], PARALLEL[1], PARALLEL[5], PARALLEL[-2]]),
 )
 def test_they_train_as_one_process_without_them(moved, traits, kind, limit):
     both, plain = beside(*traits.split(" x "), schedule__kind=kind)

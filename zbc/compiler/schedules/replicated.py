@@ -3,7 +3,7 @@
 Microbatch i runs on replica i mod r of a stage of r replicas. So the stages of one microbatch form a pipe, and there
 are as many pipes as the least common multiple of all r (no more than microbatches). With 1F1B on each rank, a replica
 of stage s warms up with ceil(ranks of later stages / r) forwards: then every forward that a backward waits for comes
-before it.
+before it. The slices of a microbatch all run on one replica, and as many whole microbatches warm up.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zbc.compiler.cost.cost import Costs
 from zbc.compiler.schedules.request import Request, ScheduleCard
 from zbc.compiler.search.follow import Manner, follow
 from zbc.compiler.sim.context import Context
-from zbc.ir import Kind, Op, Placement, Program
+from zbc.ir import Kind, Op, Placement, Program, nth
 
 NAME = "replicated-1f1b"
 _FAR = 16  # ops to look ahead while the next one's input has not arrived
@@ -57,8 +57,10 @@ REPLICATED = replicated((1,), 1)  # the card for any replicas
 
 
 def _ordered(placement: Placement, replicas: Sequence[int], request: Request) -> Program:
-    """1F1B, or a list scheduler's version of it at the costs of the job and the same memory; the shorter one."""
-    plain = _plain(placement, replicas, request.m)
+    """1F1B, or of whole microbatches a list scheduler's version of it, in the same memory; the shorter one."""
+    plain = _plain(placement, replicas, request)
+    if request.slices > 1:
+        return plain
     costs = request.costs or Costs.uniform(placement)
     limits = [_most(ops, costs) for ops in plain.ranks]
     packed = follow(plain, costs, limits, Manner(_FAR))
@@ -73,17 +75,22 @@ def _most(ops: Sequence[Op], costs: Costs) -> float:
     return most
 
 
-def _plain(placement: Placement, replicas: Sequence[int], m: int) -> Program:
-    ranks, pipes = list[tuple[Op, ...]](), len(placement.pipes)
+def _plain(placement: Placement, replicas: Sequence[int], request: Request) -> Program:
+    ranks, pipes, m, k = list[tuple[Op, ...]](), len(placement.pipes), request.m, request.slices
     for s, count in enumerate(replicas):
-        warmup = -(-sum(replicas[s + 1 :]) // count)
+        warmup = -(-sum(replicas[s + 1 :]) // count) * k + k - 1
         for replica in range(count):
             batches = range(replica, m, count)
-            ops = [Op(Kind.F, s, i, i % pipes) for i in batches[:warmup]]
-            for turn, i in enumerate(batches):
-                if turn + warmup < len(batches):
-                    coming = batches[turn + warmup]
-                    ops.append(Op(Kind.F, s, coming, coming % pipes))
-                ops.append(Op(Kind.BW, s, i, i % pipes))
+            forwards, backwards = (
+                [op._replace(mb=batches[op.mb], pipe=batches[op.mb] % pipes) for op in _units(kind, s, len(batches), k)]
+                for kind in (Kind.F, Kind.BW)
+            )
+            ops = forwards[:warmup]
+            for turn, backward in enumerate(backwards):
+                ops += [*forwards[warmup + turn : warmup + turn + 1], backward]
             ranks.append(tuple(ops))
-    return Program(placement, m, tuple(ranks), (NAME,))
+    return Program(placement, m, tuple(ranks), (NAME,), k)
+
+
+def _units(kind: Kind, stage: int, microbatches: int, slices: int) -> list[Op]:
+    return [nth(kind, stage, n, slices) for n in range(microbatches * slices)]
