@@ -294,7 +294,6 @@ ROWS = (
             "file|plugin": ("orders from elsewhere are of chains", 'use kind = "1f1b" or "zb-h1"'),
             "sliced": ("slices are of sequences in a chain", "drop it"),
             "chunks": ("a rank has one stage of it", "drop it"),
-            "tp": (UNWRITTEN, "set tp = 1"),
             "shared vocabulary": ("its ends are more than two", "drop it"),
             "replicas": ("they are of stages in a chain", "use dp"),
             "barrier-free": ("norms travel along a chain", 'use sync = "before-step"'),
@@ -332,7 +331,6 @@ ROWS = (
                 "a layer is compiled for whole microbatches",
                 "set compile = false, or slices = 1",
             ),
-            "replicas": UNWRITTEN,
         },
     ),
     Excludes(

@@ -132,6 +132,22 @@ def test_replicas_agree_and_sum():
         torch.testing.assert_close(found[key], grad)
 
 
+def unwatched(worker):
+    """Ranks that wait for each other inside of layers would keep threads from reading data meanwhile."""
+    for stage in worker.stages.values():
+        stage.watched = False
+
+
+@pytest.mark.parametrize(("name", "kind"), few([("skip", "zb-h1"), ("two branches", "1f1b")], 1))
+def test_ranks_that_share_its_layers_have_the_loss_and_norm_of_one_process(name, kind):
+    plan = plan_of(name, kind, family="cut", parallel={"tp": 2})
+    workers = run_threads(plan, 1, setup=unwatched)
+    loss, wanted, _ = by_autograd(plan)
+    assert workers[0].results[0].loss == pytest.approx(loss, rel=1e-6)
+    norm = sum(float(grad.double().square().sum()) for grad in wanted.values()) ** 0.5
+    assert workers[0].results[0].grad_norm == pytest.approx(norm, rel=1e-6)
+
+
 @pytest.mark.parametrize("zero1", [False, True])
 def test_training_goes_on_from_a_checkpoint_and_is_that_of_one_process(tmp_path, zero1):
     sections = {"checkpoint": {"every": 2}, "train": {"steps": 4, "seed": 3}}
