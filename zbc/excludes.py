@@ -299,7 +299,6 @@ ROWS = (
             "barrier-free": ("norms travel along a chain", 'use sync = "before-step"'),
             "freeze": ("shares are found for a chain", "drop it"),
             "balance": ("it packs sequences of tokens", "drop it"),
-            "offload": (UNWRITTEN, 'use "keep" or "recompute"'),
         },
         at_other=True,
     ),

@@ -109,10 +109,7 @@ def test_graphs_that_cannot_be_are_refused_by_name(changes, words):
 @pytest.mark.parametrize(
     ("changes", "key"),
     [({"kind": "zb-v"}, "zb-v, a schedule of chains"), ({"schedule": {"slices": 2}}, "schedule.slices")]
-    + [
-        ({"optimizer": {"sync": "post-validate"}}, "optimizer.sync"),
-        ({"memory": {"activations": "offload"}}, "memory"),
-    ],
+    + [({"optimizer": {"sync": "post-validate"}}, "optimizer.sync")],
 )
 def test_what_is_for_chains_is_refused(changes, key):
     with pytest.raises(ZbcError, match="model\\.graph and") as caught:

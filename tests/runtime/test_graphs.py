@@ -17,6 +17,7 @@ from zbc.compiler.compile import compile_job
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core import route
+from zbc.runtime.features import parcels
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.training.building.context import Settings, layer_plans
 from zbc.training.data.data import Batches, build_samples, build_validation
@@ -38,6 +39,7 @@ def plan_of(
     compiles=False,
     parallel=None,
     limit=None,
+    batches=M,
     **sections,
 ):
     """A plan; `named`: each group without sources has data of its own."""
@@ -48,7 +50,9 @@ def plan_of(
     model = {"family": f"tests.runtime.graph_models:{family}", "layers": sum(counts.values()), "loss": "mse"}
     model |= {"graph": graph, "groups": counts, "args": {"counts": counts, "dropout": dropout}}
     model |= {"compile": compiles}
-    schedule = {"kind": kind, "microbatches": M, "microbatch_size": SIZE} | ({"memory_limit": limit} if limit else {})
+    schedule = {"kind": kind, "microbatches": batches, "microbatch_size": SIZE} | (
+        {"memory_limit": limit} if limit else {}
+    )
     changes = {"data": data, **sections}
     compiled = compile_job(
         job(model=model, parallel={"pp": ranks, "dp": dp, **(parallel or {})}, schedule=schedule, **changes)
@@ -130,6 +134,23 @@ def test_replicas_agree_and_sum():
     _, wanted, _ = by_autograd(plan)
     for key, grad in wanted.items():
         torch.testing.assert_close(found[key], grad)
+
+
+@pytest.mark.parametrize("name", few(["three readers", "skip", "one and three"], 1))
+def test_activations_that_move_change_no_bit(name, monkeypatch):
+    moved, plain = [], parcels.Parcel.offload
+
+    def offload(parcel, op):
+        plain(parcel, op)
+        moved.append(parcel.moved)
+
+    monkeypatch.setattr(parcels, "SMALL", 1)
+    monkeypatch.setattr(parcels.Parcel, "offload", offload)
+    costs = {"f": 1.0, "b": 1.0, "w": 1.0, "comm": 0.1, "offload": 0.3}
+    plan = plan_of(name, "1f1b", memory={"activations": "offload"}, limit="0.7x", costs=costs, batches=8)
+    _, found = gradients(plan)
+    _, wanted = gradients(plan_of(name, "1f1b", costs=costs, batches=8))
+    assert sum(moved) > 0 and all(torch.equal(found[key], grad) for key, grad in wanted.items())
 
 
 def unwatched(worker):

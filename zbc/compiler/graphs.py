@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from zbc.compiler.cost import pricing
 from zbc.compiler.cost.estimate import Layer
 from zbc.compiler.partition.groups import stages_of
-from zbc.compiler.partition.limits import bounds_of
-from zbc.compiler.partition.setup import Ordered, finished, lowering_of, refusals, with_recompute
+from zbc.compiler.partition.limits import bounds_of, limit_of
+from zbc.compiler.partition.moving import moving
+from zbc.compiler.partition.setup import Ordered, finished, lowering_of, moves, refusals, with_recompute
 from zbc.compiler.schedules import AUTO, find
 from zbc.compiler.schedules.branched import branched
 from zbc.compiler.schedules.request import Request
@@ -17,7 +18,8 @@ from zbc.job.spec import Job
 
 
 def of_graph(job: Job, table: Sequence[Layer]) -> Ordered:
-    """Raises E110 for a schedule without an order for a graph, E128 and E131 for impossible stages."""
+    """Raises E110 for a schedule without an order for a graph, E128 and E131 for impossible stages, E303 for a limit
+    below what the stages need with activations offloaded."""
     kind = (job.schedule.kind or "").lower()
     if kind != AUTO:
         raise_all(refusals(job, find(kind)))
@@ -26,4 +28,7 @@ def of_graph(job: Job, table: Sequence[Layer]) -> Ordered:
     request = Request(job.parallel.pp, job.schedule.microbatches, costs=costs, objective=job.objective)
     made = branched(kind, placement, request)
     program = finished(job, made, costs, stages)
-    return Ordered(made.history[0], program, stages, costs, bounds_of(job, placement, costs), lowering_of(job))
+    limit, lowering = limit_of(job, placement, costs), lowering_of(job)
+    if limit.units is not None and moves(job, placement):
+        lowering = moving(job, placement, limit, limit.units)
+    return Ordered(made.history[0], program, stages, costs, bounds_of(job, placement, costs), lowering)

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 from zbc.compiler.check.memory import excess
 from zbc.compiler.lowering import Lowering
+from zbc.compiler.partition.limits import Limit
 from zbc.compiler.partition.setup import Ordered, Setup, everything, lowering_of, moves
 from zbc.compiler.passes.offload import HUGE, LARGE, Offload, TooTight
 from zbc.compiler.search.feasible import least_of
 from zbc.ir import Placement
+from zbc.job.spec import Job
 
 WIDER = (1.0, 1.5, 2.0, 3.0)  # times the limit: limits that orders are made for
 AWAY = (0.9, 0.54)  # share assumed offloaded of a rank's first stage, and of any other
@@ -127,7 +129,7 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], 
     tried = list[tuple[float, float, Ordered]]()
 
     def look(order: Ordered, *, quick: bool) -> None:
-        lowered = replace(order, lowering=_moving(setup, units, quick=quick))
+        lowered = replace(order, lowering=moving(job, setup.placement, setup.limit, units, quick=quick))
         try:
             over = excess(job, lowered.memory, lowered.costs)
         except TooTight as error:
@@ -151,8 +153,7 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], 
     return min(tried, key=lambda entry: entry[:2])[2]
 
 
-def _moving(setup: Setup, units: tuple[float, ...], *, quick: bool) -> Lowering:
+def moving(job: Job, placement: Placement, limit: Limit, units: tuple[float, ...], *, quick: bool = False) -> Lowering:
     """The lowering that keeps programs within `units` by offloading the rest."""
-    may = frozenset(s for s in range(setup.placement.stages) if setup.job.memory.offloads(s))
-    moving = Offload(units, may, setup.job.objective, setup.limit.costs, quick=quick)
-    return replace(lowering_of(setup.job), offload=moving)
+    may = frozenset(s for s in range(placement.stages) if job.memory.offloads(s))
+    return replace(lowering_of(job), offload=Offload(units, may, job.objective, limit.costs, quick=quick))
