@@ -154,10 +154,11 @@ def test_auto_takes_nothing_that_the_job_excludes(tmp_path):
 
 def test_with_selective_recompute_auto_is_no_slower_than_any_choice_by_name(tmp_path):
     job, _ = beside(schedule__kind="1f1b", parallel__pp=2, **LLAMA, **WIDE)
-    steps = {}
-    for activations in ("auto", "keep", "selective", "recompute"):
+    kept, steps = {"activations": "selective", "attention": "keep"}, {}
+    for activations in ("auto", "keep", "selective", "recompute", "attention kept"):
         for limit in (0.016, 0.02, 0.03):
-            job["memory"], job["hardware"] = {"activations": activations}, {"memory_gib": limit}
+            job["memory"] = kept if activations == "attention kept" else {"activations": activations}
+            job["hardware"] = {"memory_gib": limit}
             path = Path(tmp_path) / "zbc.toml"
             path.write_text(toml(job))
             try:
