@@ -15,6 +15,7 @@ from zbc.compiler.compile import compile_job, load_job
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.memory.per_rank import peaks
 from zbc.compiler.numbering import numbered
+from zbc.compiler.order import order
 from zbc.compiler.partition.setup import start_of
 from zbc.compiler.schedules import SCHEDULES
 from zbc.compiler.search.problem import Problem
@@ -319,3 +320,14 @@ def test_costs_with_other_numbers_are_those_of_a_job_with_them():
     numbers = [3, 1, 0, 2, 7, 6, 5, 4]
     other = costs_of(job(**unequal([TOKENS[k] for k in numbers])))
     assert costs_of(job(**unequal())).renumbered(numbers) == other
+
+
+def test_where_no_order_can_be_made_for_unequal_ones_that_for_equal_ones_is_taken():
+    """Here gathers of weights would come in different orders on the ranks of a stage."""
+    changes = {"kind": "bitpipe-zb", "parallel": {"dp": 2, "shard": "all"}, "layers": 8}
+    model = {"family": "gpt", "seq_len": 64, "hidden": 64}
+    schedule = {"tokens": [64, 24, 64, 24], "microbatches": 4, "renumber": False}
+    with refused("E201", match="deadlock"):
+        order(made := job(**changes, schedule=schedule, model=model), estimate.layers(made), 0.0)
+    found = planned(**changes, schedule=schedule, model=model)
+    assert found.report.unequal.ms == found.report.unequal.alike_ms == pytest.approx(found.report.unequal.given_ms)

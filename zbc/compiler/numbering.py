@@ -32,11 +32,18 @@ def numbered(
 ) -> tuple[Job, Ordered, UnequalReport | None]:
     """The job with its microbatches numbered and its ranks ordered, its order of ops, and a report on unequal
     microbatches. Raises like `order`."""
-    job, given = seated(job, table, budget)
     if not job.tokens:
-        return job, given, None
+        return *seated(job, table, budget), None
+    found, failed = list[Ordered](), None
+    try:
+        job, given = seated(job, table, budget)
+        found.append(given)
+    except ZbcError as error:  # in other orders ranks may gather weights in turns that never end
+        failed = error
     alike = _alike(job, table, budget)
-    found = [given] if alike is None else [given, alike]
+    found += [] if alike is None else [alike]
+    if not found and failed is not None:
+        raise failed
     as_given = [one.step_ms(job) for one in found]
     chosen, best = job, found[as_given.index(min(as_given))]
     if job.schedule.renumber:
@@ -44,10 +51,18 @@ def numbered(
         numbers, best = min(every, key=lambda pair: pair[1].step_ms(job))
         chosen = job.with_tokens([job.tokens[k] for k in numbers])
         if numbers != tuple(range(len(numbers))):
-            _, again = seated(chosen, table, budget)
-            best = again if _fits(chosen, again) and again.step_ms(chosen) < best.step_ms(chosen) * _BETTER else best
-    even_ms = as_given[1] if alike is not None else None
+            best = _again(chosen, best, table, budget)
+    even_ms = as_given[-1] if alike is not None else None
     return chosen, best, UnequalReport(chosen.tokens, job.tokens, best.step_ms(chosen), as_given[0], even_ms)
+
+
+def _again(job: Job, best: Ordered, table: Sequence[estimate.Layer], budget: float | None) -> Ordered:
+    """The order for the new numbers, if there is one and it is better than the one that they were found for."""
+    try:
+        _, found = seated(job, table, budget)
+    except ZbcError:
+        return best
+    return found if _fits(job, found) and found.step_ms(job) < best.step_ms(job) * _BETTER else best
 
 
 def _alike(job: Job, table: Sequence[estimate.Layer], budget: float | None) -> Ordered | None:
