@@ -1,7 +1,7 @@
 """Synthetic recorded runs of a plan: ranks with given times, on clocks of their own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zbc.compiler.compile import Compiled
@@ -28,6 +28,7 @@ class World:
     held: Callable[[Op], int] | None = None  # bytes of activations after an op
     late: Callable[[int], float] = lambda rank: 0.0  # how long after the others a rank begins a step
     skew: Callable[[int], float] = lambda rank: 0.0
+    tokens: tuple[int, ...] = ()  # of the rows of each microbatch
 
 
 @dataclass
@@ -65,8 +66,7 @@ def record(
         ranks = [_Rank(plan.program.ranks[plan.manifest.topology.of(r).pp], now) for r in range(count)]
         timings = _step(plan, ranks, world, step, now)
         for (writer, skew), timing in zip(writers, timings, strict=True):
-            timing = Timing(step, timing.begin_ns - skew, timing.took_ns, timing.lead_ns, timing.waits, timing.close_ns)
-            writer.step(timing)
+            writer.step(replace(timing, begin_ns=timing.begin_ns - skew, tokens=world.tokens))
         now = max(rank.now for rank in ranks) + round(world.close * MS)
     for rank, (writer, skew) in enumerate(writers):
         writer.clock(ClockOffset(now - skew, skew, 0))

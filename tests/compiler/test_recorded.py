@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from tests.jobs import job
 from tests.recorded_runs import MS, World, record
 from zbc.compiler.compile import compile_job
+from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.recorded import blame, report
 from zbc.compiler.recorded.derive import derive
 from zbc.compiler.recorded.replan import replan
@@ -310,3 +311,29 @@ def test_a_new_plan_that_cannot_be_made_says_why(tmp_path):
     )
     found = replan(manifest, plan.program, derive(trace).profile)
     assert found.planned_ms is None and found.gain is None and "does not fit" in found.why_not
+
+
+# ---- microbatches of unequal length --------------------------------------------------------------------------
+
+
+PER_LAYER = {"per": "layer", "f": 2.0, "b": 3.0, "w": 2.5, "comm": 0.5, "optimizer": 2.0, "reduce": 0.0}
+ENDS = {"embed": {"f": 1.0, "b": 0.5, "w": 1.5}, "head": {"f": 3.0, "b": 2.0, "w": 1.0}}
+
+
+@pytest.mark.parametrize("ran", [None, [16, 8, 8, 2, 16, 4, 1, 1]])
+def test_times_of_unequal_microbatches_tell_those_of_whole_rows(tmp_path, ran):
+    """Of a run as planned, or of one whose microbatches had other lengths, which its trace has."""
+    schedule = {"tokens": [16, 4, 8, 16, 2, 16, 4, 8], "renumber": False}
+    plan = compiled("zb-h1", schedule=schedule, model={"seq_len": 16, "hidden": 8}, costs=PER_LAYER | ENDS)
+    lengths = plan.job.tokens if ran is None else tuple(ran)
+    actual = plan.job.with_tokens(lengths)
+    costs = pricing.build(actual, plan.program.placement, plan.found.stages, estimate.layers(actual))
+    ops = {"op": lambda op, rank, step: costs.duration(op), "link": lambda sender, receiver: 0.5}
+    trace = record(plan, tmp_path, as_predicted(plan, **ops, tokens=() if ran is None else lengths))
+    found, derived = report.build(trace, again=False), derive(trace).profile
+    assert not found.outliers and not found.slow_ranks
+    assert derived.tokens == list(lengths)
+    for kind, layer in derived.layers.items():
+        wanted = ENDS.get(kind.partition("@")[0], PER_LAYER)
+        assert [getattr(layer, name).ms for name in "fbw"] == pytest.approx([wanted[name] for name in "fbw"], rel=0.02)
+    assert all(one.measured == pytest.approx(one.predicted, rel=1e-5) for one in found.ops)

@@ -231,6 +231,9 @@ class Profile(Section):
         None, description="of a GPU, in use beside torch's own memory: context, workspaces, communicators"
     )
     host: Host = Host()
+    tokens: list[Count] = Field(
+        default_factory=list, description="of the rows of each microbatch of the recorded steps, if unequal"
+    )
 
     def plain(self) -> dict[str, Any]:
         """The profile as plain data, as in files."""
@@ -244,6 +247,7 @@ class Profile(Section):
             ("cp", self.cp > 1),
             ("tp", self.tp > 1),
             ("adapter", self.adapter),
+            ("tokens", self.tokens),
         ):
             if not there:
                 del plain[name]

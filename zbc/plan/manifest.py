@@ -138,6 +138,16 @@ class Manifest(_Strict):
         axes = self.ranks, self.copies, pipes, node, self.slices, self.microbatches, inner_of(self)
         return Topology(*axes, order, replicas, self._hosts)
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Of each microbatch the planned tokens of its rows, if these are unequal or samples are dealt by them."""
+        return tuple(self.planning.get("schedule", {}).get("tokens") or ())
+
+    @property
+    def unit(self) -> int:
+        """The number of ranks that share the tokens of a row, which are a multiple of it (`parallel.tp_sequence`)."""
+        return self.tp if self.planning.get("parallel", {}).get("tp_sequence") else 1
+
     def on(self, hosts: Iterable[str]) -> None:
         """Sets the host names of all ranks, for messages."""
         self._hosts = tuple(hosts)

@@ -56,6 +56,7 @@ class Timing:
     waits: Sequence[int]
     close_ns: int
     copies: Sequence[int] = ()
+    tokens: Sequence[int] = ()  # of the rows of each microbatch; (): all are whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ def head_of(values: dict[str, Any], place: str, rank: int, plan: str, ops: int) 
 def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
     """The times of one recorded step; `ops`: the ops of the plan. Raises E431."""
     names = ("step", "begin_ns", "took_ns", "lead_ns", "waits", "close_ns")
-    if values.keys() - {"copies"} != {*names}:
+    if values.keys() - {"copies", "tokens"} != {*names}:
         raise damaged(place, f"a step has {', '.join(names)}; found {', '.join(values)}")
     compute = sum(op.kind.computes for op in ops)
     took, lead, waits = (_column(values[name], name, place) for name in ("took_ns", "lead_ns", "waits"))
@@ -136,8 +137,9 @@ def timing_of(values: dict[str, Any], ops: Sequence[Op], place: str) -> Timing:
     copies = _column(values.get("copies", []), "copies", place)
     if copies and len(copies) != 2 * sum(map(copying, ops)):
         raise damaged(place, "copies has to be two numbers for each: when it begins, how long it takes")
+    tokens = _column(values.get("tokens", []), "tokens", place)
     step, begin, close = (_whole(values[name], name, place) for name in ("step", "begin_ns", "close_ns"))
-    return Timing(step, begin, took, lead, waits, close, copies)
+    return Timing(step, begin, took, lead, waits, close, copies, tokens)
 
 
 def copying(op: Op) -> bool:

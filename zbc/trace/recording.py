@@ -12,7 +12,7 @@ The lines of a rank's file, times in ns on its own clock:
      "cores": 8}
     {"clock": {"at_ns": 0, "offset_ns": 0, "uncertainty_ns": 0}}
     {"step": 10, "begin_ns": 5, "took_ns": [3, 9, 1, 2], "lead_ns": [4], "waits": [1, 0, 3], "close_ns": 2}
-    {"step": 11, .., "copies": [7, 2]}
+    {"step": 11, .., "copies": [7, 2], "tokens": [64, 16]}
     {"clock": {"at_ns": 50, "offset_ns": 0, "uncertainty_ns": 0}}
     {"memory": {"step": 11, "categories": ["weights", ..], "bytes": [[8, ..], ..]}}
 
@@ -24,6 +24,7 @@ lead     for each compute op, the time from its start until it computes: before 
 waits    three numbers for each wait: the op (the number of ops for the close), the `Cause`, the duration
 copies   only if activations are offloaded: two numbers for each OFFLOAD and RELOAD, the start of its copy after
          `begin`, and its duration
+tokens   only if they are unequal: those of the rows of each microbatch
 memory   bytes per op and category, in a step of its own that is not timed, since sampling is slow
 
 On a GPU times are those of the compute stream, not of the host program that launches kernels.
@@ -37,6 +38,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median_low
 from typing import Any, NamedTuple
 
 from zbc.errors import ZbcError
@@ -145,8 +147,9 @@ class Writer:
             "waits": list(timing.waits),
             "close_ns": timing.close_ns,
         }
-        if timing.copies:
-            values["copies"] = list(timing.copies)
+        for name, column in (("copies", timing.copies), ("tokens", timing.tokens)):
+            if column:
+                values[name] = list(column)
         self._line(values)
 
     def memory(self, memory: MemorySamples) -> None:
@@ -282,6 +285,14 @@ class Trace:
             common &= rank.timings.keys()
         return tuple(sorted(common))
 
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Of each microbatch the tokens of its rows, of the longest replica: the median of all steps; () if no rank
+        recorded any."""
+        every = [[rank.timings[step].tokens for rank in self.ranks] for step in self.steps]
+        longest = [[max(column) for column in zip(*lengths, strict=True)] for lengths in every if all(lengths)]
+        return tuple(map(median_low, zip(*longest, strict=True)))
+
     @property
     def uncertainty_ns(self) -> int:
         """The largest error of a rank's clock offset."""
@@ -343,7 +354,15 @@ def read(run: Path, phase: str | None = None) -> Trace:
         trace = _unfrozen(trace)
     if not trace.steps:
         raise ZbcError("E430", f"trace: {folder} holds no step that all ranks have completed", hint=RECORD)
-    return trace
+    return _of_lengths(trace) if trace.tokens else trace
+
+
+def _of_lengths(trace: Trace) -> Trace:
+    """The trace with the plan for microbatches as long as those that ran."""
+    manifest = trace.plan.manifest
+    schedule = {**manifest.planning["schedule"], "tokens": list(trace.tokens)}
+    ran = manifest.model_copy(update={"planning": {**manifest.planning, "schedule": schedule}})
+    return replace(trace, plan=replace(trace.plan, manifest=ran))
 
 
 def _unfrozen(trace: Trace) -> Trace:

@@ -24,7 +24,7 @@ def drawn(trace: Trace, steps: int = 1, *, first: int | None = None) -> list[Dra
     measured_steps = [step_of(trace, number) for number in numbers]
     program, costs = trace.plan.program, recall.costs_of(trace.plan.manifest)
     predicted = repeated(simulate(program, costs), program, costs, steps, barrier=measured_steps[0].barrier)
-    real = measured(costs, times_of(measured_steps))
+    real = measured(costs, times_of(measured_steps, costs))
     named = groups(program, trace.plan.manifest.layers)
     pictures = [Drawn("predicted", program, predicted, costs, groups=named)]
     memory = tuple(rank.memory for rank in trace.ranks)

@@ -211,7 +211,7 @@ def of_slice(job: Job, table: Sequence[Layer], begin: int, share: Mapping[str, f
     own = _family(job, begin)
     if own is not None and job.profile is None and not (job.costs.per == "layer" and job.costs.f is not None):
         return own
-    return [_part(layer, None if own is None else own[i], share, rows) for i, layer in enumerate(table)]
+    return [part_of(layer, None if own is None else own[i], share, rows) for i, layer in enumerate(table)]
 
 
 def _of_length(job: Job, table: Sequence[Layer], tokens: int) -> list[Layer]:
@@ -219,7 +219,7 @@ def _of_length(job: Job, table: Sequence[Layer], tokens: int) -> list[Layer]:
     return of_slice(job.of_length(tokens), table, 0, shares_of(job, tokens), tokens / job.row_tokens)
 
 
-def _part(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: float) -> Layer:
+def part_of(layer: Layer, own: Layer | None, share: Mapping[str, float], rows: float) -> Layer:
     """A layer's slice; `own` is the layer as counted for the slice, None if it can't be counted."""
     parts = share if layer.name.startswith("layers.") else dict.fromkeys("fbw", rows)
     times = {name: getattr(layer, name) * parts[name] for name in "fbw"}

@@ -37,6 +37,7 @@ from zbc.job.profile import (
     spread,
 )
 from zbc.job.spec import Job
+from zbc.job.tokens import shares_of
 from zbc.plan.directory import Manifest
 from zbc.trace.recording import Trace
 
@@ -58,7 +59,8 @@ class Derived:
 def derive(trace: Trace, base: Profile | None = None) -> Derived:
     """The profile of a recorded run; `base`, by default the profile its plan was made with, supplies the rest."""
     steps = typical(trace)
-    return derive_from(trace.plan.manifest, times_of(steps), rounds=len(steps), device=trace.device, base=base)
+    times = times_of(steps, recall.costs_of(trace.plan.manifest))
+    return derive_from(trace.plan.manifest, times, rounds=len(steps), device=trace.device, base=base)
 
 
 def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, base: Profile | None = None) -> Derived:
@@ -97,6 +99,7 @@ def derive_from(manifest: Manifest, times: Times, *, rounds: int, device: str, b
         words=words,
         reserve_bytes=None if base is None else base.reserve_bytes,
         host=work.host(),
+        tokens=list(manifest.tokens),
     )
     return Derived(profile, tuple(work.notes))
 
@@ -145,7 +148,7 @@ class _Work:
         self._f: dict[str, float] = {}
         self.placement = manifest.to_placement()
         self.table = estimate.layers(job)
-        stages = recall.stages_of(manifest, self.table)
+        self.stages = stages = recall.stages_of(manifest, self.table)
         alike = self._kinds(stages)
         stage_of = {i: s for s, part in enumerate(stages) for i in part}
         self.kinds = _apart(alike, [stage_of[i] for i in range(len(alike))]) if by_stage else alike
@@ -252,8 +255,21 @@ class _Work:
                 for kind, count in counts.items():
                     base = self._known(kind)
                     again += count * (self._f[kind] if base is None or base.again is None else base.again.ms)
-            totals.append(max(0.0, median_ms(samples) - self.manifest.slices * host[stage] - again))
+            ms = max(0.0, median_ms(samples) - self.manifest.slices * host[stage] - again)
+            totals.append(ms * self._whole(op, stage))
         return totals
+
+    def _whole(self, op: Kind, stage: int) -> float:
+        """The time of a microbatch with whole rows over that of the median one, as assumed before."""
+        if not self.job.tokens:
+            return 1.0
+        names = {Kind.F: "f", Kind.B: "b", Kind.W: "w", Kind.BW: "bw"}[op]
+        mine, row, each = [self.table[i] for i in self.stages[stage]], self.job.row_tokens, list[float]()
+        for tokens in (*self.job.tokens, row):
+            shares = shares_of(self.job, tokens)
+            parts = [estimate.part_of(layer, None, shares, tokens / row) for layer in mine]
+            each.append(sum(getattr(part, name) for part in parts for name in names))
+        return _ratio(each[-1], statistics.median(each[:-1]))
 
     def _known(self, kind: str) -> LayerProfile | None:
         """The base's profile of a kind."""
@@ -280,7 +296,8 @@ class _Work:
     def link(self) -> LinkProfile | None:
         """The base's link, with the median latency of the run's messages."""
         base = None if self.base is None else self.base.link
-        behind = recall.boundary_sizes(self.job, self.manifest, self.table)
+        share = statistics.median(self.job.tokens or [1]) / (self.job.row_tokens if self.job.tokens else 1)
+        behind = [share * size for size in recall.boundary_sizes(self.job, self.manifest, self.table)]
         points = [
             Point(bytes=max(1, round(behind[edge])), us=statistics.median(samples) / 1e3, spread=spread(samples))
             for (_, edge), samples in sorted(self.times.lags.items())

@@ -196,7 +196,7 @@ def _slow_ops(steps: Sequence[RecordedStep], times: Times, step_ms: float) -> It
         for rank, record in enumerate(step.ranks):
             for index, op in step.compute(rank):
                 ms = (record.end[index] - record.work[index]) / _MS
-                normal = usual[op.kind, op.stage, rank]
+                normal = usual[op.kind, op.stage, rank] / times.typical.of(op)
                 if _out_of_line(ms, normal, step_ms):
                     yield Outlier(step.number, rank, op, normal, ms, record.work[index] / _MS)
 
@@ -207,7 +207,8 @@ def _late_messages(steps: Sequence[RecordedStep], times: Times, step_ms: float) 
         for message in step.messages():
             if not message.awaited:
                 continue
-            ms, normal = message.took / _MS, usual[message.sender, message.receiver]
+            ms = message.took / _MS
+            normal = usual[message.sender, message.receiver] / times.typical.sent(message)
             if _out_of_line(ms, normal, step_ms):
                 start = max(message.sent, message.posted) / _MS
                 yield Outlier(step.number, message.receiver, message.taker, normal, ms, start, message.sender)

@@ -168,7 +168,7 @@ def build(trace: Trace, *, again: bool = True) -> RunReport:
     timeline = simulate(program, costs)
     steps = typical(trace)
     middle = _median(steps)
-    times = times_of(steps)
+    times = times_of(steps, costs)
     wall = middle.wall_ns / _MS
     new = None
     if again:

@@ -3,19 +3,21 @@
 Two times are read off each compute op. `work` is the op itself. `cost` is the time until its rank can run the next: the
 op, the runtime's work around it, and the transfers started since the previous compute op. The simulator has ranks run
 one op right after the other, so it gets `cost`.
+
+Times of microbatches of unequal length are made those of the median one, by what was predicted for each.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from zbc.compiler.cost.cost import Costs, PerStage
-from zbc.compiler.recorded.view import RecordedStep
-from zbc.ir import WHOLE, Kind, groups
+from zbc.compiler.recorded.view import Arrival, RecordedStep
+from zbc.ir import NEXT, WHOLE, Kind, Op, groups
 from zbc.ops import Lane
 from zbc.trace.recording import Cause
 
@@ -24,10 +26,38 @@ _What = TypeVar("_What", Kind, str)
 Key = tuple[Kind, int, int]  # kind, stage, rank of the run
 
 
+class Typical:
+    """Predicted times of the median microbatch over those of a given one; 1 if all are alike."""
+
+    def __init__(self, costs: Costs | None) -> None:
+        self._costs = costs if costs is not None and costs.unequal else None
+        self._known: dict[tuple[Op, int], float] = {}
+
+    def of(self, op: Op) -> float:
+        """For a compute op."""
+        return self._share(op, -1, lambda costs, mb: costs.duration(op._replace(mb=mb)))
+
+    def sent(self, message: Arrival) -> float:
+        """For a message."""
+        taker, source = message.taker, message.source.stage
+        return self._share(taker, source, lambda costs, mb: costs.link(taker.pipe, source, taker.stage, mb))
+
+    def _share(self, op: Op, source: int, ms: Callable[[Costs, int], float]) -> float:
+        costs = self._costs
+        if costs is None:
+            return 1.0
+        if (op, source) not in self._known:
+            own = ms(costs, op.mb % NEXT)
+            usual = statistics.median(ms(costs, mb) for mb in range(costs.unequal))
+            self._known[op, source] = usual / own if own else 1.0
+        return self._known[op, source]
+
+
 @dataclass
 class Times:
     """All samples of some steps, in ns."""
 
+    typical: Typical = field(default_factory=lambda: Typical(None))
     work: dict[Key, list[int]] = field(default_factory=lambda: defaultdict(list))
     # of a microbatch, by stage; of vocabulary ops, by rank
     cost: dict[tuple[Kind, int], list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -39,17 +69,18 @@ class Times:
     sums: list[int] = field(default_factory=list)  # of the all-reduce over all ranks after the last one arrived
 
 
-def times_of(steps: Iterable[RecordedStep]) -> Times:
-    """The times of these steps."""
-    times = Times()
+def times_of(steps: Iterable[RecordedStep], costs: Costs | None = None) -> Times:
+    """The times of these steps; `costs`: those of their plan, if microbatches are of unequal length."""
+    times = Times(Typical(costs))
     for step in steps:
         for rank in range(len(step.ranks)):
             _rank(times, step, rank)
         for message in step.messages():
             if message.awaited:
-                times.links[message.sender, message.receiver].append(message.took)
+                took = round(message.took * times.typical.sent(message))
+                times.links[message.sender, message.receiver].append(took)
                 edge = min(message.source.stage, message.taker.stage)
-                times.lags[message.taker.pipe, edge].append(message.took)
+                times.lags[message.taker.pipe, edge].append(took)
         _barrier(times, step)
     return times
 
@@ -63,14 +94,14 @@ def _rank(found: Times, step: RecordedStep, rank: int) -> None:
     whole: dict[tuple[Kind, int, int, int], list[int]] = defaultdict(list)  # by microbatch and pipe, of its slices
     grouped = groups(record.ops) if step.program.tp > 1 else {}  # run in turns: the time of one alone is not known
     for index, op in enumerate(record.ops):
-        took = record.end[index] - record.start[index] - waited[index]
+        took, share = record.end[index] - record.start[index] - waited[index], found.typical.of(op)
         if op.share != WHOLE:  # its time depends on the layers frozen in this step
             around = 0
         elif op.kind.computes:
-            found.work[op.kind, op.stage, rank].append(record.end[index] - record.work[index])
+            found.work[op.kind, op.stage, rank].append(round(share * (record.end[index] - record.work[index])))
             place = seat if op.kind.unit_wide else op.stage
             if index not in grouped:
-                whole[op.kind, place, op.mb, op.pipe].append(max(0, took) + around)
+                whole[op.kind, place, op.mb, op.pipe].append(round(share * max(0, took)) + around)
             around = 0
         elif op.kind.is_transfer:
             around += max(0, took)
@@ -105,7 +136,7 @@ def measured(costs: Costs, times: Times) -> Costs:
     """`costs` with the measured times in place of the predicted ones, if measured; bytes stay."""
     b, w, bw = (_medians(times.cost, kind, costs) for kind in (Kind.B, Kind.W, Kind.BW))
     links = tuple(
-        {edge: median_ms(samples) if (samples := times.lags.get((pipe, edge[0]))) else ms for edge, ms in links.items()}
+        {edge: _as_long(ms, times.lags.get((pipe, edge[0]))) for edge, ms in links.items()}
         for pipe, links in enumerate(costs.links)
     )
     columns = dict[str, PerStage]()
@@ -122,6 +153,14 @@ def measured(costs: Costs, times: Times) -> Costs:
         name: costs.portions(name, whole) if name in ("f", "b", "w", "bw") else whole for name, whole in columns.items()
     }
     return replace(costs.with_ms(**shared), links=links, source="measured")
+
+
+def _as_long(ms: float | tuple[float, ...], samples: Sequence[int] | None) -> float | tuple[float, ...]:
+    """Predicted times of messages, with the measured one for that of the median microbatch."""
+    if not samples:
+        return ms
+    found, usual = median_ms(samples), statistics.median(ms) if isinstance(ms, tuple) else 0.0
+    return tuple(one * found / usual if usual else found for one in ms) if isinstance(ms, tuple) else found
 
 
 def _medians(samples: Mapping[tuple[_What, int], list[int]], what: _What, costs: Costs) -> list[float | None]:
