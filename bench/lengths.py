@@ -1,11 +1,13 @@
 """Orders that know how long each microbatch is, beside orders for equal ones: of many drawn lengths, and measured.
 
-    python bench/lengths.py [--draws N] [--steps N] [--quick] [--only drawn|measured] [--seed N]
+    python bench/lengths.py [--draws N] [--steps N] [--quick] [--only drawn|measured|computed] [--seed N]
 
 Drawn: log-normal lengths of the microbatches of a step, at times that are estimated or given, under several schedules.
 The planned step, with microbatches numbered as the plan likes, beside the order that is planned for equal microbatches
 as it runs with the lengths as they were drawn. Measured: four ranks on gloo that really train, where each op takes as
-long as its microbatch does; the gain of the plan that knows the lengths beside the one that is simulated.
+long as its microbatch does; the gain of the plan that knows the lengths beside the one that is simulated. Computed: two
+ranks on gloo whose ops take what their rows do, by the times of a profile of this machine; the same plan as well with
+all rows padded to whole ones.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +45,10 @@ from zbc.ir import Op
 from zbc.job.spec import Job
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
+from zbc.training.profiling.session import effort, measure
 
 RANKS, WARM_UP, LONGEST, SAME = 4, 1, 2048, 1e-9
+CORES, ROW = 2, 1024  # ranks that compute, and tokens of their whole rows
 KINDS = ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved-1f1b", "gis", "chimera", "zb-auto")
 MEASURED = ("1f1b", "zb-h1", "zb-auto", "interleaved-1f1b")
 MS = 100.0  # forward, and each half of the backward, of a rank's stages and the longest microbatch
@@ -99,14 +104,17 @@ def drawn(record: Record, draws: int, seed: int) -> None:
 # ---- measured ------------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, folder: Path, sides: Sequence[tuple[StoredPlan, Costs]], steps: int, sender: Any) -> None:
-    """Both plans step by step in turns, so that a busy machine slows both."""
+def rank_main(
+    rank: int, folder: Path, ranks: int, sides: Sequence[tuple[StoredPlan, Costs | None]], steps: int, sender: Any
+) -> None:
+    """The plans step by step in turns, so that a busy machine slows all; with costs ops take what these say."""
     import ours
 
-    with meeting(rank, RANKS, folder / "meet"):
+    with meeting(rank, ranks, folder / "meet"):
         workers = [ours.build(plan, rank).worker for plan, _ in sides]
         for worker, (_, costs) in zip(workers, sides, strict=True):
-            worker.clock = Paced(worker, functools.partial(_ms_of, costs))
+            if costs is not None:
+                worker.clock = Paced(worker, functools.partial(_ms_of, costs))
         took: list[list[float]] = [[] for _ in sides]
         losses: list[list[float]] = [[] for _ in sides]
         for step in range(steps + WARM_UP):
@@ -139,7 +147,7 @@ def measured(record: Record, steps: int, kinds: Sequence[str], seed: int) -> Non
             for name, compiled, costs in (("known", known, known.costs), ("plain", plain, costs_of_plain)):
                 compiled.write(Path(folder) / name)
                 sides.append((short(StoredPlan.read(Path(folder) / name)), costs))
-            (found,) = results(rank_main, (Path(folder), sides, steps), ranks=RANKS)
+            (found,) = results(rank_main, (Path(folder), RANKS, sides, steps), ranks=RANKS)
         real, losses = [min(took) for took, _ in found], [lost for _, lost in found]
         gains = wanted[1] / wanted[0], real[1] / real[0]
         same = "alike" if losses[0] == losses[1] else f"{max(abs(a - b) for a, b in zip(*losses, strict=True)):.1e} off"
@@ -148,15 +156,51 @@ def measured(record: Record, steps: int, kinds: Sequence[str], seed: int) -> Non
         record(f"  simulated {ms}; gain {gains[0]:.3f}, measured {gains[1]:.3f}: off by {gains[0] / gains[1] - 1:+.1%}")
 
 
+def with_tokens(plan: StoredPlan, tokens: Sequence[int]) -> StoredPlan:
+    """The same order for microbatches of these lengths; none: for whole rows."""
+    planning = plan.manifest.planning
+    schedule = {key: value for key, value in planning["schedule"].items() if key != "tokens"}
+    schedule |= {"tokens": list(tokens)} if tokens else {}
+    changed = {"planning": {**planning, "schedule": schedule}}
+    return StoredPlan(plan.manifest.model_copy(update=changed), plan.program, plan.ramp)
+
+
+def computed(record: Record, steps: int, kinds: Sequence[str], seed: int) -> None:
+    record(f"# {CORES} ranks on gloo that compute rows of these lengths: the least of {steps} steps, in turns")
+    source = random.Random(seed)
+    model = {"family": "llama", "layers": 6, "hidden": 192, "heads": 4, "vocab": 256, "seq_len": ROW}
+    for kind in kinds:
+        tokens = [max(16, n * ROW // LONGEST) for n in [*lengths(source, 5, 1.1), LONGEST]]
+        schedule, told = {"tokens": tokens, "microbatch_size": 1}, {"kind": "synthetic"}
+        jobs = both(kind=kind, pp=CORES, m=6, schedule=schedule, model=model, data=told)
+        how = effort(jobs[1], device="cpu", threads=1, together=CORES, rounds=9)
+        profile = measure(jobs[1], how)
+        known, plain = (compile_job(replace(one, profile=profile), suggest=False, budget=0.0) for one in jobs)
+        other, _ = step_of(replace(jobs[0], profile=profile), plain.found)
+        wanted = (known.found.step_ms(known.job), other, plain.found.step_ms(plain.job))
+        with tempfile.TemporaryDirectory() as folder:
+            for name, compiled in (("known", known), ("plain", plain)):
+                compiled.write(Path(folder) / name)
+            stored = [StoredPlan.read(Path(folder) / name) for name in ("known", "plain")]
+            sides = [stored[0], with_tokens(stored[1], tokens), with_tokens(stored[1], ())]
+            told_to = (Path(folder), CORES, [(side, None) for side in sides], steps)
+            (found,) = results(rank_main, told_to, ranks=CORES)
+        real = [min(took) for took, _ in found]
+        record(f"{kind}: {' '.join(map(str, known.job.tokens))} of {ROW}")
+        for what, ms, took in zip(("planned for them", "for equal ones", "rows padded"), wanted, real, strict=True):
+            gains = f"gain {ms / wanted[0]:.3f}, measured {took / real[0]:.3f}" if ms is not wanted[0] else ""
+            record(f"  {what:16} simulated {ms:7.1f} ms, measured {took:7.1f}  {gains}".rstrip())
+
+
 def short(plan: StoredPlan) -> StoredPlan:
     """The same for rows of few tokens: what ops take is said, and what they compute is to take less."""
+    plan = with_tokens(plan, ())
     planning = plan.manifest.planning
     model = {**planning["model"], "seq_len": 16}
-    schedule = {key: value for key, value in planning["schedule"].items() if key != "tokens"}
     boundaries = [
         one and one.model_copy(update={"shape": [one.shape[0], 16, one.shape[2]]}) for one in plan.manifest.boundaries
     ]
-    changed = {"planning": {**planning, "model": model, "schedule": schedule}, "boundaries": boundaries}
+    changed = {"planning": {**planning, "model": model}, "boundaries": boundaries}
     return StoredPlan(plan.manifest.model_copy(update=changed), plan.program, plan.ramp)
 
 
@@ -165,7 +209,7 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="few draws and steps; writes no file")
-    parser.add_argument("--only", choices=("drawn", "measured"))
+    parser.add_argument("--only", choices=("drawn", "measured", "computed"))
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     record = Record("lengths")
@@ -175,6 +219,8 @@ def main() -> None:
         measured(
             record, 3 if options.quick else options.steps, MEASURED[:1] if options.quick else MEASURED, options.seed
         )
+    if options.only in (None, "computed"):
+        computed(record, 2 if options.quick else options.steps, MEASURED[: 1 if options.quick else 3], options.seed)
     if not options.quick and options.only is None:
         record.write()
 

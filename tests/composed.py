@@ -77,16 +77,21 @@ def settings(*traits: str) -> Tables:
     return tables
 
 
-def trained(tables: Tables, *, budget: float = 0.0, steps: int = STEPS) -> list[tuple[float, float]]:
-    """Trains a job; returns (loss, norm) of each step."""
-    from tests.threads import run_threads
-
+def planned(tables: Tables, *, budget: float = 0.0) -> StoredPlan:
+    """The plan of a job."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "zbc.toml"
         path.write_text(toml(tables))
         compile_job(load_job(path), budget=budget, suggest=False).write(Path(folder) / "plan")
-        workers = run_threads(StoredPlan.read(Path(folder) / "plan"), steps)
-        return [(result.loss, result.grad_norm) for result in workers[0].results]
+        return StoredPlan.read(Path(folder) / "plan")
+
+
+def trained(tables: Tables, *, budget: float = 0.0, steps: int = STEPS) -> list[tuple[float, float]]:
+    """Trains a job; returns (loss, norm) of each step."""
+    from tests.threads import run_threads
+
+    workers = run_threads(planned(tables, budget=budget), steps)
+    return [(result.loss, result.grad_norm) for result in workers[0].results]
 
 
 def toml(tables: Tables) -> str:

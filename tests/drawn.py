@@ -87,6 +87,8 @@ MORE: dict[str, tuple[dict[str, dict[str, Any]], bool]] = {
     "two chunks": ({"schedule": {"chunks": 2, "kind": "looped-zb"}}, False),
     "three pieces": ({"schedule": {"kind": "breadth-first", "chunks": 2}}, False),
     "balance": ({"data": {"balance": "length"}}, True),
+    "tokens": ({"schedule": {"tokens": [64, 24], "renumber": False}}, True),
+    "dealt by tokens": ({"data": {"balance": "tokens"}, "schedule": {"tokens": [64, 24], "renumber": False}}, True),
     "freeze later": ({"freeze": {"most": 0.5, "after": STEPS}}, False),
     "adapter": ({"adapter": {"rank": 4}}, True),
     "world": ({"parallel": {"world": 4, "pp": None}, "schedule": {"batch": 16, "microbatches": None}}, False),
@@ -163,6 +165,8 @@ def of(traits: tuple[str, ...], kind: str, pp: int = 2) -> Drawn:
     if "world" not in traits:
         both["schedule"]["microbatches"] = 8 // replicas
     plain["schedule"]["microbatches"] = 8 // whole
+    for tables in (both, plain) if {"tokens", "dealt by tokens"} & {*traits} else ():
+        tables["schedule"]["tokens"] = [64, 24] * (tables["schedule"].get("microbatches", 2) // 2)
     if "ramp" in traits:
         for tables, count in ((both, 4 // replicas), (plain, 4 // whole)):
             tables["schedule"]["ramp"] = [{"microbatches": count, "steps": 1}]

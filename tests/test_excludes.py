@@ -67,6 +67,7 @@ VALUES = {
     "freeze": 0.5,
     "adapter": 8,
     "balance": "length",
+    "dealt by tokens": "tokens",
     "steps": "steps",
     "evaluation": 10,
     "fused gradients": True,

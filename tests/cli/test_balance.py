@@ -3,9 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from tests.tiers import few
+from zbc.compiler.compile import load_job
 from zbc.plan import directory as plans
+from zbc.trace import recording as trace
+from zbc.training.profiling.rig import build_rig
 
 BASE = {
     "data": {"kind": "synthetic", "balance": "length"},
@@ -93,3 +97,61 @@ def test_the_room_of_a_microbatch_says_its_rows(job, zbc, folder):
 def test_a_trace_of_unequal_counts_is_refused(balanced, zbc, folder):
     ran = zbc("run", "plan", "--local", 4, "--steps", 2, "--trace", "1", "--out", "run")
     assert ran.code != 0 and "error[E118]" in ran.err
+
+
+# ---- samples dealt by schedule.tokens --------------------------------------------------------------------------------
+
+DEALT = {
+    "data": {"kind": "synthetic", "balance": "tokens"},
+    "model": {"seq_len": 64, "hidden": 64},
+    "train": {"steps": 9},
+}
+
+
+def test_lengths_that_a_run_recorded_make_the_next_plan(job, zbc, folder):
+    """The first plan knows nothing of them: all rows are whole."""
+    job(**DEALT, pp=2, m=6, kind="zb-h1", schedule={"microbatch_size": 1, "tokens": [64] * 6})
+    planned = zbc("plan", "zbc.toml")
+    assert "by the samples of 9 steps, rows have at the median" in planned.out, planned.err
+    assert "longer than planned in 0 of the steps" in planned.out
+    ran = zbc("run", "plan", "--local", 2, "--threads", "--steps", 8, "--trace", "3-7", "--out", "run")
+    assert ran.code == 0, ran.err
+    recorded = trace.read(folder / "run")
+    steps = [recorded.ranks[0].timings[step].tokens for step in recorded.steps]
+    assert len({tuple(tokens) for tokens in steps}) > 1 and all([*t] == sorted(t, reverse=True) for t in steps)
+    assert list(recorded.tokens) == [sorted(column)[2] for column in zip(*steps, strict=True)]
+    reported = zbc("report", "run")
+    assert reported.code == 0 and "--set schedule.tokens=recorded" in "".join(reported.out.split("\n"))
+    assert zbc("profile", "--from-trace", "run", "-o", "profile.json").code == 0
+    told = json.loads((folder / "profile.json").read_text())["tokens"]
+    assert told == list(recorded.tokens)
+    again = zbc("plan", "zbc.toml", "--profile", "profile.json", "--set", "schedule.tokens=recorded", "-o", "next")
+    assert again.code == 0, again.err
+    tokens = plans.read_manifest(folder / "next").planning["schedule"]["tokens"]
+    assert sorted(tokens) == sorted(told) and tokens != told
+    assert zbc("check", "next").code == 0
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_lengths_that_nothing_recorded_are_refused_at_their_key(named, job, zbc, folder):
+    job(**DEALT, pp=2, m=3, schedule={"microbatch_size": 1, "tokens": "recorded"})
+    profile = []
+    if named:
+        assert zbc("profile", "zbc.toml", "--rounds", 3, "--set", "schedule.tokens=[64, 64, 64]").code == 0
+        profile = ["--profile", "profile.json"]
+    ran = zbc("plan", "zbc.toml", *profile)
+    assert ran.code == 3 and "error[E117]" in ran.err and "zbc profile --from-trace RUN" in ran.err
+    assert ("costs.profile has no lengths" if named else "costs.profile is not set") in ran.err
+
+
+@pytest.mark.parametrize("balance", ["tokens", "length"])
+def test_samples_of_a_user_of_unequal_length_are_looked_at_in_whole_rows(balance, job, zbc, folder):
+    """By the doctor and by a profile, which deal none."""
+    tokens = {"tokens": [16, 9, 16]} if balance == "tokens" else {}
+    data = {"kind": "tests.runtime.test_lengths:Texts", "balance": balance}
+    made = {"data": data, "model": {"seq_len": 16, "vocab": 61}, "schedule": {"microbatch_size": 2, **tokens}}
+    job(**made, pp=2, m=3)
+    ran = zbc("doctor", "--model", "zbc.toml")
+    assert ran.code == 0 and "all right" in ran.out, ran.err
+    rig = build_rig(load_job(folder / "zbc.toml"), torch.device("cpu"))
+    assert {spec.shape[1] for spec in rig.inputs} == {16}

@@ -83,11 +83,12 @@ def make_plan(
     cuts: Sequence[int] | None = None,
     rows: Sequence[int] = (),
     words: Sequence[int] | None = None,
+    tokens: Sequence[int] = (),
 ) -> StoredPlan:
     """The plan of a program; `keep` drops ops from it. Layers are dealt evenly, or cut at `cuts`.
 
     `rows`: starts of the slices of microbatches, and the end of the sequence; `words`: the first words of ranks in a
-    shared vocabulary, by default even.
+    shared vocabulary, by default even; `tokens`: of the rows of each microbatch.
     """
     ranks = [[op for op in ops if keep(op)] for ops in program.ranks]
     program = replace(program.with_ranks(ranks, by="test"), node=tuple(node) if node else None, order=tuple(order))
@@ -117,6 +118,7 @@ def make_plan(
             "freeze": freeze or {},
             "model": plain(checked),
             **({} if adapter is None else {"adapter": adapter}),
+            **({"schedule": {"tokens": [*tokens]}} if tokens else {}),
         },
         training={"train": {"seed": seed, "steps": steps, **(train or {})}, **told},
     )
@@ -191,10 +193,12 @@ def reference(
     frozen: Callable[[int, int], set[str]] = lambda step, mb: set(),
     *,
     delayed: bool = False,
+    read: Callable[[Batches], Any] = lambda batches: batches,
 ) -> Reference:
     """Trains the unsplit, unpatched model of `plan` with plain autograd: (loss / m).backward() per microbatch.
 
-    `delayed`: the gradients of a step are those of the weights before the last step.
+    `delayed`: the gradients of a step are those of the weights before the last step. `read`: makes the microbatches
+    that are trained from those of the plan's data.
 
     `frozen` names the layers, or modules inside, that a microbatch does not train; gradients are means over the other
     microbatches.
@@ -202,7 +206,7 @@ def reference(
     manifest, settings = plan.manifest, Settings.of(plan.manifest)
     most, size, seed = manifest.topology.batch, manifest.microbatch_size, settings.train.seed
     samples, phases = build_samples(settings.data, settings.model, seed), Phases.of(manifest)
-    batches = Batches(samples, seed=seed, microbatches=most, size=size, phases=phases)
+    batches = read(Batches(samples, seed=seed, microbatches=most, size=size, phases=phases))
     plans = adapters.adapted(model.layers(settings.model, seed), settings.adapter, settings.model)
     layers = [(layer.name, layer.build(seed)) for layer in plans]
     if settings.model.tie_embeddings:

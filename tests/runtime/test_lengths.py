@@ -1,9 +1,34 @@
-"""Plans that were made for microbatches of unequal length train what one process does."""
+"""Runs of plans with microbatches of unequal length: they have these lengths, and train what one process does."""
+
+from collections import defaultdict
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
-from tests.composed import TOLERANCE, apart, settings, trained
+from tests.composed import TOLERANCE, planned, settings
+from tests.drawn import of as drawn_of
+from tests.drawn import outcome
+from tests.jobs import job
+from tests.refusals import refused
+from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program, reference
+from tests.runtime.test_forward import rows_of
+from tests.runtime.test_given_steps import check
+from tests.runtime.test_gradients import without_step
+from tests.threads import losses_of, run_threads
 from tests.tiers import few
+from zbc.errors import ZbcError
+from zbc.plan.balancing import Shape, deal_by_tokens
+from zbc.plan.directory import StoredPlan
+from zbc.runtime.core.stage import Stage
+from zbc.runtime.seeding import seed_of
+from zbc.training.building.context import Settings
+from zbc.training.data.data import build_dataset
+from zbc.training.data.documents import RandomDocuments
+from zbc.training.data.fixed import Fixed
+from zbc.training.data.permutation import Permutation
+from zbc.training.models import model as models
 
 TOKENS = [32, 4, 16, 2, 32, 8, 24, 4]
 CASES = [
@@ -16,14 +41,387 @@ CASES = [
     ("zb-v", ("offload",)),
     ("zb-h1", ("post-validate",)),
     ("1f1b", ("two versions",)),
+    ("zb-h1", ("tp_sequence",)),
+    ("1f1b", ("average",)),
+    ("zb-h1", ("freeze",)),
+    ("1f1b", ("fused gradients",)),
+    ("dualpipe-v", ("overlap",)),
 ]
 
 
-@pytest.mark.parametrize(("kind", "traits"), few(CASES, 3))
-def test_they_train_as_one_process_does(kind, traits):
-    unequal, plain = settings(*traits), settings(*(trait for trait in traits if trait == "two versions"))
-    unequal["schedule"] |= {"kind": kind, "tokens": TOKENS[: unequal["schedule"]["microbatches"]]}
-    plain["parallel"] = {"pp": plain["parallel"]["pp"] if traits == ("two versions",) else 1}
-    plain["parallel"]["dp"] = unequal["parallel"].get("dp", 1)
-    plain["schedule"]["microbatches"] = unequal["schedule"]["microbatches"]
-    assert apart(trained(unequal), trained(plain)) <= TOLERANCE
+class Cut:
+    """Microbatches cut to their lengths, in one process."""
+
+    def __init__(self, batches, lengths):
+        self.batches, self.lengths = batches, lengths
+
+    def _of(self, whole, mb):
+        return whole[:, : self.lengths[mb % len(self.lengths)]]
+
+    def inputs(self, step, mb):
+        return self._of(self.batches.inputs(step, mb), mb)
+
+    def targets(self, step, mb):
+        return self._of(self.batches.targets(step, mb), mb)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The tokens of the rows that stages run, by microbatch."""
+    found = defaultdict(set)
+    inner = Stage.forward
+
+    def forward(self, x, step, mb, *rest):
+        found[step, mb].add(x.shape[1])
+        return inner(self, x, step, mb, *rest)
+
+    monkeypatch.setattr(Stage, "forward", forward)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "traits"), few(CASES, 4))
+def test_microbatches_have_their_lengths_and_train_what_one_process_does(kind, traits, seen):
+    tables = settings(*traits)
+    tables["schedule"] |= {"kind": kind, "tokens": TOKENS[: tables["schedule"]["microbatches"]]}
+    plan = planned(tables)
+    lengths, count = plan.manifest.tokens, plan.manifest.microbatches
+    found = [(one.loss, one.grad_norm) for one in run_threads(plan, 3)[0].results]
+    wanted = reference(plan, 3, read=lambda batches: Cut(batches, lengths), delayed=traits == ("two versions",))
+    assert sorted(lengths) == sorted(tables["schedule"]["tokens"])
+    if traits not in (("average",), ("freeze",)):  # which train something else
+        assert [loss for loss, _ in found] == pytest.approx(wanted.losses, rel=TOLERANCE)
+        assert [norm for _, norm in found] == pytest.approx(wanted.norms, rel=TOLERANCE)
+    parts = 2 if traits == ("tp_sequence",) else 1
+    assert {mb for _, mb in seen} == set(range(count * plan.manifest.copies))
+    for (_, mb), sizes in seen.items():
+        assert sizes <= {lengths[mb % count], lengths[mb % count] // parts}
+
+
+@pytest.mark.parametrize("traits", [("shared vocabulary",), ()])
+def test_evaluations_have_whole_rows(traits):
+    found = []
+    for tokens in (TOKENS, None):
+        tables = settings(*traits)
+        tables["train"] |= {"eval_every": 1, "eval_batches": 1}
+        tables["data"]["validation"], tables["optimizer"]["lr"] = 0.01, 0.0
+        tables["schedule"] |= {} if tokens is None else {"tokens": tokens}
+        (_, *_, last) = run_threads(planned(tables), 1)
+        found.append(last.evaluation.results[0].loss)
+    assert found[0] == found[1]
+
+
+def test_rows_are_rounded_up_for_ranks_that_share_their_tokens(seen):
+    plan = dealt("zb-h1", data={"kind": "synthetic"}, model=LLAMA, tp=2, tokens=[5, 16, 3, 9])
+    workers, rounded = run_threads(plan, 2), [6, 16, 4, 10]
+    assert [workers[0].work.length(0, mb).tokens for mb in range(4)] == rounded
+    wanted = reference(plan, 2, read=lambda batches: Cut(batches, rounded))
+    assert losses_of(workers) == pytest.approx(wanted.losses, rel=1e-6)
+
+
+# ---- samples dealt by their length ----------------------------------------------------------------------------------
+
+SGD = {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "clip_grad_norm": 0.5}
+DEALT = {"kind": "synthetic", "balance": "tokens"}
+
+
+class Texts:
+    """A user's sequences of tokens, with their lengths."""
+
+    def __init__(self, count=60, longest=16):
+        source = torch.Generator().manual_seed(3)
+        self.lengths = torch.randint(1, longest + 1, (count,), generator=source).tolist()
+        self._tokens = [torch.randint(61, (n + 1,), generator=source) for n in self.lengths]
+
+    def __len__(self):
+        return len(self._tokens)
+
+    def __getitem__(self, index):
+        return self._tokens[index][:-1], self._tokens[index][1:]
+
+    def pair(self, number):
+        return self[number % len(self)]
+
+
+TEXTS = {"kind": f"{__name__}:Texts", "balance": "tokens"}
+SLOTS = [5, 16, 2, 9]
+
+
+def dealt(
+    schedule="1f1b", copies=1, *, model=GPT, data=DEALT, tokens=SLOTS, sync="before-step", tp=1, still=False, **options
+):
+    program = make_program(schedule, 2, len(tokens), copies=copies, sync=sync)
+    optimizer = {**SGD, "sync": sync, "lr": 0.0 if still else SGD["lr"]}
+    plan = make_plan(program, model=model, data=data, optimizer=optimizer, tokens=tokens, **options)
+    manifest = plan.manifest
+    planning = {**manifest.planning, "parallel": {"tp_sequence": tp > 1}}
+    return StoredPlan(manifest.model_copy(update={"tp": tp, "planning": planning}), plan.program)
+
+
+def alone(plan, steps, documents=None):
+    """Losses, norms and weights of one process that runs the samples of a step one by one."""
+    settings = Settings.of(plan.manifest)
+    seed, chosen = settings.train.seed, settings.model
+    documents = documents or RandomDocuments(chosen.vocab, chosen.seq_len, seed)
+    size = plan.manifest.topology.batch * plan.manifest.microbatch_size
+    layers = {layer.name: layer.build(seed) for layer in models.layers(chosen, seed)}
+    weights = {f"{name}.{local}": p for name, layer in layers.items() for local, p in layer.named_parameters()}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9)
+    losses, norms = [], []
+    for step in range(steps):
+        pairs = [documents.pair(number) for number in samples_of(step, size, len(documents), seed)]
+        total, all_tokens = 0.0, sum(len(x) for x, _ in pairs)
+        for x, y in pairs:
+            h = x[None]
+            for layer in layers.values():
+                h = layer(h)
+            loss = functional.cross_entropy(h[0], y, reduction="sum") / all_tokens
+            loss.backward()
+            total += loss.item()
+        norms.append(float(nn.utils.clip_grad_norm_(weights.values(), SGD["clip_grad_norm"])))
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: p.detach() for name, p in weights.items()}
+
+
+def samples_of(step, size, count, seed):
+    for position in range(step * size, step * size + size):
+        epoch, place = divmod(position, count)
+        yield epoch * count + Permutation(count, seed_of(seed, "epoch", epoch))[place]
+
+
+WAYS = [
+    ("1f1b", {}),
+    ("zb-h1", {"copies": 2, "model": LLAMA}),
+    ("zb-h1", {"data": TEXTS, "activations": "recompute"}),
+    ("chimera", {"model": {**GPT, "positions": "rotary"}}),
+    ("1f1b", {"sync": "post-validate", "size": 3}),
+    ("zb-v", {"tp": 2, "model": LLAMA}),
+]
+
+
+@pytest.mark.parametrize(("schedule", "options"), few(WAYS, 2))
+def test_the_longest_samples_of_a_step_are_in_its_longest_microbatches_and_train_as_one_by_one(schedule, options, seen):
+    plan, steps = dealt(schedule, **options), 4
+    workers = run_threads(plan, steps)
+    losses, norms, weights = alone(plan, steps, Texts() if options.get("data") is TEXTS else None)
+    assert losses_of(workers) == pytest.approx(losses, abs=1e-6)
+    assert [one.grad_norm for one in workers[0].results] == pytest.approx(norms, rel=1e-5)
+    for stage in (stage for worker in workers for stage in worker.stages.values()):
+        for name, p in stage.parameters.items() if plan.manifest.tp == 1 else ():
+            torch.testing.assert_close(p.detach(), weights[name], rtol=0, atol=1e-6, msg=name)
+    work, by_length, unit = workers[0].work, sorted(range(4), key=lambda mb: SLOTS[mb]), plan.manifest.tp
+    for step in range(steps):
+        for first in range(0, plan.manifest.topology.batch, 4):
+            ran = [work.length(step, first + mb).tokens for mb in range(4)]
+            assert [ran[mb] for mb in by_length] == sorted(ran)
+            assert all(seen[step, first + mb] <= {ran[mb], ran[mb] // unit} for mb in range(4))
+            held = [max(map(sum, work.rows(step, first + mb))) for mb in range(4)]
+            assert all(0 <= tokens - longest < unit for tokens, longest in zip(ran, held, strict=True))
+
+
+def test_a_training_of_dealt_samples_goes_on_where_it_was(tmp_path):
+    plan = dealt("zb-h1", checkpoint={"every": 2, "asynchronous": False})
+    straight = run_threads(plan, 4)
+    run_threads(plan, 2, folder=tmp_path / "run")
+    again = run_threads(plan, 4, resume=next(tmp_path.glob("**/step-*")))
+    assert losses_of(again) == losses_of(straight)[2:]
+
+
+def mean_over_tokens(plan, pairs):
+    """The loss of one process that runs each sample alone, at initial weights."""
+    settings, total = Settings.of(plan.manifest), 0.0
+    layers = [layer.build(settings.train.seed) for layer in models.layers(settings.model, settings.train.seed)]
+    for x, y in pairs:
+        h = x[None]
+        for layer in layers:
+            h = layer(h)
+        total += functional.cross_entropy(h[0], y, reduction="sum").item()
+    return total / sum(len(x) for x, _ in pairs)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_kept_samples_are_evaluated_in_whole_rows_and_their_padding_does_not_count(schedule):
+    data = {**TEXTS, "args": {"count": 64}, "validation": 0.25}
+    plan = dealt(schedule, data=data, train={"eval_every": 1}, still=True)
+    (*_, last), texts = run_threads(plan, 1), Texts(64)
+    wanted = mean_over_tokens(plan, [texts[i] for i in range(48, 64)])
+    assert [one.loss for one in last.evaluation.results] == pytest.approx([wanted], rel=1e-6)
+    assert last.evaluation.results[0].samples == 16
+
+
+def test_rows_of_a_run_forward_are_those_of_all_samples_and_0_behind_them(tmp_path):
+    plan, texts = dealt("zb-v", data=TEXTS), Texts()
+    rows = rows_of(plan, tmp_path)["log_probs"]
+    settings = Settings.of(plan.manifest)
+    layers = [layer.build(settings.train.seed) for layer in models.layers(settings.model, settings.train.seed)]
+    assert rows.shape == (60, 16)
+    for row, (x, y) in zip(rows, (texts[i] for i in range(60)), strict=True):
+        h = x[None]
+        for layer in layers:
+            h = layer(h)
+        wanted = -functional.cross_entropy(h[0], y, reduction="none").detach()
+        torch.testing.assert_close(row, functional.pad(wanted, (0, 16 - len(y))), rtol=0, atol=1e-5)
+
+
+def test_replicas_take_turns_with_the_longer_samples():
+    shape = Shape(replicas=2, room=16, rows=2, most=3)
+    dealt_to = deal_by_tokens([*range(1, 13)], shape, [5, 16, 9])
+    assert dealt_to == [
+        [((3,), (2,)), ((11,), (10,)), ((5,), (4,))],
+        [((1,), (0,)), ((9,), (8,)), ((7,), (6,))],
+    ]
+
+
+def test_tokens_of_a_step_are_those_of_its_samples_or_of_its_rows():
+    fixed = run_threads(dealt(data={"kind": "synthetic"}, copies=2, size=3), 1)[0].work
+    assert fixed.tokens(0) == 2 * 3 * sum(SLOTS) and fixed.length(5, 6).tokens == 2
+    work = run_threads(dealt(data=TEXTS), 1)[0].work
+    assert work.tokens(0) == sum(Texts().lengths[i] for i in samples_of(0, 8, 60, 7))
+
+
+def test_means_of_a_stage_that_steps_more_often_are_weighed_by_its_own_tokens():
+    work = Fixed([5, 15, 2, 6], 16, rows=1, every=2)
+    assert [work.weight(0, mb) for mb in range(8)] == [0.5, 1.5, 0.5, 1.5] * 2
+
+
+def test_too_few_samples_for_the_rows_of_a_step_are_refused():
+    with refused("E504", match=r"60 samples, one step needs 64 \(8 microbatches of 8\)"):
+        run_threads(dealt(data=TEXTS, copies=2, size=8), 1)
+
+
+# ---- layers of users ------------------------------------------------------------------------------------------------
+
+
+def user(family, **more):
+    return {"family": f"{__name__}:{family}", "layers": 4, "seq_len": 16, "loss": "cross_entropy", **more}
+
+
+def per_token():
+    return [nn.Embedding(61, 8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 61)]
+
+
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.transpose(0, 1).contiguous()
+
+
+def by_time():
+    return [nn.Embedding(61, 8), Transposed(), Transposed(), nn.Linear(8, 61)]
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x + x.mean(1, keepdim=True)
+
+
+def mixing():
+    return [nn.Embedding(61, 8), Mean(), nn.GELU(), nn.Linear(8, 61)]
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
+class Sum(nn.Module):
+    def forward(self, x, y):
+        return x + y
+
+
+def pairs():
+    return [nn.Embedding(61, 8), Pair(), Sum(), nn.Linear(8, 61)]
+
+
+def test_layers_of_a_user_run_on_rows_of_any_length(seen):
+    plan = dealt(model=user("per_token"), data=TEXTS)
+    losses, _, _ = alone(plan, 2, Texts())
+    assert losses_of(run_threads(plan, 2)) == pytest.approx(losses, abs=1e-6)
+    assert len({size for sizes in seen.values() for size in sizes}) > 3
+
+
+@pytest.mark.parametrize(
+    ("family", "code", "said"),
+    [
+        (
+            "by_time",
+            "E512",
+            r"stage 1 is float32 \[16, 2, 8\] for 16 tokens, and float32 \[2, 2, 8\] for 2",
+        ),
+        ("mixing", "E512", "in layer layers.1 tokens see what stands behind them"),
+        ("pairs", "E110", r"several tensors between them, as at layers\.1, do not go together yet"),
+    ],
+)
+def test_layers_that_cannot_are_refused_by_name(family, code, said):
+    with refused(code, match=said):
+        run_threads(dealt(model=user(family), data=TEXTS), 1)
+
+
+# ---- steps that a dataset splits ------------------------------------------------------------------------------------
+
+
+def split_plan(tokens=(12, 4, 8, 10, 12), dp=1):
+    args = {"count": len(tokens) * dp}
+    data = {"kind": "tests.runtime.given_steps:Sentences", "items": "steps", "args": args}
+    model = {**GPT, "seq_len": 12, "vocab": 61}
+    program = make_program("1f1b", 2, len(tokens), copies=dp)
+    return make_plan(program, model=model, data=data, size=3, tokens=tokens, keep=without_step)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_longer_microbatches_of_a_step_are_put_in_longer_places(dp, seen):
+    tokens = (12, 8, 11, 12, 10)
+    plan = split_plan(tokens, dp)
+    item = build_dataset(Settings.of(plan.manifest).data, 7)[Permutation(5, seed_of(7, "epoch", 0))[0]]
+    assert len({x.shape[1] for x, _, _ in item}) > 3
+    check(plan)
+    assert {mb: sizes for (_, mb), sizes in seen.items()} == {mb: {tokens[mb % 5]} for mb in range(5 * dp)}
+
+
+def test_a_step_without_room_for_its_longest_is_refused_with_the_tokens_that_have_it():
+    tokens, asked = (12, 4, 4, 4, 4), 0
+    while True:
+        try:
+            run_threads(split_plan(tokens), 5)
+            break
+        except ZbcError as error:
+            assert "longer microbatches than schedule.tokens" in error.message and asked < 5
+            asked, fits = asked + 1, error.hint.partition("[")[2].partition("]")[0].split(",")
+            tokens = tuple(map(int, fits))
+    assert 0 < asked < 5 and max(tokens) == 12 and min(tokens) < 10
+
+
+# ---- jobs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"data": {"balance": "tokens"}}, "E117", "schedule.tokens is not set"),
+        ({"data": {"kind": "text", "balance": "tokens"}, "schedule": {"tokens": [4] * 8}}, "E117", "one long sample"),
+        ({"data": {"kind": "a.b:c"}, "schedule": {"tokens": [4] * 8}}, "E117", "nothing says which of a.b:c they get"),
+        ({"data": {"balance": "length"}, "schedule": {"tokens": [4] * 8}}, "E110", 'data.balance = "length"'),
+        (
+            {"data": {"balance": "tokens"}, "schedule": {"tokens": [4] * 8, "max_microbatches": 9}},
+            "E110",
+            'balance is "tokens"',
+        ),
+    ],
+)
+def test_what_deals_no_samples_is_refused(changes, code, said):
+    with refused(code, match=said):
+        job(**{**changes, "data": {"kind": "synthetic", **changes["data"]}}, model={"seq_len": 16})
+
+
+def test_equal_tokens_stay_where_samples_are_dealt_by_them():
+    made = job(data={"kind": "synthetic", "balance": "tokens"}, schedule={"tokens": [16] * 8}, model={"seq_len": 16})
+    assert made.schedule.tokens == [16] * 8 and made.tokens == ()
+
+
+@pytest.mark.parametrize("kind", few(["zb-h1", "1f1b", "zb-v", "gpipe"], 1))
+def test_ranks_hold_what_is_predicted_for_rows_of_these_lengths(kind):
+    job_and_reference = drawn_of(("tokens",), kind)
+    for tables in (job_and_reference.both, job_and_reference.plain):
+        tables["schedule"]["tokens"] = [64, 24, 40, 8] * 2
+    found = outcome(job_and_reference, weigh=True)
+    assert found.how == "right" and abs(found.memory) < 0.02

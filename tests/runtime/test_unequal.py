@@ -246,6 +246,25 @@ def test_a_dataset_of_a_user_with_lengths_is_dealt_and_packed():
     as_one_process(plan, documents=PairDocuments(Pairs(Texts(), "texts", 0), Texts(), "texts", 16))
 
 
+def test_kept_samples_are_evaluated_alone_in_their_rows():
+    data = {"kind": TEXTS, "balance": "length", "validation": 0.25}
+    plan = unequal(data=data, train={"eval_every": 1, "eval_batches": 1000})
+    texts, settings = Texts(), Settings.of(plan.manifest)
+
+    def still(worker):
+        worker.rate = lambda phases, step: 0.0
+
+    (*_, last), total = run_threads(plan, 1, setup=still), 0.0
+    layers = [layer.build(settings.train.seed) for layer in models.layers(settings.model, settings.train.seed)]
+    for x, y in (texts[i] for i in range(300, 400)):
+        h = x[None]
+        for layer in layers:
+            h = layer(h)
+        total += functional.cross_entropy(h[0], y, reduction="sum").item()
+    found = last.evaluation.results[0]
+    assert found.samples == 100 and found.loss == pytest.approx(total / sum(texts.lengths[300:]), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [("none", "has no lengths"), (17, "sample 7 of .* has 17 tokens, a row has room for 16"), (0, "has 0 tokens")],

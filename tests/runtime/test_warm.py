@@ -31,6 +31,13 @@ CASES = {
     "evaluated": {"schedule": "1f1b", "model": user("mixed", layers=4), **HELD, "train": {"eval_every": 1}},
     "to the host": {"schedule": "zb-h1", "moves": True},
     "to the host, recompute": {"schedule": "zb-v", "moves": True, "activations": "recompute"},
+    "rows of unequal length": {
+        "schedule": "zb-h1",
+        "tokens": (4, 16, 9, 2),
+        "data": {"kind": "synthetic", "validation": 0.01},
+        "train": {"eval_every": 2, "eval_batches": 1},
+    },
+    "samples dealt": {"schedule": "1f1b", "tokens": (4, 16, 9, 2), "data": {"kind": "synthetic", "balance": "tokens"}},
     "one rank": {"schedule": "1f1b", "p": 1, "sync": "post-validate", "copies": 2},
 }
 
@@ -38,7 +45,7 @@ CASES = {
 def plan_for(case):
     how = dict(CASES[case])
     model, sync = how.pop("model", GPT), how.pop("sync", "before-step")
-    made = {name: how.pop(name) for name in ("activations", "data", "train") if name in how}
+    made = {name: how.pop(name) for name in ("activations", "data", "train", "tokens") if name in how}
     optimizer = {"sync": sync, "zero1": how.get("sharded", False), **how.pop("optimizer", {})}
     if how.get("tied"):
         model = {**model, "tie_embeddings": True}

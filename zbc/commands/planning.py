@@ -85,6 +85,8 @@ def plan(
         ramp: dict[str, Any] = {"ramp": starts} if starts else {}
         if loaded.balances:
             ramp = {"counts": [start.compiled.report.as_json() for start in compiled.ramp], "balance": _gain(manifest)}
+        elif loaded.data.balance == "tokens":
+            ramp = {"balance": _gain(manifest)}
         factor = speedup(beside.baseline, compiled.settled_ms)
         report = {**compiled.report.as_json(), "speedup_over_1f1b": factor, "faster": _faster(beside)}
         weighed: dict[str, Any] = {"world": [row.as_json() for row in loaded.weighed]} if loaded.weighed else {}
@@ -107,6 +109,8 @@ def plan(
             show(labelled("recompute", *summary.recompute_lines(compiled, plain)))
         if loaded.balances:
             show(labelled("balance", *summary.balance_lines(compiled, _gain(manifest))))
+        elif loaded.data.balance == "tokens" and (dealt := _gain(manifest)):
+            show(labelled("balance", *summary.dealt_lines(dealt)))
         took = f"planned in {short(time.perf_counter() - began, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         left = ["remarks were left out for lack of time: --budget 60s"] if until.cut else []
@@ -115,12 +119,12 @@ def plan(
 
 
 def _gain(manifest: Manifest) -> dict[str, Any]:
-    """The gain of unequal over equal counts in the first steps, from the lengths of the samples; {} if the data cannot
-    be read here."""
-    from zbc.training.data.unequal import predicted
+    """The gain of unequal over equal counts in the first steps, or the microbatches of them, from the lengths of the
+    samples; {} if the data cannot be read here."""
+    from zbc.training.data.unequal import dealt, predicted
 
     try:
-        return predicted(manifest)._asdict()
+        return (dealt if manifest.balance is None else predicted)(manifest)._asdict()
     except ZbcError as error:
         if error.code in ("E117", "E504"):
             raise

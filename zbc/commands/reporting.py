@@ -70,8 +70,10 @@ def report(
         elif not quiet:
             show(*_unrecorded(run_log, verbose=verbose))
         return
-    made = build(trace.read(run, phase))
-    command, hidden, loads = replan_command(run, made.phase), log.hidden_of(run), log.loads_of(run)
+    recorded = trace.read(run, phase)
+    made = build(recorded)
+    command = replan_command(run, made.phase, lengths=bool(recorded.tokens))
+    hidden, loads = log.hidden_of(run), log.loads_of(run)
     if json:
         experts = {} if loads is None else loads.as_json()
         show_json({**made.as_json(), **log.as_numbers(hidden), **experts, "replan_command": command})
@@ -86,13 +88,14 @@ def report(
     show("", labelled("new plan", *_again(made, command)))
 
 
-def replan_command(run: Path, phase: str = "") -> str:
-    """The command that plans the job of a recorded run with the measured times of these steps."""
+def replan_command(run: Path, phase: str = "", *, lengths: bool = False) -> str:
+    """The command that plans the job of a recorded run with the measured times of these steps; `lengths`: and with the
+    lengths of its microbatches."""
     folder, plan = shlex.quote(str(run)), shlex.quote(str(run / "trace" / "plan"))
     which = f" --phase {phase}" if phase else ""
     return (
         f"zbc profile --from-trace {folder}{which} -o profile.json && "
-        f"zbc plan {plan} --profile profile.json -o plan-measured"
+        f"zbc plan {plan} --profile profile.json{' --set schedule.tokens=recorded' * lengths} -o plan-measured"
     )
 
 

@@ -342,6 +342,13 @@ def balance_lines(compiled: Compiled, gain: Mapping[str, Any]) -> Iterator[str]:
     yield f"plans for {few[0]} (makespan {few[1]} ms) to {most[0]} microbatches ({most[1]} ms)"
 
 
+def dealt_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
+    """How long microbatches are by the samples."""
+    yield f"by the samples of {dealt['steps']} steps, rows have at the median"
+    yield from wrap(list(map(str, dealt["tokens"])), _TEXT, between=", ")
+    yield f"{percent(1 - dealt['fill'])} padding; longer than planned in {dealt['longer']} of the steps"
+
+
 def _ramp(compiled: Compiled) -> Iterator[str]:
     """The steps of a ramp before this plan, with their times."""
     first, per = 1, compiled.job.schedule.microbatch_size * compiled.job.parallel.dp

@@ -1,4 +1,4 @@
-"""`[data] balance = "length"`: the settings that it needs and excludes."""
+"""`[data] balance`: the settings that it needs and excludes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
     if data is None or planned is None:
         return
     where = draft.document.where
-    if data.balance == "none":
+    if data.balance != "length":
         for key in _ALONE:
             if asks(planned, key):
-                text = f'config: schedule.{key} goes with data.balance = "length", balance is "none"'
+                text = f'config: schedule.{key} goes with data.balance = "length", balance is "{data.balance}"'
                 yield ZbcError("E110", text, where=where(("schedule", key)), hint="drop it, or balance samples")
+    if data.balance == "none":
         return
     if data.kind == "text":
         text = "config: data.balance needs the length of each sample, and text is one long sample"
         hint = 'make documents of it with `zbc data tokenize`, and use kind = "tokens"'
         yield ZbcError("E117", text, where=where(("data", "balance")), hint=hint)
+    if data.balance == "tokens":
+        return
     if planned.max_microbatches is not None and planned.max_microbatches < planned.microbatches:
         text = f"config: schedule.max_microbatches is {planned.max_microbatches}, less than the mean"
         hint = f"set it to {planned.microbatches} or more, or drop it"

@@ -112,13 +112,13 @@ class Job:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Of each microbatch the tokens of its rows, where these are not whole ones; else ()."""
-        asked = self.schedule.tokens or []
+        asked = self.schedule.lengths
         return tuple(asked) if {*asked} - {self.row_tokens} else ()
 
     @property
     def row_tokens(self) -> int:
         """Those of a whole row: of the longest, where the model has no length."""
-        return self.model.seq_len or max(self.schedule.tokens or [1])
+        return self.model.seq_len or max(self.schedule.lengths or [1])
 
     def with_tokens(self, tokens: Sequence[int]) -> Job:
         """The job with microbatches of other lengths; without any, with whole rows."""

@@ -391,7 +391,7 @@ def _replica_rule(draft: Draft) -> Iterator[ZbcError]:
 def fewest_microbatches(sections: Mapping[str, Any]) -> tuple[int, str]:
     """The fewest microbatches of any step of a job with these sections, and the key that sets them."""
     data, schedule = sections.get("data"), sections["schedule"]
-    if data is not None and data.balance != "none":
+    if data is not None and data.balance == "length":
         return 1, "data.balance"
     return (schedule.ramp[0].microbatches, "schedule.ramp") if schedule.ramp else (schedule.microbatches, "")
 

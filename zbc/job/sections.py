@@ -166,8 +166,10 @@ class Schedule(Section):
     max_microbatches: Count | None = Field(
         None, description="data.balance: the most that one replica gets in a step; default twice microbatches"
     )
-    tokens: list[Count] | None = Field(
-        None, description="of each microbatch the tokens of its rows, where they are unequal; default model.seq_len"
+    tokens: list[Count] | Literal["recorded"] | None = Field(
+        None,
+        description="of each microbatch the tokens of its rows, where they are unequal; default model.seq_len. "
+        "recorded: those of the run that costs.profile was derived from",
     )
     renumber: bool = Field(
         True, description="tokens: microbatches may be put in another order, in which a step is shorter"
@@ -201,6 +203,11 @@ class Schedule(Section):
     )
     file: str | None = Field(None, description="a torch pipelining CSV instead of kind")
     plugin: str | None = Field(None, description='own generator, "package.module:function", Request -> Program')
+
+    @property
+    def lengths(self) -> list[int]:
+        """`tokens`; [] if none are given, or while they are to be read from a profile."""
+        return self.tokens if isinstance(self.tokens, list) else []
 
 
 class Partition(Section):
@@ -529,9 +536,10 @@ class Data(Section):
     items: Literal["samples", "steps"] = Field(
         "samples", description="of your dataset; steps: each is a list of microbatches (input, target, weight)"
     )
-    balance: Literal["none", "length"] = Field(
+    balance: Literal["none", "length", "tokens"] = Field(
         "none",
-        description="length: samples are of unequal length; packed, and dealt to replicas so that all take as long",
+        description="length: samples are of unequal length; packed, and dealt to replicas so that all take as long. "
+        "tokens: one to a row, the longest in the longest microbatches of schedule.tokens",
     )
 
 

@@ -35,6 +35,7 @@ from zbc.job.sections import Memory as Memory
 from zbc.job.sections import Optimizer as Optimizer
 from zbc.job.sections import Train as Train
 from zbc.job.sections import parse_limit as parse_limit
+from zbc.job.tokens import recorded
 from zbc.job.wording import convert, unknown
 from zbc.topology import inner_of
 
@@ -80,9 +81,10 @@ def drafted(document: toml.Document) -> Draft:
         result.problems.append(unknown((name,), document, names))
     for name, section in SECTIONS.items():
         _read_section(result, name, section)
+    _read_profile(result)
+    recorded(result)
     for rule in RULES:
         result.problems.extend(rule(result))
-    _read_profile(result)
     _read_links(result)
     return result
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from zbc.errors import ZbcError
 from zbc.job.cuts import flops
 from zbc.job.job import Draft, Job
-from zbc.job.sections import Schedule
+from zbc.job.model_section import Model
+from zbc.job.sections import Data, Schedule
 from zbc.job.slice_times import SliceTimes
 from zbc.job.unread import asks
 
@@ -29,23 +30,41 @@ def shares_of(job: Job, tokens: int) -> dict[str, float]:
     return {name: ms / full if full else tokens / whole for name, ms, full in pairs}
 
 
+def recorded(draft: Draft) -> None:
+    """Replaces "recorded" by the lengths in the profile; E117 if it has none."""
+    planned: Schedule | None = draft.sections.get("schedule")
+    if planned is None or planned.tokens != "recorded":
+        return
+    found = None if draft.profile is None else draft.profile.tokens
+    if found:
+        draft.sections["schedule"] = planned.model_copy(update={"tokens": found})
+    else:
+        what = "costs.profile is not set" if draft.profile is None else "costs.profile has no lengths"
+        hint = "record a run with microbatches of unequal length, and zbc profile --from-trace RUN"
+        draft.add("E117", f'config: schedule.tokens is "recorded", and {what}', "schedule", "tokens", hint=hint)
+
+
 def settle(draft: Draft) -> None:
-    """Drops `schedule.tokens` if all microbatches are whole."""
+    """Drops `schedule.tokens` if all microbatches are whole, and no samples are dealt by them."""
     planned: Schedule | None = draft.sections.get("schedule")
     model = draft.sections.get("model")
-    if planned is not None and planned.tokens and model is not None:
-        whole = model.seq_len or max(planned.tokens)
-        if set(planned.tokens) == {whole}:
+    if planned is not None and planned.lengths and model is not None:
+        whole = model.seq_len or max(planned.lengths)
+        data = draft.sections.get("data")
+        if set(planned.lengths) == {whole} and (data is None or data.balance != "tokens"):
             draft.sections["schedule"] = planned.model_copy(update={"tokens": None, "renumber": True})
 
 
 def problems(draft: Draft) -> Iterator[ZbcError]:
-    """E103 and E110."""
+    """E103, E110 and E117."""
     planned: Schedule | None = draft.sections.get("schedule")
     model = draft.sections.get("model")
     if planned is None:
         return
     where, tokens = draft.document.where, planned.tokens
+    yield from _dealing(draft, planned, model)
+    if tokens == "recorded":  # which `recorded` has refused
+        return
     if tokens is None:
         if asks(planned, "renumber"):
             text = "config: schedule.renumber is for microbatches of unequal length, and schedule.tokens is not set"
@@ -59,3 +78,20 @@ def problems(draft: Draft) -> Iterator[ZbcError]:
         most = max(tokens)
         text = f"config: schedule.tokens has rows of {most} tokens, model.seq_len is {model.seq_len}"
         yield ZbcError("E103", text, where=where(("schedule", "tokens")), hint=f"set model.seq_len = {most}")
+
+
+def _dealing(draft: Draft, planned: Schedule, model: Model | None) -> Iterator[ZbcError]:
+    """E117 for data that do not say which samples a microbatch gets."""
+    data: Data | None = draft.sections.get("data")
+    if data is None or model is None:
+        return
+    where = draft.document.where
+    if data.balance == "tokens" and (planned.tokens is None or model.seq_len is None):
+        missing = "schedule.tokens" if planned.tokens is None else "model.seq_len"
+        text = f'config: data.balance = "tokens" deals samples by the lengths of microbatches, and {missing} is not set'
+        yield ZbcError("E117", text, where=where(("data", "balance")), hint=f'set {missing}, or balance = "length"')
+    own = data.kind not in ("text", "tokens", "synthetic") and data.items == "samples"
+    if own and data.balance == "none" and planned.tokens and model.seq_len is not None:
+        text = f"config: schedule.tokens has shorter microbatches, and nothing says which of {data.kind} they get"
+        hint = 'set data.balance = "tokens", and give the dataset its lengths; or items = "steps"'
+        yield ZbcError("E117", text, where=where(("schedule", "tokens")), hint=hint)

@@ -201,6 +201,18 @@ def deal(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]] | None:
     return min((way for way in ways if max(map(len, way)) <= shape.most), key=time, default=None)
 
 
+def deal_by_tokens(lengths: Sequence[int], shape: Shape, tokens: Sequence[int]) -> list[list[Microbatch]]:
+    """One sample for each row: the longest ones in the microbatches that have the most `tokens`. Replicas take turns in
+    which of them gets the longer half."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    dealt: list[list[Microbatch]] = [[()] * len(tokens) for _ in range(shape.replicas)]
+    for place, mb in enumerate(sorted(range(len(tokens)), key=lambda mb: -tokens[mb])):
+        for k, replica in enumerate(range(shape.replicas)[:: -1 if place % 2 else 1]):
+            start = (place * shape.replicas + k) * shape.rows
+            dealt[replica][mb] = tuple((i,) for i in order[start : start + shape.rows])
+    return dealt
+
+
 def dealt_evenly(lengths: Sequence[int], shape: Shape) -> list[list[Microbatch]]:
     """Equal numbers of samples for each replica, in their order, in the same number of microbatches."""
     dealt = _as_they_come(lengths, shape)

@@ -22,14 +22,16 @@ from zbc.plan.directory import RankPlan
 from zbc.plan.forward import forward_only
 from zbc.runtime.core.progress import EvaluationResult
 from zbc.runtime.core.remembered import left_alone
-from zbc.runtime.core.state import BatchSource, PhaseRun, Worker
+from zbc.runtime.core.state import BatchSource, PhaseRun, Work, Worker
 from zbc.runtime.features.packing import in_rows
 from zbc.runtime.features.vocabulary_ops import count_loss, settle
 from zbc.runtime.features.vocabulary_state import Meeting, Unit, Vocabulary
 from zbc.runtime.handlers import HANDLERS
 from zbc.runtime.seeding import seed_of
 from zbc.training.building.context import Site
+from zbc.training.data.counted import counting
 from zbc.training.data.data import Batches, build_validation, place
+from zbc.training.data.unequal import build_kept
 from zbc.training.guest import Guest
 
 
@@ -63,7 +65,9 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
     Raises E504 if there are fewer validation samples than a step has samples.
     """
     manifest, settings, train = site.manifest, site.settings, site.settings.train
-    kept = build_validation(settings.data, settings.model, train.seed) if site.reads else None
+    dealt = site.dealer is not None
+    build = build_kept if dealt else build_validation
+    kept = build(settings.data, settings.model, train.seed) if site.reads else None
     per_step, size = manifest.topology.batch, manifest.microbatch_size
     batches, total = None, 0
     if kept is not None:
@@ -78,7 +82,7 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
         )
         total = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
     run = forward_run(worker, EvaluationRun, batches)
-    run.every, run.total, run.counts = train.eval_every, total, counts
+    run.every, run.total, run.counts = train.eval_every, total, counts or (counting if dealt else None)
     return run
 
 
@@ -96,11 +100,12 @@ def forward_run(worker: Worker, kind: type[_Run], batches: BatchSource | None) -
     return run
 
 
-def forwards(worker: Worker, run: EvaluationRun, batches: int) -> Iterator[int]:
-    """Runs one batch after the other; yields the number of each, while its losses and weights exist."""
-    training, progress = worker.phase_run, worker.progress
+def forwards(worker: Worker, run: EvaluationRun, batches: int, work: Work | None = None) -> Iterator[int]:
+    """Runs one batch after the other; yields the number of each, while its losses and weights exist. `work`: the shares
+    of replicas, by default equal ones of whole rows."""
+    training, progress = (worker.phase_run, worker.work), worker.progress
     with evaluating(worker):
-        worker.phase_run = run
+        worker.phase_run, worker.work = run, work or Work()
         for batch in range(batches):
             worker.step = batch
             for handler, op, text in run.script:
@@ -111,7 +116,7 @@ def forwards(worker: Worker, run: EvaluationRun, batches: int) -> Iterator[int]:
             worker.losses.clear()
             run.weights.clear()
             worker.transport.finish_step(drain=True)
-        worker.phase_run = training
+        worker.phase_run, worker.work = training
 
 
 @dataclass

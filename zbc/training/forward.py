@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zbc.errors import ZbcError, unwritten
 from zbc.runtime.core.bundle import shown
-from zbc.runtime.core.state import Work, Worker
+from zbc.runtime.core.state import Worker
 from zbc.runtime.features.tensor_parallel import SharedLayers
 from zbc.runtime.features.vocabulary_state import Meeting, Unit, Vocabulary
 from zbc.runtime.features.words import PLAIN
@@ -84,8 +84,8 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
     own = () if tokens is None else (slice(None), tokens.rows)
     file = _Rows(out, name) if worker.rank == 0 else None
     try:
-        with _collecting(worker, run, worker.work if data is None else data.work):
-            for batch in forwards(worker, run, count):
+        with _collecting(worker, run):
+            for batch in forwards(worker, run, count, data and data.work):
                 rows = {n: torch.cat(parts, 1) if len(parts) > 1 else parts[0] for n, parts in run.rows.items()}
                 run.rows.clear()
                 if worker.share or (shared is not None and worker.rank != shared.last):
@@ -106,16 +106,16 @@ def forward(worker: Worker, out: Path, most: int | None = None) -> tuple[str, in
 
 
 @contextmanager
-def _collecting(worker: Worker, run: ForwardRun, work: Work) -> Iterator[None]:
-    """Collects rows in place of losses, of other data."""
-    before, shared = (worker.loss, worker.work), worker.features.find(Vocabulary)
-    worker.loss, worker.work, terms = run.collect, work, None if shared is None else shared.output.terms
+def _collecting(worker: Worker, run: ForwardRun) -> Iterator[None]:
+    """Collects rows in place of losses."""
+    before, shared = worker.loss, worker.features.find(Vocabulary)
+    worker.loss, terms = run.collect, None if shared is None else shared.output.terms
     if shared is not None:
         shared.output.terms = PLAIN
     try:
         yield
     finally:
-        worker.loss, worker.work = before
+        worker.loss = before
         if shared is not None and terms is not None:
             shared.output.terms = terms
 

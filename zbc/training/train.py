@@ -265,8 +265,8 @@ def _forward(run: _Run) -> None:
 def _record(run: _Run) -> None:
     """Makes rank 0 write the metrics of the run."""
     if run.rank == 0:
-        tokens = run.worker.work.tokens if isinstance(run.worker.work, Dealer) else None
-        about = RunSettings(run.options, run.total, run.processes, run.worker.phases, run.first, run.start, tokens)
+        tokens, phases = run.worker.work.tokens, run.worker.phases
+        about = RunSettings(run.options, run.total, run.processes, phases, run.first, run.start, tokens)
         run.log = run.training.enter_context(RunRecord(run.manifest, about))
 
 

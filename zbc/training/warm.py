@@ -70,7 +70,8 @@ def _warm(worker: Worker, settings: Settings) -> None:
         with evaluating(worker):
             for stage in worker.stages.values():
                 if not _counts(stage):
-                    stage.evaluate(_input(worker, stage), _finish(worker, stage), "warm")
+                    first = _of_first(worker, stage)
+                    first.evaluate(_input(worker, first), _finish(worker, first), "warm")
     _signal(worker)
     _transfer(worker)
     worker.transport.finish_step(drain=True)
@@ -92,6 +93,11 @@ def _compute(worker: Worker, stage: Stage, losses: dict[int, Tensor | float]) ->
             losses[0] = found
 
 
+def _of_first(worker: Worker, stage: Stage) -> Stage:
+    """The stage for rows as long as those of the first microbatch, whose data it gets here."""
+    return stage.of_rows(worker.length(0))
+
+
 def _counts(stage: Stage) -> bool:
     """Whether a forward changes state outside of buffers, so that one more would change the training."""
     return any(layer.traits.carries or layer.traits.mixes for layer in stage.layers)
@@ -102,6 +108,7 @@ def _through(worker: Worker, stage: Stage, *, split: bool) -> Tensor | float | N
 
     Offloads and reloads if the plan does, which allocates the stage's host memory.
     """
+    stage = _of_first(worker, stage)
     x, finish = _input(worker, stage), _finish(worker, stage)
     slot = Slot() if split or stage.slotted else None
     last = worker.features.find(Vocabulary) is None and not worker.placement.sinks(stage.index)
@@ -135,7 +142,7 @@ def _share_words(worker: Worker) -> None:
     tokens, targets = _carried(worker, worker.batches.inputs), _carried(worker, worker.batches.targets)
     if part is not None:
         tokens, targets = part.of(tokens), part.of(targets)
-    hidden = shared.outputs[0].empty(worker.device).normal_()
+    hidden = shared.outputs[0].of_rows(worker.length(0)).empty(worker.device).normal_()
     for _ in range(2):
         looked, found = shared.embedding.look_up(tokens)
         shared.embedding.learn(looked, torch.zeros_like(found))

@@ -12,10 +12,11 @@ from zbc.ops import WORDS
 from zbc.plan.directory import RankPlan
 from zbc.plan.phases import Phases
 from zbc.runtime.core.feature import Context, Features
-from zbc.runtime.core.state import Work, Worker
+from zbc.runtime.core.state import Worker
 from zbc.runtime.features import built
 from zbc.runtime.features.ahead import Ahead
 from zbc.runtime.features.freezing import Resting
+from zbc.runtime.features.lengths import Lengths
 from zbc.runtime.features.units import braid
 from zbc.runtime.transports.transport import Transport
 from zbc.training.building.context import Site
@@ -53,7 +54,7 @@ def build_worker(
     """
     site = Site([*ramp, plan], transport, device, plans, {} if looks is None else looks)
     manifest, settings, chosen = site.manifest, site.settings, site.settings.model
-    phases, shapes = Phases.of(manifest) if site.work is None else site.work.phases, site.shapes
+    phases, shapes = Phases.of(manifest) if site.dealer is None else site.dealer.phases, site.shapes
     shared, tables = shared_with(site), tables_of(site)
     stages = build_stages(site, share_out(site, shared, tables))
     refuse(site, stages)
@@ -64,10 +65,11 @@ def build_worker(
     context = Context(site.parts, stages, optimizers, site.rank, device, shared, tied)
     resting = Resting((part, turns_in(site, part, stages)) for part in site.parts)
     frozen = Frozen(stages, shapes.gradients) if settings.adapter.rank else None
-    features = [*built(context), resting, words, averages_of(site, optimizers, tied), frozen]
+    lengths = Lengths() if site.unequal else None
+    features = [*built(context), lengths, resting, words, averages_of(site, optimizers, tied), frozen]
     worker = Worker(
         phase_runs=[phase_run(site, part) for part in site.parts],
-        work=site.work or Work(),
+        work=site.work,
         phases=phases,
         transport=transport,
         device=device,

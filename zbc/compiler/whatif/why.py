@@ -182,7 +182,8 @@ def what_ifs(compiled: Compiled, until: Until | None = None) -> Iterator[WhatIf]
 def _changes(compiled: Compiled) -> Iterator[tuple[str, Job]]:
     job = compiled.job
     schedule = job.schedule
-    tokens = schedule.tokens and [*schedule.tokens, statistics.median_low(schedule.tokens)]
+    lengths = schedule.lengths
+    tokens = [*lengths, statistics.median_low(lengths)] if lengths else None
     longer = schedule.model_copy(update={"microbatches": schedule.microbatches + 1, "tokens": tokens})
     yield "one microbatch more", replace(job, schedule=longer)
     limit = parse_limit(schedule.memory_limit) if schedule.memory_limit else None

@@ -29,7 +29,7 @@ from zbc.runtime.core.reading import read
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.tape import Tape
-from zbc.runtime.core.tensors import Loss, TensorSpec
+from zbc.runtime.core.tensors import Length, Loss, TensorSpec
 
 if TYPE_CHECKING:
     from zbc.runtime.core.state import PhaseRun, Worker
@@ -264,8 +264,9 @@ class Route(NamedTuple):
         return self.takes.edge if isinstance(self.takes, Comes) else self.message
 
 
-def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
-    """The route of an op; None for ops without a stage. Raises E203, E205 for a plan of another rank."""
+def route_of(worker: Worker, run: PhaseRun, op: Op, length: Length | None = None) -> Route | None:
+    """The route of an op, for rows of this length; None for ops without a stage. Raises E203, E205 for a plan of
+    another rank."""
     kind, placement, here = op.kind, worker.placement, op.stage
     if kind.row.scope in (Scope.RANK, Scope.EVERY) or here < 0:
         return None
@@ -273,7 +274,7 @@ def route_of(worker: Worker, run: PhaseRun, op: Op) -> Route | None:
     if whole is None:
         text = f"run: {op} is in the plan of rank {worker.plan.rank}, which does not hold stage {here}"
         raise ZbcError("E205", text, hint="plan again")
-    key, stage = op.key, whole.at(op.slice)
+    key, stage = op.key, whole.at(op.slice).of_rows(length)
     if kind.is_transfer:
         peer = placement.peer(op)
         if peer is None:

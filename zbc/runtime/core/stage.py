@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +20,7 @@ from zbc.runtime.core.remembered import Decisions, Kept, Place, as_before, renew
 from zbc.runtime.core.slot import Slot, swap_slot
 from zbc.runtime.core.split import SplitLinear
 from zbc.runtime.core.tape import Inputs, RecordedGraph, Tape, input_of
-from zbc.runtime.core.tensors import Laid, TensorSpec
+from zbc.runtime.core.tensors import Laid, Length, TensorSpec
 from zbc.runtime.seeding import Look, accused, drawing, seed_of
 
 if TYPE_CHECKING:
@@ -101,10 +102,25 @@ class Stage:
     fused: bool = False  # whether its linear layers add up weight gradients inside their products
     watched: bool = False  # whether some forward may draw random numbers though no trial did: layers of users
     slices: tuple[Stage, ...] = ()  # the stage of each slice, if microbatches have slices; this one is for the rest
+    shorter: dict[Length, Stage] = field(default_factory=dict)  # the stages for shorter rows
 
     def at(self, part: int) -> Stage:
         """The stage that runs slice `part` of a microbatch."""
         return self.slices[part] if self.slices else self
+
+    def of_rows(self, length: Length | None) -> Stage:
+        """The stage that runs microbatches with rows of this length, with the same layers and weights."""
+        if length is None or length.tokens == length.whole:
+            return self
+        found = self.shorter.get(length)
+        if found is None:
+            _ = self.alone, self._first_trained  # of all lengths together
+            found = self.shorter[length] = copy.copy(self)
+            for shaped in ("empty_input", "empty_grad", "returned"):
+                vars(found).pop(shaped, None)
+            found.takes, found.gives = self.takes.of_rows(length), self.gives and self.gives.of_rows(length)
+            found.laid = self.laid and self.laid.of_rows(length)
+        return found
 
     def __post_init__(self) -> None:
         self.parameters = {

@@ -33,7 +33,7 @@ from zbc.runtime.core.route import Left, Route, route_of
 from zbc.runtime.core.slot import Slot
 from zbc.runtime.core.stage import Stage
 from zbc.runtime.core.stores import REPEATED, STORES, Store
-from zbc.runtime.core.tensors import Loss
+from zbc.runtime.core.tensors import Length, Loss
 from zbc.runtime.core.validate import VectorLayout
 from zbc.runtime.transports.transport import Letter, Pending, Transport
 
@@ -83,6 +83,14 @@ class Work:
     def weight(self, step: int, number: int) -> float:
         """The weight of a microbatch in the loss of the step."""
         return 1.0
+
+    def length(self, step: int, number: int) -> Length | None:
+        """The length of the rows of a microbatch; None: that of whole ones."""
+        return None
+
+    def tokens(self, step: int) -> int | None:
+        """The tokens of a step of all replicas; None: those of whole rows."""
+        return None
 
     def rows(self, step: int, number: int) -> Rows | None:
         """Lengths of the samples in the rows of a microbatch; None if each row is one sample."""
@@ -201,7 +209,7 @@ class Worker:
         if drawn != self.suspicious:
             self.suspicious = drawn
             for stage in self.stages.values():
-                for variant in (stage, *stage.slices):
+                for variant in (stage, *stage.slices, *stage.shorter.values()):
                     variant.seed_all(suspect=drawn)
 
     @property
@@ -238,6 +246,10 @@ class Worker:
         self.work.follow(self.phases)
         if self.batches is not None:
             self.batches.follow(self.phases)
+
+    def length(self, mb: int) -> Length | None:
+        """The length of the rows of a microbatch; None for whole ones."""
+        return self.work.length(self.step, self.number(mb))
 
     def portion(self, number: int, part: Part | None) -> float:
         """The weight of the loss of a microbatch, or of a slice of it, in the mean over a step."""

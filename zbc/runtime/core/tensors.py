@@ -23,6 +23,13 @@ def constant(values: tuple[int, ...] | tuple[float, ...], dtype: torch.dtype, de
     return torch.tensor(values, dtype=dtype, device=device)
 
 
+class Length(NamedTuple):
+    """The tokens of a microbatch's rows, and those of whole rows."""
+
+    tokens: int
+    whole: int
+
+
 class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor for one microbatch."""
 
@@ -35,6 +42,13 @@ class TensorSpec(NamedTuple):
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def of_rows(self, length: Length | None) -> TensorSpec:
+        """The spec for shorter rows; None: for whole ones. Ranks may share the tokens."""
+        if length is None:
+            return self
+        batch, tokens, *rest = self.shape
+        return self._replace(shape=(batch, tokens * length.tokens // length.whole, *rest))
 
     @property
     def numbers(self) -> bool:
@@ -69,6 +83,13 @@ class Laid(NamedTuple):
             strides = None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
         contiguous = strides is None or torch.empty(tensor.shape, device="meta").stride() == strides
         return cls(TensorSpec.of(tensor), None if contiguous else strides)
+
+    def of_rows(self, length: Length) -> Laid:
+        """The layout of shorter rows."""
+        spec = self.spec.of_rows(length)
+        if self.strides is None:
+            return Laid(spec)
+        return Laid.of(self.zeros(torch.device("meta"))[:, : spec.shape[1]])
 
     def zeros(self, device: torch.device) -> Tensor:
         shape, dtype = self.spec

@@ -36,13 +36,13 @@ def look_up(worker: Worker, op: Op) -> None:
 def give(worker: Worker, op: Op) -> None:
     """GIVE: starts the reduce of all ranks' embeddings to the first stage's rank, whose F waits."""
     shared, unit = shared_of(worker, op)
-    _reduce(worker, op, _take(shared.given, unit, op, "its I has not run"), shared.first, shared.inputs[op.slice])
+    _reduce(worker, op, _take(shared.given, unit, op, "its I has not run"), shared.first, shared.entry(worker, op))
 
 
 def take(worker: Worker, op: Op) -> None:
     """TAKE: starts the broadcast of the gradient of the first stage's input; E waits."""
     shared, _ = shared_of(worker, op)
-    _broadcast(worker, op, Message(0, -1, op.mb, 0, op.slice), shared.first, shared.inputs[op.slice])
+    _broadcast(worker, op, Message(0, -1, op.mb, 0, op.slice), shared.first, shared.entry(worker, op))
 
 
 def embedding_gradient(worker: Worker, op: Op) -> None:
@@ -61,7 +61,7 @@ def spread(worker: Worker, op: Op) -> None:
     """SPREAD: starts the broadcast of the last stage's output; S waits."""
     shared, _ = shared_of(worker, op)
     edge = Message(shared.last_stage, shared.last_stage + 1, op.mb, 0, op.slice)
-    _broadcast(worker, op, edge, shared.last, shared.outputs[op.slice])
+    _broadcast(worker, op, edge, shared.last, shared.exit(worker, op))
 
 
 def tell(worker: Worker, op: Op) -> None:
@@ -90,7 +90,7 @@ def meet(worker: Worker, op: Op) -> None:
     told = _take(shared.told, unit, op, "its S has not run")
     mine = (told.mine if told.said is None else told.said).contiguous()
     parts = mine.new_empty(len(shared.ranks), *mine.shape)
-    meeting = Meeting(told, parts, shared.outputs[op.slice], worker.rank == shared.last)
+    meeting = Meeting(told, parts, shared.exit(worker, op), worker.rank == shared.last)
     then = None if told.spread is None else Then(meeting.make, shared.last)
     meeting.pending = worker.transport.start_gather(mine.view(-1), meeting.parts.flatten(1), shared.ranks, then)
     shared.met[unit] = meeting
@@ -115,7 +115,7 @@ def output_gradient(worker: Worker, op: Op) -> None:
 def add_up(worker: Worker, op: Op) -> None:
     """SUM: starts the reduce of the gradient of the last stage's output to its rank, whose B waits."""
     shared, unit = shared_of(worker, op)
-    _reduce(worker, op, _take(shared.parts, unit, op, "its T has not run"), shared.last, shared.outputs[op.slice])
+    _reduce(worker, op, _take(shared.parts, unit, op, "its T has not run"), shared.last, shared.exit(worker, op))
 
 
 def settle(worker: Worker, count: Callable[[Worker, Unit, Meeting], None]) -> None:

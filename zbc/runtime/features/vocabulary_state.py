@@ -136,6 +136,14 @@ class Vocabulary(Feature):
     def slice_of(self, op: Op) -> Part | None:
         return self.slices[op.slice] if self.slices else None
 
+    def entry(self, worker: Worker, op: Op) -> TensorSpec:
+        """The first stage's input of a unit."""
+        return self.inputs[op.slice].of_rows(worker.length(op.mb))
+
+    def exit(self, worker: Worker, op: Op) -> TensorSpec:
+        """The last stage's output of a unit."""
+        return self.outputs[op.slice].of_rows(worker.length(op.mb))
+
     def start(self, kind: Kind, unit: Unit, pending: Pending, tensor: Tensor, spec: TensorSpec, *, here: bool) -> None:
         """Registers a collective whose result is needed `here`, or only by other ranks."""
         self.forget()

@@ -18,13 +18,15 @@ from zbc.job import spec
 from zbc.plan.directory import Manifest, RankPlan
 from zbc.runtime.core.bundle import Ways
 from zbc.runtime.core.precision import AUTOCAST
+from zbc.runtime.core.state import Work
 from zbc.runtime.core.tensors import TensorSpec
 from zbc.runtime.features.context_parallel import rows_of
 from zbc.runtime.features.slicing import Inside, Part, within
 from zbc.runtime.transports.transport import Transport
 from zbc.training.data.data import KINDS, Samples, Tokens, build_dataset, build_samples, input_spec, place
+from zbc.training.data.fixed import Fixed
 from zbc.training.data.split import Steps, count_of_step
-from zbc.training.data.unequal import Dealer, Padded, build_documents, shape_of
+from zbc.training.data.unequal import ByTokens, Dealer, Padded, build_documents, dealer_of
 from zbc.training.models import adapters, model, pretrained
 from zbc.training.models.shared_words import table_sizes, trunk
 from zbc.training.probing.shapes import Shapes, derive
@@ -111,25 +113,40 @@ class Site:
         self.shares_sequence: bool | str = manifest.planning.get("parallel", {}).get("tp_sequence", False)
 
     @cached_property
-    def work(self) -> Dealer | None:
-        """The dealer of samples of unequal length to replicas, if any. Raises E117, E501 to E505, E530 to E532."""
-        shape, settings = shape_of(self.manifest), self.settings
-        if shape is None:
-            return None
-        documents = build_documents(settings.data, settings.model, settings.train.seed)
-        return Dealer(documents, shape, self.manifest.microbatches, settings.train.seed, settings.where)
+    def dealer(self) -> Dealer | None:
+        """The dealer of samples of unequal length, if any. Raises E117, E501 to E505, E530 to E532."""
+        return dealer_of(self.manifest)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Of each microbatch of a replica the tokens of its rows; () if all have whole rows, or a dealer decides."""
+        return () if self.dealer is not None else lengths_of(self.settings, self.manifest)
+
+    @property
+    def unequal(self) -> bool:
+        """Whether microbatches have rows of unequal length."""
+        return bool(self.lengths) or isinstance(self.dealer, ByTokens)
+
+    @cached_property
+    def work(self) -> Work:
+        """Each replica's share of a step."""
+        if self.dealer is not None or not self.lengths:
+            return self.dealer or Work()
+        options, rows = self.settings.optimizer, self.topology.dp * self.manifest.microbatch_size
+        every = options.every if options.sync == "asynchronous" else len(self.lengths)
+        return Fixed(self.lengths, self.settings.model.seq_len or 0, rows, every)
 
     @cached_property
     def samples(self) -> Samples | None:
         """The data, if this rank reads them; a factory's on every rank, since it determines the model's input."""
-        if self.work is not None:
-            return Padded(self.work.documents, self.work.shape.room)
+        if self.dealer is not None:
+            return Padded(self.dealer.documents, self.dealer.shape.room)
         if not self.reads and self.settings.data.kind in KINDS:
             return None
         if self.settings.data.items == "steps":
             return steps_of(self.settings, self.manifest)
         both = len(self.placement.pipes) == 1 and set(self.placement.ends) <= set(self.mine)
-        return build_samples(self.settings.data, self.settings.model, self.settings.train.seed, both=both)
+        return samples_of(self.settings, both=both)
 
     @cached_property
     def layers(self) -> Sequence[model.LayerPlan]:
@@ -170,7 +187,7 @@ class Site:
         lengths = lengths or [None]
         for rows in sorted({*lengths} - self.looks.keys(), key=lambda rows: rows or 0, reverse=True):
             with nullcontext() if rows is None else within(Inside(Part(0, 0, rows, rows))):
-                self.looks[rows] = self._look(rows)
+                self.looks[rows] = self.look(rows)
         return [self.looks[rows] for rows in lengths]
 
     @cached_property
@@ -183,7 +200,8 @@ class Site:
         """The packings of a layer's input and output, by the rows of a slice."""
         return {rows: shapes.packed[layer] for rows, shapes in self.looks.items()}
 
-    def _look(self, rows: int | None) -> Shapes:
+    def look(self, rows: int | None) -> Shapes:
+        """The shapes for rows of `rows` tokens, None for whole ones. Raises as `derive`."""
         settings, lowered, shared = self.settings, self.settings.lowered, self.manifest.vocabulary is not None
         samples = self.samples
 
@@ -217,8 +235,8 @@ def tokens_of(manifest: Manifest, chosen: spec.Model, at: Sequence[int]) -> Toke
     return None if ranks == 1 else Tokens(rows_of(cuts or [0, length], at[0], ranks), length)
 
 
-def steps_of(settings: Settings, manifest: Manifest) -> Steps:
-    """The dataset of a user whose items are steps. Raises E501 to E505."""
+def steps_of(settings: Settings, manifest: Manifest, *, as_given: bool = False) -> Steps:
+    """The dataset of a user whose items are steps; `as_given`: in whole rows, in its order. Raises E501 to E505."""
     data, chosen = settings.data, settings.model
     return Steps(
         build_dataset(data, settings.train.seed),
@@ -228,7 +246,25 @@ def steps_of(settings: Settings, manifest: Manifest) -> Steps:
         size=manifest.microbatch_size,
         length=chosen.seq_len if chosen.builtin else None,
         ignores=chosen.loss == "cross_entropy",
+        tokens=() if as_given else lengths_of(settings, manifest),
     )
+
+
+def samples_of(settings: Settings, *, both: bool = False) -> Samples:
+    """The training samples in whole rows. Raises as `build_samples`."""
+    data, chosen, seed = settings.data, settings.model, settings.train.seed
+    if data.balance != "none" and data.kind not in KINDS:
+        return Padded(build_documents(data, chosen, seed), chosen.seq_len or 1)
+    return build_samples(data, chosen, seed, both=both)
+
+
+def lengths_of(settings: Settings, manifest: Manifest) -> tuple[int, ...]:
+    """Of each microbatch of a replica the tokens of its rows; () if they are whole, as of users' layers that get steps
+    of a dataset, or of a model that has no length."""
+    whole, padded = settings.model.seq_len, settings.data.items == "steps" and not settings.model.builtin
+    if whole is None or padded:
+        return ()
+    return tuple(min(whole, -(-tokens // manifest.unit) * manifest.unit) for tokens in manifest.tokens)
 
 
 def group_of(chosen: spec.Model, layer: str) -> str:

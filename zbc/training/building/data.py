@@ -22,8 +22,8 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
     settings, manifest = site.settings, site.manifest
     if site.samples is None or not site.reads:
         return None
-    if site.work is not None:
-        return PackedBatches(site.work, settings.lowered)
+    if site.dealer is not None:
+        return PackedBatches(site.dealer, settings.lowered)
     if isinstance(site.samples, Steps):
         return split_batches(settings, manifest, site.samples, site.tokens)
     batches = Batches(
@@ -35,6 +35,7 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
         lowered=settings.lowered,
         where=settings.where,
         tokens=site.tokens,
+        lengths=site.lengths,
     )
     if settings.data.kind not in KINDS:
         return batches

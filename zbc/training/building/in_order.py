@@ -79,10 +79,10 @@ def in_order(settings: Settings, manifest: Manifest, at: At) -> InOrder:
     data, chosen, size, count = settings.data, settings.model, manifest.microbatch_size, manifest.topology.batch
     samples: Samples
     if data.items == "steps":
-        samples = steps_of(settings, manifest)
-    elif manifest.balance is not None:
+        samples = steps_of(settings, manifest, as_given=True)
+    elif data.balance != "none":
         documents = all_documents(data, chosen, settings.train.seed)
-        samples = Padded(documents, manifest.balance.room, packed=True)
+        samples = Padded(documents, chosen.seq_len or 1, packed=manifest.balance is not None)
     else:
         samples = all_samples(data, chosen, settings.train.seed)
     total, per_batch = len(samples), count * size

@@ -10,6 +10,7 @@ from zbc.errors import ZbcError, raise_all
 from zbc.ir import COPY, Kind
 from zbc.plan.directory import FROZEN
 from zbc.runtime.core.stage import Stage
+from zbc.runtime.core.tensors import Length
 from zbc.training.building.context import Site
 from zbc.training.data.data import KINDS
 from zbc.training.data.split import Steps
@@ -28,6 +29,8 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
         text = f"run: the last layer returns {site.shapes.ends}; slices and packed rows with several outputs"
         hint = 'return one tensor, or set schedule.slices = 1 and data.balance = "none"'
         raise ZbcError("E110", f"{text} are not written yet", hint=hint)
+    if users and site.manifest.tokens and site.unequal:
+        _refuse_unlike(site, stages)
     if users and isinstance(site.samples, Steps) and site.manifest.microbatch_size > 1:
         try_padded(site, stages.values())
     if site.slices:
@@ -39,8 +42,8 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
             try_layers(site, stages.values())
         if site.some_targets is not None:
             try_loss(name, loss, site.shapes.output, site.some_targets)
-    if site.manifest.balance is not None:
-        if users:
+    if site.dealer is not None:
+        if users and site.manifest.balance is not None:
             try_packed(site, stages.values())
         if site.some_targets is not None:
             try_padding(name, loss, site.shapes.output, site.some_targets)
@@ -49,6 +52,23 @@ def refuse(site: Site, stages: Mapping[int, Stage]) -> None:
         raise ZbcError("E110", text, hint='plan again with model.matmul = "dtype"')
     _refuse_groups(site)
     _refuse_pairs(site)
+
+
+def _refuse_unlike(site: Site, stages: Mapping[int, Stage]) -> None:
+    """Raises E110 or E512 for layers of users that do not run on rows of another length."""
+    shapes, wanted = site.shapes, site.settings.model.seq_len or 1
+    several = next((name for name, both in shapes.packed.items() if any(both)), None)
+    if several is not None:
+        text = f"run: schedule.tokens and layers with several tensors between them, as at {several}, do not go together"
+        raise ZbcError("E110", f"{text} yet", hint="let layers take and return one tensor, or drop schedule.tokens")
+    length = Length(min(site.manifest.tokens), wanted)
+    found = site.look(length.tokens)
+    for stage, (whole, cut) in enumerate(zip(shapes.inputs, found.inputs, strict=True)):
+        if len(whole.shape) < 2 or whole.of_rows(length) != cut:
+            text = f"run: the input of stage {stage} is {whole} for {wanted} tokens, and {cut} for {length.tokens}"
+            raise ZbcError("E512", text, hint="keep tokens in the second dimension, or drop schedule.tokens")
+    if site.dealer is not None:
+        try_packed(site, stages.values(), behind=True)
 
 
 def _refuse_groups(site: Site) -> None:

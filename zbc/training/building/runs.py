@@ -28,7 +28,7 @@ def phase_run(site: Site, plan: RankPlan) -> PhaseRun:
     apart = run.dp // (manifest.ep or 1) if manifest.averages else 1
     routed = experts_of_all_blocks(manifest.planning)
     layout = VectorLayout(
-        shapes.parameters, batch, run.world, shapes.sizes, apart, unequal is not None, routed, site.ranks
+        shapes.parameters, batch, run.world, shapes.sizes, apart, site.dealer is not None, routed, site.ranks
     )
     handlers = dict(HANDLERS)
     readers = _RUNS_LAYERS | _RUNS_WORDS | ({Kind.W} if manifest.with_w else set())

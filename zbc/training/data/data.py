@@ -233,7 +233,8 @@ class Batches(BatchSource):
     """The microbatches of every step. Floating-point inputs are cast to `lowered`, if that is given.
 
     `phases` has the positions of steps; by default all have `microbatches`, otherwise that is the maximum of a step.
-    `tokens`: this rank's tokens of each sequence, if not all.
+    `tokens`: this rank's tokens of each sequence, if not all. `lengths`: those of the rows of each microbatch of a
+    replica, to which sequences are cut.
     Raises E504, at `where`, if there are not enough samples for one step.
     """
 
@@ -248,6 +249,7 @@ class Batches(BatchSource):
         lowered: torch.dtype | None = None,
         where: str | None = None,
         tokens: Tokens | None = None,
+        lengths: Sequence[int] = (),
     ) -> None:
         needed, self._count = microbatches * size, len(samples)
         if self._count < needed:
@@ -256,7 +258,7 @@ class Batches(BatchSource):
             hint = "give more data, shorter sequences, or fewer or smaller microbatches"
             raise ZbcError("E504", text, where=where, hint=hint)
         self.phases = phases or Phases.even(needed)
-        self._lowered, self._tokens = lowered, tokens
+        self._lowered, self._tokens, self._lengths = lowered, tokens, lengths
         self._samples, self._seed, self._size = samples, seed, size
         self._orders: dict[int, Permutation] = {}
         self._begun = self.phases, 0, self.phases.position(0)
@@ -272,7 +274,7 @@ class Batches(BatchSource):
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU; `group` selects the input of a group of layers."""
         numbers = self._numbers(step, mb)
-        x = self.own(self._samples.inputs(numbers, group) if group else self._samples.inputs(numbers))
+        x = self.own(self._cut(mb, self._samples.inputs(numbers, group) if group else self._samples.inputs(numbers)))
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
 
     def targets(self, step: int, mb: int) -> Tensor:
@@ -281,7 +283,10 @@ class Batches(BatchSource):
 
     def whole(self, step: int, mb: int) -> Tensor:
         """Its targets with the tokens of all ranks."""
-        return self._samples.targets(self._numbers(step, mb))
+        return self._cut(mb, self._samples.targets(self._numbers(step, mb)))
+
+    def _cut(self, mb: int, whole: Tensor) -> Tensor:
+        return whole[:, : self._lengths[mb % len(self._lengths)]] if self._lengths else whole
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's tokens of a tensor with all of them."""

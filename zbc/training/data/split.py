@@ -41,14 +41,25 @@ class Microbatch(NamedTuple):
 class Steps(Pairs):
     """A user's dataset of steps, each of `count` microbatches of up to `size` rows.
 
-    `length`: of rows that may be shorter; None: all have one shape. `ignores`: targets of padding are ignored.
+    `length`: of rows that may be shorter; None: all have one shape. `tokens`: of the rows of each microbatch of a
+    replica, if unequal: longer microbatches are put in longer places. `ignores`: targets of padding are ignored.
     """
 
     def __init__(
-        self, dataset: Any, name: str, seed: int, *, count: int, size: int, length: int | None, ignores: bool
+        self,
+        dataset: Any,
+        name: str,
+        seed: int,
+        *,
+        count: int,
+        size: int,
+        length: int | None,
+        ignores: bool,
+        tokens: Sequence[int] = (),
     ) -> None:
         super().__init__(dataset, name, seed)
         self.size, self._microbatches, self._length, self._ignores = size, count, length, ignores
+        self._tokens = tokens
         self._known = dict[int, list[Microbatch]]()
 
     def step(self, number: int) -> list[Microbatch]:
@@ -64,7 +75,7 @@ class Steps(Pairs):
 
     def inputs(self, indices: Sequence[int], group: str = "") -> Tensor:
         """Inputs of the first microbatches of these steps."""
-        return torch.cat([self._of(self.step(i)[0], group) for i in indices])
+        return torch.cat([self._filled(self._of(self.step(i)[0], group), 0, self._length) for i in indices])
 
     def targets(self, indices: Sequence[int]) -> Tensor:
         return torch.cat([self.step(i)[0].target for i in indices])
@@ -91,9 +102,20 @@ class Steps(Pairs):
             text = f"{where} {has} microbatches, a step of the plan has {self._microbatches}"
             hint = "return a list of (input, target, weight), one for each of schedule.microbatches times parallel.dp"
             raise ZbcError("E505", text, hint=hint)
-        return [self._padded(f"{where}, microbatch {mb},", one) for mb, one in enumerate(item)]
+        found = [self._microbatch(f"{where}, microbatch {mb},", one) for mb, one in enumerate(item)]
+        if not self._tokens:
+            return [self._padded(one, self._length) for one in found]
+        rooms = [*self._tokens] * (len(found) // len(self._tokens))
+        found.sort(key=lambda one: -_tokens_of(one))
+        for place, one in zip(sorted(range(len(rooms)), key=lambda k: -rooms[k]), [*found], strict=True):
+            found[place] = one
+        if any(_tokens_of(one) > room for one, room in zip(found, rooms, strict=True)):
+            most = [max(room, *map(_tokens_of, found[k :: len(self._tokens)])) for k, room in enumerate(self._tokens)]
+            text = f"{where} has longer microbatches than schedule.tokens, the longest in the place of the longest"
+            raise ZbcError("E505", text, hint=f"cut them, or plan with schedule.tokens = {most}, for this step")
+        return [self._padded(one, room) for one, room in zip(found, rooms, strict=True)]
 
-    def _padded(self, where: str, one: Any) -> Microbatch:
+    def _microbatch(self, where: str, one: Any) -> Microbatch:
         if not isinstance(one, Sequence) or len(one) != 3:
             raise ZbcError("E505", f"{where} is not (input, target, weight)", hint="return tuples of three")
         try:
@@ -109,23 +131,25 @@ class Steps(Pairs):
             text = f"{where} has inputs and targets of {' and '.join(map(str, sorted(sizes)))} rows"
             hint = f"as many rows of each, at least one and at most schedule.microbatch_size = {self.size}"
             raise ZbcError("E505", text, hint=hint)
+        most = max([t.shape[1] for t in (*inputs.values(), target) if t.dim() > 1], default=0)
+        if self._length is not None and most > self._length:
+            text = f"{where} has rows of {most} tokens, model.seq_len is {self._length}"
+            raise ZbcError("E505", text, hint="cut them, or set model.seq_len to the longest")
         if self._ignores and not (target != IGNORED).any():
             weight = 0.0
-        return Microbatch(
-            {group: self._filled(where, t, 0) for group, t in inputs.items()},
-            self._filled(where, target, IGNORED) if self._ignores else target,
-            weight,
-            len(target),
-            None if self._length is None else next(iter(inputs.values())).shape[1],
+        tokens = None if self._length is None else next(iter(inputs.values())).shape[1]
+        return Microbatch(inputs, target, weight, len(target), tokens)
+
+    def _padded(self, one: Microbatch, length: int | None) -> Microbatch:
+        inputs = {group: self._filled(t, 0, length) for group, t in one.inputs.items()}
+        return one._replace(
+            inputs=inputs, target=self._filled(one.target, IGNORED, length) if self._ignores else one.target
         )
 
-    def _filled(self, where: str, t: Tensor, padding: int) -> Tensor:
+    def _filled(self, t: Tensor, padding: int, length: int | None) -> Tensor:
         shape = [self.size, *t.shape[1:]]
-        if self._length is not None and t.dim() > 1:
-            if t.shape[1] > self._length:
-                text = f"{where} has rows of {t.shape[1]} tokens, model.seq_len is {self._length}"
-                raise ZbcError("E505", text, hint="cut them, or set model.seq_len to the longest")
-            shape[1] = self._length
+        if length is not None and t.dim() > 1:
+            shape[1] = length
         if shape == list(t.shape):
             return t
         found = t.new_full(shape, padding)
@@ -144,6 +168,10 @@ class Steps(Pairs):
             return loss(whole, target)
 
         return loss if self._ignores else cut
+
+
+def _tokens_of(one: Microbatch) -> int:
+    return max([t.shape[1] for t in one.inputs.values() if t.dim() > 1], default=1)
 
 
 def count_of_step(manifest: Manifest) -> int:

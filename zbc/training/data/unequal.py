@@ -7,8 +7,10 @@ only check at the beginning that they have the same lengths. All steps have the 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import NamedTuple
 
 import torch
@@ -16,10 +18,11 @@ from torch import Tensor
 
 from zbc.errors import ZbcError
 from zbc.job import spec
-from zbc.plan.balancing import Microbatch, Shape, deal, dealt_evenly, next_fit, samples_of_step
+from zbc.plan.balancing import Microbatch, Shape, deal, deal_by_tokens, dealt_evenly, next_fit, samples_of_step
 from zbc.plan.manifest import Manifest
 from zbc.plan.phases import Phases
 from zbc.runtime.core.state import BatchSource, Work
+from zbc.runtime.core.tensors import Length
 from zbc.runtime.features.packing import Rows
 from zbc.runtime.features.words import IGNORED
 from zbc.training.data.data import KINDS, Batches, Pairs, build_dataset, in_epochs, place
@@ -29,12 +32,19 @@ LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a s
 KEPT = 3  # cached steps
 
 
-def shape_of(manifest: Manifest) -> Shape | None:
-    """The replicas and rows to which a plan's samples are dealt; None if replicas have equally many microbatches."""
-    how = manifest.balance
-    if how is None:
+def dealer_of(manifest: Manifest) -> Dealer | None:
+    """The dealer of a plan's samples, if they are of unequal length. Raises E117, E501 to E505, E530 to E532."""
+    planning, training, how = manifest.planning, manifest.training, manifest.balance
+    data = spec.Data.model_validate(training["data"], strict=False)
+    model = spec.Model.model_validate(planning["model"], strict=False)
+    seed, where, replicas = int(training["train"]["seed"]), place(data, model), manifest.topology.dp
+    if how is not None:
+        shape = Shape(replicas, how.room, manifest.microbatch_size, how.most, manifest.ranks, how.quadratic)
+        return Dealer(build_documents(data, model, seed), shape, manifest.microbatches, seed, where)
+    if data.balance == "none" or not manifest.tokens:
         return None
-    return Shape(manifest.copies, how.room, manifest.microbatch_size, how.most, manifest.ranks, how.quadratic)
+    shape = Shape(replicas, model.seq_len or 1, manifest.microbatch_size, manifest.microbatches, manifest.ranks)
+    return ByTokens(build_documents(data, model, seed), shape, manifest.tokens, seed, where, manifest.unit)
 
 
 def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
@@ -42,6 +52,17 @@ def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     found = all_documents(data, model, seed)
     kept = -int(-data.validation * len(found) // 1)
     return Some(found, 0, len(found) - kept) if kept else found
+
+
+def build_kept(data: spec.Data, model: spec.Model, seed: int) -> Padded | None:
+    """The validation samples, each in a whole row; None if the job has none. Raises as `build_documents`."""
+    if data.validation_path is not None:
+        data = data.model_copy(update={"path": data.validation_path})
+    elif not data.validation:
+        return None
+    found = all_documents(data, model, seed)
+    first = 0 if data.validation_path is not None else len(found) - -int(-data.validation * len(found) // 1)
+    return Padded(Some(found, first, len(found)), model.seq_len or 1)
 
 
 def all_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
@@ -74,13 +95,23 @@ class Dealer(Work):
     def __init__(self, documents: Documents, shape: Shape, microbatches: int, seed: int, where: str) -> None:
         self.documents, self.shape, self.most = documents, shape, shape.most
         self._lengths: list[int] = documents.lengths.tolist()
-        self._order = Batches(
-            Padded(documents, shape.room), seed=seed, microbatches=shape.replicas, size=1, where=where
-        )
-        some = [self._lengths[i] for i in self._order.taken(0, min(LOOKED_AT, len(documents)))]
-        self.samples = min(len(documents), samples_of_step(some, shape, microbatches))
+        least, size = self._least()
+        self._order = Batches(Padded(documents, shape.room), seed=seed, microbatches=least, size=size, where=where)
+        self.samples = self._samples(microbatches)
         self.phases = Phases.even(self.samples)
         self._known: dict[int, StepWork] = {}
+
+    def _least(self) -> tuple[int, int]:
+        """The fewest microbatches of a step of all replicas, and their samples."""
+        return self.shape.replicas, 1
+
+    def _samples(self, microbatches: int) -> int:
+        """The number of samples of a step."""
+        some = [self._lengths[i] for i in self._order.taken(0, min(LOOKED_AT, len(self.documents)))]
+        return min(len(self.documents), samples_of_step(some, self.shape, microbatches))
+
+    def _deal(self, lengths: Sequence[int]) -> Sequence[Sequence[Microbatch]] | None:
+        return deal(lengths, self.shape)
 
     def follow(self, phases: Phases) -> None:
         self.phases = phases
@@ -99,7 +130,7 @@ class Dealer(Work):
             position = self.phases.position(step)
             samples = self._order.taken(position, self.samples)
             lengths = [self._lengths[i] for i in samples]
-            replicas = deal(lengths, self.shape)
+            replicas = self._deal(lengths)
             if replicas is None:
                 raise _too_many(step, lengths, self.shape)
             while len(self._known) >= KEPT:
@@ -108,7 +139,6 @@ class Dealer(Work):
         return found
 
     def tokens(self, step: int) -> int:
-        """The number of tokens of all samples of a step."""
         return sum(self.step(step).lengths)
 
     def count(self, step: int, replica: int) -> int:
@@ -133,6 +163,30 @@ class Dealer(Work):
         return self.step(step).replicas[replica][mb]
 
 
+class ByTokens(Dealer):
+    """Deals one sample to each row, the longest to the microbatches that have the most `tokens` in the plan. The rows
+    of a microbatch are as long as the longest of them, in multiples of `unit` tokens."""
+
+    def __init__(
+        self, documents: Documents, shape: Shape, tokens: Sequence[int], seed: int, where: str, unit: int = 1
+    ) -> None:
+        self._tokens, self._unit = tokens, unit
+        super().__init__(documents, shape, len(tokens), seed, where)
+
+    def _least(self) -> tuple[int, int]:
+        return self.shape.replicas * len(self._tokens), self.shape.rows
+
+    def _samples(self, microbatches: int) -> int:
+        return math.prod(self._least())
+
+    def _deal(self, lengths: Sequence[int]) -> list[list[Microbatch]]:
+        return deal_by_tokens(lengths, self.shape, self._tokens)
+
+    def length(self, step: int, number: int) -> Length:
+        longest = max(map(sum, self.rows(step, number)))
+        return Length(min(self.shape.room, -(-longest // self._unit) * self._unit), self.shape.room)
+
+
 class Gain(NamedTuple):
     """The gain of unequal numbers of microbatches in some steps."""
 
@@ -145,15 +199,10 @@ class Gain(NamedTuple):
 
 def predicted(manifest: Manifest, steps: int = 20) -> Gain:
     """The gain in the first steps of a plan, by the cost of samples. Raises E117, E501 to E505, E530 to E532."""
-    planning, training = manifest.planning, manifest.training
-    data = spec.Data.model_validate(training["data"], strict=False)
-    model = spec.Model.model_validate(planning["model"], strict=False)
-    seed, shape = int(training["train"]["seed"]), shape_of(manifest)
-    if shape is None:
+    dealer = dealer_of(manifest)
+    if dealer is None:
         raise ValueError("replicas of this plan have equally many microbatches")
-    where = place(data, model)
-    dealer = Dealer(build_documents(data, model, seed), shape, manifest.microbatches, seed, where)
-    return gain_of(dealer, min(steps, int(training["train"]["steps"])))
+    return gain_of(dealer, min(steps, int(manifest.training["train"]["steps"])))
 
 
 def gain_of(dealer: Dealer, steps: int) -> Gain:
@@ -167,6 +216,28 @@ def gain_of(dealer: Dealer, steps: int) -> Gain:
         counts += map(len, work.replicas)
     fill = tokens / (sum(counts) * shape.tokens)
     return Gain(steps, dealer.samples, fill, (min(counts), max(counts)), equal / unequal if unequal else 1.0)
+
+
+class Dealt(NamedTuple):
+    """The microbatches of some steps whose samples are dealt by tokens."""
+
+    steps: int
+    tokens: tuple[int, ...]  # of the rows of each microbatch, the median of all steps and replicas
+    longer: int  # steps in which one is longer than planned
+    fill: float  # share of the tokens of rows that is not padding
+
+
+def dealt(manifest: Manifest, steps: int = 20) -> Dealt:
+    """The microbatches of the first steps of a plan. Raises E117, E501 to E505, E530 to E532."""
+    dealer, planned = dealer_of(manifest), manifest.tokens
+    if dealer is None:
+        raise ValueError("samples of this plan are not dealt")
+    steps, batch = min(steps, int(manifest.training["train"]["steps"])), manifest.topology.batch
+    found = [[length.tokens for n in range(batch) if (length := dealer.length(step, n))] for step in range(steps)]
+    every = [[tokens for step in found for tokens in step[mb :: len(planned)]] for mb in range(len(planned))]
+    rows = dealer.shape.rows * sum(map(sum, found))
+    longer = sum(any(n > planned[k % len(planned)] for k, n in enumerate(step)) for step in found)
+    return Dealt(steps, tuple(map(median_low, every)), longer, sum(map(dealer.tokens, range(steps))) / rows)
 
 
 def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:
@@ -203,8 +274,9 @@ class PackedBatches(BatchSource):
         return self._filled(step, mb, 1)
 
     def _filled(self, step: int, mb: int, which: int) -> Tensor:
-        shape, rows = self._dealer.shape, self._dealer.of(step, mb)
-        return filled(self._dealer.documents, [*rows, *([[]] * (shape.rows - len(rows)))], shape.room, which)
+        shape, rows, length = self._dealer.shape, self._dealer.of(step, mb), self._dealer.length(step, mb)
+        room = shape.room if length is None else length.tokens
+        return filled(self._dealer.documents, [*rows, *([[]] * (shape.rows - len(rows)))], room, which)
 
 
 def filled(documents: Documents, rows: Sequence[Sequence[int]], room: int, which: int) -> Tensor:

@@ -52,7 +52,7 @@ class RunSettings:
     phases: Phases  # of the training
     first: int = 0  # steps trained before, by the run that this one resumes
     start: Start = field(default_factory=Start)  # the checkpoint of these steps, and the run directory
-    tokens: Callable[[int], int] | None = None  # of a step, if samples are of unequal length
+    tokens: Callable[[int], int | None] = lambda step: None  # of a step, if samples are of unequal length
 
 
 class RunRecord:
@@ -160,7 +160,7 @@ class RunRecord:
     def _numbers(self, result: StepResult) -> dict[str, Any]:
         samples = self._phases.samples(result.step)
         world, peak = self._manifest.topology.world, self._log.get("peak_tflops")
-        tokens = None if self._settings.tokens is None else self._settings.tokens(result.step)
+        tokens = self._settings.tokens(result.step)
         frozen = "adapter" in self._manifest.planning
         rates = throughput(self._model, samples, 1e3 * result.seconds, world, peak, tokens, frozen=frozen)
         return {

@@ -29,11 +29,11 @@ from zbc.runtime.features.scaling import Scale, Scaling
 from zbc.runtime.seeding import drawing, seed_of
 from zbc.runtime.transports.hub import Hub
 from zbc.training import frames
-from zbc.training.building.context import Settings, group_of, layer_plans, steps_of
+from zbc.training.building.context import Settings, group_of, layer_plans, samples_of, steps_of
 from zbc.training.building.data import split_batches
 from zbc.training.building.shares import loss_of
 from zbc.training.data.counted import count_of
-from zbc.training.data.data import Batches, build_samples
+from zbc.training.data.data import Batches
 from zbc.training.probing.contract import ROUNDING, apart, largest
 from zbc.training.probing.refusals import overlaps, refuse_stage
 from zbc.training.probing.shapes import read_by
@@ -186,6 +186,7 @@ def _single(plan: StoredPlan, slices: int) -> StoredPlan:
         ties=tuple(manifest.ties),
     )
     whole = slices < manifest.slices
+    whole_rows = {key: value for key, value in manifest.planning.get("schedule", {}).items() if key != "tokens"}
     single, _ = assemble(
         program,
         parameters={},
@@ -194,7 +195,7 @@ def _single(plan: StoredPlan, slices: int) -> StoredPlan:
         microbatch_size=manifest.microbatch_size,
         predicted={},
         cuts=() if whole else manifest.cuts,
-        planning={**manifest.planning, "optimizer": {"sync": "before-step"}},
+        planning={**manifest.planning, "schedule": whole_rows, "optimizer": {"sync": "before-step"}},
         training={**manifest.training, "optimizer": {**manifest.training["optimizer"], "sync": "before-step"}},
     )
     return StoredPlan(single, program)
@@ -217,7 +218,7 @@ def plain_gradients(
         weights, criterion = [batches.weight(0, mb) or 0.0 for mb in range(count)], steps.cut(criterion)
     else:
         batches = Batches(
-            build_samples(settings.data, settings.model, seed),
+            samples_of(settings),
             seed=seed,
             microbatches=count,
             size=manifest.microbatch_size,

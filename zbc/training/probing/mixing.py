@@ -66,9 +66,11 @@ def try_padded(site: Site, stages: Iterable[Stage]) -> None:
     _try_each(site, layers, "padding", _try_padded)
 
 
-def try_packed(site: Site, stages: Iterable[Stage]) -> None:
-    """Raises E512 for a layer of these stages that mixes samples of one row."""
-    _try_each(site, [layer for stage in stages for layer in stage.layers], "rows", _try_rows)
+def try_packed(site: Site, stages: Iterable[Stage], *, behind: bool = False) -> None:
+    """Raises E512 for a layer of these stages that mixes samples of one row; `behind`: only if one gets at what stands
+    behind it."""
+    attempt = functools.partial(_try_rows, behind=behind)
+    _try_each(site, [layer for stage in stages for layer in stage.layers], "rows", attempt)
 
 
 def _try_each(
@@ -212,14 +214,14 @@ def _forward_of(modules: Modules, x: Tensor, inside: Inside | None = None) -> li
     return found
 
 
-def _try_rows(modules: Modules, takes: TensorSpec) -> None:
+def _try_rows(modules: Modules, takes: TensorSpec, *, behind: bool) -> None:
     name, length = modules[-1][0], takes.shape[1]
     cut = max(1, length // 3)
     ends = ((cut, length - cut),) * takes.shape[0] if length > 1 else ((1,),) * takes.shape[0]
     x = takes.drawn(below=2)
     other = takes.drawn() if takes.numbers else 1 - x
     try:
-        with packed(ends), torch.no_grad():
+        with packed(None if behind else ends), torch.no_grad():
             whole = _forward_of(modules, x)[-1][-1]
             if length == 1 or not torch.equal(whole, _forward_of(modules, x)[-1][-1]):
                 return  # it draws random numbers: results cannot be compared
@@ -231,8 +233,10 @@ def _try_rows(modules: Modules, takes: TensorSpec) -> None:
     if whole.dim() < 2 or whole.shape[1] != length:
         raise _none_for_each(name, whole, length, _ROWS)
     near = TOLERANCE.get(whole.dtype, 5e-2)
-    if not (apart(whole[:, cut:], first[:, cut:]) <= near and apart(whole[:, :cut], second[:, :cut]) <= near):
-        raise ZbcError("E512", f"model: in layer {name} samples of one row see each other", hint=_ROWS)
+    near_first = behind or apart(whole[:, cut:], first[:, cut:]) <= near
+    if not (near_first and apart(whole[:, :cut], second[:, :cut]) <= near):
+        text = "tokens see what stands behind them" if behind else "samples of one row see each other"
+        raise ZbcError("E512", f"model: in layer {name} {text}", hint=_ROWS)
 
 
 def _try_padded(modules: Modules, takes: TensorSpec) -> None:

@@ -133,7 +133,7 @@ def _plan(job: Job, names: Sequence[str], ops: Sequence[Op], microbatches: int, 
     slices = max(1, len(cuts) - 1)
     place = Placement(((0,) * len(names),))
     program = Program(place, microbatches, (tuple(ops),), ("profile",), slices, cp=job.parallel.cp, tp=job.parallel.tp)
-    planning, training = job.planning(), job.training()
+    planning, training = job.with_tokens(()).planning(), job.training()
     still = {"lr": 0.0, "schedule": RateSchedule().model_dump(mode="json"), "sync": "before-step", "zero1": False}
     manifest, _ = assemble(
         program,

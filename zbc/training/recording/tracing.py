@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from operator import sub
 from pathlib import Path
@@ -86,7 +86,9 @@ class Tracer:
             self._timed = stamped, result
         if step not in self.steps:
             return result
-        self._scribe.add(lambda: self.writer.step(stamped.timing()))
+        lengths = [worker.length(mb) for mb in range(worker.phase_run.count)]
+        tokens = [length.tokens for length in lengths if length is not None]
+        self._scribe.add(lambda: self.writer.step(replace(stamped.timing(), tokens=tokens)))
         if step == self._last:
             self.close()
         return result

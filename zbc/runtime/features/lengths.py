@@ -1,0 +1,27 @@
+"""Microbatches with rows of unequal length: in each step their ops take the routes of stages for these lengths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zbc.ir import Op
+from zbc.runtime.core.feature import Feature
+from zbc.runtime.core.route import route_of
+from zbc.runtime.core.tensors import Length
+
+if TYPE_CHECKING:
+    from zbc.runtime.core.state import Worker
+
+
+class Lengths(Feature):
+    """`_now`: the length for which each op has a route."""
+
+    def __init__(self) -> None:
+        self._now: dict[Op, Length | None] = {}
+
+    def opens(self, worker: Worker) -> None:
+        run, now = worker.phase_run, self._now
+        for op in run.routes:
+            length = worker.length(op.mb)
+            if now.get(op) != length and (route := route_of(worker, run, op, length)) is not None:
+                run.routes[op], now[op] = route, length
