@@ -193,7 +193,7 @@ def _less(job: Job, case: Case) -> Iterator[Memory]:
     kept = [{"attention": KEEP}] if spares and job.memory.attention is None else []
     if spares:
         selective = [choice(SELECTIVE, AUTO, count) for count in counts]
-        yield from selective
+        yield from selective[-1:] if kept else selective  # of some stages, the cheaper way
         yield from (one.model_copy(update=more) for one in selective for more in kept)
         yield from (choice(RECOMPUTE, SELECTIVE, count) for count in counts[:-1])
     if copies.possible(job, bytes_known=case.first.bytes is not None):
