@@ -259,7 +259,6 @@ ROWS = (
             "ramp": "balanced steps choose their own number of microbatches",
             "sliced": "slices are cut at the same places of all microbatches",
             "file": "a file is an order for one number of microbatches",
-            "cp": UNWRITTEN,
             "compile": "attention depends on the lengths",
             "trace": ("one plan is recorded for all replicas of a step", "leave out --trace"),
         },

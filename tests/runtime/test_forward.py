@@ -5,6 +5,8 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 
+from tests.composed import beside
+from tests.drawn import planned
 from tests.refusals import error_of
 from tests.runtime.given_steps import Ragged, Sentences
 from tests.runtime.small_plans import GPT, LLAMA, make_plan, make_program
@@ -123,6 +125,16 @@ def test_samples_of_unequal_length_have_their_rows_in_order_whatever_shares_a_ro
     short = {"count": 3, "longest": 4}  # of a batch that is filled up with the first ones
     short_plan = unequal(**{"data": {"kind": TEXTS, "args": {**short, "count": 30}, "balance": "length"}, **how})
     assert rows_of(short_plan, tmp_path)["lengths"].tolist() == Texts(**{**short, "count": 30}).lengths
+
+
+def test_packed_rows_that_ranks_share_give_those_of_whole_samples(tmp_path):
+    tables = beside("cp", model__vocab=61, model__seq_len=16)[0]
+    tables["data"] = {"kind": TEXTS, "args": {"count": 61}, "balance": "length"}
+    tables["parallel"]["pp"] = 2
+    plan = planned(tables, tmp_path / "job")[1]
+    texts, found = Texts(61), rows_of(plan, tmp_path)
+    expected = each_alone(plan, [texts[i] for i in range(61)])
+    torch.testing.assert_close(found["log_probs"], expected, rtol=2e-6, atol=2e-6)
 
 
 def test_steps_that_a_dataset_splits_have_a_row_for_each_of_their_rows(tmp_path):

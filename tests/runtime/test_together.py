@@ -187,6 +187,22 @@ def test_words_that_all_ranks_share_go_with_unequal_numbers_of_microbatches(tmp_
     assert apart(trained(both), trained(plain)) <= NEAR
 
 
+SPREAD = [("1f1b", "gpt", {}), ("1f1b", "gpt", {"vocabulary": "shared"}), ("zb-h1", "llama", {"tp": 2})]
+SPREAD += [("1f1b", "llama", {"dp": 2})]
+
+
+@pytest.mark.parametrize(("kind", "family", "parallel"), few(SPREAD, 1))
+def test_samples_that_share_a_row_stay_apart_where_ranks_share_its_tokens(kind, family, parallel):
+    """Some ranks have nothing but padding."""
+    both, plain = beside("cp", data__balance="length", model__family=family, model__layers=2)
+    both["parallel"] |= {"pp": 2, **parallel}
+    plain["parallel"] = {"pp": 1, "dp": parallel.get("dp", 1)}
+    both["schedule"] |= {"kind": kind, "microbatches": 2}
+    plain["schedule"]["microbatches"] = 2
+    found, expected = trained(both), trained(plain)
+    assert apart(found[:1], expected[:1]) <= NEAR and apart(found, expected) <= TOLERANCE
+
+
 @pytest.mark.repeats
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, between threads
 @pytest.mark.parametrize("kind", ["1f1b", "zb-v"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from zbc.runtime.core.slot import current_slot
+from zbc.runtime.features.packing import Rows, rows_now, zeros_like
 from zbc.runtime.features.slicing import Limits, attend, causal
 from zbc.runtime.features.tensor_parallel import Group
 
@@ -43,8 +44,10 @@ class Spread(NamedTuple):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap: float | None = None) -> Any:
         """As slicing.attention, for this rank's tokens: (batch, heads, own tokens, features)."""
         keys, values = _Gather.apply(k, v, self.group)  # type: ignore[no-untyped-call]
+        rows, limits = rows_now(), Limits(window, cap)
+        mix = partial(self._mix, limits) if rows is None else partial(self._each_alone, limits, rows)
         # A copy of the queries: a view would keep the joint tensor of queries, keys and values.
-        return attend(q.contiguous(), keys, values, partial(self._mix, Limits(window, cap)), self.group.size)
+        return attend(q.contiguous(), keys, values, mix, self.group.size)
 
     def _mix(self, limits: Limits, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of two chunks of queries to the keys of all tokens up to the end of their slice."""
@@ -54,6 +57,25 @@ class Spread(NamedTuple):
         seen = _Seen.apply(keys, values, *ends)  # type: ignore[no-untyped-call]
         parts = zip(q.chunk(2, -2), seen[::2], seen[1::2], strict=True)
         return torch.cat([causal(*part, limits).transpose(1, 2) for part in parts], 1).transpose(1, 2)
+
+    def _each_alone(self, limits: Limits, rows: Rows, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """As `_mix`, sample by sample; zeros for padding, with gradients of zero, since all ranks sum those of keys."""
+        size, place, outputs = q.shape[-2] // 2, self.group.place, list[Tensor]()
+        for number, lengths in enumerate(rows):
+            one, mixed = slice(number, number + 1), list[Tensor]()
+            for half, chunk in enumerate((place, 2 * self.group.size - 1 - place)):
+                first, ends = chunk * size, [*accumulate(lengths)]
+                for begin, end in pairwise((0, *ends)):
+                    low, high = max(begin, first), min(end, first + size)
+                    if low < high:
+                        own = q[one, :, half * size + low - first : half * size + high - first]
+                        mixed.append(causal(own, keys[one, :, begin:high], values[one, :, begin:high], limits))
+                left = min(size, first + size - sum(lengths))
+                if left > 0:
+                    nothing = zeros_like(q[one, :, :left], mixed)
+                    mixed.append(nothing + 0.0 * (keys[one, :1, :1, :1] + values[one, :1, :1, :1]).to(nothing.dtype))
+            outputs.append(torch.cat(mixed, -2))
+        return torch.cat(outputs)
 
 
 class _Seen(torch.autograd.Function):

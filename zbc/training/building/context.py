@@ -115,7 +115,7 @@ class Site:
     @cached_property
     def dealer(self) -> Dealer | None:
         """The dealer of samples of unequal length, if any. Raises E117, E501 to E505, E530 to E532."""
-        return dealer_of(self.manifest)
+        return dealer_of(self.manifest, None if self.tokens is None else self.tokens.rows)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ def batches_of(site: Site, phases: Phases) -> BatchSource | None:
     if site.samples is None or not site.reads:
         return None
     if site.dealer is not None:
-        return PackedBatches(site.dealer, settings.lowered)
+        return PackedBatches(site.dealer, settings.lowered, site.tokens)
     if isinstance(site.samples, Steps):
         return split_batches(settings, manifest, site.samples, site.tokens)
     batches = Batches(

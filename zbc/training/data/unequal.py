@@ -25,22 +25,22 @@ from zbc.runtime.core.state import BatchSource, Work
 from zbc.runtime.core.tensors import Length
 from zbc.runtime.features.packing import Rows
 from zbc.runtime.features.words import IGNORED
-from zbc.training.data.data import KINDS, Batches, Pairs, build_dataset, in_epochs, place
+from zbc.training.data.data import KINDS, Batches, Pairs, Tokens, build_dataset, in_epochs, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
 
 LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a step
 KEPT = 3  # cached steps
 
 
-def dealer_of(manifest: Manifest) -> Dealer | None:
-    """The dealer of a plan's samples, if they are of unequal length. Raises E117, E501 to E505, E530 to E532."""
+def dealer_of(manifest: Manifest, own: Tensor | None = None) -> Dealer | None:
+    """The dealer of a plan's samples, if they are of unequal length, to a rank with the tokens `own`. Raises E117, E501 to E505, E530 to E532."""
     planning, training, how = manifest.planning, manifest.training, manifest.balance
     data = spec.Data.model_validate(training["data"], strict=False)
     model = spec.Model.model_validate(planning["model"], strict=False)
     seed, where, replicas = int(training["train"]["seed"]), place(data, model), manifest.topology.dp
     if how is not None:
         shape = Shape(replicas, how.room, manifest.microbatch_size, how.most, manifest.ranks, how.quadratic)
-        return Dealer(build_documents(data, model, seed), shape, manifest.microbatches, seed, where)
+        return Dealer(build_documents(data, model, seed), shape, manifest.microbatches, seed, where, own)
     if data.balance == "none" or not manifest.tokens:
         return None
     shape = Shape(replicas, model.seq_len or 1, manifest.microbatch_size, manifest.microbatches, manifest.ranks)
@@ -92,8 +92,17 @@ class StepWork:
 class Dealer(Work):
     """Deals samples of unequal length to replicas."""
 
-    def __init__(self, documents: Documents, shape: Shape, microbatches: int, seed: int, where: str) -> None:
-        self.documents, self.shape, self.most = documents, shape, shape.most
+    def __init__(
+        self,
+        documents: Documents,
+        shape: Shape,
+        microbatches: int,
+        seed: int,
+        where: str,
+        own: Tensor | None = None,
+    ) -> None:
+        """`own`: positions of this rank's tokens in rows, if ranks share them."""
+        self.documents, self.shape, self.most, self._own = documents, shape, shape.most, own
         self._lengths: list[int] = documents.lengths.tolist()
         least, size = self._least()
         self._order = Batches(Padded(documents, shape.room), seed=seed, microbatches=least, size=size, where=where)
@@ -145,8 +154,10 @@ class Dealer(Work):
         return len(self.step(step).replicas[replica])
 
     def weight(self, step: int, number: int) -> float:
-        work = self.step(step)
-        return sum(sum(lengths) for lengths in self.rows(step, number)) / sum(work.lengths)
+        filled = [sum(lengths) for lengths in self.rows(step, number)]
+        if self._own is not None:
+            filled = [int((self._own < count).sum()) for count in filled]
+        return sum(filled) / sum(self.step(step).lengths)
 
     def rows(self, step: int, number: int) -> Rows:
         lengths = self.step(step).lengths
@@ -249,8 +260,8 @@ def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:
 class PackedBatches(BatchSource):
     """A `BatchSource` of microbatches with packed rows; the rest of a row is padding."""
 
-    def __init__(self, dealer: Dealer, lowered: torch.dtype | None = None) -> None:
-        self._dealer, self._lowered = dealer, lowered
+    def __init__(self, dealer: Dealer, lowered: torch.dtype | None = None, tokens: Tokens | None = None) -> None:
+        self._dealer, self._lowered, self._tokens = dealer, lowered, tokens
 
     @property
     def count(self) -> int:
@@ -266,12 +277,18 @@ class PackedBatches(BatchSource):
 
     def inputs(self, step: int, mb: int, group: str = "") -> Tensor:
         """The model input of a microbatch, on the CPU: (rows, tokens, ...)."""
-        x = self._filled(step, mb, 0)
+        x = self.own(self._filled(step, mb, 0))
         return x if self._lowered is None or not x.is_floating_point() else x.to(self._lowered)
 
     def targets(self, step: int, mb: int) -> Tensor:
         """Its targets; those of padding do not count."""
+        return self.own(self.whole(step, mb))
+
+    def whole(self, step: int, mb: int) -> Tensor:
         return self._filled(step, mb, 1)
+
+    def own(self, whole: Tensor) -> Tensor:
+        return whole if self._tokens is None else self._tokens.of(whole)
 
     def _filled(self, step: int, mb: int, which: int) -> Tensor:
         shape, rows, length = self._dealer.shape, self._dealer.of(step, mb), self._dealer.length(step, mb)

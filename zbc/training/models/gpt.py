@@ -50,6 +50,7 @@ class Embed(nn.Module):
         self.tokens = nn.Embedding(vocab, hidden, padding)
         self.positions = nn.Embedding(seq_len, hidden) if learned else None
         self.look_up: Callable[[Tensor], Tensor] = self._look_up
+        self.length = seq_len
         self.place = 0  # index of this rank's shard of the tokens, with sequence parallelism
         self.index: Tensor
         self.register_buffer("index", torch.arange(seq_len), persistent=False)
@@ -67,7 +68,7 @@ class Embed(nn.Module):
         if self.positions is None:
             return x
         rows, start = rows_now(), first_row() + self.place * x.shape[1]
-        at = self.index if rows is None else places(rows, len(self.index), x.device)
+        at = self.index if rows is None else places(rows, self.length, x.device)[:, self.index]
         return x + self.positions(at[..., start : start + x.shape[1]])  # type: ignore[no-any-return]
 
     def _look_up(self, tokens: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ class Rotary(nn.Module):
         rates = rotation_rates(size, theta, scaling, seq_len)
         factor = 1.0 if scaling is None else scaling.attention
         angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rates)
+        self.own: Tensor | None = None  # positions of this rank's tokens in packed rows that ranks share
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", angles.cos() * factor, persistent=False)
@@ -31,7 +32,8 @@ class Rotary(nn.Module):
         cos, sin = self.cos[rows], self.sin[rows]
         packed = rows_now()
         if packed is not None:
-            where = places(packed, x.shape[-2], x.device)
+            where = places(packed, x.shape[-2] if self.own is None else len(self.cos), x.device)
+            where = where if self.own is None else where[:, self.own]
             cos, sin = self.cos[where].unsqueeze(1), self.sin[where].unsqueeze(1)
         low, high = x.chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)

@@ -81,11 +81,14 @@ def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
     return found
 
 
-def spread(layer: nn.Module, tokens: Spread, rows: Tensor) -> None:
-    """Makes a layer run on this rank's tokens, at the positions `rows` of their sequence (context parallel)."""
+def spread(layer: nn.Module, tokens: Spread, rows: Tensor, *, packed: bool = False) -> None:
+    """Makes a layer run on this rank's tokens, at the positions `rows` of their sequence (context parallel); `packed`:
+    sequences have several samples."""
     for module in layer.modules():
         if isinstance(module, Embed):
             module.index = module.index[rows]
+        elif isinstance(module, Rotary) and packed:
+            module.own = rows
         elif isinstance(module, Rotary):
             module.cos, module.sin = module.cos[rows], module.sin[rows]
         elif isinstance(module, GptBlock | LlamaBlock):
