@@ -302,7 +302,7 @@ ROWS = (
         "graph",
         "E110",
         {
-            "chains": (UNWRITTEN, 'use kind = "1f1b", "zb-h1", "zb-auto" or "auto"'),
+            "chains": ("a rank has one stage of it, once", 'use kind = "1f1b", "zb-h1", "zb-auto" or "auto"'),
             "file|plugin": ("orders from elsewhere are of chains", 'use kind = "1f1b" or "zb-h1"'),
             "sliced": ("slices are of sequences in a chain", "drop it"),
             "chunks": ("a rank has one stage of it", "drop it"),

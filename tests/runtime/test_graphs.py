@@ -26,6 +26,7 @@ from zbc.training.models import compiled
 ROOT = Path(__file__).parents[2]
 M, SIZE = 4, 2
 ALL = [(name, kind, kept) for name in GRAPHS for kind in ("1f1b", "zb-h1") for kept in ("keep", "recompute")]
+ALL += [("three readers", kind, "keep") for kind in ("gpipe", "eager-1f1b", "zb-h2")]
 
 
 def plan_of(

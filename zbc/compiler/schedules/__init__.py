@@ -28,6 +28,7 @@ def _v(p: int, v: int) -> Placement:
 _ALL = (
     ScheduleCard(
         name="gpipe",
+        branches=True,
         make=gpipe,
         placement=_linear,
         placement_name="linear",
@@ -135,6 +136,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="zb-h2",
+        branches=True,
         make=zb_h2,
         placement=_linear,
         placement_name="linear",
@@ -152,6 +154,7 @@ _ALL = (
     ),
     ScheduleCard(
         name="eager-1f1b",
+        branches=True,
         make=eager_1f1b,
         placement=_linear,
         placement_name="linear",

@@ -1,10 +1,13 @@
 """Orders of ops for a graph of stages, one stage on each rank.
 
-    1f1b     before its first backward a rank runs as many forwards as edges are on its longest path to the loss
-    zb-h1    the same with W delayed by as many microbatches as edges are on its longest path from the data, or by as
-             many as leave it no more activations than the deepest rank has: neither is always best, so both are tried
+    1f1b        before its first backward a rank runs as many forwards as edges are on its longest path to the loss
+    eager-1f1b  twice as many
+    gpipe       all
+    zb-h1       as 1f1b, with W delayed by as many microbatches as edges are on its longest path from the data, or by
+                as many as leave it no more activations than the deepest rank has; both are tried
+    zb-h2       twice as many of both
 
-In a chain both equal the schedules of these names. The order of a chain of the same stages, in their order, is an order
+In a chain they equal the schedules of these names. The order of a chain of the same stages, in their order, is an order
 of the graph as well, with more waits than the graph has. It is tried too, so that a graph is never slower than its
 chain. A list scheduler then follows each of them at the costs of the job, in the same memory.
 """
@@ -15,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from zbc.compiler.cost.cost import Costs
-from zbc.compiler.schedules.lagged import lagged, one_f_one_b, zb_h1, zb_h2
+from zbc.compiler.schedules.lagged import eager_1f1b, gpipe, lagged, one_f_one_b, zb_h1, zb_h2
 from zbc.compiler.schedules.request import Request
 from zbc.compiler.search.follow import Manner, fits, follow
 from zbc.compiler.sim.context import Context
@@ -46,17 +49,21 @@ def _by_hand(kind: str, placement: Placement, request: Request) -> Iterator[Prog
         [round(ms) for ms in longest(placement, none, edges, reads)] for reads in (placement.sinks, placement.sources)
     )
     deepest = max(ahead)
-    if kind == "1f1b":
-        yield lagged(kind, request, warmup=ahead.__getitem__)
-        yield one_f_one_b(request)
+    fused = {"1f1b": (ahead, one_f_one_b), "eager-1f1b": ([2 * far for far in ahead], eager_1f1b)}
+    fused["gpipe"] = [request.units] * placement.stages, gpipe
+    if kind in fused:
+        warmup, chain = fused[kind]
+        yield lagged(kind, request, warmup=warmup.__getitem__)
+        yield chain(request)
         return
     rules: tuple[Sequence[int], ...] = (behind, [deepest - far for far in ahead])
-    for lags in rules:
+    for lags in rules if kind != "zb-h2" else ():
         yield lagged(kind, request, warmup=ahead.__getitem__, lag=lags.__getitem__)
-    yield zb_h1(request)
+    if kind != "zb-h2":
+        yield zb_h1(request)
     if kind == "zb-h1":
         return
-    for extra in range(1, deepest + 1):
+    for extra in range(deepest if kind == "zb-h2" else 1, deepest + 1):
         for lags in rules:
             yield lagged(kind, request, warmup=_more(ahead, extra), lag=_more(lags, extra))
     yield zb_h2(request)
