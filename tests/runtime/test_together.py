@@ -103,7 +103,9 @@ ADAPTED = [
 WEIGHED += [("shared vocabulary", kind, {"adapter__rank": 4, **how}) for kind, how in ADAPTED]
 
 
-@pytest.mark.parametrize(("traits", "kind", "changes"), few(WEIGHED, [WEIGHED[n] for n in (0, 5, 8, 14, -1)]))
+@pytest.mark.parametrize(
+    ("traits", "kind", "changes"), few(WEIGHED, [WEIGHED[n] for n in (0, 5, 8, 14, -1 - len(ADAPTED))])
+)
 def test_a_plan_knows_what_ranks_hold(tmp_path, traits, kind, changes):
     """In one of five runs at least, within 2% on the fullest rank: a late message is held longer."""
     both, _ = beside(*traits.split(" x "), schedule__kind=kind, parallel__pp=2, **(WIDE | changes))
