@@ -41,6 +41,7 @@ _SINCE: dict[
     "schedule": ("slices", "cuts", "tokens_per_microbatch", "max_microbatches", "tokens", "renumber"),
     "parallel": ("cp", "vocabulary", "vocabulary_sums"),
     "hardware": ("gpu",),
+    "memory": ("attention",),
     "costs": ("cp", "s", "t", "i", "e"),
     "train": ("hook", "fused_gradients"),
     "data": ("balance", "items"),

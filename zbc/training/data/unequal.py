@@ -33,7 +33,10 @@ KEPT = 3  # cached steps
 
 
 def dealer_of(manifest: Manifest, own: Tensor | None = None) -> Dealer | None:
-    """The dealer of a plan's samples, if they are of unequal length, to a rank with the tokens `own`. Raises E117, E501 to E505, E530 to E532."""
+    """The dealer of a plan's samples, if they are of unequal length, for a rank with the tokens `own` of all rows.
+
+    Raises E117, E501 to E505, E530 to E532.
+    """
     planning, training, how = manifest.planning, manifest.training, manifest.balance
     data = spec.Data.model_validate(training["data"], strict=False)
     model = spec.Model.model_validate(planning["model"], strict=False)
