@@ -233,7 +233,7 @@ def grouped(
 def shared(kind: str, folder: Path, axis: str = "tp") -> Case:
     """The prediction is F + a, B + a, and a BW whose exchange is hidden by its W, of experts all but the first. Layers
     with experts take longer: six real messages per layer take some ms on few cores."""
-    chunks, ms = 2 if kind in ("zb-v", "interleaved-1f1b") else 1, 12.0 if axis == "tp" else 36.0
+    chunks, ms = 1 if kind in ("1f1b", "zb-h1") else 2, 12.0 if axis == "tp" else 36.0
     costs = {"per": "layer", axis: ms / 2 * 8 / 2 / chunks}
     plan, compiled, text = grouped(axis, kind, 8, ms, ms / 2, 8, folder, costs=costs)
     return Case([Side("zbc", plan, compiled.timeline.makespan, ours)], text)

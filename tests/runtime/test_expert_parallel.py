@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -119,21 +120,26 @@ def test_experts_on_several_replicas_step_without_a_barrier_to_the_bit(tmp_path,
     assert all(torch.equal(weight, found[1][1][key]) for key, weight in found[0][1].items())
 
 
-def test_in_a_group_the_first_all_to_all_is_the_backwards_and_the_forward_hides_it(tmp_path):
+def test_in_a_group_the_backward_leads_and_counts_do_not_give_the_turn_away(tmp_path):
+    """So that each op computes while the other's rows are under way."""
     made, begun = plan(tmp_path, {"schedule": {"kind": "braid-v"}}, dp=2, ep=2), {}
     ops = {}
 
     def watch(worker):
         transport, mine = worker.features.of(SharedLayers).swaps.transport, begun.setdefault(worker.rank, [])
         start, ops[worker.rank] = transport.start_swap, worker.plan.ops
-        transport.start_swap = lambda *args: mine.append(worker.progress.index) or start(*args)
+        transport.start_swap = lambda *args: mine.append((worker.progress.index, args[0].dtype)) or start(*args)
 
     run_threads(made, 1, setup=watch)
     for rank, indices in begun.items():
         own = ops[rank]
         groups = [at for at, op in enumerate(own) if op.kind.is_mark and own[at + 2].kind is Kind.BW]
-        firsts = [next(own[index].kind for index in indices if at < index < at + 3) for at in groups]
+        firsts = [next(own[index].kind for index, _ in indices if at < index < at + 3) for at in groups]
         assert firsts and set(firsts) == {Kind.BW} and all(own[at + 1].kind is Kind.F for at in groups)
+        after = [other for (_, dtype), other in pairwise(indices) if dtype is torch.int64]
+        assert len(after) > 2 * len(groups)
+        counted = [index for index, dtype in indices if dtype is torch.int64]
+        assert [index for index, _ in after] == counted
 
 
 EVEN = {"f": 1.0, "b": 1.0, "w": 1.0}  # so that swaps change no order

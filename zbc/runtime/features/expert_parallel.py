@@ -44,7 +44,9 @@ class Swaps(NamedTuple):
             return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
         size, per_rank = self.group.size, len(counts) // self.group.size
         got = torch.empty_like(counts)
-        self.group.swap(counts, (per_rank,) * size, got, (per_rank,) * size)
+        each = (per_rank,) * size
+        # Nothing is computed between the counts and the rows: the other op of a group gets the turn at the rows.
+        self.group.transport.start_swap(counts, each, got, each, self.group.ranks).wait()
         come = got.view(size, per_rank)  # by source rank
         out, into = counts.view(size, per_rank).sum(1).tolist(), come.sum(1).tolist()
         kind = torch.arange(per_rank, device=rows.device).repeat(size).repeat_interleave(got)
