@@ -31,6 +31,7 @@ SEARCHED = ("zb-auto", "v-auto", "looped-zb", "1f1b-v", "zb-v", "v-half", "v-min
 CHUNKS = {"looped-zb": (2, 3, 4)}  # stages per rank worth trying if the job leaves them open
 WOVEN: dict[str, Any] = {"early": 1, "overlap": True}
 SMALL_BUDGET = 0.02  # seconds up to which there are no moves
+MANY = 4  # cases beyond which it pays to load compiled kernels
 IMPROVED, SHARES = 2, (0.75, 0.25)  # variants that are moved; shares of the budget for the best looking searched orders
 MOVES, OPS = 400, 2_000_000  # variants for moves at most, and ops in all of them
 SEARCHING, WEAVING = 8, 3  # factors on the ops of a search, and with vocabulary collectives
@@ -95,7 +96,8 @@ def _looked(
     job: Job, table: Sequence[estimate.Layer], cards: Sequence[tuple[ScheduleCard, int | None]]
 ) -> tuple[Best, list[Case]]:
     best = Best(job, table)
-    cases, best.compiled = list(_cases(best, cards)), len(cards) > 1
+    cases = list(_cases(best, cards))
+    best.compiled = len(cards) > 1 or len(cases) > MANY
     for case in cases:
         _look(best, case)
     return best, cases
