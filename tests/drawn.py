@@ -232,7 +232,7 @@ def outcome(one: Drawn, *, weigh: bool = False) -> Found:
         weigh = (
             weigh
             and made.costs.bytes is not None
-            and not (made.job.schedule.ramp or made.job.balances or made.program.cyclic)
+            and not (made.job.schedule.ramp or made.job.data.balance != "none" or made.program.cyclic)
         )
         setup = (lambda worker: scales.update({worker.rank: Scale(worker)})) if weigh else None
         try:
