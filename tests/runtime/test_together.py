@@ -107,7 +107,7 @@ WEIGHED += [("shared vocabulary", kind, {"adapter__rank": 4, **how}) for kind, h
     ("traits", "kind", "changes"), few(WEIGHED, [WEIGHED[n] for n in (0, 5, 8, 14, -1 - len(ADAPTED))])
 )
 def test_a_plan_knows_what_ranks_hold(tmp_path, traits, kind, changes):
-    """In one of five runs at least, within 2% on the fullest rank: a late message is held longer."""
+    """In one of five runs at least, within 2.5% on the fullest rank: a late message is held longer."""
     both, _ = beside(*traits.split(" x "), schedule__kind=kind, parallel__pp=2, **(WIDE | changes))
     if "offload" in traits:
         both["schedule"]["memory_limit"] = "0.7x"
@@ -123,7 +123,7 @@ def test_a_plan_knows_what_ranks_hold(tmp_path, traits, kind, changes):
         if nearest == pytest.approx(predicted, rel=0.01):
             break
     assert nearest == pytest.approx(predicted, rel=0.03)
-    assert max(nearest) == pytest.approx(max(predicted), rel=0.02)
+    assert max(nearest) == pytest.approx(max(predicted), rel=0.025)
     slabs = [host_bytes(made.program, rank, made.costs) for rank in range(len(predicted))]
     assert [scale.held.host for scale in scales[:: plan.manifest.tp]] == pytest.approx(slabs, rel=0.02)
     assert any(slabs) == ("offload" in traits)
