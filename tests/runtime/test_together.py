@@ -18,7 +18,6 @@ from zbc.compiler.memory.per_rank import peaks
 from zbc.interop import torch_csv
 from zbc.ir import Kind
 from zbc.plan.directory import StoredPlan
-from zbc.runtime.features import parcels
 from zbc.training.models import compiled
 
 NEAR = 1e-6
@@ -42,20 +41,6 @@ PARALLEL += [("shared vocabulary x tp x slices x offload", *how) for how in (("z
 PARALLEL += [("slices x tp_sequence", "zb-v", "1x"), ("slices x tp_sequence x offload", "1f1b", "0.4x")]
 CAPPED = [("shared vocabulary x capped logits", "1f1b", "1.3x")]
 TRAINED = [*SLICED, *WORDS, *PARALLEL, *CAPPED]
-
-
-@pytest.fixture
-def moved(monkeypatch):
-    """Bytes that each OFFLOAD moves, of storages of any size."""
-    found, plain = [], parcels.Parcel.offload
-
-    def offload(parcel, op):
-        plain(parcel, op)
-        found.append(parcel.moved)
-
-    monkeypatch.setattr(parcels, "SMALL", 1)
-    monkeypatch.setattr(parcels.Parcel, "offload", offload)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,8 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
     Raises E504 if there are fewer validation samples than a step has samples.
     """
     manifest, settings, train = site.manifest, site.settings, site.settings.train
-    dealt = site.dealer is not None
-    build = build_kept if dealt else build_validation
-    kept = build(settings.data, settings.model, train.seed) if site.reads else None
+    deal = site.dealer is not None
+    kept = (build_kept if deal else build_validation)(settings.data, settings.model, train.seed) if site.reads else None
     per_step, size = manifest.topology.batch, manifest.microbatch_size
     batches, total = None, 0
     if kept is not None:
@@ -82,7 +81,7 @@ def build_evaluation(worker: Worker, site: Site, counts: Callable[[Tensor], floa
         )
         total = min(len(kept) // size, (train.eval_batches or len(kept)) * per_step)
     run = forward_run(worker, EvaluationRun, batches)
-    run.every, run.total, run.counts = train.eval_every, total, counts or (counting if dealt else None)
+    run.every, run.total, run.counts = train.eval_every, total, counts or (counting if deal else None)
     return run
 
 

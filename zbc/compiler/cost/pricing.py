@@ -354,15 +354,15 @@ def exchanges(job: Job, stages: Sequence[Sequence[int]], table: Sequence[Layer])
     timed = given.f is None and not (measured is not None and measured.on.source == "trace")  # its ops have them
     half = 0.5 if parallel.tp_sequence else 0.0
     axes = [
-        (parallel.tp, given.tp, _sums, half, half * parallel.regathers),
-        (parallel.cp, given.cp, _gathers, float(job.memory.attends_again), 0.0),
-        (parallel.ep, given.tp if given.ep is None and parallel.tp == 1 else given.ep, _swaps, 0.0, 0.0),
+        (parallel.tp, given.tp, _sums, half, half * parallel.regathers, False),
+        (parallel.cp, given.cp, _gathers, float(job.memory.attends_again), 0.0, False),
+        (parallel.ep, given.tp if given.ep is None and parallel.tp == 1 else given.ep, _swaps, 0.0, 0.0, True),
     ]
     found = list[Exchange]()
-    for count, ms, by_links, spared, regathered in axes:
+    for count, ms, by_links, spared, regathered, begins in axes:  # `begins`: whether a B begins with one
         if count > 1 and (ms or (ms is None and timed)):
             both = ((ms,) * len(stages),) * 2 if ms else by_links(job, stages, table)
-            ahead = _ahead(job, stages, table, both[1]) if by_links is _swaps else (0.0,) * len(stages)
+            ahead = _ahead(job, stages, table, both[1]) if begins else (0.0,) * len(stages)
             found.append(Exchange(*both, spared, regathered, ahead))
     return found
 

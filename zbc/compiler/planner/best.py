@@ -190,11 +190,11 @@ def _less(job: Job, case: Case) -> Iterator[Memory]:
         return job.memory.with_choice([first if before < count else rest for before in place])
 
     spares = any(layer.spared for layer in case.table)
-    kept = [{"attention": KEEP}] if spares and job.memory.attention is None else []
+    kept, both = {"attention": KEEP}, spares and job.memory.attention is None
     if spares:
         selective = [choice(SELECTIVE, AUTO, count) for count in counts]
-        yield from selective[-1:] if kept else selective  # of some stages, the cheaper way
-        yield from (one.model_copy(update=more) for one in selective for more in kept)
+        yield from selective[-1:] if both else selective  # of some stages, the cheaper way
+        yield from (one.model_copy(update=kept) for one in selective if both)
         yield from (choice(RECOMPUTE, SELECTIVE, count) for count in counts[:-1])
     if copies.possible(job, bytes_known=case.first.bytes is not None):
         yield choice(OFFLOAD, OFFLOAD, 0)
@@ -202,7 +202,7 @@ def _less(job: Job, case: Case) -> Iterator[Memory]:
         if spares:
             moved = [choice(SPARED, OFFLOAD, count) for count in counts]
             yield from moved
-            yield from (moved[-1].model_copy(update=more) for more in kept)
+            yield from [moved[-1].model_copy(update=kept)] if both else ()
 
 
 def _named(case: Case, choice: Choice) -> str:

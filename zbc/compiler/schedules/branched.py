@@ -57,13 +57,14 @@ def _by_hand(kind: str, placement: Placement, request: Request) -> Iterator[Prog
         yield chain(request)
         return
     rules: tuple[Sequence[int], ...] = (behind, [deepest - far for far in ahead])
-    for lags in rules if kind != "zb-h2" else ():
-        yield lagged(kind, request, warmup=ahead.__getitem__, lag=lags.__getitem__)
+    first = deepest if kind == "zb-h2" else 1
     if kind != "zb-h2":
+        for lags in rules:
+            yield lagged(kind, request, warmup=ahead.__getitem__, lag=lags.__getitem__)
         yield zb_h1(request)
     if kind == "zb-h1":
         return
-    for extra in range(deepest if kind == "zb-h2" else 1, deepest + 1):
+    for extra in range(first, deepest + 1):
         for lags in rules:
             yield lagged(kind, request, warmup=_more(ahead, extra), lag=_more(lags, extra))
     yield zb_h2(request)

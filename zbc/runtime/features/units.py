@@ -71,6 +71,7 @@ class Units:
 
     def __post_init__(self) -> None:
         self._pair = Pair(self.worker.device, self._switched)
+        self._swaps = self.worker.features.of(SharedLayers).swaps is not None
         self.close = self._pair.close
 
     def run(self, first: Entry, second: Entry) -> None:
@@ -79,8 +80,7 @@ class Units:
         self._ops = (progress.index, first.text), (progress.index + 1, second.text)
         clock = worker.clock
         # Of experts a B begins with an all-to-all, and an F with attention, which hides it.
-        leads = worker.features.of(SharedLayers).swaps is not None and second.op.kind is not Kind.F
-        worker.clock = Together(clock, self._pair, second_leads=leads)
+        worker.clock = Together(clock, self._pair, second_leads=self._swaps and second.op.kind is not Kind.F)
         try:
             self._pair.run(first.bound(worker), second.bound(worker), (first.name, second.name))
         finally:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -342,7 +342,7 @@ def build_samples(data: spec.Data, model: spec.Model, seed: int, *, both: bool =
     Raises E501 to E505, E530 to E532.
     """
     samples = all_samples(data, model, seed, both=both)
-    kept = _kept(data, samples)
+    kept = kept_of(data, samples)
     return SampleRange(samples, 0, len(samples) - kept) if kept else samples
 
 
@@ -353,7 +353,7 @@ def build_validation(data: spec.Data, model: spec.Model, seed: int) -> Samples |
     if not data.validation:
         return None
     samples = all_samples(data, model, seed)
-    return SampleRange(samples, len(samples) - _kept(data, samples), len(samples))
+    return SampleRange(samples, len(samples) - kept_of(data, samples), len(samples))
 
 
 def place(data: spec.Data, model: spec.Model, *, kept: bool = False) -> str:
@@ -373,7 +373,8 @@ def _listed(path: str | list[str]) -> str:
     return path if isinstance(path, str) else ", ".join(path[:3]) + ", ..." * (len(path) > 3)
 
 
-def _kept(data: spec.Data, samples: Samples) -> int:
+def kept_of(data: spec.Data, samples: Sized) -> int:
+    """The number of samples kept for validation: the last ones."""
     return math.ceil(data.validation * len(samples))
 
 

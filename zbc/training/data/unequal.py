@@ -25,7 +25,7 @@ from zbc.runtime.core.state import BatchSource, Work
 from zbc.runtime.core.tensors import Length
 from zbc.runtime.features.packing import Rows
 from zbc.runtime.features.words import IGNORED
-from zbc.training.data.data import KINDS, Batches, Pairs, Tokens, build_dataset, in_epochs, place
+from zbc.training.data.data import KINDS, Batches, Pairs, Tokens, build_dataset, in_epochs, kept_of, place
 from zbc.training.data.documents import Documents, PairDocuments, RandomDocuments, Some, TokenDocuments
 
 LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a step
@@ -53,7 +53,7 @@ def dealer_of(manifest: Manifest, own: Tensor | None = None) -> Dealer | None:
 def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
     """The training samples of `[data]`. Raises E117, E501 to E505, E530 to E532."""
     found = all_documents(data, model, seed)
-    kept = -int(-data.validation * len(found) // 1)
+    kept = kept_of(data, found)
     return Some(found, 0, len(found) - kept) if kept else found
 
 
@@ -64,7 +64,7 @@ def build_kept(data: spec.Data, model: spec.Model, seed: int) -> Padded | None:
     elif not data.validation:
         return None
     found = all_documents(data, model, seed)
-    first = 0 if data.validation_path is not None else len(found) - -int(-data.validation * len(found) // 1)
+    first = 0 if data.validation_path is not None else len(found) - kept_of(data, found)
     return Padded(Some(found, first, len(found)), model.seq_len or 1)
 
 
