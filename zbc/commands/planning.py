@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _LONG = 100  # columns of a command that is named
+_LOOKED_AT = 5  # steps that are numbered again to predict the gain
 
 
 def plan(
@@ -110,7 +111,7 @@ def plan(
         if loaded.balances:
             show(labelled("balance", *summary.balance_lines(compiled, _gain(manifest))))
         elif loaded.data.balance == "tokens" and (dealt := _gain(manifest)):
-            show(labelled("balance", *summary.dealt_lines(dealt)))
+            show(labelled("balance", *summary.dealt_lines(dealt, _renumbered(manifest, compiled))))
         took = f"planned in {short(time.perf_counter() - began, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         left = ["remarks were left out for lack of time: --budget 60s"] if until.cut else []
@@ -129,6 +130,21 @@ def _gain(manifest: Manifest) -> dict[str, Any]:
         if error.code in ("E117", "E504"):
             raise
         return {}
+
+
+def _renumbered(manifest: Manifest, compiled: Compiled) -> tuple[int, float] | None:
+    """A number of first steps, and how many times as long they take with the plan's numbers as with their own."""
+    from zbc.compiler.restepping import Restepper
+    from zbc.plan.directory import StoredPlan
+    from zbc.training.data.unequal import ByTokens, dealer_of
+
+    dealer = dealer_of(manifest)
+    if not manifest.renumbers or not isinstance(dealer, ByTokens):
+        return None
+    restepper = Restepper(StoredPlan(manifest, compiled.program))
+    steps = range(min(_LOOKED_AT, int(manifest.training["train"]["steps"])))
+    found = [restepper.of(dealer.asks(step)) for step in steps]
+    return len(found), sum(given for *_, given in found) / sum(ms for _, ms, _ in found)
 
 
 def _faster(beside: Others) -> dict[str, Any] | None:

@@ -342,11 +342,13 @@ def balance_lines(compiled: Compiled, gain: Mapping[str, Any]) -> Iterator[str]:
     yield f"plans for {few[0]} (makespan {few[1]} ms) to {most[0]} microbatches ({most[1]} ms)"
 
 
-def dealt_lines(dealt: Mapping[str, Any]) -> Iterator[str]:
-    """How long microbatches are by the samples."""
+def dealt_lines(dealt: Mapping[str, Any], gain: tuple[int, float] | None = None) -> Iterator[str]:
+    """How long microbatches are by the samples; `gain`: of some steps, by numbering them again."""
     yield f"by the samples of {dealt['steps']} steps, rows have at the median"
     yield from wrap(list(map(str, dealt["tokens"])), _TEXT, between=", ")
     yield f"{percent(1 - dealt['fill'])} padding; longer than planned in {dealt['longer']} of the steps"
+    if gain is not None:
+        yield f"numbered again, the first {gain[0]} steps take {percent(1 - 1 / gain[1])} less"
 
 
 def _ramp(compiled: Compiled) -> Iterator[str]:

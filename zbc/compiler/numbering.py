@@ -8,7 +8,7 @@ as long as the step gets shorter. Finally the ops are ordered again for the best
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -85,29 +85,47 @@ def _fits(job: Job, found: Ordered) -> bool:
 
 def _numbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:
     """The numbers that give an order its shortest step that fits, found by local search."""
-    lengths, count = job.tokens, len(job.tokens)
-    left = max(_LEAST, min(_MOST, _OPS // max(1, found.program.size)))
-    best, least, fits = tuple(range(count)), found.step_ms(job), _fits(job, found)
-    numbers, order = best, found
-    asked = {tuple(lengths[k] for k in best)}
+    fits, made = _fits(job, found), {tuple(range(len(job.tokens))): found}
+
+    def ms_of(other: Numbers, least: float) -> float | None:
+        costs = found.costs.renumbered(other)
+        quick = (found.compute if found.program.alone else found.complete).priced(costs).step_ms(job.objective)
+        if quick >= least:
+            return None
+        one = replace(found, costs=costs)
+        ms = one.step_ms(job)
+        if ms >= least or (fits and not _fits(job, one)):
+            return None
+        made[other] = one
+        return ms
+
+    tries = max(_LEAST, min(_MOST, _OPS // max(1, found.program.size)))
+    numbers, _ = shortest(job.tokens, found.step_ms(job), tries, ms_of)
+    return numbers, made[numbers]
+
+
+def shortest(
+    lengths: Sequence[int], given: float, tries: int, ms_of: Callable[[Numbers, float], float | None]
+) -> tuple[Numbers, float]:
+    """The numbers of the shortest step, and its ms, by at most `tries` calls; `given`: ms with the numbers as given.
+
+    `ms_of(numbers, least)`: ms of a step with these numbers, None if it is not shorter than `least` or does not fit.
+    """
+    numbers, least, left = tuple(range(len(lengths))), given, tries
+    asked = {tuple(lengths)}
 
     def better(other: Numbers) -> bool:
         """Makes `other` the best numbers if they are better; returns whether they were."""
-        nonlocal numbers, order, least, left
+        nonlocal numbers, least, left
         now = tuple(lengths[k] for k in other)
         if now in asked:
             return False
         asked.add(now)
         left -= 1
-        costs = found.costs.renumbered(other)
-        quick = (found.compute if found.program.alone else found.complete).priced(costs).step_ms(job.objective)
-        if quick >= least * _BETTER:
+        ms = ms_of(other, least * _BETTER)
+        if ms is None:
             return False
-        one = replace(found, costs=costs)
-        ms = one.step_ms(job)
-        if ms >= least * _BETTER or (fits and not _fits(job, one)):
-            return False
-        numbers, order, least = other, one, ms
+        numbers, least = other, ms
         return True
 
     for other in _starts(lengths):
@@ -115,13 +133,13 @@ def _numbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:
     going = True
     while going and left > 0:
         going = False
-        for i, j in combinations(range(count), 2):
+        for i, j in combinations(range(len(lengths)), 2):
             swapped = list(numbers)
             swapped[i], swapped[j] = swapped[j], swapped[i]
             going = better(tuple(swapped)) or going
             if left <= 0:
                 break
-    return numbers, order
+    return numbers, least
 
 
 def _starts(lengths: Sequence[int]) -> Iterator[Numbers]:

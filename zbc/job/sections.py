@@ -171,8 +171,10 @@ class Schedule(Section):
         description="of each microbatch the tokens of its rows, where they are unequal; default model.seq_len. "
         "recorded: those of the run that costs.profile was derived from",
     )
-    renumber: bool = Field(
-        True, description="tokens: microbatches may be put in another order, in which a step is shorter"
+    renumber: bool | Literal["steps"] = Field(
+        True,
+        description="tokens: microbatches may be put in another order, in which a step is shorter. "
+        'steps: and again in every step, with data.balance = "tokens"',
     )
     ramp: list[Phase] = Field([], description="smaller batches at the beginning: microbatches, and steps or samples")
     chunks: Count | None = Field(None, description="stages per rank, where the schedule leaves it open")

@@ -144,6 +144,11 @@ class Manifest(_Strict):
         return tuple(self.planning.get("schedule", {}).get("tokens") or ())
 
     @property
+    def renumbers(self) -> bool:
+        """Whether microbatches are numbered again in every step."""
+        return bool(self.planning.get("schedule", {}).get("renumber") == "steps")
+
+    @property
     def unit(self) -> int:
         """The number of ranks that share the tokens of a row, which are a multiple of it (`parallel.tp_sequence`)."""
         return self.tp if self.planning.get("parallel", {}).get("tp_sequence") else 1

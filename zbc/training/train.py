@@ -52,6 +52,7 @@ from zbc.training.guest import Guest
 from zbc.training.launch.board import Place
 from zbc.training.launch.identity import identity
 from zbc.training.launch.launch import check_forward
+from zbc.training.launch.numbers import numbering
 from zbc.training.launch.options import RunOptions
 from zbc.training.launch.outages import watch_siblings
 from zbc.training.launch.peers import SHARED, connected
@@ -148,7 +149,7 @@ def run_rank(context: RankContext) -> str | None:
         with ExitStack() as run.training:
             for step in (_meet, _connect, _build, _begin):
                 step(run)
-            for step in (_forward,) if forwards else (_record, _trace, _invite, _train):
+            for step in (_forward,) if forwards else (_record, _trace, _number, _invite, _train):
                 step(run)
         for step in (_end,) if forwards else (_tell_filled, _tell_late, _save, _end):
             step(run)
@@ -277,6 +278,12 @@ def _trace(run: _Run) -> None:
         tracer = open_tracers(run.worker, run.board, run.options, steps, run.limit, folder)
         run.training.enter_context(_recorded(tracer))
         run.step = tracer.step
+
+
+def _number(run: _Run) -> None:
+    """Numbers the microbatches of each step again, if the plan wants it."""
+    board, steps = run.context.place.board, range(run.first, run.total)
+    run.training.enter_context(numbering(run.worker, board, run.limit, run.options.plan, steps, run.context.emit))
 
 
 @contextmanager

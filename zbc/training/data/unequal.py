@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
@@ -122,8 +122,13 @@ class Dealer(Work):
         some = [self._lengths[i] for i in self._order.taken(0, min(LOOKED_AT, len(self.documents)))]
         return min(len(self.documents), samples_of_step(some, self.shape, microbatches))
 
-    def _deal(self, lengths: Sequence[int]) -> Sequence[Sequence[Microbatch]] | None:
+    def _deal(self, lengths: Sequence[int], step: int) -> Sequence[Sequence[Microbatch]] | None:
         return deal(lengths, self.shape)
+
+    def _taken(self, step: int) -> tuple[list[int], list[int]]:
+        """The samples of a step, and their lengths."""
+        samples = self._order.taken(self.phases.position(step), self.samples)
+        return samples, [self._lengths[i] for i in samples]
 
     def follow(self, phases: Phases) -> None:
         self.phases = phases
@@ -139,10 +144,8 @@ class Dealer(Work):
         """The work of a step. Raises E117 if its samples do not fit into `max_microbatches`."""
         found = self._known.get(step)
         if found is None:
-            position = self.phases.position(step)
-            samples = self._order.taken(position, self.samples)
-            lengths = [self._lengths[i] for i in samples]
-            replicas = self._deal(lengths)
+            position, (samples, lengths) = self.phases.position(step), self._taken(step)
+            replicas = self._deal(lengths, step)
             if replicas is None:
                 raise _too_many(step, lengths, self.shape)
             while len(self._known) >= KEPT:
@@ -179,7 +182,10 @@ class Dealer(Work):
 
 class ByTokens(Dealer):
     """Deals one sample to each row, the longest to the microbatches that have the most `tokens` in the plan. The rows
-    of a microbatch are as long as the longest of them, in multiples of `unit` tokens."""
+    of a microbatch are as long as the longest of them, in multiples of `unit` tokens. `numbers` has for a step which
+    microbatch, as the plan numbers them, comes in each place (`schedule.renumber = "steps"`); None: the plan's."""
+
+    numbers: Callable[[int], Sequence[int] | None] = staticmethod(lambda step: None)
 
     def __init__(
         self, documents: Documents, shape: Shape, tokens: Sequence[int], seed: int, where: str, unit: int = 1
@@ -193,12 +199,28 @@ class ByTokens(Dealer):
     def _samples(self, microbatches: int) -> int:
         return math.prod(self._least())
 
-    def _deal(self, lengths: Sequence[int]) -> list[list[Microbatch]]:
+    def _deal(self, lengths: Sequence[int], step: int) -> list[list[Microbatch]]:
+        dealt, numbers = self._as_planned(lengths), self.numbers(step)
+        return dealt if numbers is None else [[mbs[k] for k in numbers] for mbs in dealt]
+
+    def _as_planned(self, lengths: Sequence[int]) -> list[list[Microbatch]]:
         return deal_by_tokens(lengths, self.shape, self._tokens)
 
+    def asks(self, step: int) -> list[int]:
+        """The tokens of the rows of each microbatch of a step, as the plan numbers them: the most of all replicas."""
+        _, lengths = self._taken(step)
+        longest = [[max(lengths[row[0]] for row in mb) for mb in mbs] for mbs in self._as_planned(lengths)]
+        return [self._rows(max(column)) for column in zip(*longest, strict=True)]
+
+    def _rows(self, longest: int) -> int:
+        """The tokens of rows for a sample of `longest` tokens."""
+        return min(self.shape.room, -(-longest // self._unit) * self._unit)
+
+    def count(self, step: int, replica: int) -> int:
+        return len(self._tokens)
+
     def length(self, step: int, number: int) -> Length:
-        longest = max(map(sum, self.rows(step, number)))
-        return Length(min(self.shape.room, -(-longest // self._unit) * self._unit), self.shape.room)
+        return Length(self._rows(max(map(sum, self.rows(step, number)))), self.shape.room)
 
 
 class Gain(NamedTuple):

@@ -116,6 +116,10 @@ class Board:
         self._store.wait([key], limit)
         return self._store.get(key).decode()
 
+    def drop(self, key: str) -> None:
+        """Removes a text that all have heard."""
+        self._store.delete_key(key)
+
     def meet(self, name: str, limit: timedelta, say: str = "") -> list[str]:
         """Waits until every rank has called this; returns the texts of all."""
         self._store.set(f"{name}/{self.rank}", say)
