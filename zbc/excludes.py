@@ -280,7 +280,7 @@ ROWS = (
         "dealt by tokens",
         "E118",
         {
-            "flushless": UNWRITTEN,
+            "asynchronous": UNWRITTEN,
             "average": "replicas of unequal work would count alike",
             "ep": "replicas of unequal work would wait for each other in every block",
             "graph": UNWRITTEN,

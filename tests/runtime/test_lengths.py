@@ -1,5 +1,6 @@
 """Runs of plans with microbatches of unequal length: they have these lengths, and train what one process does."""
 
+import math
 from collections import defaultdict
 
 import pytest
@@ -151,6 +152,8 @@ def dealt(
 ):
     program = make_program(schedule, 2, len(tokens), copies=copies, sync=sync)
     optimizer = {**SGD, "sync": sync, "lr": 0.0 if still else SGD["lr"]}
+    if sync == "two-versions":
+        del optimizer["clip_grad_norm"]
     plan = make_plan(program, model=model, data=data, optimizer=optimizer, tokens=tokens, **options)
     manifest = plan.manifest
     planning = {**manifest.planning, "parallel": {"tp_sequence": tp > 1}}
@@ -159,6 +162,7 @@ def dealt(
 
 def alone(plan, steps, documents=None):
     """Losses, norms and weights of one process that runs the samples of a step one by one."""
+    clip, delayed = plan.manifest.training["optimizer"].get("clip_grad_norm") or math.inf, plan.manifest.flushless
     settings = Settings.of(plan.manifest)
     seed, chosen = settings.train.seed, settings.model
     documents = documents or RandomDocuments(chosen.vocab, chosen.seq_len, seed)
@@ -166,8 +170,11 @@ def alone(plan, steps, documents=None):
     layers = {layer.name: layer.build(seed) for layer in models.layers(chosen, seed)}
     weights = {f"{name}.{local}": p for name, layer in layers.items() for local, p in layer.named_parameters()}
     optimizer = torch.optim.SGD(weights.values(), lr=0.1, momentum=0.9)
-    losses, norms = [], []
+    losses, norms, before = [], [], [p.data.clone() for p in weights.values()]
     for step in range(steps):
+        newest = [p.data for p in weights.values()]
+        for p, older in zip(weights.values(), before if delayed else newest, strict=True):
+            p.data = older
         pairs = [documents.pair(number) for number in samples_of(step, size, len(documents), seed)]
         total, all_tokens = 0.0, sum(len(x) for x, _ in pairs)
         for x, y in pairs:
@@ -177,7 +184,10 @@ def alone(plan, steps, documents=None):
             loss = functional.cross_entropy(h[0], y, reduction="sum") / all_tokens
             loss.backward()
             total += loss.item()
-        norms.append(float(nn.utils.clip_grad_norm_(weights.values(), SGD["clip_grad_norm"])))
+        norms.append(float(nn.utils.clip_grad_norm_(weights.values(), clip)))
+        for p, data in zip(weights.values(), newest, strict=True):
+            p.data = data
+        before = [data.clone() for data in newest]
         losses.append(total)
         optimizer.step()
         optimizer.zero_grad()
@@ -197,6 +207,7 @@ WAYS = [
     ("chimera", {"model": {**GPT, "positions": "rotary"}}),
     ("1f1b", {"sync": "post-validate", "size": 3}),
     ("zb-v", {"tp": 2, "model": LLAMA}),
+    ("1f1b", {"sync": "two-versions"}),
 ]
 
 

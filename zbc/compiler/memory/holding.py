@@ -59,11 +59,6 @@ def peaks(held: Sequence[Sequence[Held]], sizes: Mapping[str, Sequence[float]]) 
     ]
 
 
-def units_of(held: Sequence[Sequence[Held]], costs: Costs) -> list[float]:
-    """Peak activation units of each rank."""
-    return peaks(held, {what: costs.units(what) for what in HELD})
-
-
 def bytes_of(held: Sequence[Sequence[Held]], costs: Costs) -> list[float]:
     """Peak activation bytes of each rank; [] if sizes are not known."""
     return peaks(held, {what: costs.bytes_of(what) for what in HELD}) if costs.bytes else []

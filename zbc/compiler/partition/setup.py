@@ -298,11 +298,6 @@ class Setup:
         """This setup under another limit."""
         return replace(self, limit=replace(self.limit, units=units))
 
-    @property
-    def looks_for(self) -> tuple[object, ...]:
-        """Searched schedules with equal values of this search for the same orders."""
-        return self.placement, self.limit.units, self.stages, self.recompute, self.schedule.splits_backward
-
     def lowered(self) -> Iterator[Setup]:
         """Yields this setup under every distinct limit, up to its own or to all usable memory; largest first."""
         needs = least_of(self.placement, self.limit.costs)

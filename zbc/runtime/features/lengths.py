@@ -21,7 +21,8 @@ class Lengths(Feature):
 
     def opens(self, worker: Worker) -> None:
         run, now = worker.phase_run, self._now
-        for op in run.routes:
-            length = worker.length(op.mb)
+        for op in run.routes:  # without a flush also those of the next step
+            step = worker.step if run.ending.due(worker, op.mb) else worker.step + 1
+            length = worker.work.length(step, worker.number(op.mb))
             if now.get(op) != length and (route := route_of(worker, run, op, length)) is not None:
                 run.routes[op], now[op] = route, length
