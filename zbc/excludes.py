@@ -273,7 +273,6 @@ ROWS = (
             "world": ("they are of one number of microbatches", "set parallel.pp and dp"),
             "balance": ("balanced steps choose their own number of microbatches", 'set data.balance = "tokens"'),
             "compile": ("a layer is compiled for whole microbatches", "set compile = false"),
-            "cp": UNWRITTEN,
         },
     ),
     Excludes(

@@ -47,6 +47,7 @@ CASES = [
     ("zb-h1", ("freeze",)),
     ("1f1b", ("fused gradients",)),
     ("dualpipe-v", ("overlap",)),
+    ("zb-h1", ("cp",)),
 ]
 
 
@@ -85,14 +86,17 @@ def test_microbatches_have_their_lengths_and_train_what_one_process_does(kind, t
     tables = settings(*traits)
     tables["schedule"] |= {"kind": kind, "tokens": TOKENS[: tables["schedule"]["microbatches"]]}
     plan = planned(tables)
-    lengths, count = plan.manifest.tokens, plan.manifest.microbatches
-    found = [(one.loss, one.grad_norm) for one in run_threads(plan, 3)[0].results]
+    count, workers = plan.manifest.microbatches, run_threads(plan, 3)
+    found = [(one.loss, one.grad_norm) for one in workers[0].results]
+    lengths = [workers[0].work.length(0, mb).tokens for mb in range(count)]
     wanted = reference(plan, 3, read=lambda batches: Cut(batches, lengths), delayed=traits == ("two versions",))
-    assert sorted(lengths) == sorted(tables["schedule"]["tokens"])
+    assert sorted(plan.manifest.tokens) == sorted(tables["schedule"]["tokens"])
+    unit = 4 if traits == ("cp",) else 2 if traits == ("tp_sequence",) else 1
+    assert lengths == [-(-tokens // unit) * unit for tokens in plan.manifest.tokens]
     if traits not in (("average",), ("freeze",)):  # which train something else
         assert [loss for loss, _ in found] == pytest.approx(wanted.losses, rel=TOLERANCE)
         assert [norm for _, norm in found] == pytest.approx(wanted.norms, rel=TOLERANCE)
-    parts = 2 if traits == ("tp_sequence",) else 1
+    parts = min(2, unit)
     assert {mb for _, mb in seen} == set(range(count * plan.manifest.copies))
     for (_, mb), sizes in seen.items():
         assert sizes <= {lengths[mb % count], lengths[mb % count] // parts}
@@ -148,9 +152,19 @@ SLOTS = [5, 16, 2, 9]
 
 
 def dealt(
-    schedule="1f1b", copies=1, *, model=GPT, data=DEALT, tokens=SLOTS, sync="before-step", tp=1, still=False, **options
+    schedule="1f1b",
+    copies=1,
+    *,
+    model=GPT,
+    data=DEALT,
+    tokens=SLOTS,
+    sync="before-step",
+    tp=1,
+    cp=1,
+    still=False,
+    **options,
 ):
-    program = make_program(schedule, 2, len(tokens), copies=copies, sync=sync)
+    program = make_program(schedule, 2, len(tokens), copies=copies, sync=sync, cp=cp)
     optimizer = {**SGD, "sync": sync, "lr": 0.0 if still else SGD["lr"]}
     if sync == "two-versions":
         del optimizer["clip_grad_norm"]
@@ -208,6 +222,8 @@ WAYS = [
     ("1f1b", {"sync": "post-validate", "size": 3}),
     ("zb-v", {"tp": 2, "model": LLAMA}),
     ("1f1b", {"sync": "two-versions"}),
+    ("zb-h1", {"cp": 2, "model": LLAMA}),
+    ("1f1b", {"cp": 2, "tp": 2, "model": LLAMA}),
 ]
 
 
@@ -221,12 +237,13 @@ def test_the_longest_samples_of_a_step_are_in_its_longest_microbatches_and_train
     for stage in (stage for worker in workers for stage in worker.stages.values()):
         for name, p in stage.parameters.items() if plan.manifest.tp == 1 else ():
             torch.testing.assert_close(p.detach(), weights[name], rtol=0, atol=1e-6, msg=name)
-    work, by_length, unit = workers[0].work, sorted(range(4), key=lambda mb: SLOTS[mb]), plan.manifest.tp
+    work, by_length, unit = workers[0].work, sorted(range(4), key=lambda mb: SLOTS[mb]), plan.manifest.unit
+    parts = {1, plan.manifest.tp, plan.manifest.cp, plan.manifest.tp * plan.manifest.cp}
     for step in range(steps):
         for first in range(0, plan.manifest.topology.batch, 4):
             ran = [work.length(step, first + mb).tokens for mb in range(4)]
             assert [ran[mb] for mb in by_length] == sorted(ran)
-            assert all(seen[step, first + mb] <= {ran[mb], ran[mb] // unit} for mb in range(4))
+            assert all(seen[step, first + mb] <= {ran[mb] // part for part in parts} for mb in range(4))
             held = [max(map(sum, work.rows(step, first + mb))) for mb in range(4)]
             assert all(0 <= tokens - longest < unit for tokens, longest in zip(ran, held, strict=True))
 
@@ -429,9 +446,12 @@ def test_equal_tokens_stay_where_samples_are_dealt_by_them():
     assert made.schedule.tokens == [16] * 8 and made.tokens == ()
 
 
-@pytest.mark.parametrize("kind", few(["zb-h1", "1f1b", "zb-v", "gpipe"], 1))
-def test_ranks_hold_what_is_predicted_for_rows_of_these_lengths(kind):
-    job_and_reference = drawn_of(("tokens",), kind)
+HELD = [("1f1b", ("cp",)), ("zb-h1", ()), ("1f1b", ()), ("zb-v", ()), ("gpipe", ()), ("zb-v", ("cp", "recompute"))]
+
+
+@pytest.mark.parametrize(("kind", "more"), few(HELD, 1))
+def test_ranks_hold_what_is_predicted_for_rows_of_these_lengths(kind, more):
+    job_and_reference = drawn_of(("tokens", *more), kind)
     for tables in (job_and_reference.both, job_and_reference.plain):
         tables["schedule"]["tokens"] = [64, 24, 40, 8] * 2
     found = outcome(job_and_reference, weigh=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -150,8 +151,9 @@ class Manifest(_Strict):
 
     @property
     def unit(self) -> int:
-        """The number of ranks that share the tokens of a row, which are a multiple of it (`parallel.tp_sequence`)."""
-        return self.tp if self.planning.get("parallel", {}).get("tp_sequence") else 1
+        """The tokens of a row are a multiple of it: ranks share them (`parallel.cp` in two chunks, `tp_sequence`)."""
+        tp = self.tp if self.planning.get("parallel", {}).get("tp_sequence") else 1
+        return tp if self.cp == 1 else math.lcm(2 * self.cp, self.cp * tp)
 
     def on(self, hosts: Iterable[str]) -> None:
         """Sets the host names of all ranks, for messages."""

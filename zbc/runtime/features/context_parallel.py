@@ -13,7 +13,7 @@ If a sequence has slices, each slice is sharded like this; keys and values gathe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -34,6 +34,12 @@ def rows_of(cuts: Sequence[int], place: int, ranks: int) -> Tensor:
         size = (stop - start) // (2 * ranks)
         positions += [torch.arange(size) + start + chunk * size for chunk in (place, 2 * ranks - 1 - place)]
     return torch.cat(positions)
+
+
+@lru_cache(maxsize=64)
+def rows_in(length: int, place: int, ranks: int) -> Tensor:
+    """Positions of a rank's tokens in rows of `length` tokens without slices."""
+    return rows_of((0, length), place, ranks)
 
 
 class Spread(NamedTuple):

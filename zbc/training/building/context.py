@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from zbc.runtime.core.bundle import Ways
 from zbc.runtime.core.precision import AUTOCAST
 from zbc.runtime.core.state import Work
 from zbc.runtime.core.tensors import TensorSpec
-from zbc.runtime.features.context_parallel import rows_of
+from zbc.runtime.features.context_parallel import rows_in, rows_of
 from zbc.runtime.features.slicing import Inside, Part, within
 from zbc.runtime.transports.transport import Transport
 from zbc.training.data.data import KINDS, Samples, Tokens, build_dataset, build_samples, input_spec, place
@@ -115,7 +115,7 @@ class Site:
     @cached_property
     def dealer(self) -> Dealer | None:
         """The dealer of samples of unequal length, if any. Raises E117, E501 to E505, E530 to E532."""
-        return dealer_of(self.manifest, None if self.tokens is None else self.tokens.rows)
+        return dealer_of(self.manifest, self.tokens)
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -232,7 +232,10 @@ class Site:
 def tokens_of(manifest: Manifest, chosen: spec.Model, at: Sequence[int]) -> Tokens | None:
     """The tokens of each sequence that a rank at these coordinates has, with context parallelism."""
     ranks, cuts, length = manifest.topology.along("cp"), manifest.cuts, chosen.seq_len or 0
-    return None if ranks == 1 else Tokens(rows_of(cuts or [0, length], at[0], ranks), length)
+    if ranks == 1:
+        return None
+    shorter = partial(rows_in, place=at[0], ranks=ranks) if manifest.tokens else None
+    return Tokens(rows_of(cuts or [0, length], at[0], ranks), length, shorter)
 
 
 def steps_of(settings: Settings, manifest: Manifest, *, as_given: bool = False) -> Steps:

@@ -113,7 +113,7 @@ def share_out(site: Site, shared: Shared, tables: Tables | None) -> Callable[[st
             shared.partial.update(f"{name}.{local}" for local in found.partial)
         if shared.tokens is not None and site.tokens is not None:
             packed = site.manifest.balance is not None
-            sharding.spread(layer, Spread(shared.tokens), site.tokens.rows, packed=packed)
+            sharding.spread(layer, Spread(shared.tokens), site.tokens, packed=packed)
         if shared.swaps is not None:
             shared.experts.extend(expert_parallel.share(name, layer, shared.swaps))
 

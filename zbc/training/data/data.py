@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -216,17 +216,22 @@ class SampleRange:
 
 
 class Tokens(NamedTuple):
-    """The positions of a rank's tokens in a sequence of `length`."""
+    """The positions of a rank's tokens in a sequence of `length`, and in shorter rows if there are any."""
 
     rows: Tensor
     length: int
+    shorter: Callable[[int], Tensor] | None = None
+
+    def at(self, length: int) -> Tensor:
+        """The positions of its tokens in rows of `length` tokens."""
+        return self.rows if length == self.length or self.shorter is None else self.shorter(length)
 
     def of(self, whole: Tensor) -> Tensor:
         """Its rows of a tensor (batch, length, ..). Raises E505 for other sequences."""
-        if whole.dim() < 2 or whole.shape[1] != self.length:
+        if whole.dim() < 2 or (whole.shape[1] != self.length and self.shorter is None):
             text = f"run: a tensor {list(whole.shape)} of the data has no {self.length} tokens for ranks to share out"
             raise ZbcError("E505", text, hint="samples of model.seq_len tokens, for evaluation too; or parallel.cp = 1")
-        return whole[:, self.rows]
+        return whole[:, self.at(whole.shape[1])]
 
 
 class Batches(BatchSource):

@@ -32,7 +32,7 @@ LOOKED_AT = 4096  # samples whose lengths determine the number of samples of a s
 KEPT = 3  # cached steps
 
 
-def dealer_of(manifest: Manifest, own: Tensor | None = None) -> Dealer | None:
+def dealer_of(manifest: Manifest, own: Tokens | None = None) -> Dealer | None:
     """The dealer of a plan's samples, if they are of unequal length, for a rank with the tokens `own` of all rows.
 
     Raises E117, E501 to E505, E530 to E532.
@@ -47,7 +47,7 @@ def dealer_of(manifest: Manifest, own: Tensor | None = None) -> Dealer | None:
     if data.balance == "none" or not manifest.tokens:
         return None
     shape = Shape(replicas, model.seq_len or 1, manifest.microbatch_size, manifest.microbatches, manifest.ranks)
-    return ByTokens(build_documents(data, model, seed), shape, manifest.tokens, seed, where, manifest.unit)
+    return ByTokens(build_documents(data, model, seed), shape, manifest.tokens, seed, where, own, manifest.unit)
 
 
 def build_documents(data: spec.Data, model: spec.Model, seed: int) -> Documents:
@@ -102,9 +102,9 @@ class Dealer(Work):
         microbatches: int,
         seed: int,
         where: str,
-        own: Tensor | None = None,
+        own: Tokens | None = None,
     ) -> None:
-        """`own`: positions of this rank's tokens in rows, if ranks share them."""
+        """`own`: this rank's tokens of rows, if ranks share them."""
         self.documents, self.shape, self.most, self._own = documents, shape, shape.most, own
         self._lengths: list[int] = documents.lengths.tolist()
         least, size = self._least()
@@ -162,7 +162,9 @@ class Dealer(Work):
     def weight(self, step: int, number: int) -> float:
         filled = [sum(lengths) for lengths in self.rows(step, number)]
         if self._own is not None:
-            filled = [int((self._own < count).sum()) for count in filled]
+            length = self.length(step, number)
+            at = self._own.at(self.shape.room if length is None else length.tokens)
+            filled = [int((at < count).sum()) for count in filled]
         return sum(filled) / sum(self.step(step).lengths)
 
     def rows(self, step: int, number: int) -> Rows:
@@ -188,10 +190,17 @@ class ByTokens(Dealer):
     numbers: Callable[[int], Sequence[int] | None] = staticmethod(lambda step: None)
 
     def __init__(
-        self, documents: Documents, shape: Shape, tokens: Sequence[int], seed: int, where: str, unit: int = 1
+        self,
+        documents: Documents,
+        shape: Shape,
+        tokens: Sequence[int],
+        seed: int,
+        where: str,
+        own: Tokens | None = None,
+        unit: int = 1,
     ) -> None:
         self._tokens, self._unit = tokens, unit
-        super().__init__(documents, shape, len(tokens), seed, where)
+        super().__init__(documents, shape, len(tokens), seed, where, own)
 
     def _least(self) -> tuple[int, int]:
         return self.shape.replicas * len(self._tokens), self.shape.rows

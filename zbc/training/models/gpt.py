@@ -52,6 +52,7 @@ class Embed(nn.Module):
         self.look_up: Callable[[Tensor], Tensor] = self._look_up
         self.length = seq_len
         self.place = 0  # index of this rank's shard of the tokens, with sequence parallelism
+        self.own: Callable[[int, torch.device], Tensor] | None = None  # as in Rotary, if rows differ
         self.index: Tensor
         self.register_buffer("index", torch.arange(seq_len), persistent=False)
         for table in (self.tokens, self.positions):
@@ -68,7 +69,8 @@ class Embed(nn.Module):
         if self.positions is None:
             return x
         rows, start = rows_now(), first_row() + self.place * x.shape[1]
-        at = self.index if rows is None else places(rows, self.length, x.device)[:, self.index]
+        index = self.index if self.own is None else self.own(tokens.shape[1], x.device)
+        at = index if rows is None else places(rows, self.length, x.device)[:, index]
         return x + self.positions(at[..., start : start + x.shape[1]])  # type: ignore[no-any-return]
 
     def _look_up(self, tokens: Tensor) -> Tensor:

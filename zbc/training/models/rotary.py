@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +21,22 @@ class Rotary(nn.Module):
         rates = rotation_rates(size, theta, scaling, seq_len)
         factor = 1.0 if scaling is None else scaling.attention
         angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rates)
-        self.own: Tensor | None = None  # positions of this rank's tokens in packed rows that ranks share
+        # The positions of this rank's tokens, given their number and device, in rows that ranks share.
+        self.own: Callable[[int, torch.device], Tensor] | None = None
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", angles.cos() * factor, persistent=False)
         self.register_buffer("sin", angles.sin() * factor, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        start = first_row()
-        rows = slice(start, start + x.shape[-2])
+        start, count = first_row(), x.shape[-2]
+        own = None if self.own is None else self.own(count, x.device)
+        rows = slice(start, start + count) if own is None else own
         cos, sin = self.cos[rows], self.sin[rows]
         packed = rows_now()
         if packed is not None:
-            where = places(packed, x.shape[-2] if self.own is None else len(self.cos), x.device)
-            where = where if self.own is None else where[:, self.own]
+            where = places(packed, count if own is None else len(self.cos), x.device)
+            where = where if own is None else where[:, own]
             cos, sin = self.cos[where].unsqueeze(1), self.sin[where].unsqueeze(1)
         low, high = x.chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)

@@ -18,9 +18,11 @@ A user's layer has a method `shard(group)` that returns the parameters to shard 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
@@ -32,6 +34,9 @@ from zbc.training.models.experts import Expert, Experts
 from zbc.training.models.gpt import Embed, GptBlock, GptHead, same
 from zbc.training.models.llama import LlamaBlock
 from zbc.training.models.rotary import Rotary
+
+if TYPE_CHECKING:
+    from zbc.training.data.data import Tokens
 
 
 class Shares(NamedTuple):
@@ -81,20 +86,27 @@ def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
     return found
 
 
-def spread(layer: nn.Module, tokens: Spread, rows: Tensor, *, packed: bool = False) -> None:
-    """Makes a layer run on this rank's tokens, at the positions `rows` of their sequence (context parallel); `packed`:
-    sequences have several samples."""
+def spread(layer: nn.Module, tokens: Spread, own: Tokens, *, packed: bool = False) -> None:
+    """Makes a layer run on this rank's tokens `own` of sequences (context parallel); `packed`: they have several
+    samples."""
     for module in layer.modules():
-        if isinstance(module, Embed):
-            module.index = module.index[rows]
-        elif isinstance(module, Rotary) and packed:
-            module.own = rows
+        if isinstance(module, Embed) and own.shorter is not None:
+            module.own = partial(_own, own, tokens.group.size)
+        elif isinstance(module, Embed):
+            module.index = module.index[own.rows]
+        elif isinstance(module, Rotary) and (packed or own.shorter is not None):
+            module.own = partial(_own, own, tokens.group.size)
         elif isinstance(module, Rotary):
-            module.cos, module.sin = module.cos[rows], module.sin[rows]
+            module.cos, module.sin = module.cos[own.rows], module.sin[own.rows]
         elif isinstance(module, GptBlock | LlamaBlock):
             module.attend = tokens.attention
         elif isinstance(module, Experts):
             module.tokens = tokens.group
+
+
+def _own(own: Tokens, ranks: int, count: int, device: torch.device) -> Tensor:
+    """The positions of this rank's `count` tokens in rows that `ranks` share."""
+    return own.at(count * ranks).to(device)
 
 
 def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
