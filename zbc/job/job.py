@@ -43,6 +43,7 @@ _SINCE: dict[
     "hardware": ("gpu",),
     "memory": ("attention",),
     "costs": ("cp", "s", "t", "i", "e"),
+    "optimizer": ("qk_clip",),
     "train": ("hook", "fused_gradients"),
     "data": ("balance", "items"),
 }

@@ -480,6 +480,10 @@ class Optimizer(Section):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="a moving average of the weights, which evaluations use: how much of it stays in each step"
     )
+    qk_clip: Positive | None = Field(
+        None,
+        description="largest score of attention: queries and keys of a head beyond it are scaled down after the step",
+    )
     schedule: learning_rate.RateSchedule = Field(
         learning_rate.RateSchedule(), description="the learning rate over the steps"
     )
@@ -608,7 +612,7 @@ SECTIONS: dict[str, type[Section]] = {
 PLANNING = ("model", "parallel", "schedule", "partition", "hardware", "costs", "memory", "freeze", "adapter")
 SINCE = frozenset({"freeze", "adapter"})  # sections of PLANNING that a plan stores only if they are set
 
-PLANNED = {"optimizer": ("sync", "zero1"), "train": ("fused_gradients",)}
+PLANNED = {"optimizer": ("sync", "zero1", "qk_clip"), "train": ("fused_gradients",)}
 
 
 def parse_limit(text: str) -> tuple[float, Literal["x", "bytes"]] | None:

@@ -41,6 +41,7 @@ class Layer:
     matrices: tuple[tuple[int, int], ...] = ()  # shapes of the parameters that Muon steps
     measured: Measurement | None = None  # by a profile
     spared: Mapping[bool, Spared] = field(default_factory=dict)  # with and without attention; {} if neither changes it
+    once: float = 0.0  # the share of F that no recompute repeats
     cheap: float = 0.0  # the share of F that is run again, if this layer recomputes selectively
     part: float = 1.0  # the share of F's activations that it then keeps
     lengths: Mapping[int, Layer] = field(default_factory=dict)  # it with rows of so many tokens, where they are unequal
@@ -67,7 +68,7 @@ class Layer:
     @property
     def again(self) -> float:
         """ms that recompute adds to its backward."""
-        return self.f if self.measured is None else self.measured.again
+        return self.f * (1 - self.once) if self.measured is None else self.measured.again
 
 
 def layers(job: Job) -> list[Layer]:
@@ -281,6 +282,7 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
                 )
                 for again in (True, False)
             },
+            once=machine.ms(work.largest(z)) / one.f if one.f else 0.0,
             apart=z.apart if job.parallel.ep > 1 else (),
             matrices=tuple((shape[0], shape[1]) for shape in z.shapes if len(shape) == 2),
         )
@@ -317,6 +319,7 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         stream=2 if model.parameters == "bfloat16" else 4,
         rotary=model.rotary,
         scaled=model.variant in GEMMA or model.embedding_scale != 1.0,
+        clipped=job.optimizer.qk_clip is not None,
         logits_cap=model.logits_cap is not None,
         chunk=model.loss_chunk or 0,
         terms=bool(model.z_loss or model.label_smoothing),

@@ -143,6 +143,7 @@ class Sizes:
     turned: bool = True  # blocks have rotary positions, if `rotary`
     window: int = 0  # tokens that a token attends to; 0: all before it
     capped: bool = False  # attention scores are capped, and recomputed for the backward
+    clipped: bool = False  # the largest scores of each head are found, for optimizer.qk_clip
     logits_cap: bool = False
     chunk: int = 0  # tokens whose logits the loss makes at once; 0: all, as torch does
     terms: bool = False  # a z loss or label smoothing, which torch's loss lacks
@@ -296,13 +297,21 @@ class Sizes:
     @property
     def scores(self) -> float:
         """Bytes of all tensors of a chunk of capped scores while their attention runs."""
-        if not self.capped:
-            return 0.0
+        return 5 * 4 * self._chunk if self.capped else 0.0
+
+    @property
+    def peaks(self) -> float:
+        """Bytes of the scores of a chunk whose largest are found."""
+        return self.width * self._chunk if self.clipped else 0.0
+
+    @property
+    def _chunk(self) -> float:
+        """Scores of a chunk of queries."""
         rows = self.seq_len if self.cp == 1 else self.seq_len // (2 * self.cp)  # of queries at a time
         whole, before = rows // CHUNK * CHUNK, self.past + self.seq_len - rows
         chunks = ((min(CHUNK, whole), before + whole), (rows - whole, before + rows))
         most = max(rows * min(keys, self.window + rows if self.window else keys) for rows, keys in chunks)
-        return 5 * 4 * self.heads * most * self.sequences
+        return self.heads * most * self.sequences
 
     @property
     def fuses(self) -> bool:
@@ -397,9 +406,9 @@ def block(z: Sizes) -> Footprint:
             h * n * t + spread,
             gathers,
             z.met * h * n * t if z.experts else 0,
-            z.scores - n * (q + 4 * f + h) * t - (z.stream * h + z.norm + z.behind) * z.own,
+            max(z.scores, z.peaks) - n * (q + 4 * f + h) * t - (z.stream * h + z.norm + z.behind) * z.own,
         ),
-        more_alone=max((4 if z.gated else 2) * f * n * t, z.scores - h * n * t),
+        more_alone=max((4 if z.gated else 2) * f * n * t, max(z.scores, z.peaks) - h * n * t),
         more_b=max(
             more_b,
             z.inside_norm,

@@ -7,6 +7,8 @@ f, and P weights that multiply the token in linear layers:
     B   2 P + 10 q c     the scores are computed again: five products where forward has two (arXiv 2205.14135)
     W   2 P
 
+With `optimizer.qk_clip` F has another product of queries and keys, 2 q c, whose scores are written and read twice.
+
 P is h (2q + 2k) + 2 h f for gpt (12 h^2 with q = k = h and f = 4h), h (2q + 2k) + 3 h f for llama. With experts a token
 passes `top_k` MLPs of its own and the router, h E; all experts have weights to read and gradients to write. The head
 does 2 h V in each of F, B and W, and moves the V logits of a token several times for the loss. Norms, residual sums,
@@ -90,8 +92,7 @@ def block(z: Sizes) -> Work:
     linear += [(h, 2 * z.common if z.gated else z.common, 1, 1), (z.common, h, 1, 1), (h, 1, 1, 1)] if z.common else []
     products = tuple(product(z.tokens * rows, k, n, z.width, count, fp8=z.fp8) for k, n, rows, count in linear)
     device = "cuda" if z.cuda else "cpu"
-    seen = keys_seen(z.seq_len, CHUNK if z.capped or z.window else TILE[device])
-    seen = min(z.past + seen, z.window + CHUNK / 2) if z.window else z.past + seen
+    seen = _seen(z, CHUNK if z.capped or z.window else TILE[device])
     square = z.queries * seen * z.tokens / ATTENTION[device]
     # Capped scores are float32: their bytes, for the elementwise kernels below.
     scores = 4 * z.heads * seen * z.tokens if z.capped else 0
@@ -100,12 +101,25 @@ def block(z: Sizes) -> Work:
     plain = Kernel(0, _plain_forward(z) * z.tokens, _norms(z) * _norm_count(z) + (4 if z.gated else 3) + turns)
     back = Kernel(0, _plain_backward(z) * z.tokens, _norms(z) * _norm_count(z) + (6 if z.gated else 8) + turns)
     limited = (Kernel(0, 12 * scores, 7), Kernel(0, 30 * scores, 16)) if z.capped else ()
-    forward = (*products, *limited[:1], Kernel(4 * square, 2 * heads), plain)
+    forward = (*products, *largest(z), *limited[:1], Kernel(4 * square, 2 * heads), plain)
     backward = (*products, Kernel(10 * square, 4 * heads), back, *limited[1:])
     if z.adds_inside:
         added = [_added(made, z, k * n * count) for made, (k, n, _, count) in zip(products, linear, strict=True)]
         return Work(forward, backward, (*added, _accumulate(z, z.vectors, 2 if z.gated else 8)))
     return Work(forward, backward, (*products, _accumulate(z, z.matrices + z.vectors, 6 if z.gated else 12)))
+
+
+def _seen(z: Sizes, tile: int) -> float:
+    """Keys that a query computes with, on average, taken in tiles."""
+    seen = z.past + keys_seen(z.seq_len, tile)
+    return min(seen, z.window + CHUNK / 2) if z.window else seen
+
+
+def largest(z: Sizes) -> tuple[Kernel, ...]:
+    """Kernels that find the largest scores of a block's heads, which no recompute repeats; () without a clip."""
+    seen = _seen(z, CHUNK) * z.tokens if z.clipped else 0.0
+    chunks = -(-z.seq_len // CHUNK)
+    return (Kernel(2 * z.queries * seen, 4 * z.width * z.heads * seen, 12 * chunks),) if seen else ()
 
 
 def cheap(z: Sizes, *, attention: bool) -> tuple[Kernel, ...]:

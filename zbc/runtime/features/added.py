@@ -1,5 +1,5 @@
 """Values that layers report during a step: auxiliary losses, such as load balancing of experts (arXiv 2101.03961,
-section 2.2), and the loads of experts.
+section 2.2), the loads of experts, and the largest attention scores.
 
 A gradient that a layer adds in its own backward counts once per microbatch, m times in a step of m microbatches, but
 the loss is their mean. `add_loss` corrects for that, and `loss_scale` returns the factor.
@@ -25,12 +25,14 @@ class Adding:
     """Values reported by the forward of one microbatch in a stage; `share`: the weight of its loss in the step's, and
     `scale` that in the gradients, which are `times` the loss's."""
 
-    __slots__ = ("loads", "scale", "share", "total")
+    __slots__ = ("again", "loads", "peaks", "scale", "share", "total")
 
     def __init__(self, share: float, times: float = 1.0) -> None:
         self.share, self.scale = share, share * times
         self.total: Tensor | None = None
         self.loads: list[tuple[int, Tensor]] = []  # index of the first expert among all blocks, rows of each
+        self.peaks: dict[int, Tensor] = {}  # by block, the largest attention score of each head
+        self.again = False  # whether the forward has run: what reports later recomputes it
 
 
 class Added(Feature):
@@ -39,16 +41,21 @@ class Added(Feature):
     def __init__(self) -> None:
         self._found: dict[Key, Tensor] = {}
         self._loads: dict[Key, list[tuple[int, Tensor]]] = {}
+        self.peaks: dict[Key, dict[int, Tensor]] = {}  # see qk_clip.py
 
     def add(self, key: Key, adding: Adding) -> None:
         if adding.total is not None:
             self._found[key] = adding.total
         if adding.loads:
             self._loads[key] = adding.loads[:]  # a copy: a recomputed forward reports them again
+        if adding.peaks:
+            self.peaks[key] = adding.peaks
+        adding.again = True
 
     def repeats(self, worker: Worker) -> None:
         self._found.clear()
         self._loads.clear()
+        self.peaks.clear()
 
     def entries(self, worker: Worker, which: Callable[[Key], bool] = lambda key: True) -> Mapping[int, Tensor | float]:
         """Entries after the losses, removed here. Empty without reports, and on tensor parallel ranks but the first."""
@@ -123,6 +130,15 @@ def tell_load(place: int, counts: Tensor) -> None:
     adding = _current.value
     if adding is not None:
         adding.loads.append((place, counts))
+
+
+def tell_peaks(block: int, find: Callable[[], Tensor]) -> None:
+    """Reports the largest attention score of each head of a block in the current forward, (heads,): the result of
+    `find`, which is called in the forwards of a training only, not in those that recompute one."""
+    adding = _current.value
+    if adding is not None and not adding.again:
+        found, before = find(), adding.peaks.get(block)
+        adding.peaks[block] = found if before is None else torch.maximum(before, found)
 
 
 class _Added(torch.autograd.Function):

@@ -47,11 +47,11 @@ class Spread(NamedTuple):
 
     group: Group
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap: float | None = None) -> Any:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **limits: Any) -> Any:
         """As slicing.attention, for this rank's tokens: (batch, heads, own tokens, features)."""
         keys, values = _Gather.apply(k, v, self.group)  # type: ignore[no-untyped-call]
-        rows, limits = rows_now(), Limits(window, cap)
-        mix = partial(self._mix, limits) if rows is None else partial(self._each_alone, limits, rows)
+        rows, own = rows_now(), Limits(**limits)
+        mix = partial(self._mix, own) if rows is None else partial(self._each_alone, own, rows)
         # A copy of the queries: a view would keep the joint tensor of queries, keys and values.
         return attend(q.contiguous(), keys, values, mix, self.group.size)
 

@@ -12,7 +12,7 @@ splitting the backward of linear layers works unchanged. The graphs of all slice
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn import functional
 from zbc.errors import ZbcError
 from zbc.runtime.core.again import Around, around
 from zbc.runtime.core.current import Current
+from zbc.runtime.features.added import tell_peaks
 from zbc.runtime.features.packing import each_alone, places, rows_now
 from zbc.runtime.features.words import IGNORED, wide
 
@@ -187,16 +188,17 @@ def positions(x: Tensor) -> Tensor:
 
 class Limits(NamedTuple):
     """Limits of attention: a token attends to the last `window` tokens, itself included, None: to all before it; scores
-    s become cap tanh(s / cap)."""
+    s become cap tanh(s / cap). `block`: its number, if it reports the largest score of each head (qk_clip.py)."""
 
     window: int | None = None
     cap: float | None = None
+    block: int | None = None
 
 
 _FREE = Limits()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap: float | None = None) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap: float | None = None, block: int | None = None) -> Tensor:
     """Causal attention, (batch, heads, tokens, features) each; K and V may have fewer heads, which queries share.
 
     `window`: number of tokens that one attends to, itself included; `cap`: scaled scores s become cap tanh(s / cap).
@@ -204,7 +206,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap
     Tokens of a slice also attend to earlier slices; in packed rows, tokens attend to their own sample only. Uses
     torch's scaled_dot_product_attention if it supports the arguments.
     """
-    rows, mix = rows_now(), functools.partial(causal, limits=Limits(window, cap))
+    rows, mix = rows_now(), functools.partial(causal, limits=Limits(window, cap, block))
     return attend(q, k, v, mix) if rows is None else each_alone(mix, q, k, v, rows)
 
 
@@ -265,6 +267,8 @@ def _alone(q: Tensor) -> Tensor:
 
 def causal(q: Tensor, k: Tensor, v: Tensor, limits: Limits = _FREE) -> Tensor:
     """Causal attention of the last rows: each attends to all rows up to its own."""
+    if limits.block is not None:
+        tell_peaks(limits.block, functools.partial(peaks, q, k, limits))
     rows, length, grouped = q.shape[-2], k.shape[-2], k.shape[-3] < q.shape[-3]
     if limits.cap is not None or (limits.window or length) < length:
         return _limited(q, k, v, limits)
@@ -283,12 +287,8 @@ CHUNK = 512  # queries whose scores exist at once
 
 def _limited(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> Tensor:
     """As `causal`, chunk by chunk of queries, each with only the keys that one of them attends to."""
-    rows, length, grouped = q.shape[-2], k.shape[-2], k.shape[-3] < q.shape[-3]
-    window, mixed = limits.window or length, list[Tensor]()
-    for start in range(0, rows, CHUNK):
-        some = q[..., start : start + CHUNK, :]
-        stop = length - rows + start + some.shape[-2]
-        first = max(0, stop - some.shape[-2] + 1 - window)
+    grouped, window, mixed = k.shape[-3] < q.shape[-3], limits.window or k.shape[-2], list[Tensor]()
+    for some, first, stop in _chunks(q, k, window):
         keys, values = k[..., first:stop, :], v[..., first:stop, :]
         keeps = type(q) is Tensor and not torch.compiler.is_compiling()  # a mask without values is of no use later
         mask = (_lower_right if keeps else _mask)(some.shape[-2], stop - first, window, q.dtype, q.device)
@@ -297,6 +297,28 @@ def _limited(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> Tensor:
         else:
             mixed.append(_Capped.apply(some, keys, values, mask, limits.cap))  # type: ignore[no-untyped-call]
     return torch.cat(mixed, -2) if len(mixed) > 1 else mixed[0]
+
+
+def _chunks(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[Tensor, int, int]]:
+    """Chunks of queries, each with the start and the end of the keys that one of them attends to."""
+    rows, length = q.shape[-2], k.shape[-2]
+    for start in range(0, rows, CHUNK):
+        some = q[..., start : start + CHUNK, :]
+        stop = length - rows + start + some.shape[-2]
+        yield some, max(0, stop - some.shape[-2] + 1 - window), stop
+
+
+@torch.no_grad()
+def peaks(q: Tensor, k: Tensor, limits: Limits) -> Tensor:
+    """(heads,) float32 at least: the largest score q k / sqrt(features) of each head, over the batch and the keys that
+    `causal` lets queries attend to, before the cap. Rounded as attention rounds its products; chunk by chunk."""
+    window, found = limits.window or k.shape[-2], list[Tensor]()
+    for some, first, stop in _chunks(q, k, window):
+        scores = _by_keys(some, k).flatten(-3, -2) @ k[..., first:stop, :].mT  # no copy of the keys for each query head
+        scores = scores.unflatten(-2, (-1, some.shape[-2]))
+        scores += _mask(some.shape[-2], stop - first, window, scores.dtype, scores.device)
+        found.append(scores.amax((-2, -1)).flatten(-2).flatten(0, -2).amax(0))
+    return wide(torch.stack(found).amax(0)) * q.shape[-1] ** -0.5
 
 
 class _Capped(torch.autograd.Function):

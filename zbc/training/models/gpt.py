@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +114,7 @@ class GptBlock(nn.Module):
         self.gelu = gelu(tanh=tanh)
         self.enter = self.leave = same
         self.attend = attention
+        self.limits: dict[str, Any] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         # The output of a norm is not bound to a name: it is freed once the next layer has read it.
@@ -139,7 +141,7 @@ class GptBlock(nn.Module):
         q, k, v = torch.split(heads, [self.heads, self.kv_heads, self.kv_heads], dim=1)
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        return self.attend(q, k, v).transpose(1, 2).reshape(batch, length, -1)
+        return self.attend(q, k, v, **self.limits).transpose(1, 2).reshape(batch, length, -1)
 
 
 class GptHead(nn.Module):

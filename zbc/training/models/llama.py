@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +114,7 @@ class LlamaBlock(nn.Module):
         self.enter = self.leave = same
         self.attend = attention
         self.scores, self.residual = None if scores is None else scores * math.sqrt(size), residual
-        self.limits = (limits or Limits())._asdict()
+        self.limits: dict[str, Any] = (limits or Limits())._asdict()
 
     def forward(self, x: Tensor) -> Tensor:
         # The output of a norm is not bound to a name: it is freed once the next layer has read it.
