@@ -393,7 +393,8 @@ ROWS = (
         {
             "whole norms|norms of heads": "the norm of queries and keys undoes it",
             "adapter": "it scales weights that are frozen",
-            "compile|flushless": UNWRITTEN,
+            "flushless": "scores of weights from before the last clip would have it made twice",
+            "compile": UNWRITTEN,
         },
     ),
     Excludes("experts", "E110", {"compile": ("how many rows an expert gets is another number each time", DROP)}),

@@ -36,6 +36,7 @@ from zbc.job.sections import (
     Hardware,
     LayerCost,
     Memory,
+    Optimizer,
     Parallel,
     Partition,
     Schedule,

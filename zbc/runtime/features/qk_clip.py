@@ -87,7 +87,7 @@ class Clipped:
             self._take(parts.amax(0))
 
     def _take(self, peaks: Tensor) -> None:
-        self._peaks = peaks.split([one.block.heads for one in self._blocks])
+        self._peaks = torch.split(peaks, [one.block.heads for one in self._blocks])
 
     @torch.no_grad()
     def after(self, *_: Any) -> None:

@@ -198,7 +198,9 @@ class Limits(NamedTuple):
 _FREE = Limits()
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap: float | None = None, block: int | None = None) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, cap: float | None = None, block: int | None = None
+) -> Tensor:
     """Causal attention, (batch, heads, tokens, features) each; K and V may have fewer heads, which queries share.
 
     `window`: number of tokens that one attends to, itself included; `cap`: scaled scores s become cap tanh(s / cap).
@@ -315,10 +317,11 @@ def peaks(q: Tensor, k: Tensor, limits: Limits) -> Tensor:
     window, found = limits.window or k.shape[-2], list[Tensor]()
     for some, first, stop in _chunks(q, k, window):
         scores = _by_keys(some, k).flatten(-3, -2) @ k[..., first:stop, :].mT  # no copy of the keys for each query head
-        scores = scores.unflatten(-2, (-1, some.shape[-2]))
+        scores = scores.view(*scores.shape[:-2], -1, some.shape[-2], stop - first)
         scores += _mask(some.shape[-2], stop - first, window, scores.dtype, scores.device)
         found.append(scores.amax((-2, -1)).flatten(-2).flatten(0, -2).amax(0))
-    return wide(torch.stack(found).amax(0)) * q.shape[-1] ** -0.5
+    largest: Tensor = wide(torch.stack(found).amax(0)) * q.shape[-1] ** -0.5
+    return largest
 
 
 class _Capped(torch.autograd.Function):
