@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,14 @@ from zbc.compiler.cost import work
 from zbc.compiler.cost.estimate import layers, sizes_of
 from zbc.compiler.cost.machine import Machine
 from zbc.job.model_section import HEAD_NORMS
+from zbc.plan import dealing
+from zbc.runtime.core import validate
 from zbc.runtime.core.execute import run_step
-from zbc.runtime.core.optimizer import Masters, inside
+from zbc.runtime.core.optimizer import Held, Masters, inside
 from zbc.runtime.features import slicing
 from zbc.runtime.features.added import Adding, adding_to
 from zbc.runtime.features.packing import packed
+from zbc.runtime.features.qk_clip import Attending
 from zbc.runtime.features.slicing import Limits, causal, peaks
 from zbc.training.models import gpt
 
@@ -32,9 +36,12 @@ GPT = {"seq_len": 16, "layers": 2}
 
 @pytest.fixture(autouse=True)
 def large_scores(monkeypatch):
-    """Initial weights for which some heads are beyond TAU, and several chunks of queries."""
+    """Initial weights for which some heads are beyond TAU; several chunks of queries, and of weights."""
     monkeypatch.setattr(gpt, "STD", 0.2)
     monkeypatch.setattr(slicing, "CHUNK", 3)
+    monkeypatch.setattr(validate, "CHUNK", 100)
+    monkeypatch.setattr(dealing, "CHUNK", 100)
+    monkeypatch.setattr(dealing, "BATCH", 1500)
 
 
 def planned(place, kind="1f1b", tau=TAU, **how):
@@ -272,6 +279,15 @@ def test_a_step_that_is_skipped_scales_nothing(tmp_path):
     assert all(p.equal(found[1][1][name]) for name, p in found[0][1].items())
     after = weights([clipped])[0, "layers.0.qkv.weight"]
     assert after.norm() > 0.5 * found[1][1][0, "layers.0.qkv.weight"].norm()
+
+
+def test_scores_that_are_no_numbers_scale_nothing():
+    block = SimpleNamespace(heads=4, kv_heads=2, size=2, limits={})
+    weight = torch.nn.Parameter(torch.ones(16, 3))
+    weight.grad = torch.zeros_like(weight)
+    with torch.no_grad():
+        Attending(0, block, [Held("", 0, (16, 3), weight)]).clip(torch.tensor([math.inf, math.nan, 8.0, -9.0]), 2.0)
+    assert weight[:, 0].tolist() == [1, 1, 1, 1, 0.5, 0.5, 2, 2, 1, 1, 0.5, 0.5, 1, 1, 1, 1]
 
 
 def test_masters_are_scaled_and_the_average_is_of_what_was(tmp_path):
