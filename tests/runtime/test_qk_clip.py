@@ -158,6 +158,17 @@ WAYS = {
 }
 
 
+AGAIN = [{}, {"activations": "recompute"}, {"activations": "selective", "attention": "again"}]
+
+
+@pytest.mark.parametrize("memory", AGAIN, ids=str)
+def test_scores_are_computed_once_for_each_microbatch(memory, tmp_path, monkeypatch):
+    calls, own = [], slicing.peaks
+    monkeypatch.setattr(slicing, "peaks", lambda *given: calls.append(1) or own(*given))
+    run_threads(planned(tmp_path, **LLAMA, memory=memory, **EVALUATED), 2)
+    assert len(calls) == 2 * 4 * 2  # steps, microbatches, blocks
+
+
 @pytest.mark.parametrize("way", few(WAYS, ("one", "one gpt", "zb-v", "slices of cp", "shards of parts")))
 def test_weights_are_those_of_scores_by_hand(way, tmp_path):
     kind, pp, more, how = WAYS[way]
@@ -238,17 +249,6 @@ def test_samples_that_share_a_row_have_no_scores_between_them():
     with adding_to(adding):
         causal(10 * q, k, v, Limits(block=6))
     assert {*adding.peaks} == {5}
-
-
-AGAIN = [{}, {"activations": "recompute"}, {"activations": "selective", "attention": "again"}]
-
-
-@pytest.mark.parametrize("memory", AGAIN, ids=str)
-def test_scores_are_computed_once_for_each_microbatch(memory, tmp_path, monkeypatch):
-    calls, own = [], slicing.peaks
-    monkeypatch.setattr(slicing, "peaks", lambda *given: calls.append(1) or own(*given))
-    run_threads(planned(tmp_path, **LLAMA, memory=memory, **EVALUATED), 2)
-    assert len(calls) == 2 * 4 * 2  # steps, microbatches, blocks
 
 
 def test_a_step_that_is_skipped_scales_nothing(tmp_path):
