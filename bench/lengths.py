@@ -54,6 +54,7 @@ from zbc.training.profiling.session import effort, measure
 
 RANKS, WARM_UP, LONGEST, SAME = 4, 1, 2048, 1e-9
 CORES, ROW = 2, 1024  # ranks that compute, and tokens of their whole rows
+SHORT = 64  # tokens of whole rows where samples are dealt
 KINDS = ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved-1f1b", "gis", "chimera", "zb-auto")
 MEASURED = ("1f1b", "zb-h1", "zb-auto", "interleaved-1f1b")
 MS = 100.0  # forward, and each half of the backward, of a rank's stages and the longest microbatch
@@ -198,10 +199,10 @@ def computed(record: Record, steps: int, kinds: Sequence[str], seed: int) -> Non
 
 
 class Drawn:
-    """Sequences of random words, of log-normal lengths."""
+    """Sequences of random words, of log-normal lengths; short, since what ops take is said."""
 
     def __init__(self, count: int = 400) -> None:
-        self.lengths = lengths(random.Random(5), count, 1.0)
+        self.lengths = [max(1, n * SHORT // LONGEST) for n in lengths(random.Random(5), count, 1.0)]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -246,10 +247,10 @@ def stepped(record: Record, steps: int, kinds: Sequence[str]) -> None:
     record(
         f"# {RANKS} ranks on gloo, samples dealt by tokens: {steps} steps with the plan's numbers, or with their own"
     )
-    model = {"family": "gpt", "layers": 8, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": LONGEST}
+    model = {"family": "gpt", "layers": 8, "hidden": 16, "heads": 2, "vocab": 256, "seq_len": SHORT}
     data, every = {"kind": "lengths:Drawn", "balance": "tokens"}, {"microbatch_size": 1, "renumber": "steps"}
     for kind in kinds:
-        made = job(kind=kind, m=8, schedule={"tokens": [LONGEST] * 8, **every}, costs=GIVEN, model=model, data=data)
+        made = job(kind=kind, m=8, schedule={"tokens": [SHORT] * 8, **every}, costs=GIVEN, model=model, data=data)
         tokens = dealt(compile_job(made, suggest=False, budget=0.0).assemble()[0]).tokens
         compiled = compile_job(made.with_tokens(tokens), suggest=False, budget=0.0)
         with tempfile.TemporaryDirectory() as folder:
