@@ -197,12 +197,14 @@ def _size(
     back = plain.more_b + (h * n * t if has else 0)
     if z.experts:  # rows of experts and their gradients: no weight gradient holds on to others
         back = 2 * rows * n * t
+    # In B all activations stay for W while the gradients of the last product's input, of both layers, are added up.
+    apart = max(back, 3 * f * n * t) if down and not z.experts else back
     return replace(
         _fixed(plain, z),
         act_b=plain.act_b - gone + inside * n * t,
         act_w=sum(one.inputs + one.outputs + 2 * one.inside for one in has.values()) * n * t,
         keeps_given=plain.keeps_given and down,
-        more_b=back,
+        more_b=apart,
         more_w=summed,
         more_bw=back + summed,
         first_b=None,
