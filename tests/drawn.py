@@ -290,7 +290,7 @@ def _run(plan: StoredPlan, setup: Any, *, evenly: bool = False) -> list[Worker]:
     """`evenly`: as plans take it, each expert is met equally often."""
     topology = plan.manifest.topology
     hub = Hub(topology.world, inside=topology.inside, prompt=setup is not None)
-    chosen = _in_turn if evenly else Experts._chosen
+    chosen = in_turn if evenly else Experts._chosen
     with (
         mock.patch.object(parcels, "SMALL", 1),  # all of it moves
         mock.patch.object(Experts, "_chosen", chosen),
@@ -299,7 +299,8 @@ def _run(plan: StoredPlan, setup: Any, *, evenly: bool = False) -> list[Worker]:
         return run_threads(plan, STEPS, setup=setup, hub=hub)
 
 
-def _in_turn(experts: Experts, likely: Tensor) -> Tensor:
+def in_turn(experts: Experts, likely: Tensor) -> Tensor:
+    """Choices in place of a router's: each expert is met equally often."""
     return torch.arange(likely.shape[0] * experts.top_k).view(-1, experts.top_k) % experts.count
 
 

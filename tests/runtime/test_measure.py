@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.drawn import in_turn
 from tests.jobs import job
 from tests.runtime.small_plans import make_worker, plan_of
 from tests.runtime.test_gradients import VECTORS, user
@@ -18,6 +19,7 @@ from zbc.ir import Kind, Op, Placement
 from zbc.plan import dealing
 from zbc.plan.directory import StoredPlan
 from zbc.runtime.core.execute import run_step
+from zbc.training.models.experts import Experts
 from zbc.training.recording.measure import CATEGORIES, Ledger, Scale
 
 
@@ -140,6 +142,21 @@ def test_what_ranks_that_share_tokens_hold_is_predicted(tmp_path, case, cp, kind
         assert predicted.bytes == pytest.approx(
             measured.peak, rel=0.06 if {"memory", "schedule"} & how.keys() else 0.02
         )
+
+
+EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 16}
+
+
+@pytest.mark.parametrize(("parallel", "more"), few([({"cp": 2}, {}), ({"dp": 2, "ep": 2}, EXPERTS)], 2), ids=str)
+def test_weight_gradients_that_wait_for_a_collective_are_made_before_a_layer_has_run_again(
+    tmp_path, monkeypatch, parallel, more
+):
+    """The head's product with its input, in stages that split some backwards: its logits would stay meanwhile."""
+    monkeypatch.setattr(Experts, "_chosen", in_turn)
+    model = {**CASES["fp32"]["model"], "seq_len": 64, "vocab": 700, **more}
+    how = {"model": model, "memory": {"activations": "recompute"}, "parallel": {"pp": 2, **parallel}}
+    for predicted, measured in both(tmp_path, kind="dualpipe-v", m=4, layers=4, **how):
+        assert predicted.bytes == pytest.approx(measured.peak, rel=0.02)
 
 
 TENTATIVE = {

@@ -395,6 +395,8 @@ def block(z: Sizes) -> Footprint:
     if z.experts:  # one expert runs at a time, between the rows of all
         rows, others = 2 * z.met * h * n * t, _others(z)
         more_b, more_bw, first_bw = (max(rows, one - others) for one in (more_b, more_bw, first_bw))
+        if z.experts < z.choices:  # and their gradients, in two orders, while W's part of all experts is kept
+            more_b = max(more_b, 1.5 * rows - (z.met * z.mlp * n * t if z.gated else 0))
     return Footprint(
         act_b=act_b,
         act_w=(2 * h + 2 * z.met * h + 2 * q + 2 * k + (3 if z.gated else 2) * f + chosen) * n * t - alone,

@@ -108,7 +108,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, group: Group) -> tuple[Tensor, ...]:
         ctx.group, ctx.slot = group, current_slot()
-        early, late = group.collect(torch.stack((k, v))).chunk(2, -2)
+        early, late = group.collect(torch.stack((k, v)), ctx.slot).chunk(2, -2)
         return torch.cat([*early, *reversed([*late])], -2).unbind(0)
 
     @staticmethod

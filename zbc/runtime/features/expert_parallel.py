@@ -63,7 +63,7 @@ class _Swap(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, out: list[int], into: list[int], group: Group) -> Tensor:
         ctx.sizes, ctx.group, ctx.slot = (out, into), group, current_slot()
         received = rows.new_empty(sum(into), rows.shape[1])
-        group.swap(rows, out, received, into)
+        group.swap(rows, out, received, into, ctx.slot)
         return received
 
     @staticmethod

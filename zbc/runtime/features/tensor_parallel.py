@@ -103,10 +103,10 @@ class Group(NamedTuple):
         """All-to-all of rows, `out` and `came` of them per rank, from `mine` to `into`; blocks like `settle`."""
         self.settle(self.transport.start_swap(mine.contiguous(), out, into, came, self.ranks), slot)
 
-    def collect(self, mine: Tensor) -> Tensor:
-        """All-gathers tensors of one shape: (size, ...); blocks."""
+    def collect(self, mine: Tensor, slot: Slot | None = None) -> Tensor:
+        """All-gathers tensors of one shape: (size, ...); blocks like `settle`."""
         parts = mine.new_empty((self.size, mine.numel()))
-        self.settle(self.transport.start_gather(mine.reshape(-1), parts, self.ranks))
+        self.settle(self.transport.start_gather(mine.reshape(-1), parts, self.ranks), slot)
         return parts.view(self.size, *mine.shape)
 
     def enter(self, x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ class _Meets(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Meeting, back: Meeting) -> Tensor:
         ctx.group, ctx.slot, ctx.back = group, current_slot(), back
-        return there(group, x, None)
+        return there(group, x, ctx.slot)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
