@@ -127,3 +127,21 @@ def test_gradients_that_are_shared_out_take_less_and_as_much_as_predicted(schedu
         if schedule == "interleaved-1f1b":  # the other one is fullest before its first backward
             assert two.bytes < 0.97 * one.bytes and min(second) < min(first)
         assert two.bytes == pytest.approx(min(second, key=lambda peak: abs(peak - two.bytes)), rel=0.03)
+
+
+def of_two_pipes(folder, kind, shard):
+    """A job whose stages are on two ranks each, in two replicas, with costs that let the two close runs in turns."""
+    how = {"model": {"hidden": 64, "heads": 4, "vocab": 256, "seq_len": 64}, "data": {"kind": "synthetic"}}
+    how |= {"schedule": {"kind": kind, "microbatch_size": 2}, "memory": {"activations": "selective"}}
+    compiled = compile_job(job(layers=4, pp=2, m=4, parallel={"dp": 2, "shard": shard}, **how))
+    compiled.write(folder)
+    return compiled, StoredPlan.read(folder)
+
+
+@pytest.mark.parametrize("kind", few(["chimera-zb", "bitpipe-zb"], 1))
+def test_ranks_of_two_pipes_meet_in_one_order(kind, tmp_path):
+    compiled, plan = of_two_pipes(tmp_path / "some", kind, "gradients")
+    first, second = ([op for op in ops if op.kind in (Kind.SCATTER, Kind.REDUCE)] for ops in compiled.program.ranks)
+    assert first == second and any(op.kind is Kind.SCATTER for op in first)
+    _, plain = of_two_pipes(tmp_path / "none", kind, "none")
+    near(run_threads(plan, STEPS), run_threads(plain, STEPS), loss=1e-5, norm=1e-4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -32,7 +32,8 @@ class ReduceGrads:
     in which their gradients are complete on all holders, by costs. If a rank completes a stage before its turn in that
     order, its REDUCE follows the previous one.
 
-    If gradients are sharded, `SCATTER s1` follows each run of backwards of a stage but the last.
+    If gradients are sharded, `SCATTER s1` follows each run of backwards of a stage but the last; where ranks meet in
+    several, in the same order of all reductions, and as often as the holder with fewest runs.
     """
 
     name: ClassVar[str] = "reduce-grads"
@@ -45,13 +46,18 @@ class ReduceGrads:
         sums = [op for op in sums if program.shared(op)]
         if not sums:
             return program
-        rank_of = _turns(program, sums, context)
-        ranks = [
-            _insert(ops, sorted((op for op in sums if rank in program.members(op)), key=rank_of(rank)), program)
-            for rank, ops in enumerate(program.ranks)
-        ]
-        if program.scatters:
-            ranks = [with_experts(_scattered(ops, program), program, Kind.SCATTER) for ops in ranks]
+        meets = not all(program.apart(op) or len(program.members(op)) == 1 for op in sums)  # not its replicas only
+        runs = [_runs(ops, program) if program.scatters else {} for ops in program.ranks]
+        if meets:
+            common = {op for own in runs for op in own if all(op in runs[rank] for rank in program.members(op))}
+            runs = [{op: step for op, step in own.items() if op in common} for own in runs]
+        ready = _ready(program, sums, runs, context) if meets else {}
+        ranks = []
+        for rank, ops in enumerate(program.ranks):
+            own = [op for op in sums if rank in program.members(op)]
+            steps = runs[rank] | _starts(program, ops, own)
+            listed = _insert(ops, sorted(steps, key=(ready or steps).__getitem__), steps)
+            ranks.append(with_experts(listed, program, Kind.SCATTER) if program.scatters else listed)
         return program.with_ranks(ranks, by=self.name)
 
 
@@ -62,23 +68,27 @@ def reduced_as(program: Program, others: Program) -> Program:
     for row, theirs in zip(program.ranks, others.ranks, strict=True):
         ops = [op for op in row if not op.kind.sums]
         inside = max((step for step, op in enumerate(ops) if op.kind.unit_wide and op.kind.is_collective), default=-1)
-        ranks.append(_insert(ops, [op for op in theirs if op.kind.sums], program, inside))
+        sums = [op for op in theirs if op.kind.sums]
+        ranks.append(_insert(ops, sums, _starts(program, ops, sums), inside))
     return program.with_ranks(ranks, by=ReduceGrads.name) if ranks != [list(ops) for ops in program.ranks] else program
 
 
-def _turns(program: Program, sums: Sequence[Op], context: Context) -> Callable[[int], Callable[[Op], float]]:
-    """Per rank, the sort key of its reductions; ranks that share several of them with others use a common key."""
-    if all(program.apart(op) or len(program.members(op)) == 1 for op in sums):  # every rank meets its own replicas only
-        return lambda rank: lambda op: _ends(program, program.ranks[rank], op)
-    done: dict[int, float] = {}
+def _ready(program: Program, sums: Sequence[Op], runs: Sequence[dict[Op, int]], context: Context) -> dict[Op, float]:
+    """When the gradients of each reduction are there on all holders."""
+    ends, done = dict[Op, float](), dict[int, float]()
     for span in context.timeline:
+        ends[span.op] = span.end
         done[span.op.stage] = max(done.get(span.op.stage, 0.0), span.end)
     ready = {op: max(done.get(s, 0.0) for s in _closes(program, op)) for op in sums}
-    return lambda rank: ready.__getitem__
+    for ops, own in zip(program.ranks, runs, strict=True):
+        for op, step in own.items():
+            last = next(ops[i] for i in range(step, -1, -1) if ops[i].kind.makes_part and ops[i].stage == op.stage)
+            ready[op] = max(ready.get(op, 0.0), ends.get(last, 0.0))
+    return ready
 
 
-def _scattered(ops: Sequence[Op], program: Program) -> list[Op]:
-    """The ops of a rank with a `SCATTER` after each run of backwards of a stage but the last, which REDUCE closes.
+def _runs(ops: Sequence[Op], program: Program) -> dict[Op, int]:
+    """A `SCATTER` for each run of backwards of a stage but the last, which REDUCE closes, and the step it follows.
 
         BW s1 m3          BW s1 m3
         BW s0 m0    ->    SCATTER s1
@@ -89,28 +99,26 @@ def _scattered(ops: Sequence[Op], program: Program) -> list[Op]:
     """
     inside, makers = groups(ops), [i for i, op in enumerate(ops) if op.kind.makes_part]
     final = {ops[i].stage: i for i in makers}
-    behind: dict[int, Op] = {}
-    count: dict[int, int] = {}
+    found, count = dict[Op, int](), dict[int, int]()
     for i, after in pairwise(makers):
         stage = ops[i].stage
         if ops[after].stage != stage and final[stage] != i and program.shared(Op(Kind.SCATTER, stage)):
-            last = inside[i] + 2 if i in inside else i
-            while last + 1 < len(ops) and (ops[last + 1].kind.is_send or ops[last + 1].kind in COUNTED):
-                last += 1
             number = count[stage] = count.get(stage, -1) + 1
-            behind[last] = Op(Kind.SCATTER, stage, number)
-    listed: list[Op] = []
-    for step, op in enumerate(ops):
-        listed += [op, *([behind[step]] if step in behind else [])]
-    return listed
+            found[Op(Kind.SCATTER, stage, number)] = _behind(ops, inside.get(i, i - 2) + 2)
+    return found
 
 
-def _insert(ops: Sequence[Op], sums: Sequence[Op], program: Program, after: int = -1) -> list[Op]:
-    """The ops of a rank with `sums` in that order, each as early as possible after the step `after`."""
+def _starts(program: Program, ops: Sequence[Op], sums: Sequence[Op]) -> dict[Op, int]:
+    """The step of a rank that each reduction follows."""
+    least = _last_gather(ops) if program.resident and len(program.placement.pipes) > 1 else -1
+    return {op: max(least, _ends(program, ops, op)) for op in sums}
+
+
+def _insert(ops: Sequence[Op], sums: Sequence[Op], steps: Mapping[Op, int], position: int = -1) -> list[Op]:
+    """The ops of a rank with `sums` in that order, each as early as possible after its step and the `position`."""
     behind: dict[int, list[Op]] = {}
-    position = max(after, _last_gather(ops)) if program.resident and len(program.placement.pipes) > 1 else after
     for op in sums:
-        position = max(position, _ends(program, ops, op))
+        position = max(position, steps[op])
         behind.setdefault(position, []).append(op)
     listed = behind.get(-1, [])
     for step, op in enumerate(ops):
@@ -126,9 +134,12 @@ def _last_gather(ops: Sequence[Op]) -> int:
 def _ends(program: Program, ops: Sequence[Op], op: Op) -> int:
     """The step after which a reduction can start: the last compute op of its gradients, or the SEND of its result."""
     last = max((i for i, use in enumerate(ops) if _is_of(program, use, op)), default=-1)
-    inside = groups(ops)
-    last = inside[last] + 2 if last in inside else last
-    while last + 1 < len(ops) and (ops[last + 1].kind.is_send or ops[last + 1].kind in COUNTED):  # weights are urgent
+    return _behind(ops, groups(ops).get(last, last - 2) + 2)
+
+
+def _behind(ops: Sequence[Op], last: int) -> int:
+    """The step of the last send behind a step: messages are more urgent than weights."""
+    while last + 1 < len(ops) and (ops[last + 1].kind.is_send or ops[last + 1].kind in COUNTED):
         last += 1
     return last
 
