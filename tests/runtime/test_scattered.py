@@ -5,6 +5,7 @@ import torch
 
 from tests.jobs import job
 from tests.runtime.small_plans import GPT, make_plan, make_program, parameters
+from tests.runtime.weighed import most_held
 from tests.threads import run_threads, scaled
 from tests.tiers import few
 from zbc.compiler.check import check_all
@@ -145,3 +146,10 @@ def test_ranks_of_two_pipes_meet_in_one_order(kind, tmp_path):
     assert first == second and any(op.kind is Kind.SCATTER for op in first)
     _, plain = of_two_pipes(tmp_path / "none", kind, "none")
     near(run_threads(plan, STEPS), run_threads(plain, STEPS), loss=1e-5, norm=1e-4)
+
+
+def test_parts_of_gradients_that_each_pipe_shares_out_for_itself_are_predicted(tmp_path):
+    """Weights that ranks free are gathered in one pipe, so that a rank has parts of two holders, not of four."""
+    compiled, plan = of_two_pipes(tmp_path, "chimera", "all")
+    predicted = [rank.bytes for rank in peaks(compiled.program, compiled.costs)]
+    assert most_held(plan, predicted, rel=0.02)[1] == pytest.approx(predicted, rel=0.02)

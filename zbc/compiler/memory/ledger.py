@@ -256,7 +256,7 @@ class _RankLedger:
             return begin, end
         assert self.costs.bytes is not None
         message = self.costs.bytes_owned(op.stage).summed
-        part = message / self.graph.program.holders(op)
+        part = message / self.graph.program.holders(Op(Kind.GATHER, op.stage))  # it gathers the parts that it owns
         again = op.stage in self.parts
         self.parts[op.stage] = part
         over_at = self.clock.over(i) if self.graph.program.scatters else math.inf
