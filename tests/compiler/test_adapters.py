@@ -121,11 +121,13 @@ def test_what_ranks_hold_is_predicted_within_a_percent(tmp_path, case, beside, k
         assert predicted.bytes <= measured.peak * 1.09
 
 
-@pytest.mark.parametrize("kept", few(["keep", "selective"], 1))
-def test_a_backward_without_its_weight_gradients_holds_both_gradients_that_it_adds(tmp_path, kept):
-    """Those of the input of the MLP's last product, of the frozen layer and of its adapter."""
+@pytest.mark.parametrize(
+    ("kind", "kept"), few([("zb-h1", "keep"), ("zb-h1", "selective"), ("1f1b", "keep"), ("1f1b", "recompute")], 1)
+)
+def test_a_backward_holds_both_gradients_that_it_adds(tmp_path, kind, kept):
+    """Those of the input of the MLP's last product, of the frozen layer and of its adapter; a B that input as well."""
     model = {"hidden": 48, "heads": 3, "seq_len": 40}
-    how = {"kind": "zb-h1", "pp": 2, "m": 3, "layers": 4, "model": model, "memory": {"activations": kept}}
+    how = {"kind": kind, "pp": 2, "m": 3, "layers": 4, "model": model, "memory": {"activations": kept}}
     for predicted, measured in both(tmp_path, adapter={"rank": 4, "targets": ["*"]}, **how):
         assert predicted.bytes == pytest.approx(measured.peak, rel=0.02)
 

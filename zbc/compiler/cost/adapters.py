@@ -197,8 +197,10 @@ def _size(
     back = plain.more_b + (h * n * t if has else 0)
     if z.experts:  # rows of experts and their gradients: no weight gradient holds on to others
         back = 2 * rows * n * t
-    # In B all activations stay for W while the gradients of the last product's input, of both layers, are added up.
-    apart = max(back, 3 * f * n * t) if down and not z.experts else back
+    apart = back
+    if down and not z.experts:  # gradients of the last product's input, of both layers, and their sum
+        apart = max(back, 3 * f * n * t)
+        back = back if z.gated else plain.more_b  # as a BW has freed that input
     return replace(
         _fixed(plain, z),
         act_b=plain.act_b - gone + inside * n * t,
