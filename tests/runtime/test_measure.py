@@ -144,6 +144,21 @@ def test_what_ranks_that_share_tokens_hold_is_predicted(tmp_path, case, cp, kind
         )
 
 
+AGAIN = [
+    ({}, "selective"),
+    ({"tp": 2, "tp_sequence": True}, "selective"),
+    ({"tp": 2, "tp_sequence": "regather"}, "keep"),
+]
+
+
+@pytest.mark.parametrize(("parallel", "kept"), few(AGAIN, 1), ids=str)
+def test_rows_that_were_looked_up_count_where_a_part_of_a_forward_runs_again(tmp_path, parallel, kept):
+    how = {"model": {**CASES["fp32"]["model"], "heads": 4, "seq_len": 64}, "memory": {"activations": kept}}
+    where = {"pp": 2, "vocabulary": "shared", **parallel}
+    for predicted, measured in both(tmp_path, kind="1f1b-v", m=6, layers=4, parallel=where, **how):
+        assert predicted.bytes == pytest.approx(measured.peak, rel=0.025)
+
+
 EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 16}
 
 

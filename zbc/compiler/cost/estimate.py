@@ -290,6 +290,10 @@ def _family(job: Job, past: int = 0) -> list[Layer] | None:
     }
     found = [replace(known[kind], name=f"layers.{i}") for i, kind in enumerate(kinds)]
     tied = sizes.vocab * sizes.hidden if model.tie_embeddings and not shared else 0
+    if shared and not sizes.rotary:  # a stage that recomputes any of its forward keeps the rows it was given
+        kept = replace(embed.size, act_b=embed.size.entry)
+        again = {attention: Spared(kept, 0.0) for attention in (True, False)}
+        embed = replace(embed, spared=again, size=kept if job.parallel.regathers else embed.size)
     found = [replace(embed, tied=tied), *found, replace(head, tied=tied)]
     return adapters.frozen(job, found, [blocks[kind] for kind in kinds], sizes) if job.adapter.rank else found
 
