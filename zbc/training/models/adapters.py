@@ -13,7 +13,7 @@ parallelism. B of the frozen layer is its input gradient only, and its F saves n
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -57,9 +57,10 @@ class LoraLinear(nn.Linear):
     lora: nn.Module
     scale: float
     spans: tuple[tuple[str, int, int], ...]  # of each adapter its name, and the bounds of its outputs
+    untraced: Callable[[Tensor], Tensor] | None = None  # `frozen` for compiled code that splits its backward
 
     def forward(self, x: Tensor) -> Tensor:
-        y, x = self.frozen(x), _cast(x)
+        y, x = (self.untraced or self.frozen)(x), _cast(x)
         added, at = list[Tensor](), 0
         for key, start, stop in (*self.spans, ("", y.shape[-1], 0)):
             added += [y.new_zeros((*y.shape[:-1], start - at))] if at < start else []

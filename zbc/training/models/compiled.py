@@ -12,7 +12,7 @@ of one kind share the code. Random numbers are drawn as without compiling.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +21,21 @@ from torch import Tensor, nn
 from zbc.errors import ZbcError
 from zbc.runtime.core.private import compile_here
 from zbc.runtime.core.split import Patch
+from zbc.training.models.adapters import LoraLinear
 
 BACKEND: dict[str, Any] = {"backend": "inductor", "options": {"fallback_random": True}}
 _WAYS = 8  # of calling one kind of layer, torch's own limit; beyond its limit torch silently compiles no more
 _NO_COMPILER = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
 
 
-def compile_layer(layer: nn.Module, patches: Iterable[Patch]) -> Callable[[Tensor], Tensor]:
-    """The forward of `layer`, compiled when it first runs; `patches` of layers inside of it stay uncompiled."""
+def compile_layer(layer: nn.Module, patches: Sequence[Patch]) -> Callable[[Tensor], Tensor]:
+    """The forward of `layer`, compiled when it first runs; `patches` of layers inside of it stay uncompiled, and then
+    the frozen layers beside adapters, too: traced code would know whether the current backward is split."""
     for patch in patches:
         patch.module.forward = Outside(patch)
+    for module in layer.modules() if patches else ():
+        if isinstance(module, LoraLinear):
+            module.untraced = Outside(module.frozen)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of modules that torch imports for it
         compiled: Callable[[Tensor], Tensor] = torch.compile(layer, dynamic=False, **BACKEND)
