@@ -78,6 +78,7 @@ def test_the_fullest_rank_is_as_light_as_in_the_best_of_all_cuts(few, monkeypatc
         loads = of_ranks(weights, where)
         best = min(loads.busiest(cuts) for cuts in splits(len(weights[0]), where.stages))
         assert loads.busiest(even(weights, where)) == pytest.approx(best, rel=1e-9)
+        assert balancing._unavoidable(weights, where) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("p", "v", "layers"), [(64, 2, 200), (64, 8, 600), (16, 4, 100)])

@@ -41,8 +41,8 @@ class Loads:
         self.sums = [list(accumulate(stage, initial=0.0)) for stage in weights]
         self.ranks = len(counts)
         self.holders = [[(r, row[s]) for r, row in enumerate(counts) if row[s]] for s in range(len(weights))]
-        often = [sum(count for _, count in holders) for holders in self.holders]
-        least = [min(map(mul, often, column)) for column in zip(*weights, strict=True)]
+        self.often = [sum(count for _, count in holders) for holders in self.holders]
+        least = [min(map(mul, self.often, column)) for column in zip(*weights, strict=True)]
         self.rest = list(accumulate(reversed(least), initial=0.0))[::-1]  # the layers from i on, on the cheapest stages
 
     def stages(self, points: Sequence[int]) -> list[float]:
@@ -69,10 +69,11 @@ class Loads:
         stages, n, left = len(self.sums), len(self.sums[0]) - 1, nodes
         partitions: list[tuple[float, Points]] = []
         loads, points = [0.0] * self.ranks, [0] * (stages + 1)
-        barren = set[tuple[int, int, tuple[float, ...]]]()
+        rounded = [0.0] * self.ranks  # loads that differ in their last bits are one state
+        barren = set[tuple[float, ...]]()
 
-        def place(stage: int) -> bool:
-            """Whether to go on."""
+        def place(stage: int, room: float) -> bool:
+            """Whether to go on; `room` is what all ranks together may still take."""
             nonlocal left
             left -= 1
             if left < 0 or len(partitions) > count:
@@ -81,31 +82,31 @@ class Loads:
                 partitions.append((max(loads), tuple(points)))
                 return True
             start, before = points[stage], len(partitions)
-            state = stage, start, tuple(round(load, 9) for load in loads)
-            if state in barren or most * self.ranks - sum(loads) < self.rest[start] - SAME:
+            if room < self.rest[start] - SAME or (state := (stage, start, *rounded)) in barren:
                 return True
             sums, holders, last = self.sums[stage], self.holders[stage], n - (stages - stage - 1)
-            top = last
+            top, first = last, sums[start]
             for r, k in holders:  # a separate loop for each: all the time is spent here
-                load, end, first = loads[r], start, sums[start]
+                load, end = loads[r], start
                 while end < top and load + k * (sums[end + 1] - first) < most:
                     end += 1
                 top = end
+            kept = [(r, k, loads[r], rounded[r]) for r, k in holders]  # exact, unlike a subtraction
             for end in range(top, (last if stage == stages - 1 else start + 1) - 1, -1):
                 points[stage + 1] = end
-                kept = [loads[r] for r, _ in holders]  # exact, unlike a subtraction
-                for r, k in holders:
-                    loads[r] += k * (sums[end] - sums[start])
-                going = place(stage + 1)
-                for (r, _), load in zip(holders, kept, strict=True):
-                    loads[r] = load
-                if not going:
+                size = sums[end] - first
+                for r, k, load, _ in kept:
+                    loads[r] = load + k * size
+                    rounded[r] = round(loads[r], 9)
+                if not place(stage + 1, room - self.often[stage] * size):
                     return False
+            for r, _, load, near in kept:
+                loads[r], rounded[r] = load, near
             if len(partitions) == before:
                 barren.add(state)
             return True
 
-        whole = place(0) and len(partitions) <= count
+        whole = place(0, most * self.ranks) and len(partitions) <= count
         return [points for _, points in sorted(partitions)], whole
 
 
@@ -222,7 +223,10 @@ def _squares(sizes: Sequence[float]) -> float:
 
 
 def _unavoidable(weights: Weights, placement: Placement) -> float:
-    """A lower bound of the busiest rank: an equal share, or a heavy layer and the lightest in its other stages."""
+    """A lower bound of the busiest rank: an equal share, or a heavy layer and the lightest in its other stages; or the
+    lightest k + 1 of the heaviest k * ranks + 1 layers, since some rank has as many of these."""
     lightest: list[float] = [min(column) for column in zip(*weights, strict=True)]
-    pipes, few = len(placement.pipes), min(len(placement.stages_of(r)) for r in range(placement.ranks))
-    return max(pipes * sum(lightest) / placement.ranks, max(lightest) + (few - 1) * min(lightest))
+    ranks, few = placement.ranks, min(len(placement.stages_of(r)) for r in range(placement.ranks))
+    heaviest = sorted(lightest * len(placement.pipes), reverse=True)
+    many = (sum(heaviest[last - last // ranks : last + 1]) for last in range(0, len(heaviest), ranks))
+    return max(sum(heaviest) / ranks, heaviest[0] + (few - 1) * heaviest[-1], *many)

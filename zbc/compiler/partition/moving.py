@@ -40,7 +40,7 @@ def planned(setup: Setup, budget: float | None = None, *, beat: float = INF, **s
     """
     units, device = setup.limit.units, setup.job.room
     if units is None or not moves(setup.job, setup.placement):
-        return setup.make(budget, **search)
+        return setup.make(budget, beat=beat, **search)
     orders = list(_orders(setup, units, setup.schedule.budget if budget is None else budget, search))
     for _ in range(RETRIES):
         best = _fastest(setup, orders, units, beat)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, islice, pairwise
+from itertools import chain, islice, pairwise, takewhile
 from operator import add, sub
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from zbc.topology import Topology, inner_of
 STEP = 0.25  # activation units: the least step by which the limit of an order is lowered
 WORTH = 0.002  # of a step: the least saving for keeping the logits of a second unit
 TINY = 1e-9  # of a step
+INF = float("inf")
 RUNGS = 8  # limits whose orders are evaluated if searches do not see all costs of a step
 RETRIES = 4  # with less for activations, until tensors in flight fit as well
 
@@ -118,18 +119,9 @@ class Setup:
     limit: Limit
 
     @classmethod
-    def of(
-        cls,
-        job: Job,
-        table: Sequence[estimate.Layer],
-        schedule: ScheduleCard,
-        placement: Placement,
-        v: int,
-        choice: Choice,
-    ) -> Setup:
-        """Raises E1xx (impossible as requested) or E303 (memory_limit below the need of any order)."""
+    def of(cls, job: Job, schedule: ScheduleCard, placement: Placement, v: int, choice: Choice, costs: Costs) -> Setup:
+        """Raises E303 (memory_limit below the need of any order)."""
         stages = choice.stages
-        costs = pricing.build(with_recompute(job, choice.recompute, placement), placement, stages, table)
         own = own_limit(schedule.name, placement.ranks, costs)
         own = None if own is None else own + meetings(job)
         if moves(job, placement):
@@ -142,17 +134,18 @@ class Setup:
             limit = _whole(limit, placement, job.schedule.microbatches)
         return cls(job, schedule, placement, v, stages, choice.recompute, costs, limit)
 
-    def make(self, budget: float | None = None, **search: Any) -> Ordered:
-        """The order; searched ones take about `budget` seconds (None: the schedule's default).
+    def make(self, budget: float | None = None, *, beat: float = INF, **search: Any) -> Ordered:
+        """The order; searched ones take about `budget` seconds (None: the schedule's default), and none under limits at
+        which less than `beat` ms is impossible.
 
         `search` sets more of the request: see `Request`. If the result needs too many bytes, the search runs again with
         the tighter limit; if tensors in flight need more of the device than the limit left for them, with that much
         less for activations.
         """
-        order = self._best(budget, search)
+        order = self._best(budget, beat, search)
         tighter = self.limit.tighter
         if tighter is not None and excess(self.job, order.memory, self.costs) > 0:
-            return replace(self, limit=tighter).make(budget, **search)
+            return replace(self, limit=tighter).make(budget, beat=beat, **search)
         device, units = self.job.room, self.limit.units
         for _ in range(RETRIES):
             if device is None or units is None or not self.limit.unit:
@@ -166,12 +159,13 @@ class Setup:
                 for now, extra, unit, most in zip(held, over, self.limit.unit, units, strict=True)
             ]
             units = tuple(map(max, lowered, least_of(self.placement, self.limit.costs)))
-            order = self.under(units)._best(budget, search)
+            order = self.under(units)._best(budget, beat, search)
         return order
 
-    def _best(self, budget: float | None, search: dict[str, Any]) -> Ordered:
+    def _best(self, budget: float | None, beat: float, search: dict[str, Any]) -> Ordered:
         """One order for its limit. If searches do not see all costs of a step, the best of several by the full step:
-        results for this limit and smaller ones, which share the budget, and the hand-made orders."""
+        results for this limit and smaller ones, which share the budget, and the hand-made orders; as long as bounds,
+        which do not include overlap, allow a better one."""
         if not self.schedule.searched or not unseen(self.job, self.costs) or len(self.placement.pipes) > 1:
             return self.ordered(budget, **search)
         small = 3 * self.placement.stages * self.job.schedule.microbatches <= LARGE
@@ -179,7 +173,13 @@ class Setup:
         seconds = (self.schedule.budget if budget is None else budget) / (len(rungs) + 1)
         best = self.ordered(seconds, **search)
         step = best.step_ms(self.job)
-        for order in chain((rung.ordered(seconds, **search) for rung in rungs), filter(self._keeps, self.by_hand())):
+
+        def promising(setup: Setup) -> bool:
+            return bool(self.job.costs.overlap) or setup.least_step < min(step, beat) * (1 - TINY)
+
+        lower = (rung for rung in takewhile(promising, rungs) if rung.limit.units != self.limit.units)
+        by_hand = (order for order in self.by_hand() if promising(self) and self._keeps(order))
+        for order in chain((rung.ordered(seconds, **search) for rung in lower), by_hand):
             now = order.step_ms(self.job)
             if now < step * (1 - TINY) and excess(self.job, order.memory, self.costs) <= 0:
                 best, step = order, now

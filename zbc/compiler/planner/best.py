@@ -55,8 +55,10 @@ class Best:
     def _looked(self, case: Case, choice: Choice, seconds: float, *, quick: bool) -> tuple[float, float]:
         name = _named(case, choice)
         try:
+            if self.rules_out(case, case.least(choice)):
+                return INF, INF
             setup = case.setup(choice)
-            if self._rules_out(case, setup):
+            if self.rules_out(case, setup.least_step):
                 return INF, INF
             self.weighed.setdefault(name, None)
             self.looks += 1
@@ -72,10 +74,9 @@ class Best:
             self.weighed[name] = min(score[1], self.weighed[name] or INF)
         return score
 
-    def _rules_out(self, case: Case, setup: Setup) -> bool:
-        """Whether none of its orders can be better; bounds include neither overlap nor offload copies."""
-        exact = not case.job.costs.overlap and not case.moves
-        return exact and setup.least_step >= self.step * (1 - SAME)
+    def rules_out(self, case: Case, least: float) -> bool:
+        """Whether no order with this bound can be better; bounds include neither overlap nor offload copies."""
+        return not case.job.costs.overlap and not case.moves and least >= self.step * (1 - SAME)
 
     def _orders(self, case: Case, setup: Setup, seconds: float, *, quick: bool) -> Iterator[Ordered]:
         compiled = {"compiled": True} if self.compiled and case.card.searched and not case.two_pipes else {}
@@ -85,7 +86,7 @@ class Best:
         yield planned(setup, seconds, beat=self.step, **compiled)
         if case.roomy:  # they may use all memory
             for place, lower in enumerate(setup.lowered()):
-                if place and (case.size > LARGE or self._rules_out(case, lower)):
+                if place and (case.size > LARGE or self.rules_out(case, lower.least_step)):
                     return
                 if lower.limit.units != setup.limit.units:
                     yield lower.make(seconds)

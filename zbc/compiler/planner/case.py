@@ -63,6 +63,8 @@ class Case:
         self.roomy = roomy and self.two_pipes and card.searched
         self.size = 3 * self.stages * job.schedule.microbatches  # F, B and W of a step
         self._even = {self.start.recompute: self.start}
+        self._costs = dict[Choice, Costs]()
+        self._least_loads = dict[frozenset[int], Loads]()
         refuse_placement(job, self.placement, self.first, card.name)
 
     def with_memory(self, memory: Memory) -> Case:
@@ -88,11 +90,14 @@ class Case:
 
     def setup(self, choice: Choice) -> Setup:
         """Raises E303 if no order keeps to the limit."""
-        return Setup.of(self.job, self.table, self.card, self.placement, self.v, choice)
+        return Setup.of(self.job, self.card, self.placement, self.v, choice, self.costs(choice))
 
     def costs(self, choice: Choice) -> Costs:
-        job = with_recompute(self.job, choice.recompute, self.placement)
-        return pricing.build(job, self.placement, choice.stages, self.table)
+        """Raises E1xx (impossible as requested)."""
+        if choice not in self._costs:
+            job = with_recompute(self.job, choice.recompute, self.placement)
+            self._costs[choice] = pricing.build(job, self.placement, choice.stages, self.table)
+        return self._costs[choice]
 
     def times(self, recompute: frozenset[int], *, split: bool | None = None) -> list[list[float]]:
         """[stage][layer] ms, including the job's own recompute stages, with the schedule's form of backward."""
@@ -116,10 +121,26 @@ class Case:
             return 0.0
         if self.moves or not self.movable:
             return unlimited(self.job, self.placement, self.first).of(self.job.objective)
-        both = {False, self.card.splits_backward}  # some orders have both fused and split backwards
-        tables = [self.times(frozenset(), split=split) for split in both]
-        share: float = sum(map(min, zip(*chain(*tables), strict=True))) / self.placement.ranks
-        return self.job.schedule.microbatches * share * (1 - self.job.costs.overlap) * (1 - 1e-9)
+        return self._steps(sum(map(min, zip(*self._least_times(frozenset()), strict=True))) / self.placement.ranks)
+
+    def least(self, choice: Choice) -> float:
+        """A lower bound in ms for all orders of a choice, known without its costs: the work of its busiest rank."""
+        if self.moves or not self.movable or self.two_pipes:
+            return self.least_step
+        loads = self._least_loads.get(choice.recompute)
+        if loads is None:
+            loads = of_ranks(self._least_times(choice.recompute), self.placement)
+            self._least_loads[choice.recompute] = loads
+        return self._steps(loads.busiest(choice.points))
+
+    def _steps(self, work: float) -> float:
+        """ms of a step in which a rank has this work for each microbatch."""
+        return self.job.schedule.microbatches * work * (1 - self.job.costs.overlap) * (1 - 1e-9)
+
+    def _least_times(self, recompute: frozenset[int]) -> list[list[float]]:
+        """[stage][layer] ms; some orders have both fused and split backwards."""
+        tables = (self.times(recompute, split=split) for split in {False, self.card.splits_backward})
+        return [list(map(min, *rows)) if len(rows) > 1 else rows[0] for rows in zip(*tables, strict=True)]
 
     def short(self, choice: Choice) -> float:
         """The share by which the least memory of any order of this schedule exceeds the limits; 0 if it does not."""
@@ -192,11 +213,9 @@ class Case:
             numbers.append(min(most, 2 * numbers[-1] or 1))
         return numbers
 
-    @cached_property
-    def fitting(self) -> list[Choice]:
-        """The starts that may fit: searching the others is useless. Hand-made orders are evaluated for their memory."""
-        evaluated = not self.card.searched or self.moves
-        return [choice for choice in self.starts if evaluated or not self.short(choice)]
+    def may_fit(self, choice: Choice) -> bool:
+        """Whether a search may find an order that fits. Hand-made orders are evaluated for their memory."""
+        return not self.card.searched or self.moves or not self.short(choice)
 
     def _even_in_memory(self) -> Iterator[Choice]:
         """Choices even in activations times their number on a stage; on devices also in resident state; mixed with

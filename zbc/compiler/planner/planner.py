@@ -11,7 +11,7 @@ small one has no moves, so that with more memory, which lets more variants fit, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -124,26 +124,31 @@ def _look(best: Best, case: Case) -> None:
     that may fit, as a search finds nothing for others."""
     if case.least_step >= best.step * (1 - SAME):
         return
+    scores = dict[Choice, Score]()
     for choice in case.starts:
-        if choice not in case.fitting:
+        if best.rules_out(case, case.least(choice)):
+            continue
+        if case.may_fit(choice):
+            scores[choice] = best.look(case, choice, quick=True)
+        else:
             best.too_large(case, choice)
-    scores = [(*best.look(case, choice, quick=True), k) for k, choice in enumerate(case.fitting)]
-    _fewest(best, case)
+    _fewest(best, case, scores)
     if scores and case.rough:
-        best.look(case, case.fitting[min(scores)[2]])
+        best.look(case, min(scores, key=lambda choice: scores[choice]))
 
 
-def _fewest(best: Best, case: Case) -> None:
+def _fewest(best: Best, case: Case, scores: Mapping[Choice, Score]) -> None:
     """Bisects for the fewest recomputing stages, counted from the first, between the counts of the starts."""
     few, most, counts = 0, len(case.optional), {case.even(frozenset(case.optional[:n])): n for n in case.counts}
     for choice in case.starts:
         if (count := counts.get(choice)) is not None:
-            fits = choice in case.fitting and not best.look(case, choice, quick=True)[0]
+            fits = choice in scores and not scores[choice][0]
             few, most = (few, min(most, count)) if fits else (max(few, count + 1), most)
     while few < most:
         middle = (few + most) // 2
         choice = case.even(frozenset(case.optional[:middle]))
-        over = INF if case.short(choice) else best.look(case, choice, quick=True)[0]
+        slow = best.rules_out(case, case.least(choice))
+        over = INF if slow or case.short(choice) else best.look(case, choice, quick=True)[0]
         few, most = (middle + 1, most) if over else (few, middle)
 
 

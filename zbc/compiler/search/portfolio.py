@@ -165,6 +165,8 @@ def _fast_tier(bench: Bench, target: float) -> None:
 
 def _patterns(bench: Bench, target: float) -> Iterator[bool]:
     """Building blocks; for large problems only as many as a fixed share of work allows."""
+    if bench.over:
+        return
     began = bench.spent
     known: list[tuple[Recipe, str]] = [(block, "block") for block in patterns.fitting(bench.problem)]
     known += [(Played(block), "block, W in gaps") for block in patterns.in_flight(bench.problem)]

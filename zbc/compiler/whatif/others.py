@@ -114,4 +114,5 @@ def _ordered(job: Job, card: ScheduleCard, chunks: int | None, *, every: bool) -
     if every or not card.searched or job.model.graph:
         return glance(job, table)
     case = Case(job, table, card, chunks)
-    return planned(case.setup(case.fitting[0]), 0.0) if case.fitting else None
+    choice = next(filter(case.may_fit, case.starts), None)
+    return None if choice is None else planned(case.setup(choice), 0.0)
