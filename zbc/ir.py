@@ -73,7 +73,7 @@ class Op(NamedTuple):
     @property
     def key(self) -> Key:
         """The op's (stage, microbatch, pipe, slice)."""
-        return Key(self.stage, self.mb, self.pipe, self.slice)
+        return tuple.__new__(Key, self[1:5])  # twice as fast as by names, and read for every op
 
     @property
     def owner(self) -> int:

@@ -129,7 +129,7 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], 
     tried = list[tuple[float, float, Ordered]]()
 
     def look(order: Ordered, *, quick: bool) -> None:
-        lowered = replace(order, lowering=moving(job, setup.placement, setup.limit, units, quick=quick))
+        lowered = order.relowered(moving(job, setup.placement, setup.limit, units, quick=quick))
         try:
             over = excess(job, lowered.memory, lowered.costs)
         except TooTight as error:
@@ -141,13 +141,13 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], 
     for least, k in plain:
         fastest = min((step for over, step, _ in tried if not over), default=INF)
         if not tried or least < min(fastest, beat) * (1 - SAME):
-            look(orders[k], quick=True)
+            look(replace(orders[k], lowering=lowering_of(job)), quick=True)
     if not tried:
         raise min(refused, key=lambda error: error.least)
     ranked = sorted(tried, key=lambda entry: entry[:2])
     size = ranked[0][2].complete.program.size
     for _, step, lowered in ranked[: FINALISTS if size < LARGE else 1 if size < HUGE else 0]:
-        alone = replace(lowered, lowering=lowering_of(job))
+        alone = lowered.relowered(lowering_of(job))
         if alone.step_ms(job) * (1 + SAME) < step < NEAR * ranked[0][1]:
             look(alone, quick=False)
     return min(tried, key=lambda entry: entry[:2])[2]

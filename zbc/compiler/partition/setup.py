@@ -84,9 +84,14 @@ class Ordered:
         return Context(self.program, self.costs)
 
     @cached_property
+    def begun(self) -> Context:
+        """The program after the first passes of its lowering."""
+        return self.lowering.begin(self.compute)
+
+    @cached_property
     def complete(self) -> Context:
         """The program with its transfers and step-level ops."""
-        return self.lowering.lower(self.compute)
+        return self.lowering.finish(self.begun)
 
     @cached_property
     def memory(self) -> list[RankMemory]:
@@ -97,6 +102,12 @@ class Ordered:
         """The same with other facts on how it was found; what is lowered stays so."""
         other = replace(self, **facts)
         vars(other).update({name: vars(self)[name] for name in ("compute", "complete", "memory") if name in vars(self)})
+        return other
+
+    def relowered(self, lowering: Lowering) -> Ordered:
+        """The same order with another lowering, whose first passes are the same."""
+        other = replace(self, lowering=lowering)
+        vars(other).update(compute=self.compute, begun=self.begun)
         return other
 
     def step_ms(self, job: Job) -> float:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from zbc.compiler.passes.offload_booking import Booking
-from zbc.compiler.passes.offload_view import EPS, Life, View, rise
+from zbc.compiler.passes.offload_view import EPS, Life, View
 from zbc.ir import Key, Kind, Op
 
 
@@ -35,21 +36,21 @@ class _List:
 
     def run(self, ops: Sequence[Op]) -> list[Op]:
         for j, changes in enumerate(self.view.change):
-            keys = [op.key for op, _ in changes]
             for key in self.release[j]:
                 if key in self.here:
                     self._let_go(key, j)
-            extra = rise(changes)
-            own = [life for _, key in self.away if (life := self.life[key]).z == j]
+            extra = self.view.rises[j]
+            own = [self.life[key] for _, key in self.away[: bisect_right(self.away, j, key=itemgetter(0))]]
             while self.now + extra + sum(life.units for life in own) > self.limit + EPS:
-                self._make_room(j, keys)
+                self._make_room(j, [op.key for op, _ in changes])
             for life in own:
                 self._fetch(life.key, j)
             self._come_back(j, extra)
             for op, units in changes:
                 self.now += units
-                if op.kind is Kind.F and op.key in self.life:
-                    self.here[op.key] = self.life[op.key]
+                if op.kind is Kind.F:
+                    if op.key in self.life:
+                        self.here[op.key] = self.life[op.key]
                 elif op.kind in (Kind.B, Kind.BW):
                     self.here.pop(op.key, None)
                     self.back.discard(op.key)

@@ -45,6 +45,7 @@ class View:
     steps: list[list[int]]  # per item the steps of its ops
     lives: list[Life]
     change: list[list[tuple[Op, float]]]  # per item the units that each of its ops adds
+    rises: list[float]  # per item the most by which its ops raise the memory held
     base: list[float] = field(default_factory=list)  # units held while an item runs, without copies
     start: list[float] = field(default_factory=list)
     end: list[float] = field(default_factory=list)
@@ -65,10 +66,10 @@ class View:
                     units = costs.held(move)
                     if units > EPS:
                         lives.append(Life(op.key, j, ends[op.key], units, out, costs.duration(move)))
-        view = cls(rank, items, steps, lives, change)
+        view = cls(rank, items, steps, lives, change, [rise(changes) for changes in change])
         now = 0.0
-        for changes in change:
-            view.base.append(now + rise(changes))
+        for changes, extra in zip(change, view.rises, strict=True):
+            view.base.append(now + extra)
             now += sum(units for _, units in changes)
         return view
 
@@ -84,9 +85,9 @@ class View:
     def floor(self) -> float:
         """The least limit: an op's own activation, inputs left for W by earlier backwards, and immovable ones."""
         movable, fixed, most = {life.key: life.units for life in self.lives}, 0.0, 0.0
-        for changes in self.change:
-            extra = sum(movable.get(op.key, 0.0) for op, _ in changes if op.kind in (Kind.B, Kind.BW))
-            most = max(most, fixed + extra + rise(changes))
+        for changes, extra in zip(self.change, self.rises, strict=True):
+            own = sum(movable.get(op.key, 0.0) for op, _ in changes if op.kind in (Kind.B, Kind.BW))
+            most = max(most, fixed + own + extra)
             for op, units in changes:
                 fixed += units
                 if op.key in movable and op.kind is Kind.F:
