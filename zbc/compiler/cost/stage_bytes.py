@@ -111,7 +111,7 @@ def _stage(
         early=min(own.gradients, sum(z.came_b for z in sizes)),
         lent=float(GRAD_BYTES * (sum(table[i].params for i in part) - params)),
         largest=largest,
-        step=own.step + _temporaries(job, sizes, stepping.matrices(job.optimizer, owned_by(part, table, False))),
+        step=own.step + _temporaries(job, sizes, stepping.matrices(job.optimizer, owned_by(job, part, table, False))),
         **_needs(job, placement, s, part, table),
         **_kept(job, placement, s, part, table, behind),
     )
@@ -148,13 +148,16 @@ def of_experts(
     """Memory of each stage's experts on a rank, if replicas share these out."""
     found = [_owned(job, placement, s, part, table, experts=True) for s, part in enumerate(stages)]
     largest = [max((max(table[i].apart, default=0) for i in part), default=0) for part in stages]
-    matrices = [stepping.matrices(job.optimizer, owned_by(part, table, True)) for part in stages]
+    matrices = [stepping.matrices(job.optimizer, owned_by(job, part, table, True)) for part in stages]
     work = [_temporaries(job, [Footprint(largest=count)], of) for count, of in zip(largest, matrices, strict=True)]
     return tuple(replace(one, step=one.step + size) for one, size in zip(found, work, strict=True))
 
 
-def owned_by(part: Sequence[int], table: Sequence[Layer], experts: bool) -> list[Layer]:
-    """The layers of a stage with only the matrices of experts that replicas share out, or without these."""
+def owned_by(job: Job, part: Sequence[int], table: Sequence[Layer], experts: bool) -> list[Layer]:
+    """The layers of a stage with only the matrices of experts that replicas share out, or without these; as they are
+    for optimizers that do not ask for matrices."""
+    if job.optimizer.kind != "muon":
+        return [table[i] for i in part]
     found = list[Layer]()
     for layer in (table[i] for i in part):
         apart, own = Counter(layer.apart), list[tuple[int, int]]()
@@ -172,7 +175,7 @@ def _owned(
     """Parameter memory of a stage without the experts that replicas share out, or of these `experts`."""
     apart = sum(sum(table[i].apart) for i in part)
     params = apart if experts else _counted(placement, s, part, table)[0] - apart
-    weights, gradients, masters, state = _parameters(job, owned_by(part, table, experts), params)
+    weights, gradients, masters, state = _parameters(job, owned_by(job, part, table, experts), params)
     shares = dealt(job, placement, s, part, table, experts=experts)
     each, ahead = gradients / params if params else 0.0, job.optimizer.sync == "post-validate"
     kept = each * shares.summed / shares.ranks if ahead else 0.0  # needed by a step that may be repeated
@@ -295,7 +298,7 @@ def dealt(
             if apart
             else [count for i in part for count in table[i].parts]
         )
-    matrices = [math.prod(shape) for shape in stepping.matrices(job.optimizer, owned_by(part, table, experts))]
+    matrices = [math.prod(shape) for shape in stepping.matrices(job.optimizer, owned_by(job, part, table, experts))]
     while sum(counts) > params - whole and table[-1].tied in counts:
         counts.remove(table[-1].tied)
     known = sum(counts) == params - whole
