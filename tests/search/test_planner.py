@@ -53,6 +53,16 @@ def test_no_plain_schedule_on_the_same_layers_and_limit_is_faster_than_a_searche
     assert tried or kind != "zb-auto"
 
 
+@pytest.mark.parametrize("kind", ["1f1b", "zb-auto", "zb-v"])
+def test_no_order_is_shorter_than_the_bound_of_its_choice_known_before_its_costs(kind):
+    """Of whole and split backwards, with and without stages that recompute; the bound is near for a busy rank."""
+    made = case(kind, layers=12, model=LLAMA, pp=4, m=16, memory={"activations": "auto"}, hardware={"memory_gib": 8})
+    for choice in made.starts:
+        for near in [choice, *made.neighbours(choice)[:2]]:
+            step = made.setup(near).make(0.0).step_ms(made.job)
+            assert 0.6 * step < made.least(near) <= step
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_few_choices_are_all_those_that_may_be_shorter(seed):
     rng = Random(seed)
