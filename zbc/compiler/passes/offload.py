@@ -29,7 +29,6 @@ ROUNDS, BRIEF = 6, 2  # rounds of timing and choosing again
 # The factor on a reload's booked time, and the way of booking; the last one is for small programs.
 WAYS = ((1.0, one_by_one), (1.0, all_at_once), (1.6, one_by_one), (1.6, all_at_once))
 LARGE, HUGE = 10_000, 100_000  # ops from which fewer lists are tried, and from which only one
-FAR = 1.1  # times the best step, beyond which another way of booking is not chosen again
 LOWER = 8  # number of smaller limits also tried, so that more room is not slower
 
 
@@ -128,7 +127,7 @@ class Offload:
                 moved = sum(context.costs.held(op) for ops in ranks for op in ops if op.kind is Kind.RELOAD)
                 if best is None or step < best[0] - EPS or (step < best[0] + EPS and moved < best[1] - EPS):
                     best = step, moved, trial.program
-                if step <= plain + EPS or step >= seen - EPS or step > FAR * best[0]:
+                if step <= plain + EPS or step >= seen - EPS:
                     break
                 seen, timeline = step, trial.timeline
             if best is not None and best[0] <= plain + EPS:
