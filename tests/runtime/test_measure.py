@@ -156,7 +156,7 @@ def test_rows_that_were_looked_up_count_where_a_part_of_a_forward_runs_again(tmp
     how = {"model": {**CASES["fp32"]["model"], "heads": 4, "seq_len": 64}, "memory": {"activations": kept}}
     where = {"pp": 2, "vocabulary": "shared", **parallel}
     for predicted, measured in both(tmp_path, kind="1f1b-v", m=6, layers=4, parallel=where, **how):
-        assert predicted.bytes == pytest.approx(measured.peak, rel=0.03)  # 2.5% if no message comes early
+        assert predicted.bytes == pytest.approx(measured.peak, rel=0.04)  # 2 to 3%, as messages come
 
 
 EXPERTS = {"family": "llama", "experts": 4, "top_k": 2, "expert_hidden": 16}
