@@ -30,7 +30,6 @@ _SOME, _LONG, ALWAYS = (part.splitlines() for part in REST.read_text(encoding="u
 LEFT = dict.fromkeys(_SOME, 8) | dict.fromkeys(_LONG, 32)  # test -> it runs once in this many commits
 MAY = tuple(line.split()[0] for line in SLOW.read_text(encoding="utf-8").splitlines())
 QUICK, MOST = 0.5, 3.0  # CPU seconds, of all processes of a test
-LOOP = 0.12  # CPU seconds of the loop of `_slower` on an idle machine
 COLD = 25.0 if compiles_first() else 0.0  # additional seconds for a fresh clone, whose first searches compile
 WHOLE = ("tests/search/", "tests/docs/")  # with the default budgets of users
 BUDGETS = {name: card.budget for name, card in SCHEDULES.items()}
@@ -81,18 +80,9 @@ def pytest_runtest_call(item):
     took = _cpu() - before
     item.user_properties.append(("cpu", took))
     held = item.config.getoption("--all") or not _left(item)
-    held = held and not item.nodeid.startswith(MAY) and not item.config.getoption("--measure")
-    if held and took > MOST + COLD and (took := took / _slower()) > MOST + COLD:
+    if took > MOST + COLD and held and not item.nodeid.startswith(MAY) and not item.config.getoption("--measure"):
         pytest.fail(f"took {took:.1f} CPU seconds of {MOST:g}: make it smaller, or say why not in {SLOW.name}")
     return found
-
-
-def _slower():
-    """How many times as long as on an idle machine, at least once, some work takes here and now."""
-    before, total = _cpu(), 0
-    for number in range(2_000_000):
-        total += number
-    return max(1.0, (_cpu() - before) / LOOP)
 
 
 def _cpu():

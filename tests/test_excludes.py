@@ -25,6 +25,7 @@ VALUES = {
     "loss by chunks": 7,
     "whole norms": "olmo2",
     "norms of heads": "qwen3",
+    "own layers": "some.module:layers",
     "capped logits": 30.0,
     "graph": {"a": [], "b": ["a"]},
     "tp": 2,

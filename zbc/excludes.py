@@ -74,6 +74,9 @@ def _given(value: object) -> bool:
     return True  # `Trait.of` never asks about None
 
 
+# Variants of llama with norms of queries and keys: of all heads together, or of each head.
+WHOLE_NORMS, HEAD_NORMS = ("olmo2", "olmoe"), ("qwen3", "qwen3_moe", "gemma3_text")
+
 TRAITS = {
     "compile": Trait("model.compile", bool),
     "tied embeddings": Trait("model.tie_embeddings", bool),
@@ -82,8 +85,9 @@ TRAITS = {
     "autocast": Trait("model.dtype", _not("float32")),
     "float16": Trait("model.dtype", _is("float16"), 'model.dtype = "float16"'),
     "experts": Trait("model.experts", bool),
-    "whole norms": Trait("model.variant", _is("olmo2", "olmoe")),
-    "norms of heads": Trait("model.variant", _is("qwen3", "qwen3_moe", "gemma3_text")),
+    "own layers": Trait("model.family", _not("gpt", "llama"), "layers of your own"),
+    "whole norms": Trait("model.variant", _is(*WHOLE_NORMS)),
+    "norms of heads": Trait("model.variant", _is(*HEAD_NORMS)),
     "capped logits": Trait("model.logits_cap", _given),
     "loss by chunks": Trait("model.loss_chunk", _given),
     "expert bias": Trait("model.balance_rate", bool),
@@ -393,6 +397,7 @@ ROWS = (
         {
             "whole norms|norms of heads": "the norm of queries and keys undoes it",
             "adapter": "it scales weights that are frozen",
+            "own layers": "only heads of built-in models are known",
             "flushless": "scores of weights from before the last clip would have it made twice",
             "compile": UNWRITTEN,
         },

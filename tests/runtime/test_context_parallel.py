@@ -16,7 +16,6 @@ from zbc.job.model_section import Model
 from zbc.runtime.features.context_parallel import Spread, rows_of
 from zbc.runtime.features.tensor_parallel import Group
 from zbc.runtime.transports.hub import Hub, HubTransport
-from zbc.training.data.data import Tokens
 from zbc.training.models import model as models
 from zbc.training.models import sharding
 
@@ -156,7 +155,7 @@ def test_float64_is_exact_to_its_own_rounding(family, ranks):
         y = tokens[:, rows]
         for plan in plans:
             layers.append(plan.build(3))
-            sharding.spread(layers[-1], spread, Tokens(rows, 16))
+            sharding.spread(layers[-1], spread, rows)
             y = layers[-1].double()(y)
         loss = functional.cross_entropy(y.flatten(0, -2), targets[:, rows].flatten()) / ranks
         loss.backward()

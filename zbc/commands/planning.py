@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,7 +112,7 @@ def plan(
         if loaded.balances:
             show(labelled("balance", *summary.balance_lines(compiled, _gain(manifest))))
         elif loaded.data.balance == "tokens" and (dealt := _gain(manifest)):
-            show(labelled("balance", *summary.dealt_lines(dealt, _renumbered(manifest, compiled))))
+            show(labelled("balance", *summary.dealt_lines(dealt, _renumbered(manifest, compiled, dealt["longest"]))))
         took = f"planned in {short(time.perf_counter() - began, 2)} s, engine {compiled.report.engine}"
         show(labelled("plan", f"{output}: id {manifest.id}, {took}"))
         left = ["remarks were left out for lack of time: --budget 60s"] if until.cut else []
@@ -132,18 +133,16 @@ def _gain(manifest: Manifest) -> dict[str, Any]:
         return {}
 
 
-def _renumbered(manifest: Manifest, compiled: Compiled) -> tuple[int, float] | None:
-    """A number of first steps, and how many times as long they take with the plan's numbers as with their own."""
+def _renumbered(manifest: Manifest, compiled: Compiled, steps: Sequence[Sequence[int]]) -> tuple[int, float] | None:
+    """A number of first steps, and how many times as long they take with the plan's numbers as with their own; `steps`:
+    the tokens of their microbatches."""
     from zbc.compiler.restepping import Restepper
     from zbc.plan.directory import StoredPlan
-    from zbc.training.data.unequal import ByTokens, dealer_of
 
-    dealer = dealer_of(manifest)
-    if not manifest.renumbers or not isinstance(dealer, ByTokens):
+    if not manifest.renumbers:
         return None
     restepper = Restepper(StoredPlan(manifest, compiled.program))
-    steps = range(min(_LOOKED_AT, int(manifest.training["train"]["steps"])))
-    found = [restepper.of(dealer.asks(step)) for step in steps]
+    found = [restepper.of(tokens) for tokens in steps[:_LOOKED_AT]]
     return len(found), sum(given for *_, given in found) / sum(ms for _, ms, _ in found)
 
 

@@ -19,6 +19,7 @@ from zbc.compiler.planner.best import over_of
 from zbc.compiler.report.report import UnequalReport
 from zbc.compiler.seating import seated
 from zbc.errors import ZbcError
+from zbc.ir import Program
 from zbc.job.spec import Job
 
 _OPS, _LEAST, _MOST = 2_000_000, 40, 2000  # ops that are simulated for numbers, and tries at least and at most
@@ -99,9 +100,14 @@ def _numbered(job: Job, found: Ordered) -> tuple[Numbers, Ordered]:
         made[other] = one
         return ms
 
-    tries = max(_LEAST, min(_MOST, _OPS // max(1, found.program.size)))
+    tries = tries_of(_OPS, found.program, _LEAST)
     numbers, _ = shortest(job.tokens, found.step_ms(job), tries, ms_of)
     return numbers, made[numbers]
+
+
+def tries_of(ops: float, program: Program, least: int) -> int:
+    """The number of tries that simulate `ops` ops in all, at least `least`."""
+    return max(least, min(_MOST, int(ops / max(1, program.size))))
 
 
 def shortest(

@@ -20,11 +20,11 @@ from zbc.compiler import recall
 from zbc.compiler.check.memory import excess
 from zbc.compiler.cost import estimate, pricing
 from zbc.compiler.memory.per_rank import peaks
-from zbc.compiler.numbering import Numbers, shortest
+from zbc.compiler.numbering import Numbers, shortest, tries_of
 from zbc.compiler.sim.context import Context
 from zbc.plan.directory import StoredPlan
 
-_OPS_PER_MS, _LEAST, _MOST = 100.0, 10, 2000  # simulated per ms of a step, and tries at least and at most
+_OPS_PER_MS, _LEAST = 100.0, 10  # simulated per ms of a step, and tries at least
 _NICE = 10
 
 
@@ -38,7 +38,7 @@ class Restepper:
         self._stages = recall.stages_of(manifest, table)
         self._planned = Context(plan.program, pricing.build(self._job, self._placement, self._stages, table))
         step_ms = self._planned.step_ms(self._job.objective)
-        self._tries = max(_LEAST, min(_MOST, int(step_ms * _OPS_PER_MS / max(1, plan.program.size))))
+        self._tries = tries_of(step_ms * _OPS_PER_MS, plan.program, _LEAST)
         self._known = dict[tuple[int, ...], tuple[Numbers, float, float]]()
 
     def of(self, tokens: Sequence[int]) -> tuple[Numbers, float, float]:

@@ -57,7 +57,6 @@ _ONLY_BUILTIN = (
 GEMMA = ("gemma", "gemma2", "gemma3_text")
 AROUND = ("gemma2", "gemma3_text")  # norms before and after attention and MLP
 BEHIND = ("olmo2",)  # norms only after them
-HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")  # of each head's queries and keys
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")  # variants of a llama that have experts
 # Keys whose defaults hold in other families too.
 _PLAIN = (

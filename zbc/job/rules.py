@@ -36,7 +36,6 @@ from zbc.job.sections import (
     Hardware,
     LayerCost,
     Memory,
-    Optimizer,
     Parallel,
     Partition,
     Schedule,
@@ -528,15 +527,6 @@ def _average_rules(draft: Draft) -> Iterator[ZbcError]:
         yield ZbcError("E118", text, where=where, hint="set delay = 1, or drop ema")
 
 
-def _clip_rule(draft: Draft) -> Iterator[ZbcError]:
-    """E110 for `optimizer.qk_clip` of layers whose heads are not known."""
-    model: Model | None = draft.sections.get("model")
-    optimizer: Optimizer | None = draft.sections.get("optimizer")
-    if model is not None and optimizer is not None and optimizer.qk_clip is not None and not model.builtin:
-        text = f"config: optimizer.qk_clip is for the heads of built-in models, model.family is {model.family!r}"
-        yield ZbcError("E110", text, where=draft.document.where(("optimizer", "qk_clip")), hint="drop it")
-
-
 def _excluded(draft: Draft) -> Iterator[ZbcError]:
     yield from excludes.problems(draft.sections, draft.document.where)
 
@@ -574,7 +564,6 @@ RULES = (
     tokens.problems,
     _average_rules,
     _expert_rules,
-    _clip_rule,
     _idle_rules,
     _writing_rules,
 )

@@ -16,9 +16,10 @@ from zbc.compiler.cost import adapters, footprint, profiled, work
 from zbc.compiler.cost.footprint import NOTHING, Footprint, Sizes, Spared
 from zbc.compiler.cost.machine import Machine
 from zbc.compiler.cost.profiled import Measurement
+from zbc.excludes import HEAD_NORMS, WHOLE_NORMS
 from zbc.ir import Placement
 from zbc.job.graph import names
-from zbc.job.model_section import AROUND, GEMMA, HEAD_NORMS
+from zbc.job.model_section import AROUND, GEMMA
 from zbc.job.sections import Memory
 from zbc.job.spec import GivenCosts, Job, LayerCost, Model
 from zbc.job.tokens import shares_of
@@ -329,8 +330,8 @@ def sizes_of(job: Job, past: int = 0) -> Sizes | None:
         terms=bool(model.z_loss or model.label_smoothing),
         qkv_bias=model.qkv_bias,
         proj_bias=model.attention_bias,
-        qk_norm=model.variant in ("olmo2", "olmoe", *HEAD_NORMS),
-        qk_whole=model.variant in ("olmo2", "olmoe"),
+        qk_norm=model.variant in (*WHOLE_NORMS, *HEAD_NORMS),
+        qk_whole=model.variant in WHOLE_NORMS,
         wide_norm=model.variant in GEMMA,
         around=model.variant in AROUND,
         capped=model.scores_cap is not None,

@@ -13,7 +13,8 @@ route.py maps each op to its entries.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -269,12 +270,18 @@ class Worker:
         progress.waiting = False
         return tensor
 
-    def wait_for(self, what: str, pending: Pending) -> None:
-        """Blocks until a collective has completed; `progress` shows `what` next to the current op."""
+    @contextmanager
+    def waits(self, what: str) -> Iterator[None]:
+        """Within its block `progress` shows `what` next to the current op."""
         progress = self.progress
         text, progress.op, progress.waiting = progress.op, f"{progress.op}, waits for {what}", True
-        pending.wait()
+        yield
         progress.op, progress.waiting = text, False
+
+    def wait_for(self, what: str, pending: Pending) -> None:
+        """Blocks until a collective has completed."""
+        with self.waits(what):
+            pending.wait()
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> None:
         """Sums a tensor over `ranks` in place; blocks."""

@@ -36,16 +36,20 @@ def rows_of(cuts: Sequence[int], place: int, ranks: int) -> Tensor:
     return torch.cat(positions)
 
 
-@lru_cache(maxsize=64)
-def rows_in(length: int, place: int, ranks: int) -> Tensor:
-    """Positions of a rank's tokens in rows of `length` tokens without slices."""
-    return rows_of((0, length), place, ranks)
+@lru_cache(maxsize=256)
+def rows_in(length: int, place: int, ranks: int, device: torch.device | str = "cpu") -> Tensor:
+    """Positions of a rank's tokens in rows of `length` tokens without slices; each is copied to a device once."""
+    return rows_of((0, length), place, ranks).to(device)
 
 
 class Spread(NamedTuple):
     """Attention of a microbatch whose tokens are sharded over the ranks of `group`."""
 
     group: Group
+
+    def positions(self, count: int, device: torch.device) -> Tensor:
+        """Positions of this rank's `count` tokens in a row without slices."""
+        return rows_in(count * self.group.size, self.group.place, self.group.size, device)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **limits: Any) -> Any:
         """As slicing.attention, for this rank's tokens: (batch, heads, own tokens, features)."""

@@ -112,8 +112,8 @@ def share_out(site: Site, shared: Shared, tables: Tables | None) -> Callable[[st
             shared.cuts.update({f"{name}.{local}": cut for local, cut in found.cuts.items()})
             shared.partial.update(f"{name}.{local}" for local in found.partial)
         if shared.tokens is not None and site.tokens is not None:
-            packed = site.manifest.balance is not None
-            sharding.spread(layer, Spread(shared.tokens), site.tokens, packed=packed)
+            unequal = site.manifest.balance is not None or bool(site.manifest.tokens)
+            sharding.spread(layer, Spread(shared.tokens), site.tokens.rows, unequal=unequal)
         if shared.swaps is not None:
             shared.experts.extend(expert_parallel.share(name, layer, shared.swaps))
 

@@ -270,6 +270,7 @@ class Dealt(NamedTuple):
     tokens: tuple[int, ...]  # of the rows of each microbatch, the median of all steps and replicas
     longer: int  # steps in which one is longer than planned
     fill: float  # share of the tokens of rows that is not padding
+    longest: tuple[tuple[int, ...], ...]  # by step the tokens of each microbatch, the most of all replicas
 
 
 def dealt(manifest: Manifest, steps: int = 20) -> Dealt:
@@ -282,7 +283,9 @@ def dealt(manifest: Manifest, steps: int = 20) -> Dealt:
     every = [[tokens for step in found for tokens in step[mb :: len(planned)]] for mb in range(len(planned))]
     rows = dealer.shape.rows * sum(map(sum, found))
     longer = sum(any(n > planned[k % len(planned)] for k, n in enumerate(step)) for step in found)
-    return Dealt(steps, tuple(map(median_low, every)), longer, sum(map(dealer.tokens, range(steps))) / rows)
+    fill = sum(map(dealer.tokens, range(steps))) / rows
+    longest = tuple(tuple(max(step[mb :: len(planned)]) for mb in range(len(planned))) for step in found)
+    return Dealt(steps, tuple(map(median_low, every)), longer, fill, longest)
 
 
 def _too_many(step: int, lengths: Sequence[int], shape: Shape) -> ZbcError:

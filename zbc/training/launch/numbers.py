@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,18 +28,18 @@ def numbering(
     worker: Worker, board: Callable[[], Board], limit: timedelta, plan: Path, steps: range, tell: Callable[[str], None]
 ) -> Iterator[None]:
     """Within its block the numbers of steps are heard, if the plan at `plan` wants them; rank 0 finds them."""
-    dealer, progress, heard = worker.work, worker.progress, board()
+    dealer = worker.work
     if not isinstance(dealer, ByTokens) or not worker.plan.manifest.renumbers:
         yield
         return
+    heard = board()
     asking = _Asking(board(), dealer, plan, steps, tell) if heard.rank == 0 else None
 
     def hear(step: int) -> Sequence[int] | None:
         if asking is not None:
             asking.until(step + _AHEAD)
-        text, progress.op, progress.waiting = progress.op, f"{progress.op}, waits for the numbers of its step", True
-        found: list[int] | None = json.loads(heard.hear(f"numbers/{step}", limit))
-        progress.op, progress.waiting = text, False
+        with worker.waits("the numbers of its step"):
+            found: list[int] | None = json.loads(heard.hear(f"numbers/{step}", limit))
         return found
 
     dealer.numbers = hear
@@ -84,13 +84,11 @@ class _Asking:
 
     def _answer(self, step: int, tokens: list[int]) -> str:
         """The numbers of a step as JSON; "null" once the process has ended."""
-        try:
+        with suppress(OSError):  # it ended while it was asked
             assert self._child.stdin is not None and self._child.stdout is not None
             print(json.dumps(tokens), file=self._child.stdin, flush=True)
             if answer := self._child.stdout.readline():
                 return answer
-        except OSError:  # it ended while it was asked
-            pass
         if not self._ended:
             self._tell(f"steps from {step + 1} on have the plan's numbers: the process that finds others has ended")
         self._ended = True

@@ -53,7 +53,7 @@ class Embed(nn.Module):
         self.look_up: Callable[[Tensor], Tensor] = self._look_up
         self.length = seq_len
         self.place = 0  # index of this rank's shard of the tokens, with sequence parallelism
-        self.own: Callable[[int, torch.device], Tensor] | None = None  # as in Rotary, if rows differ
+        self.own: Callable[[int, torch.device], Tensor] | None = None  # as in Rotary
         self.index: Tensor
         self.register_buffer("index", torch.arange(seq_len), persistent=False)
         for table in (self.tokens, self.positions):

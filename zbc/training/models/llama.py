@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbc.job.model_section import AROUND, BEHIND, GEMMA, HEAD_NORMS
+from zbc.excludes import HEAD_NORMS, WHOLE_NORMS
+from zbc.job.model_section import AROUND, BEHIND, GEMMA
 from zbc.runtime.core.again import ATTENTION, GATHERED, made_again
 from zbc.runtime.features.slicing import Limits, attention
 from zbc.training.models.experts import Experts
@@ -97,7 +98,7 @@ class LlamaBlock(nn.Module):
         before, behind = variant not in BEHIND, variant in BEHIND + AROUND
         self.norm1 = norm(hidden, eps, variant) if before else same
         self.qkv = linear(hidden, (heads + 2 * kv_heads) * size, bias=qkv_bias)  # rows: all queries, keys, values
-        self.wide = variant in ("olmo2", "olmoe")  # its norms of queries and keys are over all heads
+        self.wide = variant in WHOLE_NORMS  # its norms of queries and keys are over all heads
         normed = self.wide or variant in HEAD_NORMS
         self.norm_q = norm(heads * size if self.wide else size, eps, variant) if normed else None
         self.norm_k = norm(kv_heads * size if self.wide else size, eps, variant) if normed else None

@@ -21,8 +21,7 @@ class Rotary(nn.Module):
         rates = rotation_rates(size, theta, scaling, seq_len)
         factor = 1.0 if scaling is None else scaling.attention
         angles = torch.outer(torch.arange(seq_len, dtype=torch.float32), rates)
-        # The positions of this rank's tokens, given their number and device, in rows that ranks share.
-        self.own: Callable[[int, torch.device], Tensor] | None = None
+        self.own: Callable[[int, torch.device], Tensor] | None = None  # `Spread.positions`, if ranks share such rows
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", angles.cos() * factor, persistent=False)

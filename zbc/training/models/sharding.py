@@ -18,11 +18,9 @@ A user's layer has a method `shard(group)` that returns the parameters to shard 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from zbc.errors import ZbcError
@@ -34,9 +32,6 @@ from zbc.training.models.experts import Expert, Experts
 from zbc.training.models.gpt import Embed, GptBlock, GptHead, same
 from zbc.training.models.llama import LlamaBlock
 from zbc.training.models.rotary import Rotary
-
-if TYPE_CHECKING:
-    from zbc.training.data.data import Tokens
 
 
 class Shares(NamedTuple):
@@ -86,27 +81,20 @@ def _by_its_user(name: str, layer: nn.Module, group: Group) -> dict[str, Cut]:
     return found
 
 
-def spread(layer: nn.Module, tokens: Spread, own: Tokens, *, packed: bool = False) -> None:
-    """Makes a layer run on this rank's tokens `own` of sequences (context parallel); `packed`: they have several
-    samples."""
+def spread(layer: nn.Module, tokens: Spread, rows: Tensor, *, unequal: bool = False) -> None:
+    """Makes a layer run on this rank's tokens, at the positions `rows` of their sequence (context parallel); `unequal`:
+    sequences have several samples, or are of several lengths."""
     for module in layer.modules():
-        if isinstance(module, Embed) and own.shorter is not None:
-            module.own = partial(_own, own, tokens.group.size)
+        if isinstance(module, Embed | Rotary) and unequal:
+            module.own = tokens.positions
         elif isinstance(module, Embed):
-            module.index = module.index[own.rows]
-        elif isinstance(module, Rotary) and (packed or own.shorter is not None):
-            module.own = partial(_own, own, tokens.group.size)
+            module.index = module.index[rows]
         elif isinstance(module, Rotary):
-            module.cos, module.sin = module.cos[own.rows], module.sin[own.rows]
+            module.cos, module.sin = module.cos[rows], module.sin[rows]
         elif isinstance(module, GptBlock | LlamaBlock):
             module.attend = tokens.attention
         elif isinstance(module, Experts):
             module.tokens = tokens.group
-
-
-def _own(own: Tokens, ranks: int, count: int, device: torch.device) -> Tensor:
-    """The positions of this rank's `count` tokens in rows that `ranks` share."""
-    return own.at(count * ranks).to(device)
 
 
 def _embed(layer: Embed, group: Group) -> dict[str, Cut]:
