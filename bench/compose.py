@@ -1,7 +1,7 @@
 """Combinations of features: the pairs that zbc/excludes.py excludes for now, and random draws of three to six.
 
     python bench/compose.py [PAIR ...]                  # such as "slices offload"
-    python bench/compose.py --drawn 400 [--first 0]     # or --only SEED ..
+    python bench/compose.py --drawn 400 [--first 0] [--emulate 4]     # or --only SEED ..
 
 The pairs without a reason are taken out of the table, one after the other; a job with both is planned, proven and
 trained for three steps by ranks that are threads, and compared with the training without the feature that must not
@@ -9,8 +9,9 @@ change it. A pair that trains right should leave the table; for the others the b
 
 A draw is planned with the table as it is, run on the operational machine of the tests, trained, compared with the same
 training on one rank without the features that must not change it, and its memory is measured, each in a process of its
-own with a time limit of two minutes. Every draw has a line; the last lines count outcomes and refusals, and summarize
-the error of predicted memory.
+own with a time limit of two minutes. With `--emulate N`, of every Nth that trains right also a step in which ops take
+given times, beside what is predicted of it. Every draw has a line; the last lines count outcomes and refusals, and
+summarize the errors of predictions.
 """
 
 from __future__ import annotations
@@ -64,13 +65,15 @@ def tried(one: str, other: str) -> Outcome:
     return Outcome("right" if right else "wrong", f"off by {off:.1e}")
 
 
-LONGEST = 120.0  # seconds per draw
+LONGEST, EMULATED = 120.0, 300.0  # seconds per draw
 NEAR = 0.03  # of predicted memory: what is on its way depends on when neighbours take it
+LATE = 0.05  # of an emulated step
 
 
-def found_of(seed: int, found: Queue[Found]) -> None:
+def found_of(seed: int, found: Queue[Found], emulate: bool) -> None:
+    sys.setswitchinterval(5e-4)  # a rank whose sleep ends does not wait long for the others
     try:
-        found.put(outcome(drawn(seed), weigh=True))
+        found.put(outcome(drawn(seed), weigh=True, emulate=emulate))
     except Exception as error:
         at = " < ".join(
             f"{Path(f.filename).name}:{f.lineno}" for f in traceback.extract_tb(error.__traceback__)[:-5:-1]
@@ -78,16 +81,19 @@ def found_of(seed: int, found: Queue[Found]) -> None:
         found.put(Found("crashed", f"{type(error).__name__} {(str(error).splitlines() or [''])[0][:160]} @ {at}"))
 
 
-def draws(seeds: Iterable[int], record: Record) -> None:
-    context, how, why, memory = multiprocessing.get_context("fork"), Counter[str](), Counter[str](), list[float]()
-    for seed in seeds:
+def draws(seeds: Iterable[int], record: Record, every: int) -> None:
+    context, how, why = multiprocessing.get_context("fork"), Counter[str](), Counter[str]()
+    memory, steps = list[float](), list[float]()
+    for place, seed in enumerate(seeds):
+        emulate = every > 0 and place % every == 0
+        longest = EMULATED if emulate else LONGEST
         queue = context.Queue()
-        process = context.Process(target=found_of, args=(seed, queue))
+        process = context.Process(target=found_of, args=(seed, queue, emulate))
         process.start()
         try:
-            found = queue.get(timeout=LONGEST)
+            found = queue.get(timeout=longest)
         except Empty:
-            found = Found("hangs", f"after {LONGEST:.0f} s")
+            found = Found("hangs", f"after {longest:.0f} s")
             process.kill()
         process.join()
         how[found.how] += 1
@@ -95,12 +101,16 @@ def draws(seeds: Iterable[int], record: Record) -> None:
             why[re.sub(r"\b\d[\d.]*", "N", found.why)[:100]] += 1
         memory += [found.memory] * (found.memory is not None)
         told = f"; memory {found.memory:+.1%}, host {found.host:+.1%}" if found.memory is not None else ""
+        if found.step is not None:
+            steps.append(found.step)
+            told += f"; step {found.step:+.1%}"
         record(f"{seed:5} {found.how:8} {drawn(seed).name}: {found.why[:240]}{told}")
     record(", ".join(f"{count} {name}" for name, count in how.most_common()))
-    off = sorted(map(abs, memory))
-    if off:
-        over = sum(one > NEAR for one in off)
-        record(f"memory of {len(off)}: half within {off[len(off) // 2]:.2%}, {over} not within {NEAR:.0%}")
+    for what, each, near in (("memory", memory, NEAR), ("steps", steps, LATE)):
+        off = sorted(map(abs, each))
+        if off:
+            over = sum(one > near for one in off)
+            record(f"{what} of {len(off)}: half within {off[len(off) // 2]:.2%}, {over} not within {near:.0%}")
     for text, count in why.most_common():
         record(f"{count:4} {text}")
 
@@ -110,12 +120,13 @@ def main() -> None:
     parser.add_argument("pairs", nargs="*", help="two traits with a blank between them; all unwritten ones by default")
     parser.add_argument("--drawn", type=int, default=0, help="so many draws of features")
     parser.add_argument("--first", type=int, default=0, help="the seed of the first")
+    parser.add_argument("--emulate", type=int, default=0, help="emulated steps of every so many")
     parser.add_argument("--only", type=int, nargs="+", default=[], help="these seeds")
     asked = parser.parse_args()
     if asked.drawn or asked.only:
         torch.set_num_threads(1)
         record = Record("drawn")
-        draws(asked.only or range(asked.first, asked.first + asked.drawn), record)
+        draws(asked.only or range(asked.first, asked.first + asked.drawn), record, asked.emulate)
         record.write()
         return
     unwritten = [pair for pair in excludes.PAIRS if not pair.why and {pair.one, pair.other} <= SETTINGS.keys()]

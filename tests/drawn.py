@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.check import operational
 from tests.composed import CHANGES, SETTINGS, STEPS, TOLERANCE, Tables, apart, settings, toml
+from tests.paced import emulated
 from tests.threads import run_threads
 from zbc.compiler.compile import Compiled, compile_job, load_job
 from zbc.compiler.memory.host import host_bytes
@@ -120,6 +121,7 @@ class Found(NamedTuple):
     why: str
     memory: float | None = None  # predicted over measured bytes of the fullest rank, less 1
     host: float | None = None  # the same of what lies on the host
+    step: float | None = None  # an emulated step over its prediction, less 1
 
 
 def drawn(seed: int, *, least: int = 3, most: int = 6) -> Drawn:
@@ -150,6 +152,8 @@ def of(traits: tuple[str, ...], kind: str, pp: int = 2) -> Drawn:
     plain["schedule"]["kind"], plain["parallel"] = "1f1b", {"pp": 1}
     if "average" in traits:
         plain["parallel"] |= {"dp": 2, "average": both["parallel"]["average"]}
+    if "balance" in traits and {"balance loss", "expert bias"} & {*traits}:  # routers count the padding of rows
+        plain["parallel"] |= {"dp": replicas}
     if "graph" in traits:
         plain["parallel"]["pp"] = 4
     if late:  # a delay for each stage, and what runs again for a backward does so on newer weights
@@ -218,8 +222,8 @@ def planned(tables: Tables, folder: Path, budget: float = 0.0) -> tuple[Compiled
     return made, StoredPlan.read(folder / "plan")
 
 
-def outcome(one: Drawn, *, weigh: bool = False) -> Found:
-    """Plan, prove and train both; `weigh` what ranks hold, which takes up to three runs."""
+def outcome(one: Drawn, *, weigh: bool = False, emulate: bool = False) -> Found:
+    """Plan, prove and train both; `weigh` what ranks hold, in up to three runs; `emulate` a step if both are alike."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             made, plan = planned(one.both, Path(folder) / "both")
@@ -263,7 +267,8 @@ def outcome(one: Drawn, *, weigh: bool = False) -> Found:
             if abs(memory) < 0.02 and abs(host) < 0.02:
                 break
         how = "right" if first <= one.first and off <= one.later else "wrong"
-        return Found(how, f"off by {first:.1e}, then {off:.1e}", memory, host)
+        step = emulated(made, plan) if emulate and how == "right" else None
+        return Found(how, f"off by {first:.1e}, then {off:.1e}", memory, host, step)
 
 
 def unproven(program: Program) -> str:
