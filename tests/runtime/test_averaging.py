@@ -185,6 +185,14 @@ def test_one_replica_without_a_finite_gradient_skips_alone(tmp_path):
     assert skipped[0] == skipped[1] == [False] * 3 and skipped[2] == skipped[3] == [False, True, False]
 
 
+def test_a_stage_without_adapters_has_nothing_to_average(tmp_path):
+    """The embedding is a stage of its own."""
+    options = {"adapter": {"rank": 2}, "model_more": {"layers": 2}, "partition": {"layers_per_stage": [0, 1, 1, 0]}}
+    made = plan(tmp_path / "p", {"share": 1.0}, kind="interleaved-1f1b", **options)
+    one = run_threads(plan(tmp_path / "one", {"share": 1.0}, pp=1, **options | {"partition": {}}), 3)
+    assert numbers(run_threads(made, 3)) == [pytest.approx(pair, rel=1e-5) for pair in numbers(one)]
+
+
 @pytest.mark.parametrize("asked", few([{"share": 1.0, "delay": 0}, {"share": 0.3}], 1), ids=str)
 @pytest.mark.parametrize("pp", [1, 2])
 def test_ranks_that_share_tokens_sum_gradients_and_average_as_one(asked, pp, tmp_path):

@@ -52,7 +52,10 @@ class Averaging:
         if step % asked.every:
             return
         part = step // asked.every % asked.parts
-        mine = torch.cat([view.reshape(-1) for view in self._views(part)])
+        views = self._views(part)
+        if not views:  # a stage without adapters has nothing to train
+            return
+        mine = torch.cat(views)
         total = mine.clone()
         self._sent = _Sent(part, mine, total, transport.start_sum(total, self.ranks))
         if not asked.delay:
