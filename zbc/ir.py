@@ -388,6 +388,7 @@ class ProgramTraits:
     ep: int = 0  # expert parallelism: neighbouring replicas that share out the experts of a block; 0: each has all
     averages: int = 0  # replicas average weights and sum no gradients: 1, applied a step later; 2, at once
     flushless: bool = False  # steps follow one another without a flush: the ops are the body of a cycle
+    duplex: bool = False  # a rank copies to its host and back at once; else it runs one copy at a time
 
 
 TRAITS = tuple(one.name for one in fields(ProgramTraits))

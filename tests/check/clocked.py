@@ -19,7 +19,7 @@ def problems(timeline, costs):
     found = []
     lanes = {}
     for rank, op, start, end in copies:
-        lanes.setdefault(("stream", rank), []).append((start, end, op))
+        lanes.setdefault(("stream", rank, graph.program.duplex and op.kind), []).append((start, end, op))
         lanes.setdefault(("link", rank // costs.shared, op.kind), []).append((start, end, op))
     for lane, taken in lanes.items():
         for (_, end, one), (start, _, other) in pairwise(sorted(taken)):

@@ -16,6 +16,7 @@ from tests.tiers import few
 from zbc.compiler.check import check_all
 from zbc.compiler.compile import compile_job
 from zbc.compiler.cost.cost import Costs
+from zbc.compiler.graph import build
 from zbc.compiler.lowering import Lowering
 from zbc.compiler.memory.host import slabs
 from zbc.compiler.memory.per_rank import curve, peaks
@@ -26,6 +27,7 @@ from zbc.compiler.sim import simulate
 from zbc.compiler.sim.context import Context
 from zbc.compiler.sim.links import Links, by_time
 from zbc.ir import COPY, Kind
+from zbc.plan.directory import StoredPlan
 
 REFERENCE = rows("offload_orders.csv")
 MOVED = [row for row in REFERENCE if row["k"] and row["status"] == "ok"]
@@ -226,12 +228,12 @@ def test_nothing_moves_before_a_step_without_a_barrier_knows_that_its_forwards_s
     assert max(rank.peak_activation_units for rank in made.report.per_rank) <= 3 * float(limit[:-1]) + 1e-6
 
 
-def lowered(name, p=4, m=8, k=0.7, limit=2.0, **changes):
+def lowered(name, p=4, m=8, k=0.7, limit=2.0, duplex=False, **changes):
     """A complete program whose ranks keep to a limit, at costs with `changes`."""
     card = SCHEDULES[name]
     program = card.make(Request(p, m, card.default_chunks))
     costs = replace(with_copies(program, 1.0, 1.1, 0.9, 0.05, k=k), **changes)
-    return Lowering(offload=Offload((limit,) * p, ALL)).lower(Context(program, costs))
+    return Lowering(offload=Offload((limit,) * p, ALL, duplex=duplex)).lower(Context(program, costs))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gis", "interleaved-1f1b", "gpipe"])
@@ -252,6 +254,22 @@ def test_no_two_copies_of_a_direction_are_on_a_link_at_once(name, shared):
     found = lowered(name, shared=shared)
     assert keeps(found, 2.0)
     assert clocked.problems(found.timeline, found.costs) == []
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved-1f1b", "gis"])
+def test_copies_in_both_directions_at_once_keep_the_limit_and_are_no_slower(name, shared):
+    one, both = (lowered(name, k=0.9, duplex=duplex, shared=shared) for duplex in (False, True))
+    assert keeps(both, 2.0) and both.program.duplex
+    assert clocked.problems(both.timeline, both.costs) == []
+    if shared == 1:
+        assert both.timeline.makespan <= one.timeline.makespan * (1 - 0.1 * (name == "gis")) + 1e-6
+
+
+def test_the_clock_finds_copies_of_both_directions_at_once():
+    both = lowered("gis", duplex=True)
+    at_once = replace(both.timeline, graph=build(replace(both.program, duplex=False)))
+    assert clocked.problems(both.timeline, both.costs) == [] != clocked.problems(at_once, both.costs)
 
 
 def test_the_clock_finds_copies_that_share_a_link_and_do_not_know_it():
@@ -287,6 +305,14 @@ def test_pairs_on_a_link_are_mostly_as_fast_as_published_lists_replayed():
 def test_pairs_on_a_link_in_every_row_of_the_reference(part):
     late = [*beside_published(MOVED[part::8])]
     assert sum(one <= 1e-4 for one in late) >= 0.8 * len(late) and max(late) < 0.092
+
+
+def test_gpus_copy_in_both_directions_at_once_unless_a_job_says_otherwise(tmp_path):
+    plans = [planned(tmp_path, "gis", hardware={"device": "cuda", **more}) for more in ({}, {"host_duplex": False})]
+    assert [plan.program.duplex for plan in plans] == [True, False]
+    assert not planned(tmp_path, "gis").program.duplex
+    plans[0].write(tmp_path / "plan")
+    assert StoredPlan.read(tmp_path / "plan").program == plans[0].program
 
 
 def test_a_job_says_how_many_ranks_share_a_link(tmp_path):

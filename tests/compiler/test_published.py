@@ -42,11 +42,11 @@ def test_schedules_rank_as_they_were_measured_where_these_are_more_than_two_perc
     assert pairs > 25
 
 
-def test_half_of_the_activations_on_the_host_cost_a_fifth_of_the_throughput_and_not_half():
+def test_half_of_the_activations_on_the_host_cost_a_tenth_of_the_throughput_and_not_half():
     """A tenth was measured; the cost is half if a block keeps all of its activations."""
     found = [*published.offload()]
     assert len(found) == 2
-    assert all(0.78 < row.predicted < row.measured for row in found), found
+    assert all(row.predicted > 0.88 and abs(row.predicted - row.measured) < 0.05 for row in found), found
 
 
 def test_without_the_cost_of_messages_interleaved_1f1b_would_come_out_too_fast():

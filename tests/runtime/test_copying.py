@@ -1,5 +1,6 @@
 """The copier of a GPU, with streams that only record their waits. The CPU's, with real copies."""
 
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -48,7 +49,7 @@ def copier(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Streams.current)
-    return StreamCopier(torch.device("cpu"))
+    return StreamCopier(torch.device("cpu"), duplex=True)
 
 
 def piece(byte, size=100):
@@ -95,16 +96,49 @@ def test_memory_that_cannot_be_pinned_is_named(copier, monkeypatch):
         copier.slab(2**20)
 
 
-def test_the_thread_copies_there_and_back_in_order():
-    copier = ThreadCopier()
+@pytest.mark.parametrize("duplex", [False, True])
+def test_the_thread_copies_there_and_back_in_order(duplex):
+    copier = ThreadCopier(duplex=duplex)
     host, target = copying.Slab(copier.slab(256)), Piece(copier.take(100), 64)
     copier.back(host, [target], copier.out(host, [Piece(piece(7).storage, 64)])).result()
     assert set(target.storage.tolist()) == {7}
     copier.close()
 
 
+@pytest.mark.parametrize("duplex", [False, True])
+def test_a_copy_back_waits_for_another_one_out_unless_both_directions_are_free(duplex, monkeypatch):
+    copier, held, copy = ThreadCopier(duplex=duplex), threading.Event(), copying.copy_out
+    one, other = slab(), slab()
+    gone = copier.out(one, [piece(1)])
+    gone.result()
+    monkeypatch.setattr(copying, "copy_out", lambda *told: held.wait(60) and copy(*told))
+    out = copier.out(other, [piece(2)])
+    one.read = copier.back(one, [piece(0)], gone)
+    if duplex:
+        one.read.result(timeout=60)
+    assert one.read.done() == duplex and not out.done()
+    held.set()
+    out.result()
+    one.read.result()
+    copier.close()
+
+
+def test_a_slab_that_is_still_read_is_not_written(monkeypatch):
+    copier, held, copy = ThreadCopier(duplex=True), threading.Event(), copying.copy_back
+    host, target = slab(), piece(0)
+    monkeypatch.setattr(copying, "copy_back", lambda *told: held.wait(60) and copy(*told))
+    host.read = copier.back(host, [target], copier.out(host, [piece(1)]))
+    later = copier.out(host, [piece(2)])
+    with pytest.raises(TimeoutError):
+        later.result(timeout=0.05)
+    held.set()
+    later.result()
+    assert set(target.storage.tolist()) == {1} and set(host.memory.tolist()) == {2}
+    copier.close()
+
+
 def test_what_goes_wrong_in_the_thread_reaches_who_waits():
-    copier = ThreadCopier()
+    copier = ThreadCopier(duplex=False)
     ticket = copier.out(slab(), [None])
     with pytest.raises(TypeError):
         ticket.result()

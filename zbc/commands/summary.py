@@ -86,7 +86,7 @@ def of_plan(
     if compiled.found.weighed:
         yield labelled("weighed", *_weighed(compiled))
     if report.copied is not None:
-        yield labelled("copies", *_copies(report))
+        yield labelled("copies", *_copies(compiled))
     if verbose and report.bytes_known:
         yield labelled("memory", *_MEMORY)
         yield indented(_memory(report))
@@ -450,25 +450,24 @@ def _ranks_note(compiled: Compiled) -> list[str]:
     return notes
 
 
-def _copies(report: Report) -> Iterator[str]:
+def _copies(compiled: Compiled) -> Iterator[str]:
     """The share of activations offloaded to the host, the hidden part of the copies, and the pinned memory."""
-    copied = report.copied
+    report, copied = compiled.report, compiled.report.copied
     if copied is None:
         return
     yield f"{copied.moved:.0%} of all activations go to the host and back; {copied.hidden:.0%} of that is hidden"
     most = max(report.host.values(), key=lambda rank: float(rank["bytes"]))["bytes"]
     if most:
         yield f"pinned on the host: at most {size(most)} a rank"
-    if copied.k > PAYS:
-        yield from _pays_little(copied.k)
+    yield from _pays_little(compiled, copied.k)
 
 
-def _pays_little(k: float) -> list[str]:
-    """Why offload does not help if a copy takes k times F + B + W of its activations."""
-    text = (
-        f"offload pays little here: a copy takes {k:.2f} of F + B + W, so at most {0.5 / k:.0%} can move without waits"
-    )
-    return wrap(text.split(" "), _TEXT, between=" ")
+def _pays_little(compiled: Compiled, k: float) -> Iterator[str]:
+    """Why offload does not help, if so: a copy takes k times F + B + W of its activations."""
+    most = (1.0 if compiled.job.hardware.duplex else 0.5) / k  # copies out and back at once, or one after the other
+    if most < PAYS:
+        text = f"a copy takes {k:.2f} of F + B + W, so at most {most:.0%} can move without waits"
+        yield from wrap(f"offload pays little here: {text}".split(" "), _TEXT, between=" ")
 
 
 def _weighed(compiled: Compiled) -> Iterator[str]:
@@ -481,8 +480,8 @@ def _weighed(compiled: Compiled) -> Iterator[str]:
     lines += [f"{', '.join(misfits)}: does not fit"] if misfits else []
     yield from wrap(lines, _TEXT, between="; ")
     k = compiled.found.copy_share
-    if compiled.report.copied is None and k is not None and k > PAYS:
-        yield from _pays_little(k)
+    if compiled.report.copied is None and k is not None:
+        yield from _pays_little(compiled, k)
 
 
 def _limits(compiled: Compiled) -> Iterator[str]:
@@ -534,7 +533,7 @@ def _unit(report: Report) -> tuple[str, float]:
     return ("GiB", GIB) if report.peak_bytes >= GIB else ("MiB", MIB)
 
 
-PAYS = 1.0  # share of F + B + W that a copy may take before the summary warns that offload pays little
+PAYS = 0.5  # share of activations that must be able to move without waits, or the summary says that offload pays little
 _IDLE = ("idle_warm_up_ms", "idle_message_ms", "idle_drain_ms", "idle_sums_ms")
 _MEMORY = (
     "the most on each rank, and what fills it; grads: gradients; state: of",

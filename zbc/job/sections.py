@@ -273,6 +273,9 @@ class Hardware(Section):
     host_shared: Count = Field(
         1, description="neighbouring ranks of a pipeline that share one link to the host, such as a PCIe switch"
     )
+    host_duplex: bool | None = Field(
+        None, description="whether a rank copies to its host and back at once, at host_gbps each; default: on cuda"
+    )
     host_gib: Positive | None = Field(
         None, description="pinned memory of the host per rank; a plan that needs more is refused"
     )
@@ -281,6 +284,11 @@ class Hardware(Section):
         """The hardware of one rank of the pipeline."""
         lists = {key: values[rank] for key in BY_RANK if isinstance(values := getattr(self, key), list)}
         return self.model_copy(update={**lists, "slow": None})
+
+    @property
+    def duplex(self) -> bool:
+        """Whether a rank copies to its host and back at once."""
+        return self.device == "cuda" if self.host_duplex is None else self.host_duplex
 
     @property
     def unequal(self) -> bool:

@@ -147,9 +147,9 @@ class StreamCopier:
 
     spans: list[list[Any]] | None = None
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._out, self._back = _stream(device), _stream(device)
+    def __init__(self, device: torch.device, *, duplex: bool) -> None:
+        self.device, self._out = device, _stream(device)
+        self._back = _stream(device) if duplex else self._out
 
     def slab(self, size: int) -> Tensor:
         """Pinned host memory. Raises E619. Allocation may stall the device, so slabs are made once and kept."""

@@ -203,7 +203,7 @@ class _Walk:
                 self.edges[e].append(w)
             elif w != NOTHING:  # the rank's first event
                 self.opening[e] = w
-        queue = Lane.OUT if lane is Lane.BACK else lane  # a rank copies one thing at a time, out or back
+        queue = Lane.OUT if lane is Lane.BACK and not self.g.program.duplex else lane
         if queue in lanes.queue:
             self._after(lanes.queue[queue], e)
         lanes.queue[queue] = e

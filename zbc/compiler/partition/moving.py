@@ -156,4 +156,5 @@ def _fastest(setup: Setup, orders: Sequence[Ordered], units: tuple[float, ...], 
 def moving(job: Job, placement: Placement, limit: Limit, units: tuple[float, ...], *, quick: bool = False) -> Lowering:
     """The lowering that keeps programs within `units` by offloading the rest."""
     may = frozenset(s for s in range(placement.stages) if job.memory.offloads(s))
-    return replace(lowering_of(job), offload=Offload(units, may, job.objective, limit.costs, quick=quick))
+    offload = Offload(units, may, job.objective, limit.costs, quick=quick, duplex=job.hardware.duplex)
+    return replace(lowering_of(job), offload=offload)

@@ -13,7 +13,7 @@ is timed, and chosen again with the resulting times, a few times over. After arX
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zbc.compiler.cost.cost import Costs
@@ -55,6 +55,7 @@ class Offload:
     objective: str = "makespan"
     counted: Costs | None = None
     quick: bool = False  # a quick estimate: one way of booking, a few rounds, no smaller limits
+    duplex: bool = False  # ranks copy out and back at once
 
     name: ClassVar[str] = "offload"
 
@@ -108,6 +109,7 @@ class Offload:
         way of booking and in few rounds."""
         best: tuple[float, float, Program] | None = None
         plain, shared = context.step_ms(self.objective), context.costs.shared
+        program = replace(program, duplex=self.duplex)
         ranges = [range(a, min(a + shared, len(views))) for a in range(0, len(views), shared)]
         ways, rounds = (1, BRIEF) if brief else (len(WAYS), ROUNDS)
         if program.size >= LARGE:
@@ -117,7 +119,11 @@ class Offload:
             for _ in range(rounds):
                 for view in views:
                     view.set(timeline)
-                booked = [row for r in ranges for row in book(views[r.start : r.stop], limits[r.start : r.stop], lead)]
+                booked = [
+                    row
+                    for r in ranges
+                    for row in book(views[r.start : r.stop], limits[r.start : r.stop], lead, duplex=self.duplex)
+                ]
                 ranks = [
                     assemble(program.ranks[view.rank], view, bookings, limit)
                     for view, bookings, limit in zip(views, booked, limits, strict=True)

@@ -1,8 +1,9 @@
 """Chooses and books offload copies for the ranks of one link: times at which stream and link are free.
 
-A rank's stream does one thing at a time; if ranks share a link, it takes one copy out and one back at a time between
-them. There are two ways, either of which may find the better list: `one_by_one` books each choice at once;
-`all_at_once` chooses as if nothing else was copied, books all together, and chooses more until it is enough.
+A rank runs one copy at a time, or one out and one back (`duplex`); if ranks share a link, it takes one copy out and one
+back at a time between them. There are two ways, either of which may find the better list: `one_by_one` books each
+choice at once; `all_at_once` chooses as if nothing else was copied, books all together, and chooses more until it is
+enough.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ Booked = dict[int, Booking]  # of one rank, by the index of the life
 
 
 class _Room:
-    """The stream of one rank, and the link that it may share."""
+    """The streams of one rank, and the link that it may share."""
 
-    def __init__(self, link: tuple[Busy, Busy] | None) -> None:
-        stream: Busy = []
-        self.out = (stream,) if link is None else (stream, link[0])
-        self.back = (stream,) if link is None else (stream, link[1])
+    def __init__(self, link: tuple[Busy, Busy] | None, *, duplex: bool) -> None:
+        out: Busy = []
+        back: Busy = [] if duplex else out
+        self.out = (out,) if link is None else (out, link[0])
+        self.back = (back,) if link is None else (back, link[1])
 
     @staticmethod
     def take(lanes: Sequence[Busy], begin: float, end: float) -> None:
@@ -51,20 +53,21 @@ class _Room:
             busy.insert(j, (first, last))
 
 
-def _rooms(count: int) -> list[_Room]:
+def _rooms(count: int, *, duplex: bool) -> list[_Room]:
     link: tuple[Busy, Busy] | None = ([], []) if count > 1 else None
-    return [_Room(link) for _ in range(count)]
+    return [_Room(link, duplex=duplex) for _ in range(count)]
 
 
 # ---- one by one ------------------------------------------------------------------------------------------------------
 
 
-def one_by_one(views: Sequence[View], limits: Sequence[float], lead: float) -> list[Booked]:
+def one_by_one(views: Sequence[View], limits: Sequence[float], lead: float, *, duplex: bool) -> list[Booked]:
     """Chooses item by item in time, while the limit is exceeded.
 
     A copy goes out as early and comes back as late as stream and link have room.
     """
-    ranks = [_Chooser(*row, lead) for row in zip(views, limits, _rooms(len(views)), strict=True)]
+    rooms = _rooms(len(views), duplex=duplex)
+    ranks = [_Chooser(*row, lead) for row in zip(views, limits, rooms, strict=True)]
     if len(ranks) == 1:
         for j in range(len(views[0].items)):
             ranks[0].item(j)
@@ -113,7 +116,7 @@ class _Chooser:
             return
         back = _latest(view.start[life.z], self.lead * life.back, room.back)
         until = bisect_right(view.issued, back + EPS) - 1
-        if until <= j:  # also if both would use the stream at once
+        if until <= j:  # also if both would use one stream at once
             return
         room.take(room.out, out, out + life.out)
         room.take(room.back, back, back + self.lead * life.back)
@@ -126,7 +129,7 @@ class _Chooser:
 # ---- all at once -----------------------------------------------------------------------------------------------------
 
 
-def all_at_once(views: Sequence[View], limits: Sequence[float], lead: float) -> list[Booked]:
+def all_at_once(views: Sequence[View], limits: Sequence[float], lead: float, *, duplex: bool) -> list[Booked]:
     """Chooses enough activations of those reloaded last, and books all of them together."""
     chosen, booked = [set[int]() for _ in views], [Booked() for _ in views]
     for _ in range(AGAIN):
@@ -141,13 +144,15 @@ def all_at_once(views: Sequence[View], limits: Sequence[float], lead: float) -> 
             grew |= max(over, default=0.0) > EPS and _covered(view, over, picked, lead)
         if not grew:
             break
-        booked = _packed(views, chosen, lead)
+        booked = _packed(views, chosen, lead, _rooms(len(views), duplex=duplex))
     return booked
 
 
-def _packed(views: Sequence[View], chosen: Sequence[Collection[int]], lead: float) -> list[Booked]:
+def _packed(
+    views: Sequence[View], chosen: Sequence[Collection[int]], lead: float, rooms: Sequence[_Room]
+) -> list[Booked]:
     """Books the copies of all choices: back as late as possible, then out as soon as possible."""
-    rooms, begin, bookings = _rooms(len(views)), dict[tuple[int, int], float](), [Booked() for _ in views]
+    begin, bookings = dict[tuple[int, int], float](), [Booked() for _ in views]
     every = [(n, x) for n, picked in enumerate(chosen) for x in picked]
     for n, x in sorted(every, key=lambda pair: (-views[pair[0]].start[views[pair[0]].lives[pair[1]].z], pair)):
         life, room = views[n].lives[x], rooms[n]

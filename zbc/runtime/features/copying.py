@@ -1,8 +1,9 @@
 """Copies that offload and reload activations, overlapped with the compute of a rank.
 
-    ThreadCopier   ranks on a CPU: a thread copies into slabs of ordinary memory, one copy at a time
-    StreamCopier   ranks on a GPU: a stream for each direction, and slabs of pinned memory (runtime/cuda.py)
+    ThreadCopier   ranks on a CPU: a thread copies into slabs of ordinary memory
+    StreamCopier   ranks on a GPU: a stream, and slabs of pinned memory (runtime/cuda.py)
 
+A rank runs one copy at a time, or with a plan that is `duplex` one in each direction: on a thread or a stream for each.
 Whole storages are copied, each to its `Piece` of a slab. The ticket of a copy waits for its end.
 """
 
@@ -87,25 +88,36 @@ class HostMemory:
 
 
 class ThreadCopier(HostMemory):
-    """Copies in the order they are started, in a thread of its own."""
+    """Copies in the order they are started, in a thread of its own, or in one for each direction."""
 
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zbc-copies")
+    def __init__(self, *, duplex: bool) -> None:
+        threads = [ThreadPoolExecutor(1, thread_name_prefix="zbc-copies") for _ in range(1 + duplex)]
+        self._out, self._back = threads[0], threads[-1]
 
     def out(self, slab: Slab, pieces: Sequence[Piece]) -> Future[None]:
-        return self._start(copy_out, slab, pieces)
+        return self._start(self._out, copy_out, slab, pieces, slab.read)
 
     def back(self, slab: Slab, pieces: Sequence[Piece], gone: Ticket) -> Future[None]:
-        return self._start(copy_back, slab, pieces)
+        return self._start(self._back, copy_back, slab, pieces, gone)
 
-    def _start(self, copy: _Copy, slab: Slab, pieces: Sequence[Piece]) -> Future[None]:
+    def _start(
+        self, thread: ThreadPoolExecutor, copy: _Copy, slab: Slab, pieces: Sequence[Piece], last: Ticket | None
+    ) -> Future[None]:
         if self.spans is None:
-            return self._thread.submit(copy, slab, pieces)
+            return thread.submit(_after, last, copy, slab, pieces)
         self.spans.append([])
-        return self._thread.submit(_timed, copy, slab, pieces, self.spans[-1])
+        return thread.submit(_after, last, _timed, copy, slab, pieces, self.spans[-1])
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._out, self._back):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _after(last: Ticket | None, copy: Callable[..., None], *told: Any) -> None:
+    """Copies once `last`, which was started earlier, has ended."""
+    if last is not None:
+        last.result()
+    copy(*told)
 
 
 def copy_out(slab: Slab, pieces: Sequence[Piece]) -> None:
@@ -132,9 +144,9 @@ def bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def copier_for(device: torch.device) -> Copier:
+def copier_for(device: torch.device, *, duplex: bool) -> Copier:
     if device.type != "cuda":
-        return ThreadCopier()
+        return ThreadCopier(duplex=duplex)
     from zbc.runtime.cuda import StreamCopier
 
-    return StreamCopier(device)
+    return StreamCopier(device, duplex=duplex)

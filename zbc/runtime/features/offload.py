@@ -47,7 +47,7 @@ class Offloads(Feature):
             for stage, count in plan.manifest.slabs(plan.rank).items():
                 counts[stage] = max(count, counts.get(stage, 0))
         know(p for stage in self._stages.values() for p in stage.parameters.values())
-        return Pool(copier_for(self._device), counts)
+        return Pool(copier_for(self._device, duplex=self._plans[0].manifest.duplex), counts)
 
     def ends(self) -> None:
         if "pool" in self.__dict__:
