@@ -9,7 +9,7 @@ change it. A pair that trains right should leave the table; for the others the b
 
 A draw is planned with the table as it is, run on the operational machine of the tests, trained, compared with the same
 training on one rank without the features that must not change it, and its memory is measured, each in a process of its
-own with a time limit of two minutes. With `--emulate N`, of every Nth that trains right also a step in which ops take
+own with a time limit of five minutes. With `--emulate N`, of every Nth that trains right also a step in which ops take
 given times, beside what is predicted of it. Every draw has a line; the last lines count outcomes and refusals, and
 summarize the errors of predictions.
 """
@@ -65,7 +65,7 @@ def tried(one: str, other: str) -> Outcome:
     return Outcome("right" if right else "wrong", f"off by {off:.1e}")
 
 
-LONGEST, EMULATED = 120.0, 300.0  # seconds per draw
+LONGEST, EMULATED = 300.0, 600.0  # seconds per draw
 NEAR = 0.03  # of predicted memory: what is on its way depends on when neighbours take it
 LATE = 0.05  # of an emulated step
 
